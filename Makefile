@@ -1,0 +1,43 @@
+# `make demo` and `make test` do all the set-up themselves; a second run skips it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The MLX back end: cpu on Linux, nothing more on a Mac; `make demo EXTRA=cuda13` on an NVIDIA GPU.
+EXTRA ?= $(if $(filter Linux,$(shell uname -s)),cpu,)
+COMMA := ,
+READY := $(VENV)/.ready-$(EXTRA)
+
+.PHONY: all demo test check format demo-model bench clean
+
+all: check test
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"mlxpool needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}; use make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev$(if $(EXTRA),$(COMMA)$(EXTRA))]'
+	@touch $@
+
+demo: $(READY)            ## a broker, a worker and a completion on the embedded model
+	@$(BIN)/python examples/demo.py
+
+test: $(READY)            ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: $(READY)           ## format, lint, types, import rules
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)          ## put the code in form
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+demo-model: $(READY)      ## train the embedded model again
+	$(BIN)/python examples/train_demo_model.py
+
+bench: $(READY)           ## measure; prints what docs/benchmarks.md holds
+	$(BIN)/python bench/end_to_end.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist

@@ -1,0 +1,20 @@
+"""`python -m mlxpool.broker [CONFIG.toml]`: the broker alone, as `mlxpool serve` runs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mlxpool.broker.edge import Broker
+from mlxpool.common import config, logs
+
+
+def main() -> int:
+    settings = config.load(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    logs.set_up(json_lines=settings.log_format == "json")
+    Broker(settings).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

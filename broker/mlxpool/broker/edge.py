@@ -1,0 +1,382 @@
+"""Sockets, child processes and timers around the core: the broker's one thread.
+
+Invariant: frames of workers are read before the end of a worker is reported, so nothing that a dead
+worker managed to send is lost.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import os
+import resource
+import secrets
+import signal
+import socket as sockets_of_the_system
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from mlxpool.broker import events as ev
+from mlxpool.broker.admin import Admin
+from mlxpool.broker.core import Core
+from mlxpool.broker.peers import Peer, Peers
+from mlxpool.broker.supervisor import Child, Supervisor
+from mlxpool.common import sockets, wire
+from mlxpool.common.config import PoolConfig, check_run_dir
+from mlxpool.common.errors import BadRequest, PoolError
+from mlxpool.common.wire import Header, Message
+
+log = logging.getLogger("mlxpool.broker")
+
+DRAIN = 256  # messages read from one socket before the others get their turn
+RETRY = 0.01  # seconds until a full peer is tried again
+FORGET = 120.0  # seconds after which a silent connection without streams is forgotten
+MIN_DESCRIPTORS = 256
+
+SPOKEN_BY_CLIENTS = frozenset({wire.PING, wire.MODELS, wire.TOKENIZE, wire.DETOKENIZE})
+
+
+class AlreadyRunning(PoolError):
+    """Another broker holds this run directory."""
+
+
+class Broker:
+    """Build it, `run` it; it ends at SIGTERM, SIGINT or the admin's `stop`."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        check_run_dir(config.run_dir)
+        raise_descriptor_limit()
+        self.config = config
+        self.lock = _lock(config.run_dir)
+        self.boot = secrets.randbits(63) or 1
+        self.core = Core(config, self.boot)
+        self.started_at = time.monotonic()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        front, back, admin = (sockets.ipc(config.run_dir, n) for n in ("front", "back", "admin"))
+        for name in ("front", "back", "admin"):
+            (config.run_dir / f"{name}.ipc").unlink(missing_ok=True)
+        self.back = Peers(sockets.router(self.context, back))
+        self.admin = Admin(self, sockets.router(self.context, admin))
+        self.front = Peers(sockets.router(self.context, front))
+        for endpoint in config.front:
+            sockets.bind(self.front.socket, endpoint)
+        self.supervisor = Supervisor(config, back)
+        self.worker_peers: dict[str, int] = {}  # slot -> number of its welcomed connection
+        self.epochs: dict[int, int] = {}  # number of a welcomed connection -> its epoch
+        self.watches: dict[int, Child] = {}
+        self.signals, self._signal_end = sockets_of_the_system.socketpair()
+        self.signals.setblocking(False)
+        self._signal_end.setblocking(False)
+        self.poller = zmq.Poller()
+        for source in (self.back.socket, self.front.socket, self.admin.socket, self.signals):
+            self.poller.register(source, zmq.POLLIN)
+        self.stopping = False
+        self._sweep_at = 0.0
+
+    # ---- the loop ------------------------------------------------------------------------------
+
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until told to stop; `ready` is called once the sockets are bound."""
+        before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            log.info("broker ready", extra={"run_dir": self.config.run_dir, "pid": os.getpid()})
+            ready()
+            while not (self.stopping and not self.supervisor.children):
+                self.turn()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self.close()
+
+    def turn(self) -> None:
+        """Wait for something and handle it: workers first, so that tokens beat new requests."""
+        readable = dict(self.poller.poll(self._timeout_ms(time.monotonic())))
+        now = time.monotonic()
+        if self.back.socket in readable:
+            self._read(self.back, self._from_worker, now)
+        for descriptor in readable.keys() & self.watches.keys():
+            self._worker_ended(int(descriptor), now)
+        if self.front.socket in readable:
+            self._read(self.front, self._from_client, now)
+        if self.admin.socket in readable:
+            self.admin.serve(now)
+        if self.signals.fileno() in readable:
+            self._stop_signal(now)
+        if self.core.next_wake() <= now:
+            self.perform(ev.Wake(), now)
+        self._keep_house(now)
+
+    def _timeout_ms(self, now: float) -> float:
+        wake = min(self.core.next_wake(), self.supervisor.next_wake(), self._sweep_at)
+        if self.front.full or self.back.full:
+            wake = min(wake, now + RETRY)
+        return max(0.0, math.ceil((wake - now) * 1000))
+
+    def _keep_house(self, now: float) -> None:
+        self.supervisor.poll(now)
+        self.back.retry()
+        for number in self.front.retry():
+            self.perform(ev.LinkLost(number), now)
+        if now >= self._sweep_at:
+            self._sweep_at = now + FORGET / 4
+            for peer in list(self.front.by_number.values()):
+                if now - peer.heard_at > FORGET and peer.number not in self.core.links:
+                    self.front.forget(peer.number)
+
+    def _read(
+        self, peers: Peers, handle: Callable[[Peer, list[bytes], float], None], now: float
+    ) -> None:
+        for _ in range(DRAIN):
+            received = peers.receive(now)
+            if received is None:
+                return
+            handle(*received, now)
+
+    # ---- clients -------------------------------------------------------------------------------
+
+    def _from_client(self, peer: Peer, parts: list[bytes], now: float) -> None:
+        try:
+            message = wire.decode(parts)
+            event = self._client_event(peer, message)
+        except wire.Garbage as garbage:
+            self._refuse(peer, garbage.error, garbage.about, None, now)
+        except PoolError as error:
+            self._refuse(peer, error, message.header.id, message, now)
+        else:
+            self.perform(event, now)
+
+    def _client_event(self, peer: Peer, message: Message) -> ev.Event:
+        header, kind = message.header, message.kind
+        if kind == wire.ACK:
+            return ev.Ack(peer.number, message.body.get("have"))
+        if header.id is None and kind != wire.PING:
+            raise BadRequest(f"{kind!r:.40} needs an id of {wire.ID_BYTES} bytes")
+        request_id = header.id or bytes(wire.ID_BYTES)
+        if kind == wire.GENERATE:
+            return ev.Generate(
+                peer.number,
+                peer.owner,
+                request_id,
+                header.attempt,
+                message.body,
+                message.blobs,
+                secrets.randbits(63),
+            )
+        if kind == wire.CANCEL:
+            return ev.Cancel(peer.number, peer.owner, request_id)
+        if kind in SPOKEN_BY_CLIENTS:
+            return ev.Ask(
+                peer.number, kind, request_id, header.attempt, message.body, message.blobs
+            )
+        raise BadRequest(f"a client cannot send the kind {kind!r:.40}")
+
+    def _refuse(
+        self,
+        peer: Peer,
+        error: PoolError,
+        about: bytes | None,
+        message: Message | None,
+        now: float,
+    ) -> None:
+        """Answer what could not be read; it ends no stream that is live."""
+        self.core.counters.bad_frames += 1
+        self.perform(ev.Heard(peer.number), now)
+        live = about is None or about in self.core.requests
+        attempt = message.header.attempt if message is not None else 0
+        header = Header(wire.ERROR, None if live else about, self.boot, attempt)
+        body = {**error.body(), "about": about}
+        self.front.send(peer.number, wire.encode(header, body))
+
+    # ---- workers -------------------------------------------------------------------------------
+
+    def _from_worker(self, peer: Peer, parts: list[bytes], now: float) -> None:
+        try:
+            message = wire.decode(parts)
+            if message.kind == wire.HELLO:
+                self._hello(peer, message, now)
+                return
+            event = self._worker_event(peer, message)
+        except (PoolError, TypeError, ValueError) as error:
+            self.core.counters.bad_frames += 1
+            log.warning("bad frame from a worker", extra={"peer": peer.owner, "why": str(error)})
+            return
+        if event is None:
+            self.core.counters.fenced += 1
+        else:
+            self.perform(event, now)
+
+    def _worker_event(self, peer: Peer, message: Message) -> ev.Event | None:
+        epoch = self.epochs.get(peer.number)
+        if epoch is None or epoch != message.header.epoch:
+            self.back.send(peer.number, wire.encode(Header(wire.WHO)))
+            return None
+        body, request_id = message.body, message.header.id or b""
+        if message.kind == wire.DELTAS:
+            return ev.WorkerDeltas(epoch, wire.unpack_deltas(message))
+        if message.kind == wire.BEAT:
+            return ev.WorkerBeat(epoch, body)
+        if message.kind == wire.CREDIT:
+            return ev.WorkerCredit(epoch, body)
+        if message.kind == wire.TOKENS:
+            return ev.WorkerTokens(epoch, request_id, body, message.blobs)
+        if message.kind == wire.BYE:
+            return ev.WorkerBye(epoch, body.get("error"))
+        raise BadRequest(f"a worker cannot send the kind {message.kind!r:.40}")
+
+    def _hello(self, peer: Peer, message: Message, now: float) -> None:
+        slot = str(message.body.get("slot"))
+        child = self.supervisor.children.get(slot)
+        token = str(message.body.get("token"))
+        if child is None or not secrets.compare_digest(child.token.encode(), token.encode()):
+            log.warning("hello refused", extra={"slot": slot, "peer": peer.owner})
+            return
+        child.token = secrets.token_hex(16)  # a token opens once
+        self.worker_peers[slot] = peer.number
+        body = {k: v for k, v in message.body.items() if k != "token"}
+        self.perform(ev.WorkerHello(slot, body), now)
+        worker = self.core.fleet.slots[slot].worker
+        if worker is not None:
+            self.epochs[peer.number] = worker.epoch
+
+    def _worker_ended(self, descriptor: int, now: float) -> None:
+        child = self.watches.pop(descriptor)
+        self.poller.unregister(descriptor)
+        while self._back_has_more(now):
+            pass
+        cause = self.supervisor.reap(child.slot)
+        number = self.worker_peers.pop(child.slot, None)
+        if number is not None:
+            self.epochs.pop(number, None)
+            self.back.forget(number)
+        self.perform(ev.WorkerExited(child.slot, cause), now)
+
+    def _back_has_more(self, now: float) -> bool:
+        received = self.back.receive(now)
+        if received is not None:
+            self._from_worker(*received, now)
+        return received is not None
+
+    # ---- actions -------------------------------------------------------------------------------
+
+    def perform(self, event: ev.Event, now: float) -> None:
+        """Let the core decide, then do what it decided, in order."""
+        try:
+            actions = self.core.handle(event, now)
+        except Exception:  # a bug of ours costs one event, never the pool
+            self.core.counters.internal_errors += 1
+            log.exception("the core failed", extra={"on": type(event).__name__})
+            return
+        for action in actions:
+            PERFORM[type(action)](self, action, now)
+
+    def to_client(self, action: ev.ToClient, now: float) -> None:
+        parts = wire.encode(action.header, action.body, action.blobs)
+        if not self.front.send(action.link, parts):
+            self.perform(ev.LinkLost(action.link), now)
+
+    def to_worker(self, action: ev.ToWorker, now: float) -> None:
+        number = self.worker_peers.get(action.slot)
+        if number is not None:
+            self.back.send(number, wire.encode(action.header, action.body, action.blobs))
+
+    def start_worker(self, action: ev.StartWorker, now: float) -> None:
+        try:
+            child = self.supervisor.start(action.slot, action.model)
+        except OSError as error:
+            why = f"cannot start the worker of {action.model!r}: {error}"
+            log.error("worker not started", extra={"slot": action.slot, "why": str(error)})
+            self.perform(ev.SpawnFailed(action.slot, why), now)
+            return
+        self.watches[child.watch] = child
+        self.poller.register(child.watch, zmq.POLLIN)
+        self.perform(ev.Spawned(action.slot, child.process.pid), now)
+
+    def stop_worker(self, action: ev.StopWorker, now: float) -> None:
+        self.supervisor.stop(action.slot, now)
+
+    def note(self, action: ev.Note, now: float) -> None:
+        log.log(logging.getLevelName(action.level.upper()), action.event, extra=action.fields)
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def stop(self, now: float) -> None:
+        """End every stream, then the workers; the loop ends with the last of them."""
+        if not self.stopping:
+            self.stopping = True
+            self.perform(ev.Shutdown(), now)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signal_end.send(bytes([number]))
+
+    def _stop_signal(self, now: float) -> None:
+        numbers = self.signals.recv(16)
+        if self.stopping or len(numbers) > 1:  # asked twice: do not wait for anybody
+            self.supervisor.close()
+        self.stop(now)
+
+    def close(self) -> None:
+        """Free everything: children, sockets, the lock."""
+        self.supervisor.close()
+        for source in (self.front.socket, self.back.socket, self.admin.socket):
+            source.close()
+        self.context.term()
+        self.signals.close()
+        self._signal_end.close()
+        for name in ("front", "back", "admin"):
+            (self.config.run_dir / f"{name}.ipc").unlink(missing_ok=True)
+        os.close(self.lock)
+        log.info("broker stopped")
+
+    def about(self, now: float) -> Mapping[str, Any]:
+        """The broker's own line in `ps`."""
+        return {
+            "pid": os.getpid(),
+            "boot": self.boot,
+            "state": "stopping" if self.stopping else "ready",
+            "uptime_s": round(now - self.started_at, 3),
+            "run_dir": str(self.config.run_dir),
+            "links": len(self.front.by_number),
+        }
+
+
+PERFORM: dict[type, Callable[[Broker, Any, float], None]] = {
+    ev.ToClient: Broker.to_client,
+    ev.ToWorker: Broker.to_worker,
+    ev.StartWorker: Broker.start_worker,
+    ev.StopWorker: Broker.stop_worker,
+    ev.Note: Broker.note,
+}
+
+
+def _lock(run_dir: Path) -> int:
+    """Hold the run directory; the kernel lets go of it when this process ends, however it ends."""
+    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise AlreadyRunning(
+            f"another broker (pid {holder}) serves the run directory {run_dir};"
+            " stop it, or give another with --run-dir"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, str(os.getpid()).encode())
+    return descriptor
+
+
+def raise_descriptor_limit() -> None:
+    """Use all descriptors allowed. Raises OSError below MIN_DESCRIPTORS: libzmq aborts without."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < MIN_DESCRIPTORS:
+        raise OSError(
+            f"the limit of open files is {hard}, the broker needs {MIN_DESCRIPTORS};"
+            " raise it with ulimit -n"
+        )

@@ -1,0 +1,124 @@
+"""The peers of one ROUTER: a number for each connection, a bounded queue for each that is full.
+
+libzmq's POLLOUT says only that *some* peer can be written to, so a full peer is tried again at its
+next frame or when the loop asks for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import zmq
+
+MAX_BACKLOG = 16 * 1024 * 1024  # bytes queued here for one peer, beyond what libzmq holds
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """One connection; `number` is never used again."""
+
+    name: bytes  # the routing id that the ROUTER gave it
+    number: int
+    heard_at: float
+    owner: str
+    backlog: deque[list[bytes]] = field(default_factory=deque)
+    backlog_bytes: int = 0
+
+
+class Peers:
+    """Owned by the broker's one I/O thread, like its socket."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self.by_name: dict[bytes, Peer] = {}
+        self.by_number: dict[int, Peer] = {}
+        self.full: set[int] = set()  # numbers with a backlog
+        self._count = 0
+
+    def receive(self, now: float) -> tuple[Peer, list[bytes]] | None:
+        """The next message that is there, and whose it is; None when there is none."""
+        try:
+            frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        name = frames[0].bytes
+        peer = self.by_name.get(name)
+        if peer is None:
+            peer = self._meet(name, _owner(frames[-1]), now)
+        peer.heard_at = now
+        return peer, [frame.bytes for frame in frames[1:]]
+
+    def _meet(self, name: bytes, owner: str, now: float) -> Peer:
+        self._count += 1
+        peer = Peer(name, self._count, now, owner)
+        self.by_name[name] = self.by_number[peer.number] = peer
+        return peer
+
+    def send(self, number: int, parts: list[bytes]) -> bool:
+        """Send or queue; False when the peer is gone or has more than MAX_BACKLOG waiting."""
+        peer = self.by_number.get(number)
+        if peer is None:
+            return False
+        if not peer.backlog:
+            sent = self._try(peer, parts)
+            if sent is not None:
+                return sent
+        return self._queue(peer, parts)
+
+    def _try(self, peer: Peer, parts: list[bytes]) -> bool | None:
+        """True sent, False gone, None full."""
+        try:
+            self.socket.send_multipart([peer.name, *parts], zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.forget(peer.number)
+            return False
+        return True
+
+    def _queue(self, peer: Peer, parts: list[bytes]) -> bool:
+        peer.backlog.append(parts)
+        peer.backlog_bytes += sum(map(len, parts))
+        self.full.add(peer.number)
+        if peer.backlog_bytes > MAX_BACKLOG:
+            self.forget(peer.number)
+            return False
+        return True
+
+    def retry(self) -> list[int]:
+        """Try every full peer again; returns the numbers of those that turned out to be gone."""
+        gone = []
+        for number in sorted(self.full):
+            peer = self.by_number[number]
+            while peer.backlog:
+                sent = self._try(peer, peer.backlog[0])
+                if sent is None:
+                    break
+                if sent is False:
+                    gone.append(number)
+                    break
+                peer.backlog_bytes -= sum(map(len, peer.backlog.popleft()))
+            if not peer.backlog:
+                self.full.discard(number)
+        return gone
+
+    def forget(self, number: int) -> None:
+        """Drop what is known of a connection; a later frame on it makes a new number."""
+        peer = self.by_number.pop(number, None)
+        if peer is not None:
+            del self.by_name[peer.name]
+            self.full.discard(number)
+
+
+def _owner(frame: zmq.Frame) -> str:
+    """Who the peer is by the kernel's word on ipc (uid), else by its address's host."""
+    try:
+        address = str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return "unknown"
+    if address.startswith("localhost:"):
+        return f"uid:{address.split(':')[1]}"
+    return f"host:{address}"

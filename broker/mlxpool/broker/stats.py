@@ -1,0 +1,119 @@
+"""Counters, and the snapshots that `mlxpool stats` and `mlxpool ps` show.
+
+The conservation law: accepted = done + failed + cancelled + live.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.broker.requests import Request, State
+
+if TYPE_CHECKING:
+    from mlxpool.broker.core import Core
+    from mlxpool.broker.workers import Slot
+
+
+@dataclass(eq=False, slots=True)
+class Counters:
+    """Everything only ever counts up."""
+
+    accepted: int = 0
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    tokens: int = 0  # taken from workers
+    prompt_tokens: int = 0
+    fenced: int = 0  # worker frames of an epoch or a place that no longer counts
+    bad_frames: int = 0  # what was not a message
+    links_lost: int = 0
+    internal_errors: int = 0  # events that met a bug of ours
+    rejected: Counter[str] = field(default_factory=Counter)  # by error code, never accepted
+    failures: Counter[str] = field(default_factory=Counter)  # by error code, accepted
+    queue_s: float = 0.0  # sums over ended requests
+    total_s: float = 0.0
+
+    def end(self, request: Request, now: float) -> None:
+        """Count an ended request once."""
+        if request.state is State.DONE:
+            self.done += 1
+        elif request.state is State.FAILED:
+            self.failed += 1
+        else:
+            self.cancelled += 1
+        self.prompt_tokens += request.prompt_tokens
+        self.queue_s += max(0.0, (request.assigned_at or now) - request.accepted_at)
+        self.total_s += now - request.accepted_at
+
+
+def stats(core: Core, now: float) -> dict[str, Any]:
+    """The counters, as `mlxpool stats --json` prints them."""
+    counters = core.counters
+    return {
+        "requests": {
+            "accepted": counters.accepted,
+            "done": counters.done,
+            "failed": counters.failed,
+            "cancelled": counters.cancelled,
+            "live": len(core.requests),
+        },
+        "rejected": dict(counters.rejected),
+        "failures": dict(counters.failures),
+        "tokens": {"generated": counters.tokens, "prompt": counters.prompt_tokens},
+        "frames": {"bad": counters.bad_frames, "fenced": counters.fenced},
+        "seconds": {"queue": round(counters.queue_s, 3), "total": round(counters.total_s, 3)},
+        "links": {"known": len(core.links), "lost": counters.links_lost},
+        "internal_errors": counters.internal_errors,
+        "queued": sum(len(model.queue) for model in core.fleet.models.values()),
+        "tombstones": len(core.tombstones),
+    }
+
+
+def ps(core: Core, now: float) -> dict[str, Any]:
+    """Workers and models, as `mlxpool ps --json` prints them."""
+    limit = core.config.restart_limit
+    models = [
+        {
+            "name": model.name,
+            "state": model.state(limit),
+            "queued": len(model.queue),
+            "path": model.config.path,
+            "error": (model.last_error or {}).get("message"),
+        }
+        for model in core.fleet.models.values()
+    ]
+    used = [slot for slot in core.fleet.slots.values() if slot.worker or slot.last_exit]
+    return {"workers": [_worker(slot, now) for slot in used], "models": models}
+
+
+def _worker(slot: Slot, now: float) -> dict[str, Any]:
+    worker = slot.worker
+    row: dict[str, Any] = {
+        "slot": slot.name,
+        "model": slot.model,
+        "restarts": slot.restarts,
+        "last_exit": slot.last_exit or None,
+    }
+    if worker is None:
+        return {**row, "pid": None, "epoch": None, "state": "none", "phase": None, "memory": {}}
+    beat = worker.beat
+    since = max(0.0, now - worker.beat_at)
+    return {
+        **row,
+        "pid": worker.pid,
+        "epoch": worker.epoch,
+        "state": worker.state.value,
+        "phase": beat.get("phase", "boot"),
+        "phase_age_ms": round(float(beat.get("phase_age_ms", 0)) + since * 1000),
+        "beat_age_ms": round(since * 1000),
+        "progress": beat.get("progress", 0),
+        "running": beat.get("running", 0),
+        "waiting": beat.get("waiting", 0),
+        "step_ms": beat.get("step_ms", 0),
+        "uptime_s": round(now - worker.started_at, 3),
+        "context": worker.hello.get("context"),
+        "memory": beat.get("memory", {}),
+        "prefix": beat.get("prefix", {}),
+    }

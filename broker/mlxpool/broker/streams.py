@@ -1,0 +1,62 @@
+"""What a worker has produced for a client and the client has not been sent, in pieces that fit.
+
+Ids and text are merged while they wait, never split: at every border between two pieces the client
+has exactly the text of the ids it has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxpool.common.wire import Delta
+
+CHUNK_BYTES = 64 * 1024  # of text, ids and log-probabilities in one piece
+LOGPROB_BYTES = 64  # of one reported alternative, at most
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """One `delta` to be: whole steps of the worker, merged."""
+
+    pos: int
+    text: str = ""
+    ids: bytes = b""
+    logprobs: list[Any] = field(default_factory=list)
+    facts: dict[str, Any] | None = None
+    size: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.ids) // 4
+
+
+def size_of(delta: Delta) -> int:
+    """Bytes a delta counts for; text is counted as its longest encoding."""
+    alternatives = sum(1 + len(entry.get("top", ())) for entry in delta.logprobs or ())
+    return 4 * len(delta.text) + len(delta.ids) + LOGPROB_BYTES * alternatives
+
+
+def append(chunks: deque[Chunk], delta: Delta) -> int:
+    """Add a step's delta to what waits; returns the bytes it counts for."""
+    size = size_of(delta)
+    if not chunks or chunks[-1].size + size > CHUNK_BYTES:
+        chunks.append(Chunk(delta.pos))
+    last = chunks[-1]
+    last.text += delta.text
+    last.ids += delta.ids
+    last.logprobs.extend(delta.logprobs or ())
+    last.facts = last.facts or delta.facts
+    last.size += size
+    return size
+
+
+def body_of(chunk: Chunk) -> dict[str, Any]:
+    """The body of the `delta` message for a piece."""
+    body: dict[str, Any] = {"text": chunk.text, "n": chunk.count}
+    if chunk.logprobs:
+        body["logprobs"] = chunk.logprobs
+    if chunk.facts is not None:
+        body["facts"] = chunk.facts
+    return body

@@ -1,0 +1,1 @@
+"""The `mlxpool` command."""

@@ -1,0 +1,101 @@
+"""Parses the command line and maps errors to exit codes.
+
+0 done, 1 failed, 2 wrong usage, 3 no broker answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+from mlxpool.cli import ops, run, serve
+from mlxpool.common.config import ConfigError, default_run_dir
+from mlxpool.common.errors import BadRequest, BrokerLost, PoolError
+
+OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
+
+DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
+EPILOG = """\
+exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers
+
+  mlxpool serve &                     start a broker
+  mlxpool run demo "def main():"      complete a text
+  mlxpool ps                          workers and what they are doing
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--run-dir",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help="the broker's run directory (default: $MLXPOOL_RUN_DIR, $XDG_RUNTIME_DIR/mlxpool,"
+        " ~/.mlxpool/run)",
+    )
+    common.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="machine-readable output"
+    )
+    root = argparse.ArgumentParser(
+        "mlxpool",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[common],
+    )
+    root.add_argument("--version", action="version", version=f"mlxpool {version('mlxpool')}")
+    commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for room in (serve, run, ops):
+        room.add_commands(commands, common)
+    return root
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = parser().parse_args(arguments)
+    options.run_dir = getattr(options, "run_dir", None) or _run_dir_of_environment()
+    options.json = getattr(options, "json", False)
+    command: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return command(options)
+    except BrokerLost as error:
+        return _complain(options, error, UNREACHABLE)
+    except BadRequest as error:
+        return _complain(options, error, USAGE)
+    except PoolError as error:
+        return _complain(options, error, FAILED)
+    except (ConfigError, ValueError) as error:
+        return _say(str(error), USAGE)
+    except OSError as error:
+        return _say(str(error), FAILED)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _run_dir_of_environment() -> Path:
+    named = os.environ.get("MLXPOOL_RUN_DIR")
+    return Path(named) if named else default_run_dir()
+
+
+def _complain(options: argparse.Namespace, error: PoolError, code: int) -> int:
+    if options.json:
+        print(json.dumps({"error": error.body()}))
+    return _say(f"{error.code}: {error.message}", code)
+
+
+def _say(text: str, code: int) -> int:
+    print(f"mlxpool: {text}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""`ps`, `stats`, `models`, `load`, `unload`, `cancel`, `stop`: one question to the admin socket."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from mlxpool.common import sockets, wire
+from mlxpool.common.errors import BadRequest, BrokerLost, from_body
+from mlxpool.common.wire import Header
+
+TIMEOUT = 2.0  # seconds
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Everything that operations ask."""
+    for name, text, action in (
+        ("ps", "workers: state, phase, memory", ps),
+        ("stats", "counters since the broker's start", stats),
+        ("models", "the models that can be asked for", models),
+        ("stop", "end the broker and its workers", stop),
+    ):
+        commands.add_parser(name, parents=[common], help=text).set_defaults(run=action)
+    for name, text, action in (
+        ("load", "start a model's workers now", load),
+        ("unload", "end a model's workers", unload),
+    ):
+        sub = commands.add_parser(name, parents=[common], help=text)
+        sub.add_argument("model", metavar="MODEL")
+        sub.set_defaults(run=action)
+    sub = commands.add_parser("cancel", parents=[common], help="cancel a request")
+    sub.add_argument("id", metavar="ID", help="32 hexadecimal digits, as in the broker's log")
+    sub.set_defaults(run=cancel)
+
+
+def ask(
+    run_dir: Path, kind: str, body: Mapping[str, Any] | None = None, ident: bytes | None = None
+) -> dict[str, Any]:
+    """One admin command. Raises BrokerLost naming the endpoint when nobody answers."""
+    endpoint = sockets.ipc(run_dir, "admin")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = sockets.dealer(context, endpoint)
+    try:
+        socket.send_multipart(
+            wire.encode(Header(kind, ident or os.urandom(wire.ID_BYTES)), body or {})
+        )
+        if not socket.poll(TIMEOUT * 1000):
+            raise BrokerLost(
+                f"no broker answers at {endpoint}; start one with `mlxpool serve`,"
+                " or name its folder with --run-dir"
+            )
+        message = wire.decode(socket.recv_multipart())
+    finally:
+        socket.close(linger=0)
+        context.term()
+    if message.kind == wire.ERROR:
+        raise from_body(message.body)
+    return message.body
+
+
+def _show(options: argparse.Namespace, answer: Mapping[str, Any], text: str) -> int:
+    print(json.dumps(answer) if options.json else text)
+    return 0
+
+
+def ps(options: argparse.Namespace) -> int:
+    """One line for each worker."""
+    answer = ask(options.run_dir, "ps")
+    rows = [_worker_row(worker) for worker in answer["workers"]]
+    head = (
+        "SLOT", "PID", "STATE", "PHASE", "FOR", "RUN", "WAIT", "WEIGHTS", "KV", "ACTIVE", "RSS",
+        "RESTARTS", "LAST EXIT",
+    )  # fmt: skip
+    broker = answer["broker"]
+    line = (
+        f"broker {broker['pid']} {broker['state']}, up {_duration(broker['uptime_s'])},"
+        f" {broker['run_dir']}"
+    )
+    return _show(options, answer, f"{line}\n{table(head, rows)}")
+
+
+def _worker_row(worker: Mapping[str, Any]) -> Sequence[str]:
+    memory = worker.get("memory") or {}
+    sizes = [_size(memory.get(key)) for key in ("weights", "kv", "active", "rss")]
+    return (
+        worker["slot"],
+        str(worker.get("pid") or "-"),
+        worker["state"],
+        worker.get("phase") or "-",
+        _duration(worker.get("phase_age_ms", 0) / 1000),
+        str(worker.get("running", 0)),
+        str(worker.get("waiting", 0)),
+        *sizes,
+        str(worker.get("restarts", 0)),
+        worker.get("last_exit") or "-",
+    )
+
+
+def stats(options: argparse.Namespace) -> int:
+    """Counters, one a line."""
+    answer = ask(options.run_dir, "stats")
+    lines = []
+    for name, value in answer.items():
+        if isinstance(value, Mapping):
+            lines += [f"{name}.{key:<20} {entry}" for key, entry in value.items()]
+        else:
+            lines.append(f"{name:<20} {value}")
+    return _show(options, answer, "\n".join(lines))
+
+
+def models(options: argparse.Namespace) -> int:
+    """One line for each model."""
+    answer = ask(options.run_dir, "models")
+    rows = [
+        (m["name"], m["state"], str(m["context"] or "-"), str(m["queued"]))
+        for m in answer["models"]
+    ]
+    return _show(options, answer, table(("NAME", "STATE", "CONTEXT", "QUEUED"), rows))
+
+
+def load(options: argparse.Namespace) -> int:
+    answer = ask(options.run_dir, "load", {"model": options.model})
+    return _show(options, answer, f"{answer['model']}: starting")
+
+
+def unload(options: argparse.Namespace) -> int:
+    answer = ask(options.run_dir, "unload", {"model": options.model})
+    return _show(options, answer, f"{answer['model']}: stopping")
+
+
+def cancel(options: argparse.Namespace) -> int:
+    """Exit code 1 when there is no such request."""
+    try:
+        ident = bytes.fromhex(options.id)
+    except ValueError:
+        ident = b""
+    if len(ident) != wire.ID_BYTES:
+        raise BadRequest(f"ID must be {2 * wire.ID_BYTES} hexadecimal digits, got {options.id!r}")
+    answer = ask(options.run_dir, "cancel", {}, ident)
+    _show(options, answer, f"{options.id}: was {answer['state']}, {answer['pos']} tokens sent")
+    return 1 if answer["state"] == "unknown" else 0
+
+
+def stop(options: argparse.Namespace) -> int:
+    answer = ask(options.run_dir, "stop")
+    return _show(options, answer, "the broker is stopping")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell."""
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _size(value: object) -> str:
+    if not isinstance(value, int):
+        return "-"
+    size = float(value)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.0f} h"

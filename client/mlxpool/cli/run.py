@@ -1,0 +1,114 @@
+"""`mlxpool run`: complete one text, printed as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mlxpool.client import Client, Delta, Result
+from mlxpool.common.options import CHECKS
+
+FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "max_tokens": (int, "tokens to generate at most (default: up to the context)"),
+    "temperature": (float, "0 is greedy (default 0.8)"),
+    "top_p": (float, "keep the most likely tokens of this mass (default 0.9)"),
+    "top_k": (int, "keep this many of the most likely tokens, 0: all (default 40)"),
+    "min_p": (float, "drop tokens this much less likely than the first (default 0)"),
+    "repeat_penalty": (float, "divide the logits of recent tokens (default 1, off)"),
+    "repeat_last_n": (int, "how many tokens are recent (default 64)"),
+    "presence_penalty": (float, "subtract from recent tokens once (default 0)"),
+    "frequency_penalty": (float, "subtract from recent tokens for each time (default 0)"),
+    "seed": (int, "for the same text again (default: drawn)"),
+    "top_logprobs": (int, "alternatives reported with --json (default 0)"),
+}
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """`run`."""
+    run_parser = commands.add_parser(
+        "run", parents=[common], help="complete a text, from the arguments or standard input"
+    )
+    run_parser.add_argument("model", metavar="MODEL")
+    run_parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="default: standard input")
+    run_parser.add_argument(
+        "--chat", action="store_true", help="send the prompt as a user's message"
+    )
+    for name, (kind, text) in FLAGS.items():
+        run_parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
+    run_parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )
+    run_parser.add_argument("--logprobs", action="store_true", default=None)
+    run_parser.add_argument("--ignore-eos", action="store_true", default=None)
+    run_parser.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="give up after this time"
+    )
+    run_parser.add_argument("--quiet", action="store_true", help="no figures on standard error")
+    run_parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the completion to standard output, the figures to standard error."""
+    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    asked = {name: getattr(options, name) for name in CHECKS if hasattr(options, name)}
+    if options.deadline is not None:
+        asked["deadline_ms"] = max(1, round(options.deadline * 1000))
+    text = {"messages": [{"role": "user", "content": prompt}]} if options.chat else {}
+    show = _print_json if options.json else _print_text
+    started = time.monotonic()
+    with (
+        Client(options.run_dir) as client,
+        client.stream(options.model, None if options.chat else prompt, **text, **asked) as stream,
+    ):
+        for delta in stream:
+            show(delta)
+        result = stream.result
+    if options.json:
+        print(json.dumps(as_json(result)), flush=True)
+    else:
+        print()
+        if not options.quiet:
+            print(figures(result, time.monotonic() - started), file=sys.stderr)
+    return 0
+
+
+def _print_text(delta: Delta) -> None:
+    print(delta.text, end="", flush=True)
+
+
+def _print_json(delta: Delta) -> None:
+    line: dict[str, Any] = {"text": delta.text, "ids": delta.ids, "pos": delta.pos}
+    if delta.logprobs:
+        line["logprobs"] = delta.logprobs
+    print(json.dumps(line), flush=True)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The last line of `run --json`."""
+    return {
+        "done": True,
+        "reason": result.reason,
+        "text": result.text,
+        "ids": result.ids,
+        "usage": result.usage,
+        "timings_ms": result.timings_ms,
+        "seed": result.seed,
+        "attempts": result.attempts,
+    }
+
+
+def figures(result: Result, seconds: float) -> str:
+    """One line about a finished completion."""
+    made = result.usage.get("completion_tokens", 0)
+    decode = result.timings_ms.get("decode", 0.0) / 1000
+    rate = f"{made / decode:.0f} tokens/s, " if decode and made > 1 else ""
+    prompt = result.usage.get("prompt_tokens", 0)
+    cached = result.usage.get("cached_tokens", 0)
+    return (
+        f"[{made} tokens, {rate}prompt {prompt} ({cached} cached), {seconds:.2f} s,"
+        f" ended: {result.reason}, seed {result.seed}]"
+    )

@@ -1,0 +1,65 @@
+"""`mlxpool serve`: the broker in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mlxpool.common import config, logs
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """`serve`."""
+    serve = commands.add_parser(
+        "serve",
+        parents=[common],
+        help="run a broker; workers start with the first request for their model",
+    )
+    serve.add_argument("--config", type=Path, help="TOML file (deploy/mlxpool.toml shows all)")
+    serve.add_argument("--models-dir", help="each folder in it with a config.json is a model")
+    serve.add_argument(
+        "--front", action="append", metavar="ENDPOINT", help="further endpoint for clients"
+    )
+    serve.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="serve the model in FOLDER as NAME; may be repeated",
+    )
+    serve.add_argument("--log-format", choices=("text", "json"))
+    serve.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C."""
+    settings = settings_of(options)
+    logs.set_up(json_lines=settings.log_format == "json")
+    # Here and not above: only this command needs the broker's code.
+    from mlxpool.broker.edge import Broker
+
+    Broker(settings).run()
+    return 0
+
+
+def settings_of(options: argparse.Namespace) -> config.PoolConfig:
+    """The pool's settings; a flag beats the environment, which beats the file."""
+    flags = {
+        "run_dir": options.run_dir if _given(options) else None,
+        "models_dir": options.models_dir,
+        "front": options.front,
+        "log_format": options.log_format,
+    }
+    return config.load(options.config, flags, dict(map(_named_folder, options.model)))
+
+
+def _given(options: argparse.Namespace) -> bool:
+    return options.run_dir != config.default_run_dir()
+
+
+def _named_folder(text: str) -> tuple[str, str]:
+    name, separator, folder = text.partition("=")
+    if not (name and separator and folder):
+        raise config.ConfigError(f"--model must be NAME=FOLDER, got {text!r}")
+    return name, folder

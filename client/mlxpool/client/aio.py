@@ -1,0 +1,195 @@
+"""The client for asyncio: the same connection, deltas through an asyncio queue."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mlxpool.client import request
+from mlxpool.client.link import BROKER_GRACE, CONNECT_GRACE, Link
+from mlxpool.client.link import Stream as LinkStream
+from mlxpool.client.stream import Delta, Result, StreamState
+from mlxpool.common import wire
+from mlxpool.common.errors import PoolError
+from mlxpool.common.wire import Message
+
+
+class AsyncStream:
+    """Deltas as they come, in the loop that started it; leaving early cancels the rest."""
+
+    def __init__(self, link: Link, state: StreamState) -> None:
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self._state = state
+        self._part = LinkStream(state, self._put, lambda: self._put(None))
+        self._finished = False
+
+    def _put(self, delta: Delta | None) -> None:
+        _in_loop(self._loop, lambda: self._queue.put_nowait(delta))
+
+    @property
+    def id(self) -> bytes:
+        """The request's 16 bytes."""
+        return self._state.id
+
+    @property
+    def result(self) -> Result:
+        """Raises the stream's error, or RuntimeError while it is not over."""
+        if self._state.error is not None:
+            raise self._state.error
+        if self._state.result is None:
+            raise RuntimeError("the stream is not over")
+        return self._state.result
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        try:
+            while (delta := await self._next()) is not None:
+                yield delta
+        finally:
+            self.close()
+
+    async def _next(self) -> Delta | None:
+        if self._finished:
+            return None
+        delta = await self._queue.get()
+        if delta is None:
+            self._finished = True
+            if self._state.error is not None:
+                raise self._state.error
+        else:
+            self._link.took(self._part, len(delta.ids))
+        return delta
+
+    async def read(self) -> Result:
+        """Read to the end. Raises the stream's error."""
+        while await self._next() is not None:
+            pass
+        return self.result
+
+    def close(self) -> None:
+        """Cancel what is not finished; harmless afterwards."""
+        if not self._finished:
+            self._finished = True
+            if not self._state.over:
+                self._link.cancel(self._state.id)
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """As `Client`, with coroutines; `stream` is no coroutine, its iteration is."""
+
+    def __init__(
+        self,
+        run_dir: str | Path | None = None,
+        endpoint: str | None = None,
+        *,
+        connect_timeout: float = CONNECT_GRACE,
+        broker_grace: float = BROKER_GRACE,
+    ) -> None:
+        self._link = Link(
+            run_dir, endpoint, broker_grace=broker_grace, connect_grace=connect_timeout
+        )
+
+    def stream(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        tokens: Sequence[int] | None = None,
+        **options: Any,
+    ) -> AsyncStream:
+        """Start a completion. Options: see docs/protocol.md, `generate`."""
+        body, blobs = request.generate(model, prompt, messages, tokens, options)
+        stream = AsyncStream(self._link, StreamState(os.urandom(wire.ID_BYTES)))
+        self._link.open(stream._part, body, blobs)
+        return stream
+
+    async def generate(self, model: str, prompt: str | None = None, **options: Any) -> Result:
+        """A whole completion; takes what `stream` takes. Cancelling the task cancels it."""
+        async with self.stream(model, prompt, **options) as stream:
+            return await stream.read()
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The pool's models, each {name, state, queued, context}."""
+        return list((await self._call(wire.MODELS, {})).body["models"])
+
+    async def tokenize(self, model: str, text: str) -> list[int]:
+        """The ids of a text, as the model would read it as a prompt."""
+        value, blobs = request.text(text)
+        message = await self._call(wire.TOKENIZE, {"model": model, "text": value}, blobs)
+        return wire.unpack_ids(message.blobs[0]) if message.blobs else []
+
+    async def detokenize(self, model: str, ids: Sequence[int]) -> str:
+        """The text of these ids."""
+        message = await self._call(wire.DETOKENIZE, {"model": model}, [wire.pack_ids(ids)])
+        return str(message.body["text"])
+
+    async def cancel(self, request_id: bytes) -> dict[str, Any]:
+        """Cancel any of this owner's requests; returns its fate {state, pos}."""
+        return dict((await self._call(wire.CANCEL, {}, ident=request_id)).body)
+
+    async def _call(
+        self,
+        kind: str,
+        body: Mapping[str, Any],
+        blobs: Sequence[bytes] = (),
+        ident: bytes | None = None,
+    ) -> Message:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Message] = loop.create_future()
+
+        def resolve(reply: Message | PoolError) -> None:
+            if answer.done():
+                return
+            if isinstance(reply, PoolError):
+                answer.set_exception(reply)
+            else:
+                answer.set_result(reply)
+
+        asked = self._link.ask(
+            kind, body, lambda reply: _in_loop(loop, lambda: resolve(reply)), ident, blobs
+        )
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._link.forget(asked)
+            raise
+
+    async def close(self) -> None:
+        """Close the connection; open streams end."""
+        await asyncio.to_thread(self._link.close)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """From the link's thread; a loop that is closed has nobody waiting."""
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:
+        pass

@@ -1,0 +1,44 @@
+"""From the arguments of a call to the body and blobs of a message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.wire import TEXT_AS_BLOB, pack_ids
+
+REQUEST_KEYS = frozenset(
+    {"deadline_ms", "queue_ms", "priority", "window", "batch", "durable", "session"}
+)
+
+
+def generate(
+    model: str,
+    prompt: str | None,
+    messages: Sequence[Mapping[str, str]] | None,
+    tokens: Sequence[int] | None,
+    options: Mapping[str, Any],
+) -> tuple[dict[str, Any], list[bytes]]:
+    """Body and blobs of `generate`; keys of the request itself are told from sampling options."""
+    given = [value for value in (prompt, messages, tokens) if value is not None]
+    if len(given) != 1:
+        raise BadRequest(f"give one of prompt, messages, tokens; got {len(given)}")
+    body: dict[str, Any] = {"model": model}
+    body.update({k: v for k, v in options.items() if k in REQUEST_KEYS and v is not None})
+    body["options"] = {k: v for k, v in options.items() if k not in REQUEST_KEYS and v is not None}
+    if messages is not None:
+        return {**body, "messages": [dict(message) for message in messages]}, []
+    if tokens is not None:
+        return {**body, "tokens": True}, [pack_ids(tokens)]
+    value, blobs = text(prompt)
+    return {**body, "prompt": value}, blobs
+
+
+def text(value: Any) -> tuple[Any, list[bytes]]:
+    """Text as it travels: in the body, or as a blob when it is long."""
+    if isinstance(value, str):
+        data = value.encode("utf-8", "surrogatepass")
+        if len(data) > TEXT_AS_BLOB:
+            return True, [data]
+    return value, []

@@ -1,0 +1,187 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mlxpool.client import request
+from mlxpool.client.link import BROKER_GRACE, CONNECT_GRACE, Link
+from mlxpool.client.link import Stream as LinkStream
+from mlxpool.client.stream import Delta, Result, StreamState
+from mlxpool.common import wire
+from mlxpool.common.errors import DeadlineExceeded, PoolError
+from mlxpool.common.wire import Message
+
+CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait for the model's load
+
+
+class Stream:
+    """Deltas as they come. Leaving the loop, `close` or the end of a `with` cancels the rest.
+
+    After the last delta `result` holds the whole completion.
+    """
+
+    def __init__(self, link: Link, state: StreamState) -> None:
+        self._link = link
+        self._queue: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
+        self._state = state
+        self._part = LinkStream(state, self._queue.put, lambda: self._queue.put(None))
+        self._finished = False
+
+    @property
+    def id(self) -> bytes:
+        """The request's 16 bytes."""
+        return self._state.id
+
+    @property
+    def result(self) -> Result:
+        """Raises the stream's error, or RuntimeError while it is not over."""
+        if self._state.error is not None:
+            raise self._state.error
+        if self._state.result is None:
+            raise RuntimeError("the stream is not over")
+        return self._state.result
+
+    def __iter__(self) -> Iterator[Delta]:
+        try:
+            while (delta := self._next()) is not None:
+                yield delta
+        finally:
+            self.close()
+
+    def _next(self) -> Delta | None:
+        if self._finished:
+            return None
+        delta = self._queue.get()
+        if delta is None:
+            self._finished = True
+            if self._state.error is not None:
+                raise self._state.error
+        else:
+            self._link.took(self._part, len(delta.ids))
+        return delta
+
+    def read(self) -> Result:
+        """Read to the end. Raises the stream's error."""
+        while self._next() is not None:
+            pass
+        return self.result
+
+    def close(self) -> None:
+        """Cancel what is not finished; harmless afterwards."""
+        if not self._finished:
+            self._finished = True
+            if not self._state.over:
+                self._link.cancel(self._state.id)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Client:
+    """One connection to a broker, for any number of threads and streams.
+
+    `run_dir` names a local broker's run directory (default: the usual one), `endpoint` any front
+    endpoint. Errors are those of mlxpool.common.errors; BrokerLost when no broker answers within
+    `connect_timeout` seconds, or falls silent for `broker_grace`.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path | None = None,
+        endpoint: str | None = None,
+        *,
+        connect_timeout: float = CONNECT_GRACE,
+        broker_grace: float = BROKER_GRACE,
+    ) -> None:
+        self._link = Link(
+            run_dir, endpoint, broker_grace=broker_grace, connect_grace=connect_timeout
+        )
+
+    def stream(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        tokens: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Stream:
+        """Start a completion. Options: see docs/protocol.md, `generate`."""
+        body, blobs = request.generate(model, prompt, messages, tokens, options)
+        stream = Stream(self._link, StreamState(os.urandom(wire.ID_BYTES)))
+        self._link.open(stream._part, body, blobs)
+        return stream
+
+    def generate(self, model: str, prompt: str | None = None, **options: Any) -> Result:
+        """A whole completion; takes what `stream` takes."""
+        with self.stream(model, prompt, **options) as stream:
+            return stream.read()
+
+    def models(self) -> list[dict[str, Any]]:
+        """The pool's models, each {name, state, queued, context}."""
+        return list(self._call(wire.MODELS, {}).body["models"])
+
+    def tokenize(self, model: str, text: str) -> list[int]:
+        """The ids of a text, as the model would read it as a prompt."""
+        value, blobs = request.text(text)
+        message = self._call(wire.TOKENIZE, {"model": model, "text": value}, blobs)
+        return wire.unpack_ids(message.blobs[0]) if message.blobs else []
+
+    def detokenize(self, model: str, ids: Sequence[int]) -> str:
+        """The text of these ids."""
+        message = self._call(wire.DETOKENIZE, {"model": model}, [wire.pack_ids(ids)])
+        return str(message.body["text"])
+
+    def cancel(self, request_id: bytes) -> dict[str, Any]:
+        """Cancel any of this owner's requests; returns its fate {state, pos}."""
+        return dict(self._call(wire.CANCEL, {}, ident=request_id).body)
+
+    def _call(
+        self,
+        kind: str,
+        body: Mapping[str, Any],
+        blobs: Sequence[bytes] = (),
+        ident: bytes | None = None,
+    ) -> Message:
+        answers: queue.SimpleQueue[Message | PoolError] = queue.SimpleQueue()
+        asked = self._link.ask(kind, body, answers.put, ident, blobs)
+        started = time.monotonic()
+        try:
+            answer = answers.get(timeout=CALL_TIMEOUT)
+        except queue.Empty:
+            self._link.forget(asked)
+            took = time.monotonic() - started
+            raise DeadlineExceeded(f"no answer to {kind} after {took:.0f} s") from None
+        if isinstance(answer, PoolError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """Close the connection; open streams end."""
+        self._link.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,301 @@
+"""Frozen settings, each with its unit and reason; the only reader of TOML and of the environment.
+
+Order: flag > environment > file > default. An unknown key is an error naming the nearest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting is unknown, of the wrong type or out of its bounds; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """How the weightless `counting` model behaves; its token i is f(prompt, seed, i)."""
+
+    load_ms: int = 0  # time the load takes, in ten shards
+    prefill_us: int = 0  # time for each prompt token
+    step_us: int = 1000  # time of one decode step
+    vocab: int = 50_000  # token ids are below this
+    fail_at: int = -1  # raise inside the step that would draw this position; -1: never
+    crash_at: int = -1  # end the process in the step that would draw this position; -1: never
+    fail_load: bool = False  # raise during the load
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """`[models.NAME]`."""
+
+    path: str = ""  # a folder, or "builtin:demo", "builtin:counting"
+    context: int = 0  # tokens; 0: the model's own
+    replicas: int = 1  # workers of this model
+    sequences: int = 8  # running at once in one worker, where the model's engine can
+    keep_alive: float = 300.0  # seconds idle before the worker is ended; < 0: never
+    prefix_cache: str = "single"  # single | off
+    counting: Counting = field(default_factory=Counting)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """`[pool]`."""
+
+    run_dir: Path = field(default_factory=lambda: default_run_dir())
+    front: tuple[str, ...] = ()  # further endpoints for clients; front.ipc is always there
+    models_dir: Path | None = None  # each folder in it with a config.json is a model by its name
+    queue_limit: int = 512  # requests waiting for one model
+    queue_bytes: int = 256 * 1024 * 1024  # prompts waiting for one model
+    deadline: float = 3600.0  # seconds, of a request that names none
+    client_grace: float = 10.0  # seconds an unheard client's streams live on
+    ack_grace: float = 30.0  # seconds without an ack while there is unread data
+    unread_bytes: int = 1024 * 1024  # unread data of one stream
+    restart_delay: float = 1.0  # seconds before the first restart of a worker; doubles
+    restart_delay_max: float = 60.0
+    restart_limit: int = 5  # failures in a row before the model is `broken`
+    probe_interval: float = 300.0  # seconds until a broken model is tried again
+    stop_grace: float = 5.0  # seconds between SIGTERM and SIGKILL
+    worker_log_bytes: int = 8 * 1024 * 1024  # a worker's log is cut to half at its next start
+    log_format: str = "text"  # text | json
+    models: Mapping[str, ModelConfig] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a broker tells the worker it starts, through the environment."""
+
+    endpoint: str  # the broker's back socket
+    slot: str
+    token: str  # opens the back socket once
+    name: str  # of the model
+    model: ModelConfig
+    log_format: str = "text"
+
+    def to_environment(self) -> str:
+        """The value of WORKER_VARIABLE."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_environment(cls, text: str) -> WorkerConfig:
+        """Undo `to_environment`."""
+        table = json.loads(text)
+        model = dict(table.pop("model"))
+        model["counting"] = Counting(**model["counting"])
+        return cls(model=ModelConfig(**model), **table)
+
+
+WORKER_VARIABLE = "MLXPOOL_WORKER"
+
+BUILTIN = {
+    "demo": ModelConfig(path="builtin:demo"),
+    "counting": ModelConfig(path="builtin:counting"),
+}
+
+
+def default_run_dir() -> Path:
+    """$XDG_RUNTIME_DIR/mlxpool, else ~/.mlxpool/run."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "mlxpool"
+    return Path.home() / ".mlxpool" / "run"
+
+
+def load(
+    path: Path | None,
+    flags: Mapping[str, Any] | None = None,
+    folders: Mapping[str, str] | None = None,
+) -> PoolConfig:
+    """The pool's settings from a TOML file, the environment (MLXPOOL_*) and flags.
+
+    `folders` names further models by flag.
+
+    Raises ConfigError naming the key, its value and the bound.
+    """
+    table = _read(path) if path else {}
+    unknown = set(table) - {"pool", "models"}
+    if unknown:
+        raise ConfigError(_unknown(sorted(unknown)[0], ("pool", "models"), str(path)))
+    pool = dict(_table(table, "pool"))
+    pool.update(_environment())
+    pool.update({key: value for key, value in (flags or {}).items() if value is not None})
+    models = {
+        name: _build(ModelConfig, _table(_table(table, "models"), name), f"models.{name}")
+        for name in _table(table, "models")
+    }
+    models.update({name: ModelConfig(path=path) for name, path in (folders or {}).items()})
+    config = _build(PoolConfig, pool, "pool")
+    found = _scan(config.models_dir)
+    return replace(config, models={**found, **BUILTIN, **models})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config {path} is not TOML: {error}") from None
+
+
+def _table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = table.get(key, {})
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"[{key}] must be a table, got {value!r}")
+    return value
+
+
+def _environment() -> dict[str, str]:
+    names = {f.name for f in fields(PoolConfig)} - {"models", "front"}
+    return {
+        name: os.environ[f"MLXPOOL_{name.upper()}"]
+        for name in names
+        if f"MLXPOOL_{name.upper()}" in os.environ
+    }
+
+
+def _scan(models_dir: Path | None) -> dict[str, ModelConfig]:
+    if models_dir is None:
+        return {}
+    if not models_dir.is_dir():
+        raise ConfigError(f"pool.models_dir: there is no folder {models_dir}")
+    return {
+        folder.name: ModelConfig(path=str(folder))
+        for folder in sorted(models_dir.iterdir())
+        if (folder / "config.json").is_file()
+    }
+
+
+def _unknown(key: str, known: tuple[str, ...], where: str) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+    return f"{where}: unknown key {key!r}{hint}"
+
+
+def _build(kind: Any, table: Mapping[str, Any], where: str) -> Any:
+    known = {f.name: str(f.type) for f in fields(kind) if f.name != "models"}
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(_unknown(key, tuple(known), where))
+        if key == "counting":
+            values[key] = _build(Counting, value, f"{where}.counting")
+        else:
+            values[key] = _convert(key, known[key], value, f"{where}.{key}")
+    built = kind(**values)
+    _validate(built, where)
+    return built
+
+
+def _convert(key: str, annotation: str, value: Any, where: str) -> Any:
+    if key in ("keep_alive",) or annotation == "float":
+        return seconds(value, where)
+    if annotation == "int":
+        return size(value, where) if key.endswith("bytes") else _int(value, where)
+    if annotation == "bool":
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"{where} must be true or false, got {value!r}")
+    if annotation.startswith("tuple"):
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
+            raise ConfigError(f"{where} must be a list of strings, got {value!r}")
+        return tuple(items)
+    if not isinstance(value, str | Path):
+        raise ConfigError(f"{where} must be a string, got {value!r}")
+    return Path(value).expanduser().absolute() if annotation.startswith("Path") else str(value)
+
+
+def _int(value: Any, where: str) -> int:
+    if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{where} must be an integer, got {value!r}")
+    return value
+
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def seconds(value: Any, where: str) -> float:
+    """A time as a number of seconds or as text: "250ms", "5m", "-1"."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)?", str(value).strip())
+    if not match or not isinstance(value, str):
+        raise ConfigError(f'{where} must be a time such as "5m" or "250ms", got {value!r}')
+    return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def size(value: Any, where: str) -> int:
+    """A size as a number of bytes or as text: "4GB", "512MiB"."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
+    if not match or not isinstance(value, str) or match[2].upper() not in _BYTES:
+        raise ConfigError(f'{where} must be a size such as "4GB", got {value!r}')
+    return int(float(match[1]) * _BYTES[match[2].upper()])
+
+
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "context": (0, 2**31 - 1),
+    "replicas": (1, 64),
+    "sequences": (1, 4096),
+    "queue_limit": (1, 10**6),
+    "queue_bytes": (1024, 2**50),
+    "unread_bytes": (1024, 2**50),
+    "restart_limit": (1, 1000),
+    "deadline": (0.001, 10**7),
+    "client_grace": (0.1, 10**6),
+    "ack_grace": (0.1, 10**6),
+    "restart_delay": (0.0, 3600.0),
+    "restart_delay_max": (0.0, 86400.0),
+    "probe_interval": (0.1, 10**6),
+    "stop_grace": (0.0, 600.0),
+    "worker_log_bytes": (1024, 2**50),
+    "vocab": (256, 2**31 - 1),
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "prefix_cache": ("single", "off"),
+    "log_format": ("text", "json"),
+}
+
+
+def _validate(built: Any, where: str) -> None:
+    check: Callable[[str], Any] = lambda name: getattr(built, name)  # noqa: E731
+    for name in (f.name for f in fields(built)):
+        if name in _BOUNDS and not _BOUNDS[name][0] <= check(name) <= _BOUNDS[name][1]:
+            low, high = _BOUNDS[name]
+            raise ConfigError(f"{where}.{name} is {check(name)}, must be from {low:g} to {high:g}")
+        if name in _CHOICES and check(name) not in _CHOICES[name]:
+            raise ConfigError(f"{where}.{name} is {check(name)!r}, must be of {_CHOICES[name]}")
+    if isinstance(built, ModelConfig) and not built.path:
+        raise ConfigError(f"{where}.path is missing: a model's folder, or builtin:demo")
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Make the run directory, 0700. Raises ConfigError when it cannot be used."""
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir / "logs"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the run directory {run_dir}: {error.strerror}; give another with --run-dir"
+        ) from None
+    status = run_dir.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"the run directory {run_dir} must be ours and closed to others (chmod 700)"
+        )

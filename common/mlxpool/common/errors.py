@@ -1,0 +1,170 @@
+"""Every error a stream, a call or a start can end with, and its code on the wire.
+
+    PoolError
+    ├── ClientFault            the request cannot succeed as it was sent
+    │   ├── BadRequest               bad_request
+    │   ├── UnknownModel             unknown_model
+    │   ├── ContextExceeded          context_exceeded
+    │   ├── Unauthorized             unauthorized
+    │   ├── VersionMismatch          version_mismatch
+    │   ├── TooLarge                 too_large
+    │   ├── DuplicateId              duplicate_id
+    │   ├── SlowConsumer             slow_consumer
+    │   └── Poisoned                 poisoned
+    └── PoolFault              the pool could not do it this time
+        ├── QueueFull                queue_full            (retryable)
+        ├── DeadlineExceeded         deadline_exceeded
+        ├── WorkerLost               worker_lost           (retryable)
+        ├── BrokerLost               broker_lost           (retryable)
+        ├── ModelUnavailable         model_unavailable     (retryable)
+        ├── ModelLoadFailed          model_load_failed
+        ├── OutOfMemory              out_of_memory         (retryable)
+        ├── Draining                 draining              (retryable)
+        └── Internal                 internal
+
+`retryable` says whether sending the same request again can help; `retry_after_ms` when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+class PoolError(Exception):
+    """Base of all errors that travel; `str(error)` is the message."""
+
+    code: ClassVar[str] = "internal"
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        details: Mapping[str, Any] | None = None,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = dict(details or {})
+        self.retry_after_ms = retry_after_ms
+
+    def body(self) -> dict[str, Any]:
+        """The body of an `error` frame (docs/protocol.md, Errors)."""
+        body: dict[str, Any] = {
+            "code": self.code,
+            "message": self.message,
+            "retryable": self.retryable,
+        }
+        if self.retry_after_ms is not None:
+            body["retry_after_ms"] = self.retry_after_ms
+        if self.details:
+            body["details"] = self.details
+        return body
+
+
+class ClientFault(PoolError):
+    """The sender has to change something."""
+
+
+class PoolFault(PoolError):
+    """Nothing was wrong with the request."""
+
+
+class BadRequest(ClientFault):
+    code = "bad_request"
+
+
+class UnknownModel(ClientFault):
+    code = "unknown_model"
+
+
+class ContextExceeded(ClientFault):
+    code = "context_exceeded"
+
+
+class Unauthorized(ClientFault):
+    code = "unauthorized"
+
+
+class VersionMismatch(ClientFault):
+    code = "version_mismatch"
+
+
+class TooLarge(ClientFault):
+    code = "too_large"
+
+
+class DuplicateId(ClientFault):
+    code = "duplicate_id"
+
+
+class SlowConsumer(ClientFault):
+    code = "slow_consumer"
+
+
+class Poisoned(ClientFault):
+    code = "poisoned"
+
+
+class QueueFull(PoolFault):
+    code = "queue_full"
+    retryable = True
+
+
+class DeadlineExceeded(PoolFault):
+    code = "deadline_exceeded"
+
+
+class WorkerLost(PoolFault):
+    code = "worker_lost"
+    retryable = True
+
+
+class BrokerLost(PoolFault):
+    code = "broker_lost"
+    retryable = True
+
+
+class ModelUnavailable(PoolFault):
+    code = "model_unavailable"
+    retryable = True
+
+
+class ModelLoadFailed(PoolFault):
+    code = "model_load_failed"
+
+
+class OutOfMemory(PoolFault):
+    code = "out_of_memory"
+    retryable = True
+
+
+class Draining(PoolFault):
+    code = "draining"
+    retryable = True
+
+
+class Internal(PoolFault):
+    code = "internal"
+
+
+def _leaves(base: type[PoolError]) -> dict[str, type[PoolError]]:
+    leaves: dict[str, type[PoolError]] = {}
+    for kind in base.__subclasses__():
+        leaves.update(_leaves(kind) if kind.__subclasses__() else {kind.code: kind})
+    return leaves
+
+
+BY_CODE: dict[str, type[PoolError]] = _leaves(PoolError)
+
+
+def from_body(body: Mapping[str, Any]) -> PoolError:
+    """The typed error of a received `error` body; an unknown code becomes a plain PoolError."""
+    kind = BY_CODE.get(str(body.get("code")), PoolError)
+    retry_after = body.get("retry_after_ms")
+    return kind(
+        str(body.get("message", "")),
+        details=body.get("details") if isinstance(body.get("details"), dict) else None,
+        retry_after_ms=retry_after if isinstance(retry_after, int) else None,
+    )

@@ -1,0 +1,49 @@
+"""One logger set-up for every process: text for people, JSON lines for machines.
+
+Prompts and completions are never logged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+_OWN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line; what was passed as `extra` becomes further keys."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"ts": _utc(record), "level": record.levelname.lower(), "event": record.getMessage()}
+        line.update({k: v for k, v in record.__dict__.items() if k not in _OWN})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class Text(logging.Formatter):
+    """`12:00:00 info  broker: message key=value`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        extras = "".join(f" {k}={v}" for k, v in record.__dict__.items() if k not in _OWN)
+        name = record.name.removeprefix("mlxpool.")
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        line = f"{stamp} {record.levelname.lower():7} {name}: {record.getMessage()}{extras}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _utc(record: logging.LogRecord) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
+
+
+def set_up(*, json_lines: bool, level: int = logging.INFO) -> None:
+    """Send this process's log to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if json_lines else Text())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)

@@ -1,0 +1,77 @@
+"""The only maker of ZeroMQ sockets: high-water marks, linger, reconnects, limits on sizes.
+
+Why each option has its value stands in docs/protocol.md (Sockets).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import zmq
+
+from mlxpool.common.wire import MAX_FRAME
+
+HIGH_WATER = 1000  # messages for each peer; never 0, which would be without bound
+LINGER_MS = 2000  # finite, so that the end of a process never hangs; > 0, so that terminals leave
+MAX_PATH = 107  # bytes of a Unix socket's path
+
+
+def router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """A bound ROUTER that reports unknown and full peers instead of dropping silently.
+
+    Raises OSError naming the endpoint when it cannot be bound.
+    """
+    socket = context.socket(zmq.ROUTER)
+    _common(socket)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    if endpoint.startswith("tcp://"):
+        # Frees the descriptors of hosts that vanished; says nothing about a peer's health.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+    bind(socket, endpoint)
+    return socket
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Bind one more endpoint. Raises OSError naming it."""
+    before = os.umask(0o077)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"cannot bind {endpoint}: {error.strerror}") from None
+    finally:
+        os.umask(before)
+
+
+def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """A connecting DEALER that redials for ever. Raises OSError for a malformed endpoint."""
+    socket = context.socket(zmq.DEALER)
+    _common(socket)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise OSError(error.errno, f"cannot connect to {endpoint}: {error.strerror}") from None
+    return socket
+
+
+def _common(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+
+
+def ipc(run_dir: Path, name: str) -> str:
+    """The endpoint of one of the pool's sockets. Raises ValueError for a path that is too long."""
+    path = run_dir / f"{name}.ipc"
+    size = len(os.fsencode(path))
+    if size > MAX_PATH:
+        raise ValueError(
+            f"the socket path {path} has {size} bytes, at most {MAX_PATH}; use a shorter --run-dir"
+        )
+    return f"ipc://{path}"

@@ -1,0 +1,276 @@
+"""MLXP/1, the protocol between clients, broker and workers: the only file that knows bytes.
+
+A message is `[header][body?][blob*]`, at most MAX_PARTS parts. The header is a msgpack array
+`[1, kind, id, epoch, attempt, pos]`, the body a msgpack map with string keys, blobs are raw bytes.
+docs/protocol.md describes every kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from mlxpool.common.errors import BadRequest, PoolError, TooLarge, VersionMismatch
+
+VERSION = 1
+MAX_PARTS = 4
+MAX_HEADER = 128  # bytes
+MAX_BODY = 256 * 1024
+MAX_BLOB = 4 * 1024 * 1024
+MAX_TOTAL = 8 * 1024 * 1024
+# Twice the largest legal frame: libzmq answers anything larger by cutting the link without a word,
+# so what is only somewhat too large has to arrive here to be answered `too_large`.
+MAX_FRAME = 2 * MAX_BLOB
+TEXT_AS_BLOB = 64 * 1024  # a prompt of more bytes travels as a blob
+ID_BYTES = 16
+HEADER_FIELDS = 6
+MAX_NUMBER = 2**63 - 1
+
+# front: client -> broker
+GENERATE, CANCEL, ACK, PING = "generate", "cancel", "ack", "ping"
+MODELS, TOKENIZE, DETOKENIZE = "models", "tokenize", "detokenize"
+# front: broker -> client
+ACCEPTED, DELTA, DELTAS, DONE, ERROR = "accepted", "delta", "deltas", "done", "error"
+FATE, PONG, TOKENS = "fate", "pong", "tokens"
+# back: worker -> broker
+HELLO, BEAT, CREDIT, YIELD, BYE = "hello", "beat", "credit", "yield", "bye"
+# back: broker -> worker
+WELCOME, HEARD, WHO, WORK, DRAIN, STOP = "welcome", "heard", "who", "work", "drain", "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """`epoch`: the worker's epoch on the back socket, the broker's boot number on the front.
+
+    `attempt` counts the sendings of an id. `pos` is the index of the first token id of the frame in
+    the completion; in a terminal, the number of ids sent before it.
+    """
+
+    kind: str
+    id: bytes | None = None
+    epoch: int = 0
+    attempt: int = 0
+    pos: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One decoded message."""
+
+    header: Header
+    body: dict[str, Any] = field(default_factory=dict)
+    blobs: tuple[bytes, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return self.header.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step adds to one stream: an entry of `deltas`.
+
+    `ids` holds the new token ids as bytes (see `pack_ids`). `end` is the body of the terminal that
+    comes with them; `end["code"]` is set when it is an error.
+    """
+
+    id: bytes
+    attempt: int
+    pos: int
+    text: str
+    ids: bytes
+    logprobs: list[Any] | None = None
+    facts: dict[str, Any] | None = None
+    end: dict[str, Any] | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.ids) // 4
+
+
+class Garbage(PoolError):
+    """Not a message of this protocol; `error` is what to answer, `id` whom it is about."""
+
+    code = "bad_request"
+
+    def __init__(self, error: PoolError, about: bytes | None = None) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.about = about
+
+
+def encode(
+    header: Header, body: Mapping[str, Any] | None = None, blobs: Sequence[bytes] = ()
+) -> list[bytes]:
+    """The parts of a message. Raises TooLarge with the size and the bound."""
+    head = msgpack.packb(
+        [VERSION, header.kind, header.id, header.epoch, header.attempt, header.pos]
+    )
+    parts = [head]
+    if body is not None or blobs:
+        parts.append(msgpack.packb(body or {}, use_bin_type=True))
+    parts.extend(blobs)
+    _check_sizes(parts)
+    return parts
+
+
+def decode(parts: Sequence[bytes]) -> Message:
+    """Undo `encode`. Raises Garbage for everything that is not a legal message."""
+    if not 1 <= len(parts) <= MAX_PARTS:
+        raise Garbage(BadRequest(f"a message has 1 to {MAX_PARTS} parts, got {len(parts)}"))
+    header = _decode_header(parts[0])
+    try:
+        _check_sizes(parts)
+        body = _unpack(parts[1]) if len(parts) > 1 else {}
+        if not isinstance(body, dict) or not all(isinstance(key, str) for key in body):
+            raise BadRequest("the body must be a map with string keys")
+    except PoolError as error:
+        raise Garbage(error, header.id) from None
+    return Message(header, body, tuple(parts[2:]))
+
+
+def _decode_header(part: bytes) -> Header:
+    if len(part) > MAX_HEADER:
+        raise Garbage(TooLarge(f"the header has {len(part)} bytes, at most {MAX_HEADER}"))
+    try:
+        fields = _unpack(part)
+    except PoolError as error:
+        raise Garbage(error) from None
+    if not isinstance(fields, list) or not fields or not _is_count(fields[0]):
+        raise Garbage(BadRequest("the header must be [1, kind, id, epoch, attempt, pos]"))
+    if fields[0] != VERSION:
+        raise Garbage(
+            VersionMismatch(
+                f"the message is of protocol version {fields[0]}, this side speaks {VERSION}",
+                details={"version": VERSION},
+            )
+        )
+    if len(fields) < HEADER_FIELDS:
+        raise Garbage(
+            BadRequest(f"the header has {len(fields)} fields, must have {HEADER_FIELDS}")
+        )
+    _, kind, request_id, epoch, attempt, pos = fields[:HEADER_FIELDS]
+    if not isinstance(kind, str) or not all(map(_is_count, (epoch, attempt, pos))):
+        raise Garbage(BadRequest("header: kind must be a string, epoch, attempt, pos counts"))
+    if request_id is not None and not (
+        isinstance(request_id, bytes) and len(request_id) == ID_BYTES
+    ):
+        raise Garbage(BadRequest(f"header: id must be nil or {ID_BYTES} bytes"))
+    return Header(kind, request_id, epoch, attempt, pos)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER
+
+
+def _no_extension(code: int, data: bytes) -> Any:
+    raise ValueError(f"ext type {code} is not part of the protocol")
+
+
+def _unpack(part: bytes) -> Any:
+    try:
+        return msgpack.unpackb(part, raw=False, strict_map_key=True, ext_hook=_no_extension)
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise BadRequest(f"not msgpack: {type(error).__name__}: {str(error)[:100]}") from None
+
+
+def _check_sizes(parts: Sequence[bytes]) -> None:
+    if len(parts) > 1 and len(parts[1]) > MAX_BODY:
+        raise TooLarge(
+            f"the body has {len(parts[1])} bytes, at most {MAX_BODY};"
+            " send long prompts and token ids as blobs"
+        )
+    for blob in parts[2:]:
+        if len(blob) > MAX_BLOB:
+            raise TooLarge(f"a blob has {len(blob)} bytes, at most {MAX_BLOB}")
+    total = sum(map(len, parts))
+    if total > MAX_TOTAL:
+        raise TooLarge(f"the message has {total} bytes, at most {MAX_TOTAL}")
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian u32. Raises BadRequest for what is no u32."""
+    try:
+        packed = array("I", ids)
+    except (TypeError, OverflowError) as error:
+        raise BadRequest(f"token ids must be integers from 0 to {2**32 - 1}: {error}") from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(blob: bytes) -> list[int]:
+    """Undo `pack_ids`. Raises BadRequest for a length that is no multiple of 4."""
+    if len(blob) % 4:
+        raise BadRequest(f"a blob of token ids has {len(blob)} bytes, must be a multiple of 4")
+    ids = array("I", blob)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
+
+
+def pack_deltas(deltas: Sequence[Delta]) -> tuple[dict[str, Any], bytes]:
+    """Body and blob of a `deltas` message: trailing absent fields of an entry are left out."""
+    return {"rows": [_pack_row(delta) for delta in deltas]}, b"".join(d.ids for d in deltas)
+
+
+def _pack_row(delta: Delta) -> list[Any]:
+    row = [delta.id, delta.attempt, delta.pos, delta.text, delta.count]
+    rest = [delta.logprobs, delta.facts, delta.end]
+    while rest and rest[-1] is None:
+        rest.pop()
+    return [*row, *rest]
+
+
+def unpack_deltas(message: Message) -> list[Delta]:
+    """Undo `pack_deltas`. Raises BadRequest for a malformed entry or a blob that does not fit."""
+    rows = message.body.get("rows")
+    blob = message.blobs[0] if message.blobs else b""
+    if not isinstance(rows, list):
+        raise BadRequest("deltas: rows must be a list")
+    deltas, start = [], 0
+    for row in rows:
+        delta = _unpack_row(row, blob, start)
+        start += len(delta.ids)
+        deltas.append(delta)
+    if start != len(blob):
+        raise BadRequest(f"deltas: the rows name {start // 4} ids, the blob has {len(blob) / 4:g}")
+    return deltas
+
+
+def _unpack_row(row: Any, blob: bytes, start: int) -> Delta:
+    if not isinstance(row, list) or not 5 <= len(row) <= 8:
+        raise BadRequest("deltas: a row has 5 to 8 fields")
+    request_id, attempt, pos, text, count, *rest = row
+    if not (
+        isinstance(request_id, bytes)
+        and len(request_id) == ID_BYTES
+        and isinstance(text, str)
+        and all(map(_is_count, (attempt, pos, count)))
+    ):
+        raise BadRequest("deltas: a row is [id, attempt, pos, text, n, logprobs?, facts?, end?]")
+    ids = blob[start : start + 4 * count]
+    if len(ids) != 4 * count:
+        raise BadRequest(f"deltas: a row of {count} ids finds only {len(ids) // 4} in the blob")
+    logprobs, facts, end = [*rest, None, None, None][:3]
+    return Delta(request_id, attempt, pos, text, ids, logprobs, facts, end)
+
+
+# What may differ between two sendings of one request.
+_PER_SENDING = frozenset({"resume", "deadline_ms", "queue_ms", "window", "batch"})
+
+
+def request_digest(body: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:
+    """What makes two `generate` messages the same request: 16 bytes, equal for every sending."""
+    kept = {key: body[key] for key in sorted(body) if key not in _PER_SENDING}
+    digest = hashlib.sha256(msgpack.packb(kept, use_bin_type=True))
+    for blob in blobs:
+        digest.update(len(blob).to_bytes(8, "little"))
+        digest.update(blob)
+    return digest.digest()[:16]

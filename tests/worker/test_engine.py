@@ -1,0 +1,296 @@
+"""The engine: chunks, lookahead, the company of others and cancels change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worker_checkpoints import EOS, config, random_weights, write_checkpoint, write_weights
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.errors import Internal  # noqa: E402
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine_api import Engine  # noqa: E402
+from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.sequence import Drawn, Sequence  # noqa: E402
+from mlxpool.worker.tokenizer import Text  # noqa: E402
+
+MIXTURE: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"top_k": 0, "temperature": 1.5},
+    {"repeat_penalty": 1.5, "frequency_penalty": 0.5, "repeat_last_n": 5},
+    {"logprobs": True, "top_logprobs": 3, "min_p": 0.05},
+]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load(inspect(write_checkpoint(tmp_path_factory.mktemp("model"))))
+
+
+@pytest.fixture(scope="module")
+def text(loaded: Loaded) -> Text:
+    return Text.from_folder(loaded.folder)
+
+
+@pytest.fixture
+def engine(loaded: Loaded, text: Text) -> ModelEngine:
+    return ModelEngine(loaded, text)
+
+
+def prompt_of(size: int, salt: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(salt).integers(0, 256, size).tolist())
+
+
+def sequence(prompt: tuple[int, ...], max_tokens: int = 30, **raw: Any) -> Sequence:
+    return Sequence(b"", 1, prompt, Options(**{"temperature": 0.0, **raw}), 11, max_tokens)
+
+
+def mixture(max_tokens: int = 30) -> list[Sequence]:
+    return [
+        sequence(prompt_of(5 + 17 * salt, salt), max_tokens, **{"temperature": 0.8, **raw})
+        for salt, raw in enumerate(MIXTURE)
+    ]
+
+
+def prefill(engine: ModelEngine, seq: Sequence, budget: int = 2048) -> list[int]:
+    engine.admit(seq)
+    chunks = []
+    while done := engine.prefill(seq, budget):
+        chunks.append(done)
+    return chunks
+
+
+def decode(engine: ModelEngine, rows: list[Sequence], steps: int = 1) -> list[Drawn]:
+    drawn: list[Drawn] = []
+    for _ in range(steps):
+        line = engine.decode(rows)
+        assert [one.sequence for one in line] == rows
+        for one in line:
+            one.sequence.ids.append(one.token)
+        drawn += line
+    return drawn
+
+
+def ids_of(engine: ModelEngine, seq: Sequence, steps: int = 30) -> list[int]:
+    prefill(engine, seq)
+    decode(engine, [seq], steps)
+    engine.release(seq)
+    return seq.ids
+
+
+def test_is_an_engine(engine: ModelEngine, loaded: Loaded, text: Text) -> None:
+    checked: Engine = engine
+    assert (checked.context, checked.vocab_size, checked.chunk) == (512, 264, 512)
+    assert (checked.eos, checked.piece(104)) == ({EOS}, b"h")
+    assert ModelEngine(loaded, text, context=100).chunk == 100
+    assert len(checked.digest) == 64 and checked.digest != loaded.folder.digest
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64, 2048])
+def test_chunks_change_no_token(loaded: Loaded, text: Text, budget: int) -> None:
+    prompt = prompt_of(100)
+    expected = ids_of(ModelEngine(loaded, text), sequence(prompt))
+    engine, seq = ModelEngine(loaded, text), sequence(prompt)
+    chunks = prefill(engine, seq, budget)
+    assert (sum(chunks), max(chunks)) == (99, min(budget, 99))
+    assert seq.prefilled == 99
+    decode(engine, [seq], 30)
+    assert seq.ids == expected
+
+
+def test_a_prompt_of_one_token_needs_no_prefill(engine: ModelEngine) -> None:
+    seq = sequence((5,))
+    assert prefill(engine, seq) == []
+    decode(engine, [seq], 3)
+    assert len(seq.ids) == 3
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_company_changes_no_token(loaded: Loaded, text: Text, lookahead: bool) -> None:
+    expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq) for seq in mixture()]
+    engine, rows = ModelEngine(loaded, text, lookahead=lookahead), mixture()
+    for seq in rows:
+        prefill(engine, seq)
+    decode(engine, rows, 30)
+    assert [seq.ids for seq in rows] == expected
+
+
+def test_lookahead_gives_the_same_log_probabilities(loaded: Loaded, text: Text) -> None:
+    def logprobs(lookahead: bool) -> list[Any]:
+        engine, rows = ModelEngine(loaded, text, lookahead=lookahead), mixture()[3:]
+        for seq in rows:
+            prefill(engine, seq)
+        return [drawn.logprob for drawn in decode(engine, rows, 10)]
+
+    ahead, plain = logprobs(True), logprobs(False)
+    assert [one is None for one in ahead] == [one is None for one in plain] == [True, False] * 10
+    for one, other in zip(ahead[1::2], plain[1::2], strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert len(one.top) == 3
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+def staggered(engine: ModelEngine) -> list[list[int]]:
+    """Rows join, pause, leave and end at different steps."""
+    rows = mixture(max_tokens=14)
+    running: list[Sequence] = []
+    for step in range(40):
+        if step % 3 == 0 and step // 3 < len(rows):
+            prefill(engine, rows[step // 3])
+            running.append(rows[step // 3])
+        paused = running[1:2] if step % 5 == 4 else []
+        decode(engine, [seq for seq in running if seq not in paused])
+        for seq in [seq for seq in running if len(seq.ids) == 14]:
+            engine.release(seq)
+            running.remove(seq)
+    assert not running
+    return [seq.ids for seq in rows]
+
+
+def test_rows_that_come_and_go(loaded: Loaded, text: Text) -> None:
+    expected = [
+        ids_of(ModelEngine(loaded, text, lookahead=False), seq, 14) for seq in mixture()
+    ]
+    for lookahead in (False, True):
+        assert staggered(ModelEngine(loaded, text, lookahead=lookahead)) == expected
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_resume_continues_as_if_nothing_happened(
+    loaded: Loaded, text: Text, lookahead: bool
+) -> None:
+    for salt in range(len(MIXTURE)):
+        expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
+        engine, seq = ModelEngine(loaded, text, lookahead=lookahead), mixture()[salt]
+        seq.ids += expected[:12]
+        prefill(engine, seq)
+        decode(engine, [seq], 18)
+        assert seq.ids == expected
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_cancelled_prefill_keeps_its_part(loaded: Loaded, text: Text, lookahead: bool) -> None:
+    expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(47)))
+    engine, cancelled = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
+    engine.admit(cancelled)
+    engine.prefill(cancelled, 18)
+    engine.release(cancelled)
+    again = sequence(prompt_of(47))
+    assert ids_of(engine, again) == expected
+    assert again.cached == 18
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_cancelled_completion_serves_the_next_turn(
+    loaded: Loaded, text: Text, lookahead: bool
+) -> None:
+    engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
+    prefill(engine, seq)
+    decode(engine, [seq], 10)
+    engine.release(seq)
+    turn = (*prompt_of(20), *seq.ids, 1, 2, 3)
+    follow_up = sequence(turn)
+    ids = ids_of(engine, follow_up)
+    assert follow_up.cached in (29, 30)  # with lookahead the last token was already computed
+    assert ids == ids_of(ModelEngine(loaded, text, prefix="off"), sequence(turn))
+
+
+def test_an_end_of_sequence_that_is_not_appended(loaded: Loaded, text: Text) -> None:
+    engine, seq = ModelEngine(loaded, text, lookahead=True), sequence(prompt_of(20))
+    prefill(engine, seq)
+    decode(engine, [seq], 5)
+    engine.decode([seq])  # say this was the end of sequence
+    engine.release(seq)
+    follow_up = sequence((*prompt_of(20), *seq.ids, 9, 9))
+    ids = ids_of(engine, follow_up)
+    assert follow_up.cached == 25
+    assert ids == ids_of(ModelEngine(loaded, text), sequence(follow_up.prompt))
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_context_of_16(loaded: Loaded, text: Text, lookahead: bool) -> None:
+    engine = ModelEngine(loaded, text, context=16, lookahead=lookahead)
+    seq = sequence(prompt_of(10), max_tokens=6)
+    assert prefill(engine, seq) == [9]
+    decode(engine, [seq], 6)
+    assert seq.length == 16
+    assert seq.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(10)), 6)
+    full = sequence(prompt_of(15), max_tokens=1)
+    prefill(engine, full)
+    decode(engine, [full])
+
+
+def test_release_is_for_every_phase(engine: ModelEngine) -> None:
+    waiting, admitted = sequence((1, 2)), sequence((1, 2, 3))
+    engine.release(waiting)
+    engine.admit(admitted)
+    engine.release(admitted)
+    engine.release(admitted)
+    assert engine.memory().kv == 0
+
+
+def test_memory_tells_rows_from_prefixes(engine: ModelEngine, loaded: Loaded) -> None:
+    seq = sequence(prompt_of(300))
+    prefill(engine, seq)
+    row = 512 * 2 * 2 * 8 * 4 * 2  # tokens, layers, heads, size, bytes, keys and values
+    used = engine.memory()
+    assert (used.weights, used.kv, used.prefix) == (loaded.weight_bytes, row, 0)
+    assert used.active >= used.weights
+    engine.release(seq)
+    assert (engine.memory().kv, engine.memory().prefix) == (0, row)
+    assert engine.shrink() == row
+    assert engine.memory().prefix == 0
+    engine.close()
+
+
+def test_no_step_copies_the_cache(loaded: Loaded, text: Text) -> None:
+    """What a decode step needs for a while does not grow with the allocated cache."""
+    settings = config(max_position_embeddings=65536)
+    plan = loaded.folder.plan
+    assert settings["num_hidden_layers"] == plan.layers
+    engine, seq = ModelEngine(loaded, text, lookahead=False), sequence(prompt_of(10))
+    prefill(engine, seq)
+    engine._rows[seq] = big = Row(
+        RowShape(plan.layers, plan.kv_heads, plan.head_dim, mx.float32, 65536)
+    )
+    for layer in range(plan.layers):
+        big._reserve(layer, 60000)
+    big.offset = 9
+    mx.eval(big.arrays())
+    decode(engine, [seq], 2)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    decode(engine, [seq], 3)
+    assert mx.get_peak_memory() - before < big.nbytes / plan.layers / 8
+
+
+def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path)
+    weights = random_weights(config())
+    weights["model.norm.weight"][0] = np.nan
+    write_weights(path, weights)
+    engine, seq = ModelEngine(load(inspect(path))), sequence((1, 2))
+    prefill(engine, seq)
+    with pytest.raises(Internal, match="after 2 tokens are no numbers"):
+        engine.decode([seq])
+
+
+def test_a_row_refuses_more_than_its_capacity() -> None:
+    row = Row(RowShape(1, 1, 2, mx.float32, 10))
+    keys: Callable[[int], Any] = lambda count: mx.zeros((1, 1, count, 2))  # noqa: E731
+    row.write(0, keys(10), keys(10))
+    row.advance(10)
+    assert (row.nbytes, row.offset) == (10 * 2 * 4 * 2, 10)
+    with pytest.raises(ValueError, match="10 tokens was asked to hold 11"):
+        row.write(0, keys(1), keys(1))
+    row.trim(4)
+    row.trim(7)
+    assert row.offset == 4

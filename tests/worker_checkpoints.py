@@ -1,0 +1,127 @@
+"""Small random models in the layout of a Hugging Face folder, for tests of the worker."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from mlxpool.worker import models
+
+BASE: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 264,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+BOS, EOS = 256, 257
+SPECIAL = ("<s>", "</s>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """The base config with these keys changed; a key set to None is left out."""
+    return {key: value for key, value in {**BASE, **changes}.items() if value is not None}
+
+
+def random_weights(settings: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """float32 weights of every name and shape that the config asks for."""
+    draw = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in models.plan(settings).shapes.items():
+        scale = 1.0 if "norm" in name or "embed" in name else 2 * shape[-1] ** -0.5
+        noise = draw.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+        weights[name] = 1 + noise / 10 if "norm" in name else noise
+    return weights
+
+
+def write_checkpoint(
+    path: Path,
+    *,
+    shards: int = 1,
+    seed: int = 0,
+    weights: Mapping[str, np.ndarray] | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
+    """A whole model folder at `path`; `changes` go into config.json."""
+    path.mkdir(parents=True, exist_ok=True)
+    settings = config(**changes)
+    write_json(path / "config.json", settings)
+    write_json(path / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
+    write_tokenizer(path, tokenizer_config)
+    write_weights(path, dict(weights or random_weights(settings, seed)), shards)
+    return path
+
+
+def write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value), encoding="utf-8")
+
+
+def write_tokenizer(path: Path, settings: Mapping[str, Any] | None = None) -> None:
+    """A byte-level vocabulary of the 256 bytes, and the special tokens from 256 on."""
+    alphabet = _byte_chars()
+    tokenizer = Tokenizer(BPE({char: byte for byte, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.save(str(path / "tokenizer.json"))
+    default = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "chat_template": CHAT_TEMPLATE}
+    write_json(path / "tokenizer_config.json", {**default, **(settings or {})})
+
+
+def _byte_chars() -> list[str]:
+    """The character that the byte-level pre-tokenizer writes for each byte."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    chars, shifted = [], 256
+    for byte in range(256):
+        chars.append(chr(byte) if byte in printable else chr(shifted))
+        shifted += byte not in printable
+    return chars
+
+
+def write_weights(path: Path, weights: dict[str, np.ndarray], shards: int = 1) -> None:
+    """model.safetensors, or several shards and their index."""
+    if shards == 1:
+        write_safetensors(path / "model.safetensors", weights)
+        return
+    weight_map = {}
+    for number, names in enumerate(np.array_split(list(weights), shards), start=1):
+        file = f"model-{number:05}-of-{shards:05}.safetensors"
+        write_safetensors(path / file, {str(name): weights[str(name)] for name in names})
+        weight_map.update({str(name): file for name in names})
+    write_json(path / "model.safetensors.index.json", {"weight_map": weight_map})
+
+
+def write_safetensors(file: Path, weights: Mapping[str, np.ndarray]) -> None:
+    header, end = {}, 0
+    for name, array in weights.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(array.shape),
+            "data_offsets": [begin, end],
+        }
+    data = b"".join(array.tobytes() for array in weights.values())
+    write_raw_safetensors(file, json.dumps(header).encode(), data)
+
+
+def write_raw_safetensors(file: Path, header: bytes, data: bytes = b"") -> None:
+    """Whatever header: for files that must be refused."""
+    file.write_bytes(struct.pack("<Q", len(header)) + header + data)

@@ -1,0 +1,88 @@
+"""Keys and values of one sequence: contiguous arrays per layer, grown in steps of 256 tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+GROWTH = 256  # tokens; a larger step copies less often, a smaller one wastes less
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """What one sequence's cache needs to know of a model; `capacity` in tokens."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: mx.Dtype
+    capacity: int
+
+
+class Row:
+    """The cache of one sequence; its arrays are [1, KV, allocated, D].
+
+    A row holds the only reference to its arrays, so that MLX writes them in place. Memory past
+    `offset` is finite and never read.
+    """
+
+    def __init__(self, shape: RowShape) -> None:
+        self.shape = shape
+        self.offset = 0  # tokens that every layer holds once the step in flight is done
+        self._keys: list[mx.array] = []
+        self._values: list[mx.array] = []
+
+    def write(
+        self, layer: int, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Puts keys, values [1, KV, n, D] behind `offset`; returns all up to there and them.
+
+        `offset` itself moves by `advance`, after the last layer.
+        """
+        end = self.offset + keys.shape[2]
+        self._reserve(layer, end)
+        self._keys[layer][:, :, self.offset : end, :] = keys
+        self._values[layer][:, :, self.offset : end, :] = values
+        return self._keys[layer][:, :, :end, :], self._values[layer][:, :, :end, :]
+
+    def advance(self, count: int) -> None:
+        """`count` more tokens are written in every layer."""
+        self.offset += count
+
+    def trim(self, to: int) -> None:
+        """Forgets the tokens from `to` on; `to` not above `offset` forgets nothing less."""
+        self.offset = min(self.offset, max(to, 0))
+
+    def arrays(self) -> list[mx.array]:
+        """Every array, for one evaluation of the whole row."""
+        return [*self._keys, *self._values]
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes, used or not."""
+        return sum(array.nbytes for array in self.arrays())
+
+    def _reserve(self, layer: int, end: int) -> None:
+        if end > self.shape.capacity:
+            raise ValueError(
+                f"a row of {self.shape.capacity} tokens was asked to hold {end}; "
+                "the caller has to end a sequence at the context"
+            )
+        if layer == len(self._keys):
+            self._keys.append(self._zeros(self._rounded(end)))
+            self._values.append(self._zeros(self._rounded(end)))
+        missing = self._rounded(end) - self._keys[layer].shape[2]
+        if missing > 0:
+            self._keys[layer] = self._grown(self._keys[layer], missing)
+            self._values[layer] = self._grown(self._values[layer], missing)
+
+    def _rounded(self, end: int) -> int:
+        return min(-(-end // GROWTH) * GROWTH, self.shape.capacity)
+
+    def _grown(self, array: mx.array, missing: int) -> mx.array:
+        return mx.concatenate([array, self._zeros(missing)], axis=2)
+
+    def _zeros(self, tokens: int) -> mx.array:
+        shape = self.shape
+        return mx.zeros((1, shape.kv_heads, tokens, shape.head_dim), dtype=shape.dtype)

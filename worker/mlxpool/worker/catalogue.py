@@ -1,0 +1,85 @@
+"""From a model's settings to an engine: the folder on disk, or one of the two built in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxpool.common.config import ModelConfig
+from mlxpool.common.errors import ModelLoadFailed, PoolError
+from mlxpool.worker.engine_api import Engine
+from mlxpool.worker.folder import inspect
+from mlxpool.worker.mail import Opened
+from mlxpool.worker.models.counting import CountingEngine, CountingText
+from mlxpool.worker.tokenizer import Text
+
+DEMO = Path(__file__).parent / "demo"
+PREFIX = "builtin:"
+
+NO_BACK_END = (
+    "MLX has no usable back end here ({error}); on Linux install one of mlxpool[cpu],"
+    " mlxpool[cuda12], mlxpool[cuda13]"
+)
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A sound model that is not loaded yet."""
+
+    opened: Opened
+    load: Callable[[OnProgress], Engine]
+    sequences: int  # how many its engine runs at once
+
+
+def open_source(config: ModelConfig) -> Source:
+    """Look at the model without MLX. Raises ModelLoadFailed naming what is wrong with it."""
+    if config.path == f"{PREFIX}counting":
+        return _counting(config)
+    if config.path.startswith(PREFIX) and config.path != f"{PREFIX}demo":
+        raise ModelLoadFailed(
+            f"there is no {config.path!r}; built in are {PREFIX}demo and {PREFIX}counting"
+        )
+    return _folder(DEMO if config.path == f"{PREFIX}demo" else Path(config.path), config)
+
+
+def _counting(config: ModelConfig) -> Source:
+    engine = CountingEngine(config.counting, config.context)
+
+    def load(on_progress: OnProgress) -> Engine:
+        engine.load(on_progress)
+        return engine
+
+    opened = Opened(engine.digest, engine.context, engine.vocab_size, CountingText())
+    return Source(opened, load, config.sequences)
+
+
+def _folder(path: Path, config: ModelConfig) -> Source:
+    folder = inspect(path)
+    text = Text.from_folder(folder)
+    context = min(folder.context, config.context or folder.context)
+
+    def load(on_progress: OnProgress) -> Engine:
+        try:
+            import mlx.core  # noqa: F401
+        except ImportError as error:
+            raise ModelLoadFailed(NO_BACK_END.format(error=error)) from error
+        from mlxpool.worker import back_end
+        from mlxpool.worker.engine import ModelEngine
+        from mlxpool.worker.load import load as load_weights
+
+        back_end.say()
+        loaded = load_weights(folder, on_progress)
+        return ModelEngine(loaded, text, context=context, prefix=config.prefix_cache)
+
+    # One running sequence: batching is the engine's next work, and credit follows this number.
+    return Source(Opened(folder.digest, context, folder.plan.vocab_size, text), load, 1)
+
+
+def as_load_error(error: BaseException, name: str) -> PoolError:
+    """The error that waiting requests get."""
+    if isinstance(error, PoolError):
+        return error
+    return ModelLoadFailed(f"loading model {name!r} failed: {type(error).__name__}: {error}")

@@ -1,0 +1,221 @@
+"""The one thread that touches MLX, from load to unload: inbox -> scheduler -> engine -> outbox.
+
+It never waits for the edge except when the outbox is full (phase `blocked`).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from mlxpool.common.config import WorkerConfig
+from mlxpool.common.errors import Internal, OutOfMemory, PoolError
+from mlxpool.common.wire import Delta
+from mlxpool.worker import catalogue
+from mlxpool.worker.engine_api import Engine
+from mlxpool.worker.mail import Admit, Drop, Inbound, Key, Loaded, Outbound, Rows, Unusable
+from mlxpool.worker.progress import Progress, monotonic
+from mlxpool.worker.run import Run
+from mlxpool.worker.scheduler import plan
+from mlxpool.worker.sequence import Phase, RowFailed, Sequence
+
+log = logging.getLogger("mlxpool.worker")
+
+OUTBOX = 256  # steps that may wait for the edge
+REPORT = 0.1  # seconds between two looks at the memory
+_MEMORY_WORDS = ("memory", "alloc", "metal::malloc", "resource limit")
+
+
+class Compute(threading.Thread):
+    """Start it with `start`, give it work with `tell`; it speaks through `post`."""
+
+    def __init__(
+        self, config: WorkerConfig, progress: Progress, post: Callable[[Outbound], None]
+    ) -> None:
+        super().__init__(name="compute", daemon=True)
+        self.config = config
+        self.progress = progress
+        self.inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
+        self.room = threading.Semaphore(OUTBOX)  # released by the edge for each Rows it took
+        self._post = post
+        self._runs: dict[Key, Run] = {}
+        self._reported = 0.0
+
+    def tell(self, mail: Inbound) -> None:
+        """From the edge's thread."""
+        self.inbox.put(mail)
+
+    # ---- load ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            opened = self._open()
+        except BaseException as error:  # whatever it is, the broker has to hear of it
+            log.error("the model cannot be served", extra={"why": str(error)}, exc_info=True)
+            self._post(Unusable(catalogue.as_load_error(error, self.config.name).body()))
+            return
+        try:
+            self._serve(*opened)
+        except BaseException as error:
+            log.critical("the compute thread ended", exc_info=True)
+            self._post(Unusable(Internal(f"the compute thread ended: {error!r}").body()))
+
+    def _open(self) -> tuple[Engine, int]:
+        self.progress.enter("load")
+        source = catalogue.open_source(self.config.model)
+        self._post(source.opened)
+        engine = source.load(self._loaded_so_far)
+        self._report(engine, 0.0)
+        self._post(Loaded(source.sequences))
+        return engine, source.sequences
+
+    def _loaded_so_far(self, tensors: int, size: int) -> None:
+        self.progress.moved()
+        self.progress.memory = {**self.progress.memory, "weights": size, "active": size}
+
+    # ---- serve ---------------------------------------------------------------------------------
+
+    def _serve(self, engine: Engine, places: int) -> None:
+        while True:
+            rows = self._control(engine, wait=not self._runs)
+            rows += self._step(engine, places)
+            if rows:
+                self._hand_out(rows)
+            self._report(engine, monotonic())
+
+    def _control(self, engine: Engine, *, wait: bool) -> list[Delta]:
+        """Take what the edge has sent; with nothing to do, wait for it."""
+        rows: list[Delta] = []
+        if wait:
+            self._report(engine, 0.0)
+            self.progress.enter("idle")
+            rows += self._handle(engine, self.inbox.get())
+        while not self.inbox.empty():
+            rows += self._handle(engine, self.inbox.get())
+        return rows
+
+    def _handle(self, engine: Engine, mail: Inbound) -> list[Delta]:
+        if isinstance(mail, Admit):
+            run = Run.begin(mail, engine.piece)
+            self._runs[run.key] = run
+            reason = run.over()  # a resume may have been complete already
+            return [] if reason is None else [self._leave(engine, run, reason)]
+        dropped = self._runs.get(mail.key) if isinstance(mail, Drop) else None
+        return [] if dropped is None else [self._leave(engine, dropped, "cancelled")]
+
+    def _leave(self, engine: Engine, run: Run, reason: str) -> Delta:
+        row = run.delta("", (), end=run.end(reason, monotonic()))
+        self._forget(engine, run)
+        return row
+
+    def _forget(self, engine: Engine, run: Run) -> None:
+        run.sequence.phase = Phase.FINISHED
+        del self._runs[run.key]
+        engine.release(run.sequence)
+
+    def _step(self, engine: Engine, places: int) -> list[Delta]:
+        live = [run.sequence for run in self._runs.values()]
+        step = plan(live, places, engine.chunk)
+        rows: list[Delta] = []
+        for sequence in step.admit:
+            rows += self._guarded(engine, [sequence], lambda s=sequence: self._admit(engine, s))
+        for sequence, share in step.prefill:
+            rows += self._guarded(
+                engine, [sequence], lambda s=sequence, n=share: self._prefill(engine, s, n)
+            )
+        if step.decode:
+            decode = list(step.decode)
+            rows += self._guarded(engine, decode, lambda: self._decode(engine, decode))
+        running = sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in live)
+        self.progress.running = running
+        self.progress.waiting = len(self._runs) - running
+        return rows
+
+    def _admit(self, engine: Engine, sequence: Sequence) -> list[Delta]:
+        engine.admit(sequence)
+        sequence.phase = Phase.PREFILL
+        return []
+
+    def _prefill(self, engine: Engine, sequence: Sequence, budget: int) -> list[Delta]:
+        run = self._runs[sequence.id, sequence.attempt]
+        self.progress.in_prefill = sequence.id
+        self.progress.enter("prefill")
+        run.prefill_at = run.prefill_at or monotonic()
+        done = engine.prefill(sequence, budget) if budget else 0
+        self.progress.moved()
+        self.progress.in_prefill = None
+        if done == 0 or sequence.prefilled >= sequence.length - 1:
+            sequence.phase = Phase.DECODE
+            run.decode_at = monotonic()
+        return []
+
+    def _decode(self, engine: Engine, rows: list[Sequence]) -> list[Delta]:
+        self.progress.enter("decode")
+        started = monotonic()
+        drawn = engine.decode(rows)
+        now = monotonic()
+        self.progress.moved()
+        self.progress.step_ms = round((now - started) * 1000, 3)
+        return [self._taken(engine, self._runs[d.sequence.id, d.sequence.attempt], d, now)
+                for d in drawn]  # fmt: skip
+
+    def _taken(self, engine: Engine, run: Run, drawn: object, now: float) -> Delta:
+        delta = run.take(drawn, engine.eos, now)  # type: ignore[arg-type]
+        if delta.end is not None:
+            self._forget(engine, run)
+        return delta
+
+    def _guarded(
+        self, engine: Engine, hit: list[Sequence], work: Callable[[], list[Delta]]
+    ) -> list[Delta]:
+        """An error ends the requests it hit, in their streams, and nothing else."""
+        try:
+            return work()
+        except RowFailed as failed:
+            return [self._fail(engine, failed.sequence, Internal(str(failed)))]
+        except Exception as error:
+            log.exception("a step failed")
+            return [self._fail(engine, sequence, _as_pool_error(error)) for sequence in hit]
+
+    def _fail(self, engine: Engine, sequence: Sequence, error: PoolError) -> Delta:
+        run = self._runs[sequence.id, sequence.attempt]
+        row = run.delta("", (), end=error.body())
+        self._forget(engine, run)
+        return row
+
+    def _hand_out(self, rows: list[Delta]) -> None:
+        if not self.room.acquire(blocking=False):
+            self.progress.enter("blocked")
+            self.room.acquire()
+        self._post(Rows(rows))
+
+    def _report(self, engine: Engine, now: float) -> None:
+        """Refresh the memory figures; `now` 0 always does."""
+        if now and now - self._reported < REPORT:
+            return
+        self._reported = now or monotonic()
+        memory = engine.memory()
+        self.progress.memory = {
+            "weights": memory.weights,
+            "kv": memory.kv,
+            "prefix": memory.prefix,
+            "active": memory.active,
+            "cache": memory.cache,
+            "peak": memory.peak,
+        }
+        counters = getattr(engine, "prefix", None)
+        if counters is not None:
+            self.progress.prefix = {
+                "hits": counters.hits, "misses": counters.misses, "tokens": counters.tokens
+            }  # fmt: skip
+
+
+def _as_pool_error(error: Exception) -> PoolError:
+    if isinstance(error, PoolError):
+        return error
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError) or any(w in text.lower() for w in _MEMORY_WORDS):
+        return OutOfMemory(f"the step did not fit into memory: {text}")
+    return Internal(f"the step failed: {text}")

@@ -1,0 +1,83 @@
+"""Recognises models that are not Hugging Face folders, to say what they are and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mlxpool.common.errors import ModelLoadFailed
+
+GGUF_CURE = (
+    "MLX workers load Hugging Face folders (safetensors); convert it with mlx_lm.convert from "
+    "the original repository"
+)
+_OLLAMA_MODEL = "application/vnd.ollama.image.model"
+_OLLAMA_TENSOR = "application/vnd.ollama.image.tensor"
+_MAX_MANIFEST = 2**20  # bytes
+
+
+def refuse_file(file: Path) -> NoReturn:
+    """Raises ModelLoadFailed saying what this file is instead of a model folder."""
+    if is_gguf(file):
+        raise ModelLoadFailed(f"{file}: this is a GGUF file: {GGUF_CURE}")
+    layers = _manifest_layers(file)
+    if layers is None:
+        raise ModelLoadFailed(
+            f"{file} is a file: name the folder that holds config.json and the safetensors"
+        )
+    _refuse_manifest(file, layers)
+
+
+def refuse_folder(path: Path) -> NoReturn:
+    """Raises ModelLoadFailed for a folder without config.json."""
+    for file in sorted(path.glob("*")):
+        if file.is_file() and is_gguf(file):
+            raise ModelLoadFailed(f"{file}: this is a GGUF file: {GGUF_CURE}")
+    raise ModelLoadFailed(
+        f"{path} has no config.json: name the folder of a Hugging Face model "
+        "(config.json, *.safetensors, tokenizer.json)"
+    )
+
+
+def is_gguf(file: Path) -> bool:
+    """Told by its first four bytes, else by its name."""
+    with file.open("rb") as stream:
+        return stream.read(4) == b"GGUF" or file.suffix == ".gguf"
+
+
+def _manifest_layers(file: Path) -> list[dict[str, Any]] | None:
+    if file.stat().st_size > _MAX_MANIFEST:
+        return None
+    try:
+        layers = json.loads(file.read_bytes())["layers"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return [layer for layer in layers if isinstance(layer, dict)] if layers else None
+
+
+def _refuse_manifest(file: Path, layers: list[dict[str, Any]]) -> NoReturn:
+    for layer in layers:
+        media = str(layer.get("mediaType"))
+        if media == _OLLAMA_MODEL:
+            blob = _blob(file, str(layer.get("digest")))
+            kind = "a GGUF file" if blob is None or is_gguf(blob) else "no safetensors folder"
+            shown = f" ({blob})" if blob else ""
+            raise ModelLoadFailed(
+                f"{file}: this is an Ollama manifest whose model{shown} is {kind}: {GGUF_CURE}"
+            )
+        if media == _OLLAMA_TENSOR:
+            raise ModelLoadFailed(
+                f"{file}: this is an Ollama manifest of single tensors, which this version "
+                "does not read: name a Hugging Face folder of the same model"
+            )
+    raise ModelLoadFailed(f"{file}: this is a manifest without a model layer")
+
+
+def _blob(manifest: Path, digest: str) -> Path | None:
+    """The layer's file in the store that the manifest lies in, if there is one."""
+    name = digest.replace(":", "-")
+    if "/" in name:
+        return None
+    stores = (parent / "blobs" / name for parent in manifest.resolve().parents)
+    return next((blob for blob in stores if blob.is_file()), None)

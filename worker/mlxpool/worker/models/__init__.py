@@ -1,0 +1,32 @@
+"""Which architectures there are: config.json's model_type -> the file that knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, cast
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.models.base import Plan
+
+ARCHITECTURES = {
+    "llama": "mlxpool.worker.models.llama",
+    "mistral": "mlxpool.worker.models.llama",
+}
+
+SUPPORTED = tuple(ARCHITECTURES)
+
+
+def plan(config: Mapping[str, Any]) -> Plan:
+    """The plan of the model that config.json describes; imports no MLX.
+
+    Raises ModelLoadFailed for an unknown model_type, a missing key or a value it cannot use.
+    """
+    model_type = config.get("model_type")
+    module = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
+    if module is None:
+        raise ModelLoadFailed(
+            f"config.json has model_type {model_type!r}, which is not supported; "
+            f"supported are: {', '.join(SUPPORTED)}"
+        )
+    return cast(Plan, import_module(module).plan(config))

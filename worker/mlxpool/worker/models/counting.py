@@ -1,0 +1,123 @@
+"""The model that counts: no weights, no GPU, no MLX, and every token known beforehand.
+
+Token i of a completion is f(prompt, seed, i):
+
+    f = splitmix64(crc32(prompt ids as little-endian u32) ^ splitmix64(seed + i * GOLDEN)) % vocab
+
+with 64-bit wrap-around. A prompt's ids are its UTF-8 bytes; the text of an id is its decimal
+digits and a space. So a checker can verify every token of every stream after any fault.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Sequence as Seq
+
+from mlxpool.common.config import Counting
+from mlxpool.common.wire import pack_ids
+from mlxpool.worker.engine_api import Memory
+from mlxpool.worker.sequence import Drawn, Logprob, RowFailed, Sequence
+
+GOLDEN = 0x9E3779B97F4A7C15
+MASK = 2**64 - 1
+BYTES_PER_TOKEN = 1024  # what a token's keys and values count for in its memory report
+CONTEXT = 131_072
+CHUNK = 2048
+LOAD_STEPS = 10
+
+
+def splitmix64(value: int) -> int:
+    """The finaliser of SplitMix64 on a 64-bit value."""
+    value &= MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
+def token_at(prompt: Seq[int], seed: int, position: int, vocab: int) -> int:
+    """The token id that the model draws at a position of the completion."""
+    root = zlib.crc32(pack_ids(prompt))
+    return splitmix64(root ^ splitmix64(seed + position * GOLDEN)) % vocab
+
+
+def piece(token: int) -> bytes:
+    """The text of an id."""
+    return b"%d " % token
+
+
+class CountingEngine:
+    """An `Engine` that sleeps instead of computing."""
+
+    def __init__(self, settings: Counting, context: int) -> None:
+        self.settings = settings
+        self.context = context or CONTEXT
+        self.vocab_size = settings.vocab
+        self.eos: frozenset[int] = frozenset()
+        self.chunk = min(CHUNK, self.context)
+        self.digest = f"counting-{settings.vocab}"
+        self.rows: list[Sequence] = []
+
+    def load(self, on_progress: Callable[[int, int], None]) -> None:
+        """Take `load_ms` in ten shards. Raises RuntimeError when the settings say so."""
+        for shard in range(LOAD_STEPS):
+            time.sleep(self.settings.load_ms / 1000 / LOAD_STEPS)
+            on_progress(shard + 1, 0)
+        if self.settings.fail_load:
+            raise RuntimeError("fail_load is set for this counting model")
+
+    def admit(self, seq: Sequence) -> None:
+        self.rows.append(seq)
+
+    def prefill(self, seq: Sequence, budget: int) -> int:
+        done = max(0, min(budget, self.chunk, seq.length - 1 - seq.prefilled))
+        time.sleep(done * self.settings.prefill_us / 1e6)
+        seq.prefilled += done
+        return done
+
+    def decode(self, rows: Seq[Sequence]) -> list[Drawn]:
+        time.sleep(self.settings.step_us / 1e6)
+        return [self._draw(row) for row in rows]
+
+    def _draw(self, row: Sequence) -> Drawn:
+        position = len(row.ids)
+        if position == self.settings.crash_at:
+            os.abort()
+        if position == self.settings.fail_at:
+            raise RowFailed(row, f"fail_at is {position} for this counting model")
+        token = token_at(row.prompt, row.seed, position, self.vocab_size)
+        top = tuple((token, 0.0) for _ in range(min(1, row.options.top_logprobs)))
+        logprob = Logprob(0.0, top) if row.options.logprobs else None
+        return Drawn(row, token, logprob)
+
+    def release(self, seq: Sequence) -> None:
+        if seq in self.rows:
+            self.rows.remove(seq)
+
+    def memory(self) -> Memory:
+        kv = sum(row.length for row in self.rows) * BYTES_PER_TOKEN
+        return Memory(weights=0, kv=kv, prefix=0, active=kv, cache=0, peak=kv)
+
+    def piece(self, token: int) -> bytes:
+        return piece(token)
+
+    def close(self) -> None:
+        self.rows.clear()
+
+
+class CountingText:
+    """The tokenizer of the counting model: bytes are ids."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "surrogatepass"))
+
+    def decode(self, ids: Seq[int]) -> str:
+        return b"".join(map(piece, ids)).decode()
+
+    def piece(self, token: int) -> bytes:
+        return piece(token)
+
+    def render(self, messages: Seq[dict[str, str]], now: float) -> str:
+        """One line for each message."""
+        return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
