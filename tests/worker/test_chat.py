@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_checkpoints import write_json
 
-from mlxpool.common.errors import BadRequest
+from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.worker.chat import Template
+from worker_checkpoints import write_json
 
 USER = [{"role": "user", "content": "hi"}]
 NOW = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC
@@ -39,7 +39,7 @@ def test_loop_controls_and_generation_marks() -> None:
 
 def test_json_is_not_escaped_for_html() -> None:
     source = "{{ messages[0].content|tojson }}"
-    assert render(source, [{"role": "user", "content": "<é & \"q\">"}]) == '"<é & \\"q\\">"'
+    assert render(source, [{"role": "user", "content": '<é & "q">'}]) == '"<é & \\"q\\">"'
     assert render("{{ {'a': 1}|tojson(indent=1) }}") == '{\n "a": 1\n}'
 
 
@@ -48,7 +48,7 @@ def test_now_is_the_requests_own_in_utc() -> None:
 
 
 def test_no_template_says_how_to_go_on() -> None:
-    with pytest.raises(BadRequest, match="no chat template.*`prompt`"):
+    with pytest.raises(BadRequest, match=r"no chat template.*`prompt`"):
         render(None)
 
 
@@ -107,6 +107,15 @@ def test_sources_in_order(tmp_path: Path) -> None:
     assert (template.source, template.tokens) == ("first", {"eos_token": "E"})
 
 
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(ModelLoadFailed, match=r"chat_template\.json is not JSON"):
+        Template.from_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelLoadFailed, match=r"chat_template\.jinja is not UTF-8"):
+        Template.from_folder(tmp_path)
+
+
 def test_a_list_of_named_templates(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     for templates, source in ((named, "D"), (named[:1], "T"), ([], None)):
@@ -115,6 +124,9 @@ def test_a_list_of_named_templates(tmp_path: Path) -> None:
 
 
 def test_token_names_may_be_maps(tmp_path: Path) -> None:
-    settings = {"bos_token": {"content": "<s>", "lstrip": False}, "chat_template": "{{ bos_token }}"}
+    settings = {
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "chat_template": "{{ bos_token }}",
+    }
     write_json(tmp_path / "tokenizer_config.json", settings)
     assert Template.from_folder(tmp_path).render(USER, now=NOW) == "<s>"

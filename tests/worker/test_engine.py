@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from worker_checkpoints import EOS, config, random_weights, write_checkpoint, write_weights
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -89,7 +90,7 @@ def ids_of(engine: ModelEngine, seq: Sequence, steps: int = 30) -> list[int]:
 def test_is_an_engine(engine: ModelEngine, loaded: Loaded, text: Text) -> None:
     checked: Engine = engine
     assert (checked.context, checked.vocab_size, checked.chunk) == (512, 264, 512)
-    assert (checked.eos, checked.piece(104)) == ({EOS}, b"h")
+    assert (checked.eos, checked.piece(104)) == (frozenset({EOS}), b"h")
     assert ModelEngine(loaded, text, context=100).chunk == 100
     assert len(checked.digest) == 64 and checked.digest != loaded.folder.digest
 
@@ -156,9 +157,7 @@ def staggered(engine: ModelEngine) -> list[list[int]]:
 
 
 def test_rows_that_come_and_go(loaded: Loaded, text: Text) -> None:
-    expected = [
-        ids_of(ModelEngine(loaded, text, lookahead=False), seq, 14) for seq in mixture()
-    ]
+    expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq, 14) for seq in mixture()]
     for lookahead in (False, True):
         assert staggered(ModelEngine(loaded, text, lookahead=lookahead)) == expected
 
@@ -201,6 +200,18 @@ def test_a_cancelled_completion_serves_the_next_turn(
     ids = ids_of(engine, follow_up)
     assert follow_up.cached in (29, 30)  # with lookahead the last token was already computed
     assert ids == ids_of(ModelEngine(loaded, text, prefix="off"), sequence(turn))
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_token_that_is_not_taken_is_drawn_again(
+    loaded: Loaded, text: Text, lookahead: bool
+) -> None:
+    engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
+    prefill(engine, seq)
+    decode(engine, [seq], 3)
+    assert engine.decode([seq]) == engine.decode([seq])
+    decode(engine, [seq], 27)
+    assert seq.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(20)))
 
 
 def test_an_end_of_sequence_that_is_not_appended(loaded: Loaded, text: Text) -> None:

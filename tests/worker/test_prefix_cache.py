@@ -125,7 +125,7 @@ def test_off_keeps_nothing() -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="'forest'.*single, off"):
+    with pytest.raises(ValueError, match=r"'forest'.*single, off"):
         cache("forest")
 
 

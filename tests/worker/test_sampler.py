@@ -15,15 +15,19 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.sampler import NOT_A_TOKEN, Draw, noise_key, sample  # noqa: E402
 
-OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
+OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 
 
 def draw(history: tuple[int, ...] = (), seed: int = 0, position: int = 0, **raw: Any) -> Draw:
     return Draw(Options(**raw), seed, position, history)
 
 
+def tokens(logits: Any, rows: list[Draw], pending: Any = None) -> list[int]:
+    return np.array(sample(logits, rows, pending).tokens).tolist()  # type: ignore[no-any-return]
+
+
 def one(logits: list[float], row: Draw) -> int:
-    return int(sample(mx.array([logits]), [row]).tokens.item())
+    return tokens(mx.array([logits]), [row])[0]
 
 
 def greedy(logits: list[float], prior: tuple[int, ...], **raw: Any) -> int:
@@ -33,7 +37,7 @@ def greedy(logits: list[float], prior: tuple[int, ...], **raw: Any) -> int:
 def drawn_set(logits: list[float], draws: int = 200, **raw: Any) -> set[int]:
     """What comes out in many positions at once."""
     rows = [draw(position=position, **{**OFF, **raw}) for position in range(draws)]
-    return set(sample(mx.array([logits] * draws), rows).tokens.tolist())
+    return set(tokens(mx.array([logits] * draws), rows))
 
 
 def logs(*probs: float) -> list[float]:
@@ -56,7 +60,11 @@ def test_frequency_counts_each_time() -> None:
 
 
 def test_repeat_last_n() -> None:
-    every = {"presence_penalty": 6.0, "frequency_penalty": 2.0, "repeat_penalty": 2.0}
+    every: dict[str, Any] = {
+        "presence_penalty": 6.0,
+        "frequency_penalty": 2.0,
+        "repeat_penalty": 2.0,
+    }
     assert greedy([0, 5, 4], (1,), repeat_last_n=0, **every) == 1
     assert greedy([0, 5, 4], (1, *[0] * 100), repeat_last_n=-1, presence_penalty=6.0) == 2
     assert greedy([0, 5, 4], (1, *[0] * 64), presence_penalty=6.0) == 1
@@ -65,7 +73,11 @@ def test_repeat_last_n() -> None:
 
 def test_order_of_penalties() -> None:
     # token 1: 6 / 2 - 0.5 - 2 * 0.5 = 1.5, between the others; any other order gives another value
-    both = {"repeat_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+    both: dict[str, Any] = {
+        "repeat_penalty": 2.0,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+    }
     assert greedy([1.4, 6, 0], (1, 1), **both) == 1
     assert greedy([1.6, 6, 0], (1, 1), **both) == 0
 
@@ -73,10 +85,10 @@ def test_order_of_penalties() -> None:
 def test_pending_tokens_count() -> None:
     row = draw((0, 2), temperature=0.0, presence_penalty=6.0, repeat_last_n=2)
     logits = mx.array([[0.0, 5, 4]])
-    assert sample(logits, [row], mx.array([1])).tokens.tolist() == [0]  # window: 2, 1
+    assert tokens(logits, [row], mx.array([1])) == [0]  # window: 2, 1
     plain = draw(temperature=0.0)
-    both = sample(mx.concatenate([logits, logits]), [plain, row], mx.array([1, 1]))
-    assert both.tokens.tolist() == [1, 0]
+    both = mx.concatenate([logits, logits])
+    assert tokens(both, [plain, row], mx.array([1, 1])) == [1, 0]
 
 
 def test_logit_bias() -> None:
@@ -107,6 +119,12 @@ def test_ties_at_a_threshold_stay() -> None:
     assert drawn_set(logs(0.6, 0.2, 0.2), top_k=2, top_p=0.5) == {0}
 
 
+def test_top_p_keeps_what_has_less_than_p_above_it() -> None:
+    # halves to the last bit, though the logits differ
+    assert drawn_set([0.0, -1e-8, -1e9], top_k=2, top_p=0.5) == {0}
+    assert drawn_set([0.0, -1e-8, -1e9], top_k=2, top_p=0.51) == {0, 1}
+
+
 def test_edges_of_the_filters() -> None:
     uniform = [0.0] * 5
     assert drawn_set([4, 3, 2, 1, 0], top_p=1e-10) == {0}
@@ -117,7 +135,7 @@ def test_edges_of_the_filters() -> None:
 
 
 def test_temperature_comes_after_top_k_and_before_top_p() -> None:
-    flat = {"temperature": 100.0}
+    flat: dict[str, Any] = {"temperature": 100.0}
     assert drawn_set(logs(0.9, 0.05, 0.05), top_p=0.8) == {0}
     assert drawn_set(logs(0.9, 0.05, 0.05), top_p=0.8, **flat) == {0, 1, 2}
 
@@ -125,7 +143,7 @@ def test_temperature_comes_after_top_k_and_before_top_p() -> None:
 def test_seeds() -> None:
     def text(seed: int) -> list[int]:
         rows = [draw(seed=seed, position=position, **OFF) for position in range(20)]
-        return sample(mx.zeros((20, 50)), rows).tokens.tolist()
+        return tokens(mx.zeros((20, 50)), rows)
 
     assert text(1234) == text(1234)
     assert text(1234) != text(5678)
@@ -143,9 +161,9 @@ def test_draws_follow_the_distribution() -> None:
     probs = np.array([0.5, 0.3, 0.15, 0.05])
     count = 4000
     rows = [draw(seed=9, position=position, **OFF) for position in range(count)]
-    tokens = sample(mx.array([logs(*probs)] * count), rows).tokens.tolist()
+    drawn = tokens(mx.array([logs(*probs)] * count), rows)
     expected = probs * count
-    seen = np.bincount(tokens, minlength=4)
+    seen = np.bincount(drawn, minlength=4)
     assert ((seen - expected) ** 2 / expected).sum() < 16.3  # chi square, 3 degrees, p = 0.001
 
 
@@ -153,11 +171,11 @@ def test_logits_that_are_no_numbers() -> None:
     bad = float("nan")
     rows = [draw(temperature=0.0), draw(**OFF), draw(temperature=0.0)]
     logits = mx.array([[0, bad, 1], [bad, bad, bad], [0.0, 2, 1]])
-    assert sample(logits, rows).tokens.tolist() == [NOT_A_TOKEN, NOT_A_TOKEN, 1]
+    assert tokens(logits, rows) == [NOT_A_TOKEN, NOT_A_TOKEN, 1]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
-    asked = {"temperature": 0.0, "logprobs": True, "logit_bias": {2: 100.0}}
+    asked: dict[str, Any] = {"temperature": 0.0, "logprobs": True, "logit_bias": {2: 100.0}}
     sampled = sample(mx.array([[1000.0, 999, 998]]), [draw(**asked)])
     assert sampled.tokens.tolist() == [2]
     assert sampled.logprobs is not None
@@ -211,7 +229,7 @@ def random_logits(rows: int, salt: int, size: int = 20) -> np.ndarray:
 @given(st.lists(draws, min_size=1, max_size=6), st.integers(0, 999))
 def test_a_row_draws_the_same_in_any_company(rows: list[Draw], salt: int) -> None:
     logits = random_logits(len(rows), salt)
-    together = sample(mx.array(logits), rows).tokens.tolist()
+    together = tokens(mx.array(logits), rows)
     alone = [one(line.tolist(), row) for line, row in zip(logits, rows, strict=True)]
     assert together == alone
 
@@ -223,7 +241,7 @@ def test_a_pending_token_is_the_last_of_the_history(rows: list[Draw], salt: int)
     rows = [Draw(row.options, row.seed, row.position, (*row.history, 5)) for row in rows]
     behind = [Draw(row.options, row.seed, row.position, row.history[:-1]) for row in rows]
     pending = mx.array([5] * len(rows))
-    assert sample(logits, behind, pending).tokens.tolist() == sample(logits, rows).tokens.tolist()
+    assert tokens(logits, behind, pending) == tokens(logits, rows)
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from worker_checkpoints import SPECIAL, write_tokenizer
 
 from mlxpool.worker.folder import read_json
 from mlxpool.worker.text import Completion, TokenBytes
+from worker_checkpoints import SPECIAL, write_tokenizer
 
 ALPHABET = ["a", "b", "ab", "c", "é", "こ", "𝄞", "\ufffd"]
 BYTES = [*(char.encode() for char in ALPHABET), b"\xe3", b"\x81", b"\xff", b"\xf0\x9d", b"\x00"]
@@ -119,6 +119,11 @@ def test_the_stop_that_is_complete_first_wins_in_any_order() -> None:
     for stops in (["abcd", "bc"], ["bc", "abcd"]):
         assert run([b"xabcd"], stops)[0] == ["xa", ""]
         assert "".join(run([b"x", b"a", b"b", b"c", b"d"], stops)[0]) == "xa"
+
+
+def test_of_stops_complete_at_once_the_longest_wins() -> None:
+    for stops in (["bc", "abc"], ["abc", "bc"]):
+        assert "".join(run([b"xab", b"c"], stops)[0]) == "x"
 
 
 def test_held_text_is_released_when_no_stop_follows() -> None:

@@ -99,7 +99,7 @@ def _worker(slot: Slot, now: float) -> dict[str, Any]:
     if worker is None:
         return {**row, "pid": None, "epoch": None, "state": "none", "phase": None, "memory": {}}
     beat = worker.beat
-    since = max(0.0, now - worker.beat_at)
+    since = max(0.0, now - (worker.beat_at or worker.started_at))
     return {
         **row,
         "pid": worker.pid,

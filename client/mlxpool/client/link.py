@@ -251,7 +251,8 @@ class Link:
         if self._asked_at and now - self._asked_at > grace:
             silent = now - self._asked_at
             self._end_all(
-                BrokerLost(f"no broker answers at {self.endpoint} for {silent:.0f} s; is it up?")
+                BrokerLost(f"no broker answers at {self.endpoint} for {silent:.0f} s;"
+                    " start one with `mlxpool serve`")
             )
             self._asked_at = 0.0
 

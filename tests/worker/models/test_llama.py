@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -75,7 +76,7 @@ def run_peer(jobs: list[tuple[str, list[int], int]]) -> None:
 
 
 def prompt_of(size: int) -> list[int]:
-    return np.random.default_rng(7).integers(0, 256, size).tolist()
+    return [int(token) for token in np.random.default_rng(7).integers(0, 256, size)]
 
 
 @pytest.fixture(scope="module")

@@ -60,9 +60,7 @@ class Step:
         )
         return rotated[:, :, 0, :]
 
-    def attend(
-        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float
-    ) -> mx.array:
+    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         """q [T, H, D], k and v [T, KV, D] -> [T, H, D]; k and v go into each row's cache."""
         parts, start = [], 0
         for span in self.spans:

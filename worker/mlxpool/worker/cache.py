@@ -33,9 +33,7 @@ class Row:
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
 
-    def write(
-        self, layer: int, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Puts keys, values [1, KV, n, D] behind `offset`; returns all up to there and them.
 
         `offset` itself moves by `advance`, after the last layer.

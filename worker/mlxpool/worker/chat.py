@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mlxpool.common.errors import BadRequest
+from mlxpool.common.errors import BadRequest, ModelLoadFailed
 
 ROLES = ("system", "user", "assistant", "tool")
 NO_TEMPLATE = (
@@ -50,13 +50,11 @@ class Template:
 
     @classmethod
     def from_folder(cls, path: Path) -> Template:
-        """The template that the folder's files name, see `find_source`."""
+        """The template that the folder's files name; ModelLoadFailed for an unreadable file."""
         settings = _read_json(path / "tokenizer_config.json")
         return cls(find_source(path, settings), token_names(settings))
 
-    def render(
-        self, messages: object, *, now: float, add_generation_prompt: bool = True
-    ) -> str:
+    def render(self, messages: object, *, now: float, add_generation_prompt: bool = True) -> str:
         """The prompt text of a chat; `now` in seconds since 1970, shown to the template as UTC.
 
         Raises BadRequest for malformed messages, a missing or broken template, and with the
@@ -122,8 +120,15 @@ def find_source(path: Path, settings: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else tokenizer_config.json, else chat_template.json, else None."""
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return _read_text(file)
     return _named(settings) or _named(_read_json(path / "chat_template.json"))
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelLoadFailed(f"{file} is not UTF-8: {error}") from error
 
 
 def _named(settings: Mapping[str, Any]) -> str | None:
@@ -150,7 +155,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_bytes())
     except ValueError as error:
-        raise BadRequest(f"{file.name} of the model is not JSON: {error}") from error
+        raise ModelLoadFailed(f"{file} is not JSON: {error}") from error
     return value if isinstance(value, dict) else {}
 
 

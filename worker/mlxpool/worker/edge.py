@@ -31,6 +31,7 @@ log = logging.getLogger("mlxpool.worker")
 
 BEAT = 1.0  # seconds
 RETRY_MS = 10
+WELCOME_GRACE = 5.0  # seconds
 
 
 class Edge:
@@ -145,11 +146,13 @@ class Edge:
     def _unusable(self, unusable: Unusable) -> None:
         if self.preparer is None:
             self._hello("", 0)
+        self._flush()
+        # The broker takes `bye` only from an epoch it has given: wait for the welcome.
+        give_up = monotonic() + WELCOME_GRACE
+        while not self.epoch and monotonic() < give_up and self.socket.poll(WELCOME_GRACE * 1000):
+            self._read_socket()
         self._send(wire.BYE, {"error": dict(unusable.error)})
         self._end(1)
-        # The broker binds `bye` to the epoch that its welcome gives: wait for that.
-        if not self.epoch and self.socket.poll(5000):
-            self._read_socket()
 
     def _hello(self, digest: str, context: int) -> None:
         body = {

@@ -104,9 +104,7 @@ class ModelEngine:
         flights = self._flights(rows)
         self._flight = self._ahead(flights, rows) if self._lookahead else None
         self._clear_sometimes()
-        drawn = {
-            line.sequence: line for flight in flights for line in _read(flight, rows)
-        }
+        drawn = {line.sequence: line for flight in flights for line in _read(flight, rows)}
         return [drawn[seq] for seq in rows]
 
     def release(self, seq: Sequence) -> None:

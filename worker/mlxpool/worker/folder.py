@@ -193,9 +193,7 @@ def _compare(tensor: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def _eos_ids(
-    path: Path, config: Mapping[str, Any], settings: Mapping[str, Any]
-) -> frozenset[int]:
+def _eos_ids(path: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> frozenset[int]:
     """The first of generation_config.json, config.json and tokenizer_config.json that tells."""
     for source in (_optional_json(path / "generation_config.json"), config):
         value = source.get("eos_token_id")

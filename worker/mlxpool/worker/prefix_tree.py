@@ -16,7 +16,8 @@ MODES = ("single", "off")
 class TrimmableRow(Protocol):
     """What the prefix cache needs of a row."""
 
-    offset: int
+    @property
+    def offset(self) -> int: ...
 
     @property
     def nbytes(self) -> int: ...

@@ -105,9 +105,7 @@ def _biased(logits: mx.array, rows: Sequence[Draw]) -> mx.array:
     return logits.at[mx.array(lines), mx.array(tokens)].add(mx.array(biases))
 
 
-def _penalised(
-    logits: mx.array, rows: Sequence[Draw], pending: mx.array | None
-) -> mx.array:
+def _penalised(logits: mx.array, rows: Sequence[Draw], pending: mx.array | None) -> mx.array:
     if not any(has_penalties(row.options) for row in rows):
         return logits
     counts = _counts(rows, pending, logits.shape[-1])
@@ -194,9 +192,7 @@ def _last_of_top_k(best: mx.array, limits: list[int]) -> mx.array:
     return mx.where(bounded, mx.take_along_axis(best, last, axis=-1), _NEG_INF)
 
 
-def _least_of_best(
-    best: mx.array, mass: mx.array, limits: list[int], top_p: mx.array
-) -> mx.array:
+def _least_of_best(best: mx.array, mass: mx.array, limits: list[int], top_p: mx.array) -> mx.array:
     """[R, 1] the least logit with less than p of the mass above it; -inf in rows without top-k.
 
     `mass` [R, k] are the probabilities of `best`. Ties lie side by side there, so that what is

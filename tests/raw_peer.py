@@ -1,0 +1,57 @@
+"""A peer in plain pyzmq, for frames that the client would never send."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+
+from mlxpool.common import sockets, wire
+from mlxpool.common.wire import Header, Message
+from pool import PATIENCE
+
+
+class RawPeer:
+    """A DEALER on one of the pool's sockets."""
+
+    def __init__(self, run_dir: Path, name: str = "front") -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = sockets.dealer(self.context, sockets.ipc(run_dir, name))
+
+    def __enter__(self) -> RawPeer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+        self.context.term()
+
+    def send(self, parts: list[bytes]) -> None:
+        self.socket.send_multipart(parts)
+
+    def say(self, header: Header, body: dict[str, object] | None = None, *blobs: bytes) -> None:
+        self.send(wire.encode(header, body or {}, blobs))
+
+    def receive(self, patience: float = PATIENCE) -> Message:
+        """The next message; fails when none comes."""
+        assert self.socket.poll(patience * 1000), "no message came"
+        return wire.decode(self.socket.recv_multipart())
+
+    def receive_kind(self, kind: str) -> Message:
+        """The next message of a kind; others are skipped."""
+        while True:
+            message = self.receive()
+            if message.kind == kind:
+                return message
+
+    def quiet(self, seconds: float) -> bool:
+        """Whether nothing comes for this long."""
+        return not self.socket.poll(seconds * 1000)
