@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from mlxpool.common.config import Counting
 from mlxpool.worker.models.counting import piece, token_at
 
-
 VOCAB = Counting().vocab
 
 

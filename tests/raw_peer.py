@@ -42,7 +42,7 @@ class RawPeer:
 
     def receive(self, patience: float = PATIENCE) -> Message:
         """The next message; fails when none comes."""
-        assert self.socket.poll(patience * 1000), "no message came"
+        assert self.socket.poll(int(patience * 1000)), "no message came"
         return wire.decode(self.socket.recv_multipart())
 
     def receive_kind(self, kind: str) -> Message:
@@ -54,4 +54,4 @@ class RawPeer:
 
     def quiet(self, seconds: float) -> bool:
         """Whether nothing comes for this long."""
-        return not self.socket.poll(seconds * 1000)
+        return not self.socket.poll(int(seconds * 1000))

@@ -230,9 +230,7 @@ class Core:
         if payload.resume is not None:
             body["resume"] = payload.resume
             blobs = (*blobs, payload.resume_ids)
-        self.fleet.tell(
-            worker, wire.WORK, body, id=request.id, attempt=request.tries, blobs=blobs
-        )
+        self.fleet.tell(worker, wire.WORK, body, id=request.id, attempt=request.tries, blobs=blobs)
 
     # ---- what workers say ----------------------------------------------------------------------
 
@@ -474,9 +472,7 @@ class Core:
 
     # ---- delivery ------------------------------------------------------------------------------
 
-    def _flush(
-        self, request: Request, grouped: dict[int, list[Delta]] | None, now: float
-    ) -> None:
+    def _flush(self, request: Request, grouped: dict[int, list[Delta]] | None, now: float) -> None:
         """Send what waits, as far as the client's window allows."""
         while request.unread and request.sent - request.acked < request.payload.window:
             self._send_chunk(request, request.unread.popleft(), grouped)
@@ -714,9 +710,7 @@ class Core:
         if known is None or not known.lost:
             self.out.append(ev.ToClient(link, header, body, blobs))
 
-    def _send(
-        self, request: Request, kind: str, body: Mapping[str, Any], pos: int = 0
-    ) -> None:
+    def _send(self, request: Request, kind: str, body: Mapping[str, Any], pos: int = 0) -> None:
         self._emit(request.link, Header(kind, request.id, self.boot, request.attempt, pos), body)
 
     def _reply(

@@ -111,11 +111,11 @@ class Broker:
             self.perform(ev.Wake(), now)
         self._keep_house(now)
 
-    def _timeout_ms(self, now: float) -> float:
+    def _timeout_ms(self, now: float) -> int:
         wake = min(self.core.next_wake(), self.supervisor.next_wake(), self._sweep_at)
         if self.front.full or self.back.full:
             wake = min(wake, now + RETRY)
-        return max(0.0, math.ceil((wake - now) * 1000))
+        return max(0, math.ceil((wake - now) * 1000))
 
     def _keep_house(self, now: float) -> None:
         self.supervisor.poll(now)

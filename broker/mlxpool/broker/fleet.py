@@ -95,9 +95,7 @@ class Fleet:
         """The model's timer came: start what waited for it, or unload what was idle."""
         if model.wanted and now >= model.retry_at and not model.workers:
             self.want(model, now)
-        elif (
-            model.idle_since and 0 <= model.config.keep_alive <= now - model.idle_since + 1e-9
-        ):
+        elif model.idle_since and 0 <= model.config.keep_alive <= now - model.idle_since + 1e-9:
             self.unload(model, "idle")
 
     def unload(self, model: Model, why: str) -> None:
@@ -205,5 +203,3 @@ class Fleet:
 def _model(name: str, config: ModelConfig) -> Model:
     slots = [Slot(f"{name}/{number}", name) for number in range(config.replicas)]
     return Model(name, config, slots)
-
-

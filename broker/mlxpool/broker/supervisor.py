@@ -69,12 +69,8 @@ class Supervisor:
         child = self.children[slot] = Child(slot, token, process, watch)
         return child
 
-    def _environment(
-        self, slot: str, token: str, model: str, spec: ModelConfig
-    ) -> dict[str, str]:
-        settings = WorkerConfig(
-            self.endpoint, slot, token, model, spec, self.config.log_format
-        )
+    def _environment(self, slot: str, token: str, model: str, spec: ModelConfig) -> dict[str, str]:
+        settings = WorkerConfig(self.endpoint, slot, token, model, spec, self.config.log_format)
         return {
             **os.environ,
             **preload(),

@@ -15,7 +15,7 @@ from mlxpool.common import sockets, wire
 from mlxpool.common.errors import BadRequest, BrokerLost, from_body
 from mlxpool.common.wire import Header
 
-TIMEOUT = 2.0  # seconds
+TIMEOUT_MS = 2000
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def ask(
         socket.send_multipart(
             wire.encode(Header(kind, ident or os.urandom(wire.ID_BYTES)), body or {})
         )
-        if not socket.poll(TIMEOUT * 1000):
+        if not socket.poll(TIMEOUT_MS):
             raise BrokerLost(
                 f"no broker answers at {endpoint}; start one with `mlxpool serve`,"
                 " or name its folder with --run-dir"

@@ -57,12 +57,14 @@ def run(options: argparse.Namespace) -> int:
     asked = {name: getattr(options, name) for name in CHECKS if hasattr(options, name)}
     if options.deadline is not None:
         asked["deadline_ms"] = max(1, round(options.deadline * 1000))
-    text = {"messages": [{"role": "user", "content": prompt}]} if options.chat else {}
+    messages = [{"role": "user", "content": prompt}] if options.chat else None
     show = _print_json if options.json else _print_text
     started = time.monotonic()
     with (
         Client(options.run_dir) as client,
-        client.stream(options.model, None if options.chat else prompt, **text, **asked) as stream,
+        client.stream(
+            options.model, None if options.chat else prompt, messages=messages, **asked
+        ) as stream,
     ):
         for delta in stream:
             show(delta)

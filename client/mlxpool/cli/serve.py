@@ -55,7 +55,7 @@ def settings_of(options: argparse.Namespace) -> config.PoolConfig:
 
 
 def _given(options: argparse.Namespace) -> bool:
-    return options.run_dir != config.default_run_dir()
+    return bool(options.run_dir != config.default_run_dir())
 
 
 def _named_folder(text: str) -> tuple[str, str]:

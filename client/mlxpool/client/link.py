@@ -232,7 +232,7 @@ class Link:
             self._end(stream)
 
     def _about(self, message: Message) -> None:
-        """An error that ends no stream by its header, such as `duplicate_id`: ours if it is ours."""
+        """An error that ends no stream by its header, such as `duplicate_id` at its start."""
         stream = self._streams.get(message.body.get("about") or b"")
         if stream is not None and not stream.state.boot:
             self._fail(stream, from_body(message.body))
@@ -251,8 +251,10 @@ class Link:
         if self._asked_at and now - self._asked_at > grace:
             silent = now - self._asked_at
             self._end_all(
-                BrokerLost(f"no broker answers at {self.endpoint} for {silent:.0f} s;"
-                    " start one with `mlxpool serve`")
+                BrokerLost(
+                    f"no broker answers at {self.endpoint} for {silent:.0f} s;"
+                    " start one with `mlxpool serve`"
+                )
             )
             self._asked_at = 0.0
 

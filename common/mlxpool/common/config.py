@@ -133,7 +133,7 @@ def load(
         for name in _table(table, "models")
     }
     models.update({name: ModelConfig(path=path) for name, path in (folders or {}).items()})
-    config = _build(PoolConfig, pool, "pool")
+    config: PoolConfig = _build(PoolConfig, pool, "pool")
     found = _scan(config.models_dir)
     return replace(config, models={**found, **BUILTIN, **models})
 

@@ -152,9 +152,7 @@ def _decode_header(part: bytes) -> Header:
             )
         )
     if len(fields) < HEADER_FIELDS:
-        raise Garbage(
-            BadRequest(f"the header has {len(fields)} fields, must have {HEADER_FIELDS}")
-        )
+        raise Garbage(BadRequest(f"the header has {len(fields)} fields, must have {HEADER_FIELDS}"))
     _, kind, request_id, epoch, attempt, pos = fields[:HEADER_FIELDS]
     if not isinstance(kind, str) or not all(map(_is_count, (epoch, attempt, pos))):
         raise Garbage(BadRequest("header: kind must be a string, epoch, attempt, pos counts"))
@@ -270,7 +268,8 @@ def request_digest(body: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:
     """What makes two `generate` messages the same request: 16 bytes, equal for every sending."""
     kept = {key: body[key] for key in sorted(body) if key not in _PER_SENDING}
     digest = hashlib.sha256(msgpack.packb(kept, use_bin_type=True))
-    for blob in blobs:
+    prompts = int(body.get("prompt") is True or body.get("tokens") is True)
+    for blob in blobs[:prompts]:  # what follows is the blob of `resume`
         digest.update(len(blob).to_bytes(8, "little"))
         digest.update(blob)
     return digest.digest()[:16]

@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from mlxpool.common.config import WorkerConfig
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
@@ -19,7 +20,7 @@ from mlxpool.worker.mail import Admit, Drop, Inbound, Key, Loaded, Outbound, Row
 from mlxpool.worker.progress import Progress, monotonic
 from mlxpool.worker.run import Run
 from mlxpool.worker.scheduler import plan
-from mlxpool.worker.sequence import Phase, RowFailed, Sequence
+from mlxpool.worker.sequence import Drawn, Phase, RowFailed, Sequence
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -120,14 +121,14 @@ class Compute(threading.Thread):
         step = plan(live, places, engine.chunk)
         rows: list[Delta] = []
         for sequence in step.admit:
-            rows += self._guarded(engine, [sequence], lambda s=sequence: self._admit(engine, s))
+            rows += self._guarded(engine, [sequence], partial(self._admit, engine, sequence))
         for sequence, share in step.prefill:
             rows += self._guarded(
-                engine, [sequence], lambda s=sequence, n=share: self._prefill(engine, s, n)
+                engine, [sequence], partial(self._prefill, engine, sequence, share)
             )
         if step.decode:
             decode = list(step.decode)
-            rows += self._guarded(engine, decode, lambda: self._decode(engine, decode))
+            rows += self._guarded(engine, decode, partial(self._decode, engine, decode))
         running = sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in live)
         self.progress.running = running
         self.progress.waiting = len(self._runs) - running
@@ -158,11 +159,11 @@ class Compute(threading.Thread):
         now = monotonic()
         self.progress.moved()
         self.progress.step_ms = round((now - started) * 1000, 3)
-        return [self._taken(engine, self._runs[d.sequence.id, d.sequence.attempt], d, now)
-                for d in drawn]  # fmt: skip
+        return [self._taken(engine, one, now) for one in drawn]
 
-    def _taken(self, engine: Engine, run: Run, drawn: object, now: float) -> Delta:
-        delta = run.take(drawn, engine.eos, now)  # type: ignore[arg-type]
+    def _taken(self, engine: Engine, drawn: Drawn, now: float) -> Delta:
+        run = self._runs[drawn.sequence.id, drawn.sequence.attempt]
+        delta = run.take(drawn, engine.eos, now)
         if delta.end is not None:
             self._forget(engine, run)
         return delta
@@ -208,8 +209,10 @@ class Compute(threading.Thread):
         counters = getattr(engine, "prefix", None)
         if counters is not None:
             self.progress.prefix = {
-                "hits": counters.hits, "misses": counters.misses, "tokens": counters.tokens
-            }  # fmt: skip
+                "hits": counters.hits,
+                "misses": counters.misses,
+                "tokens": counters.tokens,
+            }
 
 
 def _as_pool_error(error: Exception) -> PoolError:

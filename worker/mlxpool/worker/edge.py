@@ -6,6 +6,7 @@ Nothing it does can wait for the compute thread.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import signal
@@ -85,16 +86,16 @@ class Edge:
             self._flush()
         return self._close()
 
-    def _timeout_ms(self) -> float:
-        wait = max(0.0, self.beat_at + BEAT - monotonic()) * 1000
-        return min(wait, RETRY_MS) if self.unsent else wait + 1
+    def _timeout_ms(self) -> int:
+        wait = math.ceil(max(0.0, self.beat_at + BEAT - monotonic()) * 1000)
+        return min(wait, RETRY_MS) if self.unsent else wait
 
     def _end(self, code: int) -> None:
         if self.exit_code is None:
             self.exit_code = code
 
     def _close(self) -> int:
-        if self.epoch:
+        if self.epoch and not self.exit_code:
             self._send(wire.BYE, {})
         self._flush()
         self.socket.close()
@@ -149,7 +150,8 @@ class Edge:
         self._flush()
         # The broker takes `bye` only from an epoch it has given: wait for the welcome.
         give_up = monotonic() + WELCOME_GRACE
-        while not self.epoch and monotonic() < give_up and self.socket.poll(WELCOME_GRACE * 1000):
+        while not self.epoch and monotonic() < give_up:
+            self.socket.poll(RETRY_MS)
             self._read_socket()
         self._send(wire.BYE, {"error": dict(unusable.error)})
         self._end(1)

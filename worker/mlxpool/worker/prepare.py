@@ -156,7 +156,8 @@ def _facts(
     for key in ("digest", "prompt_tokens"):
         if known.get(key, facts[key]) != facts[key]:
             raise BadRequest(
-                f"resume: the stream began with {key} {known[key]!r}, this worker has {facts[key]!r}"
+                f"resume: the stream began with {key} {known[key]!r},"
+                f" this worker has {facts[key]!r}"
             )
     return facts
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from mlxpool.common.config import Counting
 from mlxpool.common.wire import pack_ids

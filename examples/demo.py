@@ -1,0 +1,53 @@
+"""`make demo`: a broker, a worker on the embedded model, one completion, and a clean end."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+PROMPT = '''def read_lines(path):
+    """Return the lines of a text file without their newlines."""
+'''
+START = 60  # seconds the broker may take to answer
+
+
+def mlxpool(run_dir: Path, *arguments: str) -> list[str]:
+    """The command line of `mlxpool` on this run directory."""
+    return [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(run_dir), *arguments]
+
+
+@contextlib.contextmanager
+def broker(run_dir: Path) -> Iterator[None]:
+    """A broker for as long as the block lasts; its log is shown if it fails."""
+    with (run_dir / "broker.log").open("wb") as log:
+        process = subprocess.Popen(mlxpool(run_dir, "serve"), stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        process.terminate()
+        if process.wait(timeout=START) != 0:
+            print((run_dir / "broker.log").read_text(), file=sys.stderr)
+
+
+def say(*arguments: str) -> None:
+    print(f"\n$ mlxpool {' '.join(arguments)}", flush=True)
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder, broker(Path(folder)):
+        say("run", "demo", '"def read_lines(path): …"', "--max-tokens", "120", "--temperature", "0")
+        print(PROMPT, end="", flush=True)
+        options = ("--max-tokens", "120", "--temperature", "0")
+        done = subprocess.run(mlxpool(Path(folder), "run", "demo", PROMPT, *options))
+        say("ps")
+        subprocess.run(mlxpool(Path(folder), "ps"), check=True)
+    print("\nthe broker and its worker have ended", flush=True)
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

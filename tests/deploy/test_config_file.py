@@ -1,0 +1,48 @@
+"""deploy/mlxpool.toml names every setting, each with its default."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from mlxpool.common.config import BUILTIN, Counting, ModelConfig, PoolConfig, load
+
+FILE = Path(__file__).parents[2] / "deploy" / "mlxpool.toml"
+SHOWN_AS_COMMENT = {"run_dir", "models_dir"}  # their defaults depend on the machine
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of whoever runs the tests would beat the file."""
+    for name in [name for name in os.environ if name.startswith("MLXPOOL_")]:
+        monkeypatch.delenv(name)
+
+
+def names(kind: type) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def test_it_names_every_setting() -> None:
+    table = tomllib.loads(FILE.read_text("utf-8"))
+    assert set(table["pool"]) == names(PoolConfig) - {"models"} - SHOWN_AS_COMMENT
+    assert set(table["models"]["demo"]) == names(ModelConfig) - {"counting"}
+    assert set(table["models"]["counting"]["counting"]) == names(Counting)
+
+
+@pytest.mark.parametrize("name", sorted(SHOWN_AS_COMMENT))
+def test_it_shows_the_others_as_comments(name: str) -> None:
+    assert f"\n# {name} = " in FILE.read_text("utf-8")
+
+
+def test_every_value_is_the_default() -> None:
+    assert load(FILE) == PoolConfig(models=BUILTIN)
+
+
+def test_every_setting_says_what_it_is() -> None:
+    for line in FILE.read_text("utf-8").splitlines():
+        if " = " in line and not line.startswith("#"):
+            assert "  #" in line or line.startswith("path"), line

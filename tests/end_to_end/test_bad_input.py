@@ -1,0 +1,293 @@
+"""What bad input gets: a clear error there, and nothing else disturbed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from counting_checker import expected_ids
+from mlxpool.common import wire
+from mlxpool.common.wire import Header
+from pool import Pool, until
+from raw_peer import RawPeer
+
+CONFIG = """
+[pool]
+ack_grace = "1s"
+client_grace = "1s"
+[models.fast]
+path = "builtin:counting"
+counting.step_us = 0
+[models.slow]
+path = "builtin:counting"
+counting.step_us = 20000
+"""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def a_stream_that_must_not_notice(pool: Pool) -> Iterator[None]:
+    """Runs beside every test of this file."""
+    with pool.client() as client:
+        stream = client.stream("slow", "bystander", seed=1, max_tokens=30)
+        yield
+        assert list(stream.read().ids) == expected_ids("bystander", 1, 30)
+
+
+def generate(**body: Any) -> list[bytes]:
+    ident = os.urandom(16)
+    whole = {"model": "counting", "prompt": "x", "options": {"max_tokens": 3}, **body}
+    return wire.encode(Header(wire.GENERATE, ident, 0, 1), whole)
+
+
+GARBAGE: dict[str, tuple[list[bytes], str, str]] = {
+    "no msgpack": ([b"\xc1\xc1"], "bad_request", "not msgpack"),
+    "empty frame": ([b""], "bad_request", "not msgpack"),
+    "header is a map": ([msgpack.packb({"a": 1})], "bad_request", "header"),
+    "short header": ([msgpack.packb([1, "ping"])], "bad_request", "2 fields"),
+    "other version": ([msgpack.packb([2, "ping", None, 0, 0, 0])], "version_mismatch", "version 2"),
+    "too many parts": ([b"a", b"b", b"c", b"d", b"e"], "bad_request", "5"),
+    "huge header": ([b"\xda\xff\xff" + bytes(65535)], "too_large", "128"),
+    "negative attempt": ([msgpack.packb([1, "ping", None, 0, -1, 0])], "bad_request", "counts"),
+    "short id": ([msgpack.packb([1, "cancel", b"abc", 0, 0, 0])], "bad_request", "16 bytes"),
+    "no id": ([msgpack.packb([1, "generate", None, 0, 0, 0])], "bad_request", "needs an id"),
+    "unknown kind": (
+        [msgpack.packb([1, "explode", bytes(16), 0, 0, 0])],
+        "bad_request",
+        "explode",
+    ),
+    "body is a list": (
+        [*wire.encode(Header(wire.GENERATE, bytes(16))), msgpack.packb([1])],
+        "bad_request",
+        "map",
+    ),
+    "body too large": (
+        [*wire.encode(Header(wire.GENERATE, bytes(16))), bytes(300_000)],
+        "too_large",
+        str(wire.MAX_BODY),
+    ),
+    "blob too large": (
+        [*wire.encode(Header(wire.GENERATE, bytes(16)), {"a": 1}), bytes(wire.MAX_BLOB + 1)],
+        "too_large",
+        str(wire.MAX_BLOB),
+    ),
+    "model of a wrong type": (generate(model=5), "bad_request", "model"),
+    "prompt of a wrong type": (generate(prompt=5), "bad_request", "prompt"),
+    "messages of a wrong type": (generate(prompt=None, messages="hi"), "bad_request", "messages"),
+    "two prompts": (generate(messages=[{"role": "user", "content": "x"}]), "bad_request", "one of"),
+    "tokens without a blob": (generate(prompt=None, tokens=True), "bad_request", "blob"),
+    "empty prompt": (generate(prompt=""), "bad_request", "empty"),
+    "unknown option": (generate(options={"temprature": 1}), "bad_request", "temprature"),
+    "negative option": (generate(options={"temperature": -1}), "bad_request", "-1"),
+    "NaN": (generate(options={"top_p": float("nan")}), "bad_request", "top_p"),
+    "absurd option": (generate(options={"top_k": 2**40}), "bad_request", str(2**40)),
+    "seed beyond 64 bits": (generate(options={"seed": 2**63}), "bad_request", "seed"),
+    "empty stop": (generate(options={"stop": [""]}), "bad_request", "stop"),
+    "hundreds of stops": (generate(options={"stop": ["a"] * 500}), "bad_request", "500"),
+    "deadline of zero": (generate(deadline_ms=0), "bad_request", "deadline_ms"),
+    "window of zero": (generate(window=0), "bad_request", "window"),
+    "unknown model": (generate(model="no/such"), "unknown_model", "no/such"),
+}
+GARBAGE.pop("seed beyond 64 bits")  # msgpack carries 64 bits: tests/common/test_options.py has it
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_one_clear_error(pool: Pool, name: str) -> None:
+    parts, code, words = GARBAGE[name]
+    with RawPeer(pool.run_dir) as peer:
+        peer.send(parts)
+        answer = peer.receive()
+        assert answer.kind == wire.ERROR and answer.body["code"] == code, answer
+        assert words in answer.body["message"]
+        peer.say(Header(wire.PING))
+        assert peer.receive().kind == wire.PONG, "the connection goes on"
+
+
+def test_a_duplicate_id_ends_nothing(pool: Pool) -> None:
+    ident = os.urandom(16)
+    body = {"model": "slow", "prompt": "x", "options": {"max_tokens": 5, "seed": 1}}
+    with RawPeer(pool.run_dir) as peer:
+        peer.say(Header(wire.GENERATE, ident, 0, 1), body)
+        peer.receive_kind(wire.ACCEPTED)
+        peer.say(Header(wire.GENERATE, ident, 0, 1), {**body, "prompt": "other"})
+        error = peer.receive_kind(wire.ERROR)
+        assert error.header.id is None and error.body["about"] == ident
+        assert error.body["code"] == "duplicate_id"
+        done = peer.receive_kind(wire.DONE)
+        assert done.header.id == ident and done.header.pos == 5
+
+
+def test_a_second_sending_takes_over_where_the_client_stands(pool: Pool) -> None:
+    ident = os.urandom(16)
+    body = {"model": "slow", "prompt": "x", "options": {"max_tokens": 20, "seed": 1}}
+    right = expected_ids("x", 1, 20)
+    with RawPeer(pool.run_dir) as peer:
+        peer.say(Header(wire.GENERATE, ident, 0, 1), body)
+        peer.receive_kind(wire.DELTA)
+        resume = {"count": 3, "facts": {}, "resumes": 1}
+        peer.say(
+            Header(wire.GENERATE, ident, 0, 2),
+            {**body, "resume": resume},
+            wire.pack_ids(right[:3]),
+        )
+        ids = right[:3]
+        while True:
+            message = peer.receive()
+            if message.header.attempt != 2:
+                continue
+            if message.kind == wire.DELTA:
+                assert message.header.pos == len(ids)
+                ids += wire.unpack_ids(message.blobs[0])
+            if message.kind == wire.DONE:
+                break
+        assert ids == right
+
+
+def test_a_client_that_never_acks_gets_slow_consumer(pool: Pool) -> None:
+    ident = os.urandom(16)
+    with RawPeer(pool.run_dir) as peer:
+        peer.say(
+            Header(wire.GENERATE, ident, 0, 1),
+            {"model": "fast", "prompt": "x", "window": 10, "options": {"max_tokens": 90_000}},
+        )
+        until(
+            lambda: _failed(pool, "slow_consumer") or peer.say(Header(wire.PING)), "it is too slow"
+        )
+        error = peer.receive_kind(wire.ERROR)
+        assert error.header.id == ident and error.body["code"] == "slow_consumer"
+        pool.in_state("fast/0", running=0)
+
+
+def test_a_window_that_opens_again_lets_everything_through(pool: Pool) -> None:
+    ident = os.urandom(16)
+    right = expected_ids("x", 4, 300)
+    with RawPeer(pool.run_dir) as peer:
+        peer.say(
+            Header(wire.GENERATE, ident, 0, 1),
+            {
+                "model": "fast",
+                "prompt": "x",
+                "window": 16,
+                "options": {"max_tokens": 300, "seed": 4},
+            },
+        )
+        ids: list[int] = []
+        while (message := peer.receive()).kind != wire.DONE:
+            if message.kind == wire.DELTA:
+                assert message.header.pos == len(ids)
+                ids += wire.unpack_ids(message.blobs[0])
+                peer.say(Header(wire.ACK), {"have": [[ident, len(ids)]]})
+        assert ids == right and message.header.pos == 300
+
+
+def test_an_ack_beyond_what_was_sent_is_told(pool: Pool) -> None:
+    ident = os.urandom(16)
+    with RawPeer(pool.run_dir) as peer:
+        peer.say(
+            Header(wire.GENERATE, ident, 0, 1),
+            {"model": "slow", "prompt": "x", "options": {"max_tokens": 8}},
+        )
+        peer.receive_kind(wire.DELTA)
+        peer.say(Header(wire.ACK), {"have": [[ident, 10_000]]})
+        error = peer.receive_kind(wire.ERROR)
+        assert error.header.id is None and "10000" in error.body["message"]
+        assert peer.receive_kind(wire.DONE).header.pos == 8
+
+
+def test_a_vanished_client_frees_the_worker(pool: Pool) -> None:
+    ident = os.urandom(16)
+    peer = RawPeer(pool.run_dir)
+    peer.say(Header(wire.GENERATE, ident, 0, 1), {"model": "fast", "prompt": "gone"})
+    peer.receive_kind(wire.DELTA)
+    peer.close()
+    until(
+        lambda: pool.ask("stats")["requests"]["cancelled"] + _failed(pool, "slow_consumer") >= 1,
+        "its stream is ended",
+    )
+    pool.in_state("fast/0", running=0)
+
+
+def test_a_client_cannot_reach_the_workers_socket(pool: Pool) -> None:
+    with RawPeer(pool.run_dir, "back") as peer:
+        peer.say(Header(wire.HELLO), {"slot": "counting/0", "token": "guessed", "pid": 1})
+        peer.say(Header(wire.DELTAS, None, 1), {"rows": []})
+        assert peer.receive().kind == wire.WHO
+        assert peer.quiet(0.2)
+
+
+def test_the_admin_socket_names_what_it_does_not_know(pool: Pool) -> None:
+    with RawPeer(pool.run_dir, "admin") as peer:
+        peer.say(Header("explode", bytes(16)))
+        assert "explode" in peer.receive().body["message"]
+        peer.send([b"garbage"])
+        assert peer.receive().kind == wire.ERROR
+
+
+def _failed(pool: Pool, code: str) -> int:
+    return int(pool.ask("stats")["failures"].get(code, 0))
+
+
+# ---- the machine ---------------------------------------------------------------------------------
+
+
+def test_a_second_broker_on_the_same_run_directory(pool: Pool) -> None:
+    done = pool.cli("serve")
+    assert done.returncode == 1 and "another broker" in done.stderr
+    assert str(pool.ask("ps")["broker"]["pid"]) in done.stderr
+
+
+def test_a_port_in_use(pool: Pool, tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        endpoint = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
+        run_dir = pool.run_dir / "other"
+        done = pool.cli("--run-dir", str(run_dir), "serve", "--front", endpoint)
+    assert done.returncode == 1 and f"cannot bind {endpoint}" in done.stderr
+
+
+def test_an_unusable_run_directory(pool: Pool, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    done = pool.cli("--run-dir", str(file), "serve")
+    assert done.returncode == 2 and "cannot use the run directory" in done.stderr
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir(mode=0o755)
+    done = pool.cli("--run-dir", str(open_to_all), "serve")
+    assert done.returncode == 2 and "chmod 700" in done.stderr
+
+
+def test_a_full_disk_for_logs_is_the_start_s_error_not_the_pool_s(tmp_path: Path) -> None:
+    with Pool(tmp_path) as pool, pool.client() as client:
+        client.generate("counting", "x", max_tokens=1)
+        pool.ask("unload", model="counting")
+        pool.in_state("counting/0", state="none")
+        log = pool.run_dir / "logs" / "counting-0.log"
+        log.unlink()
+        log.mkdir()  # cannot be opened for writing, whoever we are
+        with pytest.raises(Exception, match="cannot start the worker"):
+            client.generate("counting", "x", max_tokens=1)
+        log.rmdir()
+        pool.ask("load", model="counting")
+        assert len(client.generate("counting", "x", max_tokens=2).ids) == 2
+
+
+def test_a_log_that_takes_no_more_stops_nothing(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    with Pool(tmp_path) as pool, pool.client() as client:
+        (pool.run_dir / "logs" / "counting-0.log").symlink_to(full)
+        assert len(client.generate("counting", "x", max_tokens=2).ids) == 2
