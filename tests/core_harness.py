@@ -125,10 +125,11 @@ class FakeWorker:
         return self.say(self.row(request, count, **parts))
 
     def end(
-        self, request: bytes, reason: str = "stop", count: int = 0, **body: Any
+        self, request: bytes, reason: str = "stop", count: int = 0, rest: str = ""
     ) -> list[ev.Action]:
-        end = {"reason": reason, "usage": {"completion_tokens": count}, **body}
-        return self.tokens(request, count, end=end, text=body.pop("delta_text", ""))
+        """The last `count` tokens and the end in one entry; `rest` is text that was held back."""
+        end = {"reason": reason, "text": rest, "usage": {"completion_tokens": count}}
+        return self.tokens(request, count, end=end)
 
     def fail(self, request: bytes, code: str = "internal", message: str = "no") -> list[ev.Action]:
         return self.tokens(request, end={"code": code, "message": message}, count=0, text="")

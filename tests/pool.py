@@ -61,14 +61,14 @@ class Pool:
         """Start the broker and wait until it answers."""
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self._command(), "serve", "--config", str(self.config), *self.arguments],
+                [*self.command(), "serve", "--config", str(self.config), *self.arguments],
                 stdout=log,
                 stderr=log,
                 env=self.environment,
             )
         until(self._answers, f"the broker answers; it said:\n{self.log()}")
 
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
         return [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(self.run_dir)]
 
     def _answers(self) -> bool:
@@ -145,7 +145,7 @@ class Pool:
     ) -> subprocess.CompletedProcess[str]:
         """The `mlxpool` command against this pool."""
         return subprocess.run(
-            [*self._command(), *arguments],
+            [*self.command(), *arguments],
             capture_output=True,
             text=True,
             input=stdin,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -37,7 +38,7 @@ class RawPeer:
     def send(self, parts: list[bytes]) -> None:
         self.socket.send_multipart(parts)
 
-    def say(self, header: Header, body: dict[str, object] | None = None, *blobs: bytes) -> None:
+    def say(self, header: Header, body: Mapping[str, object] | None = None, *blobs: bytes) -> None:
         self.send(wire.encode(header, body or {}, blobs))
 
     def receive(self, patience: float = PATIENCE) -> Message:

@@ -160,9 +160,12 @@ def test_a_client_that_never_acks_gets_slow_consumer(pool: Pool) -> None:
             Header(wire.GENERATE, ident, 0, 1),
             {"model": "fast", "prompt": "x", "window": 10, "options": {"max_tokens": 90_000}},
         )
-        until(
-            lambda: _failed(pool, "slow_consumer") or peer.say(Header(wire.PING)), "it is too slow"
-        )
+
+        def ended() -> int:
+            peer.say(Header(wire.PING))  # alive, but not reading
+            return _failed(pool, "slow_consumer")
+
+        until(ended, "it is too slow")
         error = peer.receive_kind(wire.ERROR)
         assert error.header.id == ident and error.body["code"] == "slow_consumer"
         pool.in_state("fast/0", running=0)

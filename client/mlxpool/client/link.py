@@ -164,6 +164,8 @@ class Link:
                 if now >= ping_at:
                     ping_at = now + PING
                     self._tick(now)
+            while not self._commands.empty():  # such as the cancel of a stream left early
+                self._commands.get()()
         finally:
             self._end_all(BrokerLost("the client was closed before the stream ended"))
             self._socket.close(linger=200)

@@ -1,0 +1,144 @@
+"""What the core remembers: requests, links, ended ids, queues, timers; and how it speaks.
+
+The lowest of four layers: Books, Delivery, Intake, Core. Each uses only those below it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxpool.broker import events as ev
+from mlxpool.broker.fleet import Fleet
+from mlxpool.broker.requests import Request, State, Tombstone
+from mlxpool.broker.stats import Counters
+from mlxpool.broker.timers import Timers
+from mlxpool.broker.workers import Model
+from mlxpool.common import wire
+from mlxpool.common.config import PoolConfig
+from mlxpool.common.wire import Header
+
+TOMBSTONES = 10_000
+TOMBSTONE_LIFE = 600.0  # seconds
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """A client's connection, as long as it has live streams or was heard of lately."""
+
+    heard_at: float
+    ids: set[bytes] = field(default_factory=set)
+    lost: bool = False
+
+
+class Books:
+    """Owns every request. `boot` is the random number of this broker process."""
+
+    def __init__(self, config: PoolConfig, boot: int) -> None:
+        self.config = config
+        self.boot = boot
+        self.timers = Timers()
+        self.fleet = Fleet(config, boot, self.timers)
+        self.requests: dict[bytes, Request] = {}
+        self.tombstones: OrderedDict[bytes, Tombstone] = OrderedDict()
+        self.links: dict[int, Link] = {}
+        self.asked: dict[bytes, tuple[int, int, int]] = {}  # id -> link, attempt, worker epoch
+        self.counters = Counters()
+        self.stopping = False
+        self.out: list[ev.Action] = []
+
+    def fate(self, request_id: bytes, owner: str | None = None) -> dict[str, Any]:
+        """Where an id stands, as far as this owner may know; `owner` None may know everything."""
+        live, tomb = self.requests.get(request_id), self.tombstones.get(request_id)
+        if live is not None and owner in (None, live.owner):
+            return {"state": live.state.value, "pos": live.sent}
+        if tomb is not None and owner in (None, tomb.owner):
+            return {"state": tomb.state.value, "pos": tomb.pos}
+        return {"state": "unknown", "pos": 0}
+
+    def _bury(self, request: Request, now: float) -> None:
+        self.tombstones[request.id] = Tombstone(
+            request.owner,
+            request.digest,
+            request.attempt,
+            request.state,
+            request.sent,
+            now + TOMBSTONE_LIFE,
+        )
+        self.timers.set("tombstones", next(iter(self.tombstones.values())).until)
+        if len(self.tombstones) > TOMBSTONES:
+            self.tombstones.popitem(last=False)
+
+    def _forget(self, now: float) -> None:
+        while self.tombstones and next(iter(self.tombstones.values())).until <= now:
+            self.tombstones.popitem(last=False)
+        if self.tombstones:
+            self.timers.set("tombstones", next(iter(self.tombstones.values())).until)
+
+    def _heard(self, link: int, now: float) -> None:
+        known = self.links.get(link)
+        if known is None:
+            self.links[link] = Link(now)
+            self._watch_link(link, now)
+        else:
+            known.heard_at = now
+
+    def _watch_link(self, link: int, now: float) -> None:
+        self.timers.set(("link", link), now + self.config.client_grace)
+
+    def _position(self, request: Request) -> int:
+        queue = self.fleet.models[request.payload.model].queue
+        return queue.index(request) if request in queue else 0
+
+    def _enqueue(self, model: Model, request: Request) -> None:
+        model.queue.append(request)
+        model.queue_bytes += request.payload.size
+
+    def _unqueue(self, request: Request) -> None:
+        if request.state is State.QUEUED:
+            model = self.fleet.models[request.payload.model]
+            model.queue.remove(request)
+            model.queue_bytes -= request.payload.size
+
+    def _leave_worker(self, request: Request) -> str:
+        """Stop the run, if a worker still has one; its place stays taken until confirmed."""
+        worker = self.fleet.worker(request.worker)
+        if worker is None:
+            return ""
+        if (request.id, request.tries) in worker.places:
+            self.fleet.tell(worker, wire.CANCEL, {}, id=request.id, attempt=request.tries)
+        return worker.slot
+
+    def _set_timer(self, request: Request) -> None:
+        at = request.deadline
+        if request.state is State.QUEUED:
+            at = min(at, request.queue_deadline)
+        if request.shut_since:
+            at = min(at, request.shut_since + self.config.ack_grace)
+        self.timers.set(request.id, at)
+
+    def _emit(
+        self, link: int, header: Header, body: Mapping[str, Any], blobs: tuple[bytes, ...] = ()
+    ) -> None:
+        known = self.links.get(link)
+        if known is None or not known.lost:
+            self.out.append(ev.ToClient(link, header, body, blobs))
+
+    def _send(self, request: Request, kind: str, body: Mapping[str, Any], pos: int = 0) -> None:
+        self._emit(request.link, Header(kind, request.id, self.boot, request.attempt, pos), body)
+
+    def _reply(
+        self,
+        link: int,
+        kind: str,
+        id: bytes,
+        attempt: int,
+        body: Mapping[str, Any],
+        blobs: tuple[bytes, ...] = (),
+    ) -> None:
+        self._emit(link, Header(kind, id, self.boot, attempt), body, blobs)
+
+    def _answer(self, event: ev.Generate | ev.Ask, kind: str, body: Mapping[str, Any]) -> None:
+        self._reply(event.link, kind, event.id, event.attempt, body)

@@ -1,0 +1,153 @@
+"""The `mlxpool` command against a running pool."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from counting_checker import expected_ids, text_of
+from pool import Pool, until
+
+CONFIG = """
+[models.slow]
+path = "builtin:counting"
+counting.step_us = 20000
+"""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
+        yield running
+
+
+def test_run_prints_the_text(pool: Pool) -> None:
+    done = pool.cli("run", "counting", "hello", "--seed", "7", "--max-tokens", "5")
+    assert done.returncode == 0
+    assert done.stdout == text_of(expected_ids("hello", 7, 5)) + "\n"
+    assert "5 tokens" in done.stderr and "length" in done.stderr
+
+
+def test_run_reads_standard_input(pool: Pool) -> None:
+    done = pool.cli("run", "counting", "--seed", "7", "--max-tokens", "5", "--quiet", stdin="hello")
+    assert (done.stdout, done.stderr) == (text_of(expected_ids("hello", 7, 5)) + "\n", "")
+
+
+def test_run_as_json_is_one_line_for_each_delta_and_one_for_the_end(pool: Pool) -> None:
+    done = pool.cli("run", "counting", "hello", "--seed", "7", "--max-tokens", "5", "--json")
+    *deltas, end = map(json.loads, done.stdout.splitlines())
+    assert [i for d in deltas for i in d["ids"]] == expected_ids("hello", 7, 5) == end["ids"]
+    assert end["done"] and end["reason"] == "length" and end["usage"]["prompt_tokens"] == 5
+    assert set(end) == {
+        "done", "reason", "text", "ids", "usage", "timings_ms", "seed", "attempts"
+    }  # fmt: skip
+
+
+def test_ps_stats_and_models(pool: Pool) -> None:
+    pool.cli("run", "counting", "x", "--max-tokens", "1")
+    row = pool.in_state("counting/0", state="ready", phase="idle")
+    seen = pool.cli_json("ps")
+    assert seen["broker"]["state"] == "ready"
+    assert {"slot", "pid", "epoch", "state", "phase", "phase_age_ms", "running", "restarts",
+            "last_exit", "memory"} <= set(row)  # fmt: skip
+    text = pool.cli("ps").stdout
+    assert "counting/0" in text and str(row["pid"]) in text
+    assert pool.cli_json("stats")["requests"]["accepted"] >= 1
+    assert "requests.accepted" in pool.cli("stats").stdout
+    assert {m["name"] for m in pool.cli_json("models")["models"]} == {"demo", "counting", "slow"}
+    assert "NAME" in pool.cli("models").stdout
+
+
+def test_cancel_by_id(pool: Pool) -> None:
+    with pool.client() as client:
+        stream = client.stream("slow", "x")
+        stream._queue.get()
+        done = pool.cli("cancel", stream.id.hex())
+        assert done.returncode == 0 and "streaming" in done.stdout
+        assert stream.read().reason == "cancelled"
+    assert pool.cli("cancel", "00" * 16).returncode == 1
+    bad = pool.cli("cancel", "xyz")
+    assert bad.returncode == 2 and "hexadecimal" in bad.stderr
+
+
+def test_load_and_unload(pool: Pool) -> None:
+    assert pool.cli("load", "slow").returncode == 0
+    pool.in_state("slow/0", state="ready")
+    assert pool.cli("unload", "slow").returncode == 0
+    pool.in_state("slow/0", state="none")
+    assert pool.cli("load", "nothing").returncode == 1
+
+
+def test_exit_codes(pool: Pool, tmp_path: Path) -> None:
+    assert pool.cli("run", "no-such-model", "x").returncode == 1
+    assert pool.cli("run", "counting", "x", "--temperature", "-1").returncode == 2
+    assert pool.cli("run", "counting", "x", "--no-such-flag").returncode == 2
+    nobody = pool.cli("--run-dir", str(tmp_path), "ps")
+    assert nobody.returncode == 3 and str(tmp_path) in nobody.stderr
+    assert pool.cli("serve", "--config", str(tmp_path / "none.toml")).returncode == 2
+
+
+def test_an_error_as_json(pool: Pool) -> None:
+    done = pool.cli("run", "no-such-model", "x", "--json")
+    assert json.loads(done.stdout)["error"]["code"] == "unknown_model"
+
+
+def test_version_and_help(pool: Pool) -> None:
+    assert pool.cli("--version").stdout == f"mlxpool {version('mlxpool')}\n"
+    text = pool.cli("--help").stdout
+    for command in ("serve", "run", "ps", "stats", "models", "cancel", "exit codes"):
+        assert command in text
+
+
+def test_the_environment_names_the_run_directory(pool: Pool) -> None:
+    pool.environment["MLXPOOL_RUN_DIR"] = str(pool.run_dir)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "mlxpool.cli.main", "ps", "--json"],
+            capture_output=True,
+            text=True,
+            env=pool.environment,
+        )
+    finally:
+        del pool.environment["MLXPOOL_RUN_DIR"]
+    assert json.loads(done.stdout)["broker"]["run_dir"] == str(pool.run_dir)
+
+
+def test_models_from_a_folder_and_from_flags(tmp_path: Path) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "models" / "mine" / "config.json").write_text("{}")
+    arguments = ("--models-dir", str(tmp_path / "models"), "--model", f"other={tmp_path}")
+    with Pool(tmp_path, arguments=arguments) as pool:
+        names = {m["name"] for m in pool.cli_json("models")["models"]}
+    assert names == {"demo", "counting", "mine", "other"}
+
+
+def test_stop_ends_the_broker(tmp_path: Path) -> None:
+    with Pool(tmp_path) as pool:
+        assert pool.cli("stop").returncode == 0
+        assert pool.process is not None
+        assert pool.process.wait(timeout=60) == 0
+        pool.process = None
+
+
+def test_ctrl_c_ends_a_run_and_cancels_it(pool: Pool) -> None:
+    process = subprocess.Popen(
+        [*pool.command(), "run", "slow", "x"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(4)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    until(lambda: pool.ask("stats")["requests"]["live"] == 0, "the stream is cancelled")
