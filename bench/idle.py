@@ -15,8 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import end_to_end
 import psutil
+
+import end_to_end
 import report
 from mlxpool.cli.ops import ask
 from mlxpool.client import Client

@@ -262,7 +262,7 @@ class Story:
     def stopped(self) -> list[str]:
         return [action.slot for action in self.last if isinstance(action, ev.StopWorker)]
 
-    def assert_sent(self, link: int, kind: str, **fields: Any) -> ev.ToClient:
+    def assert_sent(self, link: int, kind: str, /, **fields: Any) -> ev.ToClient:
         """Exactly one such frame went out in the last call; fields are of its body or header."""
         found = self.to_client(kind, link)
         shown = [(a.link, a.header.kind, dict(a.body)) for a in self.to_client()]

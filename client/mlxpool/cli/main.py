@@ -10,12 +10,12 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 from mlxpool.cli import ops, run, serve
-from mlxpool.common.config import ConfigError, default_run_dir
 from mlxpool.common.errors import BadRequest, BrokerLost, PoolError
+from mlxpool.common.paths import default_run_dir
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 
@@ -27,6 +27,16 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers
   mlxpool run demo "def main():"      complete a text
   mlxpool ps                          workers and what they are doing
 """
+
+
+class Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"mlxpool {version('mlxpool')}")
+        parser.exit()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[common],
     )
-    root.add_argument("--version", action="version", version=f"mlxpool {version('mlxpool')}")
+    root.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for room in (serve, run, ops):
         room.add_commands(commands, common)
@@ -70,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(options, error, USAGE)
     except PoolError as error:
         return _complain(options, error, FAILED)
-    except (ConfigError, ValueError) as error:
+    except ValueError as error:  # ConfigError among them
         return _say(str(error), USAGE)
     except OSError as error:
         return _say(str(error), FAILED)

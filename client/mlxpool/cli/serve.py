@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlxpool.common import config, logs
+from mlxpool.common.paths import default_run_dir
+
+if TYPE_CHECKING:
+    from mlxpool.common.config import PoolConfig
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -34,17 +37,21 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    settings = settings_of(options)
-    logs.set_up(json_lines=settings.log_format == "json")
     # Here and not above: only this command needs the broker's code.
     from mlxpool.broker.edge import Broker
+    from mlxpool.common import logs
+
+    settings = settings_of(options)
+    logs.set_up(json_lines=settings.log_format == "json")
 
     Broker(settings).run()
     return 0
 
 
-def settings_of(options: argparse.Namespace) -> config.PoolConfig:
+def settings_of(options: argparse.Namespace) -> PoolConfig:
     """The pool's settings; a flag beats the environment, which beats the file."""
+    from mlxpool.common import config
+
     flags = {
         "run_dir": options.run_dir if _given(options) else None,
         "models_dir": options.models_dir,
@@ -55,11 +62,11 @@ def settings_of(options: argparse.Namespace) -> config.PoolConfig:
 
 
 def _given(options: argparse.Namespace) -> bool:
-    return bool(options.run_dir != config.default_run_dir())
+    return bool(options.run_dir != default_run_dir())
 
 
 def _named_folder(text: str) -> tuple[str, str]:
     name, separator, folder = text.partition("=")
     if not (name and separator and folder):
-        raise config.ConfigError(f"--model must be NAME=FOLDER, got {text!r}")
+        raise ValueError(f"--model must be NAME=FOLDER, got {text!r}")
     return name, folder

@@ -20,8 +20,8 @@ import zmq
 
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common import sockets, wire
-from mlxpool.common.config import default_run_dir
 from mlxpool.common.errors import BrokerLost, PoolError, from_body
+from mlxpool.common.paths import default_run_dir
 from mlxpool.common.wire import Header, Message
 
 PING = 1.0  # seconds between signs of life while there is something to wait for

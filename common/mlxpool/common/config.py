@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mlxpool.common.paths import default_run_dir
+
 
 class ConfigError(ValueError):
     """A setting is unknown, of the wrong type or out of its bounds; the message names it."""
@@ -51,7 +53,7 @@ class ModelConfig:
 class PoolConfig:
     """`[pool]`."""
 
-    run_dir: Path = field(default_factory=lambda: default_run_dir())
+    run_dir: Path = field(default_factory=default_run_dir)
     front: tuple[str, ...] = ()  # further endpoints for clients; front.ipc is always there
     models_dir: Path | None = None  # each folder in it with a config.json is a model by its name
     queue_limit: int = 512  # requests waiting for one model
@@ -100,14 +102,6 @@ BUILTIN = {
     "demo": ModelConfig(path="builtin:demo"),
     "counting": ModelConfig(path="builtin:counting"),
 }
-
-
-def default_run_dir() -> Path:
-    """$XDG_RUNTIME_DIR/mlxpool, else ~/.mlxpool/run."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.access(runtime, os.W_OK):
-        return Path(runtime) / "mlxpool"
-    return Path.home() / ".mlxpool" / "run"
 
 
 def load(

@@ -1,0 +1,14 @@
+"""Where a pool lives on this machine. Light: every command imports it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def default_run_dir() -> Path:
+    """$XDG_RUNTIME_DIR/mlxpool, else ~/.mlxpool/run."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "mlxpool"
+    return Path.home() / ".mlxpool" / "run"
