@@ -11,7 +11,7 @@ from mlxpool.broker import events as ev
 from mlxpool.broker import stats
 from mlxpool.broker.peers import Peers
 from mlxpool.common import wire
-from mlxpool.common.errors import BadRequest, PoolError
+from mlxpool.common.errors import BadRequest, Draining, PoolError
 from mlxpool.common.wire import Header, Message
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Admin:
         return {"models": self.broker.core.model_list()}
 
     def load(self, message: Message, now: float) -> Mapping[str, Any]:
+        if self.broker.stopping:
+            raise Draining("the broker is going down")
         model = self.broker.core.fleet.model(str(message.body.get("model")))
         self.broker.perform(ev.Load(model.name), now)
         return {"model": model.name}

@@ -18,7 +18,8 @@ from mlxpool.broker.timers import Timers
 from mlxpool.broker.workers import Model
 from mlxpool.common import wire
 from mlxpool.common.config import PoolConfig
-from mlxpool.common.wire import Header
+from mlxpool.common.errors import PoolError
+from mlxpool.common.wire import Delta, Header
 
 TOMBSTONES = 10_000
 TOMBSTONE_LIFE = 600.0  # seconds
@@ -48,6 +49,7 @@ class Books:
         self.counters = Counters()
         self.stopping = False
         self.out: list[ev.Action] = []
+        self.grouped: dict[int, list[Delta]] = {}  # link -> deltas of the event in hand
 
     def fate(self, request_id: bytes, owner: str | None = None) -> dict[str, Any]:
         """Where an id stands, as far as this owner may know; `owner` None may know everything."""
@@ -122,9 +124,22 @@ class Books:
     def _emit(
         self, link: int, header: Header, body: Mapping[str, Any], blobs: tuple[bytes, ...] = ()
     ) -> None:
+        """Send; what was grouped for this link before goes first."""
+        if link in self.grouped:
+            self._send_group(link)
         known = self.links.get(link)
         if known is None or not known.lost:
             self.out.append(ev.ToClient(link, header, body, blobs))
+
+    def _send_group(self, link: int) -> None:
+        """The deltas of one step for a client that asked for `batch`."""
+        for deltas in wire.batches(self.grouped.pop(link)):
+            body, blob = wire.pack_deltas(deltas)
+            self._emit(link, Header(wire.DELTAS, None, self.boot), body, (blob,))
+
+    def _complain(self, link: int, error: PoolError, about: bytes | None) -> None:
+        """An error that ends no stream."""
+        self._emit(link, Header(wire.ERROR, None, self.boot), {**error.body(), "about": about})
 
     def _send(self, request: Request, kind: str, body: Mapping[str, Any], pos: int = 0) -> None:
         self._emit(request.link, Header(kind, request.id, self.boot, request.attempt, pos), body)

@@ -33,6 +33,8 @@ class Core(Intake):
         """Everything that follows from one event, in order."""
         self.out = self.fleet.out = []
         HANDLERS[type(event)](self, event, now)
+        for link in list(self.grouped):
+            self._send_group(link)
         return self.out
 
     def next_wake(self) -> float:
@@ -40,7 +42,6 @@ class Core(Intake):
         return self.timers.next()
 
     def on_deltas(self, event: ev.WorkerDeltas, now: float) -> None:
-        grouped: dict[int, list[Delta]] = {}
         for row in event.rows:
             worker = self.fleet.worker(event.epoch)
             if worker is None or (row.id, row.attempt) not in worker.places:
@@ -54,19 +55,9 @@ class Core(Intake):
                 event.epoch,
                 row.attempt,
             ):
-                self._take(request, worker, row, grouped, now)
-        for link, deltas in grouped.items():
-            body, blob = wire.pack_deltas(deltas)
-            self._emit(link, Header(wire.DELTAS, None, self.boot), body, (blob,))
+                self._take(request, worker, row, now)
 
-    def _take(
-        self,
-        request: Request,
-        worker: Worker,
-        row: Delta,
-        grouped: dict[int, list[Delta]],
-        now: float,
-    ) -> None:
+    def _take(self, request: Request, worker: Worker, row: Delta, now: float) -> None:
         if row.pos != request.taken:
             why = f"it sent position {row.pos} where {request.taken} was due"
             self.fleet.condemn(worker, why)
@@ -82,7 +73,7 @@ class Core(Intake):
             self.counters.tokens += row.count
             request.unread_bytes += streams.append(request.unread, row)
         if row.end is None:
-            self._flush(request, grouped, now)
+            self._flush(request, now)
         elif "code" in row.end:
             self._fail_body(request, row.end, now)
         else:
@@ -138,7 +129,7 @@ class Core(Intake):
         error = self.fleet.verdict(model, now)
         if error is not None:
             self._give_up(model, error, now)
-        elif model.queue and not self.stopping:
+        elif (model.queue or model.asks) and not self.stopping:
             self.fleet.want(model, now)
         self._dispatch(model, now)
 
@@ -152,12 +143,12 @@ class Core(Intake):
         model.asks.clear()
 
     def _lose_places(self, worker: Worker, cause: str, now: float) -> None:
-        places, worker.places = worker.places, set()
+        """Its streams end now; its places stay taken as long as it lives."""
         error = WorkerLost(
             f"the worker {worker.slot} ended: {cause}; send the request again",
             details={"worker": worker.slot, "cause": cause},
         )
-        for request_id, attempt in sorted(places):
+        for request_id, attempt in sorted(worker.places):
             request = self.requests.get(request_id)
             if request is not None and (request.worker, request.tries) == (worker.epoch, attempt):
                 self._fail(request, error, now)
@@ -179,7 +170,7 @@ class Core(Intake):
     def on_wake(self, event: ev.Wake, now: float) -> None:
         for key in self.timers.due(now):
             if isinstance(key, bytes):
-                self._request_timer(self.requests[key], now)
+                self._request_timer(key, now)
             elif key == "tombstones":
                 self._forget(now)
             elif isinstance(key, tuple) and key[0] == "model":
@@ -187,7 +178,10 @@ class Core(Intake):
             elif isinstance(key, tuple):
                 self._link_timer(key[1], now)
 
-    def _request_timer(self, request: Request, now: float) -> None:
+    def _request_timer(self, request_id: bytes, now: float) -> None:
+        request = self.requests.get(request_id)
+        if request is None:  # an earlier timer of the same wake ended it
+            return
         waited = now - request.accepted_at
         if now >= request.deadline:
             limit = request.deadline - request.accepted_at
@@ -235,6 +229,8 @@ class Core(Intake):
             self.counters.links_lost += 1
 
     def on_load(self, event: ev.Load, now: float) -> None:
+        if self.stopping:
+            return
         model = self.fleet.models[event.model]
         model.retry_at, model.failures = 0.0, 0
         self.fleet.want(model, now)

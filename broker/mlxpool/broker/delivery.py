@@ -17,10 +17,10 @@ from mlxpool.common.wire import Delta, Header
 class Delivery(Books):
     """One terminal for each accepted id and attempt, and nothing after it."""
 
-    def _flush(self, request: Request, grouped: dict[int, list[Delta]] | None, now: float) -> None:
+    def _flush(self, request: Request, now: float) -> None:
         """Send what waits, as far as the client's window allows."""
         while request.unread and request.sent - request.acked < request.payload.window:
-            self._send_chunk(request, request.unread.popleft(), grouped)
+            self._send_chunk(request, request.unread.popleft())
         if not request.unread:
             request.shut_since = 0.0
         elif request.shut_since == 0.0:
@@ -30,12 +30,10 @@ class Delivery(Books):
             return
         self._set_timer(request)
 
-    def _send_chunk(
-        self, request: Request, chunk: streams.Chunk, grouped: dict[int, list[Delta]] | None
-    ) -> None:
+    def _send_chunk(self, request: Request, chunk: streams.Chunk) -> None:
         request.sent += chunk.count
         request.unread_bytes -= chunk.size
-        if request.payload.batch and grouped is not None:
+        if request.payload.batch:
             row = Delta(
                 request.id,
                 request.attempt,
@@ -45,7 +43,7 @@ class Delivery(Books):
                 chunk.logprobs or None,
                 chunk.facts,
             )
-            grouped.setdefault(request.link, []).append(row)
+            self.grouped.setdefault(request.link, []).append(row)
             return
         header = Header(wire.DELTA, request.id, self.boot, request.attempt, chunk.pos)
         self._emit(request.link, header, streams.body_of(chunk), (chunk.ids,))
@@ -69,17 +67,20 @@ class Delivery(Books):
             )
         if count > request.acked:
             request.acked, request.shut_since = count, 0.0
-            self._flush(request, None, now)
+            self._flush(request, now)
 
     def on_ack(self, event: ev.Ack, now: float) -> None:
         self._heard(event.link, now)
         try:
             pairs = _pairs(event.have)
-            for request_id, count in pairs:
-                self._acknowledge(event.link, request_id, count, now)
         except BadRequest as error:
-            header = Header(wire.ERROR, None, self.boot)
-            self.out.append(ev.ToClient(event.link, header, {**error.body(), "about": None}))
+            self._complain(event.link, error, None)
+            return
+        for request_id, count in pairs:
+            try:
+                self._acknowledge(event.link, request_id, count, now)
+            except BadRequest as error:
+                self._complain(event.link, error, request_id)
 
     def _finish(self, request: Request, end: Mapping[str, Any], now: float) -> None:
         event = "cancel" if end.get("reason") == "cancelled" else "finish"
@@ -128,7 +129,7 @@ class Delivery(Books):
         worker = self._leave_worker(request)
         request.move(event)
         while request.unread:
-            self._send_chunk(request, request.unread.popleft(), None)
+            self._send_chunk(request, request.unread.popleft())
         self._send(request, kind, body, pos=request.sent)
         del self.requests[request.id]
         self.timers.clear(request.id)
@@ -147,7 +148,7 @@ def _pairs(have: Any) -> list[tuple[bytes, int]]:
             isinstance(pair, list)
             and len(pair) == 2
             and isinstance(pair[0], bytes)
-            and isinstance(pair[1], int)
+            and type(pair[1]) is int
         ):
             raise BadRequest("ack: have must be a list of [id, ids read]")
     return [(pair[0], pair[1]) for pair in have]

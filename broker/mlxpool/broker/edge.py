@@ -41,7 +41,7 @@ MIN_DESCRIPTORS = 256
 SPOKEN_BY_CLIENTS = frozenset({wire.PING, wire.MODELS, wire.TOKENIZE, wire.DETOKENIZE})
 
 
-class AlreadyRunning(PoolError):
+class AlreadyRunning(OSError):
     """Another broker holds this run directory."""
 
 
@@ -62,7 +62,7 @@ class Broker:
             (config.run_dir / f"{name}.ipc").unlink(missing_ok=True)
         self.back = Peers(sockets.router(self.context, back))
         self.admin = Admin(self, sockets.router(self.context, admin))
-        self.front = Peers(sockets.router(self.context, front))
+        self.front = Peers(sockets.router(self.context, front, heartbeat=True))
         for endpoint in config.front:
             sockets.bind(self.front.socket, endpoint)
         self.supervisor = Supervisor(config, back)
@@ -272,7 +272,11 @@ class Broker:
             log.exception("the core failed", extra={"on": type(event).__name__})
             return
         for action in actions:
-            PERFORM[type(action)](self, action, now)
+            try:
+                PERFORM[type(action)](self, action, now)
+            except Exception:
+                self.core.counters.internal_errors += 1
+                log.exception("an action failed", extra={"action": type(action).__name__})
 
     def to_client(self, action: ev.ToClient, now: float) -> None:
         parts = wire.encode(action.header, action.body, action.blobs)
@@ -282,7 +286,10 @@ class Broker:
     def to_worker(self, action: ev.ToWorker, now: float) -> None:
         number = self.worker_peers.get(action.slot)
         if number is not None:
-            self.back.send(number, wire.encode(action.header, action.body, action.blobs))
+            parts = wire.encode(
+                action.header, action.body, action.blobs, max_body=wire.MAX_BACK_BODY
+            )
+            self.back.send(number, parts)
 
     def start_worker(self, action: ev.StartWorker, now: float) -> None:
         try:

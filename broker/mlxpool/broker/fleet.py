@@ -16,7 +16,7 @@ from mlxpool.broker.timers import Timers
 from mlxpool.broker.workers import Model, Slot, Worker, WorkerState
 from mlxpool.common import wire
 from mlxpool.common.config import ModelConfig, PoolConfig
-from mlxpool.common.errors import ModelLoadFailed, ModelUnavailable, PoolError, UnknownModel
+from mlxpool.common.errors import ModelUnavailable, PoolError, UnknownModel, from_body
 from mlxpool.common.wire import Header
 
 
@@ -50,11 +50,7 @@ class Fleet:
             return
         wait_ms = math.ceil((model.retry_at - now) * 1000)
         if model.last_error is not None:
-            raise ModelLoadFailed(
-                str(model.last_error.get("message")),
-                details={"model": model.name},
-                retry_after_ms=wait_ms,
-            )
+            raise from_body(model.last_error)
         if model.failures >= self.config.restart_limit:
             raise self.broken(model, wait_ms)
 
@@ -82,7 +78,7 @@ class Fleet:
 
     def settle(self, model: Model, now: float) -> None:
         """Set the timer that unloads an idle model."""
-        busy = model.queue or model.asks or any(worker.places for worker in model.workers)
+        busy = model.queue or model.asks or any(w.places or w.asked for w in model.workers)
         ready = any(worker.state is WorkerState.READY for worker in model.workers)
         if busy or not ready:
             model.idle_since = 0.0
@@ -93,7 +89,8 @@ class Fleet:
 
     def timer(self, model: Model, now: float) -> None:
         """The model's timer came: start what waited for it, or unload what was idle."""
-        if model.wanted and now >= model.retry_at and not model.workers:
+        missing = any(slot.worker is None for slot in model.slots)
+        if model.wanted and missing and now >= model.retry_at:
             self.want(model, now)
         elif model.idle_since and 0 <= model.config.keep_alive <= now - model.idle_since + 1e-9:
             self.unload(model, "idle")

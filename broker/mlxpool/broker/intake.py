@@ -30,8 +30,7 @@ class Intake(Delivery):
             payload = Payload.parse(event.body, event.blobs)
             self._admit(event, payload, digest, now)
         except PoolError as error:
-            self.counters.rejected[error.code] += 1
-            self._answer(event, wire.ERROR, error.body())
+            self._refuse(event, error, now)
 
     def _may_send_again(
         self, known: Request | Tombstone, event: ev.Generate, digest: bytes
@@ -44,8 +43,21 @@ class Intake(Delivery):
         elif isinstance(known, Tombstone):
             self._duplicate(event, f"has ended: {known.state.value}")
         elif event.attempt == known.attempt:
-            self._accepted(known)
+            self._accepted(known, event.link)
         return False
+
+    def _refuse(self, event: ev.Generate, error: PoolError, now: float) -> None:
+        """Answer with the terminal; a run that this sending should have replaced ends with it."""
+        before = self.requests.get(event.id)
+        if before is None:
+            self.counters.rejected[error.code] += 1
+            self._answer(event, wire.ERROR, error.body())
+            return
+        self.links[before.link].ids.discard(before.id)
+        before.link, before.attempt = event.link, event.attempt
+        self.links[event.link].ids.add(before.id)
+        before.unread.clear()
+        self._fail(before, error, now)
 
     def _duplicate(self, event: ev.Generate, why: str) -> None:
         self.counters.rejected[DuplicateId.code] += 1
@@ -73,7 +85,7 @@ class Intake(Delivery):
         self._watch_link(event.link, now)
         self._set_timer(request)
         self._enqueue(model, request)
-        self._accepted(request)
+        self._accepted(request, request.link)
         self.fleet.want(model, now)
         self._dispatch(model, now)
 
@@ -93,7 +105,7 @@ class Intake(Delivery):
         if payload.deadline_ms is not None:
             total = payload.deadline_ms / 1000
         waits = math.inf if payload.queue_ms is None else payload.queue_ms / 1000
-        seed = payload.options.seed if payload.options.seed >= 0 else event.entropy
+        seed = _seed(payload, event.entropy)
         have = len(payload.resume_ids) // 4
         return Request(
             event.id,
@@ -119,14 +131,14 @@ class Intake(Delivery):
         request.tries = before.tries
         request.accepted_at = before.accepted_at
 
-    def _accepted(self, request: Request) -> None:
+    def _accepted(self, request: Request, link: int) -> None:
         body = {
             "boot": self.boot,
-            "link": request.link,
+            "link": link,
             "queue_position": self._position(request),
             "seed": request.seed,
         }
-        self._send(request, wire.ACCEPTED, body)
+        self._reply(link, wire.ACCEPTED, request.id, request.attempt, body)
 
     def _dispatch(self, model: Model, now: float) -> None:
         """Give waiting requests to workers that have room."""
@@ -214,11 +226,23 @@ class Intake(Delivery):
             return
         for request_id, link, attempt, kind, body, blobs in model.asks:
             self.asked[request_id] = (link, attempt, ready[0].epoch)
+            ready[0].asked.add(request_id)
             self.fleet.tell(ready[0], kind, body, id=request_id, blobs=blobs)
         model.asks.clear()
 
     def on_tokens(self, event: ev.WorkerTokens, now: float) -> None:
+        worker = self.fleet.worker(event.epoch)
+        if worker is not None:
+            worker.asked.discard(event.id)
+            self.fleet.settle(self.fleet.models[worker.model], now)
         asked = self.asked.pop(event.id, None)
         if asked is not None:
             kind = wire.ERROR if "code" in event.body else wire.TOKENS
             self._reply(asked[0], kind, event.id, asked[1], event.body, event.blobs)
+
+
+def _seed(payload: Payload, entropy: int) -> int:
+    """The request's own, else the one that its earlier sending was given, else a new one."""
+    if payload.options.seed >= 0:
+        return payload.options.seed
+    return entropy if payload.resume is None else payload.resume.get("seed", entropy)

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlxpool.broker.streams import Chunk
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.options import Options
+from mlxpool.common.options import MAX_SEED, Options
 
 MAX_WINDOW = 1 << 20
 DEFAULT_WINDOW = 1024  # token ids that may be sent and not acknowledged
@@ -65,7 +65,7 @@ class Payload:
     @property
     def size(self) -> int:
         """Bytes of prompt held while it waits."""
-        return sum(map(len, self.blobs)) + _text_size(self.prompt)
+        return sum(map(len, self.blobs)) + len(self.resume_ids) + _text_size(self.prompt)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: tuple[bytes, ...]) -> Payload:
@@ -97,8 +97,9 @@ class Payload:
 
 def _text_size(prompt: Mapping[str, Any]) -> int:
     if isinstance(prompt.get("prompt"), str):
-        return len(prompt["prompt"])
-    return sum(len(m["content"]) for m in prompt.get("messages", ()))
+        return len(prompt["prompt"].encode("utf-8", "surrogatepass"))
+    texts = (message["content"] for message in prompt.get("messages", ()))
+    return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
 
 
 def _prompt(body: Mapping[str, Any], blobs: tuple[bytes, ...]) -> tuple[dict[str, Any], int]:
@@ -141,12 +142,26 @@ def _resume(
             raise BadRequest(f"{len(blobs)} blob(s) that nothing in the body names")
         return None, b""
     if not isinstance(resume, dict):
-        raise BadRequest("resume must be a map {count, facts, resumes}")
+        raise BadRequest("resume must be a map {count, facts, seed, resumes}")
     count = _count(resume, "count", 0, 2**31) or 0
+    _count(resume, "seed", 0, MAX_SEED)
+    _count(resume, "resumes", 0, 2**31)
+    _check_facts(resume.get("facts"))
     ids = blobs[0] if blobs else b""
     if len(blobs) > 1 or len(ids) != 4 * count:
         raise BadRequest(f"resume.count is {count}, its blob has {len(ids) / 4:g} ids")
     return resume, ids
+
+
+def _check_facts(facts: Any) -> None:
+    """Facts come back as a worker gave them; what is computed with has to be a number."""
+    if facts is None:
+        return
+    if not isinstance(facts, dict):
+        raise BadRequest("resume.facts must be the map that came with the first delta")
+    now = facts.get("now", 0)
+    if isinstance(now, bool) or not isinstance(now, int | float):
+        raise BadRequest(f"resume.facts.now must be a number, got {now!r:.60}")
 
 
 def _count(body: Mapping[str, Any], key: str, low: int, high: int) -> int | None:

@@ -10,10 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxpool.common.wire import Delta
+from mlxpool.common.wire import Delta, size_of
 
 CHUNK_BYTES = 64 * 1024  # of text, ids and log-probabilities in one piece
-LOGPROB_BYTES = 64  # of one reported alternative, at most
 
 
 @dataclass(eq=False, slots=True)
@@ -30,12 +29,6 @@ class Chunk:
     @property
     def count(self) -> int:
         return len(self.ids) // 4
-
-
-def size_of(delta: Delta) -> int:
-    """Bytes a delta counts for; text is counted as its longest encoding."""
-    alternatives = sum(1 + len(entry.get("top", ())) for entry in delta.logprobs or ())
-    return 4 * len(delta.text) + len(delta.ids) + LOGPROB_BYTES * alternatives
 
 
 def append(chunks: deque[Chunk], delta: Delta) -> int:

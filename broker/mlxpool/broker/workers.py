@@ -55,6 +55,7 @@ class Worker:
     works_seen: int = 0  # `work` frames it had received by then
     works_sent: int = 0
     places: set[tuple[bytes, int]] = field(default_factory=set)
+    asked: set[bytes] = field(default_factory=set)  # tokenize calls under way
     beat: Mapping[str, Any] = field(default_factory=dict)
     beat_at: float = 0.0
     hello: Mapping[str, Any] = field(default_factory=dict)

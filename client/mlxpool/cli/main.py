@@ -69,7 +69,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = parser().parse_args(arguments)
-    options.run_dir = getattr(options, "run_dir", None) or _run_dir_of_environment()
+    options.run_dir_flag = getattr(options, "run_dir", None)
+    options.run_dir = options.run_dir_flag or _run_dir_of_environment()
     options.json = getattr(options, "json", False)
     command: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -82,13 +83,13 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(options, error, FAILED)
     except ValueError as error:  # ConfigError among them
         return _say(str(error), USAGE)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except OSError as error:
         return _say(str(error), FAILED)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
 
 
 def _run_dir_of_environment() -> Path:

@@ -82,7 +82,8 @@ def ps(options: argparse.Namespace) -> int:
         f"broker {broker['pid']} {broker['state']}, up {_duration(broker['uptime_s'])},"
         f" {broker['run_dir']}"
     )
-    return _show(options, answer, f"{line}\n{table(head, rows)}")
+    troubles = [f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")]
+    return _show(options, answer, "\n".join([line, table(head, rows), *troubles]))
 
 
 def _worker_row(worker: Mapping[str, Any]) -> Sequence[str]:

@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.common.paths import default_run_dir
-
 if TYPE_CHECKING:
     from mlxpool.common.config import PoolConfig
 
@@ -53,16 +51,12 @@ def settings_of(options: argparse.Namespace) -> PoolConfig:
     from mlxpool.common import config
 
     flags = {
-        "run_dir": options.run_dir if _given(options) else None,
+        "run_dir": options.run_dir_flag,
         "models_dir": options.models_dir,
         "front": options.front,
         "log_format": options.log_format,
     }
     return config.load(options.config, flags, dict(map(_named_folder, options.model)))
-
-
-def _given(options: argparse.Namespace) -> bool:
-    return bool(options.run_dir != default_run_dir())
 
 
 def _named_folder(text: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ import queue
 import socket as sockets_of_the_system
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from mlxpool.common.wire import Header, Message
 PING = 1.0  # seconds between signs of life while there is something to wait for
 ACK_IDS = 64  # ids read before an ack goes out; the rest follows with the next ping
 BROKER_GRACE = 60.0  # seconds of silence after which the client ends its streams itself
+RETRY_MS = 10  # until a full socket is tried again
 CONNECT_GRACE = 5.0  # the same, as long as nothing was ever heard
 
 OnDelta = Callable[[Delta], None]
@@ -64,6 +66,8 @@ class Link:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[bytes, Stream] = {}
         self._replies: dict[bytes, OnReply] = {}
+        self._unsent: deque[Sequence[bytes]] = deque()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closing = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -123,7 +127,9 @@ class Link:
         with self._lock:
             thread, self._thread, self._closing = self._thread, None, True
         self._nudge()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None:
+            self._free()
+        elif thread is not threading.current_thread():
             thread.join(timeout=5)
 
     def _do(self, command: Callable[[], None]) -> None:
@@ -131,6 +137,7 @@ class Link:
             if self._closing:
                 raise BrokerLost("the client is closed")
             if self._thread is None:
+                self._socket = sockets.dealer(self._context, self.endpoint)
                 self._thread = threading.Thread(target=self._run, name="mlxpool", daemon=True)
                 self._thread.start()
             self._commands.put(command)
@@ -145,8 +152,6 @@ class Link:
     # ---- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.dealer(context, self.endpoint)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -154,8 +159,11 @@ class Link:
         try:
             while not self._closing:
                 waiting = bool(self._streams or self._replies)
-                timeout = max(0.0, ping_at - time.monotonic()) * 1000 if waiting else None
-                poller.poll(None if timeout is None else math.ceil(timeout))
+                timeout = math.ceil(max(0.0, ping_at - time.monotonic()) * 1000)
+                if self._unsent:
+                    timeout = min(timeout, RETRY_MS)
+                poller.poll(timeout if waiting or self._unsent else None)
+                self._flush()
                 self._empty_wake()
                 while not self._commands.empty():
                     self._commands.get()()
@@ -169,9 +177,12 @@ class Link:
         finally:
             self._end_all(BrokerLost("the client was closed before the stream ended"))
             self._socket.close(linger=200)
-            context.term()
-            self._wake.close()
-            self._wake_end.close()
+            self._free()
+
+    def _free(self) -> None:
+        self._context.term()
+        self._wake.close()
+        self._wake_end.close()
 
     def _empty_wake(self) -> None:
         try:
@@ -183,10 +194,17 @@ class Link:
     def _send(self, parts: Sequence[bytes]) -> None:
         if not self._asked_at:
             self._asked_at = time.monotonic()
-        try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
-        except zmq.Again:
-            pass  # no broker takes anything: `_tick` finds out and ends what waits
+        self._unsent.append(parts)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send in order what the socket takes; the rest is tried again in a moment."""
+        while self._unsent:
+            try:
+                self._socket.send_multipart(self._unsent[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._unsent.popleft()
 
     def _read(self) -> None:
         while True:
@@ -206,7 +224,7 @@ class Link:
             for row in wire.unpack_deltas(message):
                 self._grouped(row)
         elif message.kind == wire.PONG:
-            self._check_boot(int(message.body.get("boot", 0)))
+            self._check_home(int(message.body["boot"]), int(message.body["link"]))
         elif ident is not None and ident in self._streams and message.kind != wire.FATE:
             self._frame(self._streams[ident], message)
         elif ident is not None and ident in self._replies:
@@ -239,11 +257,13 @@ class Link:
         if stream is not None and not stream.state.boot:
             self._fail(stream, from_body(message.body))
 
-    def _check_boot(self, boot: int) -> None:
-        """Streams of another broker process are gone with it."""
+    def _check_home(self, boot: int, link: int) -> None:
+        """Streams of another broker process, or of a connection that is no more, are gone."""
         for stream in list(self._streams.values()):
-            if stream.state.boot not in (0, boot):
-                self._fail(stream, BrokerLost("the broker was restarted; send the request again"))
+            state = stream.state
+            if state.boot and (state.boot, state.link) != (boot, link):
+                what = "broker was restarted" if state.boot != boot else "connection was lost"
+                self._fail(stream, BrokerLost(f"the {what}; send the request again"))
 
     def _tick(self, now: float) -> None:
         self._ack()

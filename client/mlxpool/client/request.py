@@ -27,6 +27,9 @@ def generate(
     body: dict[str, Any] = {"model": model}
     body.update({k: v for k, v in options.items() if k in REQUEST_KEYS and v is not None})
     body["options"] = {k: v for k, v in options.items() if k not in REQUEST_KEYS and v is not None}
+    if isinstance(body["options"].get("logit_bias"), Mapping):  # maps on the wire have text keys
+        biases = body["options"]["logit_bias"]
+        body["options"]["logit_bias"] = {str(token): bias for token, bias in biases.items()}
     if messages is not None:
         return {**body, "messages": [dict(message) for message in messages]}, []
     if tokens is not None:

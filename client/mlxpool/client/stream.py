@@ -45,6 +45,7 @@ class StreamState:
     id: bytes
     attempt: int = 1
     boot: int = 0  # of the broker that accepted it; 0: not accepted yet
+    link: int = 0  # the broker's number for the connection that it was accepted on
     seed: int = -1
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -63,7 +64,8 @@ class StreamState:
             return None
         kind, body = message.kind, message.body
         if kind == wire.ACCEPTED:
-            self.boot, self.seed = int(body["boot"]), int(body["seed"])
+            self.boot, self.link = int(body["boot"]), int(body["link"])
+            self.seed = int(body["seed"])
         elif kind == wire.DELTA:
             blob = message.blobs[0] if message.blobs else b""
             return self.take(message.header.pos, body, wire.unpack_ids(blob))

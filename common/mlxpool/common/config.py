@@ -182,6 +182,8 @@ def _build(kind: Any, table: Mapping[str, Any], where: str) -> Any:
         if key not in known:
             raise ConfigError(_unknown(key, tuple(known), where))
         if key == "counting":
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where}.counting must be a table, got {value!r}")
             values[key] = _build(Counting, value, f"{where}.counting")
         else:
             values[key] = _convert(key, known[key], value, f"{where}.{key}")
@@ -258,6 +260,12 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "stop_grace": (0.0, 600.0),
     "worker_log_bytes": (1024, 2**50),
     "vocab": (256, 2**31 - 1),
+    "keep_alive": (-1.0, 10**8),
+    "load_ms": (0, 10**7),
+    "prefill_us": (0, 10**9),
+    "step_us": (0, 10**9),
+    "fail_at": (-1, 2**31 - 1),
+    "crash_at": (-1, 2**31 - 1),
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "prefix_cache": ("single", "off"),

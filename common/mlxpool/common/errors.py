@@ -28,14 +28,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
+
+
+MAX_MESSAGE = 2000  # characters
 
 
 class PoolError(Exception):
     """Base of all errors that travel; `str(error)` is the message."""
 
-    code: ClassVar[str] = "internal"
-    retryable: ClassVar[bool] = False
+    code: str = "internal"
+    retryable: bool = False
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class PoolError(Exception):
         """The body of an `error` frame (docs/protocol.md, Errors)."""
         body: dict[str, Any] = {
             "code": self.code,
-            "message": self.message,
+            "message": self.message[:MAX_MESSAGE],  # it may quote a value of any length
             "retryable": self.retryable,
         }
         if self.retry_after_ms is not None:
@@ -163,8 +166,12 @@ def from_body(body: Mapping[str, Any]) -> PoolError:
     """The typed error of a received `error` body; an unknown code becomes a plain PoolError."""
     kind = BY_CODE.get(str(body.get("code")), PoolError)
     retry_after = body.get("retry_after_ms")
-    return kind(
+    error = kind(
         str(body.get("message", "")),
         details=body.get("details") if isinstance(body.get("details"), dict) else None,
         retry_after_ms=retry_after if isinstance(retry_after, int) else None,
     )
+    if kind is PoolError:  # a code of a later version: what the sender said of it still holds
+        error.code = str(body.get("code"))
+        error.retryable = body.get("retryable") is True
+    return error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -127,7 +128,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
     biases: dict[int, float] = {}
     for token, bias in value.items():
         digits = str(token)
-        if not (digits.isascii() and digits.isdigit() and int(digits) <= MAX_COUNT):
+        if not re.fullmatch("[0-9]{1,10}", digits) or int(digits) > MAX_COUNT:
             raise BadRequest(f"option {name!r} has the key {_shown(token)}, which is no token id")
         biases[int(digits)] = amount(f"{name}[{digits}]", bias)
     return biases

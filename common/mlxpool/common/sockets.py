@@ -17,17 +17,20 @@ LINGER_MS = 2000  # finite, so that the end of a process never hangs; > 0, so th
 MAX_PATH = 107  # bytes of a Unix socket's path
 
 
-def router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+def router(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, heartbeat: bool = False
+) -> zmq.Socket[bytes]:
     """A bound ROUTER that reports unknown and full peers instead of dropping silently.
 
-    Raises OSError naming the endpoint when it cannot be bound.
+    `heartbeat` frees the descriptors of peers whose host vanished or which are frozen; it says
+    nothing about a peer's work, so workers get none. Raises OSError naming the endpoint when it
+    cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
     _common(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-    if endpoint.startswith("tcp://"):
-        # Frees the descriptors of hosts that vanished; says nothing about a peer's health.
+    if heartbeat:
         socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
     bind(socket, endpoint)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ VERSION = 1
 MAX_PARTS = 4
 MAX_HEADER = 128  # bytes
 MAX_BODY = 256 * 1024
+MAX_BACK_BODY = 2 * MAX_BODY  # between broker and worker: a request, its options filled in
 MAX_BLOB = 4 * 1024 * 1024
 MAX_TOTAL = 8 * 1024 * 1024
 # Twice the largest legal frame: libzmq answers anything larger by cutting the link without a word,
@@ -106,7 +107,11 @@ class Garbage(PoolError):
 
 
 def encode(
-    header: Header, body: Mapping[str, Any] | None = None, blobs: Sequence[bytes] = ()
+    header: Header,
+    body: Mapping[str, Any] | None = None,
+    blobs: Sequence[bytes] = (),
+    *,
+    max_body: int = MAX_BODY,
 ) -> list[bytes]:
     """The parts of a message. Raises TooLarge with the size and the bound."""
     head = msgpack.packb(
@@ -116,17 +121,17 @@ def encode(
     if body is not None or blobs:
         parts.append(msgpack.packb(body or {}, use_bin_type=True))
     parts.extend(blobs)
-    _check_sizes(parts)
+    _check_sizes(parts, max_body)
     return parts
 
 
-def decode(parts: Sequence[bytes]) -> Message:
+def decode(parts: Sequence[bytes], *, max_body: int = MAX_BODY) -> Message:
     """Undo `encode`. Raises Garbage for everything that is not a legal message."""
     if not 1 <= len(parts) <= MAX_PARTS:
         raise Garbage(BadRequest(f"a message has 1 to {MAX_PARTS} parts, got {len(parts)}"))
     header = _decode_header(parts[0])
     try:
-        _check_sizes(parts)
+        _check_sizes(parts, max_body)
         body = _unpack(parts[1]) if len(parts) > 1 else {}
         if not isinstance(body, dict) or not all(isinstance(key, str) for key in body):
             raise BadRequest("the body must be a map with string keys")
@@ -178,10 +183,10 @@ def _unpack(part: bytes) -> Any:
         raise BadRequest(f"not msgpack: {type(error).__name__}: {str(error)[:100]}") from None
 
 
-def _check_sizes(parts: Sequence[bytes]) -> None:
-    if len(parts) > 1 and len(parts[1]) > MAX_BODY:
+def _check_sizes(parts: Sequence[bytes], max_body: int) -> None:
+    if len(parts) > 1 and len(parts[1]) > max_body:
         raise TooLarge(
-            f"the body has {len(parts[1])} bytes, at most {MAX_BODY};"
+            f"the body has {len(parts[1])} bytes, at most {max_body};"
             " send long prompts and token ids as blobs"
         )
     for blob in parts[2:]:
@@ -216,6 +221,32 @@ def unpack_ids(blob: bytes) -> list[int]:
 def pack_deltas(deltas: Sequence[Delta]) -> tuple[dict[str, Any], bytes]:
     """Body and blob of a `deltas` message: trailing absent fields of an entry are left out."""
     return {"rows": [_pack_row(delta) for delta in deltas]}, b"".join(d.ids for d in deltas)
+
+
+ROW_BYTES = 512  # an entry without its text, ids, log-probabilities
+LOGPROB_BYTES = 96  # one reported token
+
+
+def size_of(delta: Delta) -> int:
+    """Bytes that a delta takes at most, its text counted as its longest encoding."""
+    tokens = sum(1 + len(entry.get("top", ())) for entry in delta.logprobs or ())
+    held = len(delta.end.get("text", "")) if delta.end else 0
+    return 4 * (len(delta.text) + held) + len(delta.ids) + LOGPROB_BYTES * tokens
+
+
+def batches(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
+    """The deltas in groups that each fit one message."""
+    group: list[Delta] = []
+    size = 0
+    for delta in deltas:
+        more = ROW_BYTES + size_of(delta)
+        if group and size + more > MAX_BODY:
+            yield group
+            group, size = [], 0
+        group.append(delta)
+        size += more
+    if group:
+        yield group
 
 
 def _pack_row(delta: Delta) -> list[Any]:

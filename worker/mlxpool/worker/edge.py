@@ -187,8 +187,9 @@ class Edge:
         self.alive -= ended
         for key in ended:
             self.positions.pop(key, None)
-        body, blob = wire.pack_deltas(rows)
-        self._send(wire.DELTAS, body, blobs=(blob,))
+        for group in wire.batches(rows):
+            body, blob = wire.pack_deltas(group)
+            self._send(wire.DELTAS, body, blobs=(blob,))
         if ended:
             self._credit()
 
@@ -201,7 +202,7 @@ class Edge:
             except zmq.Again:
                 return
             try:
-                self._handle(wire.decode(parts))
+                self._handle(wire.decode(parts, max_body=wire.MAX_BACK_BODY))
             except PoolError as error:
                 log.warning("bad frame from the broker", extra={"why": str(error)})
 
