@@ -9,9 +9,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-PROMPT = '''def read_lines(path):
-    """Return the lines of a text file without their newlines."""
+PROMPT = '''class Stack:
+    """A last-in, first-out collection."""
+
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
 '''
+OPTIONS = ("--max-tokens", "120", "--temperature", "0.4", "--seed", "7")
 START = 60  # seconds the broker may take to answer
 
 
@@ -39,10 +45,9 @@ def say(*arguments: str) -> None:
 
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder, broker(Path(folder)):
-        say("run", "demo", '"def read_lines(path): …"', "--max-tokens", "120", "--temperature", "0")
+        say("run", "demo", '"class Stack: …"', *OPTIONS)
         print(PROMPT, end="", flush=True)
-        options = ("--max-tokens", "120", "--temperature", "0")
-        done = subprocess.run(mlxpool(Path(folder), "run", "demo", PROMPT, *options))
+        done = subprocess.run(mlxpool(Path(folder), "run", "demo", PROMPT, *OPTIONS))
         say("ps")
         subprocess.run(mlxpool(Path(folder), "ps"), check=True)
     print("\nthe broker and its worker have ended", flush=True)

@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-
 MAX_MESSAGE = 2000  # characters
 
 
