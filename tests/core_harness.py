@@ -310,7 +310,7 @@ class Story:
             wire.encode(action.header, action.body, action.blobs)
             self._to_client(action)
         elif isinstance(action, ev.ToWorker):
-            wire.encode(action.header, action.body, action.blobs)
+            wire.encode(action.header, action.body, action.blobs, max_body=wire.MAX_BACK_BODY)
             if action.header.kind == wire.WORK:
                 self._check_work(action)
             self.workers[action.slot].told(action)

@@ -267,6 +267,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "fail_at": (-1, 2**31 - 1),
     "crash_at": (-1, 2**31 - 1),
 }
+_LOCAL = r"ipc://.+|tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):(\d+|\*)"
 _CHOICES: dict[str, tuple[str, ...]] = {
     "prefix_cache": ("single", "off"),
     "log_format": ("text", "json"),
@@ -281,6 +282,12 @@ def _validate(built: Any, where: str) -> None:
             raise ConfigError(f"{where}.{name} is {check(name)}, must be from {low:g} to {high:g}")
         if name in _CHOICES and check(name) not in _CHOICES[name]:
             raise ConfigError(f"{where}.{name} is {check(name)!r}, must be of {_CHOICES[name]}")
+    for endpoint in getattr(built, "front", ()):
+        if not re.fullmatch(_LOCAL, endpoint):
+            raise ConfigError(
+                f"{where}.front: {endpoint!r} must be tcp://127.0.0.1:PORT, tcp://[::1]:PORT or"
+                " ipc://PATH: tcp has no encryption yet, so it stays on this machine"
+            )
     if isinstance(built, ModelConfig) and not built.path:
         raise ConfigError(f"{where}.path is missing: a model's folder, or builtin:demo")
 
