@@ -1,4 +1,4 @@
-"""The admin socket: `ps`, `stats`, `models`, `load`, `unload`, `cancel`, `stop`. Local only."""
+"""The admin socket: `ps`, `stats`, `models`, `requests`, `load`, `unload`, `cancel`, `stop`. Local only."""
 
 from __future__ import annotations
 
@@ -59,6 +59,9 @@ class Admin:
     def models(self, message: Message, now: float) -> Mapping[str, Any]:
         return {"models": self.broker.core.model_list()}
 
+    def requests(self, message: Message, now: float) -> Mapping[str, Any]:
+        return {"requests": stats.requests(self.broker.core, now)}
+
     def load(self, message: Message, now: float) -> Mapping[str, Any]:
         if self.broker.stopping:
             raise Draining("the broker is going down")
@@ -87,6 +90,7 @@ COMMANDS: dict[str, Callable[[Admin, Message, float], Mapping[str, Any]]] = {
     "ps": Admin.ps,
     "stats": Admin.stats,
     "models": Admin.models,
+    "requests": Admin.requests,
     "load": Admin.load,
     "unload": Admin.unload,
     "cancel": Admin.cancel,

@@ -158,7 +158,9 @@ class Fleet:
         if not commanded:
             slot.restarts += 1
             self._plan_restart(model, worker, now)
-        self._note("info" if commanded else "warning", "worker ended", worker, cause=cause)
+        why = {} if worker.error is None else {"error": worker.error.get("message")}
+        level = "info" if commanded else "warning"
+        self._note(level, "worker ended", worker, cause=cause, **why)
         return worker
 
     def _plan_restart(self, model: Model, worker: Worker, now: float) -> None:

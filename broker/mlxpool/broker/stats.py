@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.broker.requests import Request, State
@@ -69,6 +70,21 @@ def stats(core: Core, now: float) -> dict[str, Any]:
         "queued": sum(len(model.queue) for model in core.fleet.models.values()),
         "tombstones": len(core.tombstones),
     }
+
+
+def requests(core: Core, now: float, most: int = 1000) -> list[dict[str, Any]]:
+    """Live requests, the oldest first, as `mlxpool requests --json` prints them."""
+    return [
+        {
+            "id": request.id.hex(),
+            "model": request.payload.model,
+            "state": request.state.value,
+            "owner": request.owner,
+            "tokens": request.taken,
+            "age_s": round(now - request.accepted_at, 3),
+        }
+        for request in islice(core.requests.values(), most)
+    ]
 
 
 def ps(core: Core, now: float) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Model:
         return [slot.worker for slot in self.slots if slot.worker is not None]
 
     def state(self, restart_limit: int) -> str:
-        """cold | starting | ready | draining | broken, for people."""
+        """cold | starting | ready | draining | failed | broken, for people."""
         states = {worker.state for worker in self.workers}
         if WorkerState.READY in states or WorkerState.SUSPECT in states:
             return "ready"
@@ -117,6 +117,8 @@ class Model:
             return "starting"
         if states:
             return "draining"
+        if self.last_error is not None:
+            return "failed"
         if self.failures >= restart_limit:
             return "broken"
         return "starting" if self.wanted and self.failures else "cold"

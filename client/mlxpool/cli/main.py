@@ -1,6 +1,6 @@
 """Parses the command line and maps errors to exit codes.
 
-0 done, 1 failed, 2 wrong usage, 3 no broker answers.
+0 done, 1 failed, 2 wrong usage, 3 no broker answers, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from mlxpool.cli import ops, run, serve
-from mlxpool.common.errors import BadRequest, BrokerLost, PoolError
+from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
 from mlxpool.common.paths import default_run_dir
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
 EPILOG = """\
-exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers
+exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers, 130 interrupted
 
   mlxpool serve &                     start a broker
   mlxpool run demo "def main():"      complete a text
@@ -82,12 +82,12 @@ def main(arguments: list[str] | None = None) -> int:
     except PoolError as error:
         return _complain(options, error, FAILED)
     except ValueError as error:  # ConfigError among them
-        return _say(str(error), USAGE)
+        return _complain(options, BadRequest(str(error)), USAGE)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
-        return _say(str(error), FAILED)
+        return _complain(options, Internal(error.strerror or str(error)), FAILED)
     except KeyboardInterrupt:
         return 130
 
@@ -100,11 +100,8 @@ def _run_dir_of_environment() -> Path:
 def _complain(options: argparse.Namespace, error: PoolError, code: int) -> int:
     if options.json:
         print(json.dumps({"error": error.body()}))
-    return _say(f"{error.code}: {error.message}", code)
-
-
-def _say(text: str, code: int) -> int:
-    print(f"mlxpool: {text}", file=sys.stderr)
+    what = "" if error.code in ("internal", "bad_request") else f"{error.code}: "
+    print(f"mlxpool: {what}{error.message}", file=sys.stderr)
     return code
 
 

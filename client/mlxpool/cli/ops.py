@@ -24,18 +24,19 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         ("ps", "workers: state, phase, memory", ps),
         ("stats", "counters since the broker's start", stats),
         ("models", "the models that can be asked for", models),
+        ("requests", "live requests and their ids", requests),
         ("stop", "end the broker and its workers", stop),
     ):
         commands.add_parser(name, parents=[common], help=text).set_defaults(run=action)
     for name, text, action in (
         ("load", "start a model's workers now", load),
-        ("unload", "end a model's workers", unload),
+        ("unload", "end a model's workers and the streams they run", unload),
     ):
         sub = commands.add_parser(name, parents=[common], help=text)
-        sub.add_argument("model", metavar="MODEL")
+        sub.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
         sub.set_defaults(run=action)
     sub = commands.add_parser("cancel", parents=[common], help="cancel a request")
-    sub.add_argument("id", metavar="ID", help="32 hexadecimal digits, as in the broker's log")
+    sub.add_argument("id", metavar="ID", help="32 hexadecimal digits, as `mlxpool requests` shows")
     sub.set_defaults(run=cancel)
 
 
@@ -109,9 +110,9 @@ def stats(options: argparse.Namespace) -> int:
     lines = []
     for name, value in answer.items():
         if isinstance(value, Mapping):
-            lines += [f"{name}.{key:<20} {entry}" for key, entry in value.items()]
+            lines += [f"{f'{name}.{key}':<24} {entry}" for key, entry in value.items()]
         else:
-            lines.append(f"{name:<20} {value}")
+            lines.append(f"{name:<24} {value}")
     return _show(options, answer, "\n".join(lines))
 
 
@@ -123,6 +124,16 @@ def models(options: argparse.Namespace) -> int:
         for m in answer["models"]
     ]
     return _show(options, answer, table(("NAME", "STATE", "CONTEXT", "QUEUED"), rows))
+
+
+def requests(options: argparse.Namespace) -> int:
+    """One line for each live request."""
+    answer = ask(options.run_dir, "requests")
+    rows = [
+        (r["id"], r["model"], r["state"], str(r["tokens"]), _duration(r["age_s"]))
+        for r in answer["requests"]
+    ]
+    return _show(options, answer, table(("ID", "MODEL", "STATE", "TOKENS", "AGE"), rows))
 
 
 def load(options: argparse.Namespace) -> int:

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlxpool.client import Delta, Result
 
+BROKER_GRACE = 10.0  # seconds; somebody sits before the screen and waits
+
 FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "max_tokens": (int, "tokens to generate at most (default: up to the context)"),
+    "max_tokens": (int, "tokens to generate at most (default, 0 or below: up to the context)"),
     "temperature": (float, "0 is greedy (default 0.8)"),
     "top_p": (float, "keep the most likely tokens of this mass (default 0.9)"),
     "top_k": (int, "keep this many of the most likely tokens, 0: all (default 40)"),
     "min_p": (float, "drop tokens this much less likely than the first (default 0)"),
     "repeat_penalty": (float, "divide the logits of recent tokens (default 1, off)"),
-    "repeat_last_n": (int, "how many tokens are recent (default 64)"),
+    "repeat_last_n": (int, "how many tokens are recent, -1: all (default 64)"),
     "presence_penalty": (float, "subtract from recent tokens once (default 0)"),
     "frequency_penalty": (float, "subtract from recent tokens for each time (default 0)"),
     "seed": (int, "for the same text again (default: drawn)"),
@@ -32,8 +34,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     run_parser = commands.add_parser(
         "run", parents=[common], help="complete a text, from the arguments or standard input"
     )
-    run_parser.add_argument("model", metavar="MODEL")
-    run_parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="default: standard input")
+    run_parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
+    run_parser.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="default, or -: standard input"
+    )
     run_parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message"
     )
@@ -42,13 +46,24 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     run_parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
-    run_parser.add_argument("--logprobs", action="store_true", default=None)
-    run_parser.add_argument("--ignore-eos", action="store_true", default=None)
     run_parser.add_argument(
-        "--deadline", type=float, metavar="SECONDS", help="give up after this time"
+        "--logprobs", action="store_true", default=None, help="report each token's, with --json"
+    )
+    run_parser.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="go on past the model's own end"
+    )
+    run_parser.add_argument(
+        "--deadline", type=_seconds, metavar="SECONDS", help="give up after this time"
     )
     run_parser.add_argument("--quiet", action="store_true", help="no figures on standard error")
     run_parser.set_defaults(run=run)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e7:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below 10000000, got {text}")
+    return value
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,21 +72,30 @@ def run(options: argparse.Namespace) -> int:
     from mlxpool.client import Client
     from mlxpool.common.options import CHECKS
 
-    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    prompt = _standard_input() if options.prompt in (None, "-") else options.prompt
     asked = {name: getattr(options, name) for name in CHECKS if hasattr(options, name)}
     if options.deadline is not None:
         asked["deadline_ms"] = max(1, round(options.deadline * 1000))
+    if options.top_logprobs:
+        asked["logprobs"] = True
     messages = [{"role": "user", "content": prompt}] if options.chat else None
     show = _print_json if options.json else _print_text
     started = time.monotonic()
     with (
-        Client(options.run_dir) as client,
+        Client(options.run_dir, broker_grace=BROKER_GRACE) as client,
         client.stream(
             options.model, None if options.chat else prompt, messages=messages, **asked
         ) as stream,
     ):
-        for delta in stream:
-            show(delta)
+        shown = False
+        try:
+            for delta in stream:
+                show(delta)
+                shown = True
+        except BaseException:
+            if shown and not options.json:
+                print()  # what follows must not stick to the text
+            raise
         result = stream.result
     if options.json:
         print(json.dumps(as_json(result)), flush=True)
@@ -79,7 +103,14 @@ def run(options: argparse.Namespace) -> int:
         print()
         if not options.quiet:
             print(figures(result, time.monotonic() - started), file=sys.stderr)
-    return 0
+    return int(result.reason == "cancelled")  # by somebody else: the text is not whole
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8: {error}") from None
 
 
 def _print_text(delta: Delta) -> None:

@@ -28,7 +28,9 @@ class Text(logging.Formatter):
     """`12:00:00 info  broker: message key=value`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        extras = "".join(f" {k}={v}" for k, v in record.__dict__.items() if k not in _OWN)
+        extras = "".join(
+            f" {k}={v}" for k, v in record.__dict__.items() if k not in _OWN and v is not None
+        )
         name = record.name.removeprefix("mlxpool.")
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         line = f"{stamp} {record.levelname.lower():7} {name}: {record.getMessage()}{extras}"

@@ -1,0 +1,224 @@
+"""Real child processes: their end is noticed, they are ended, and it is said why."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxpool.broker.supervisor import Child, Supervisor, cause_of
+from mlxpool.common.config import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
+
+PATIENCE = 30.0  # seconds
+PYTHON = sys.executable
+SLEEP = "import sys; print('up', flush=True); sys.stdin.read()"
+DEAF = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    " print('up', flush=True); time.sleep(600)"
+)
+
+
+class Nursery:
+    """A supervisor whose workers are `python -c CODE`."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, portable: bool) -> None:
+        (folder / "logs").mkdir()
+        self.folder = folder
+        models = {"m": ModelConfig(path="builtin:counting")}
+        self.config = PoolConfig(
+            run_dir=folder, models=models, stop_grace=7.0, worker_log_bytes=2048
+        )
+        self.supervisor = Supervisor(self.config, "ipc:///back", portable=portable)
+        self.patch = patch
+
+    def start(self, code: str = SLEEP, slot: str = "m/0") -> Child:
+        """Start and wait until it says that it is up."""
+        program = self.folder / "python"
+        program.write_text(f'#!/bin/sh\nexec "{PYTHON}" -c "{code}"\n')
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        self.patch.setattr("sys.executable", str(program))
+        before = self.said(slot).count("up\n")
+        child = self.supervisor.start(slot, "m")
+        end = time.monotonic() + PATIENCE
+        while self.said(slot).count("up\n") == before and child.process.poll() is None:
+            assert time.monotonic() < end, "it never came up"
+            time.sleep(0.005)
+        return child
+
+    def said(self, slot: str = "m/0") -> str:
+        path = self.supervisor.log_path(slot)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+@pytest.fixture(params=[False, True], ids=["pidfd", "portable"])
+def nursery(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Nursery]:
+    made = Nursery(tmp_path, monkeypatch, request.param)
+    try:
+        yield made
+    finally:
+        made.supervisor.close()
+
+
+def gone(child: Child, patience: float = PATIENCE) -> bool:
+    """Whether `watch` becomes readable in time."""
+    return bool(select.select([child.watch], [], [], patience)[0])
+
+
+def test_a_kill_is_noticed(nursery: Nursery) -> None:
+    child = nursery.start()
+    assert not gone(child, 0.05)
+    os.kill(child.process.pid, signal.SIGKILL)
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0") == "killed by SIGKILL"
+    assert nursery.supervisor.children == {}
+
+
+def test_an_exit_is_noticed(nursery: Nursery) -> None:
+    child = nursery.start("import sys; sys.exit(3)")
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0") == "exit code 3"
+
+
+def test_nothing_of_a_reaped_child_is_left_open(nursery: Nursery) -> None:
+    before = set(os.listdir("/dev/fd"))
+    child = nursery.start()
+    child.process.kill()
+    assert gone(child)
+    nursery.supervisor.reap("m/0")
+    assert len(os.listdir("/dev/fd")) == len(before)
+
+
+def test_sigterm_is_enough_for_most(nursery: Nursery) -> None:
+    child = nursery.start()
+    nursery.supervisor.stop("m/0", now=100.0)
+    assert nursery.supervisor.next_wake() == 107.0
+    nursery.supervisor.poll(now=106.9)
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0") == "stopped"
+    assert child.process.returncode == -signal.SIGTERM
+    assert nursery.supervisor.next_wake() == float("inf")
+
+
+def test_sigkill_follows_for_the_deaf(nursery: Nursery) -> None:
+    child = nursery.start(DEAF)
+    nursery.supervisor.stop("m/0", now=100.0)
+    nursery.supervisor.stop("m/0", now=105.0)
+    nursery.supervisor.poll(now=106.9)
+    assert not gone(child, 0.2)
+    nursery.supervisor.poll(now=107.0)
+    assert gone(child)
+    nursery.supervisor.reap("m/0")
+    assert child.process.returncode == -signal.SIGKILL
+
+
+def test_to_stop_what_is_not_there_is_nothing(nursery: Nursery) -> None:
+    nursery.supervisor.stop("m/0", now=1.0)
+    nursery.supervisor.poll(now=1.0)
+    child = nursery.start("pass")
+    assert gone(child)
+    nursery.supervisor.stop("m/0", now=1.0)  # it has ended, and was not reaped yet
+    nursery.supervisor.poll(now=99.0)
+
+
+def test_close_ends_everybody_at_once(nursery: Nursery) -> None:
+    children = [nursery.start(DEAF, slot) for slot in ("m/0", "m/1")]
+    nursery.supervisor.close()
+    assert nursery.supervisor.children == {}
+    assert [child.process.returncode for child in children] == [-signal.SIGKILL] * 2
+
+
+def test_a_worker_ends_with_its_broker(nursery: Nursery) -> None:
+    """Its standard input is a pipe that only the broker holds."""
+    child = nursery.start()
+    assert child.process.stdin is not None
+    child.process.stdin.close()
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0") == "exit code 0"
+
+
+def test_a_worker_is_told_its_settings(nursery: Nursery) -> None:
+    child = nursery.start(
+        f"import os, sys; print(os.environ['{WORKER_VARIABLE}']); print('up', flush=True);"
+        " sys.stdin.read()"
+    )
+    line = nursery.said().splitlines()[0]
+    told = WorkerConfig.from_environment(line)
+    model = nursery.config.models["m"]
+    assert told == WorkerConfig("ipc:///back", "m/0", child.token, "m", model, "text")
+    assert len(json.loads(line)["token"]) == 32
+
+
+def test_tokens_differ(nursery: Nursery) -> None:
+    assert nursery.start().token != nursery.start(slot="m/1").token
+
+
+def test_a_worker_leads_its_own_session(nursery: Nursery) -> None:
+    child = nursery.start()
+    assert os.getpgid(child.process.pid) == child.process.pid
+
+
+def test_a_log_is_appended_to_and_cut_when_it_is_long(nursery: Nursery) -> None:
+    path = nursery.supervisor.log_path("m/0")
+    assert path.name == "m-0.log"
+    path.write_text("old\n")
+    child = nursery.start("import sys; print('new')")
+    assert gone(child)
+    nursery.supervisor.reap("m/0")
+    assert nursery.said() == "old\nnew\n"
+    path.write_bytes(b"a" * 5000 + b"end\n")
+    child = nursery.start("import sys; print('new')")
+    assert gone(child)
+    nursery.supervisor.reap("m/0")
+    assert nursery.said() == "a" * 1020 + "end\n" + "new\n"
+
+
+def test_what_cannot_be_logged_is_not_started(nursery: Nursery) -> None:
+    (nursery.folder / "logs").rmdir()
+    (nursery.folder / "logs").write_text("no folder")
+    before = set(os.listdir("/dev/fd"))
+    with pytest.raises(OSError):
+        nursery.supervisor.start("m/0", "m")
+    assert nursery.supervisor.children == {}
+    assert len(os.listdir("/dev/fd")) == len(before)
+
+
+def test_a_program_that_is_not_there(nursery: Nursery) -> None:
+    nursery.patch.setattr("sys.executable", str(nursery.folder / "missing"))
+    before = set(os.listdir("/dev/fd"))
+    with pytest.raises(OSError):
+        nursery.supervisor.start("m/0", "m")
+    assert nursery.supervisor.children == {}
+    assert len(os.listdir("/dev/fd")) == len(before)
+
+
+def test_without_pidfd_the_portable_twin_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    assert Supervisor(PoolConfig(run_dir=tmp_path), "ipc:///back").portable
+
+
+@pytest.mark.parametrize(
+    ("code", "commanded", "words"),
+    [
+        (0, False, "exit code 0"),
+        (3, False, "exit code 3"),
+        (-11, False, "killed by SIGSEGV"),
+        (-9, False, "killed by SIGKILL"),
+        (-250, False, "killed by signal 250"),
+        (-15, True, "stopped"),
+        (0, True, "stopped"),
+    ],
+)
+def test_causes_in_words(code: int, commanded: bool, words: str) -> None:
+    assert cause_of(code, commanded) == words

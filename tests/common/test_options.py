@@ -1,0 +1,203 @@
+"""Sampling options: names, types, bounds, and their way over the wire."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpool.common import options as module
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import CHECKS, Options
+
+INTEGERS = {
+    "max_tokens": (-(2**31), 2**31 - 1),
+    "top_k": (0, 2**31 - 1),
+    "repeat_last_n": (-1, 2**31 - 1),
+    "seed": (-1, 2**64 - 1),
+    "top_logprobs": (0, 20),
+}
+NUMBERS = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repeat_penalty": (0.01, 100),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+}
+FLAGS = ("logprobs", "ignore_eos")
+
+
+def refused(**raw: Any) -> str:
+    with pytest.raises(BadRequest) as caught:
+        Options.parse(raw)
+    return caught.value.message
+
+
+def test_every_option_has_a_check_and_is_tested_here() -> None:
+    assert {f.name for f in fields(Options)} == set(CHECKS)
+    assert {*INTEGERS, *NUMBERS, *FLAGS, "logit_bias", "stop"} == set(CHECKS)
+
+
+def test_nothing_is_the_defaults() -> None:
+    assert Options.parse({}) == Options()
+    assert Options.parse(dict.fromkeys(CHECKS)) == Options(), "None is: not given"
+
+
+@pytest.mark.parametrize(("name", "bounds"), [*INTEGERS.items(), *NUMBERS.items()])
+def test_bounds(name: str, bounds: tuple[float, float]) -> None:
+    low, high = bounds
+    step = 1 if name in INTEGERS else 0.001
+    assert getattr(Options.parse({name: low}), name) == low
+    assert getattr(Options.parse({name: high}), name) == high
+    for beyond in (low - step, high + step):
+        assert f"option '{name}' is {beyond}" in refused(**{name: beyond})
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("value", [1.0, "1", True, [1], b"1"])
+def test_what_is_no_integer(name: str, value: Any) -> None:
+    assert f"option '{name}' must be an integer" in refused(**{name: value})
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["1", False, [0.5], {}])
+def test_what_is_no_number(name: str, value: Any) -> None:
+    assert f"option '{name}' must be a number" in refused(**{name: value})
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_number_is_endless_or_none(name: str, value: float) -> None:
+    assert f"option '{name}'" in refused(**{name: value})
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", [0, 1, "true"])
+def test_what_is_no_flag(name: str, value: Any) -> None:
+    assert f"option '{name}' must be true or false" in refused(**{name: value})
+    assert getattr(Options.parse({name: True}), name) is True
+
+
+def test_a_number_may_be_written_as_an_integer() -> None:
+    assert isinstance(Options.parse({"temperature": 1}).temperature, float)
+
+
+def test_num_predict_is_max_tokens() -> None:
+    assert Options.parse({"num_predict": 7}).max_tokens == 7
+    assert "'num_predict'" in refused(num_predict="x")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("temprature", "temperature"), ("topk", "top_k"), ("num_predct", "num_predict")],
+)
+def test_an_unknown_option_is_told_the_nearest(name: str, near: str) -> None:
+    assert f"did you mean '{near}'?" in refused(**{name: 1})
+
+
+def test_an_option_like_no_other_is_told_all() -> None:
+    message = refused(zzz=1)
+    assert all(name in message for name in CHECKS)
+
+
+def test_names_of_any_type_are_unknown() -> None:
+    for name in (1, b"seed", None):
+        with pytest.raises(BadRequest, match="unknown option"):
+            Options.parse({name: 1})  # type: ignore[dict-item]
+
+
+# ---- stop ----------------------------------------------------------------------------------------
+
+
+def test_stop_is_a_string_or_a_list() -> None:
+    assert Options.parse({"stop": "a"}).stop == ("a",)
+    assert Options.parse({"stop": ["a", "b"]}).stop == ("a", "b")
+    assert Options.parse({"stop": []}).stop == ()
+
+
+@pytest.mark.parametrize("value", [1, [1], ["a", None], {"a": 1}, b"a"])
+def test_what_is_no_stop(value: Any) -> None:
+    assert "'stop' must be a string or a list" in refused(stop=value)
+
+
+def test_bounds_of_stop() -> None:
+    most = module.MAX_STOP_BYTES
+    assert Options.parse({"stop": "é" * (most // 2)}).stop
+    assert "0 bytes" in refused(stop="")
+    assert f"{most + 2} bytes" in refused(stop="é" * (most // 2 + 1))
+    assert len(Options.parse({"stop": ["x"] * module.MAX_STOPS}).stop) == module.MAX_STOPS
+    assert f"{module.MAX_STOPS + 1} strings" in refused(stop=["x"] * (module.MAX_STOPS + 1))
+
+
+# ---- logit_bias ----------------------------------------------------------------------------------
+
+
+def test_biases_by_text_or_number() -> None:
+    assert Options.parse({"logit_bias": {"5": 1, 7: -2.5}}).logit_bias == {5: 1.0, 7: -2.5}
+
+
+@pytest.mark.parametrize(
+    "key", ["", "a", "-1", "1.5", "²", " 1", str(2**31), "1" * 5000, -1, 1.5, None, True, b"5"]
+)
+def test_what_is_no_token(key: Any) -> None:
+    message = refused(logit_bias={key: 1.0})
+    assert "no token id" in message
+    assert len(message) < 200
+
+
+@pytest.mark.parametrize("value", ["1", None, True, math.nan, 101, -101])
+def test_what_is_no_bias(value: Any) -> None:
+    assert "logit_bias[5]" in refused(logit_bias={"5": value})
+
+
+def test_bounds_of_biases() -> None:
+    most = module.MAX_BIASES
+    assert len(Options.parse({"logit_bias": {str(n): 0 for n in range(most)}}).logit_bias) == most
+    assert f"{most + 1} entries" in refused(logit_bias={str(n): 0 for n in range(most + 1)})
+    assert "must be a map" in refused(logit_bias=[[1, 2]])
+
+
+def test_a_long_value_is_shown_in_short() -> None:
+    assert len(refused(seed="x" * 10_000)) < 200
+
+
+# ---- the way there and back ----------------------------------------------------------------------
+
+given_options = st.fixed_dictionaries(
+    {},
+    optional={
+        **{name: st.integers(low, high) for name, (low, high) in INTEGERS.items()},
+        **{name: st.floats(low, high) for name, (low, high) in NUMBERS.items()},
+        **{name: st.booleans() for name in FLAGS},
+        "stop": st.lists(st.text(min_size=1, max_size=5), max_size=3),
+        "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
+    },
+)
+
+
+@given(given_options)
+def test_to_the_wire_and_back(raw: dict[str, Any]) -> None:
+    options = Options.parse(raw)
+    assert Options.parse(options.to_wire()) == options
+    for name, value in raw.items():
+        assert getattr(options, name) == (tuple(value) if name == "stop" else value)
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*CHECKS, "num_predict"]), junk, max_size=3))
+def test_junk_is_a_bad_request_at_worst(raw: dict[str, Any]) -> None:
+    try:
+        Options.parse(raw)
+    except BadRequest:
+        pass

@@ -1,0 +1,368 @@
+"""The protocol's bytes: what goes out comes back; whatever else comes is garbage, nothing worse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpool.common import wire
+from mlxpool.common.errors import BadRequest, PoolError, TooLarge
+from mlxpool.common.wire import Delta, Garbage, Header, Message
+
+ID = bytes(range(16))
+counts = st.integers(0, wire.MAX_NUMBER)
+token_ids = st.integers(0, 2**32 - 1)
+idents = st.binary(min_size=16, max_size=16)
+headers = st.builds(
+    Header, st.text("abcdefgh_", max_size=20), st.none() | idents, counts, counts, counts
+)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | texts | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+bodies = st.dictionaries(texts, values, max_size=4)
+
+
+def packed(value: Any) -> bytes:
+    return bytes(msgpack.packb(value, use_bin_type=True))
+
+
+def head(*fields: Any) -> bytes:
+    return packed([*fields] or [1, "ping", None, 0, 0, 0])
+
+
+def garbage(*parts: bytes) -> Garbage:
+    with pytest.raises(Garbage) as caught:
+        wire.decode(parts)
+    assert caught.value.error.code
+    return caught.value
+
+
+# ---- round trips ---------------------------------------------------------------------------------
+
+
+@given(headers, bodies, st.lists(st.binary(max_size=20), max_size=2))
+def test_a_message_comes_back_as_it_went(
+    header: Header, body: dict[str, Any], blobs: list[bytes]
+) -> None:
+    parts = wire.encode(header, body, blobs)
+    assert wire.decode(parts) == Message(header, body, tuple(blobs))
+
+
+def test_a_header_alone_is_one_part() -> None:
+    parts = wire.encode(Header("ping"))
+    assert len(parts) == 1
+    assert wire.decode(parts) == Message(Header("ping"))
+
+
+def test_blobs_bring_a_body_with_them() -> None:
+    assert len(wire.encode(Header("x"), None, [b"a"])) == 3
+
+
+def test_every_kind_fits_the_header() -> None:
+    big = wire.MAX_NUMBER
+    kinds = [v for k, v in vars(wire).items() if k.isupper() and isinstance(v, str)]
+    assert {"generate", "deltas", "welcome"} <= set(kinds)
+    for kind in kinds:
+        assert len(wire.encode(Header(kind, ID, big, big, big))[0]) <= wire.MAX_HEADER
+
+
+@given(st.lists(token_ids, max_size=50))
+def test_ids_come_back(ids: list[int]) -> None:
+    blob = wire.pack_ids(ids)
+    assert wire.unpack_ids(blob) == ids
+    assert blob == b"".join(i.to_bytes(4, "little") for i in ids)
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [1.5], ["a"], [None], 3, "abc"])
+def test_what_is_no_id(ids: Any) -> None:
+    with pytest.raises(BadRequest, match="token ids must be integers"):
+        wire.pack_ids(ids)
+
+
+def test_a_blob_of_ids_has_whole_ids() -> None:
+    with pytest.raises(BadRequest, match="5 bytes"):
+        wire.unpack_ids(bytes(5))
+
+
+# ---- garbage -------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=60), max_size=6))
+def test_random_bytes_are_garbage_at_worst(parts: list[bytes]) -> None:
+    try:
+        wire.decode(parts)
+    except Garbage:
+        pass
+
+
+@given(st.binary(max_size=80))
+def test_random_bodies_are_garbage_at_worst(body: bytes) -> None:
+    try:
+        message = wire.decode([head(), body])
+    except Garbage:
+        return
+    assert all(isinstance(key, str) for key in message.body)
+
+
+@given(values)
+def test_random_headers_are_garbage_at_worst(value: Any) -> None:
+    try:
+        wire.decode([packed(value)])
+    except Garbage:
+        pass
+
+
+@given(headers, bodies, st.integers(0, 200), st.integers(0, 255))
+def test_one_wrong_byte_is_garbage_at_worst(
+    header: Header, body: dict[str, Any], place: int, value: int
+) -> None:
+    parts = wire.encode(header, body)
+    part = bytearray(parts[place % 2])
+    part[place % len(part)] = value
+    parts[place % 2] = bytes(part)
+    try:
+        wire.decode(parts)
+    except Garbage:
+        pass
+
+
+@pytest.mark.parametrize("number", [0, 5, 50])
+def test_too_few_and_too_many_parts(number: int) -> None:
+    error = garbage(*[head()] * number).error
+    assert f"got {number}" in error.message
+
+
+@pytest.mark.parametrize("version", [0, 2, 255])
+def test_another_version(version: int) -> None:
+    error = garbage(head(version, "ping", None, 0, 0, 0)).error
+    assert error.code == "version_mismatch"
+    assert str(version) in error.message
+    assert error.details == {"version": 1}
+
+
+def test_another_version_may_have_another_header() -> None:
+    assert garbage(head(2)).error.code == "version_mismatch"
+
+
+def test_elements_of_a_later_minor_version_are_ignored() -> None:
+    message = wire.decode([head(1, "ping", ID, 1, 2, 3, "new", {})])
+    assert message.header == Header("ping", ID, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (),
+        (True, "ping", None, 0, 0, 0),
+        ("1", "ping", None, 0, 0, 0),
+        (1,),
+        (1, "ping", None, 0, 0),
+        (1, 5, None, 0, 0, 0),
+        (1, b"ping", None, 0, 0, 0),
+        (1, "ping", b"short", 0, 0, 0),
+        (1, "ping", "x" * 16, 0, 0, 0),
+        (1, "ping", None, True, 0, 0),
+        (1, "ping", None, 0, -1, 0),
+        (1, "ping", None, 0, 0, 1.0),
+        (1, "ping", None, 0, 0, 2**63),
+    ],
+)
+def test_headers_that_are_wrong(fields: tuple[Any, ...]) -> None:
+    found = garbage(packed(list(fields)))
+    assert found.error.code == "bad_request"
+    assert found.about is None
+
+
+@pytest.mark.parametrize("part", [b"", packed({}), packed("ping"), packed(None), b"\xc1"])
+def test_headers_that_are_no_list(part: bytes) -> None:
+    assert garbage(part).error.code == "bad_request"
+
+
+def test_a_header_has_a_bound() -> None:
+    assert garbage(head(1, "x" * 200, None, 0, 0, 0)).error.code == "too_large"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        packed([]),
+        packed(1),
+        packed({1: 2}),
+        packed({b"a": 1}),
+        packed({"a": {1: 2}}),
+        packed({None: 1}),
+        packed({}) + b"\x00",
+        b"",
+        b"\x81",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdd\xff\xff\xff\xff",
+        b"\x81\xa1a\xd9",
+        b"\x81\xa1\xff\x01",
+        b"\x81\xa1a" + b"\x91" * 5000 + b"\x00",
+        packed({"a": msgpack.ExtType(5, b"x")}),
+    ],
+)
+def test_bodies_that_are_wrong(body: bytes) -> None:
+    found = garbage(head(1, "generate", ID, 0, 1, 0), body)
+    assert found.error.code == "bad_request"
+    assert found.about == ID, "whom the answer is about is known"
+    assert len(found.error.message) < 300
+
+
+@pytest.mark.xfail(strict=True, reason="msgpack decodes type -1 before it asks the ext_hook")
+def test_a_time_stamp_is_an_extension_too() -> None:
+    body = packed({"a": msgpack.Timestamp(1)})
+    assert garbage(head(1, "generate", ID, 0, 1, 0), body).error.code == "bad_request"
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+def body_of(size: int) -> dict[str, str]:
+    return {"p": "x" * (size - 8)}  # a map of one: 1 + 2 + 5 bytes around the text
+
+
+def test_a_body_has_a_bound() -> None:
+    assert len(wire.encode(Header("x"), body_of(wire.MAX_BODY))[1]) == wire.MAX_BODY
+    with pytest.raises(TooLarge, match=str(wire.MAX_BODY + 1)):
+        wire.encode(Header("x"), body_of(wire.MAX_BODY + 1))
+    big = [head(1, "generate", ID, 0, 1, 0), packed(body_of(wire.MAX_BODY + 1))]
+    found = garbage(*big)
+    assert (found.error.code, found.about) == ("too_large", ID)
+    assert "blob" in found.error.message
+    assert wire.decode(big, max_body=wire.MAX_BACK_BODY).body
+
+
+def test_a_blob_has_a_bound() -> None:
+    wire.decode(wire.encode(Header("x"), {}, [bytes(wire.MAX_BLOB)]))
+    with pytest.raises(TooLarge, match="a blob"):
+        wire.encode(Header("x"), {}, [bytes(wire.MAX_BLOB + 1)])
+    assert garbage(head(), packed({}), bytes(wire.MAX_BLOB + 1)).error.code == "too_large"
+
+
+def test_a_message_has_a_bound() -> None:
+    full = bytes(wire.MAX_BLOB)
+    found = garbage(head(), packed({}), full, full)
+    assert found.error.code == "too_large"
+    assert str(wire.MAX_TOTAL) in found.error.message
+
+
+def test_what_is_somewhat_too_large_still_arrives_to_be_answered() -> None:
+    assert max(wire.MAX_BLOB, wire.MAX_BODY, wire.MAX_BACK_BODY) < wire.MAX_FRAME
+
+
+# ---- deltas --------------------------------------------------------------------------------------
+
+maps = st.none() | st.dictionaries(texts, st.integers(0, 9), max_size=2)
+rows = st.builds(
+    Delta,
+    idents,
+    counts,
+    counts,
+    texts,
+    st.lists(token_ids, max_size=4).map(wire.pack_ids),
+    st.none() | st.lists(st.dictionaries(texts, st.integers(0, 9), max_size=2), max_size=2),
+    maps,
+    maps,
+)
+
+
+@given(st.lists(rows, max_size=5))
+def test_deltas_come_back(deltas: list[Delta]) -> None:
+    body, blob = wire.pack_deltas(deltas)
+    message = wire.decode(wire.encode(Header(wire.DELTAS), body, [blob]))
+    assert wire.unpack_deltas(message) == deltas
+
+
+def test_absent_fields_of_a_row_are_left_out() -> None:
+    plain = Delta(ID, 1, 0, "a", b"")
+    body, _ = wire.pack_deltas([plain, Delta(ID, 1, 0, "a", b"", facts={"now": 1})])
+    assert [len(row) for row in body["rows"]] == [5, 7]
+
+
+ROW = [ID, 1, 0, "a", 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "blob"),
+    [
+        (None, b""),
+        ({}, b""),
+        ([1], b""),
+        ([ROW[:4]], b""),
+        ([[*ROW, None, None, None, None]], bytes(4)),
+        ([[b"x", 1, 0, "a", 1]], bytes(4)),
+        ([[ID, True, 0, "a", 1]], bytes(4)),
+        ([[ID, 1, -1, "a", 1]], bytes(4)),
+        ([[ID, 1, 0, b"a", 1]], bytes(4)),
+        ([[ID, 1, 0, "a", -1]], bytes(4)),
+        ([[ID, 1, 0, "a", 2**62]], bytes(4)),
+        ([ROW], b""),
+        ([ROW], bytes(3)),
+        ([ROW], bytes(8)),
+        ([ROW, ROW], bytes(4)),
+        ([], bytes(4)),
+    ],
+)
+def test_deltas_that_are_wrong(rows: Any, blob: bytes) -> None:
+    with pytest.raises(BadRequest, match="deltas:"):
+        wire.unpack_deltas(Message(Header(wire.DELTAS), {"rows": rows}, (blob,)))
+
+
+@given(values, st.lists(st.binary(max_size=9), max_size=2))
+def test_random_rows_are_bad_requests_at_worst(rows: Any, blobs: list[bytes]) -> None:
+    try:
+        wire.unpack_deltas(Message(Header(wire.DELTAS), {"rows": rows}, tuple(blobs)))
+    except PoolError:
+        pass
+
+
+@given(st.lists(st.integers(0, 40_000), max_size=30))
+def test_batches_keep_the_order_and_fit(sizes: list[int]) -> None:
+    deltas = [Delta(ID, 1, n, "x" * size, b"") for n, size in enumerate(sizes)]
+    groups = list(wire.batches(deltas))
+    assert [d for group in groups for d in group] == deltas
+    for group in groups:
+        body, blob = wire.pack_deltas(group)
+        wire.encode(Header(wire.DELTAS), body, [blob])
+
+
+# ---- the digest ----------------------------------------------------------------------------------
+
+BASE = {"model": "m", "prompt": "a", "options": {"seed": 1}}
+
+
+def test_a_digest_is_of_the_request_not_of_the_sending() -> None:
+    first = wire.request_digest(BASE, [])
+    again = {**BASE, "deadline_ms": 5, "queue_ms": 1, "window": 3, "batch": True}
+    assert wire.request_digest(again, []) == first
+    assert wire.request_digest(dict(reversed(BASE.items())), []) == first
+    assert len(first) == 16
+
+
+def test_the_ids_of_a_resume_do_not_count() -> None:
+    blob = {**BASE, "prompt": True}
+    resumed = {**blob, "resume": {"count": 1}}
+    assert wire.request_digest(resumed, [b"text", b"1234"]) == wire.request_digest(blob, [b"text"])
+    assert wire.request_digest({**BASE, "resume": {"count": 1}}, [b"1234"]) == wire.request_digest(
+        BASE, []
+    )
+
+
+@pytest.mark.parametrize(
+    "other", [{"model": "n"}, {"prompt": "b"}, {"options": {}}, {"priority": 1}, {"session": "s"}]
+)
+def test_another_request_has_another_digest(other: dict[str, Any]) -> None:
+    assert wire.request_digest({**BASE, **other}, []) != wire.request_digest(BASE, [])
+
+
+def test_a_prompt_in_a_blob_counts() -> None:
+    body = {**BASE, "prompt": True}
+    assert wire.request_digest(body, [b"a"]) != wire.request_digest(body, [b"b"])
