@@ -1173,7 +1173,7 @@ def test_shutdown_ends_everything_with_draining(story: Story) -> None:
     for link, name in enumerate(("streaming", "assigned", "queued", "waiting"), start=1):
         story.assert_sent(link, "error", id=ids[name], code="draining", retryable=True)
     assert sorted(story.stopped()) == ["m/0", "other/0"]
-    assert sorted(worker.cancelled) == sorted([(ids["streaming"], 1), (ids["assigned"], 1)])
+    assert {request for request, _ in worker.cancelled} == {ids["streaming"], ids["assigned"]}
     story.assert_conserved()
     story.generate(link=5)
     story.assert_refused("draining", link=5)

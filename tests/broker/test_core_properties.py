@@ -205,7 +205,7 @@ class Pool(RuleBasedStateMachine):
         """It waits in its queue, or the worker that has it knows."""
         queued = request in self.story.model(request.payload.model).queue
         worker = self.story.core.fleet.worker(request.worker)
-        assigned = worker is not None and (request.id, request.tries) in worker.places
+        assigned = worker is not None and (request.id, request.run) in worker.places
         return queued != assigned
 
     @invariant()

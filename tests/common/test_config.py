@@ -268,3 +268,9 @@ def test_what_a_worker_is_told_comes_back() -> None:
     spec = ModelConfig(path="/a", counting=Counting(step_us=7, fail_load=True))
     told = WorkerConfig("ipc:///x", "m/0", "token", "m", spec, "json")
     assert WorkerConfig.from_environment(told.to_environment()) == told
+
+
+def test_an_empty_variable_is_not_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("MLXPOOL_RUN_DIR", "")
+    assert load(None).run_dir == tmp_path / "mlxpool"

@@ -67,7 +67,6 @@ def test_a_bind_error_names_the_endpoint(
     assert endpoint in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="router() leaves its socket open when bind() fails")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_could_not_be_bound_is_closed(
     context: zmq.Context[zmq.Socket[bytes]], folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""The admin socket: `ps`, `stats`, `models`, `requests`, `load`, `unload`, `cancel`, `stop`. Local only."""
+"""The admin socket: what operations ask, and `load`, `unload`, `cancel`, `stop`. Local only."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import zmq
 from mlxpool.broker import events as ev
 from mlxpool.broker import stats
 from mlxpool.broker.peers import Peers
+from mlxpool.broker.workers import Model
 from mlxpool.common import wire
-from mlxpool.common.errors import BadRequest, Draining, PoolError
+from mlxpool.common.errors import BadRequest, Draining, Internal, PoolError
 from mlxpool.common.wire import Header, Message
 
 if TYPE_CHECKING:
     from mlxpool.broker.edge import Broker
+
+
+AT_ONCE = 64  # messages answered before the other sockets get their turn
 
 
 class Admin:
@@ -28,19 +32,29 @@ class Admin:
 
     def serve(self, now: float) -> None:
         """Answer everything that waits."""
-        while (received := self.peers.receive(now)) is not None:
+        for _ in range(AT_ONCE):
+            received = self.peers.receive(now)
+            if received is None:
+                return
             peer, parts = received
-            request_id = None
-            try:
-                message = wire.decode(parts)
-                request_id = message.header.id
-                kind, body = message.kind, self._answer(message, now)
-            except wire.Garbage as garbage:
-                kind, body = wire.ERROR, garbage.error.body()
-            except PoolError as error:
-                kind, body = wire.ERROR, error.body()
-            self.peers.send(peer.number, wire.encode(Header(kind, request_id), body))
+            self.peers.send(peer.number, self._reply(parts, now))
             self.peers.forget(peer.number)
+
+    def _reply(self, parts: list[bytes], now: float) -> list[bytes]:
+        request_id = None
+        try:
+            message = wire.decode(parts)
+            request_id = message.header.id
+            body = self._answer(message, now)
+            return wire.encode(Header(message.kind, request_id), body, max_body=wire.MAX_BLOB)
+        except wire.Garbage as garbage:
+            error = garbage.error
+        except PoolError as refused:
+            error = refused
+        except Exception as bug:  # operations must not be able to end the pool
+            self.broker.core.counters.internal_errors += 1
+            error = Internal(f"the admin command failed: {bug!r:.200}")
+        return wire.encode(Header(wire.ERROR, request_id), error.body())
 
     def _answer(self, message: Message, now: float) -> Mapping[str, Any]:
         command = COMMANDS.get(message.kind)
@@ -62,15 +76,21 @@ class Admin:
     def requests(self, message: Message, now: float) -> Mapping[str, Any]:
         return {"requests": stats.requests(self.broker.core, now)}
 
+    def _model(self, message: Message) -> Model:
+        name = message.body.get("model")
+        if not isinstance(name, str):
+            raise BadRequest(f"{message.kind}: model must be a name")
+        return self.broker.core.fleet.model(name)
+
     def load(self, message: Message, now: float) -> Mapping[str, Any]:
         if self.broker.stopping:
             raise Draining("the broker is going down")
-        model = self.broker.core.fleet.model(str(message.body.get("model")))
+        model = self._model(message)
         self.broker.perform(ev.Load(model.name), now)
         return {"model": model.name}
 
     def unload(self, message: Message, now: float) -> Mapping[str, Any]:
-        model = self.broker.core.fleet.model(str(message.body.get("model")))
+        model = self._model(message)
         self.broker.perform(ev.Unload(model.name), now)
         return {"model": model.name}
 

@@ -49,6 +49,7 @@ class Books:
         self.counters = Counters()
         self.stopping = False
         self.out: list[ev.Action] = []
+        self.runs = 0  # runs given to workers so far
         self.grouped: dict[int, list[Delta]] = {}  # link -> deltas of the event in hand
 
     def fate(self, request_id: bytes, owner: str | None = None) -> dict[str, Any]:
@@ -109,8 +110,8 @@ class Books:
         worker = self.fleet.worker(request.worker)
         if worker is None:
             return ""
-        if (request.id, request.tries) in worker.places:
-            self.fleet.tell(worker, wire.CANCEL, {}, id=request.id, attempt=request.tries)
+        if (request.id, request.run) in worker.places:
+            self.fleet.tell(worker, wire.CANCEL, {}, id=request.id, attempt=request.run)
         return worker.slot
 
     def _set_timer(self, request: Request) -> None:

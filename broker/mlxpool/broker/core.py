@@ -51,7 +51,7 @@ class Core(Intake):
                 worker.places.discard((row.id, row.attempt))
                 worker.served += 1
             request = self.requests.get(row.id)
-            if request is not None and (request.worker, request.tries) == (
+            if request is not None and (request.worker, request.run) == (
                 event.epoch,
                 row.attempt,
             ):
@@ -150,7 +150,7 @@ class Core(Intake):
         )
         for request_id, attempt in sorted(worker.places):
             request = self.requests.get(request_id)
-            if request is not None and (request.worker, request.tries) == (worker.epoch, attempt):
+            if request is not None and (request.worker, request.run) == (worker.epoch, attempt):
                 self._fail(request, error, now)
         for request_id, (link, attempt, epoch) in list(self.asked.items()):
             if epoch == worker.epoch:
@@ -173,7 +173,7 @@ class Core(Intake):
                 self._request_timer(key, now)
             elif key == "tombstones":
                 self._forget(now)
-            elif isinstance(key, tuple) and key[0] == "model":
+            elif isinstance(key, tuple) and key[0] in ("model", "restart"):
                 self._model_timer(self.fleet.models[key[1]], now)
             elif isinstance(key, tuple):
                 self._link_timer(key[1], now)

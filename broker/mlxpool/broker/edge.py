@@ -196,7 +196,7 @@ class Broker:
 
     def _from_worker(self, peer: Peer, parts: list[bytes], now: float) -> None:
         try:
-            message = wire.decode(parts)
+            message = wire.decode(parts, max_body=wire.MAX_BACK_BODY)
             if message.kind == wire.HELLO:
                 self._hello(peer, message, now)
                 return
@@ -289,7 +289,8 @@ class Broker:
             parts = wire.encode(
                 action.header, action.body, action.blobs, max_body=wire.MAX_BACK_BODY
             )
-            self.back.send(number, parts)
+            if not self.back.send(number, parts):  # it takes nothing any more: start another
+                self.supervisor.stop(action.slot, now)
 
     def start_worker(self, action: ev.StartWorker, now: float) -> None:
         try:

@@ -68,7 +68,7 @@ class Fleet:
         """Somebody needs the model: start what is missing, unless it has to wait."""
         model.wanted = True
         if now < model.retry_at:
-            self.timers.set(("model", model.name), model.retry_at)
+            self.timers.set(("restart", model.name), model.retry_at)
             return
         model.last_error = None
         for slot in model.slots:
@@ -171,7 +171,7 @@ class Fleet:
         model.last_error = worker.error
         model.retry_at = now + delay
         if model.wanted:
-            self.timers.set(("model", model.name), model.retry_at)
+            self.timers.set(("restart", model.name), model.retry_at)
 
     def verdict(self, model: Model, now: float) -> PoolError | None:
         """Why what waits for the model should not go on waiting; None when it should."""

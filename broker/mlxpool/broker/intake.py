@@ -154,8 +154,10 @@ class Intake(Delivery):
         request.move("assign")
         request.worker, request.assigned_at = worker.epoch, now
         request.tries += 1
+        self.runs += 1
+        request.run = self.runs
         worker.works_sent += 1
-        worker.places.add((request.id, request.tries))
+        worker.places.add((request.id, request.run))
         self._set_timer(request)
         payload = request.payload
         body = {
@@ -168,7 +170,7 @@ class Intake(Delivery):
         if payload.resume is not None:
             body["resume"] = payload.resume
             blobs = (*blobs, payload.resume_ids)
-        self.fleet.tell(worker, wire.WORK, body, id=request.id, attempt=request.tries, blobs=blobs)
+        self.fleet.tell(worker, wire.WORK, body, id=request.id, attempt=request.run, blobs=blobs)
 
     def on_ask(self, event: ev.Ask, now: float) -> None:
         self._heard(event.link, now)
@@ -204,7 +206,7 @@ class Intake(Delivery):
                 raise BadRequest(f"{event.kind}: model must be a name")
             model = self.fleet.model(event.body["model"])
             self.fleet.refuse_if_broken(model, now)
-            self._check_asks(model)
+            self._check_asks(model, event)
         except PoolError as error:
             self._answer(event, wire.ERROR, error.body())
             return
@@ -215,7 +217,9 @@ class Intake(Delivery):
         self._forward_asks(model)
         self.fleet.settle(model, now)
 
-    def _check_asks(self, model: Model) -> None:
+    def _check_asks(self, model: Model, event: ev.Ask) -> None:
+        if event.id in self.asked or any(event.id == ask[0] for ask in model.asks):
+            raise DuplicateId(f"a call with the id {event.id.hex()} is under way")
         limit = self.config.queue_limit
         if len(model.asks) >= limit:
             raise QueueFull(f"{limit} calls wait for model {model.name!r} already")

@@ -150,7 +150,7 @@ def _resume(
     ids = blobs[0] if blobs else b""
     if len(blobs) > 1 or len(ids) != 4 * count:
         raise BadRequest(f"resume.count is {count}, its blob has {len(ids) / 4:g} ids")
-    return resume, ids
+    return {key: value for key, value in resume.items() if value is not None}, ids
 
 
 def _check_facts(facts: Any) -> None:
@@ -206,6 +206,7 @@ class Request:
     queue_deadline: float
     state: State = State.QUEUED
     worker: int = 0  # epoch of the worker it is assigned to
+    run: int = 0  # what its run in that worker is called; never used twice
     tries: int = 0  # times it was given to a worker
     taken: int = 0
     sent: int = 0

@@ -6,6 +6,8 @@ import heapq
 import math
 from collections.abc import Hashable
 
+SLACK = 64  # entries
+
 
 class Timers:
     """A heap in which only the newest time set for a key counts."""
@@ -26,6 +28,13 @@ class Timers:
             self._at[key] = at
             self._count += 1
             heapq.heappush(self._heap, (at, self._count, key))
+            if len(self._heap) > SLACK + 4 * len(self._at):
+                self._compact()
+
+    def _compact(self) -> None:
+        """Drop what no longer counts, so that cleared times far ahead take no memory."""
+        self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
+        heapq.heapify(self._heap)
 
     def clear(self, key: Hashable) -> None:
         self._at.pop(key, None)

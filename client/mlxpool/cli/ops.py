@@ -56,7 +56,7 @@ def ask(
                 f"no broker answers at {endpoint}; start one with `mlxpool serve`,"
                 " or name its folder with --run-dir"
             )
-        message = wire.decode(socket.recv_multipart())
+        message = wire.decode(socket.recv_multipart(), max_body=wire.MAX_BLOB)
     finally:
         socket.close(linger=0)
         context.term()

@@ -153,7 +153,7 @@ def _environment() -> dict[str, str]:
     return {
         name: os.environ[f"MLXPOOL_{name.upper()}"]
         for name in names
-        if f"MLXPOOL_{name.upper()}" in os.environ
+        if os.environ.get(f"MLXPOOL_{name.upper()}")
     }
 
 

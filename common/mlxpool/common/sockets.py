@@ -33,7 +33,11 @@ def router(
     if heartbeat:
         socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
-    bind(socket, endpoint)
+    try:
+        bind(socket, endpoint)
+    except OSError:
+        socket.close(linger=0)
+        raise
     return socket
 
 

@@ -25,6 +25,7 @@ MAX_BODY = 256 * 1024
 MAX_BACK_BODY = 2 * MAX_BODY  # between broker and worker: a request, its options filled in
 MAX_BLOB = 4 * 1024 * 1024
 MAX_TOTAL = 8 * 1024 * 1024
+MAX_DEPTH = 32  # of maps and lists in each other
 # Twice the largest legal frame: libzmq answers anything larger by cutting the link without a word,
 # so what is only somewhat too large has to arrive here to be answered `too_large`.
 MAX_FRAME = 2 * MAX_BLOB
@@ -126,7 +127,10 @@ def encode(
 
 
 def decode(parts: Sequence[bytes], *, max_body: int = MAX_BODY) -> Message:
-    """Undo `encode`. Raises Garbage for everything that is not a legal message."""
+    """Undo `encode`. Raises Garbage for everything that is not a legal message.
+
+    `max_body` above MAX_BODY is for the back socket, whose peers hold a token.
+    """
     if not 1 <= len(parts) <= MAX_PARTS:
         raise Garbage(BadRequest(f"a message has 1 to {MAX_PARTS} parts, got {len(parts)}"))
     header = _decode_header(parts[0])
@@ -135,6 +139,8 @@ def decode(parts: Sequence[bytes], *, max_body: int = MAX_BODY) -> Message:
         body = _unpack(parts[1]) if len(parts) > 1 else {}
         if not isinstance(body, dict) or not all(isinstance(key, str) for key in body):
             raise BadRequest("the body must be a map with string keys")
+        if max_body == MAX_BODY:
+            _check_shape(body, MAX_DEPTH)
     except PoolError as error:
         raise Garbage(error, header.id) from None
     return Message(header, body, tuple(parts[2:]))
@@ -172,6 +178,17 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER
 
 
+def _check_shape(value: Any, depth: int) -> None:
+    """What is nested too deep cannot even be printed safely; msgpack makes times by itself."""
+    if isinstance(value, msgpack.Timestamp):
+        raise BadRequest("ext type -1 is not part of the protocol")
+    if isinstance(value, dict | list):
+        if depth == 0:
+            raise BadRequest(f"the body is nested deeper than {MAX_DEPTH}")
+        for entry in value.values() if isinstance(value, dict) else value:
+            _check_shape(entry, depth - 1)
+
+
 def _no_extension(code: int, data: bytes) -> Any:
     raise ValueError(f"ext type {code} is not part of the protocol")
 
@@ -192,9 +209,9 @@ def _check_sizes(parts: Sequence[bytes], max_body: int) -> None:
     for blob in parts[2:]:
         if len(blob) > MAX_BLOB:
             raise TooLarge(f"a blob has {len(blob)} bytes, at most {MAX_BLOB}")
-    total = sum(map(len, parts))
-    if total > MAX_TOTAL:
-        raise TooLarge(f"the message has {total} bytes, at most {MAX_TOTAL}")
+    total, most = sum(map(len, parts)), MAX_TOTAL + max_body - MAX_BODY
+    if total > most:
+        raise TooLarge(f"the message has {total} bytes, at most {most}")
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:

@@ -21,7 +21,7 @@ import zmq
 
 from mlxpool.common import sockets, wire
 from mlxpool.common.config import WorkerConfig
-from mlxpool.common.errors import PoolError
+from mlxpool.common.errors import Internal, PoolError, TooLarge
 from mlxpool.common.wire import Delta, Header, Message
 from mlxpool.worker.compute import Compute
 from mlxpool.worker.mail import Drop, Key, Loaded, Opened, Outbound, Rows, Unusable
@@ -130,7 +130,7 @@ class Edge:
             elif isinstance(mail, Prepared):
                 self._prepared(mail)
             elif isinstance(mail, Answer):
-                self._send(wire.TOKENS, mail.body, id=mail.id, blobs=mail.blobs)
+                self._answer(mail)
             elif isinstance(mail, Opened):
                 self._opened(mail)
             elif isinstance(mail, Loaded):
@@ -138,6 +138,12 @@ class Edge:
                 self._credit()
             else:
                 self._unusable(mail)
+
+    def _answer(self, answer: Answer) -> None:
+        try:
+            self._send(wire.TOKENS, answer.body, id=answer.id, blobs=answer.blobs)
+        except TooLarge as error:
+            self._send(wire.TOKENS, error.body(), id=answer.id)
 
     def _opened(self, opened: Opened) -> None:
         self.preparer = Preparer(opened, self._post)
@@ -202,9 +208,22 @@ class Edge:
             except zmq.Again:
                 return
             try:
-                self._handle(wire.decode(parts, max_body=wire.MAX_BACK_BODY))
+                message = wire.decode(parts, max_body=wire.MAX_BACK_BODY)
             except PoolError as error:
                 log.warning("bad frame from the broker", extra={"why": str(error)})
+                continue
+            self._guarded(message)
+
+    def _guarded(self, message: Message) -> None:
+        """One message that we stumble over costs its own request, never the worker."""
+        try:
+            self._handle(message)
+        except Exception as error:
+            log.exception("a message failed", extra={"kind": message.kind})
+            key = (message.header.id or b"", message.header.attempt)
+            if message.kind == wire.WORK and key in self.preparing:
+                self.preparing.discard(key)
+                self._refuse(key, Internal(f"the request could not be read: {error!r}").body())
 
     def _handle(self, message: Message) -> None:
         kind, header = message.kind, message.header
@@ -279,7 +298,8 @@ class Edge:
         if not self.epoch:
             self.early.append((kind, body))
             return
-        self._put(wire.encode(Header(kind, id, self.epoch), body, blobs))
+        header = Header(kind, id, self.epoch)
+        self._put(wire.encode(header, body, blobs, max_body=wire.MAX_BACK_BODY))
 
     def _put(self, parts: list[bytes]) -> None:
         self.unsent.append(parts)

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpool.common.errors import BadRequest, ContextExceeded, Internal, PoolError
+from mlxpool.common.errors import BadRequest, ContextExceeded, Internal, PoolError, TooLarge
 from mlxpool.common.options import Options
-from mlxpool.common.wire import Header, Message, pack_ids, unpack_ids
+from mlxpool.common.wire import MAX_BLOB, MAX_BODY, Header, Message, pack_ids, unpack_ids
 from mlxpool.worker.mail import Admit, Key, Opened
 from mlxpool.worker.progress import monotonic
 from mlxpool.worker.sequence import Sequence
+
+MAX_TEXT = MAX_BODY - 1024  # bytes of text in an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +171,18 @@ def _answer(opened: Opened, message: Message, received: float) -> Answer:
             return _tokenized(opened, message)
         ids = unpack_ids(message.blobs[0]) if message.blobs else []
         _check_ids(opened, ids, "detokenize")
-        return Answer(request_id, {"text": opened.text.decode(ids)})
+        return _detokenized(request_id, opened.text.decode(ids))
     except PoolError as error:
         return Answer(request_id, error.body())
     except Exception as error:
         return Answer(request_id, Internal(f"{message.kind} failed: {error!r}").body())
+
+
+def _detokenized(request_id: bytes | None, text: str) -> Answer:
+    size = len(text.encode("utf-8", "replace"))
+    if size > MAX_TEXT:
+        raise TooLarge(f"detokenize: the text has {size} bytes, an answer holds {MAX_TEXT}")
+    return Answer(request_id, {"text": text})
 
 
 def _tokenized(opened: Opened, message: Message) -> Answer:
@@ -183,4 +192,6 @@ def _tokenized(opened: Opened, message: Message) -> Answer:
     if not isinstance(text, str):
         raise BadRequest("tokenize: text must be a string, or true with a blob")
     ids = opened.text.encode(text)
+    if 4 * len(ids) > MAX_BLOB:
+        raise TooLarge(f"tokenize: {len(ids)} ids do not fit an answer of {MAX_BLOB} bytes")
     return Answer(message.header.id, {"n": len(ids)}, (pack_ids(ids),))

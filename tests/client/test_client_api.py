@@ -1,0 +1,504 @@
+"""The clients against a broker that does what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from mlxpool.client import AsyncClient, Client, link
+from mlxpool.common import sockets, wire
+from mlxpool.common.errors import BrokerLost, DuplicateId, QueueFull, UnknownModel
+from mlxpool.common.wire import Header, Message, pack_ids
+
+PATIENCE = 30  # seconds; no test measures time, so this only bounds a failure
+USAGE = {"completion_tokens": 0}
+
+
+class FakeBroker:
+    """A ROUTER that a test speaks through. Used by one thread at a time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.boot = 11
+        self.number = 5  # of the one connection
+        self.peer = b""
+        self.seen: list[Message] = []
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket: zmq.Socket[bytes] | None = None
+
+    def open(self) -> FakeBroker:
+        self.socket = sockets.router(self.context, sockets.ipc(self.run_dir, "front"))
+        return self
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.close(linger=0)
+            self.socket = None
+        self.context.term()
+
+    def receive(self, kind: str) -> Message:
+        """The next message of a kind; pings are answered, others noted."""
+        assert self.socket is not None
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            if not self.socket.poll(100):
+                continue
+            self.peer, *parts = self.socket.recv_multipart()
+            message = wire.decode(parts)
+            self.seen.append(message)
+            if message.kind == wire.PING:
+                with contextlib.suppress(zmq.ZMQError):  # the client may be gone by now
+                    self.pong()
+            if message.kind == kind:
+                return message
+        raise AssertionError(f"no {kind} came, only {[m.kind for m in self.seen]}")
+
+    def say(
+        self,
+        kind: str,
+        request: bytes | None,
+        body: dict[str, Any],
+        *blobs: bytes,
+        pos: int = 0,
+        attempt: int = 1,
+    ) -> None:
+        assert self.socket is not None
+        header = Header(kind, request, self.boot, attempt, pos)
+        self.socket.send_multipart([self.peer, *wire.encode(header, body, blobs)])
+
+    def pong(self) -> None:
+        self.say(wire.PONG, None, {"boot": self.boot, "link": self.number, "version": 1})
+
+    def accept(self) -> bytes:
+        """Take the next `generate`; returns its id."""
+        request = self.receive(wire.GENERATE).header.id
+        assert request is not None
+        body = {"boot": self.boot, "link": self.number, "queue_position": 0, "seed": 1}
+        self.say(wire.ACCEPTED, request, body)
+        return request
+
+    def tokens(self, request: bytes, pos: int, count: int = 1) -> None:
+        ids = range(pos, pos + count)
+        self.say(wire.DELTA, request, {"text": "x" * count, "n": count}, pack_ids(ids), pos=pos)
+
+    def done(self, request: bytes, pos: int, reason: str = "stop") -> None:
+        body = {"text": "", "reason": reason, "usage": USAGE, "timings_ms": {}, "attempts": 1}
+        self.say(wire.DONE, request, body, pos=pos)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "PING", 0.05)
+
+
+@pytest.fixture
+def broker() -> Iterator[FakeBroker]:
+    """Not open yet: some tests want silence first."""
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # short: its path has to fit
+        made = FakeBroker(Path(folder))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.fixture
+def client(broker: FakeBroker) -> Iterator[Client]:
+    with Client(broker.run_dir, connect_timeout=PATIENCE, broker_grace=PATIENCE) as made:
+        yield made
+
+
+# ---- streams -------------------------------------------------------------------------------------
+
+
+def test_a_whole_stream(broker: FakeBroker, client: Client) -> None:
+    stream = client.stream("m", "hello", temperature=0, deadline_ms=5)
+    with pytest.raises(RuntimeError, match="not over"):
+        _ = stream.result
+    request = broker.open().accept()
+    sent = broker.seen[0]
+    assert request == stream.id and sent.header.attempt == 1
+    assert sent.body["options"] == {"temperature": 0} and sent.body["deadline_ms"] == 5
+    broker.tokens(request, 0, 2)
+    broker.tokens(request, 2)
+    broker.done(request, 3)
+    assert [delta.ids for delta in stream] == [(0, 1), (2,)]
+    assert (stream.result.text, stream.result.ids) == ("xxx", (0, 1, 2))
+    assert list(stream) == []
+
+
+def test_grouped_deltas_reach_their_streams(broker: FakeBroker, client: Client) -> None:
+    one, two = (client.stream("m", "a", batch=True) for _ in range(2))
+    broker.open()
+    ids = [broker.accept() for _ in range(2)]
+    assert ids == [one.id, two.id]
+    rows = [wire.Delta(i, 1, 0, "ab"[n], pack_ids([n])) for n, i in enumerate(ids)]
+    foreign = wire.Delta(one.id, 9, 0, "late", pack_ids([7]))
+    body, blob = wire.pack_deltas([*rows, foreign])
+    broker.say(wire.DELTAS, None, body, blob)
+    for ident in ids:
+        broker.done(ident, 1)
+    assert (one.read().text, two.read().text) == ("a", "b")
+
+
+def test_an_error_is_raised_by_every_way_to_read(broker: FakeBroker, client: Client) -> None:
+    streams = [client.stream("m", "a") for _ in range(3)]
+    broker.open()
+    for stream in streams:
+        broker.receive(wire.GENERATE)
+        broker.say(wire.ERROR, stream.id, {"code": "queue_full", "message": "no"})
+    with pytest.raises(QueueFull, match="no"):
+        streams[0].read()
+    with pytest.raises(QueueFull):
+        list(streams[1])
+    with pytest.raises(QueueFull), streams[2] as stream:
+        next(iter(stream))
+    with pytest.raises(QueueFull):
+        _ = streams[2].result
+
+
+def test_an_error_about_our_id_before_it_was_accepted_is_ours(
+    broker: FakeBroker, client: Client
+) -> None:
+    stream = client.stream("m", "a")
+    broker.open().receive(wire.GENERATE)
+    body = {"code": "duplicate_id", "message": "taken", "about": stream.id}
+    broker.say(wire.ERROR, None, body)
+    with pytest.raises(DuplicateId, match="taken"):
+        stream.read()
+
+
+def test_an_error_about_a_live_stream_ends_nothing(broker: FakeBroker, client: Client) -> None:
+    stream = client.stream("m", "a")
+    request = broker.open().accept()
+    for about in (request, bytes(16), None):
+        broker.say(wire.ERROR, None, {"code": "bad_request", "message": "x", "about": about})
+    broker.done(request, 0)
+    assert stream.read().reason == "stop"
+
+
+def test_a_gap_ends_the_stream(broker: FakeBroker, client: Client) -> None:
+    stream = client.stream("m", "a")
+    request = broker.open().accept()
+    broker.tokens(request, 0)
+    broker.tokens(request, 2)
+    with pytest.raises(BrokerLost, match="token 2, 1 were received"):
+        stream.read()
+
+
+# ---- the broker goes -----------------------------------------------------------------------------
+
+
+def test_a_broker_that_never_was(broker: FakeBroker) -> None:
+    with Client(broker.run_dir, connect_timeout=0.2) as client:
+        with pytest.raises(BrokerLost, match="no broker answers at ipc://"):
+            client.generate("m", "a")
+        with pytest.raises(BrokerLost):
+            client.models()
+
+
+def test_a_broker_that_falls_silent(broker: FakeBroker) -> None:
+    with Client(broker.run_dir, connect_timeout=PATIENCE, broker_grace=0.3) as client:
+        stream = client.stream("m", "a")
+        request = broker.open().accept()
+        broker.tokens(request, 0)
+        with pytest.raises(BrokerLost):
+            stream.read()
+
+
+def test_pings_keep_a_slow_stream_alive(broker: FakeBroker) -> None:
+    with Client(broker.run_dir, connect_timeout=PATIENCE, broker_grace=PATIENCE) as client:
+        stream = client.stream("m", "a")
+        request = broker.open().accept()
+        for _ in range(5):
+            broker.receive(wire.PING)
+        broker.done(request, 0)
+        assert stream.read().reason == "stop"
+
+
+def test_a_broker_of_another_boot_has_lost_our_streams(broker: FakeBroker, client: Client) -> None:
+    old = client.stream("m", "a")
+    broker.open().accept()
+    broker.boot = 12
+    with pytest.raises(BrokerLost, match="restarted"):
+        broker.receive(wire.PING)
+        old.read()
+    new = client.stream("m", "a")
+    broker.done(broker.accept(), 0)
+    assert new.read().reason == "stop"
+
+
+def test_another_connection_has_lost_our_streams(broker: FakeBroker, client: Client) -> None:
+    stream = client.stream("m", "a")
+    broker.open().accept()
+    broker.number += 1
+    broker.receive(wire.PING)
+    with pytest.raises(BrokerLost, match="connection was lost"):
+        stream.read()
+
+
+def test_a_broker_that_comes_late_gets_what_was_sent_before(
+    broker: FakeBroker, client: Client
+) -> None:
+    stream = client.stream("m", "a")
+    time.sleep(0.1)
+    broker.open()
+    broker.done(broker.accept(), 0)
+    assert stream.read().reason == "stop"
+
+
+@pytest.mark.xfail(strict=True, reason="_asked_at outlives the call that was given up")
+def test_a_call_given_up_long_ago_does_not_end_the_next_one(broker: FakeBroker) -> None:
+    async def story() -> Any:
+        async with AsyncClient(broker.run_dir, connect_timeout=0.5) as client:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.models(), 0.1)
+            await asyncio.sleep(1.0)
+            later = asyncio.ensure_future(client.models())
+            await asyncio.sleep(0)
+            broker.open()
+            return await answered(broker, later)
+
+    assert asyncio.run(story()) == []
+
+
+async def answered(broker: FakeBroker, call: asyncio.Future[Any]) -> Any:
+    """Answer the call for models that is the newest, unless it has ended before."""
+    while not call.done():
+        assert broker.socket is not None
+        if not await asyncio.to_thread(broker.socket.poll, 20):
+            continue
+        broker.peer, *parts = broker.socket.recv_multipart()
+        message = wire.decode(parts)
+        if message.kind == wire.MODELS:
+            broker.say(wire.MODELS, message.header.id, {"models": []}, attempt=0)
+        await asyncio.sleep(0)
+    return call.result()
+
+
+# ---- cancel and ack ------------------------------------------------------------------------------
+
+
+def test_leaving_the_loop_cancels(broker: FakeBroker, client: Client) -> None:
+    stream = client.stream("m", "a")
+    request = broker.open().accept()
+    broker.tokens(request, 0)
+    for _ in stream:
+        break
+    assert broker.receive(wire.CANCEL).header.id == request
+    stream.close()
+    broker.say(wire.FATE, request, {"state": "streaming", "pos": 1}, attempt=0)
+    broker.done(request, 1, "cancelled")
+
+
+def test_closing_the_iterator_cancels(broker: FakeBroker, client: Client) -> None:
+    stream = client.stream("m", "a")
+    request = broker.open().accept()
+    broker.tokens(request, 0)
+    iterator = iter(stream)
+    next(iterator)
+    iterator.close()  # type: ignore[attr-defined]
+    assert broker.receive(wire.CANCEL).header.id == request
+
+
+def test_the_end_of_a_with_cancels_even_when_the_client_closes_at_once(
+    broker: FakeBroker,
+) -> None:
+    with (
+        Client(broker.run_dir, connect_timeout=PATIENCE) as client,
+        client.stream("m", "a") as stream,
+    ):
+        broker.open().accept()
+    assert broker.receive(wire.CANCEL).header.id == stream.id
+
+
+def test_what_is_over_is_not_cancelled(broker: FakeBroker, client: Client) -> None:
+    with client.stream("m", "a") as stream:
+        broker.done(broker.open().accept(), 0)
+        stream.read()
+    stream.close()
+    stream = client.stream("m", "b")
+    broker.done(broker.accept(), 0)
+    stream.read()
+    assert wire.CANCEL not in [message.kind for message in broker.seen]
+
+
+def test_an_ack_after_64_ids(
+    broker: FakeBroker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "PING", 3600.0)
+    stream = client.stream("m", "a")
+    request = broker.open().accept()
+    iterator = iter(stream)
+    for pos in range(63):
+        broker.tokens(request, pos)
+        next(iterator)
+    broker.tokens(request, 63)
+    assert wire.ACK not in [message.kind for message in broker.seen]
+    next(iterator)
+    assert broker.receive(wire.ACK).body["have"] == [[request, 64]]
+    broker.tokens(request, 64, 100)
+    next(iterator)
+    assert broker.receive(wire.ACK).body["have"] == [[request, 164]]
+    broker.done(request, 164)
+    assert len(stream.read().ids) == 164
+
+
+def test_the_rest_is_acknowledged_with_the_next_ping(broker: FakeBroker, client: Client) -> None:
+    stream = client.stream("m", "a")
+    request = broker.open().accept()
+    broker.tokens(request, 0, 3)
+    next(iter(stream))
+    assert broker.receive(wire.ACK).body["have"] == [[request, 3]]
+
+
+def test_what_was_not_read_is_not_acknowledged(broker: FakeBroker, client: Client) -> None:
+    client.stream("m", "a")
+    broker.tokens(broker.open().accept(), 0, 100)
+    for _ in range(3):
+        broker.receive(wire.PING)
+    assert wire.ACK not in [message.kind for message in broker.seen]
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def test_calls(broker: FakeBroker, client: Client) -> None:
+    broker.open()
+    with ThreadPoolExecutor(1) as pool:
+        models = pool.submit(client.models)
+        ident = broker.receive(wire.MODELS).header.id
+        broker.say(wire.MODELS, ident, {"models": [{"name": "m"}]}, attempt=0)
+        assert models.result(PATIENCE) == [{"name": "m"}]
+        tokens = pool.submit(client.tokenize, "m", "text")
+        asked = broker.receive(wire.TOKENIZE)
+        assert asked.body == {"model": "m", "text": "text"}
+        broker.say(wire.TOKENS, asked.header.id, {}, pack_ids([4, 5]), attempt=0)
+        assert tokens.result(PATIENCE) == [4, 5]
+        text = pool.submit(client.detokenize, "m", [4, 5])
+        asked = broker.receive(wire.DETOKENIZE)
+        assert asked.blobs == (pack_ids([4, 5]),)
+        broker.say(wire.TOKENS, asked.header.id, {"text": "text"}, attempt=0)
+        assert text.result(PATIENCE) == "text"
+        fate = pool.submit(client.cancel, bytes(16))
+        assert broker.receive(wire.CANCEL).header.id == bytes(16)
+        broker.say(wire.FATE, bytes(16), {"state": "done", "pos": 3}, attempt=0)
+        assert fate.result(PATIENCE) == {"state": "done", "pos": 3}
+        wrong = pool.submit(client.tokenize, "x", "text")
+        ident = broker.receive(wire.TOKENIZE).header.id
+        broker.say(wire.ERROR, ident, {"code": "unknown_model", "message": "no"}, attempt=0)
+        with pytest.raises(UnknownModel):
+            wrong.result(PATIENCE)
+
+
+def test_frames_that_make_no_sense_change_nothing(broker: FakeBroker, client: Client) -> None:
+    stream = client.stream("m", "a")
+    request = broker.open().accept()
+    assert broker.socket is not None
+    for parts in ([b"garbage"], [b"", b""], [b"\xc1"] * 9):
+        broker.socket.send_multipart([broker.peer, *parts])
+    broker.say("news", request, {"a": 1})
+    broker.say(wire.FATE, bytes(16), {"state": "done", "pos": 3})
+    broker.done(request, 0)
+    assert stream.read().reason == "stop"
+
+
+# ---- the client's own end ------------------------------------------------------------------------
+
+
+def test_a_client_that_was_never_used() -> None:
+    with Client("/nowhere"):
+        pass
+
+
+def test_closing_ends_open_streams_and_the_thread(broker: FakeBroker) -> None:
+    client = Client(broker.run_dir, connect_timeout=PATIENCE)
+    stream = client.stream("m", "a")
+    client.close()
+    with pytest.raises(BrokerLost, match="was closed before"):
+        stream.read()
+    assert "mlxpool" not in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(BrokerLost, match="the client is closed"):
+        client.stream("m", "a")
+    client.close()
+
+
+def test_a_path_that_is_too_long() -> None:
+    with pytest.raises(ValueError, match="at most 107"):
+        Client("/" + "x" * 200)
+
+
+def test_an_endpoint_that_is_none() -> None:
+    with Client(endpoint="carrier://pigeon") as client:
+        for _ in range(2):
+            with pytest.raises(OSError, match="carrier://pigeon"):
+                client.stream("m", "a")
+
+
+# ---- asyncio -------------------------------------------------------------------------------------
+
+
+def test_async_streams_and_calls(broker: FakeBroker) -> None:
+    async def story() -> None:
+        async with AsyncClient(broker.run_dir, connect_timeout=PATIENCE) as client:
+            stream = client.stream("m", "a")
+            request = await asyncio.to_thread(broker.open().accept)
+            broker.tokens(request, 0, 2)
+            broker.done(request, 2)
+            assert [delta.ids async for delta in stream] == [(0, 1)]
+            assert stream.result.ids == (0, 1)
+            models = asyncio.ensure_future(client.models())
+            message = await asyncio.to_thread(broker.receive, wire.MODELS)
+            broker.say(wire.MODELS, message.header.id, {"models": []}, attempt=0)
+            assert await models == []
+
+    asyncio.run(story())
+
+
+def test_a_cancelled_task_cancels_its_request(broker: FakeBroker) -> None:
+    async def story() -> None:
+        async with AsyncClient(broker.run_dir, connect_timeout=PATIENCE) as client:
+            task = asyncio.ensure_future(client.generate("m", "a"))
+            request = await asyncio.to_thread(broker.open().accept)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            message = await asyncio.to_thread(broker.receive, wire.CANCEL)
+            assert message.header.id == request
+
+    asyncio.run(story())
+
+
+def test_leaving_an_async_loop_cancels(broker: FakeBroker) -> None:
+    async def story() -> None:
+        async with AsyncClient(broker.run_dir, connect_timeout=PATIENCE) as client:
+            async with client.stream("m", "a") as stream:
+                request = await asyncio.to_thread(broker.open().accept)
+                broker.tokens(request, 0)
+                async for _ in stream:
+                    break
+            message = await asyncio.to_thread(broker.receive, wire.CANCEL)
+            assert message.header.id == request
+
+    asyncio.run(story())
+
+
+def test_async_errors(broker: FakeBroker) -> None:
+    async def story() -> None:
+        async with AsyncClient(broker.run_dir, connect_timeout=0.2) as client:
+            with pytest.raises(BrokerLost):
+                await client.generate("m", "a")
+            with pytest.raises(BrokerLost):
+                await client.models()
+
+    asyncio.run(story())

@@ -1,0 +1,79 @@
+"""From the arguments of a call to a message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxpool.broker.requests import Payload
+from mlxpool.client import request
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.wire import TEXT_AS_BLOB, pack_ids
+
+
+def made(**given: Any) -> tuple[dict[str, Any], list[bytes]]:
+    prompt, messages, tokens = (given.pop(k, None) for k in ("prompt", "messages", "tokens"))
+    body, blobs = request.generate("m", prompt, messages, tokens, given)
+    Payload.parse(body, tuple(blobs))  # the broker reads what we write
+    return body, blobs
+
+
+def test_a_prompt() -> None:
+    assert made(prompt="a") == ({"model": "m", "options": {}, "prompt": "a"}, [])
+
+
+def test_a_long_prompt_is_a_blob() -> None:
+    short, long = "é" * (TEXT_AS_BLOB // 2), "é" * (TEXT_AS_BLOB // 2) + "x"
+    assert made(prompt=short)[1] == []
+    body, blobs = made(prompt=long)
+    assert body["prompt"] is True
+    assert blobs == [long.encode()]
+
+
+def test_messages() -> None:
+    messages = [{"role": "user", "content": "a"}]
+    body, blobs = made(messages=messages)
+    assert (body["messages"], blobs) == (messages, [])
+
+
+def test_tokens() -> None:
+    body, blobs = made(tokens=[1, 2])
+    assert (body["tokens"], blobs) == (True, [pack_ids([1, 2])])
+
+
+def test_keys_of_the_request_and_options_of_the_sampler() -> None:
+    keys = {"deadline_ms": 5, "queue_ms": 6, "priority": 1, "window": 9, "session": "s"}
+    flags = {"batch": True, "durable": False}
+    body, _ = made(prompt="a", temperature=0, seed=3, **keys, **flags)
+    assert {k: body[k] for k in (*keys, *flags)} == {**keys, **flags}
+    assert body["options"] == {"temperature": 0, "seed": 3}
+
+
+def test_every_key_of_the_request_is_known() -> None:
+    fields = set(Payload.__dataclass_fields__)
+    assert fields >= request.REQUEST_KEYS
+
+
+def test_none_is_not_given() -> None:
+    body, _ = made(prompt="a", temperature=None, deadline_ms=None)
+    assert body == {"model": "m", "options": {}, "prompt": "a"}
+
+
+def test_biases_have_text_keys_on_the_wire() -> None:
+    body, _ = made(prompt="a", logit_bias={5: 1.0})
+    assert body["options"]["logit_bias"] == {"5": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [({}, 0), ({"prompt": "a", "tokens": [1]}, 2), ({"prompt": "", "messages": []}, 2)],
+)
+def test_one_of_three(given: dict[str, Any], count: int) -> None:
+    with pytest.raises(BadRequest, match=f"got {count}"):
+        made(**given)
+
+
+def test_tokens_that_are_none() -> None:
+    with pytest.raises(BadRequest, match="token ids must be integers"):
+        made(tokens=[-1])

@@ -1,0 +1,142 @@
+"""What a client knows of a stream: frames in, deltas and the end out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpool.client.stream import Delta, StreamState
+from mlxpool.common import wire
+from mlxpool.common.errors import BrokerLost, ContextExceeded
+from mlxpool.common.wire import Header, Message, pack_ids
+
+ID = bytes(16)
+ACCEPTED = {"boot": 7, "link": 3, "queue_position": 0, "seed": 42}
+DONE = {
+    "text": "",
+    "reason": "stop",
+    "usage": {"completion_tokens": 2},
+    "timings_ms": {"total": 1.5},
+    "attempts": 2,
+}
+
+
+def frame(
+    kind: str, body: dict[str, Any] | None = None, *blobs: bytes, pos: int = 0, attempt: int = 1
+) -> Message:
+    return Message(Header(kind, ID, 7, attempt, pos), body or {}, blobs)
+
+
+def delta(pos: int, *ids: int, text: str = "", attempt: int = 1, **body: Any) -> Message:
+    fields = {"text": text, "n": len(ids), **body}
+    return frame(wire.DELTA, fields, pack_ids(ids), pos=pos, attempt=attempt)
+
+
+def accepted() -> StreamState:
+    state = StreamState(ID)
+    assert state.receive(frame(wire.ACCEPTED, ACCEPTED)) is None
+    return state
+
+
+def test_accepted() -> None:
+    state = accepted()
+    assert (state.boot, state.link, state.seed, state.over) == (7, 3, 42, False)
+
+
+def test_deltas_in_order() -> None:
+    state = accepted()
+    assert state.receive(delta(0, 5, 6, text="ab")) == Delta("ab", (5, 6), 0)
+    assert state.receive(delta(2, 7)) == Delta("", (7,), 2)
+    assert state.ids == [5, 6, 7]
+
+
+def test_done_holds_the_whole_completion() -> None:
+    state = accepted()
+    state.receive(delta(0, 5, text="a", logprobs=[{"logprob": -1}], facts={"now": 3}))
+    state.receive(delta(1, 6, text="b"))
+    assert state.receive(frame(wire.DONE, DONE, pos=2)) is None
+    result = state.result
+    assert state.over and result is not None
+    assert (result.text, result.ids, result.reason) == ("ab", (5, 6), "stop")
+    assert (result.usage, result.timings_ms) == (DONE["usage"], DONE["timings_ms"])
+    assert (result.seed, result.attempts) == (42, 2)
+    assert result.logprobs == ({"logprob": -1},)
+    assert state.facts == {"now": 3}
+
+
+def test_text_that_was_held_back_comes_with_the_end() -> None:
+    state = accepted()
+    state.receive(delta(0, 5, text="a"))
+    assert state.receive(frame(wire.DONE, {**DONE, "text": "z"}, pos=1)) == Delta("z", (), 1)
+    assert state.result is not None and state.result.text == "az"
+
+
+@pytest.mark.parametrize("pos", [0, 2, 9])
+def test_a_gap_or_a_repetition_ends_the_stream(pos: int) -> None:
+    state = accepted()
+    state.receive(delta(0, 5))
+    assert state.receive(delta(pos, 6)) is None
+    assert isinstance(state.error, BrokerLost)
+    assert state.error.retryable
+    assert f"token {pos}, 1 were received" in state.error.message
+    assert state.ids == [5]
+
+
+def test_an_end_that_does_not_fit_is_no_result() -> None:
+    state = accepted()
+    state.receive(delta(0, 5))
+    state.receive(frame(wire.DONE, DONE, pos=2))
+    assert state.result is None
+    assert isinstance(state.error, BrokerLost)
+
+
+def test_frames_of_another_attempt_are_nothing() -> None:
+    state = accepted()
+    for strange in (
+        delta(0, 9, attempt=2),
+        frame(wire.DONE, DONE, attempt=3),
+        frame(wire.ERROR, {"code": "internal", "message": "x"}, attempt=2),
+        frame(wire.ACCEPTED, {**ACCEPTED, "boot": 8}, attempt=2),
+    ):
+        assert state.receive(strange) is None
+    assert not state.over and state.ids == [] and state.boot == 7
+
+
+def test_an_error_is_typed() -> None:
+    state = accepted()
+    state.receive(delta(0, 5))
+    state.receive(frame(wire.ERROR, {"code": "context_exceeded", "message": "why"}, pos=1))
+    assert isinstance(state.error, ContextExceeded)
+    assert state.over and state.result is None
+
+
+def test_nothing_counts_after_the_end() -> None:
+    state = accepted()
+    state.receive(frame(wire.DONE, DONE))
+    result = state.result
+    for late in (delta(0, 5), frame(wire.ERROR, {"code": "internal"}), frame(wire.DONE, DONE)):
+        assert state.receive(late) is None
+    assert state.result is result and state.error is None and state.ids == []
+
+
+def test_kinds_of_tomorrow_are_nothing() -> None:
+    state = accepted()
+    assert state.receive(frame("news", {"a": 1})) is None
+    assert not state.over
+
+
+@given(st.lists(st.integers(0, 5), max_size=20))
+def test_however_it_is_cut_it_is_the_same(cuts: list[int]) -> None:
+    state, pos = accepted(), 0
+    for count in cuts:
+        ids = range(pos, pos + count)
+        got = state.receive(delta(pos, *ids, text="x" * count))
+        assert got == Delta("x" * count, tuple(ids), pos)
+        pos += count
+    state.receive(frame(wire.DONE, DONE, pos=pos))
+    assert state.result is not None
+    assert state.result.ids == tuple(range(pos))
+    assert state.result.text == "x" * pos

@@ -1,0 +1,99 @@
+"""Names that others rely on, and what an import may pull in."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mlxpool.client
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("broker", "client", "common", "worker")
+
+
+def modules(room: str) -> Iterator[Path]:
+    return (ROOT / room / "mlxpool").rglob("*.py")
+
+
+def test_the_public_names_of_the_client() -> None:
+    assert sorted(mlxpool.client.__all__) == [
+        "AsyncClient",
+        "AsyncStream",
+        "Client",
+        "Delta",
+        "PoolError",
+        "Result",
+        "Stream",
+    ]
+    for name in mlxpool.client.__all__:
+        assert getattr(mlxpool.client, name).__name__ == name
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = mlxpool.client.nonsense
+
+
+@pytest.mark.parametrize(
+    ("of", "names"),
+    [
+        ("Client", "cancel close detokenize generate models stream tokenize"),
+        ("AsyncClient", "cancel close detokenize generate models stream tokenize"),
+        ("Stream", "close id read result"),
+        ("AsyncStream", "close id read result"),
+    ],
+)
+def test_the_public_names_of_its_classes(of: str, names: str) -> None:
+    public = [name for name in dir(getattr(mlxpool.client, of)) if not name.startswith("_")]
+    assert public == names.split()
+
+
+def test_the_namespace_has_no_init() -> None:
+    """One in any room would hide the others (PEP 420)."""
+    assert not [room for room in ROOMS if (ROOT / room / "mlxpool" / "__init__.py").exists()]
+    assert not list(ROOT.glob("tests/**/__init__.py"))
+
+
+def imported(module: str) -> set[str]:
+    """Top-level packages in a fresh interpreter that has imported a module."""
+    code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    return set(done.stdout.split())
+
+
+HEAVY = {"mlx", "tokenizers", "numpy", "jinja2", "safetensors", "torch"}
+
+
+@pytest.mark.parametrize("module", ["mlxpool.client", "mlxpool.broker.edge", "mlxpool.cli.main"])
+def test_an_import_without_the_heavy_libraries(module: str) -> None:
+    names = imported(module)
+    assert "mlxpool" in names
+    assert not names & HEAVY
+
+
+def test_the_command_line_starts_without_what_it_may_not_need() -> None:
+    assert not imported("mlxpool.cli.main") & {"asyncio", "psutil"}
+
+
+def imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_nothing_pickles(room: str) -> None:
+    """Whoever unpickles what came over a socket runs it."""
+    found = list(modules(room))
+    assert found
+    for path in found:
+        assert not imports(path) & {"pickle", "marshal", "shelve", "dill"}, path
+        assert "_pyobj(" not in path.read_text("utf-8"), path
