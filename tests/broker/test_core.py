@@ -274,14 +274,6 @@ def test_an_option_with_endless_digits_is_refused(story: Story) -> None:
     story.assert_refused("bad_request", "logit_bias")
 
 
-def test_a_body_as_deep_as_msgpack_reads_is_answered(story: Story) -> None:
-    deep: Any = None
-    for _ in range(1000):
-        deep = [deep]
-    story.generate(later=deep)
-    assert story.to_client(link=1), "an answer of whatever kind"
-
-
 # ---- the same id again ---------------------------------------------------------------------------
 
 
@@ -1108,6 +1100,14 @@ def test_a_question_that_the_worker_refuses(story: Story) -> None:
 def test_a_question_about_no_model(story: Story, body: dict[str, Any], code: str) -> None:
     ident = story.ask(wire.TOKENIZE, **body)
     story.assert_sent(1, "error", id=ident, code=code)
+
+
+def test_a_question_with_an_id_that_is_under_way_is_refused(story: Story) -> None:
+    worker = story.ready_worker()
+    for _ in range(2):
+        story.do(ev.Ask(1, wire.TOKENIZE, X, 3, {"model": "m", "text": "a"}, ()))
+    story.assert_sent(1, "error", id=X, code="duplicate_id")
+    assert len(worker.asked) == 1
 
 
 def test_questions_that_wait_are_bounded() -> None:

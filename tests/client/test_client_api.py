@@ -257,7 +257,6 @@ def test_a_broker_that_comes_late_gets_what_was_sent_before(
     assert stream.read().reason == "stop"
 
 
-@pytest.mark.xfail(strict=True, reason="_asked_at outlives the call that was given up")
 def test_a_call_given_up_long_ago_does_not_end_the_next_one(broker: FakeBroker) -> None:
     async def story() -> Any:
         async with AsyncClient(broker.run_dir, connect_timeout=0.5) as client:

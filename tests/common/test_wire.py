@@ -221,6 +221,20 @@ def test_a_time_stamp_is_an_extension_too() -> None:
     assert garbage(head(1, "generate", ID, 0, 1, 0), body).error.code == "bad_request"
 
 
+def nested(depth: int) -> list[bytes]:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return [head(1, "generate", ID, 0, 1, 0), packed({"a": value})]
+
+
+def test_a_body_has_a_depth() -> None:
+    assert wire.decode(nested(wire.MAX_DEPTH - 1)).body, "the body itself is the first"
+    found = garbage(*nested(wire.MAX_DEPTH))
+    assert found.about == ID
+    assert f"deeper than {wire.MAX_DEPTH}" in found.error.message
+
+
 # ---- sizes ---------------------------------------------------------------------------------------
 
 

@@ -105,14 +105,11 @@ class Books:
             model.queue.remove(request)
             model.queue_bytes -= request.payload.size
 
-    def _leave_worker(self, request: Request) -> str:
+    def _leave_worker(self, request: Request) -> None:
         """Stop the run, if a worker still has one; its place stays taken until confirmed."""
         worker = self.fleet.worker(request.worker)
-        if worker is None:
-            return ""
-        if (request.id, request.run) in worker.places:
+        if worker is not None and (request.id, request.run) in worker.places:
             self.fleet.tell(worker, wire.CANCEL, {}, id=request.id, attempt=request.run)
-        return worker.slot
 
     def _set_timer(self, request: Request) -> None:
         at = request.deadline

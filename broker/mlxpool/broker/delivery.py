@@ -126,7 +126,7 @@ class Delivery(Books):
     ) -> None:
         """The one place where a stream ends: its tail and its terminal pass every bound."""
         self._unqueue(request)
-        worker = self._leave_worker(request)
+        self._leave_worker(request)
         request.move(event)
         while request.unread:
             self._send_chunk(request, request.unread.popleft())
@@ -136,7 +136,7 @@ class Delivery(Books):
         self.links[request.link].ids.discard(request.id)
         self._bury(request, now)
         self.counters.end(request, now)
-        self.out.append(ev.Note("info", "request", _record(request, kind, body, worker, now)))
+        self.out.append(ev.Note("info", "request", _record(request, kind, body, now)))
         self.fleet.settle(self.fleet.models[request.payload.model], now)
 
 
@@ -162,15 +162,13 @@ def _ms(seconds: float) -> float:
     return round(max(0.0, seconds) * 1000, 3)
 
 
-def _record(
-    request: Request, kind: str, body: Mapping[str, Any], worker: str, now: float
-) -> dict[str, Any]:
+def _record(request: Request, kind: str, body: Mapping[str, Any], now: float) -> dict[str, Any]:
     """The log line of a finished request: figures only, never its text."""
     return {
         "id": request.id.hex(),
         "model": request.payload.model,
         "owner": request.owner,
-        "worker": worker,
+        "worker": request.slot,
         "outcome": body.get("reason") if kind == wire.DONE else body.get("code"),
         "prompt_tokens": request.prompt_tokens,
         "tokens": request.taken,

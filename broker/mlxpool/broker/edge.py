@@ -270,7 +270,7 @@ class Broker:
         except Exception:  # a bug of ours costs one event, never the pool
             self.core.counters.internal_errors += 1
             log.exception("the core failed", extra={"on": type(event).__name__})
-            return
+            actions = self.core.out  # what it had decided is in its books already
         for action in actions:
             try:
                 PERFORM[type(action)](self, action, now)

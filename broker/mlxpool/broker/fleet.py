@@ -50,7 +50,9 @@ class Fleet:
             return
         wait_ms = math.ceil((model.retry_at - now) * 1000)
         if model.last_error is not None:
-            raise from_body(model.last_error)
+            error = from_body(model.last_error)
+            error.retry_after_ms = wait_ms
+            raise error
         if model.failures >= self.config.restart_limit:
             raise self.broken(model, wait_ms)
 

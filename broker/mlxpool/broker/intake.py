@@ -152,7 +152,7 @@ class Intake(Delivery):
     def _assign(self, request: Request, worker: Worker, now: float) -> None:
         self._unqueue(request)
         request.move("assign")
-        request.worker, request.assigned_at = worker.epoch, now
+        request.worker, request.slot, request.assigned_at = worker.epoch, worker.slot, now
         request.tries += 1
         self.runs += 1
         request.run = self.runs

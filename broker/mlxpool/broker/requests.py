@@ -206,6 +206,7 @@ class Request:
     queue_deadline: float
     state: State = State.QUEUED
     worker: int = 0  # epoch of the worker it is assigned to
+    slot: str = ""  # that worker's
     run: int = 0  # what its run in that worker is called; never used twice
     tries: int = 0  # times it was given to a worker
     taken: int = 0

@@ -31,6 +31,9 @@ class Child:
     commanded: bool = False
 
 
+AGAIN = 1.0  # seconds between two SIGKILLs to a process that the kernel has not let go of
+
+
 class Supervisor:
     """Owns the child processes. Lives in the broker's one thread."""
 
@@ -45,7 +48,11 @@ class Supervisor:
         spec = self.config.models[model]
         token = secrets.token_hex(16)
         log = self._log(slot)
-        closed_at_exit, held_by_child = os.pipe()
+        try:
+            closed_at_exit, held_by_child = os.pipe()
+        except OSError:
+            os.close(log)
+            raise
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "mlxpool.worker"],
@@ -65,7 +72,7 @@ class Supervisor:
         watch = closed_at_exit
         if not self.portable:
             os.close(closed_at_exit)
-            watch = os.pidfd_open(process.pid)
+            watch = _pidfd(process)
         child = self.children[slot] = Child(slot, token, process, watch)
         return child
 
@@ -104,6 +111,7 @@ class Supervisor:
         """Kill what did not end in time."""
         for child in self.children.values():
             if child.kill_at and now >= child.kill_at:
+                child.kill_at = now + AGAIN
                 self._signal(child, signal.SIGKILL)
 
     def next_wake(self) -> float:
@@ -129,6 +137,15 @@ class Supervisor:
             self._signal(child, signal.SIGKILL)
         for slot in list(self.children):
             self.reap(slot)
+
+
+def _pidfd(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return os.pidfd_open(process.pid)
+    except OSError:  # a process that nobody watches must not live
+        process.kill()
+        process.wait()
+        raise
 
 
 def cause_of(code: int, commanded: bool) -> str:

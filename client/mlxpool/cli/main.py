@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
-        return _complain(options, Internal(error.strerror or str(error)), FAILED)
+        return _complain(options, Internal(_words(error)), FAILED)
     except KeyboardInterrupt:
         return 130
 
@@ -95,6 +95,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _run_dir_of_environment() -> Path:
     named = os.environ.get("MLXPOOL_RUN_DIR")
     return Path(named) if named else default_run_dir()
+
+
+def _words(error: OSError) -> str:
+    named = f"{error.filename}: " if error.filename else ""
+    return f"{named}{error.strerror}" if error.strerror else str(error)
 
 
 def _complain(options: argparse.Namespace, error: PoolError, code: int) -> int:

@@ -165,6 +165,9 @@ class Link:
                 poller.poll(timeout if waiting or self._unsent else None)
                 self._flush()
                 self._empty_wake()
+                if not (self._streams or self._replies):
+                    # Nothing was waited for, so no silence counts that was before.
+                    self._asked_at, ping_at = 0.0, time.monotonic() + PING
                 while not self._commands.empty():
                     self._commands.get()()
                 self._read()
@@ -215,7 +218,7 @@ class Link:
             self.heard_at, self._asked_at = time.monotonic(), 0.0
             try:
                 self._handle(wire.decode(parts))
-            except PoolError:
+            except (PoolError, KeyError, TypeError, ValueError):
                 continue  # a frame that we cannot read is as good as lost: `pos` will tell
 
     def _handle(self, message: Message) -> None:

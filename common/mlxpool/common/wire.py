@@ -174,6 +174,10 @@ def _decode_header(part: bytes) -> Header:
     return Header(kind, request_id, epoch, attempt, pos)
 
 
+def _is(value: object, kind: type) -> bool:
+    return value is None or isinstance(value, kind)
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER
 
@@ -218,7 +222,7 @@ def pack_ids(ids: Iterable[int]) -> bytes:
     """Token ids as little-endian u32. Raises BadRequest for what is no u32."""
     try:
         packed = array("I", ids)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, OverflowError, ValueError) as error:
         raise BadRequest(f"token ids must be integers from 0 to {2**32 - 1}: {error}") from None
     if sys.byteorder == "big":
         packed.byteswap()
@@ -305,6 +309,8 @@ def _unpack_row(row: Any, blob: bytes, start: int) -> Delta:
     if len(ids) != 4 * count:
         raise BadRequest(f"deltas: a row of {count} ids finds only {len(ids) // 4} in the blob")
     logprobs, facts, end = [*rest, None, None, None][:3]
+    if not (_is(logprobs, list) and _is(facts, dict) and _is(end, dict)):
+        raise BadRequest("deltas: logprobs must be a list, facts and end maps")
     return Delta(request_id, attempt, pos, text, ids, logprobs, facts, end)
 
 
