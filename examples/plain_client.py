@@ -1,67 +1,149 @@
-"""Stream a completion with nothing but pyzmq and msgpack; docs/protocol.md in eighty lines.
+"""Stream a completion with nothing but pyzmq and msgpack: docs/protocol.md in one short file.
 
     python examples/plain_client.py RUN_DIR MODEL PROMPT [--max-tokens N] [--seed S]
 
-Prints the text as it comes. Exit code 0: the completion is whole; 1: it is not, with the reason.
+Prints the text as it comes, and goes on when the connection or the broker is another one.
+Exit code 0: the completion is whole; 1: it is not, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 import zmq
 
-PING_EVERY = 1.0  # seconds; ten without one and the broker cancels our streams
-SILENCE = 10.0  # seconds without any frame after which we give up
+PING, SILENCE, GRACE = 1.0, 3.0, 60.0  # seconds: between pings, to a new socket, to the end
+WAITS = (2.0, 4.0, 8.0)  # seconds for an answer to the first, second, third sending in a row
+
+Socket = zmq.Socket[bytes]
 
 
-def send(socket: zmq.Socket[bytes], kind: str, ident: bytes | None, body: dict[str, Any]) -> None:
-    """One message: the header [version, kind, id, epoch, attempt, pos], then the body."""
-    header = [1, kind, ident, 0, 1 if kind == "generate" else 0, 0]
-    socket.send_multipart([msgpack.packb(header), msgpack.packb(body)])
+def send(
+    socket: Socket, kind: str, ident: bytes | None, attempt: int, body: Any, *blobs: bytes
+) -> None:
+    """One message: the header [version, kind, id, epoch, attempt, pos], the body, blobs."""
+    header = [1, kind, ident, 0, attempt, 0]
+    socket.send_multipart([msgpack.packb(header), msgpack.packb(body), *blobs])
 
 
-def frames(socket: zmq.Socket[bytes]) -> Iterator[tuple[list[Any], dict[str, Any], list[bytes]]]:
-    """Header, body and blobs of what comes, with a ping a second; ends when nothing comes."""
-    heard_at = ping_at = time.monotonic()
-    while time.monotonic() - heard_at < SILENCE:
-        if time.monotonic() - ping_at >= PING_EVERY:
-            ping_at = time.monotonic()
-            send(socket, "ping", None, {})
-        if socket.poll(200):
-            heard_at = time.monotonic()
-            head, *rest = socket.recv_multipart()
-            yield msgpack.unpackb(head), msgpack.unpackb(rest[0]) if rest else {}, rest[1:]
+@dataclass
+class Stream:
+    """What is known of the stream; `due` is when it is sent (again)."""
 
+    body: dict[str, Any]
+    id: bytes = field(default_factory=lambda: os.urandom(16))
+    attempt: int = 0
+    ids: bytes = b""  # as they travel: four bytes each
+    resume: dict[str, Any] = field(default_factory=dict)  # its seed and facts, once accepted
+    home: tuple[int, int] | None = None  # boot and link that accepted the newest sending
+    boot: int = 0  # that accepted it last
+    sendings: int = 0  # in a row that brought no id
+    barren_boots: int = 0  # in a row that brought no id
+    refused_at: float = math.inf  # the first in a row of errors that told us to come back
+    due: float = 0.0
 
-def stream(socket: zmq.Socket[bytes], body: dict[str, Any]) -> str:
-    """Print the completion of one `generate`; returns why it failed, empty when it did not."""
-    ident, have, link = os.urandom(16), 0, None
-    send(socket, "generate", ident, body)
-    for (_, kind, about, boot, attempt, pos, *_), answer, blobs in frames(socket):
-        if kind == "pong" and link not in (None, (boot, answer["link"])):
-            return "the broker, or our connection to it, is another one now"
-        if kind == "error" and ident in (about, answer.get("about")):
+    def send(self, socket: Socket, now: float) -> None:
+        """Send it from the ids that we have; the first time as it is."""
+        self.attempt, self.home, self.sendings = self.attempt + 1, None, self.sendings + 1
+        self.due = now + WAITS[min(self.sendings, len(WAITS)) - 1]
+        body, blobs = self.body, []
+        if self.resume:
+            counts = {"count": len(self.ids) // 4, "resumes": self.barren_boots}
+            body, blobs = {**body, "resume": {**self.resume, **counts}}, [self.ids]
+        send(socket, "generate", self.id, self.attempt, body, *blobs)
+
+    def lost(self, now: float) -> None:
+        """Nothing more comes of the newest sending: send again, in a hurry only twice."""
+        wait = 0.0 if self.sendings < 3 else WAITS[-1]
+        self.due = min(self.due, now + wait)
+
+    def accepted(self, answer: dict[str, Any]) -> None:
+        if self.boot not in (0, answer["boot"]):
+            self.barren_boots, self.refused_at = self.barren_boots + 1, math.inf
+        self.home, self.boot = (answer["boot"], answer["link"]), answer["boot"]
+        self.resume["seed"], self.due = answer["seed"], math.inf
+
+    def error(self, answer: dict[str, Any], now: float) -> str | None:
+        """Why it ended; None: we were told to come back, and do."""
+        known = self.attempt > 1 or (answer["code"] == "draining" and self.boot)
+        wait = (answer.get("retry_after_ms") or 0) / 1000
+        self.refused_at = min(self.refused_at, now)
+        if not known or not wait or now + wait > self.refused_at + GRACE:
             return f"{answer['code']}: {answer['message']}"
-        if about != ident or attempt != 1:
-            continue  # nothing of this stream, or of another sending of it
-        if kind == "accepted":
-            link = (boot, answer["link"])
-        elif pos != have:
-            return f"a frame begins at token {pos}, {have} were received"
-        else:
-            print(answer["text"], end="\n" if kind == "done" else "", flush=True)
-            if kind == "done":
-                return "cancelled" if answer["reason"] == "cancelled" else ""
-            have += len(blobs[0]) // 4
-            send(socket, "ack", None, {"have": [[ident, have]]})
-    return f"no broker was heard for {SILENCE:g} s"
+        self.home, self.due = None, now + wait
+        return None
+
+    def take(self, answer: dict[str, Any], ids: bytes) -> None:
+        """New ids."""
+        self.ids += ids
+        self.sendings, self.barren_boots, self.refused_at = 0, 0, math.inf
+        if answer.get("facts"):
+            self.resume.setdefault("facts", answer["facts"])
+
+
+def handle(stream: Stream, socket: Socket, parts: list[bytes], now: float) -> str | None:
+    """Take a frame. Returns how the stream ended: "" well, else why not; None: it goes on."""
+    _, kind, ident, _, attempt, pos, *_ = msgpack.unpackb(parts[0])
+    answer = msgpack.unpackb(parts[1]) if len(parts) > 1 else {}
+    if kind == "pong" and stream.home not in (None, (answer["boot"], answer["link"])):
+        stream.lost(now)
+    if kind == "error" and ident is None and answer.get("about") == stream.id:
+        ours = attempt == stream.attempt and answer["code"] == "duplicate_id"
+        return f"{answer['code']}: {answer['message']}" if ours or not stream.boot else None
+    if ident != stream.id or attempt not in (stream.attempt, 0):
+        return None  # nothing of this stream, or of another sending of it
+    if kind == "error":
+        return stream.error(answer, now)
+    if kind == "accepted":
+        stream.accepted(answer)
+    elif kind in ("delta", "done") and stream.home and pos != len(stream.ids) // 4:
+        stream.lost(now)
+    elif kind in ("delta", "done") and stream.home:
+        print(answer["text"], end="\n" if kind == "done" else "", flush=True)
+        if kind == "done":
+            return "cancelled" if answer["reason"] == "cancelled" else ""
+        stream.take(answer, parts[2])
+        send(socket, "ack", None, 0, {"have": [[stream.id, len(stream.ids) // 4]]})
+    return None
+
+
+def run(context: zmq.Context[Socket], endpoint: str, stream: Stream) -> str:
+    """Print the completion; returns why it is not whole, "" when it is."""
+    socket: Socket | None = None
+    before = heard_at = time.monotonic()
+    fresh_at = ping_at = -math.inf
+    try:
+        while (now := time.monotonic()) - heard_at < GRACE:
+            if now - before > 1:  # we did not run: that was no silence of the broker's
+                heard_at += now - before
+            before = now
+            if now - max(heard_at, fresh_at) > SILENCE or socket is None:
+                if socket is not None:
+                    socket.close(linger=0)
+                socket = context.socket(zmq.DEALER)
+                socket.connect(endpoint)
+                fresh_at, stream.due = now, now
+            if now >= stream.due:
+                stream.send(socket, now)
+            if now - ping_at >= PING:
+                ping_at = now
+                send(socket, "ping", None, 0, {})
+            if socket.poll(100):
+                heard_at = now
+                ended = handle(stream, socket, socket.recv_multipart(), now)
+                if ended is not None:
+                    return ended
+        return f"no broker was heard at {endpoint} for {GRACE:g} s"
+    finally:
+        if socket is not None:
+            socket.close(linger=0)
 
 
 def main() -> int:
@@ -73,13 +155,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=-1, help="below 0: the broker draws one")
     given = parser.parse_args()
     options = {"max_tokens": given.max_tokens, "seed": given.seed}
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.connect(f"ipc://{os.path.abspath(given.run_dir)}/front.ipc")
+    stream = Stream({"model": given.model, "prompt": given.prompt, "options": options})
+    context: zmq.Context[Socket] = zmq.Context()
     try:
-        why = stream(socket, {"model": given.model, "prompt": given.prompt, "options": options})
+        why = run(context, f"ipc://{os.path.abspath(given.run_dir)}/front.ipc", stream)
     finally:
-        socket.close(linger=0)
         context.term()
     if why:
         print(f"\n{why}", file=sys.stderr)

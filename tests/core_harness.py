@@ -14,10 +14,12 @@ from typing import Any
 
 from mlxpool.broker import events as ev
 from mlxpool.broker.core import Core
+from mlxpool.broker.judge import Sample
 from mlxpool.broker.requests import Request, State
 from mlxpool.broker.workers import Model, Worker, WorkerState
 from mlxpool.common import wire
 from mlxpool.common.config import ModelConfig, PoolConfig
+from mlxpool.common.progress import Look
 from mlxpool.common.wire import Delta, pack_ids, unpack_ids
 
 BOOT = 77
@@ -28,6 +30,10 @@ OWNER = "uid:1"
 
 def request_id(number: int) -> bytes:
     return number.to_bytes(wire.ID_BYTES, "big")
+
+
+X = request_id(900)  # an id chosen by a test
+BOB = "uid:2"
 
 
 def model(**settings: Any) -> ModelConfig:
@@ -52,6 +58,8 @@ class Heard:
     ids: list[int] = field(default_factory=list)
     text: str = ""
     frames: int = 0
+    link: int = 0  # where it is told to be
+    forgotten: bool = False  # its link was silent for too long: nothing more may come
     ended: ev.ToClient | None = None
 
 
@@ -69,16 +77,24 @@ class FakeWorker:
         self.asked: list[ev.ToWorker] = []
         self.heard = 0
         self.stopped = False
+        self.draining = False
+        self.dumps = 0
+        self.moves = 0
 
     def told(self, action: ev.ToWorker) -> None:
         kind, request = action.header.kind, action.header.id
         if kind == wire.WELCOME:
-            self.epoch = action.header.epoch
+            self.epoch, self.works = action.header.epoch, 0
+            self.runs.clear()
         elif kind == wire.WORK:
             assert request is not None
             self.works += 1
             have = int(action.body.get("resume", {}).get("count", 0))
+            if "resume" in action.body:
+                assert action.blobs[-1] == pack_ids(range(have)), "not the ids that were taken"
             self.runs[request] = Run(action.header.attempt, have, action.body, action.blobs)
+        elif kind == wire.DRAIN:
+            self.draining = True
         elif kind == wire.CANCEL:
             assert request is not None
             self.cancelled.append((request, action.header.attempt))
@@ -142,28 +158,63 @@ class FakeWorker:
         error = {"code": code, "message": message, "retryable": False}
         self.story.do(ev.WorkerBye(self.epoch, error))
 
-    def die(self, cause: str = "killed by SIGKILL") -> list[ev.Action]:
+    def die(
+        self, cause: str = "killed by SIGKILL", *, own: bool = False, prefill: bytes | None = None
+    ) -> list[ev.Action]:
         self.runs.clear()
-        return self.story.do(ev.WorkerExited(self.slot, cause))
+        return self.story.do(ev.WorkerExited(self.slot, cause, own, prefill))
+
+    def give_back(self, *requests: bytes) -> list[ev.Action]:
+        """Hand back runs, as at a drain; all of them when none is named."""
+        named = requests or tuple(self.runs)
+        runs = [[request, self.runs.pop(request).attempt] for request in named]
+        return self.story.do(ev.WorkerYield(self.epoch, runs))
+
+    def look(self, look: Look | None = None, **sample: Any) -> list[ev.Action]:
+        """The supervisor looks at it, as it does every second."""
+        return self.story.do(ev.Looked(self.slot, Sample(look or Look("idle"), **sample), 1.0))
+
+    def watched(self, seconds: int, look: Look, **sample: Any) -> None:
+        """So many seconds of looks that all see the same; all others are heard all the while."""
+        for _ in range(seconds):
+            for link in list(self.story.core.links):
+                self.story.hear(link)
+            self.story.later(1.0)
+            self.beat()
+            self.look(look, **sample)
+
+    def beat(self, **body: Any) -> list[ev.Action]:
+        return self.story.do(ev.WorkerBeat(self.epoch, body))
 
     @property
     def state(self) -> WorkerState:
         worker = self.story.core.fleet.slots[self.slot].worker
         return WorkerState.LOST if worker is None else worker.state
 
+    def assert_is(self, state: WorkerState) -> None:
+        assert self.state is state, f"{self.slot} is {self.state.value}, not {state.value}"
+
 
 class Story:
     """A core, the links to it and its workers. `last` holds what the last call made it do."""
 
-    def __init__(self, models: Mapping[str, ModelConfig] | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, ModelConfig] | None = None,
+        *,
+        needs: Mapping[str, int] | None = None,
+        memory: int = 1 << 62,
+        **settings: Any,
+    ) -> None:
         config = PoolConfig(
             run_dir=Path("/nowhere"), models=models or {"m": model(), "other": model()}, **settings
         )
-        self.core = Core(config, BOOT)
+        self.core = Core(config, BOOT, needs, memory)
         self.now = START
         self.last: list[ev.Action] = []
         self.workers: dict[str, FakeWorker] = {}
         self.heard: dict[tuple[bytes, int], Heard] = {}
+        self.pool_stopped = 0
         self._made = 0
 
     # ---- what happens --------------------------------------------------------------------------
@@ -223,12 +274,23 @@ class Story:
     def hear(self, link: int = 1) -> None:
         self.do(ev.Heard(link))
 
-    def ready_worker(self, name: str = "m", sequences: int = 4, replica: int = 0) -> FakeWorker:
+    def ready_worker(
+        self, name: str = "m", sequences: int = 4, replica: int = 0, **hello: Any
+    ) -> FakeWorker:
         """The worker of a slot, started if it is not, welcomed, with so many places."""
         slot = f"{name}/{replica}"
+        self._wait_out(name, slot)
         if self.core.fleet.slots[slot].worker is None:
             self.do(ev.Load(name))
-        return self.workers[slot].hello().credit(sequences)
+        return self.workers[slot].hello(**hello).credit(sequences)
+
+    def _wait_out(self, name: str, slot: str) -> None:
+        """The pause before a restart, when the slot's worker is lost."""
+        wanted = self.core.fleet.models[name].wanted
+        while wanted and slot in self.workers and self.core.fleet.slots[slot].worker is None:
+            for link in list(self.core.links):
+                self.hear(link)
+            self.later(0.5)
 
     def running(self, sequences: int = 4, **request: Any) -> tuple[FakeWorker, bytes]:
         """A ready worker that has been given a request."""
@@ -299,8 +361,9 @@ class Story:
         core = self.core
         assert not core.requests and not core.asked
         for each in core.fleet.models.values():
-            assert not each.queue and not each.queue_bytes and not each.asks
-            assert not any(worker.places for worker in each.workers)
+            assert not each.queue and not each.queue.bytes and not each.asks
+            assert not list(each.queue), "the queue's count is wrong"
+            assert not any(w.places or w.company or w.asked for w in each.workers)
         assert not any(link.ids for link in core.links.values())
 
     # ---- the checks ----------------------------------------------------------------------------
@@ -318,12 +381,27 @@ class Story:
             self.workers[action.slot] = FakeWorker(self, action.slot)
         elif isinstance(action, ev.StopWorker):
             self.workers[action.slot].stopped = True
+        elif isinstance(action, ev.DumpStacks):
+            self.workers[action.slot].dumps += 1
+        elif isinstance(action, ev.ForgetLink):
+            for stream in self.heard.values():
+                stream.forgotten |= stream.link == action.link and stream.ended is None
+        elif isinstance(action, ev.StopPool):
+            assert not self.core.requests, "the pool stops under a stream"
+            self.pool_stopped += 1
 
     def _check_work(self, action: ev.ToWorker) -> None:
         worker = self.core.fleet.slots[action.slot].worker
         assert worker is not None and worker.state is WorkerState.READY
         assert worker.epoch == action.header.epoch
         assert owed(worker) >= 0, "work beyond the worker's credit"
+        bounds = [self.core.requests[r].company for r, run in worker.places if self._at(r, run)]
+        company = min((bound for bound in bounds if bound), default=len(worker.places))
+        assert len(worker.places) <= company, "more company than a charged request may have"
+
+    def _at(self, request: bytes, run: int) -> bool:
+        live = self.core.requests.get(request)
+        return live is not None and live.run == run
 
     def _to_client(self, action: ev.ToClient) -> None:
         header = action.header
@@ -340,13 +418,15 @@ class Story:
         if kind == wire.ACCEPTED:
             stream = self.heard.setdefault(key, Heard())
             assert stream.ended is None, "accepted after the end"
+            stream.link = body["link"]
         elif kind == wire.DELTA:
             ids = unpack_ids(action.blobs[0])
             assert body["n"] == len(ids)
             self._delta(key, action.header.pos, body["text"], ids)
         elif kind in (wire.DONE, wire.ERROR) and key in self.heard:
             stream = self.heard[key]
-            assert stream.ended is None, "a second terminal"
+            assert stream.ended is None, f"a second terminal {key} {stream.ended} {action}"
+            assert not stream.forgotten, f"a terminal on a forgotten link {key} {action}"
             assert stream.pos in (None, action.header.pos), "the terminal's pos"
             stream.ended = action
             stream.text += body.get("text", "")
@@ -354,6 +434,7 @@ class Story:
     def _delta(self, key: tuple[bytes, int], pos: int, text: str, ids: list[int]) -> None:
         stream = self.heard[key]
         assert stream.ended is None, "a delta after the terminal"
+        assert not stream.forgotten, "a delta on a forgotten link"
         assert stream.pos in (None, pos), f"pos is {pos}, {stream.pos} was due"
         assert ids == list(range(pos, pos + len(ids))), "ids that the worker did not send there"
         stream.pos = pos + len(ids)

@@ -42,13 +42,17 @@ class Pool:
         *,
         environment: Mapping[str, str] | None = None,
         arguments: tuple[str, ...] = (),
+        prefix: tuple[str, ...] = (),
+        log_path: Path | None = None,
     ) -> None:
+        """`prefix` goes before the broker's command, such as a shell that sets a limit."""
         self.tmp_path = tmp_path
         self._folder = tempfile.TemporaryDirectory(prefix="mlxpool-")
         self.run_dir = Path(self._folder.name)
         self.config = tmp_path / "mlxpool.toml"
         self.config.write_text(config)
-        self.log_path = tmp_path / "broker.log"
+        self.prefix = prefix
+        self.log_path = log_path or tmp_path / "broker.log"
         self.environment = {**os.environ, **(environment or {})}
         self.arguments = arguments
         self.process: subprocess.Popen[bytes] | None = None
@@ -61,7 +65,14 @@ class Pool:
         """Start the broker and wait until it answers."""
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self.command(), "serve", "--config", str(self.config), *self.arguments],
+                [
+                    *self.prefix,
+                    *self.command(),
+                    "serve",
+                    "--config",
+                    str(self.config),
+                    *self.arguments,
+                ],
                 stdout=log,
                 stderr=log,
                 env=self.environment,
@@ -111,7 +122,7 @@ class Pool:
         self.process = None
 
     def log(self) -> str:
-        return self.log_path.read_text() if self.log_path.exists() else ""
+        return self.log_path.read_text() if self.log_path.is_file() else ""
 
     def client(self, **options: Any) -> Client:
         return Client(self.run_dir, **options)

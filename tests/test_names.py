@@ -26,6 +26,7 @@ def test_the_public_names_of_the_client() -> None:
         "AsyncStream",
         "Client",
         "Delta",
+        "Pace",
         "PoolError",
         "Result",
         "Stream",

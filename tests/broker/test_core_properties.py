@@ -1,6 +1,7 @@
 """The core under events in any order: what a client may rely on holds after each of them.
 
-`Story` itself checks every frame (positions, terminals, credit); here are the laws between them.
+`Story` itself checks every frame (positions, ids, terminals, credit, company); here are the laws
+between them.
 """
 
 from __future__ import annotations
@@ -11,28 +12,57 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from core_harness import FakeWorker, Story, model, owed, request_id
 from mlxpool.broker import events as ev
-from mlxpool.broker.requests import Request
-from mlxpool.broker.workers import Worker, WorkerState
+from mlxpool.broker.requests import Request, State
+from mlxpool.broker.workers import FENCED, Worker, WorkerState
+from mlxpool.common import wire
+from mlxpool.common.progress import Look
+from mlxpool.common.wire import pack_ids
 
-IDS = [request_id(n) for n in range(1, 7)]
+IDS = [request_id(n) for n in range(101, 107)]  # calls have lower ones
 LINKS = (1, 2, 3)
+MEMORY = 10  # room for two workers of three
+NOT_DURABLE = IDS[5]
 
 ids = st.sampled_from(IDS)
 links = st.sampled_from(LINKS)
 replicas = st.integers(0, 1)
+phases = st.sampled_from(["idle", "load", "prefill", "decode", "blocked"])
 
 
 class Pool(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         models = {"m": model(replicas=2, keep_alive=20.0), "other": model(keep_alive=-1)}
-        self.story = Story(models, queue_limit=4, unread_bytes=2048)
+        self.story = Story(
+            models,
+            needs={"m": 4, "other": 4},
+            memory=MEMORY,
+            queue_limit=4,
+            unread_bytes=2048,
+            poison_life=100.0,
+        )
+        self.newest: dict[bytes, int] = {}  # attempt of the newest sending
+        self.lost: set[int] = set()
+        self.steps = 0
 
     @initialize()
     def begin(self) -> None:
         self.serve(0)
         for link, request in zip(LINKS, IDS, strict=False):
-            self.story.generate(request, link=link, window=link, batch=link == 2)
+            self.send(request, link, 1, window=link, batch=link == 2)
+
+    def send(self, request: bytes, link: int, attempt: int, have: int = 0, **body: object) -> None:
+        """`generate`: what names the request depends on its id alone."""
+        number = IDS.index(request)
+        self.newest[request] = max(attempt, self.newest.get(request, 0))
+        blobs = [pack_ids(range(have))] if have else []
+        if have:
+            body["resume"] = {"count": have}
+        if request == NOT_DURABLE:
+            body["durable"] = False
+        self.story.generate(
+            request, link=link, attempt=attempt, blobs=blobs, priority=number % 3, **body
+        )
 
     def busy(self, replica: int) -> FakeWorker | None:
         """A worker with something to do, this one rather than the other."""
@@ -68,15 +98,23 @@ class Pool(RuleBasedStateMachine):
         queue: int | None,
     ) -> None:
         """A first sending, or the same again, whatever became of it."""
-        self.story.generate(
-            request,
-            link=link,
-            attempt=attempt,
-            batch=batch,
-            window=window,
-            deadline_ms=deadline,
-            queue_ms=queue,
-        )
+        times = {"deadline_ms": deadline, "queue_ms": queue}
+        if request == IDS[4]:  # not one of what may differ between two sendings
+            times["first_token_ms"] = 2_000
+        self.send(request, link, attempt, batch=batch, window=window, **times)
+
+    @rule(request=ids, link=links, share=st.integers(0, 3), window=st.sampled_from([1, 1000]))
+    def resend(self, request: bytes, link: int, share: int, window: int) -> None:
+        """A client goes on from some of the ids that it was sent."""
+        core = self.story.core
+        live, tomb = core.requests.get(request), core.tombstones.get(request)
+        known = live or tomb
+        if known is None:
+            return
+        sent = live.sent if live is not None else core.tombstones[request].pos
+        first = {"first_token_ms": 2_000} if request == IDS[4] else {}
+        have = sent * share // 3
+        self.send(request, link, known.attempt + 1, have, window=window, **first)
 
     @rule(request=ids, link=links, other_owner=st.booleans())
     def duplicate(self, request: bytes, link: int, other_owner: bool) -> None:
@@ -89,6 +127,26 @@ class Pool(RuleBasedStateMachine):
             self.story.generate(request, link=link, attempt=9, prompt="another")
         frame = self.story.assert_sent(link, "error", code="duplicate_id")
         assert frame.header.id is None
+
+    @rule(request=ids, link=links)
+    def foreign_ids(self, request: bytes, link: int) -> None:
+        """Ids that the stream does not have end it, and no other."""
+        live = self.story.core.requests.get(request)
+        if live is None or request in (NOT_DURABLE, IDS[4]) or link in self.lost:
+            return
+        others = set(self.story.core.requests) - {request}
+        attempt = live.attempt + 1
+        self.newest[request] = max(self.newest[request], attempt)
+        self.story.generate(
+            request,
+            link=link,
+            attempt=attempt,
+            resume={"count": 1},
+            blobs=[pack_ids([7])],
+            priority=IDS.index(request) % 3,
+        )
+        self.story.assert_sent(link, "error", id=request, attempt=attempt)
+        assert set(self.story.core.requests) == others
 
     @rule(request=ids, link=links, owner=st.sampled_from(["uid:1", "uid:2", None]))
     def cancel(self, request: bytes, link: int, owner: str | None) -> None:
@@ -106,10 +164,14 @@ class Pool(RuleBasedStateMachine):
     def hear(self, link: int) -> None:
         self.story.hear(link)
 
-    @rule(link=links)
-    def lose_link(self, link: int) -> None:
-        if link == 3:  # the others are heard of to the end
-            self.story.do(ev.LinkLost(link))
+    @rule()
+    def ask(self) -> None:
+        self.story.ask(wire.TOKENIZE, model="m", text="a")
+
+    @rule()
+    def lose_link(self) -> None:
+        self.lost.add(3)  # the others are heard of to the end
+        self.story.do(ev.LinkLost(3))
 
     # ---- workers -----------------------------------------------------------------------------
 
@@ -155,7 +217,25 @@ class Pool(RuleBasedStateMachine):
         if worker is not None:
             worker.fail(max(worker.runs), "out_of_memory")
 
-    @rule(replica=replicas, reason=st.sampled_from(["crash", "load", "spawn"]))
+    @rule(replica=replicas)
+    def wrong_position(self, replica: int) -> None:
+        worker = self.busy(replica)
+        if worker is not None:
+            request = min(worker.runs)
+            worker.tokens(request, 1, pos=worker.runs[request].pos + 1)
+
+    @rule(replica=replicas)
+    def answer(self, replica: int) -> None:
+        worker = self.pick(replica)
+        if worker is not None and worker.asked:
+            asked = worker.asked.pop(0)
+            assert asked.header.id is not None
+            self.story.do(ev.WorkerTokens(asked.header.epoch, asked.header.id, {}, ()))
+
+    @rule(
+        replica=replicas,
+        reason=st.sampled_from(["own", "outside", "prefill", "load", "spawn"]),
+    )
     def exit(self, replica: int, reason: str) -> None:
         worker = self.pick(replica)
         if worker is None:
@@ -165,7 +245,25 @@ class Pool(RuleBasedStateMachine):
             return
         if reason == "load" and worker.epoch and not worker.runs:
             worker.bye("model_load_failed", "a tensor is missing")
-        worker.die()
+        prefill = max(worker.runs, default=None) if reason == "prefill" else None
+        worker.die(own=reason != "outside", prefill=prefill)
+
+    @rule(replica=replicas, phase=phases, seconds=st.sampled_from([1, 6, 12, 25]))
+    def stand_still(self, replica: int, phase: str, seconds: int) -> None:
+        """It beats and does not move: suspect, then condemned, or well again at the next look."""
+        worker = self.pick(replica)
+        if worker is None:
+            return
+        worker.moves += 1
+        prefill = max(worker.runs, default=None) if phase == "prefill" else None
+        worker.watched(seconds, Look(phase, count=worker.moves, request=prefill))
+
+    @rule(replica=replicas)
+    def move_again(self, replica: int) -> None:
+        worker = self.pick(replica)
+        if worker is not None:
+            worker.moves += 1
+            worker.look(Look("decode", count=worker.moves))
 
     # ---- time and operations -----------------------------------------------------------------
 
@@ -173,15 +271,40 @@ class Pool(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.story.later(seconds)
 
-    @rule(seconds=st.sampled_from([1.0, 10.0, 13.0]))
-    def suspend(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([1.0, 10.0, 13.0]), told=st.booleans())
+    def suspend(self, seconds: float, told: bool) -> None:
         """As after a sleep of the machine: all that was due comes in one wake."""
         self.story.now += seconds
+        if told:
+            self.story.do(ev.Late(seconds))
         self.story.do(ev.Wake())
 
-    @rule(what=st.sampled_from([ev.Load("m"), ev.Unload("m")]))
+    @rule(
+        what=st.sampled_from(
+            [
+                ev.Load("m"),
+                ev.Load("other"),
+                ev.Unload("m"),
+                ev.Drain(None, "m", 3.0),
+                ev.Restart("m/1"),
+                *(ev.Drain(f"m/{n}", None, grace) for n in (0, 1) for grace in (0.0, 3.0)),
+            ]
+        )
+    )
     def operate(self, what: ev.Event) -> None:
         self.story.do(what)
+
+    @rule(replica=replicas)
+    def give_back(self, replica: int) -> None:
+        worker = self.busy(replica)
+        if worker is not None and worker.draining:
+            worker.give_back()
+
+    @rule()
+    def drain_pool(self) -> None:
+        self.steps += 1
+        if self.steps > 3:  # rarely, for nothing comes after it
+            self.story.do(ev.Drain(None, None, 5.0))
 
     # ---- the laws ----------------------------------------------------------------------------
 
@@ -194,36 +317,55 @@ class Pool(RuleBasedStateMachine):
         core = self.story.core
         for request in core.requests.values():
             assert request.live
-            assert request.id in core.timers._at, "a live request without a timer"
+            assert core.timers._at.get(request.id, 1e99) <= request.deadline, "no timer"
             assert request.acked <= request.sent <= request.taken
-            assert request.sent + sum(chunk.count for chunk in request.unread) == request.taken
+            unread = b"".join(chunk.ids for chunk in request.unread)
+            assert request.ids[4 * request.sent :] == unread, "sent is no prefix of taken"
             assert request.unread_bytes == sum(chunk.size for chunk in request.unread)
             assert request.id in core.links[request.link].ids
-            assert self.has_a_place(request)
+            assert request.barren <= 2 and request.charge < 2
+            self.check_place(request)
 
-    def has_a_place(self, request: Request) -> bool:
-        """It waits in its queue, or the worker that has it knows."""
-        queued = request in self.story.model(request.payload.model).queue
+    def check_place(self, request: Request) -> None:
+        """It waits in its queue exactly while it is QUEUED; else a worker has it."""
+        queue = self.story.model(request.payload.model).queue
         worker = self.story.core.fleet.worker(request.worker)
-        assigned = worker is not None and (request.id, request.run) in worker.places
-        return queued != assigned
+        queued = request.state is State.QUEUED
+        assert sum(each is request for each in queue) == int(queued)
+        assert (worker is not None and (request.id, request.run) in worker.places) != queued
 
     @invariant()
     def books_agree(self) -> None:
         core = self.story.core
+        assert not core.grouped
+        assert core.fleet.used() <= MEMORY
         for each in core.fleet.models.values():
-            assert each.queue_bytes == sum(request.payload.size for request in each.queue)
+            waiting = list(each.queue)
+            assert len(each.queue) == len(waiting)
+            assert each.queue.bytes == sum(request.payload.size for request in waiting)
+            assert all(core.requests.get(request.id) is request for request in waiting)
             for worker in each.workers:
                 self.check_worker(worker)
         for number, link in core.links.items():
             assert ("link", number) in core.timers._at
             assert all(core.requests[request].link == number for request in link.ids)
+        for epoch, worker in core.fleet.by_epoch.items():
+            assert worker.epoch == epoch and core.fleet.slots[worker.slot].worker is worker
+        assert all(
+            ident in core.fleet.by_epoch[epoch].asked for ident, (_, epoch) in core.asked.items()
+        )
 
     def check_worker(self, worker: Worker) -> None:
         assert worker.credit() >= 0
         assert worker.credit() == 0 or worker.credit() == owed(worker)
+        assert worker.credit() == 0 or worker.state is WorkerState.READY
+        assert set(worker.company) <= {run for _, run in worker.places}
+        assert len(worker.places) <= min(worker.company.values(), default=len(worker.places))
         fake = self.story.workers[worker.slot]
-        assert {(r, run.attempt) for r, run in fake.runs.items()} <= worker.places
+        if worker.state in FENCED:
+            assert not worker.places and not worker.asked
+        else:
+            assert {(r, run.attempt) for r, run in fake.runs.items()} <= worker.places
 
     def teardown(self) -> None:
         """Finish everything: nothing is left but tombstones, and these not for ever."""
@@ -232,34 +374,34 @@ class Pool(RuleBasedStateMachine):
             for request in list(worker.runs):
                 if worker.state is not WorkerState.LOST:
                     worker.end(request)
-            if worker.state is not WorkerState.LOST:
-                worker.die()
-        story.later(400)
-        for each in story.workers.values():
-            if each.state is not WorkerState.LOST:
-                each.die()
+        for _ in range(20):  # until nothing is wanted any more
+            for worker in list(story.workers.values()):
+                if worker.state is not WorkerState.LOST:
+                    worker.die(own=True)
+            story.later(70)
+        if story.core.stopping:  # calls do not hold up a drain; what stops the broker answers them
+            story.do(ev.Shutdown())
         story.assert_conserved()
         story.assert_idle()
-        assert not story.core.links
-        accepted = [stream for stream in story.heard.values() if stream.ended is None]
-        assert len(accepted) <= self.unfinished(), "a stream without its end"
+        assert not story.core.links and not story.core.poisoned
+        assert not story.core.fleet.by_epoch
+        self.check_ends()
         story.later(700)
         assert not story.core.tombstones
+        assert not any(isinstance(key, bytes) for key in story.core.timers._at)
 
-    def unfinished(self) -> int:
-        """Streams that may lack a terminal: taken over by a later attempt, or on a lost link."""
-        lost = self.story.core.counters.links_lost
-        last: dict[bytes, int] = {}
-        for request, attempt in self.story.heard:
-            last[request] = max(attempt, last.get(request, 0))
-        old = sum(attempt < last[request] for request, attempt in self.story.heard)
-        return len(self.story.heard) if lost else old
+    def check_ends(self) -> None:
+        """Only what was sent again, or whose client is gone, may lack its terminal."""
+        for (request, attempt), stream in self.story.heard.items():
+            gone = stream.forgotten or stream.link in self.lost
+            replaced = attempt < self.newest[request]
+            assert stream.ended or gone or replaced, "a stream without its end"
 
 
 TestPool = Pool.TestCase
 TestPool.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=80,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -10,12 +10,15 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.supervisor import Child, Supervisor, cause_of
+from mlxpool.broker.supervisor import DUMPS, Child, End, Supervisor, end_of
 from mlxpool.common.config import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
+from mlxpool.common.progress import PHASES, Look
+from pool import until
 
 PATIENCE = 30.0  # seconds
 PYTHON = sys.executable
@@ -79,14 +82,14 @@ def test_a_kill_is_noticed(nursery: Nursery) -> None:
     assert not gone(child, 0.05)
     os.kill(child.process.pid, signal.SIGKILL)
     assert gone(child)
-    assert nursery.supervisor.reap("m/0") == "killed by SIGKILL"
+    assert nursery.supervisor.reap("m/0") == End("killed by SIGKILL", False, None)
     assert nursery.supervisor.children == {}
 
 
 def test_an_exit_is_noticed(nursery: Nursery) -> None:
     child = nursery.start("import sys; sys.exit(3)")
     assert gone(child)
-    assert nursery.supervisor.reap("m/0") == "exit code 3"
+    assert nursery.supervisor.reap("m/0").cause == "exit code 3"
 
 
 def test_nothing_of_a_reaped_child_is_left_open(nursery: Nursery) -> None:
@@ -101,10 +104,11 @@ def test_nothing_of_a_reaped_child_is_left_open(nursery: Nursery) -> None:
 def test_sigterm_is_enough_for_most(nursery: Nursery) -> None:
     child = nursery.start()
     nursery.supervisor.stop("m/0", now=100.0)
+    assert nursery.supervisor.due(106.9)
     assert nursery.supervisor.next_wake() == 107.0
     nursery.supervisor.poll(now=106.9)
     assert gone(child)
-    assert nursery.supervisor.reap("m/0") == "stopped"
+    assert nursery.supervisor.reap("m/0").cause == "stopped"
     assert child.process.returncode == -signal.SIGTERM
     assert nursery.supervisor.next_wake() == float("inf")
 
@@ -143,7 +147,7 @@ def test_a_worker_ends_with_its_broker(nursery: Nursery) -> None:
     assert child.process.stdin is not None
     child.process.stdin.close()
     assert gone(child)
-    assert nursery.supervisor.reap("m/0") == "exit code 0"
+    assert nursery.supervisor.reap("m/0").cause == "exit code 0"
 
 
 def test_a_worker_is_told_its_settings(nursery: Nursery) -> None:
@@ -154,6 +158,8 @@ def test_a_worker_is_told_its_settings(nursery: Nursery) -> None:
     line = nursery.said().splitlines()[0]
     told = WorkerConfig.from_environment(line)
     model = nursery.config.models["m"]
+    assert told.block_fd > 2 and told.dump_fd > 2
+    told = replace(told, block_fd=-1, dump_fd=-1)
     assert told == WorkerConfig("ipc:///back", "m/0", child.token, "m", model, "text")
     assert len(json.loads(line)["token"]) == 32
 
@@ -192,6 +198,89 @@ def test_what_cannot_be_logged_is_not_started(nursery: Nursery) -> None:
     assert len(os.listdir("/dev/fd")) == len(before)
 
 
+LEADER_OF_ANOTHER = (
+    "import subprocess, sys; p = subprocess.Popen(['sleep', '600']);"
+    " print(p.pid, flush=True); print('up', flush=True); sys.stdin.read()"
+)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_nobody_of_a_dead_workers_group_is_left(nursery: Nursery) -> None:
+    child = nursery.start(LEADER_OF_ANOTHER)
+    other = int(nursery.said().splitlines()[0])
+    assert is_alive(other)
+    child.process.kill()
+    assert gone(child)
+    nursery.supervisor.reap("m/0")
+    until(lambda: not is_alive(other), "the worker's own child is gone")
+
+
+def test_survivors_of_an_earlier_broker_are_swept(nursery: Nursery) -> None:
+    child = nursery.start()
+    later = Supervisor(nursery.config, "ipc:///back")
+    assert later.sweep() == [child.process.pid]
+    assert gone(child)
+    assert later.sweep() == []
+
+
+def test_a_pid_that_is_another_process_by_now_is_left_alone(nursery: Nursery) -> None:
+    child = nursery.start()
+    record = nursery.folder / "workers" / "m-0.json"
+    known = json.loads(record.read_text())
+    record.write_text(json.dumps({**known, "start_time": known["start_time"] - 1}))
+    (nursery.folder / "workers" / "broken.json").write_text("{")
+    assert Supervisor(nursery.config, "ipc:///back").sweep() == []
+    assert not gone(child, 0.05)
+    assert list((nursery.folder / "workers").iterdir()) == []
+
+
+def test_what_can_be_seen_of_a_child(nursery: Nursery) -> None:
+    child = nursery.start()
+    sample = nursery.supervisor.look("m/0")
+    assert sample.look.phase == "boot" and not sample.stopped and sample.rss > 0
+    child.block.write("phase", PHASES.index("prefill"))
+    child.block.write_request(bytes(range(16)))
+    os.kill(child.process.pid, signal.SIGSTOP)
+    until(lambda: nursery.supervisor.look("m/0").stopped, "it is seen as stopped")
+    assert nursery.supervisor.look("m/0").look.phase == "prefill"
+    child.process.kill()
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0").prefill == bytes(range(16))
+
+
+DUMPER = (
+    "import faulthandler, json, os, signal, sys;"
+    f" fd = json.loads(os.environ['{WORKER_VARIABLE}'])['dump_fd'];"
+    " faulthandler.register(signal.SIGUSR1, file=fd);"
+    " print('up', flush=True); sys.stdin.read()"
+)
+
+
+def test_stacks_are_kept_of_those_who_were_asked(nursery: Nursery) -> None:
+    supervisor = nursery.supervisor
+    for number in range(DUMPS + 2):
+        child = nursery.start(DUMPER)
+        supervisor.dump("m/0")
+        until(lambda path=child.dump_path: path.stat().st_size, "the stacks are written")
+        assert supervisor.last_dump("m/0") == child.dump_path
+        assert "most recent call first" in child.dump_path.read_text()
+        child.process.kill()
+        assert gone(child)
+        supervisor.reap("m/0")
+        assert len(list((nursery.folder / "logs").glob("*.stacks"))) == min(number + 1, DUMPS)
+    quiet = nursery.start(slot="m/1")
+    quiet.process.kill()
+    assert gone(quiet)
+    supervisor.reap("m/1")
+    assert supervisor.last_dump("m/1") is None
+
+
 def test_a_program_that_is_not_there(nursery: Nursery) -> None:
     nursery.patch.setattr("sys.executable", str(nursery.folder / "missing"))
     before = set(os.listdir("/dev/fd"))
@@ -209,16 +298,23 @@ def test_without_pidfd_the_portable_twin_is_taken(
 
 
 @pytest.mark.parametrize(
-    ("code", "commanded", "words"),
+    ("code", "commanded", "out_of_memory", "words", "own"),
     [
-        (0, False, "exit code 0"),
-        (3, False, "exit code 3"),
-        (-11, False, "killed by SIGSEGV"),
-        (-9, False, "killed by SIGKILL"),
-        (-250, False, "killed by signal 250"),
-        (-15, True, "stopped"),
-        (0, True, "stopped"),
+        (0, False, False, "exit code 0", True),
+        (3, False, False, "exit code 3", True),
+        (-11, False, False, "killed by SIGSEGV", True),
+        (-6, False, True, "killed by SIGABRT", True),
+        (-9, False, False, "killed by SIGKILL", False),
+        (-9, False, True, "killed by the kernel: out of memory", True),
+        (-15, False, False, "killed by SIGTERM", False),
+        (-250, False, False, "killed by signal 250", False),
+        (-15, True, False, "stopped", False),
+        (-9, True, True, "stopped", False),
+        (0, True, False, "stopped", False),
     ],
 )
-def test_causes_in_words(code: int, commanded: bool, words: str) -> None:
-    assert cause_of(code, commanded) == words
+def test_causes_in_words_and_whom_they_speak_against(
+    code: int, commanded: bool, out_of_memory: bool, words: str, own: bool
+) -> None:
+    look = Look(request=bytes(range(16)))
+    assert end_of(code, commanded, out_of_memory, look) == End(words, own, look.request)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mlxpool.broker import requests, workers
-from mlxpool.broker.requests import Payload, Request, State
+from mlxpool.broker.payload import Payload
+from mlxpool.broker.requests import Request, State
 from mlxpool.broker.workers import Worker, WorkerState
 
 TABLES: list[tuple[type[Enum], Mapping[Any, Mapping[str, Any]], Enum, set[Enum]]] = [
@@ -20,7 +21,7 @@ TABLES: list[tuple[type[Enum], Mapping[Any, Mapping[str, Any]], Enum, set[Enum]]
 
 def new_request(state: State) -> Request:
     payload = Payload.parse({"model": "m", "prompt": "a"}, ())
-    return Request(bytes(16), 1, 1, "uid:1", b"", payload, 0, 0.0, 1.0, 1.0, state)
+    return Request(bytes(16), 1, 1, "uid:1", b"", payload, 0, 0.0, 1.0, 1.0, 1.0, state=state)
 
 
 def new_worker(state: WorkerState) -> Worker:

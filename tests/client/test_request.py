@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.requests import Payload
+from mlxpool.broker.payload import Payload
 from mlxpool.client import request
+from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.wire import TEXT_AS_BLOB, pack_ids
 
@@ -43,7 +44,14 @@ def test_tokens() -> None:
 
 
 def test_keys_of_the_request_and_options_of_the_sampler() -> None:
-    keys = {"deadline_ms": 5, "queue_ms": 6, "priority": 1, "window": 9, "session": "s"}
+    keys = {
+        "deadline_ms": 5,
+        "queue_ms": 6,
+        "first_token_ms": 7,
+        "priority": 1,
+        "window": 9,
+        "session": "s",
+    }
     flags = {"batch": True, "durable": False}
     body, _ = made(prompt="a", temperature=0, seed=3, **keys, **flags)
     assert {k: body[k] for k in (*keys, *flags)} == {**keys, **flags}
@@ -77,3 +85,57 @@ def test_one_of_three(given: dict[str, Any], count: int) -> None:
 def test_tokens_that_are_none() -> None:
     with pytest.raises(BadRequest, match="token ids must be integers"):
         made(tokens=[-1])
+
+
+SENT: dict[str, Any] = {
+    "model": "m",
+    "prompt": "a",
+    "options": {},
+    "deadline_ms": 9000,
+    "queue_ms": 5,
+    "first_token_ms": 6,
+    "priority": 2,
+}
+
+
+def state_of(*ids: int, boot: int = 7, **more: Any) -> StreamState:
+    return StreamState(bytes(16), boot=boot, seed=42 if boot else -1, ids=list(ids), **more)
+
+
+def test_again_from_the_ids_we_have() -> None:
+    state = state_of(4, 5, facts={"now": 3}, barren_boots=1)
+    body, blobs = request.again(SENT, [], state, 1.2341)
+    resume = {"count": 2, "seed": 42, "resumes": 1, "facts": {"now": 3}}
+    kept = {"model": "m", "prompt": "a", "options": {}, "priority": 2}
+    assert body == {**kept, "deadline_ms": 1235, "resume": resume}
+    assert blobs == [pack_ids([4, 5])]
+    payload = Payload.parse(body, tuple(blobs))
+    assert payload.resume == resume and payload.resume_ids == blobs[0]
+    assert SENT["queue_ms"] == 5
+
+
+def test_again_before_the_first_id() -> None:
+    body, blobs = request.again({"model": "m", "prompt": "a"}, [], state_of(), None)
+    assert body["resume"] == {"count": 0, "seed": 42, "resumes": 0}
+    assert "deadline_ms" not in body
+    Payload.parse(body, tuple(blobs))
+
+
+def test_again_what_was_never_accepted() -> None:
+    body, blobs = request.again(SENT, [b"x"], state_of(boot=0), -4.0)
+    assert "resume" not in body and body["deadline_ms"] == 1
+    assert blobs == [b"x"]
+
+
+def test_the_prompts_blob_comes_first() -> None:
+    body = {"model": "m", "tokens": True}
+    _, blobs = request.again(body, [pack_ids([1])], state_of(2), None)
+    assert blobs == [pack_ids([1]), pack_ids([2])]
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(None, None), (1500, 1.5), (0, None), (True, None), ("5", None), (-1, None)],
+)
+def test_a_deadline_of_the_users(given: Any, seconds: float | None) -> None:
+    assert request.deadline({"deadline_ms": given}) == seconds

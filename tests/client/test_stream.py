@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common import wire
-from mlxpool.common.errors import BrokerLost, ContextExceeded
+from mlxpool.common.errors import ContextExceeded, Internal
 from mlxpool.common.wire import Header, Message, pack_ids
 
 ID = bytes(16)
@@ -75,22 +75,75 @@ def test_text_that_was_held_back_comes_with_the_end() -> None:
 
 
 @pytest.mark.parametrize("pos", [0, 2, 9])
-def test_a_gap_or_a_repetition_ends_the_stream(pos: int) -> None:
+def test_a_gap_or_a_repetition_is_not_taken(pos: int) -> None:
     state = accepted()
     state.receive(delta(0, 5))
     assert state.receive(delta(pos, 6)) is None
-    assert isinstance(state.error, BrokerLost)
-    assert state.error.retryable
-    assert f"token {pos}, 1 were received" in state.error.message
-    assert state.ids == [5]
+    assert state.gap == f"a frame begins at token {pos}, 1 were received"
+    assert state.ids == [5] and not state.over
+
+
+def test_a_frame_without_all_its_ids_is_a_gap() -> None:
+    state = accepted()
+    assert state.receive(delta(0, 5, n=2)) is None
+    assert state.gap and state.ids == []
 
 
 def test_an_end_that_does_not_fit_is_no_result() -> None:
     state = accepted()
     state.receive(delta(0, 5))
     state.receive(frame(wire.DONE, DONE, pos=2))
-    assert state.result is None
-    assert isinstance(state.error, BrokerLost)
+    assert state.gap and not state.over
+
+
+def test_nothing_is_taken_before_it_was_accepted() -> None:
+    state = StreamState(ID)
+    assert state.receive(delta(0, 5)) is None
+    state.receive(frame(wire.DONE, DONE))
+    assert state.ids == [] and not state.over and not state.gap
+
+
+def test_it_goes_on_after_another_sending() -> None:
+    state = accepted()
+    state.receive(delta(0, 5, text="a", facts={"now": 3}))
+    state.receive(delta(2, 9))
+    state.sent_again()
+    assert (state.attempt, state.accepted, state.gap) == (2, False, "")
+    assert state.receive(delta(1, 6, text="b")) is None
+    assert state.receive(delta(1, 6, text="b", attempt=2)) is None
+    state.receive(frame(wire.ACCEPTED, ACCEPTED, attempt=2))
+    assert state.receive(delta(1, 6, text="b", attempt=2, facts={"now": 4})) is not None
+    state.receive(frame(wire.DONE, DONE, pos=2, attempt=2))
+    assert state.result is not None
+    assert (state.result.text, state.result.ids) == ("ab", (5, 6))
+    assert state.facts == {"now": 3}
+
+
+def test_brokers_that_brought_nothing_are_counted() -> None:
+    state = accepted()
+    for attempt, boot, counted in ((2, 8, 1), (3, 8, 1), (4, 9, 2)):
+        state.sent_again()
+        state.receive(frame(wire.ACCEPTED, {**ACCEPTED, "boot": boot}, attempt=attempt))
+        assert state.barren_boots == counted
+    state.receive(delta(0, 5, attempt=4))
+    assert state.barren_boots == 0
+
+
+def test_another_seed_is_no_way_to_go_on() -> None:
+    state = accepted()
+    state.receive(delta(0, 5))
+    state.sent_again()
+    state.receive(frame(wire.ACCEPTED, {**ACCEPTED, "seed": 43}, attempt=2))
+    assert isinstance(state.error, Internal) and "seed 42" in state.error.message
+
+
+def test_cancelled_here() -> None:
+    state = accepted()
+    state.receive(delta(0, 5, text="a", facts={"prompt_tokens": 3}))
+    state.cancel_here()
+    assert state.result is not None
+    assert (state.result.reason, state.result.text, state.result.ids) == ("cancelled", "a", (5,))
+    assert state.result.usage == {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 1}
 
 
 def test_frames_of_another_attempt_are_nothing() -> None:

@@ -85,10 +85,10 @@ def test_a_model_of_the_file(file: Path) -> None:
     config = loaded(
         file,
         '[models.a]\npath = "/models/a"\nreplicas = 2\nkeep_alive = "-1"\n'
-        '[models.b]\npath = "builtin:counting"\ncounting = { step_us = 5, fail_load = true }\n',
+        '[models.b]\npath = "builtin:counting"\ncounting = { step_us = 5, fault = "kill" }\n',
     )
     assert config.models["a"] == ModelConfig(path="/models/a", replicas=2, keep_alive=-1.0)
-    assert config.models["b"].counting == Counting(step_us=5, fail_load=True)
+    assert config.models["b"].counting == Counting(step_us=5, fault="kill")
     assert config.models["demo"] == BUILTIN["demo"]
 
 
@@ -135,7 +135,10 @@ def test_models_by_flag(file: Path) -> None:
         ("[models.a]\npath = 3", ["models.a.path must be a string"]),
         ('[models.a]\npath = "/a"\ncounting = 3', ["models.a.counting must be a table"]),
         ('[models.a]\npath = "/a"\ncounting = {x = 1}', ["models.a.counting: unknown key 'x'"]),
-        ('[models.a]\npath = "/a"\ncounting = {fail_load = 1}', ["true or false"]),
+        ('[models.a]\npath = "/a"\ncounting = {fault = "nap"}', ["fault is 'nap'", "'segfault'"]),
+        ('[models.a]\npath = "/a"\ncounting = {fault_in = "bed"}', ["fault_in is 'bed'"]),
+        ('[models.a]\npath = "/a"\nmemory_limit = "much"', ['such as "4GB"']),
+        ("[pool]\nstep_limit = 0", ["step_limit is 0", "from 0.1"]),
         ('[models.a]\npath = "/a"\ncounting = {step_us = -1}', ["step_us is -1"]),
         ('[models.a]\npath = "/a"\nkeep_alive = nan', ["keep_alive"]),
         ('[pool]\nqueue_limit = "many"', ["pool.queue_limit must be an integer"]),
@@ -265,8 +268,8 @@ def test_a_run_directory_that_cannot_be_made(tmp_path: Path, name: str) -> None:
 
 
 def test_what_a_worker_is_told_comes_back() -> None:
-    spec = ModelConfig(path="/a", counting=Counting(step_us=7, fail_load=True))
-    told = WorkerConfig("ipc:///x", "m/0", "token", "m", spec, "json")
+    spec = ModelConfig(path="/a", counting=Counting(step_us=7, fault="gil"))
+    told = WorkerConfig("ipc:///x", "m/0", "token", "m", spec, "json", 5, 6, 2)
     assert WorkerConfig.from_environment(told.to_environment()) == told
 
 

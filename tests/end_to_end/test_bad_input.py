@@ -12,6 +12,7 @@ import pytest
 
 from counting_checker import expected_ids
 from mlxpool.common import wire
+from mlxpool.common.errors import BadRequest, Draining, PoolError
 from mlxpool.common.wire import Header
 from pool import Pool, until
 from raw_peer import RawPeer
@@ -26,6 +27,8 @@ counting.step_us = 0
 [models.slow]
 path = "builtin:counting"
 counting.step_us = 20000
+[models.other]
+path = "builtin:counting"
 """
 
 
@@ -133,7 +136,8 @@ def test_a_second_sending_takes_over_where_the_client_stands(pool: Pool) -> None
     right = expected_ids("x", 1, 20)
     with RawPeer(pool.run_dir) as peer:
         peer.say(Header(wire.GENERATE, ident, 0, 1), body)
-        peer.receive_kind(wire.DELTA)
+        for _ in range(4):
+            peer.receive_kind(wire.DELTA)
         resume = {"count": 3, "facts": {}, "resumes": 1}
         peer.say(
             Header(wire.GENERATE, ident, 0, 2),
@@ -151,6 +155,80 @@ def test_a_second_sending_takes_over_where_the_client_stands(pool: Pool) -> None
             if message.kind == wire.DONE:
                 break
         assert ids == right
+
+
+@pytest.mark.parametrize(
+    ("resume", "ids", "words"),
+    [
+        ({"count": 2}, [1, 2], "ids that are not those of the stream"),
+        ({"count": 5000}, list(range(5000)), "resume has 5000 ids, max_tokens is 2000"),
+        ({"count": 2}, [1], "resume.count is 2, its blob has 1 ids"),
+        ({"count": 1, "facts": {"max_tokens": "many"}}, [1], "resume.facts.max_tokens"),
+        ({"count": 1, "facts": {"digest": 7}}, [1], "resume.facts.digest must be text"),
+        ({"count": 1, "facts": []}, [1], "resume.facts must be the map"),
+        ({"count": -1}, [], "count must be an integer from 0"),
+    ],
+)
+def test_a_resume_that_does_not_fit_the_stream(
+    pool: Pool, resume: dict[str, object], ids: list[int], words: str
+) -> None:
+    """The stream it is about ends with the error; nobody else notices."""
+    ident = os.urandom(16)
+    body = {"model": "slow", "prompt": "x", "options": {"max_tokens": 2000, "seed": 1}}
+    with RawPeer(pool.run_dir) as peer:
+        peer.say(Header(wire.GENERATE, ident, 0, 1), body)
+        for _ in range(3):
+            peer.receive_kind(wire.DELTA)
+        again = {**body, "resume": resume}
+        peer.say(Header(wire.GENERATE, ident, 0, 2), again, wire.pack_ids(ids))
+        error = peer.receive_kind(wire.ERROR)
+        assert (error.header.id, error.header.attempt) == (ident, 2)
+        assert error.body["code"] == "bad_request"
+        assert words in error.body["message"]
+
+
+@pytest.mark.parametrize(
+    ("resume", "ids", "words"),
+    [
+        ({"count": 1}, [2**31], "resume: token id 2147483648 is not below"),
+        ({"count": 1, "facts": {"digest": "another"}}, [1], "digest another"),
+        ({"count": 3, "facts": {"max_tokens": 2}}, [1, 2, 3], "2"),
+    ],
+)
+def test_a_resume_that_no_worker_can_take(
+    pool: Pool, resume: dict[str, object], ids: list[int], words: str
+) -> None:
+    """As after a broker's death, with ids or facts that never were."""
+    body = {"model": "slow", "prompt": "x", "options": {"seed": 1}, "resume": resume}
+    with RawPeer(pool.run_dir) as peer:
+        peer.say(Header(wire.GENERATE, os.urandom(16), 0, 2), body, wire.pack_ids(ids))
+        error = peer.receive_kind(wire.ERROR)
+        assert error.body["code"] in ("bad_request", "model_unavailable")
+        assert words in error.body["message"]
+
+
+def test_drains_of_what_is_not_there_and_twice(pool: Pool) -> None:
+    for body, words in (
+        ({"slot": "nobody/0"}, "there is no slot 'nobody/0'"),
+        ({"slot": 7}, "there is no slot 7"),
+        ({"model": "nobody"}, "there is no model 'nobody'"),
+        ({"slot": "slow/0", "model": "slow"}, "slot or model, not both"),
+        ({"slot": "slow/0", "timeout_ms": -1}, "timeout_ms must be from 0"),
+    ):
+        with pytest.raises(PoolError, match=words):
+            pool.ask("drain", **body)
+    with pool.client() as client:
+        client.generate("other", "x", max_tokens=1)
+    pool.ask("drain", model="other")
+    with pytest.raises(BadRequest, match="drained already"):
+        pool.ask("drain", model="other")
+    with pool.client() as client, pytest.raises(Draining, match="mlxpool load other"):
+        client.generate("other", "x", max_tokens=1)
+    pool.ask("load", model="other")
+    with pool.client() as client:
+        assert len(client.generate("other", "x", max_tokens=2).ids) == 2
+    with pytest.raises(PoolError, match="there is no slot"):
+        pool.ask("restart", slot="nobody/0")
 
 
 def test_a_client_that_never_acks_gets_slow_consumer(pool: Pool) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from fake_broker import FACTS, FakeBroker
+from mlxpool.common import wire
+from mlxpool.common.wire import pack_ids
 from mlxpool.worker.models.counting import piece, token_at
-from pool import Pool
+from pool import PATIENCE, Pool
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_client.py"
 VOCAB = 50_000
@@ -47,7 +52,7 @@ def test_it_fails_when_the_stream_does(tmp_path: Path) -> None:
     config = """
         [models.failing]
         path = "builtin:counting"
-        counting = { fail_at = 3 }
+        counting = { fault = "raise", fault_at = 3 }
     """
     with Pool(tmp_path, config) as pool:
         result = complete(pool, "failing", "hello", "--max-tokens", "9", "--seed", "7")
@@ -55,6 +60,52 @@ def test_it_fails_when_the_stream_does(tmp_path: Path) -> None:
     expected = "".join(piece(token_at(list(b"hello"), 7, i, VOCAB)).decode() for i in range(3))
     assert result.stdout == expected
     assert "internal" in result.stderr
+
+
+def test_it_goes_on_whatever_is_lost() -> None:
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
+        broker = FakeBroker(Path(folder)).open()
+        client = subprocess.Popen(
+            [sys.executable, str(EXAMPLE), folder, "m", "hello"], stdout=subprocess.PIPE
+        )
+        try:
+            lose_everything_once(broker)
+            printed, _ = client.communicate(timeout=PATIENCE)
+            assert (client.returncode, printed.decode()) == (0, "xxxxxx" + os.linesep)
+        finally:
+            client.kill()
+            client.communicate()
+            broker.close()
+
+
+def lose_everything_once(broker: FakeBroker) -> None:
+    """Broker, connection, frame, patience, and all signs of life. A slow machine loses more."""
+    request = broker.accept()
+    broker.tokens(request, 0, 2, facts=FACTS)
+    broker.boot += 1
+    goes_on(broker, request, 2)
+    broker.number += 1
+    goes_on(broker, request, 3)
+    broker.tokens(request, 9)
+    goes_on(broker, request, 4)
+    broker.error(request, "draining", retry_after_ms=10)
+    goes_on(broker, request, 5)
+    before = broker.peer
+    while broker.peer == before:
+        broker.receive(wire.GENERATE, pongs=False)
+    broker.accepted(request)
+    broker.done(request, 6)
+
+
+def goes_on(broker: FakeBroker, request: bytes, have: int) -> None:
+    """It is sent again with so many ids and gets one more."""
+    while (again := broker.receive(wire.GENERATE)).body["resume"]["count"] != have:
+        pass
+    assert again.header.id == request and again.body["prompt"] == "hello"
+    assert again.body["resume"]["facts"] == FACTS and again.body["resume"]["seed"] == 1
+    assert again.blobs == (pack_ids(range(have)),)
+    broker.accepted(request)
+    broker.tokens(request, have)
 
 
 def test_it_imports_nothing_of_ours() -> None:

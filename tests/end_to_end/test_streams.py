@@ -19,6 +19,7 @@ from mlxpool.common.errors import (
     DeadlineExceeded,
     Internal,
     ModelLoadFailed,
+    Poisoned,
     UnknownModel,
     WorkerLost,
 )
@@ -44,13 +45,16 @@ path = "builtin:counting"
 counting.load_ms = 2500
 [models.failing]
 path = "builtin:counting"
-counting.fail_at = 5
+counting.fault = "raise"
+counting.fault_at = 5
 [models.crashing]
 path = "builtin:counting"
-counting.crash_at = 5
+counting.fault = "abort"
+counting.fault_at = 5
 [models.unloadable]
 path = "builtin:counting"
-counting.fail_load = true
+counting.fault = "raise"
+counting.fault_in = "load"
 [models.brief]
 path = "builtin:counting"
 keep_alive = "200ms"
@@ -161,7 +165,7 @@ def test_an_error_in_mid_stream_comes_after_its_deltas(pool: Pool) -> None:
     with pool.client() as client:
         stream = client.stream("failing", "hello", seed=7, max_tokens=50)
         ids: list[int] = []
-        with pytest.raises(Internal, match="fail_at"):
+        with pytest.raises(Internal, match="fault `raise`"):
             for delta in stream:
                 ids += delta.ids
         assert ids == expected_ids("hello", 7, 5)
@@ -170,19 +174,19 @@ def test_an_error_in_mid_stream_comes_after_its_deltas(pool: Pool) -> None:
     assert pool.worker("failing/0")["epoch"] == epoch
 
 
-def test_a_crash_ends_its_streams_at_once_and_the_worker_returns(pool: Pool) -> None:
+def test_a_request_that_always_crashes_is_poisoned(pool: Pool) -> None:
     with pool.client() as client:
-        with pytest.raises(WorkerLost, match="SIGABRT") as caught:
+        with pytest.raises(Poisoned, match="SIGABRT") as caught:
             client.generate("crashing", "x", max_tokens=50)
-        assert caught.value.retryable
+        assert not caught.value.retryable
         assert len(client.generate("crashing", "x", max_tokens=5).ids) == 5
     row = pool.worker("crashing/0")
-    assert row["restarts"] == 1 and row["last_exit"] == "killed by SIGABRT"
+    assert row["restarts"] == 2 and row["last_exit"] == "killed by SIGABRT"
 
 
 def test_a_killed_worker_is_noticed_and_replaced(pool: Pool) -> None:
     with pool.client() as client:
-        stream = client.stream("slow", "x", seed=1)
+        stream = client.stream("slow", "x", seed=1, durable=False)
         stream._queue.get()
         pid = pool.kill_worker("slow/0")
         with pytest.raises(WorkerLost, match="SIGKILL"):
@@ -204,7 +208,7 @@ def test_a_worker_that_is_terminated_by_hand_is_replaced_too(pool: Pool) -> None
 
 def test_a_model_that_cannot_load_says_why(pool: Pool) -> None:
     with pool.client() as client:
-        with pytest.raises(ModelLoadFailed, match="fail_load is set") as first:
+        with pytest.raises(ModelLoadFailed, match="fault `raise`") as first:
             client.generate("unloadable", "x")
         with pytest.raises(ModelLoadFailed) as second:
             client.generate("unloadable", "x")
@@ -344,7 +348,7 @@ def test_the_books_balance(pool: Pool) -> None:
 
 def test_the_broker_goes_down_in_order(tmp_path: Path) -> None:
     with Pool(tmp_path, CONFIG) as pool, pool.client() as client:
-        stream = client.stream("slow", "x")
+        stream = client.stream("slow", "x", durable=False)
         stream._queue.get()
         pid = pool.worker("slow/0")["pid"]
         assert pool.stop() == 0

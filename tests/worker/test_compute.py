@@ -8,14 +8,29 @@ from typing import Any
 
 import pytest
 
-from counting_checker import expected_ids
+from counting_checker import expected_ids, text_of
 from mlxpool.common.config import Counting, ModelConfig, WorkerConfig
 from mlxpool.common.options import Options
 from mlxpool.common.wire import Delta, unpack_ids
 from mlxpool.worker.compute import OUTBOX, Compute
-from mlxpool.worker.mail import Admit, Drop, Loaded, Opened, Outbound, Rows, Unusable
+from mlxpool.worker.mail import (
+    Admit,
+    Drop,
+    DropAll,
+    HandBack,
+    HandedBack,
+    Loaded,
+    Opened,
+    Outbound,
+    Rows,
+    Unusable,
+)
+from mlxpool.worker.models.counting import piece
+from mlxpool.worker.models.faults import Faults
 from mlxpool.worker.progress import Progress, monotonic
-from mlxpool.worker.sequence import Sequence
+from mlxpool.worker.run import Run
+from mlxpool.worker.sequence import Drawn, Sequence
+from mlxpool.worker.text import Completion
 from pool import until
 
 PATIENCE = 60
@@ -34,7 +49,10 @@ class Room:
             counting=Counting(**{"step_us": 0, **counting}),
         )
         self.compute = Compute(
-            WorkerConfig("", "counting/0", "", "counting", model), self.progress, self.mail.put
+            WorkerConfig("", "counting/0", "", "counting", model),
+            self.progress,
+            self.mail.put,
+            Faults(model.counting),
         )
         self.release = release
         self.compute.start()
@@ -50,10 +68,17 @@ class Room:
         return self
 
     def admit(self, name: int, prompt: str = "x", count: int = 5, **options: Any) -> None:
+        self.resume(name, [], prompt, count, **options)
+
+    def resume(
+        self, name: int, ids: list[int], prompt: str = "x", count: int = 5, **options: Any
+    ) -> None:
         sequence = Sequence(
-            bytes([name] * 16), 1, tuple(prompt.encode()), Options.parse(options), name, count
+            bytes([name] * 16), 1, tuple(prompt.encode()), Options.parse(options), name, count, ids
         )
-        self.compute.tell(Admit(sequence, {"prompt_tokens": len(prompt)}, monotonic()))
+        text = Completion(piece, sequence.options.stop)
+        text.replay(ids)
+        self.compute.tell(Admit(sequence, {"prompt_tokens": len(prompt)}, text, monotonic()))
 
     def rows(self) -> Iterator[Delta]:
         while True:
@@ -96,7 +121,7 @@ def test_many_at_once_each_with_its_tokens_and_facts_once() -> None:
 
 
 def test_an_error_in_a_step_ends_the_request_it_hit_and_no_other() -> None:
-    room = Room(fail_at=4).ready()
+    room = Room(fault="raise", fault_at=4).ready()
     room.admit(1, count=10)
     room.admit(2, count=3)
     found = room.until_ended({1, 2})
@@ -134,10 +159,88 @@ def test_a_full_outbox_pauses_without_losing_anything() -> None:
 
 def test_a_resume_that_is_complete_ends_at_once() -> None:
     room = Room().ready()
-    sequence = Sequence(bytes([1] * 16), 1, (120,), Options(), 1, 2, ids=[5, 6])
-    room.compute.tell(Admit(sequence, {}, monotonic()))
-    (row,) = room.until_ended({1})[1]
-    assert row.pos == 2 and end_of([row])["reason"] == "length"
+    room.resume(1, [5, 6], count=2)
+    room.resume(2, [5, 6, 7], stop=["5 6"])
+    found = room.until_ended({1, 2})
+    (length,), (stop,) = found[1], found[2]
+    assert length.pos == 2 and end_of([length])["reason"] == "length"
+    assert stop.pos == 3 and end_of([stop])["reason"] == "stop" and stop.text == ""
+
+
+def test_a_stream_cut_anywhere_has_the_same_text_in_the_end() -> None:
+    ids = expected_ids("x", 1, 30)
+    words = text_of(ids).split()
+    stop = [f"{words[20]} {words[21][:1]}", f"{words[7]} {words[8]}x", words[3] + " y"]
+    room = Room().ready()
+    room.admit(1, count=30, stop=stop)
+    whole = room.until_ended({1})[1]
+    taken = ids_of(whole)
+    assert end_of(whole)["reason"] == "stop" and len(taken) == 22
+    for k in range(len(taken) + 1):
+        room.resume(1, taken[:k], count=30, stop=stop)
+        rows = room.until_ended({1})[1]
+        assert taken[:k] + ids_of(rows) == taken
+        had = "".join(row.text for row in whole[:k])
+        assert had + _text(rows) == _text(whole)
+
+
+def _text(rows: list[Delta]) -> str:
+    return "".join(row.text for row in rows) + str(end_of(rows)["text"])
+
+
+def test_what_is_dropped_says_nothing_and_what_follows_is_of_the_new_generation() -> None:
+    room = Room(step_us=1000).ready()
+    room.admit(1, count=10**6)
+    assert room.next(Rows).generation == 0
+    room.compute.tell(DropAll(5))
+    room.admit(1, count=3)
+    mail = room.next(Rows)
+    while mail.generation == 0:
+        mail = room.next(Rows)
+    rows = list(mail.rows)
+    while rows[-1].end is None:
+        mail = room.next(Rows)
+        assert mail.generation == 5
+        rows += mail.rows
+    assert ids_of(rows) == expected_ids("x", 1, 3)
+
+
+def test_what_is_handed_back_has_no_end_and_no_row_after_it() -> None:
+    room = Room(sequences=1, step_us=1000).ready()
+    for name in (1, 2):
+        room.admit(name, count=10**6)
+    room.next(Rows)
+    room.compute.tell(HandBack())
+    mail = room.mail.get(timeout=PATIENCE)
+    while isinstance(mail, Rows):
+        assert all(row.end is None for row in mail.rows)
+        mail = room.mail.get(timeout=PATIENCE)
+    assert isinstance(mail, HandedBack)
+    room.admit(3, count=1)
+    (row,) = room.next(Rows).rows
+    assert row.id[0] == 3
+
+
+def test_a_token_that_cannot_be_taken_costs_its_own_stream_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take = Run.take
+
+    def fails_late(run: Run, drawn: Drawn, eos: frozenset[int], now: float) -> Delta:
+        delta = take(run, drawn, eos, now)
+        if run.sequence.id[0] == 2 and len(run.sequence.ids) == 3:
+            raise RuntimeError("broken text")
+        return delta
+
+    monkeypatch.setattr(Run, "take", fails_late)
+    room = Room(step_us=1000).ready()
+    for name, count in ((1, 3), (2, 9), (3, 9)):
+        room.admit(name, count=count)
+    found = room.until_ended({1, 2, 3})
+    assert end_of(found[1])["reason"] == end_of(found[3])["reason"] == "length"
+    assert "broken text" in end_of(found[2])["message"]
+    assert found[2][-1].pos == 2 and ids_of(found[2]) == expected_ids("x", 2, 2)
+    assert ids_of(found[3]) == expected_ids("x", 3, 9)
 
 
 def test_progress_tells_phase_and_memory() -> None:
@@ -153,10 +256,11 @@ def test_progress_tells_phase_and_memory() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"fail_load": True}, "fail_load"), ({"load_ms": -1}, "negative")],
+    [({"fault": "raise", "fault_in": "load", "fault_at": 9}, "fault"), ({"load_ms": -1}, "neg")],
 )
 def test_a_load_that_fails_says_why(changes: dict[str, Any], words: str) -> None:
     room = Room(**changes)
     room.next(Opened)
     error = room.next(Unusable).error
+    assert room.progress.phase == "unload"
     assert error["code"] == "model_load_failed" and words in error["message"]

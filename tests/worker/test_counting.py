@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import zlib
 
-import pytest
-
 from mlxpool.common.config import Counting
 from mlxpool.common.options import Options
 from mlxpool.worker.models.counting import CountingEngine, CountingText, splitmix64, token_at
-from mlxpool.worker.sequence import RowFailed, Sequence
+from mlxpool.worker.sequence import Sequence
 
 
 def test_splitmix64_is_the_published_one() -> None:
@@ -53,9 +51,9 @@ def test_the_engine_draws_what_the_formula_says_also_in_the_middle() -> None:
     assert engine.memory().kv == 0
 
 
-def test_faults_are_armed_by_settings_alone() -> None:
-    engine = CountingEngine(Counting(step_us=0, fail_at=0), 100)
-    with pytest.raises(RowFailed, match="fail_at"):
-        engine.decode([row()])
-    with pytest.raises(RuntimeError, match="fail_load"):
-        CountingEngine(Counting(fail_load=True), 0).load(lambda tensors, size: None)
+def test_it_claims_memory_as_it_is_told() -> None:
+    engine = CountingEngine(Counting(load_bytes=1005), 0)
+    seen: list[tuple[int, int]] = []
+    engine.load(lambda tensors, size: seen.append((tensors, size)))
+    assert seen[0] == (1, 100) and seen[-1] == (10, 1005)
+    assert (engine.memory().weights, engine.memory().active) == (1005, 1005)

@@ -57,8 +57,31 @@ def test_blobs_of_text_and_of_ids() -> None:
             {"prompt": "a", "options": {"max_tokens": 1}, "resume": {"count": 2}},
             "2 ids",
         ),
-        ((), {"prompt": "a", "resume": {"count": 0, "facts": {"digest": "other"}}}, "other"),
-        ((), {"prompt": "a", "resume": {"count": 0, "facts": {"prompt_tokens": 9}}}, "9"),
+        (
+            (),
+            {"prompt": "a", "resume": {"count": 0, "facts": {"digest": "other"}}},
+            "other.*digest",
+        ),
+        ((), {"prompt": "a", "resume": {"count": 0, "facts": {"prompt_tokens": 9}}}, "9.* 1"),
+        ((), {"prompt": "a", "resume": {"facts": {"context": 33}}}, "33.* 32"),
+        ((), {"prompt": "a", "resume": {"facts": {"context": 8, "max_tokens": 8}}}, "1 to 7"),
+        ((), {"prompt": "a", "resume": {"facts": {"max_tokens": 32}}}, "32.* 1 to 31"),
+        ((), {"prompt": "a", "resume": {"facts": {"max_tokens": 0}}}, "1 to 31"),
+        ((), {"prompt": "a", "resume": {"facts": {"max_tokens": 2**70}}}, "max_tokens"),
+        ((), {"prompt": "a", "resume": {"facts": {"max_tokens": True}}}, "max_tokens"),
+        ((), {"prompt": "a", "resume": {"facts": {"context": "32"}}}, "context"),
+        ((), {"prompt": "a", "resume": {"facts": {"digest": 5}}}, "digest"),
+        ((), {"prompt": "a", "resume": {"facts": {"now": "noon"}}}, "now"),
+        ((), {"prompt": "a", "resume": {"facts": {"now": float("nan")}}}, "now"),
+        ((), {"prompt": "a", "resume": {"facts": {"now": 1e300}}}, "now"),
+        ((), {"prompt": "a", "resume": {"facts": []}}, "facts"),
+        ((), {"prompt": "a", "resume": [1]}, "resume"),
+        ((), {"prompt": "a", "resume": {"count": 1}}, "count is 1.* 0 ids"),
+        ((b"abc",), {"prompt": "a", "resume": {"count": 1}}, "multiple of 4"),
+        ((), {"prompt": "a", "options": 5}, "options"),
+        ((), {"prompt": "a", "seed": "x"}, "seed"),
+        ((), {"prompt": True}, "blob"),
+        ((), {}, "prompt"),
     ],
 )
 def test_what_does_not_fit_is_named(
@@ -76,11 +99,34 @@ def test_a_prompt_of_the_context_names_both_numbers(size: int) -> None:
     assert work(prompt="a" * 31).sequence.max_tokens == 1
 
 
-def test_a_resume_goes_on_with_its_ids_and_its_clock() -> None:
-    facts = {"digest": "digest", "prompt_tokens": 1, "now": 5.0}
-    admit = work(pack_ids([1, 2]), prompt="a", resume={"count": 2, "facts": facts})
-    assert admit.sequence.ids == [1, 2]
-    assert admit.facts["now"] == 5.0
+def test_a_resume_goes_on_with_its_ids_and_its_facts() -> None:
+    facts = {"digest": "digest", "prompt_tokens": 1, "now": 5.0, "max_tokens": 9, "context": 20}
+    blob, resume = pack_ids([1, 2]), {"count": 2, "facts": facts}
+    admit = work(blob, prompt="a", options={"max_tokens": 3}, resume=resume)
+    assert admit.sequence.ids == [1, 2] and admit.sequence.max_tokens == 9
+    assert admit.facts == facts, "the first worker's word counts, the smaller context holds"
+    assert admit.text.push(3) == "3 "
+
+
+def test_a_resume_without_ids_is_new_but_for_its_facts() -> None:
+    admit = work(prompt="a", resume={"count": 0, "facts": {"max_tokens": 4}})
+    assert (admit.sequence.ids, admit.sequence.max_tokens) == ([], 4)
+    assert admit.facts["now"] == 1000.0
+
+
+def test_the_blob_of_a_resume_comes_after_that_of_the_prompt() -> None:
+    ids = work(pack_ids([7]), pack_ids([8]), tokens=True, resume={"count": 1}).sequence
+    assert (ids.prompt, ids.ids) == ((7,), [8])
+    alone = work(pack_ids([7]), tokens=True, resume={"count": 0}).sequence
+    assert (alone.prompt, alone.ids) == ((7,), [])
+
+
+def test_nil_is_absent() -> None:
+    nothing = {"resume": None, "options": None, "seed": None, "tokens": None, "messages": None}
+    admit = work(prompt="abc", **nothing)
+    assert (admit.sequence.ids, admit.sequence.seed) == ([], 0)
+    facts = dict.fromkeys(("digest", "context", "max_tokens", "prompt_tokens", "now"))
+    assert work(prompt="a", resume={"count": None, "facts": facts}).facts["max_tokens"] == 31
 
 
 def test_the_thread_answers_in_order_and_survives_anything() -> None:
@@ -91,7 +137,7 @@ def test_the_thread_answers_in_order_and_survives_anything() -> None:
     preparer.start()
     for message in (
         Message(Header("work", ID, 1, 1), {"prompt": "abc"}),
-        Message(Header("work", ID, 1, 2), {}),  # malformed: no broker sends it
+        Message(Header("work", ID, 1, 2), {"messages": [{"role": 5}]}),  # no broker sends it
         Message(Header("tokenize", ID, 1), {"text": "ab"}),
         Message(Header("tokenize", ID, 1), {"text": 5}),
         Message(Header("detokenize", ID, 1), {}, (pack_ids([1, 2]),)),

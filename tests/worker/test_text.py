@@ -83,6 +83,33 @@ def test_a_replay_of_the_same_ids_has_the_same_text(
     assert run(pieces[:k], stops)[0][:-1] == run(pieces, stops)[0][: len(pieces[:k])]
 
 
+@given(pieces, stop_lists)
+def test_a_completion_cut_anywhere_goes_on_as_if_it_had_not_been(
+    pieces: list[bytes], stops: list[str]
+) -> None:
+    texts, whole = run(pieces, stops)
+    for k in range(len(pieces) + 1):
+        completion = Completion(lambda token: pieces[token], tuple(stops))
+        assert completion.replay(range(k)) == "".join(texts[:k])
+        rest = [completion.push(token) for token in range(k, len(pieces))]
+        assert [*rest, completion.finish()] == texts[k:]
+        assert completion.stopped == whole.stopped
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=8),
+    st.text("abc", max_size=60),
+)
+def test_many_overlapping_stops_are_found_like_one_by_one(stops: list[str], text: str) -> None:
+    texts, completion = run([text[:20].encode(), text[20:].encode()], stops)
+    assert ("".join(texts), completion.stopped) == cut(text, stops)
+
+
+@pytest.mark.parametrize("stop", ["]", "^a", "a-c", "\\", "[", "𝄞\n"])
+def test_a_stop_may_begin_with_any_character(stop: str) -> None:
+    assert run([f"b{stop}c".encode()], [stop])[0] == ["b", ""]
+
+
 @pytest.mark.parametrize(
     ("pieces", "stop", "sent"),
     [

@@ -10,7 +10,7 @@ import zmq
 from mlxpool.broker import events as ev
 from mlxpool.broker import stats
 from mlxpool.broker.peers import Peers
-from mlxpool.broker.workers import Model
+from mlxpool.broker.workers import Model, Slot
 from mlxpool.common import wire
 from mlxpool.common.errors import BadRequest, Draining, Internal, PoolError
 from mlxpool.common.wire import Header, Message
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mlxpool.broker.edge import Broker
 
 
+MAX_GRACE_MS = 24 * 3600 * 1000
 AT_ONCE = 64  # messages answered before the other sockets get their turn
 
 
@@ -65,7 +66,11 @@ class Admin:
         return command(self, message, now)
 
     def ps(self, message: Message, now: float) -> Mapping[str, Any]:
-        return {"broker": self.broker.about(now), **stats.ps(self.broker.core, now)}
+        answer = stats.ps(self.broker.core, now)
+        for row in answer["workers"]:
+            dump = self.broker.supervisor.last_dump(row["slot"])
+            row["last_dump"] = None if dump is None else str(dump)
+        return {"broker": self.broker.about(now), **answer}
 
     def stats(self, message: Message, now: float) -> Mapping[str, Any]:
         return {"broker": self.broker.about(now), **stats.stats(self.broker.core, now)}
@@ -94,6 +99,52 @@ class Admin:
         self.broker.perform(ev.Unload(model.name), now)
         return {"model": model.name}
 
+    def drain(self, message: Message, now: float) -> Mapping[str, Any]:
+        """A worker (slot), a model, or the pool; `timeout_ms` is how long streams may go on."""
+        slot, name = message.body.get("slot"), message.body.get("model")
+        grace = self._grace(message)
+        if slot is not None and name is not None:
+            raise BadRequest("drain: give slot or model, not both")
+        if slot is not None:
+            self._drainable(self._slot(message))
+        elif name is not None and self._model(message).closed:
+            raise BadRequest(f"model {name!r} is drained already; load it to open it again")
+        elif name is None and self.broker.core.stopping:
+            raise BadRequest("the pool is being drained already")
+        self.broker.perform(ev.Drain(slot, name, grace), now)
+        return {"draining": slot or name or "pool", "timeout_ms": round(grace * 1000)}
+
+    def restart(self, message: Message, now: float) -> Mapping[str, Any]:
+        """Replace a slot's worker; its streams go on in the next one."""
+        slot = self._slot(message)
+        if slot.worker is not None:
+            self._drainable(slot)
+        self.broker.perform(ev.Restart(slot.name), now)
+        return {"slot": slot.name}
+
+    def _drainable(self, slot: Slot) -> None:
+        if slot.worker is None:
+            raise BadRequest(f"{slot.name} has no worker to drain")
+        if not slot.worker.drainable:
+            raise BadRequest(f"the worker {slot.name} is {slot.worker.state.value} already")
+
+    def _slot(self, message: Message) -> Slot:
+        name, slots = message.body.get("slot"), self.broker.core.fleet.slots
+        if not isinstance(name, str) or name not in slots:
+            known = ", ".join(list(slots)[:20])
+            raise BadRequest(f"{message.kind}: there is no slot {name!r:.60}; known: {known}")
+        return slots[name]
+
+    def _grace(self, message: Message) -> float:
+        value = message.body.get("timeout_ms")
+        if value is None:
+            return self.broker.config.drain_grace
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_GRACE_MS:
+            raise BadRequest(
+                f"drain: timeout_ms must be from 0 to {MAX_GRACE_MS}, got {value!r:.60}"
+            )
+        return value / 1000
+
     def cancel(self, message: Message, now: float) -> Mapping[str, Any]:
         if message.header.id is None:
             raise BadRequest("cancel needs the request's id")
@@ -102,7 +153,7 @@ class Admin:
         return fate
 
     def stop(self, message: Message, now: float) -> Mapping[str, Any]:
-        self.broker.stop(now)
+        self.broker.stop(now, final=True)
         return {"state": "stopping"}
 
 
@@ -113,6 +164,8 @@ COMMANDS: dict[str, Callable[[Admin, Message, float], Mapping[str, Any]]] = {
     "requests": Admin.requests,
     "load": Admin.load,
     "unload": Admin.unload,
+    "drain": Admin.drain,
+    "restart": Admin.restart,
     "cancel": Admin.cancel,
     "stop": Admin.stop,
 }

@@ -1,6 +1,6 @@
 """What the core remembers: requests, links, ended ids, queues, timers; and how it speaks.
 
-The lowest of four layers: Books, Delivery, Intake, Core. Each uses only those below it.
+The lowest of five layers: Books, Delivery, Intake, Losses, Core. Each uses only those below it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlxpool.broker.fleet import Fleet
 from mlxpool.broker.requests import Request, State, Tombstone
 from mlxpool.broker.stats import Counters
 from mlxpool.broker.timers import Timers
-from mlxpool.broker.workers import Model
+from mlxpool.broker.workers import Model, Question
 from mlxpool.common import wire
 from mlxpool.common.config import PoolConfig
 from mlxpool.common.errors import PoolError
@@ -23,6 +23,8 @@ from mlxpool.common.wire import Delta, Header
 
 TOMBSTONES = 10_000
 TOMBSTONE_LIFE = 600.0  # seconds
+POISONED = 1_000
+NO_LIMIT = 1 << 62
 
 
 @dataclass(eq=False, slots=True)
@@ -37,19 +39,29 @@ class Link:
 class Books:
     """Owns every request. `boot` is the random number of this broker process."""
 
-    def __init__(self, config: PoolConfig, boot: int) -> None:
+    def __init__(
+        self,
+        config: PoolConfig,
+        boot: int,
+        needs: Mapping[str, int] | None = None,
+        memory: int = NO_LIMIT,
+    ) -> None:
+        """`needs` is what one worker of a model takes, `memory` what all may take, in bytes."""
         self.config = config
         self.boot = boot
         self.timers = Timers()
-        self.fleet = Fleet(config, boot, self.timers)
+        self.fleet = Fleet(config, boot, self.timers, needs or {}, memory)
         self.requests: dict[bytes, Request] = {}
         self.tombstones: OrderedDict[bytes, Tombstone] = OrderedDict()
         self.links: dict[int, Link] = {}
-        self.asked: dict[bytes, tuple[int, int, int]] = {}  # id -> link, attempt, worker epoch
+        self.poisoned: OrderedDict[bytes, float] = OrderedDict()  # digest -> until
+        self.asked: dict[bytes, tuple[Question, int]] = {}  # id -> the call, its worker's epoch
         self.counters = Counters()
-        self.stopping = False
+        self.stopping = False  # takes no new requests
+        self.drained = False  # StopPool follows the last request
         self.out: list[ev.Action] = []
         self.runs = 0  # runs given to workers so far
+        self.arrivals = 0  # requests accepted so far
         self.grouped: dict[int, list[Delta]] = {}  # link -> deltas of the event in hand
 
     def fate(self, request_id: bytes, owner: str | None = None) -> dict[str, Any]:
@@ -80,6 +92,19 @@ class Books:
         if self.tombstones:
             self.timers.set("tombstones", next(iter(self.tombstones.values())).until)
 
+    def _quarantine(self, digest: bytes, now: float) -> None:
+        self.poisoned.pop(digest, None)
+        self.poisoned[digest] = now + self.config.poison_life
+        self.timers.set("poisoned", next(iter(self.poisoned.values())))
+        if len(self.poisoned) > POISONED:
+            self.poisoned.popitem(last=False)
+
+    def _forgive(self, now: float) -> None:
+        while self.poisoned and next(iter(self.poisoned.values())) <= now:
+            self.poisoned.popitem(last=False)
+        if self.poisoned:
+            self.timers.set("poisoned", next(iter(self.poisoned.values())))
+
     def _heard(self, link: int, now: float) -> None:
         known = self.links.get(link)
         if known is None:
@@ -92,18 +117,16 @@ class Books:
         self.timers.set(("link", link), now + self.config.client_grace)
 
     def _position(self, request: Request) -> int:
-        queue = self.fleet.models[request.payload.model].queue
-        return queue.index(request) if request in queue else 0
+        if request.state is not State.QUEUED:
+            return 0
+        return self._model_of(request).queue.before(request)
 
-    def _enqueue(self, model: Model, request: Request) -> None:
-        model.queue.append(request)
-        model.queue_bytes += request.payload.size
+    def _model_of(self, request: Request) -> Model:
+        return self.fleet.models[request.payload.model]
 
     def _unqueue(self, request: Request) -> None:
         if request.state is State.QUEUED:
-            model = self.fleet.models[request.payload.model]
-            model.queue.remove(request)
-            model.queue_bytes -= request.payload.size
+            self._model_of(request).queue.drop(request)
 
     def _leave_worker(self, request: Request) -> None:
         """Stop the run, if a worker still has one; its place stays taken until confirmed."""
@@ -112,9 +135,7 @@ class Books:
             self.fleet.tell(worker, wire.CANCEL, {}, id=request.id, attempt=request.run)
 
     def _set_timer(self, request: Request) -> None:
-        at = request.deadline
-        if request.state is State.QUEUED:
-            at = min(at, request.queue_deadline)
+        at = min(request.deadline, request.queue_deadline, request.first_deadline)
         if request.shut_since:
             at = min(at, request.shut_since + self.config.ack_grace)
         self.timers.set(request.id, at)

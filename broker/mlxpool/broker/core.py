@@ -7,26 +7,29 @@ accepted = done + failed + cancelled + live.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from mlxpool.broker import events as ev
 from mlxpool.broker import streams
-from mlxpool.broker.intake import Intake
-from mlxpool.broker.requests import Request, State
-from mlxpool.broker.workers import Model, Worker
+from mlxpool.broker.judge import judge
+from mlxpool.broker.losses import Losses
+from mlxpool.broker.requests import Request
+from mlxpool.broker.workers import FENCED, TRANSITIONS, Worker, WorkerState
 from mlxpool.common import wire
 from mlxpool.common.errors import (
     DeadlineExceeded,
     Draining,
     ModelLoadFailed,
-    PoolError,
     WorkerLost,
 )
 from mlxpool.common.wire import Delta, Header
 
+RETRY_DRAINED_MS = 1000  # a client may look for the next broker after this
 
-class Core(Intake):
+
+class Core(Losses):
     """What workers say, what time brings, what operations ask."""
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
@@ -41,35 +44,49 @@ class Core(Intake):
         """When `Wake` is due at the latest; infinity when nothing waits for a time."""
         return self.timers.next()
 
+    # ---- workers -------------------------------------------------------------------------------
+
     def on_deltas(self, event: ev.WorkerDeltas, now: float) -> None:
         for row in event.rows:
             worker = self.fleet.worker(event.epoch)
-            if worker is None or (row.id, row.attempt) not in worker.places:
+            place = (row.id, row.attempt)
+            if worker is None or place not in worker.places:
                 self.counters.fenced += 1
                 continue
+            request = self._at_work(row.id, event.epoch, row.attempt)
+            if request is not None and row.pos != request.taken:
+                why = f"it sent position {row.pos} where {request.taken} was due"
+                self._condemn(worker, why, now)
+                continue
             if row.end is not None:
-                worker.places.discard((row.id, row.attempt))
-                worker.served += 1
-            request = self.requests.get(row.id)
-            if request is not None and (request.worker, request.run) == (
-                event.epoch,
-                row.attempt,
-            ):
-                self._take(request, worker, row, now)
+                worker.leave(place)
+            if request is not None:
+                worker.made += row.count
+                self._take(request, row, now)
+            if row.end is not None:
+                self._ended_there(worker, now)
 
-    def _take(self, request: Request, worker: Worker, row: Delta, now: float) -> None:
-        if row.pos != request.taken:
-            why = f"it sent position {row.pos} where {request.taken} was due"
-            self.fleet.condemn(worker, why)
-            self._lose_places(worker, why, now)
-            return
+    def _at_work(self, request_id: bytes, epoch: int, run: int) -> Request | None:
+        request = self.requests.get(request_id)
+        if request is None or (request.worker, request.run) != (epoch, run):
+            return None
+        return request
+
+    def _ended_there(self, worker: Worker, now: float) -> None:
+        self.fleet.has_served(worker, now)
+        self._after_drain(worker, now)
+        self._settled(self.fleet.models[worker.model], now)
+
+    def _take(self, request: Request, row: Delta, now: float) -> None:
         if row.facts is not None:
+            request.facts = request.facts or row.facts
             request.prompt_tokens = int(row.facts.get("prompt_tokens", 0))
         if row.count or row.text:
-            if request.state is State.ASSIGNED:
-                request.first_at = now
+            if row.count and not request.first_at:
+                request.first_at, request.first_deadline = now, math.inf
             request.move("stream")
-            request.taken += row.count
+            request.ids += row.ids
+            request.barren = 0 if row.count else request.barren
             self.counters.tokens += row.count
             request.unread_bytes += streams.append(request.unread, row)
         if row.end is None:
@@ -85,6 +102,7 @@ class Core(Intake):
             self.counters.fenced += 1
             return
         worker.beat, worker.beat_at = event.body, now
+        self.fleet.measured(worker)
         self.fleet.tell(worker, wire.HEARD, {})
 
     def on_credit(self, event: ev.WorkerCredit, now: float) -> None:
@@ -96,14 +114,35 @@ class Core(Intake):
         model = self.fleet.models[worker.model]
         self._forward_asks(model)
         self._dispatch(model, now)
+        self._settled(model, now)
+
+    def on_tokens(self, event: ev.WorkerTokens, now: float) -> None:
+        worker = self.fleet.worker(event.epoch)
+        if worker is None or event.id not in worker.asked:
+            self.counters.fenced += 1
+            return
+        worker.asked.discard(event.id)
+        ask, _ = self.asked.pop(event.id)
+        kind = wire.ERROR if "code" in event.body else wire.TOKENS
+        self._reply(ask.link, kind, event.id, ask.attempt, event.body, event.blobs)
+        self._after_drain(worker, now)
+        self._settled(self.fleet.models[worker.model], now)
 
     def on_hello(self, event: ev.WorkerHello, now: float) -> None:
-        self.fleet.hello(event.slot, event.body, now)
+        worker = self.fleet.slots[event.slot].worker
+        if worker is None or "hello" not in TRANSITIONS[worker.state]:
+            self.counters.fenced += 1
+            return
+        if worker.epoch:
+            self._lose(worker, "it came on a new connection", now)
+        self.fleet.hello(worker, event.body, event.token, now)
+        self._go_on(worker, now)
 
     def on_bye(self, event: ev.WorkerBye, now: float) -> None:
         worker = self.fleet.worker(event.epoch)
         if worker is not None:
             worker.error = event.error
+            worker.said_bye = event.error is None
 
     def on_spawned(self, event: ev.Spawned, now: float) -> None:
         worker = self.fleet.slots[event.slot].worker
@@ -114,48 +153,42 @@ class Core(Intake):
         worker = self.fleet.slots[event.slot].worker
         if worker is not None:
             worker.error = ModelLoadFailed(event.message).body()
-            self._exited(event.slot, event.message, now)
+            self.on_exited(ev.WorkerExited(event.slot, event.message, own=True), now)
+
+    def on_looked(self, event: ev.Looked, now: float) -> None:
+        """The judgement: two strikes, and what has been seen of a fenced worker does not count."""
+        worker = self.fleet.slots[event.slot].worker
+        if worker is None or worker.state in FENCED:
+            return
+        worker.watch.observe(event.sample, worker.beat_at, now, event.tick)
+        limit = self.fleet.models[worker.model].config.memory_limit
+        welcomed = worker.epoch != 0
+        verdict = judge(worker.watch, self.config, welcomed=welcomed, memory_limit=limit)
+        if verdict.hung:
+            self._condemn(worker, verdict.cause, now, own=verdict.own)
+            return
+        self.fleet.judged(worker, verdict, now)
+        if worker.state is WorkerState.READY:
+            self._dispatch(self.fleet.models[worker.model], now)
 
     def on_exited(self, event: ev.WorkerExited, now: float) -> None:
-        self._exited(event.slot, event.cause, now)
-
-    def _exited(self, slot_name: str, cause: str, now: float) -> None:
-        slot = self.fleet.slots[slot_name]
-        worker = self.fleet.exited(slot, cause, now)
+        slot = self.fleet.slots[event.slot]
+        own = event.own and not (slot.worker is not None and slot.worker.said_bye)
+        worker = self.fleet.exited(slot, event.cause, now, own=own)
         if worker is None:
             return
-        self._lose_places(worker, cause, now)
+        self._lose(worker, slot.last_exit, now, own=own, prefill=event.prefill)
         model = self.fleet.models[slot.model]
         error = self.fleet.verdict(model, now)
         if error is not None:
             self._give_up(model, error, now)
-        elif (model.queue or model.asks) and not self.stopping:
+        elif (model.queue or model.asks or worker.replace) and not self.drained:
             self.fleet.want(model, now)
-        self._dispatch(model, now)
+        for other in self.fleet.starved():
+            self.fleet.want(other, now)
+        self._go_on(worker, now)
 
-    def _give_up(self, model: Model, error: PoolError, now: float) -> None:
-        """The model cannot be had for now: everything that waits for it learns why."""
-        model.wanted = False
-        for request in list(model.queue):
-            self._fail(request, error, now)
-        for request_id, link, attempt, *_ in model.asks:
-            self._reply(link, wire.ERROR, request_id, attempt, error.body())
-        model.asks.clear()
-
-    def _lose_places(self, worker: Worker, cause: str, now: float) -> None:
-        """Its streams end now; its places stay taken as long as it lives."""
-        error = WorkerLost(
-            f"the worker {worker.slot} ended: {cause}; send the request again",
-            details={"worker": worker.slot, "cause": cause},
-        )
-        for request_id, attempt in sorted(worker.places):
-            request = self.requests.get(request_id)
-            if request is not None and (request.worker, request.run) == (worker.epoch, attempt):
-                self._fail(request, error, now)
-        for request_id, (link, attempt, epoch) in list(self.asked.items()):
-            if epoch == worker.epoch:
-                del self.asked[request_id]
-                self._reply(link, wire.ERROR, request_id, attempt, error.body())
+    # ---- clients -------------------------------------------------------------------------------
 
     def on_cancel(self, event: ev.Cancel, now: float) -> None:
         fate = self.fate(event.id, event.owner)
@@ -167,16 +200,26 @@ class Core(Intake):
         if request is not None and event.owner in (None, request.owner):
             self._cancel(request, now)
 
+    # ---- time ----------------------------------------------------------------------------------
+
     def on_wake(self, event: ev.Wake, now: float) -> None:
         for key in self.timers.due(now):
             if isinstance(key, bytes):
                 self._request_timer(key, now)
+            elif isinstance(key, tuple):
+                TIMERS[key[0]](self, now, *key[1:])
             elif key == "tombstones":
                 self._forget(now)
-            elif isinstance(key, tuple) and key[0] in ("model", "restart"):
-                self._model_timer(self.fleet.models[key[1]], now)
-            elif isinstance(key, tuple):
-                self._link_timer(key[1], now)
+            elif key == "poisoned":
+                self._forgive(now)
+
+    def on_late(self, event: ev.Late, now: float) -> None:
+        """What nobody could be heard in does not count as silence."""
+        for link in self.links.values():
+            link.heard_at = min(now, link.heard_at + event.seconds)
+        for request in self.requests.values():
+            if request.shut_since:
+                request.shut_since = min(now, request.shut_since + event.seconds)
 
     def _request_timer(self, request_id: bytes, now: float) -> None:
         request = self.requests.get(request_id)
@@ -192,25 +235,25 @@ class Core(Intake):
                 ),
                 now,
             )
-        elif request.state is State.QUEUED and now >= request.queue_deadline:
-            self._fail(
-                request,
-                DeadlineExceeded(f"no worker was free after {waited:.3f} s (queue_ms)"),
-                now,
-            )
+        elif now >= request.queue_deadline:
+            why = f"no worker was free after {waited:.3f} s (queue_ms)"
+            self._fail(request, DeadlineExceeded(why), now)
+        elif now >= request.first_deadline:
+            why = f"no token came after {waited:.3f} s (first_token_ms)"
+            self._fail(request, DeadlineExceeded(why), now)
         elif request.shut_since and now >= request.shut_since + self.config.ack_grace:
             self._too_slow(request, f"no ack for {now - request.shut_since:.0f} s", now)
         else:
             self._set_timer(request)
 
-    def _model_timer(self, model: Model, now: float) -> None:
-        if not self.stopping:
-            self.fleet.timer(model, now)
+    def _model_timer(self, now: float, name: str) -> None:
+        if not self.drained:
+            self.fleet.timer(self.fleet.models[name], now)
 
     def on_heard(self, event: ev.Heard, now: float) -> None:
         self._heard(event.link, now)
 
-    def _link_timer(self, number: int, now: float) -> None:
+    def _link_timer(self, now: float, number: int) -> None:
         link = self.links.get(number)
         if link is None:
             return
@@ -218,6 +261,10 @@ class Core(Intake):
         if now < silent_until:
             self.timers.set(("link", number), silent_until)
             return
+        if link.ids:
+            # It gets no terminal and a new number: when it wakes up it sees that and sends again.
+            link.lost = True
+            self.out.append(ev.ForgetLink(number))
         for request_id in sorted(link.ids):
             self._cancel(self.requests[request_id], now)
         del self.links[number]
@@ -228,28 +275,57 @@ class Core(Intake):
             link.lost = True
             self.counters.links_lost += 1
 
+    # ---- operations ----------------------------------------------------------------------------
+
     def on_load(self, event: ev.Load, now: float) -> None:
         if self.stopping:
             return
         model = self.fleet.models[event.model]
-        model.retry_at, model.failures = 0.0, 0
+        model.retry_at, model.failures, model.closed = 0.0, 0, False
         self.fleet.want(model, now)
 
     def on_unload(self, event: ev.Unload, now: float) -> None:
         model = self.fleet.models[event.model]
         for worker in model.workers:
-            self._lose_places(worker, "unloaded by the operator", now)
+            why = "unloaded by the operator"
+            error = WorkerLost(
+                f"the worker {worker.slot} ended: {why}; send the request again",
+                details={"worker": worker.slot, "cause": why},
+            )
+            for request in self._running(worker):
+                self._fail(request, error, now)
         self.fleet.unload(model, "unloaded by the operator")
 
+    def on_restart(self, event: ev.Restart, now: float) -> None:
+        worker = self.fleet.slots[event.slot].worker
+        if worker is None:
+            self.fleet.want(self.fleet.models[self.fleet.slots[event.slot].model], now)
+        else:
+            worker.replace = True
+            self._drain_worker(event.slot, 0.0, now)
+
     def on_shutdown(self, event: ev.Shutdown, now: float) -> None:
-        self.stopping = True
-        error = Draining("the broker is going down; send the request again")
+        self.stopping = self.drained = True
+        error = Draining(
+            "the broker is going down; send the request again",
+            retry_after_ms=None if event.final else RETRY_DRAINED_MS,
+        )
         for request in list(self.requests.values()):
             self._fail(request, error, now)
         for model in self.fleet.models.values():
+            for worker in model.workers:
+                self._ask_again(worker, "the broker is going down")
             self._give_up(model, error, now)
             self.fleet.unload(model, "the broker is going down")
 
+
+TIMERS: dict[str, Callable[..., None]] = {
+    "model": Core._model_timer,
+    "restart": Core._model_timer,
+    "link": Core._link_timer,
+    "drain": lambda core, now, slot, epoch: core._drain_timer(slot, epoch, now),
+    "drained": lambda core, now, name: core._drained_timer(name, now),
+}
 
 HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     ev.Generate: Core.on_generate,
@@ -265,10 +341,15 @@ HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     ev.WorkerBeat: Core.on_beat,
     ev.WorkerCredit: Core.on_credit,
     ev.WorkerTokens: Core.on_tokens,
+    ev.WorkerYield: Core.on_yield,
     ev.WorkerBye: Core.on_bye,
     ev.WorkerExited: Core.on_exited,
+    ev.Looked: Core.on_looked,
+    ev.Late: Core.on_late,
     ev.Load: Core.on_load,
     ev.Unload: Core.on_unload,
+    ev.Drain: Core.on_drain,
+    ev.Restart: Core.on_restart,
     ev.Shutdown: Core.on_shutdown,
     ev.Wake: Core.on_wake,
 }

@@ -9,6 +9,7 @@ from mlxpool.broker import events as ev
 from mlxpool.broker import streams
 from mlxpool.broker.books import Books
 from mlxpool.broker.requests import Request
+from mlxpool.broker.workers import Model
 from mlxpool.common import wire
 from mlxpool.common.errors import BadRequest, PoolError, SlowConsumer
 from mlxpool.common.wire import Delta, Header
@@ -137,7 +138,16 @@ class Delivery(Books):
         self._bury(request, now)
         self.counters.end(request, now)
         self.out.append(ev.Note("info", "request", _record(request, kind, body, now)))
-        self.fleet.settle(self.fleet.models[request.payload.model], now)
+        self._settled(self._model_of(request), now)
+
+    def _settled(self, model: Model, now: float) -> None:
+        """Something ended: what waited for that may go on."""
+        self.fleet.settle(model, now)
+        if model.closed and not model.busy:
+            self.fleet.unload(model, "drained")
+        if self.stopping and not self.requests and not self.drained:
+            self.drained = True
+            self.out.append(ev.StopPool())
 
 
 def _pairs(have: Any) -> list[tuple[bytes, int]]:

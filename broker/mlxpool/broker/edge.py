@@ -6,29 +6,30 @@ worker managed to send is lost.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
 import os
-import resource
 import secrets
 import signal
 import socket as sockets_of_the_system
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import zmq
 
 from mlxpool.broker import events as ev
+from mlxpool.broker import record, system
 from mlxpool.broker.admin import Admin
 from mlxpool.broker.core import Core
+from mlxpool.broker.door import PERIOD, Door
 from mlxpool.broker.peers import Peer, Peers
-from mlxpool.broker.supervisor import Child, Supervisor
+from mlxpool.broker.premises import footprints, lock, raise_descriptor_limit
+from mlxpool.broker.supervisor import TICK, Child, Supervisor
 from mlxpool.common import sockets, wire
 from mlxpool.common.config import PoolConfig, check_run_dir
 from mlxpool.common.errors import BadRequest, PoolError
+from mlxpool.common.history import History
 from mlxpool.common.wire import Header, Message
 
 log = logging.getLogger("mlxpool.broker")
@@ -36,13 +37,10 @@ log = logging.getLogger("mlxpool.broker")
 DRAIN = 256  # messages read from one socket before the others get their turn
 RETRY = 0.01  # seconds until a full peer is tried again
 FORGET = 120.0  # seconds after which a silent connection without streams is forgotten
-MIN_DESCRIPTORS = 256
+SHARE = 0.8  # of the machine's memory, for all workers, when no limit is set
+LATE = 1.0  # seconds that a turn may take before it counts as our own lateness
 
 SPOKEN_BY_CLIENTS = frozenset({wire.PING, wire.MODELS, wire.TOKENIZE, wire.DETOKENIZE})
-
-
-class AlreadyRunning(OSError):
-    """Another broker holds this run directory."""
 
 
 class Broker:
@@ -50,11 +48,13 @@ class Broker:
 
     def __init__(self, config: PoolConfig) -> None:
         check_run_dir(config.run_dir)
-        raise_descriptor_limit()
+        self.descriptors = raise_descriptor_limit()
         self.config = config
-        self.lock = _lock(config.run_dir)
+        self.lock = lock(config.run_dir)
         self.boot = secrets.randbits(63) or 1
-        self.core = Core(config, self.boot)
+        memory = config.memory_limit or int(SHARE * system.memory_of_machine())
+        self.core = Core(config, self.boot, footprints(config), memory)
+        self.history = History("broker")
         self.started_at = time.monotonic()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         front, back, admin = (sockets.ipc(config.run_dir, n) for n in ("front", "back", "admin"))
@@ -63,8 +63,9 @@ class Broker:
         self.back = Peers(sockets.router(self.context, back))
         self.admin = Admin(self, sockets.router(self.context, admin))
         self.front = Peers(sockets.router(self.context, front, heartbeat=True))
+        self.door = Door(self.front.socket, front, self.descriptors)
         for endpoint in config.front:
-            sockets.bind(self.front.socket, endpoint)
+            self.door.bind(endpoint)
         self.supervisor = Supervisor(config, back)
         self.worker_peers: dict[str, int] = {}  # slot -> number of its welcomed connection
         self.epochs: dict[int, int] = {}  # number of a welcomed connection -> its epoch
@@ -73,10 +74,19 @@ class Broker:
         self.signals.setblocking(False)
         self._signal_end.setblocking(False)
         self.poller = zmq.Poller()
-        for source in (self.back.socket, self.front.socket, self.admin.socket, self.signals):
+        for source in (
+            self.back.socket,
+            self.front.socket,
+            self.admin.socket,
+            self.door.monitor,
+            self.signals,
+        ):
             self.poller.register(source, zmq.POLLIN)
         self.stopping = False
         self._sweep_at = 0.0
+        self._turned_at = time.monotonic()
+        for pid in self.supervisor.sweep():
+            log.warning("ended a worker of an earlier broker", extra={"pid": pid})
 
     # ---- the loop ------------------------------------------------------------------------------
 
@@ -95,8 +105,17 @@ class Broker:
 
     def turn(self) -> None:
         """Wait for something and handle it: workers first, so that tokens beat new requests."""
-        readable = dict(self.poller.poll(self._timeout_ms(time.monotonic())))
+        timeout = self._timeout_ms(time.monotonic())
+        readable = dict(self.poller.poll(timeout))
         now = time.monotonic()
+        late = now - self._turned_at - timeout / 1000
+        self._turned_at = now
+        if late > LATE:
+            log.warning("the broker was late", extra={"seconds": round(late, 3)})
+            self.perform(ev.Late(late), now)
+        if self.door.monitor in readable:
+            self.door.somebody_came()
+            self.door.watch(now)
         if self.back.socket in readable:
             self._read(self.back, self._from_worker, now)
         for descriptor in readable.keys() & self.watches.keys():
@@ -115,10 +134,16 @@ class Broker:
         wake = min(self.core.next_wake(), self.supervisor.next_wake(), self._sweep_at)
         if self.front.full or self.back.full:
             wake = min(wake, now + RETRY)
+        if self.door.shut:
+            wake = min(wake, now + PERIOD)
         return max(0, math.ceil((wake - now) * 1000))
 
     def _keep_house(self, now: float) -> None:
         self.supervisor.poll(now)
+        if self.supervisor.due(now):
+            for slot in list(self.supervisor.children):
+                self.perform(ev.Looked(slot, self.supervisor.look(slot), TICK), now)
+        self.door.watch(now)
         self.back.retry()
         for number in self.front.retry():
             self.perform(ev.LinkLost(number), now)
@@ -212,8 +237,9 @@ class Broker:
 
     def _worker_event(self, peer: Peer, message: Message) -> ev.Event | None:
         epoch = self.epochs.get(peer.number)
-        if epoch is None or epoch != message.header.epoch:
+        if epoch is None:
             self.back.send(peer.number, wire.encode(Header(wire.WHO)))
+        if epoch is None or epoch != message.header.epoch:
             return None
         body, request_id = message.body, message.header.id or b""
         if message.kind == wire.DELTAS:
@@ -224,6 +250,8 @@ class Broker:
             return ev.WorkerCredit(epoch, body)
         if message.kind == wire.TOKENS:
             return ev.WorkerTokens(epoch, request_id, body, message.blobs)
+        if message.kind == wire.YIELD:
+            return ev.WorkerYield(epoch, body.get("runs"))
         if message.kind == wire.BYE:
             return ev.WorkerBye(epoch, body.get("error"))
         raise BadRequest(f"a worker cannot send the kind {message.kind!r:.40}")
@@ -232,13 +260,17 @@ class Broker:
         slot = str(message.body.get("slot"))
         child = self.supervisor.children.get(slot)
         token = str(message.body.get("token"))
-        if child is None or not secrets.compare_digest(child.token.encode(), token.encode()):
+        if child is None or not child.opens(token):
             log.warning("hello refused", extra={"slot": slot, "peer": peer.owner})
             return
-        child.token = secrets.token_hex(16)  # a token opens once
+        child.renew(token)
+        before = self.worker_peers.get(slot)
+        if before is not None and before != peer.number:
+            self.epochs.pop(before, None)
+            self.back.forget(before)
         self.worker_peers[slot] = peer.number
         body = {k: v for k, v in message.body.items() if k != "token"}
-        self.perform(ev.WorkerHello(slot, body), now)
+        self.perform(ev.WorkerHello(slot, body, child.token), now)
         worker = self.core.fleet.slots[slot].worker
         if worker is not None:
             self.epochs[peer.number] = worker.epoch
@@ -248,12 +280,12 @@ class Broker:
         self.poller.unregister(descriptor)
         while self._back_has_more(now):
             pass
-        cause = self.supervisor.reap(child.slot)
+        end = self.supervisor.reap(child.slot)
         number = self.worker_peers.pop(child.slot, None)
         if number is not None:
             self.epochs.pop(number, None)
             self.back.forget(number)
-        self.perform(ev.WorkerExited(child.slot, cause), now)
+        self.perform(ev.WorkerExited(child.slot, end.cause, end.own, end.prefill), now)
 
     def _back_has_more(self, now: float) -> bool:
         received = self.back.receive(now)
@@ -265,6 +297,8 @@ class Broker:
 
     def perform(self, event: ev.Event, now: float) -> None:
         """Let the core decide, then do what it decided, in order."""
+        if self.history.on:
+            record.of_event(self.history, event)
         try:
             actions = self.core.handle(event, now)
         except Exception:  # a bug of ours costs one event, never the pool
@@ -272,6 +306,8 @@ class Broker:
             log.exception("the core failed", extra={"on": type(event).__name__})
             actions = self.core.out  # what it had decided is in its books already
         for action in actions:
+            if self.history.on:
+                record.of_action(self.history, action)
             try:
                 PERFORM[type(action)](self, action, now)
             except Exception:
@@ -307,16 +343,25 @@ class Broker:
     def stop_worker(self, action: ev.StopWorker, now: float) -> None:
         self.supervisor.stop(action.slot, now)
 
+    def forget_link(self, action: ev.ForgetLink, now: float) -> None:
+        self.front.forget(action.link)
+
+    def dump_stacks(self, action: ev.DumpStacks, now: float) -> None:
+        self.supervisor.dump(action.slot)
+
+    def stop_pool(self, action: ev.StopPool, now: float) -> None:
+        self.stop(now, final=False)
+
     def note(self, action: ev.Note, now: float) -> None:
         log.log(logging.getLevelName(action.level.upper()), action.event, extra=action.fields)
 
     # ---- the end -------------------------------------------------------------------------------
 
-    def stop(self, now: float) -> None:
+    def stop(self, now: float, *, final: bool) -> None:
         """End every stream, then the workers; the loop ends with the last of them."""
         if not self.stopping:
             self.stopping = True
-            self.perform(ev.Shutdown(), now)
+            self.perform(ev.Shutdown(final), now)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signal_end.send(bytes([number]))
@@ -325,11 +370,12 @@ class Broker:
         numbers = self.signals.recv(16)
         if self.stopping or len(numbers) > 1:  # asked twice: do not wait for anybody
             self.supervisor.close()
-        self.stop(now)
+        self.stop(now, final=False)  # whoever sends signals may start the next one
 
     def close(self) -> None:
         """Free everything: children, sockets, the lock."""
         self.supervisor.close()
+        self.door.close()
         for source in (self.front.socket, self.back.socket, self.admin.socket):
             source.close()
         self.context.term()
@@ -349,6 +395,7 @@ class Broker:
             "uptime_s": round(now - self.started_at, 3),
             "run_dir": str(self.config.run_dir),
             "links": len(self.front.by_number),
+            "front_shut": self.door.times_shut,
         }
 
 
@@ -357,34 +404,8 @@ PERFORM: dict[type, Callable[[Broker, Any, float], None]] = {
     ev.ToWorker: Broker.to_worker,
     ev.StartWorker: Broker.start_worker,
     ev.StopWorker: Broker.stop_worker,
+    ev.ForgetLink: Broker.forget_link,
+    ev.DumpStacks: Broker.dump_stacks,
+    ev.StopPool: Broker.stop_pool,
     ev.Note: Broker.note,
 }
-
-
-def _lock(run_dir: Path) -> int:
-    """Hold the run directory; the kernel lets go of it when this process ends, however it ends."""
-    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
-        raise AlreadyRunning(
-            f"another broker (pid {holder}) serves the run directory {run_dir};"
-            " stop it, or give another with --run-dir"
-        ) from None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, str(os.getpid()).encode())
-    return descriptor
-
-
-def raise_descriptor_limit() -> None:
-    """Use all descriptors allowed. Raises OSError below MIN_DESCRIPTORS: libzmq aborts without."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard < MIN_DESCRIPTORS:
-        raise OSError(
-            f"the limit of open files is {hard}, the broker needs {MIN_DESCRIPTORS};"
-            " raise it with ulimit -n"
-        )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxpool.broker.judge import Sample
 from mlxpool.common.wire import Delta, Header
 
 # ---- what can happen -------------------------------------------------------------------------
@@ -79,10 +80,14 @@ class SpawnFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
-    """The worker of a slot introduced itself with its one-time token (checked by the edge)."""
+    """The worker of a slot introduced itself with its one-time token (checked by the edge).
+
+    `token` opens the next connection.
+    """
 
     slot: str
     body: Mapping[str, Any]
+    token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,14 @@ class WorkerTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerYield:
+    """At a drain the worker hands back runs that it has not finished: [id, run] each."""
+
+    epoch: int
+    runs: Any
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerBye:
     """The worker is leaving; `error` says why it could not serve."""
 
@@ -123,10 +136,32 @@ class WorkerBye:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """The process is gone; everything it had sent has been handled before."""
+    """The process is gone; everything it had sent has been handled before.
+
+    `own`: it ended by itself, so what it ran may be to blame; `prefill` is the request whose prompt
+    it was reading.
+    """
 
     slot: str
     cause: str
+    own: bool = False
+    prefill: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The supervisor looked at a worker; it does so every `tick` seconds."""
+
+    slot: str
+    sample: Sample
+    tick: float
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """The broker itself did not run for so many seconds: nobody else is to blame for them."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +175,29 @@ class Unload:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """Let a worker, a model or (both None) the pool finish, within `grace` seconds."""
+
+    slot: str | None
+    model: str | None
+    grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Replace a slot's worker: its streams go on in the next one."""
+
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
-    """The broker is going down: every live stream gets its end now."""
+    """The broker is going down: every live stream gets its end now.
+
+    `final`: nobody need wait for another broker.
+    """
+
+    final: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +219,15 @@ Event = (
     | WorkerBeat
     | WorkerCredit
     | WorkerTokens
+    | WorkerYield
     | WorkerBye
     | WorkerExited
+    | Looked
+    | Late
     | Load
     | Unload
+    | Drain
+    | Restart
     | Shutdown
     | Wake
 )
@@ -202,6 +263,25 @@ class StopWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetLink:
+    """The next frame on this connection makes a new link."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class DumpStacks:
+    """Have the worker write where its threads are."""
+
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopPool:
+    """Everything has been drained."""
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A line for the log; never holds a prompt or a completion."""
 
@@ -210,4 +290,4 @@ class Note:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-Action = ToClient | ToWorker | StartWorker | StopWorker | Note
+Action = ToClient | ToWorker | StartWorker | StopWorker | ForgetLink | DumpStacks | StopPool | Note

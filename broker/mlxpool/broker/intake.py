@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from mlxpool.broker import events as ev
 from mlxpool.broker.delivery import Delivery
-from mlxpool.broker.policy import choose_worker, next_request
-from mlxpool.broker.requests import Payload, Request, Tombstone
-from mlxpool.broker.workers import Model, Worker, WorkerState
+from mlxpool.broker.payload import Payload
+from mlxpool.broker.policy import choose_worker, prefix_keys, remember, same_facts
+from mlxpool.broker.requests import Request, Tombstone
+from mlxpool.broker.workers import Model, Question, Worker, WorkerState
 from mlxpool.common import wire
-from mlxpool.common.errors import BadRequest, Draining, DuplicateId, PoolError, QueueFull
+from mlxpool.common.errors import (
+    BadRequest,
+    Draining,
+    DuplicateId,
+    ModelUnavailable,
+    Poisoned,
+    PoolError,
+    QueueFull,
+    WorkerLost,
+)
 from mlxpool.common.wire import Header
 
 RETRY_QUEUE_MS = 1000
+ASK_TRIES = 2
 
 
 class Intake(Delivery):
@@ -67,12 +79,14 @@ class Intake(Delivery):
         self.out.append(ev.ToClient(event.link, header, body))
 
     def _admit(self, event: ev.Generate, payload: Payload, digest: bytes, now: float) -> None:
-        if self.stopping:
-            raise Draining("the broker is going down; send the request again later")
         model = self.fleet.model(payload.model)
         before = self.requests.get(event.id)
         if before is None:
+            self._check_open(model)
             self._check_queue(model, payload)
+        else:
+            _check_ids(before, payload)
+        self._check_poison(digest)
         self.fleet.refuse_if_broken(model, now)
         request = self._new_request(event, payload, digest, now)
         if before is not None:
@@ -84,16 +98,35 @@ class Intake(Delivery):
         self.links[event.link].ids.add(request.id)
         self._watch_link(event.link, now)
         self._set_timer(request)
-        self._enqueue(model, request)
+        if before is None and payload.resume is None:
+            model.queue.add(request)
+        else:
+            model.queue.add_back(request)
         self._accepted(request, request.link)
         self.fleet.want(model, now)
         self._dispatch(model, now)
 
+    def _check_open(self, model: Model) -> None:
+        if self.stopping:
+            raise Draining("the broker is going down; send the request again later")
+        if model.closed:
+            raise Draining(
+                f"model {model.name!r} is drained; `mlxpool load {model.name}` opens it again"
+            )
+
+    def _check_poison(self, digest: bytes) -> None:
+        until = self.poisoned.get(digest)
+        if until is not None:
+            raise Poisoned(
+                "this request ended two workers; it is refused for"
+                f" {self.config.poison_life / 60:g} minutes"
+            )
+
     def _check_queue(self, model: Model, payload: Payload) -> None:
         limit, most = self.config.queue_limit, self.config.queue_bytes
-        if len(model.queue) >= limit or model.queue_bytes + payload.size > most:
+        if len(model.queue) >= limit or model.queue.bytes + payload.size > most:
             raise QueueFull(
-                f"{len(model.queue)} requests with {model.queue_bytes} bytes of prompt wait for"
+                f"{len(model.queue)} requests with {model.queue.bytes} bytes of prompt wait for"
                 f" model {model.name!r}, at most {limit} and {most}; retry later",
                 retry_after_ms=RETRY_QUEUE_MS,
             )
@@ -106,7 +139,10 @@ class Intake(Delivery):
             total = payload.deadline_ms / 1000
         waits = math.inf if payload.queue_ms is None else payload.queue_ms / 1000
         seed = _seed(payload, event.entropy)
+        first = math.inf if payload.first_token_ms is None else payload.first_token_ms / 1000
         have = len(payload.resume_ids) // 4
+        resume = payload.resume or {}
+        self.arrivals += 1
         return Request(
             event.id,
             event.attempt,
@@ -118,7 +154,11 @@ class Intake(Delivery):
             accepted_at=now,
             deadline=now + total,
             queue_deadline=now + waits,
-            taken=have,
+            first_deadline=now + first,
+            place=self.arrivals,
+            ids=bytearray(payload.resume_ids),
+            facts=resume.get("facts"),
+            barren=int(resume.get("resumes", 0)),
             sent=have,
             acked=have,
         )
@@ -128,48 +168,101 @@ class Intake(Delivery):
         self._leave_worker(before)
         self._unqueue(before)
         self.links[before.link].ids.discard(before.id)
-        request.tries = before.tries
-        request.accepted_at = before.accepted_at
+        request.tries, request.place = before.tries, before.place
+        request.accepted_at, request.assigned_at = before.accepted_at, before.assigned_at
+        request.first_at, request.prompt_tokens = before.first_at, before.prompt_tokens
+        request.queue_deadline = before.queue_deadline
+        request.first_deadline = before.first_deadline
+        request.facts = before.facts or request.facts
+        request.seed = before.seed
+        request.charge, request.company = before.charge, before.company
+        request.barren = max(before.barren, request.barren)
 
     def _accepted(self, request: Request, link: int) -> None:
         body = {
             "boot": self.boot,
-            "link": link,
+            "link": request.link,
             "queue_position": self._position(request),
             "seed": request.seed,
         }
         self._reply(link, wire.ACCEPTED, request.id, request.attempt, body)
 
     def _dispatch(self, model: Model, now: float) -> None:
-        """Give waiting requests to workers that have room."""
-        while (worker := choose_worker(model.workers)) is not None:
-            request = next_request(model.queue)
-            if request is None:
+        """Give waiting requests to workers that have room: those that were at work before first."""
+        workers = model.workers
+        for request in list(model.queue.returning):
+            workers = self._take_back(model, request, workers, now)
+        while (fresh := model.queue.head()) is not None:
+            worker = choose_worker(workers, fresh)
+            if worker is None:
                 break
-            self._assign(request, worker, now)
+            self._assign(fresh, worker, now)
+        self._fail_strangers(model, now)
         self.fleet.settle(model, now)
 
+    def _fail_strangers(self, model: Model, now: float) -> None:
+        """The model has changed under streams that began with another one: they cannot go on."""
+        if not model.queue.returning or not model.settled:
+            return
+        ready = [worker for worker in model.workers if worker.state is WorkerState.READY]
+        for request in list(model.queue.returning):
+            if any(same_facts(worker, request) for worker in ready):
+                continue
+            facts, hello = request.facts or {}, ready[0].hello
+            error = ModelUnavailable(
+                f"the stream began with model digest {facts.get('digest')}, context"
+                f" {facts.get('context')}; {model.name!r} is now {hello.get('digest')},"
+                f" {hello.get('context')}; send a new request",
+                details={"digest": facts.get("digest"), "context": facts.get("context")},
+            )
+            self._fail(request, error, now)
+
+    def _take_back(
+        self, model: Model, request: Request, workers: list[Worker], now: float
+    ) -> list[Worker]:
+        """Give it to a worker, or keep one free for it; returns those that others may have."""
+        worker = choose_worker(workers, request)
+        if worker is not None:
+            self._assign(request, worker, now)
+            return workers
+        if not request.company:
+            return workers
+        fit = (worker for worker in workers if same_facts(worker, request))
+        reserved = min(fit, key=lambda w: len(w.places), default=None)
+        return [worker for worker in workers if worker is not reserved]
+
     def _assign(self, request: Request, worker: Worker, now: float) -> None:
-        self._unqueue(request)
+        self._model_of(request).queue.take(request)
         request.move("assign")
-        request.worker, request.slot, request.assigned_at = worker.epoch, worker.slot, now
+        request.worker, request.slot = worker.epoch, worker.slot
+        request.assigned_at = request.assigned_at or now
+        request.queue_deadline = math.inf
         request.tries += 1
         self.runs += 1
         request.run = self.runs
         worker.works_sent += 1
         worker.places.add((request.id, request.run))
+        if request.company:
+            worker.company[request.run] = request.company
+        remember(worker, prefix_keys(request))
         self._set_timer(request)
+        self._tell_work(request, worker, now)
+
+    def _tell_work(self, request: Request, worker: Worker, now: float) -> None:
         payload = request.payload
         body = {
             **payload.prompt,
             "options": payload.options.to_wire(),
             "seed": request.seed,
-            "deadline_ms": math.ceil((request.deadline - now) * 1000),
+            "deadline_ms": max(0, math.ceil((request.deadline - now) * 1000)),
         }
         blobs = payload.blobs
-        if payload.resume is not None:
-            body["resume"] = payload.resume
-            blobs = (*blobs, payload.resume_ids)
+        if request.ids or request.facts is not None:
+            resume: dict[str, Any] = {"count": request.taken, "resumes": request.barren}
+            if request.facts is not None:
+                resume["facts"] = request.facts
+            body["resume"] = resume
+            blobs = (*blobs, bytes(request.ids))
         self.fleet.tell(worker, wire.WORK, body, id=request.id, attempt=request.run, blobs=blobs)
 
     def on_ask(self, event: ev.Ask, now: float) -> None:
@@ -200,49 +293,70 @@ class Intake(Delivery):
 
     def _ask_worker(self, event: ev.Ask, now: float) -> None:
         try:
-            if self.stopping:
-                raise Draining("the broker is going down")
             if not isinstance(event.body.get("model"), str):
                 raise BadRequest(f"{event.kind}: model must be a name")
             model = self.fleet.model(event.body["model"])
+            self._check_open(model)
             self.fleet.refuse_if_broken(model, now)
+            if self._asked_again(model, event):
+                return
             self._check_asks(model, event)
         except PoolError as error:
             self._answer(event, wire.ERROR, error.body())
             return
         model.asks.append(
-            (event.id, event.link, event.attempt, event.kind, event.body, event.blobs)
+            Question(event.id, event.link, event.attempt, event.kind, event.body, event.blobs)
         )
         self.fleet.want(model, now)
         self._forward_asks(model)
         self.fleet.settle(model, now)
 
+    def _asked_again(self, model: Model, event: ev.Ask) -> bool:
+        """The same call on a new connection: its answer goes there. Whoever has its id made it."""
+        if event.id in self.asked:
+            ask, epoch = self.asked[event.id]
+            self.asked[event.id] = (_moved(ask, event), epoch)
+            return True
+        for place, ask in enumerate(model.asks):
+            if ask.id == event.id:
+                model.asks[place] = _moved(ask, event)
+                return True
+        return False
+
     def _check_asks(self, model: Model, event: ev.Ask) -> None:
-        if event.id in self.asked or any(event.id == ask[0] for ask in model.asks):
-            raise DuplicateId(f"a call with the id {event.id.hex()} is under way")
-        limit = self.config.queue_limit
-        if len(model.asks) >= limit:
-            raise QueueFull(f"{limit} calls wait for model {model.name!r} already")
+        limit, most = self.config.queue_limit, self.config.queue_bytes
+        held = sum(len(blob) for ask in model.asks for blob in ask.blobs)
+        if len(model.asks) >= limit or held + sum(map(len, event.blobs)) > most:
+            raise QueueFull(
+                f"{len(model.asks)} calls with {held} bytes wait for model {model.name!r} already,"
+                f" at most {limit} and {most}",
+                retry_after_ms=RETRY_QUEUE_MS,
+            )
 
     def _forward_asks(self, model: Model) -> None:
         ready = [w for w in model.workers if w.state is WorkerState.READY]
         if not ready:
             return
-        for request_id, link, attempt, kind, body, blobs in model.asks:
-            self.asked[request_id] = (link, attempt, ready[0].epoch)
-            ready[0].asked.add(request_id)
-            self.fleet.tell(ready[0], kind, body, id=request_id, blobs=blobs)
+        for ask in model.asks:
+            self.asked[ask.id] = (replace(ask, tries=ask.tries + 1), ready[0].epoch)
+            ready[0].asked.add(ask.id)
+            self.fleet.tell(ready[0], ask.kind, ask.body, id=ask.id, blobs=ask.blobs)
         model.asks.clear()
 
-    def on_tokens(self, event: ev.WorkerTokens, now: float) -> None:
-        worker = self.fleet.worker(event.epoch)
-        if worker is not None:
-            worker.asked.discard(event.id)
-            self.fleet.settle(self.fleet.models[worker.model], now)
-        asked = self.asked.pop(event.id, None)
-        if asked is not None:
-            kind = wire.ERROR if "code" in event.body else wire.TOKENS
-            self._reply(asked[0], kind, event.id, asked[1], event.body, event.blobs)
+    def _ask_again(self, worker: Worker, cause: str) -> None:
+        """Calls that a lost worker had: the next one gets them, once."""
+        model = self.fleet.models[worker.model]
+        for ident in sorted(worker.asked):
+            ask, epoch = self.asked.get(ident, (None, 0))
+            if ask is None or epoch != worker.epoch:
+                continue
+            del self.asked[ident]
+            if ask.tries < ASK_TRIES:
+                model.asks.append(ask)
+            else:
+                error = WorkerLost(f"two workers ended while they were asked: {cause}")
+                self._reply(ask.link, wire.ERROR, ask.id, ask.attempt, error.body())
+        worker.asked.clear()
 
 
 def _seed(payload: Payload, entropy: int) -> int:
@@ -250,3 +364,17 @@ def _seed(payload: Payload, entropy: int) -> int:
     if payload.options.seed >= 0:
         return payload.options.seed
     return entropy if payload.resume is None else payload.resume.get("seed", entropy)
+
+
+def _moved(ask: Question, event: ev.Ask) -> Question:
+    return replace(ask, link=event.link, attempt=event.attempt)
+
+
+def _check_ids(before: Request, payload: Payload) -> None:
+    """A client goes on from ids that it got here. Raises BadRequest."""
+    ids = payload.resume_ids
+    if bytes(before.ids[: len(ids)]) != ids:
+        raise BadRequest(
+            f"resume has {len(ids) // 4} ids that are not those of the stream, which has"
+            f" {before.taken}; send the ids as they came"
+        )

@@ -27,6 +27,9 @@ class Counters:
     cancelled: int = 0
     tokens: int = 0  # taken from workers
     prompt_tokens: int = 0
+    resumed: int = (
+        0  # times a request went back to the queue because its worker was lost or drained
+    )
     fenced: int = 0  # worker frames of an epoch or a place that no longer counts
     bad_frames: int = 0  # what was not a message
     links_lost: int = 0
@@ -60,6 +63,9 @@ def stats(core: Core, now: float) -> dict[str, Any]:
             "cancelled": counters.cancelled,
             "live": len(core.requests),
         },
+        "resumed": counters.resumed,
+        "conserved": counters.accepted
+        == counters.done + counters.failed + counters.cancelled + len(core.requests),
         "rejected": dict(counters.rejected),
         "failures": dict(counters.failures),
         "tokens": {"generated": counters.tokens, "prompt": counters.prompt_tokens},
@@ -69,6 +75,7 @@ def stats(core: Core, now: float) -> dict[str, Any]:
         "internal_errors": counters.internal_errors,
         "queued": sum(len(model.queue) for model in core.fleet.models.values()),
         "tombstones": len(core.tombstones),
+        "poisoned": len(core.poisoned),
     }
 
 
@@ -123,6 +130,9 @@ def _worker(slot: Slot, now: float) -> dict[str, Any]:
         "state": worker.state.value,
         "phase": beat.get("phase", "boot"),
         "phase_age_ms": round(float(beat.get("phase_age_ms", 0)) + since * 1000),
+        "progress_age_ms": round(worker.watch.still * 1000),
+        "suspect": bool(worker.suspect_since),
+        "cause": worker.cause or None,
         "beat_age_ms": round(since * 1000),
         "progress": beat.get("progress", 0),
         "running": beat.get("running", 0),

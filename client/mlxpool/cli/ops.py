@@ -1,4 +1,4 @@
-"""`ps`, `stats`, `models`, `load`, `unload`, `cancel`, `stop`: one question to the admin socket."""
+"""`ps`, `stats`, `models`, `drain`, `restart` and the like: one question to the admin socket."""
 
 from __future__ import annotations
 
@@ -35,6 +35,30 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         sub = commands.add_parser(name, parents=[common], help=text)
         sub.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
         sub.set_defaults(run=action)
+    sub = commands.add_parser(
+        "drain",
+        parents=[common],
+        help="let a worker, a model or the whole pool finish, then end it",
+        description="Without TARGET the pool finishes what it has accepted, then the broker ends.",
+    )
+    sub.add_argument(
+        "target", nargs="?", metavar="TARGET", help="a slot (demo/0) or a model (demo)"
+    )
+    sub.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        help="how long streams may go on where they are; then those of a worker move to another,"
+        " others end with `draining` (default: drain_grace, 30)",
+    )
+    sub.set_defaults(run=drain)
+    sub = commands.add_parser(
+        "restart",
+        parents=[common],
+        help="replace a worker; its streams go on in the next one",
+    )
+    sub.add_argument("slot", metavar="SLOT", help="as `mlxpool ps` shows it, such as demo/0")
+    sub.set_defaults(run=restart)
     sub = commands.add_parser("cancel", parents=[common], help="cancel a request")
     sub.add_argument("id", metavar="ID", help="32 hexadecimal digits, as `mlxpool requests` shows")
     sub.set_defaults(run=cancel)
@@ -84,6 +108,9 @@ def ps(options: argparse.Namespace) -> int:
         f" {broker['run_dir']}"
     )
     troubles = [f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")]
+    troubles += [
+        f"{w['slot']}: stacks in {w['last_dump']}" for w in answer["workers"] if w["last_dump"]
+    ]
     return _show(options, answer, "\n".join([line, table(head, rows), *troubles]))
 
 
@@ -93,7 +120,7 @@ def _worker_row(worker: Mapping[str, Any]) -> Sequence[str]:
     return (
         worker["slot"],
         str(worker.get("pid") or "-"),
-        worker["state"],
+        "suspect" if worker.get("suspect") else worker["state"],
         worker.get("phase") or "-",
         _duration(worker.get("phase_age_ms", 0) / 1000),
         str(worker.get("running", 0)),
@@ -144,6 +171,22 @@ def load(options: argparse.Namespace) -> int:
 def unload(options: argparse.Namespace) -> int:
     answer = ask(options.run_dir, "unload", {"model": options.model})
     return _show(options, answer, f"{answer['model']}: stopping")
+
+
+def drain(options: argparse.Namespace) -> int:
+    body: dict[str, Any] = {}
+    if options.target:
+        body["slot" if "/" in options.target else "model"] = options.target
+    if options.timeout is not None:
+        body["timeout_ms"] = round(options.timeout * 1000)
+    answer = ask(options.run_dir, "drain", body)
+    text = f"{answer['draining']}: draining, {_duration(answer['timeout_ms'] / 1000)} at most"
+    return _show(options, answer, text)
+
+
+def restart(options: argparse.Namespace) -> int:
+    answer = ask(options.run_dir, "restart", {"slot": options.slot})
+    return _show(options, answer, f"{answer['slot']}: restarting")
 
 
 def cancel(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.client.resend import Pace
 from mlxpool.client.stream import Delta, Result
 from mlxpool.client.sync import Client, Stream
 from mlxpool.common.errors import PoolError
@@ -9,7 +10,7 @@ from mlxpool.common.errors import PoolError
 if TYPE_CHECKING:
     from mlxpool.client.aio import AsyncClient, AsyncStream
 
-__all__ = ["AsyncClient", "AsyncStream", "Client", "Delta", "PoolError", "Result", "Stream"]
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Delta", "Pace", "PoolError", "Result", "Stream"]
 
 
 def __getattr__(name: str) -> Any:

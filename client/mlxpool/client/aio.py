@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mlxpool.client import request
-from mlxpool.client.link import BROKER_GRACE, CONNECT_GRACE, Link
+from mlxpool.client.link import Link
 from mlxpool.client.link import Stream as LinkStream
+from mlxpool.client.resend import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result, StreamState
 from mlxpool.common import wire
 from mlxpool.common.errors import PoolError
@@ -76,7 +78,7 @@ class AsyncStream:
         if not self._finished:
             self._finished = True
             if not self._state.over:
-                self._link.cancel(self._state.id)
+                self._link.cancel(self._part)
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -100,10 +102,10 @@ class AsyncClient:
         *,
         connect_timeout: float = CONNECT_GRACE,
         broker_grace: float = BROKER_GRACE,
+        pace: Pace | None = None,
     ) -> None:
-        self._link = Link(
-            run_dir, endpoint, broker_grace=broker_grace, connect_grace=connect_timeout
-        )
+        pace = replace(pace or Pace(), broker_grace=broker_grace, connect_grace=connect_timeout)
+        self._link = Link(run_dir, endpoint, pace)
 
     def stream(
         self,

@@ -1,7 +1,7 @@
 """A client's one connection: a thread that owns the socket and serves every stream of the process.
 
 Callers hand it commands through a queue and get frames back through callbacks, which run on this
-thread and must not wait.
+thread and must not wait. When something is sent again is decided in `resend`.
 """
 
 from __future__ import annotations
@@ -9,31 +9,27 @@ from __future__ import annotations
 import math
 import os
 import queue
-import socket as sockets_of_the_system
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import zmq
-
+from mlxpool.client import request
+from mlxpool.client.calls import Calls, OnReply
+from mlxpool.client.port import Port
+from mlxpool.client.resend import Course, Pace, Step, Watch
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common import sockets, wire
-from mlxpool.common.errors import BrokerLost, PoolError, from_body
+from mlxpool.common.errors import BrokerLost, PoolError
+from mlxpool.common.history import History
 from mlxpool.common.paths import default_run_dir
 from mlxpool.common.wire import Header, Message
 
-PING = 1.0  # seconds between signs of life while there is something to wait for
 ACK_IDS = 64  # ids read before an ack goes out; the rest follows with the next ping
-BROKER_GRACE = 60.0  # seconds of silence after which the client ends its streams itself
-RETRY_MS = 10  # until a full socket is tried again
-CONNECT_GRACE = 5.0  # the same, as long as nothing was ever heard
 
 OnDelta = Callable[[Delta], None]
 OnEnd = Callable[[], None]
-OnReply = Callable[[Message | PoolError], None]
 
 
 class Stream:
@@ -43,8 +39,16 @@ class Stream:
         self.state = state
         self.on_delta = on_delta
         self.on_end = on_end
+        self.course = Course(state, Pace())
+        self.body: Mapping[str, Any] = {}
+        self.blobs: Sequence[bytes] = ()
+        self.deadline: float | None = None  # monotonic; the user's own
         self.read = 0  # ids the reader has taken; written by its thread alone
-        self.acked = 0
+        self.acked = 0  # ids of which the broker knows that we have them
+
+    def left(self) -> float | None:
+        """Seconds to the user's deadline; None: the user gave none."""
+        return None if self.deadline is None else self.deadline - time.monotonic()
 
 
 class Link:
@@ -54,26 +58,21 @@ class Link:
         self,
         run_dir: str | Path | None = None,
         endpoint: str | None = None,
-        *,
-        broker_grace: float = BROKER_GRACE,
-        connect_grace: float = CONNECT_GRACE,
+        pace: Pace | None = None,
     ) -> None:
         """Raises ValueError for a run directory whose path is too long for a socket."""
         self.endpoint = endpoint or sockets.ipc(Path(run_dir or default_run_dir()), "front")
-        self.broker_grace, self.connect_grace = broker_grace, connect_grace
-        self.heard_at = 0.0  # monotonic; 0: never
-        self._asked_at = 0.0  # since when we wait for a sign of life
+        self.pace = pace or Pace()
+        self._watch = Watch(self.pace, time.monotonic())
+        self._ping_at = self._tick_at = 0.0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[bytes, Stream] = {}
-        self._replies: dict[bytes, OnReply] = {}
-        self._unsent: deque[Sequence[bytes]] = deque()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._calls = Calls(self.pace)
+        self._history = History("client")
         self._closing = False
         self._lock = threading.Lock()
+        self._port: Port | None = None
         self._thread: threading.Thread | None = None
-        self._wake, self._wake_end = sockets_of_the_system.socketpair()
-        self._wake.setblocking(False)
-        self._wake_end.setblocking(False)
 
     # ---- from any thread -----------------------------------------------------------------------
 
@@ -81,22 +80,36 @@ class Link:
         """Send `generate`. Raises TooLarge when the request cannot travel."""
         state = stream.state
         parts = wire.encode(Header(wire.GENERATE, state.id, 0, state.attempt), body, blobs)
+        seconds = request.deadline(body)
+        stream.deadline = None if seconds is None else time.monotonic() + seconds
+        stream.body, stream.blobs = body, blobs
+        stream.course = Course(state, self.pace, body.get("durable") is not False)
 
-        def command() -> None:
+        def command(port: Port) -> None:
+            self._history.write("submit", id=state.id)
             self._streams[state.id] = stream
-            self._send(parts)
+            port.send(parts)
+            stream.course.sent(self._watch.now)
+            self._history.write("sent", id=state.id, attempt=state.attempt, count=0)
 
         self._do(command)
 
-    def cancel(self, request_id: bytes, on_reply: OnReply | None = None) -> None:
-        """Send `cancel`; its `fate` goes to `on_reply`."""
-        self.ask(wire.CANCEL, {}, on_reply, request_id)
+    def cancel(self, stream: Stream) -> None:
+        """End a stream whose reader has left."""
+        ident = stream.state.id
+
+        def command(port: Port) -> None:
+            if self._streams.get(ident) is stream:
+                port.send(wire.encode(Header(wire.CANCEL, ident), {}))
+                stream.course.cancel(self._watch.now)
+
+        self._do(command)
 
     def ask(
         self,
         kind: str,
         body: Mapping[str, Any],
-        on_reply: OnReply | None,
+        on_reply: OnReply,
         request_id: bytes | None = None,
         blobs: Sequence[bytes] = (),
     ) -> bytes:
@@ -104,17 +117,17 @@ class Link:
         ident = request_id or os.urandom(wire.ID_BYTES)
         parts = wire.encode(Header(kind, ident, 0, 0), body, blobs)
 
-        def command() -> None:
-            if on_reply is not None:
-                self._replies[ident] = on_reply
-            self._send(parts)
+        def command(port: Port) -> None:
+            self._calls.ask(ident, kind, parts, on_reply, port.send, self._watch.now)
+            if kind == wire.CANCEL and ident in self._streams:
+                self._streams[ident].course.cancel(self._watch.now)
 
         self._do(command)
         return ident
 
     def forget(self, ident: bytes) -> None:
         """The caller no longer waits for this answer."""
-        self._do(lambda: self._replies.pop(ident, None) and None)
+        self._do(lambda _: self._calls.forget(ident))
 
     def took(self, stream: Stream, ids: int) -> None:
         """The reader took so many more ids."""
@@ -126,183 +139,237 @@ class Link:
         """End the thread; streams that are open end with `broker_lost`."""
         with self._lock:
             thread, self._thread, self._closing = self._thread, None, True
-        self._nudge()
+        if self._port is not None:
+            self._port.nudge()
         if thread is None:
-            self._free()
+            self._history.close()
         elif thread is not threading.current_thread():
             thread.join(timeout=5)
 
-    def _do(self, command: Callable[[], None]) -> None:
+    def _do(self, command: Callable[[Port], None]) -> None:
         with self._lock:
             if self._closing:
                 raise BrokerLost("the client is closed")
+            if self._port is None:
+                self._port = Port(self.endpoint)
+            port = self._port
             if self._thread is None:
-                self._socket = sockets.dealer(self._context, self.endpoint)
-                self._thread = threading.Thread(target=self._run, name="mlxpool", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, args=(port,), name="mlxpool", daemon=True
+                )
                 self._thread.start()
-            self._commands.put(command)
-        self._nudge()
-
-    def _nudge(self) -> None:
-        try:
-            self._wake_end.send(b"\0")
-        except (BlockingIOError, OSError):
-            pass  # nudged enough, or closed
+            self._commands.put(lambda: command(port))
+        port.nudge()
 
     # ---- the thread ----------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        ping_at = time.monotonic() + PING
+    def _run(self, port: Port) -> None:
         try:
             while not self._closing:
-                waiting = bool(self._streams or self._replies)
-                timeout = math.ceil(max(0.0, ping_at - time.monotonic()) * 1000)
-                if self._unsent:
-                    timeout = min(timeout, RETRY_MS)
-                poller.poll(timeout if waiting or self._unsent else None)
-                self._flush()
-                self._empty_wake()
-                if not (self._streams or self._replies):
-                    # Nothing was waited for, so no silence counts that was before.
-                    self._asked_at, ping_at = 0.0, time.monotonic() + PING
-                while not self._commands.empty():
-                    self._commands.get()()
-                self._read()
-                now = time.monotonic()
-                if now >= ping_at:
-                    ping_at = now + PING
-                    self._tick(now)
-            while not self._commands.empty():  # such as the cancel of a stream left early
-                self._commands.get()()
+                self._turn(port)
+            self._obey()  # such as the cancel of a stream left early
+            port.flush()
         finally:
+            self._closing = True
             self._end_all(BrokerLost("the client was closed before the stream ended"))
-            self._socket.close(linger=200)
-            self._free()
+            port.close()
+            self._history.close()
 
-    def _free(self) -> None:
-        self._context.term()
-        self._wake.close()
-        self._wake_end.close()
-
-    def _empty_wake(self) -> None:
-        try:
-            while self._wake.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
-
-    def _send(self, parts: Sequence[bytes]) -> None:
-        if not self._asked_at:
-            self._asked_at = time.monotonic()
-        self._unsent.append(parts)
-        self._flush()
-
-    def _flush(self) -> None:
-        """Send in order what the socket takes; the rest is tried again in a moment."""
-        while self._unsent:
+    def _turn(self, port: Port) -> None:
+        """Everything is read before anything is judged: we may be the ones who were late."""
+        waiting = self._waiting()
+        soon = min(self._ping_at, self._tick_at) - time.monotonic()
+        port.wait(soon if waiting else None)
+        now = time.monotonic()
+        self._watch.turn(now)
+        if not waiting:
+            self._watch.idle()
+            self._ping_at, self._tick_at = now + self.pace.ping, now + self.pace.tick
+        self._obey()
+        for parts in port.received():
+            self._watch.heard()
             try:
-                self._socket.send_multipart(self._unsent[0], zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._unsent.popleft()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self.heard_at, self._asked_at = time.monotonic(), 0.0
-            try:
-                self._handle(wire.decode(parts))
+                self._handle(port, wire.decode(parts))
             except (PoolError, KeyError, TypeError, ValueError):
                 continue  # a frame that we cannot read is as good as lost: `pos` will tell
+        if now >= self._tick_at:
+            self._tick_at = now + self.pace.tick
+            self._tick(port)
+        if now >= self._ping_at:
+            self._ping_at = now + self.pace.ping
+            self._ack(port)
+            self._ping(port)
 
-    def _handle(self, message: Message) -> None:
-        ident = message.header.id
-        if message.kind == wire.DELTAS:
+    def _waiting(self) -> bool:
+        return bool(self._streams or self._calls)
+
+    def _obey(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _handle(self, port: Port, message: Message) -> None:
+        kind, ident = message.kind, message.header.id
+        stream = self._streams.get(ident or b"")
+        if kind == wire.DELTAS:
             for row in wire.unpack_deltas(message):
-                self._grouped(row)
-        elif message.kind == wire.PONG:
-            self._check_home(int(message.body["boot"]), int(message.body["link"]))
-        elif ident is not None and ident in self._streams and message.kind != wire.FATE:
-            self._frame(self._streams[ident], message)
-        elif ident is not None and ident in self._replies:
-            reply = self._replies.pop(ident)
-            reply(from_body(message.body) if message.kind == wire.ERROR else message)
-        elif message.kind == wire.ERROR:
+                self._row(port, row)
+        elif kind == wire.PONG:
+            self._at_home(port, int(message.body["boot"]), int(message.body["link"]))
+        elif kind == wire.FATE:
+            self._fate(message)
+        elif stream is not None:
+            self._frame(port, stream, message)
+        elif ident in self._calls:
+            self._calls.answer(message, self._watch.now)
+        elif kind == wire.ERROR:
             self._about(message)
 
-    def _frame(self, stream: Stream, message: Message) -> None:
-        delta = stream.state.receive(message)
+    # ---- streams -------------------------------------------------------------------------------
+
+    def _row(self, port: Port, row: wire.Delta) -> None:
+        stream = self._streams.get(row.id)
+        if stream is not None:
+            body = {"text": row.text, "logprobs": row.logprobs, "facts": row.facts}
+            header = Header(wire.DELTA, row.id, 0, row.attempt, row.pos)
+            self._frame(port, stream, Message(header, body, (row.ids,)))
+
+    def _frame(self, port: Port, stream: Stream, message: Message) -> None:
+        state, course, had = stream.state, stream.course, stream.state.accepted
+        left = stream.left() if message.kind == wire.ERROR else None
+        delta = course.receive(message, self._watch.now, left)
         if delta is not None:
-            stream.on_delta(delta)
+            self._give(stream, delta)
+        if state.over:
+            self._end(stream)
+        elif course.due <= self._watch.now:
+            self._step(port, stream)
+        elif state.accepted and not had:
+            where = {"boot": state.boot, "link": state.link}
+            self._history.write("accepted", id=state.id, attempt=state.attempt, **where)
+            self._at_home(port, state.boot, state.link)
+
+    def _give(self, stream: Stream, delta: Delta) -> None:
+        if self._history.on:
+            state = stream.state
+            what = {"id": state.id, "attempt": state.attempt, "pos": delta.pos}
+            self._history.write("taken", **what, ids=list(delta.ids))
+        stream.on_delta(delta)
+
+    def _step(self, port: Port, stream: Stream) -> None:
+        """Do what is due for one stream."""
+        left = stream.left()
+        step = stream.course.tick(self._watch.now, self._watch.heard_at, left)
+        if step is Step.SEND:
+            self._send_again(port, stream, left)
+        elif step is Step.CANCEL:
+            port.send(wire.encode(Header(wire.CANCEL, stream.state.id), {}))
+            stream.course.cancel(self._watch.now)
+        elif step is Step.GIVE_UP:
+            stream.state.error = BrokerLost(
+                f"the deadline passed {-(left or 0):.0f} s ago, and the broker at {self.endpoint}"
+                " did not end the stream"
+            )
         if stream.state.over:
             self._end(stream)
 
-    def _grouped(self, row: wire.Delta) -> None:
-        stream = self._streams.get(row.id)
-        if stream is None or row.attempt != stream.state.attempt:
+    def _send_again(self, port: Port, stream: Stream, left: float | None) -> None:
+        state, why = stream.state, stream.course.why
+        body, blobs = request.again(stream.body, stream.blobs, state, left)
+        stream.course.sent_again(self._watch.now)
+        try:
+            parts = wire.encode(Header(wire.GENERATE, state.id, 0, state.attempt), body, blobs)
+        except PoolError as error:  # prompt and ids together became too large to travel
+            state.error = error
             return
-        body = {"text": row.text, "logprobs": row.logprobs, "facts": row.facts}
-        delta = stream.state.take(row.pos, body, wire.unpack_ids(row.ids))
-        if delta is not None:
-            stream.on_delta(delta)
-        if stream.state.over:
-            self._end(stream)
+        port.send(parts)
+        stream.acked = len(state.ids)
+        self._history.write("resend", id=state.id, why=why)
+        self._history.write("sent", id=state.id, attempt=state.attempt, count=len(state.ids))
 
     def _about(self, message: Message) -> None:
-        """An error that ends no stream by its header, such as `duplicate_id` at its start."""
+        """An error that ends no stream by its header, such as `duplicate_id`."""
         stream = self._streams.get(message.body.get("about") or b"")
-        if stream is not None and not stream.state.boot:
-            self._fail(stream, from_body(message.body))
+        if stream is not None:
+            stream.state.error = stream.course.about(message)
+            if stream.state.over:
+                self._end(stream)
 
-    def _check_home(self, boot: int, link: int) -> None:
-        """Streams of another broker process, or of a connection that is no more, are gone."""
-        for stream in list(self._streams.values()):
-            state = stream.state
-            if state.boot and (state.boot, state.link) != (boot, link):
-                what = "broker was restarted" if state.boot != boot else "connection was lost"
-                self._fail(stream, BrokerLost(f"the {what}; send the request again"))
+    def _end(self, stream: Stream) -> None:
+        state = stream.state
+        if self._streams.pop(state.id, None) is not None:
+            reason = state.result.reason if state.result else getattr(state.error, "code", "")
+            self._history.write("end", id=state.id, reason=reason)
+            stream.on_end()
 
-    def _tick(self, now: float) -> None:
-        self._ack()
-        if self._streams or self._replies:
-            self._send(wire.encode(Header(wire.PING, None, 0, 0)))
-        grace = self.broker_grace if self.heard_at else min(self.connect_grace, self.broker_grace)
-        if self._asked_at and now - self._asked_at > grace:
-            silent = now - self._asked_at
-            self._end_all(
-                BrokerLost(
-                    f"no broker answers at {self.endpoint} for {silent:.0f} s;"
-                    " start one with `mlxpool serve`"
-                )
-            )
-            self._asked_at = 0.0
-
-    def _ack(self) -> None:
+    def _ack(self, port: Port) -> None:
+        """Only what this connection's broker has sent may be acknowledged to it."""
         have = []
         for stream in self._streams.values():
-            if stream.read > stream.acked:
+            if stream.state.accepted and stream.read > stream.acked:
                 stream.acked = stream.read
                 have.append([stream.state.id, stream.read])
         if have:
-            self._send(wire.encode(Header(wire.ACK, None, 0, 0), {"have": have}))
+            port.send(wire.encode(Header(wire.ACK), {"have": have}))
 
-    def _fail(self, stream: Stream, error: PoolError) -> None:
-        stream.state.error = error
-        self._end(stream)
+    def _fate(self, message: Message) -> None:
+        ident = message.header.id
+        stream = self._streams.get(ident or b"")
+        if stream is not None:
+            stream.course.fate(str(message.body.get("state")), self._watch.now)
+            if stream.state.over:
+                self._end(stream)
+        if ident in self._calls:
+            self._calls.answer(message, self._watch.now)
 
-    def _end(self, stream: Stream) -> None:
-        self._streams.pop(stream.state.id, None)
-        stream.on_end()
+    # ---- the connection ------------------------------------------------------------------------
+
+    def _at_home(self, port: Port, boot: int, link: int) -> None:
+        """What was sent to another broker process, or on a connection that is no more, is lost."""
+        for stream in list(self._streams.values()):
+            stream.course.at_home(boot, link, self._watch.now)
+            self._step(port, stream)
+        self._calls.at_home((boot, link), port.send, self._watch.now)
+
+    def _ping(self, port: Port) -> None:
+        if self._waiting():
+            port.send(wire.encode(Header(wire.PING)))
+
+    def _tick(self, port: Port) -> None:
+        watch = self._watch
+        if watch.lost:
+            self._give_up(port)
+        elif watch.move_due and self._gains():
+            self._move(port)
+        for stream in list(self._streams.values()):
+            self._step(port, stream)
+        if watch.heard_at > -math.inf:
+            self._calls.tick(port.send, watch.now)
+
+    def _gains(self) -> bool:
+        """Whether a new connection helps anybody."""
+        return bool(self._calls) or any(s.course.durable for s in self._streams.values())
+
+    def _move(self, port: Port) -> None:
+        port.replace()
+        self._watch.moved()
+        self._ping(port)
+        for stream in self._streams.values():
+            stream.course.moved(self._watch.now)
+        self._calls.moved(port.send, self._watch.now)
+
+    def _give_up(self, port: Port) -> None:
+        known = self._watch.heard_at > -math.inf
+        advice = "" if known else "; start one with `mlxpool serve`"
+        self._end_all(
+            BrokerLost(
+                f"no broker answers at {self.endpoint} for {self._watch.silent:.0f} s{advice}"
+            )
+        )
+        port.replace()  # or a broker that comes later would find what nobody waits for
+        self._watch.idle()
 
     def _end_all(self, error: PoolError) -> None:
         for stream in list(self._streams.values()):
-            self._fail(stream, error)
-        replies, self._replies = self._replies, {}
-        for reply in replies.values():
-            reply(error)
+            stream.state.error = error
+            self._end(stream)
+        self._calls.fail(error)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.wire import TEXT_AS_BLOB, pack_ids
 
 REQUEST_KEYS = frozenset(
-    {"deadline_ms", "queue_ms", "priority", "window", "batch", "durable", "session"}
+    {
+        "deadline_ms",
+        "queue_ms",
+        "first_token_ms",
+        "priority",
+        "window",
+        "batch",
+        "durable",
+        "session",
+    }
 )
+FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds on what lies behind a re-send
 
 
 def generate(
@@ -36,6 +48,34 @@ def generate(
         return {**body, "tokens": True}, [pack_ids(tokens)]
     value, blobs = text(prompt)
     return {**body, "prompt": value}, blobs
+
+
+def again(
+    body: Mapping[str, Any], blobs: Sequence[bytes], state: StreamState, left: float | None
+) -> tuple[dict[str, Any], list[bytes]]:
+    """The same request from the ids that we have; `left`: seconds to the user's own deadline.
+
+    A request that was never accepted has no seed to go on with: it is sent as it was.
+    """
+    kept = {key: value for key, value in body.items() if key not in FIRST_ONLY}
+    if left is not None:
+        kept["deadline_ms"] = max(1, math.ceil(left * 1000))
+    if not state.boot:
+        return kept, list(blobs)
+    resume: dict[str, Any] = {
+        "count": len(state.ids),
+        "seed": state.seed,
+        "resumes": state.barren_boots,
+    }
+    if state.facts is not None:
+        resume["facts"] = dict(state.facts)
+    return {**kept, "resume": resume}, [*blobs, pack_ids(state.ids)]
+
+
+def deadline(body: Mapping[str, Any]) -> float | None:
+    """The user's own deadline in seconds; what is none, the broker refuses."""
+    given = body.get("deadline_ms")
+    return given / 1000 if type(given) is int and given > 0 else None
 
 
 def text(value: Any) -> tuple[Any, list[bytes]]:

@@ -6,13 +6,15 @@ import os
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mlxpool.client import request
-from mlxpool.client.link import BROKER_GRACE, CONNECT_GRACE, Link
+from mlxpool.client.link import Link
 from mlxpool.client.link import Stream as LinkStream
+from mlxpool.client.resend import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result, StreamState
 from mlxpool.common import wire
 from mlxpool.common.errors import DeadlineExceeded, PoolError
@@ -78,7 +80,7 @@ class Stream:
         if not self._finished:
             self._finished = True
             if not self._state.over:
-                self._link.cancel(self._state.id)
+                self._link.cancel(self._part)
 
     def __enter__(self) -> Stream:
         return self
@@ -97,7 +99,9 @@ class Client:
 
     `run_dir` names a local broker's run directory (default: the usual one), `endpoint` any front
     endpoint. Errors are those of mlxpool.common.errors; BrokerLost when no broker answers within
-    `connect_timeout` seconds, or falls silent for `broker_grace`.
+    `connect_timeout` seconds, or falls silent for `broker_grace`. A stream outlives its connection
+    and its broker, unless it was asked for with durable=False; `pace` says how soon it is sent
+    again.
     """
 
     def __init__(
@@ -107,10 +111,10 @@ class Client:
         *,
         connect_timeout: float = CONNECT_GRACE,
         broker_grace: float = BROKER_GRACE,
+        pace: Pace | None = None,
     ) -> None:
-        self._link = Link(
-            run_dir, endpoint, broker_grace=broker_grace, connect_grace=connect_timeout
-        )
+        pace = replace(pace or Pace(), broker_grace=broker_grace, connect_grace=connect_timeout)
+        self._link = Link(run_dir, endpoint, pace)
 
     def stream(
         self,

@@ -31,9 +31,12 @@ class Counting:
     prefill_us: int = 0  # time for each prompt token
     step_us: int = 1000  # time of one decode step
     vocab: int = 50_000  # token ids are below this
-    fail_at: int = -1  # raise inside the step that would draw this position; -1: never
-    crash_at: int = -1  # end the process in the step that would draw this position; -1: never
-    fail_load: bool = False  # raise during the load
+    load_bytes: int = 0  # memory it claims to need; takes none
+    fault: str = ""  # what goes wrong, by name; "": nothing (docs/reliability.md lists them)
+    fault_in: str = "decode"  # where: load, accept, prefill, decode, end, after_end, send
+    fault_at: int = 0  # the position, prompt token, load step or frame at which it does
+    fault_prompt: str = ""  # only for prompts that contain this text; "": for all
+    fault_times: int = 0  # only in the first so many workers of a slot; 0: in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class ModelConfig:
     replicas: int = 1  # workers of this model
     sequences: int = 8  # running at once in one worker, where the model's engine can
     keep_alive: float = 300.0  # seconds idle before the worker is ended; < 0: never
+    memory_limit: int = 0  # bytes of one worker, then it is ended; 0: no limit
     prefix_cache: str = "single"  # single | off
     counting: Counting = field(default_factory=Counting)
 
@@ -67,6 +71,14 @@ class PoolConfig:
     restart_limit: int = 5  # failures in a row before the model is `broken`
     probe_interval: float = 300.0  # seconds until a broken model is tried again
     stop_grace: float = 5.0  # seconds between SIGTERM and SIGKILL
+    drain_grace: float = 30.0  # seconds in which a drain lets streams end where they are
+    memory_limit: int = 0  # bytes of all workers together; 0: 80 % of the machine's memory
+    poison_life: float = 3600.0  # seconds for which a poisonous request is refused
+    beat_limit: float = 10.0  # seconds without a beat before a worker is suspect; twice: ended
+    load_limit: float = 60.0  # the same without progress in boot or load
+    prefill_limit: float = 10.0  # in a prefill chunk, or 40 times the usual
+    step_limit: float = 5.0  # in a decode step, or 40 times the usual
+    fresh_limit: float = 120.0  # in the first use of a shape
     worker_log_bytes: int = 8 * 1024 * 1024  # a worker's log is cut to half at its next start
     log_format: str = "text"  # text | json
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
@@ -82,6 +94,9 @@ class WorkerConfig:
     name: str  # of the model
     model: ModelConfig
     log_format: str = "text"
+    block_fd: int = -1  # of the progress block; -1: none
+    dump_fd: int = -1  # of the file for stack dumps; -1: standard error
+    incarnation: int = 0  # how many workers the slot had before
 
     def to_environment(self) -> str:
         """The value of WORKER_VARIABLE."""
@@ -196,7 +211,11 @@ def _convert(key: str, annotation: str, value: Any, where: str) -> Any:
     if key in ("keep_alive",) or annotation == "float":
         return seconds(value, where)
     if annotation == "int":
-        return size(value, where) if key.endswith("bytes") else _int(value, where)
+        return (
+            size(value, where)
+            if key.endswith("bytes") or key == "memory_limit"
+            else _int(value, where)
+        )
     if annotation == "bool":
         if isinstance(value, bool):
             return value
@@ -264,13 +283,43 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "load_ms": (0, 10**7),
     "prefill_us": (0, 10**9),
     "step_us": (0, 10**9),
-    "fail_at": (-1, 2**31 - 1),
-    "crash_at": (-1, 2**31 - 1),
+    "fault_at": (0, 2**31 - 1),
+    "fault_times": (0, 2**31 - 1),
+    "load_bytes": (0, 2**62),
+    "memory_limit": (0, 2**62),
+    "drain_grace": (0.0, 10**6),
+    "poison_life": (0.0, 10**7),
+    "beat_limit": (0.1, 10**6),
+    "load_limit": (0.1, 10**6),
+    "prefill_limit": (0.1, 10**6),
+    "step_limit": (0.1, 10**6),
+    "fresh_limit": (0.1, 10**6),
 }
+FAULTS = (
+    "",
+    "raise",  # an error inside the step
+    "kill",  # SIGKILL to itself
+    "stop",  # SIGSTOP to itself
+    "exit",  # os._exit(0)
+    "exit3",  # os._exit(3)
+    "segfault",
+    "abort",
+    "lock",  # waits for a lock that nobody opens
+    "native",  # stuck in native code, the interpreter free
+    "gil",  # stuck in native code, the interpreter held
+    "leak",  # allocates until somebody ends it
+    "slow",  # takes 200 ms where it would take none; healthy
+    "garbage",  # a frame that is no message (in send)
+    "duplicate",  # a frame twice (in send)
+    "late",  # a frame again after those that followed it (in send)
+    "stale",  # a frame again with the epoch before (in send)
+)
 _LOCAL = r"ipc://.+|tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):(\d+|\*)"
 _CHOICES: dict[str, tuple[str, ...]] = {
     "prefix_cache": ("single", "off"),
     "log_format": ("text", "json"),
+    "fault": FAULTS,
+    "fault_in": ("load", "accept", "prefill", "decode", "end", "after_end", "send"),
 }
 
 

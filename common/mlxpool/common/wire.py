@@ -315,7 +315,7 @@ def _unpack_row(row: Any, blob: bytes, start: int) -> Delta:
 
 
 # What may differ between two sendings of one request.
-_PER_SENDING = frozenset({"resume", "deadline_ms", "queue_ms", "window", "batch"})
+_PER_SENDING = frozenset({"resume", "deadline_ms", "queue_ms", "first_token_ms", "window", "batch"})
 
 
 def request_digest(body: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
+import traceback
 
-from mlxpool.common import logs
 from mlxpool.common.config import WORKER_VARIABLE, WorkerConfig
-from mlxpool.worker.edge import Edge
+from mlxpool.worker import ends
 
 SWITCH_INTERVAL = 0.0005  # seconds; at Python's 5 ms a busy edge makes a step three times as long
 
@@ -19,14 +18,24 @@ def main() -> int:
         print("a worker is started by its broker: use `mlxpool serve`", file=sys.stderr)
         return 2
     config = WorkerConfig.from_environment(settings)
+    ends.dump_on_signal(config.dump_fd)
+    ends.die_with_parent()
+    from mlxpool.common import logs  # the heavy imports come after
+    from mlxpool.worker.edge import Edge
+
     logs.set_up(json_lines=config.log_format == "json")
-    faulthandler.enable()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    return Edge(config).run()
+    edge = Edge(config)
+    ends.watch_stdin(edge.orphaned)
+    return edge.run()
 
 
 if __name__ == "__main__":
-    code = main()
+    try:
+        code = main()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # the compute thread may be inside MLX: do not take the interpreter apart

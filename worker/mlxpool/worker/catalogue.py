@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxpool.common.config import ModelConfig
+from mlxpool.common.config import ModelConfig, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
+from mlxpool.common.history import History
+from mlxpool.worker import rules
 from mlxpool.worker.engine_api import Engine
 from mlxpool.worker.folder import inspect
 from mlxpool.worker.mail import Opened
 from mlxpool.worker.models.counting import CountingEngine, CountingText
+from mlxpool.worker.models.faults import NO_FAULTS, Faults
 from mlxpool.worker.tokenizer import Text
 
 DEMO = Path(__file__).parent / "demo"
@@ -34,10 +37,10 @@ class Source:
     sequences: int  # how many its engine runs at once
 
 
-def open_source(config: ModelConfig) -> Source:
+def open_source(config: ModelConfig, faults: Faults = NO_FAULTS) -> Source:
     """Look at the model without MLX. Raises ModelLoadFailed naming what is wrong with it."""
     if config.path == f"{PREFIX}counting":
-        return _counting(config)
+        return _counting(config, faults)
     if config.path.startswith(PREFIX) and config.path != f"{PREFIX}demo":
         raise ModelLoadFailed(
             f"there is no {config.path!r}; built in are {PREFIX}demo and {PREFIX}counting"
@@ -45,8 +48,8 @@ def open_source(config: ModelConfig) -> Source:
     return _folder(DEMO if config.path == f"{PREFIX}demo" else Path(config.path), config)
 
 
-def _counting(config: ModelConfig) -> Source:
-    engine = CountingEngine(config.counting, config.context)
+def _counting(config: ModelConfig, faults: Faults) -> Source:
+    engine = CountingEngine(config.counting, config.context, faults)
 
     def load(on_progress: OnProgress) -> Engine:
         engine.load(on_progress)
@@ -75,7 +78,15 @@ def _folder(path: Path, config: ModelConfig) -> Source:
         return ModelEngine(loaded, text, context=context, prefix=config.prefix_cache)
 
     # One running sequence: batching is the engine's next work, and credit follows this number.
-    return Source(Opened(folder.digest, context, folder.plan.vocab_size, text), load, 1)
+    opened = Opened(rules.digest_of(folder.digest), context, folder.plan.vocab_size, text)
+    return Source(opened, load, 1)
+
+
+def faults_of(config: WorkerConfig, history: History) -> Faults:
+    """What goes wrong in this worker on purpose; only the counting model's settings can say so."""
+    if config.model.path != f"{PREFIX}counting":
+        return NO_FAULTS
+    return Faults.armed_by(config.model.counting, config.incarnation, history)
 
 
 def as_load_error(error: BaseException, name: str) -> PoolError:

@@ -16,7 +16,19 @@ from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.wire import Delta
 from mlxpool.worker import catalogue
 from mlxpool.worker.engine_api import Engine
-from mlxpool.worker.mail import Admit, Drop, Inbound, Key, Loaded, Outbound, Rows, Unusable
+from mlxpool.worker.mail import (
+    Admit,
+    Drop,
+    DropAll,
+    HandedBack,
+    Inbound,
+    Key,
+    Loaded,
+    Outbound,
+    Rows,
+    Unusable,
+)
+from mlxpool.worker.models.faults import NO_FAULTS, Faults
 from mlxpool.worker.progress import Progress, monotonic
 from mlxpool.worker.run import Run
 from mlxpool.worker.scheduler import plan
@@ -33,7 +45,11 @@ class Compute(threading.Thread):
     """Start it with `start`, give it work with `tell`; it speaks through `post`."""
 
     def __init__(
-        self, config: WorkerConfig, progress: Progress, post: Callable[[Outbound], None]
+        self,
+        config: WorkerConfig,
+        progress: Progress,
+        post: Callable[[Outbound], None],
+        faults: Faults = NO_FAULTS,
     ) -> None:
         super().__init__(name="compute", daemon=True)
         self.config = config
@@ -41,6 +57,8 @@ class Compute(threading.Thread):
         self.inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
         self.room = threading.Semaphore(OUTBOX)  # released by the edge for each Rows it took
         self._post = post
+        self._faults = faults
+        self._generation = 0
         self._runs: dict[Key, Run] = {}
         self._reported = 0.0
 
@@ -51,21 +69,24 @@ class Compute(threading.Thread):
     # ---- load ----------------------------------------------------------------------------------
 
     def run(self) -> None:
+        self.progress.compute_begins()
         try:
             opened = self._open()
         except BaseException as error:  # whatever it is, the broker has to hear of it
             log.error("the model cannot be served", extra={"why": str(error)}, exc_info=True)
+            self.progress.enter("unload")
             self._post(Unusable(catalogue.as_load_error(error, self.config.name).body()))
             return
         try:
             self._serve(*opened)
         except BaseException as error:
             log.critical("the compute thread ended", exc_info=True)
+            self.progress.enter("unload")
             self._post(Unusable(Internal(f"the compute thread ended: {error!r}").body()))
 
     def _open(self) -> tuple[Engine, int]:
         self.progress.enter("load")
-        source = catalogue.open_source(self.config.model)
+        source = catalogue.open_source(self.config.model, self._faults)
         self._post(source.opened)
         engine = source.load(self._loaded_so_far)
         self._report(engine, 0.0)
@@ -82,8 +103,7 @@ class Compute(threading.Thread):
         while True:
             rows = self._control(engine, wait=not self._runs)
             rows += self._step(engine, places)
-            if rows:
-                self._hand_out(rows)
+            self._hand_out(rows)
             self._report(engine, monotonic())
 
     def _control(self, engine: Engine, *, wait: bool) -> list[Delta]:
@@ -92,19 +112,36 @@ class Compute(threading.Thread):
         if wait:
             self._report(engine, 0.0)
             self.progress.enter("idle")
-            rows += self._handle(engine, self.inbox.get())
+            self._handle(engine, self.inbox.get(), rows)
         while not self.inbox.empty():
-            rows += self._handle(engine, self.inbox.get())
+            self._handle(engine, self.inbox.get(), rows)
         return rows
 
-    def _handle(self, engine: Engine, mail: Inbound) -> list[Delta]:
+    def _handle(self, engine: Engine, mail: Inbound, rows: list[Delta]) -> None:
+        """Do what the edge says; `rows` gets what streams receive of it."""
         if isinstance(mail, Admit):
             run = Run.begin(mail, engine.piece)
             self._runs[run.key] = run
             reason = run.over()  # a resume may have been complete already
-            return [] if reason is None else [self._leave(engine, run, reason)]
-        dropped = self._runs.get(mail.key) if isinstance(mail, Drop) else None
-        return [] if dropped is None else [self._leave(engine, dropped, "cancelled")]
+            if reason is not None:
+                rows.append(self._leave(engine, run, reason))
+        elif isinstance(mail, Drop):
+            dropped = self._runs.get(mail.key)
+            if dropped is not None:
+                rows.append(self._leave(engine, dropped, "cancelled"))
+        elif isinstance(mail, DropAll):
+            self._forget_all(engine)
+            rows.clear()
+            self._generation = mail.generation
+        else:
+            self._forget_all(engine)
+            self._hand_out(rows)
+            rows.clear()
+            self._post(HandedBack(self._generation))
+
+    def _forget_all(self, engine: Engine) -> None:
+        for run in list(self._runs.values()):
+            self._forget(engine, run)
 
     def _leave(self, engine: Engine, run: Run, reason: str) -> Delta:
         row = run.delta("", (), end=run.end(reason, monotonic()))
@@ -114,7 +151,10 @@ class Compute(threading.Thread):
     def _forget(self, engine: Engine, run: Run) -> None:
         run.sequence.phase = Phase.FINISHED
         del self._runs[run.key]
-        engine.release(run.sequence)
+        try:
+            engine.release(run.sequence)
+        except Exception:  # costs memory, not streams
+            log.exception("a sequence could not be released")
 
     def _step(self, engine: Engine, places: int) -> list[Delta]:
         live = [run.sequence for run in self._runs.values()]
@@ -141,32 +181,43 @@ class Compute(threading.Thread):
 
     def _prefill(self, engine: Engine, sequence: Sequence, budget: int) -> list[Delta]:
         run = self._runs[sequence.id, sequence.attempt]
-        self.progress.in_prefill = sequence.id
-        self.progress.enter("prefill")
         run.prefill_at = run.prefill_at or monotonic()
-        done = engine.prefill(sequence, budget) if budget else 0
-        self.progress.moved()
-        self.progress.in_prefill = None
+        done = 0
+        if budget:
+            with self.progress.prefilling(sequence.id, budget):
+                done = engine.prefill(sequence, budget)
         if done == 0 or sequence.prefilled >= sequence.length - 1:
             sequence.phase = Phase.DECODE
             run.decode_at = monotonic()
         return []
 
     def _decode(self, engine: Engine, rows: list[Sequence]) -> list[Delta]:
-        self.progress.enter("decode")
-        started = monotonic()
-        drawn = engine.decode(rows)
+        with self.progress.decoding(len(rows)):
+            drawn = engine.decode(rows)
         now = monotonic()
-        self.progress.moved()
-        self.progress.step_ms = round((now - started) * 1000, 3)
         return [self._taken(engine, one, now) for one in drawn]
 
     def _taken(self, engine: Engine, drawn: Drawn, now: float) -> Delta:
-        run = self._runs[drawn.sequence.id, drawn.sequence.attempt]
-        delta = run.take(drawn, engine.eos, now)
+        """The delta of one row; what goes wrong here is this row's alone."""
+        sequence = drawn.sequence
+        run = self._runs[sequence.id, sequence.attempt]
+        had = len(sequence.ids)
+        try:
+            delta = run.take(drawn, engine.eos, now)
+            if delta.end is not None:
+                self._ends(sequence)
+        except Exception as error:
+            log.exception("a token could not be taken")
+            del sequence.ids[had:]  # the error says how many ids were sent
+            return self._fail(engine, sequence, _as_pool_error(error))
         if delta.end is not None:
             self._forget(engine, run)
         return delta
+
+    def _ends(self, sequence: Sequence) -> None:
+        faults = self._faults
+        if faults.place == "end" and faults.victim([sequence.prompt], [range(0)]) is not None:
+            faults.strike()
 
     def _guarded(
         self, engine: Engine, hit: list[Sequence], work: Callable[[], list[Delta]]
@@ -187,10 +238,12 @@ class Compute(threading.Thread):
         return row
 
     def _hand_out(self, rows: list[Delta]) -> None:
+        if not rows:
+            return
         if not self.room.acquire(blocking=False):
             self.progress.enter("blocked")
             self.room.acquire()
-        self._post(Rows(rows))
+        self._post(Rows(tuple(rows), self._generation))
 
     def _report(self, engine: Engine, now: float) -> None:
         """Refresh the memory figures; `now` 0 always does."""

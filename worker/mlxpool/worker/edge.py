@@ -1,4 +1,4 @@
-"""The worker's main thread: the broker's socket, the beats, signals and the end. No MLX.
+"""The worker's main thread: the broker's link, the beats, signals and the end. No MLX.
 
 Nothing it does can wait for the compute thread.
 """
@@ -10,8 +10,6 @@ import math
 import os
 import platform
 import signal
-import socket as sockets_of_the_system
-import sys
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -19,19 +17,36 @@ from typing import Any
 import psutil
 import zmq
 
-from mlxpool.common import sockets, wire
+from mlxpool.common import wire
 from mlxpool.common.config import WorkerConfig
-from mlxpool.common.errors import Internal, PoolError, TooLarge
-from mlxpool.common.wire import Delta, Header, Message
+from mlxpool.common.errors import Internal, TooLarge
+from mlxpool.common.history import History
+from mlxpool.common.progress import Block
+from mlxpool.common.wire import Delta, Message
+from mlxpool.worker.catalogue import faults_of
 from mlxpool.worker.compute import Compute
-from mlxpool.worker.mail import Drop, Key, Loaded, Opened, Outbound, Rows, Unusable
+from mlxpool.worker.frame_faults import FrameFaults
+from mlxpool.worker.link import Link
+from mlxpool.worker.mail import (
+    Drop,
+    DropAll,
+    HandBack,
+    HandedBack,
+    Key,
+    Loaded,
+    Opened,
+    Outbound,
+    Rows,
+    Unusable,
+)
 from mlxpool.worker.prepare import Answer, Prepared, Preparer
 from mlxpool.worker.progress import Progress, monotonic
+from mlxpool.worker.resume import count_of
+from mlxpool.worker.wake import Wake
 
 log = logging.getLogger("mlxpool.worker")
 
 BEAT = 1.0  # seconds
-RETRY_MS = 10
 WELCOME_GRACE = 5.0  # seconds
 
 
@@ -40,24 +55,26 @@ class Edge:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = sockets.dealer(self.context, config.endpoint)
-        self.wake, self._wake_end = sockets_of_the_system.socketpair()
-        self.wake.setblocking(False)
-        self._wake_end.setblocking(False)
+        self.history = History(f"worker-{config.slot}")
+        faults = faults_of(config, self.history)
+        self.faults = FrameFaults(faults)
+        self.link = Link(config.endpoint, config.token, self.history)
+        self.wake = Wake()
         self.mail: deque[Outbound | Prepared | Answer] = deque()
-        self.progress = Progress(self._nudge, monotonic)
-        self.compute = Compute(config, self.progress, self._post)
+        block = Block.open(config.block_fd) if config.block_fd >= 0 else Block.private()
+        self.progress = Progress(self.wake.nudge, monotonic, block)
+        self.compute = Compute(config, self.progress, self._post, faults)
         self.preparer: Preparer | None = None
-        self.epoch = 0  # 0: no welcome yet
+        self.generation = 0  # of the link; what was made for an older one is not sent
         self.capacity = 0
         self.works = 0  # `work` frames of this epoch
+        self.draining = False
         self.alive: set[Key] = set()  # received and not ended
         self.preparing: set[Key] = set()
         self.cancelled: set[Key] = set()  # cancelled while they were prepared
         self.positions: dict[Key, int] = {}  # where the ids of a run in preparation begin
-        self.unsent: deque[list[bytes]] = deque()
-        self.early: list[tuple[str, Mapping[str, Any]]] = []  # said before the welcome
+        self.farewell: Mapping[str, Any] | None = None  # the `bye` to leave with
+        self.leave_at = math.inf  # without it, when no welcome came
         self.beat_at = 0.0
         self.phase = ""
         self.exit_code: int | None = None
@@ -69,75 +86,92 @@ class Edge:
         """Serve until the broker says stop, its end of stdin closes, or SIGTERM."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._end(0))
-        signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
+        self.wake.on_signals()
         poller = zmq.Poller()
-        for source in (self.socket, self.wake, sys.stdin.fileno()):
-            poller.register(source, zmq.POLLIN)
+        poller.register(self.wake.end, zmq.POLLIN)
+        poller.register(self.link.socket, zmq.POLLIN)
+        self.progress.edge_begins()
         self.compute.start()
         while self.exit_code is None:
-            readable = dict(poller.poll(self._timeout_ms()))
-            if sys.stdin.fileno() in readable and not os.read(sys.stdin.fileno(), 4096):
-                log.warning("the broker is gone")
-                self._end(0)
-            self._empty_wake()
-            self._read_mail()
-            self._read_socket()
-            self._beat()
-            self._flush()
+            poller.poll(self._timeout_ms())
+            self._turn(poller)
         return self._close()
 
+    def _turn(self, poller: zmq.Poller) -> None:
+        self.progress.edge_turns()
+        self.wake.empty()
+        self._read_mail()
+        self._read_socket()
+        now = monotonic()
+        if self.link.silent_too_long(now) and self.exit_code is None:
+            self._redial(poller, now)
+        self.link.turn(now)
+        self._leave(now)
+        self._beat(now)
+        self.link.flush()
+
     def _timeout_ms(self) -> int:
-        wait = math.ceil(max(0.0, self.beat_at + BEAT - monotonic()) * 1000)
-        return min(wait, RETRY_MS) if self.unsent else wait
+        now = monotonic()
+        due = self.beat_at + BEAT if self.link.epoch else now + BEAT
+        due = min(due, self.leave_at, self.link.next_wake(now))
+        return math.ceil(max(0.0, due - now) * 1000)
+
+    def _redial(self, poller: zmq.Poller, now: float) -> None:
+        log.warning("the broker says nothing: calling it again")
+        poller.unregister(self.link.socket)
+        ended = self.link.redial(now)
+        poller.register(self.link.socket, zmq.POLLIN)
+        if ended:
+            self._drop_all()
+
+    def orphaned(self) -> None:
+        """The broker is gone; called by another thread."""
+        log.warning("the broker is gone")
+        self._end(0)
+        self.wake.nudge()
 
     def _end(self, code: int) -> None:
         if self.exit_code is None:
             self.exit_code = code
 
     def _close(self) -> int:
-        if self.epoch and not self.exit_code:
+        if not self.exit_code:
             self._send(wire.BYE, {})
-        self._flush()
-        self.socket.close()
-        self.context.term()
+        self.link.close()
         return self.exit_code or 0
 
     # ---- from the other threads ----------------------------------------------------------------
 
     def _post(self, mail: Outbound | Prepared | Answer) -> None:
         self.mail.append(mail)
-        self._nudge()
-
-    def _nudge(self) -> None:
-        try:
-            self._wake_end.send(b"\0")
-        except BlockingIOError:
-            pass  # it has been nudged enough
-
-    def _empty_wake(self) -> None:
-        try:
-            while self.wake.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
+        self.wake.nudge()
 
     def _read_mail(self) -> None:
         while self.mail:
-            mail = self.mail.popleft()
-            if isinstance(mail, Rows):
-                self.compute.room.release()
-                self._deliver(list(mail.rows))
-            elif isinstance(mail, Prepared):
-                self._prepared(mail)
-            elif isinstance(mail, Answer):
-                self._answer(mail)
-            elif isinstance(mail, Opened):
-                self._opened(mail)
-            elif isinstance(mail, Loaded):
-                self.capacity = mail.sequences
-                self._credit()
-            else:
-                self._unusable(mail)
+            self._take(self.mail.popleft())
+
+    def _take(self, mail: Outbound | Prepared | Answer) -> None:
+        if isinstance(mail, Rows):
+            self.compute.room.release()
+        if isinstance(mail, Opened):
+            self._opened(mail)
+        elif isinstance(mail, Loaded):
+            self.capacity = mail.sequences
+            self._credit()
+        elif isinstance(mail, Unusable):
+            self._unusable(mail)
+        elif mail.generation == self.generation:
+            self._take_current(mail)
+
+    def _take_current(self, mail: Rows | HandedBack | Prepared | Answer) -> None:
+        if isinstance(mail, Rows):
+            self._deliver([row for row in mail.rows if (row.id, row.attempt) in self.alive])
+        elif isinstance(mail, Prepared):
+            self._prepared(mail)
+        elif isinstance(mail, Answer):
+            self._answer(mail)
+        else:
+            self._handed_back()
 
     def _answer(self, answer: Answer) -> None:
         try:
@@ -151,42 +185,45 @@ class Edge:
         self._hello(opened.digest, opened.context)
 
     def _unusable(self, unusable: Unusable) -> None:
-        if self.preparer is None:
+        """Leave with the reason; the broker takes `bye` only from an epoch it has given."""
+        if not self.link.introduced:
             self._hello("", 0)
-        self._flush()
-        # The broker takes `bye` only from an epoch it has given: wait for the welcome.
-        give_up = monotonic() + WELCOME_GRACE
-        while not self.epoch and monotonic() < give_up:
-            self.socket.poll(RETRY_MS)
-            self._read_socket()
-        self._send(wire.BYE, {"error": dict(unusable.error)})
+        self.farewell = unusable.error
+        self.leave_at = monotonic() + WELCOME_GRACE
+
+    def _leave(self, now: float) -> None:
+        if self.farewell is None or not (self.link.epoch or now >= self.leave_at):
+            return
+        self._send(wire.BYE, {"error": dict(self.farewell)})
         self._end(1)
 
     def _hello(self, digest: str, context: int) -> None:
-        body = {
+        hello = {
             "slot": self.config.slot,
-            "token": self.config.token,
             "pid": os.getpid(),
             "start_time": self.process.create_time(),
             "host": platform.node(),
             "digest": digest,
             "context": context,
         }
-        self._put(wire.encode(Header(wire.HELLO), body))
+        self.link.introduce(hello, monotonic())
 
     def _prepared(self, prepared: Prepared) -> None:
-        self.preparing.discard(prepared.key)
-        if prepared.key in self.cancelled:
-            self.cancelled.discard(prepared.key)
-            self._refuse(prepared.key, {"text": "", "reason": "cancelled", "usage": {}})
-        elif prepared.admit is not None:
-            self.compute.tell(prepared.admit)
+        key = prepared.key
+        self.preparing.discard(key)
+        if key not in self.alive:
+            return  # handed back meanwhile
+        if key in self.cancelled:
+            self.cancelled.discard(key)
+            self._refuse(key, _CANCELLED)
         elif prepared.error is not None:
-            self._refuse(prepared.key, prepared.error.body())
+            self._refuse(key, prepared.error.body())
+        elif prepared.admit is not None and not self.draining:
+            self.compute.tell(prepared.admit)
 
-    def _refuse(self, key: Key, end: dict[str, Any]) -> None:
+    def _refuse(self, key: Key, end: Mapping[str, Any]) -> None:
         """End a run that never reached the compute thread."""
-        self._deliver([Delta(*key, self.positions.pop(key, 0), "", b"", end=end)])
+        self._deliver([Delta(*key, self.positions.pop(key, 0), "", b"", end=dict(end))])
 
     def _deliver(self, rows: list[Delta]) -> None:
         ended = {(row.id, row.attempt) for row in rows if row.end is not None}
@@ -194,24 +231,36 @@ class Edge:
         for key in ended:
             self.positions.pop(key, None)
         for group in wire.batches(rows):
-            body, blob = wire.pack_deltas(group)
-            self._send(wire.DELTAS, body, blobs=(blob,))
+            self._send_rows(group)
         if ended:
             self._credit()
+
+    def _send_rows(self, rows: list[Delta]) -> None:
+        if not self.link.epoch:
+            return
+        body, blob = wire.pack_deltas(rows)
+        parts = self.link.frame(wire.DELTAS, body, blobs=(blob,))
+        if self.history.on:
+            for row in rows:
+                self._history_of_row(row)
+        if not self.faults.on:
+            self.link.put(parts)
+            return
+        before = max(0, self.link.epoch - 1)
+        stale = self.link.frame(wire.DELTAS, body, blobs=(blob,), epoch=before)
+        self.faults.send(self.link, rows, parts, stale)
+        self.faults.after(self.link, rows)
+
+    def _history_of_row(self, row: Delta) -> None:
+        end = row.end and (row.end.get("code") or row.end.get("reason"))
+        self.history.write(
+            "deltas", id=row.id, attempt=row.attempt, pos=row.pos, n=row.count, end=end
+        )
 
     # ---- from the broker -----------------------------------------------------------------------
 
     def _read_socket(self) -> None:
-        while True:
-            try:
-                parts = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                message = wire.decode(parts, max_body=wire.MAX_BACK_BODY)
-            except PoolError as error:
-                log.warning("bad frame from the broker", extra={"why": str(error)})
-                continue
+        while (message := self.link.receive()) is not None:
             self._guarded(message)
 
     def _guarded(self, message: Message) -> None:
@@ -227,34 +276,67 @@ class Edge:
 
     def _handle(self, message: Message) -> None:
         kind, header = message.kind, message.header
-        key = (header.id or b"", header.attempt)
         if kind == wire.WELCOME:
-            self._welcome(header.epoch)
+            self._welcome(message)
+        elif kind == wire.WHO:
+            self._who()
         elif kind == wire.STOP:
             self._end(0)
-        elif header.epoch != self.epoch:
+        elif kind == wire.HEARD:
+            pass  # that it came is all it says
+        elif header.epoch != self.link.epoch or not self.link.epoch:
             log.warning("frame of another epoch", extra={"kind": kind})
-        elif kind == wire.WORK:
+        else:
+            self._handle_current(message, (header.id or b"", header.attempt))
+
+    def _handle_current(self, message: Message, key: Key) -> None:
+        kind = message.kind
+        if kind == wire.WORK:
             self._work(message, key)
         elif kind in (wire.TOKENIZE, wire.DETOKENIZE) and self.preparer is not None:
-            self.preparer.tell(message)
+            self.preparer.tell(message, self.generation)
         elif kind == wire.CANCEL:
             self._cancel(key)
+        elif kind == wire.DRAIN:
+            self._drain()
 
-    def _welcome(self, epoch: int) -> None:
-        self.epoch = epoch
-        early, self.early = self.early, []
-        for kind, body in early:
-            self._send(kind, body)
+    def _who(self) -> None:
+        if self.link.again(monotonic()):
+            log.warning("the broker does not know this connection: saying hello again")
+            self._drop_all()
+
+    def _welcome(self, message: Message) -> None:
+        if not self.link.welcome(message):
+            return
+        self._drop_all()
+        self.works = 0
+        self.beat_at = 0.0
+        if self.capacity:
+            self._credit()
+
+    def _drop_all(self) -> None:
+        """The broker has given everything that we run to somebody else, or will."""
+        self.generation += 1
+        for keys in (self.alive, self.preparing, self.cancelled):
+            keys.clear()
+        self.positions.clear()
+        self.compute.tell(DropAll(self.generation))
 
     def _work(self, message: Message, key: Key) -> None:
         self.works += 1
+        count = count_of(message)
+        if self.history.on:
+            self.history.write("work", id=key[0], attempt=key[1], count=count)
+        if self.draining:
+            self._yield([key])
+            return
         self.alive.add(key)
         self.preparing.add(key)
-        resume = message.body.get("resume") or {}
-        self.positions[key] = int(resume.get("count", 0))
+        self.positions[key] = count
+        if self.faults.on:
+            self.faults.accept(message, key)
         assert self.preparer is not None, "the broker gives work after the first credit only"
-        self.preparer.tell(message)
+        self.preparer.tell(message, self.generation)
 
     def _cancel(self, key: Key) -> None:
         if key in self.preparing:
@@ -262,16 +344,36 @@ class Edge:
         elif key in self.alive:
             self.compute.tell(Drop(key))
 
+    def _drain(self) -> None:
+        if not self.draining:
+            self.draining = True
+            self.compute.tell(HandBack())
+
+    def _handed_back(self) -> None:
+        """The compute thread has stopped, and every row it made is delivered."""
+        for key in self.cancelled & self.alive:
+            self._refuse(key, _CANCELLED)
+        self._yield(sorted(self.alive))
+        for keys in (self.alive, self.preparing, self.cancelled):
+            keys.clear()
+        self.positions.clear()
+
+    def _yield(self, keys: list[Key]) -> None:
+        if keys:
+            self._send(wire.YIELD, {"runs": [list(key) for key in keys]})
+            for id, attempt in keys:
+                self.history.write("yield", id=id, attempt=attempt)
+        self._credit()
+
     # ---- to the broker -------------------------------------------------------------------------
 
     def _credit(self) -> None:
-        free = max(0, self.capacity - len(self.alive))
+        free = 0 if self.draining else max(0, self.capacity - len(self.alive))
         self._send(wire.CREDIT, {"sequences": free, "works": self.works})
 
-    def _beat(self) -> None:
-        now = monotonic()
+    def _beat(self, now: float) -> None:
         progress = self.progress
-        if not self.epoch or (now < self.beat_at + BEAT and progress.phase == self.phase):
+        if not self.link.epoch or (now < self.beat_at + BEAT and progress.phase == self.phase):
             return
         self.beat_at, self.phase = now, progress.phase
         body = {
@@ -295,19 +397,9 @@ class Edge:
         id: bytes | None = None,
         blobs: tuple[bytes, ...] = (),
     ) -> None:
-        if not self.epoch:
-            self.early.append((kind, body))
-            return
-        header = Header(kind, id, self.epoch)
-        self._put(wire.encode(header, body, blobs, max_body=wire.MAX_BACK_BODY))
+        """Without an epoch nothing is sent: nobody would take it."""
+        if self.link.epoch:
+            self.link.put(self.link.frame(kind, body, id=id, blobs=blobs))
 
-    def _put(self, parts: list[bytes]) -> None:
-        self.unsent.append(parts)
 
-    def _flush(self) -> None:
-        while self.unsent:
-            try:
-                self.socket.send_multipart(self.unsent[0], zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self.unsent.popleft()
+_CANCELLED: Mapping[str, Any] = {"text": "", "reason": "cancelled", "usage": {}}

@@ -7,7 +7,6 @@ trimmed to what the sequence really has. On the CPU there is nothing to hide, so
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from functools import partial
 import mlx.core as mx
 
 from mlxpool.common.errors import Internal
-from mlxpool.worker import sampler
+from mlxpool.worker import rules, sampler
 from mlxpool.worker.attention import Span, Step
 from mlxpool.worker.cache import Row, RowShape
 from mlxpool.worker.engine_api import Memory
@@ -70,7 +69,7 @@ class ModelEngine:
         self.vocab_size = plan.vocab_size
         self.eos = folder.eos_ids
         self.chunk = min(CHUNK, self.context)
-        self.digest = hashlib.sha256(f"{sampler.RULES}:{folder.digest}".encode()).hexdigest()
+        self.digest = rules.digest_of(folder.digest)
         self._loaded = loaded
         self._model = loaded.model
         self._text = text or Text.from_folder(folder)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from mlxpool.common.wire import Delta
 from mlxpool.worker.sequence import Sequence
+from mlxpool.worker.text import Completion
 
 Key = tuple[bytes, int]  # (id, attempt)
 
@@ -30,10 +31,15 @@ class TextModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """A prepared sequence; `facts` go out with its first ids. `received` is monotonic seconds."""
+    """A prepared sequence; `facts` go out with its first ids.
+
+    `text` has replayed the ids that the sequence begins with: the client has their text already.
+    `received` is monotonic seconds.
+    """
 
     sequence: Sequence
     facts: Mapping[str, Any]
+    text: Completion
     received: float
 
 
@@ -44,7 +50,19 @@ class Drop:
     key: Key
 
 
-Inbound = Admit | Drop
+@dataclass(frozen=True, slots=True)
+class DropAll:
+    """Forget every run without a word; what is made from now on is of `generation`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandBack:
+    """Stop every run where it stands, without an end; answered by `HandedBack`."""
+
+
+Inbound = Admit | Drop | DropAll | HandBack
 
 # ---- to the edge -------------------------------------------------------------------------------
 
@@ -75,9 +93,21 @@ class Unusable:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one step made, for every sequence that got something."""
+    """What one step made, for every sequence that got something.
+
+    `generation` counts the links to the broker: what was made for an old one must not go out
+    under a new one.
+    """
 
     rows: Seq[Delta]
+    generation: int = 0
 
 
-Outbound = Opened | Loaded | Unusable | Rows
+@dataclass(frozen=True, slots=True)
+class HandedBack:
+    """No run is left, and no row of one will follow."""
+
+    generation: int = 0
+
+
+Outbound = Opened | Loaded | Unusable | Rows | HandedBack

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxpool.common.errors import BadRequest, ContextExceeded, Internal, PoolError, TooLarge
@@ -17,7 +17,9 @@ from mlxpool.common.options import Options
 from mlxpool.common.wire import MAX_BLOB, MAX_BODY, Header, Message, pack_ids, unpack_ids
 from mlxpool.worker.mail import Admit, Key, Opened
 from mlxpool.worker.progress import monotonic
+from mlxpool.worker.resume import Facts, Resume
 from mlxpool.worker.sequence import Sequence
+from mlxpool.worker.text import Completion
 
 MAX_TEXT = MAX_BODY - 1024  # bytes of text in an answer
 
@@ -29,6 +31,7 @@ class Prepared:
     key: Key
     admit: Admit | None
     error: PoolError | None = None
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Answer:
     id: bytes | None
     body: Mapping[str, Any]
     blobs: tuple[bytes, ...] = ()
+    generation: int = 0
 
 
 class Preparer(threading.Thread):
@@ -47,16 +51,17 @@ class Preparer(threading.Thread):
         super().__init__(name="prepare", daemon=True)
         self.opened = opened
         self._post = post
-        self._inbox: queue.SimpleQueue[tuple[Message, float]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Message, float, int]] = queue.SimpleQueue()
 
-    def tell(self, message: Message) -> None:
-        self._inbox.put((message, monotonic()))
+    def tell(self, message: Message, generation: int = 0) -> None:
+        """What comes of it is of `generation`, see `Rows`."""
+        self._inbox.put((message, monotonic(), generation))
 
     def run(self) -> None:
         while True:
-            message, received = self._inbox.get()
+            message, received, generation = self._inbox.get()
             handle = _answer if message.kind != "work" else _prepared
-            self._post(handle(self.opened, message, received))
+            self._post(replace(handle(self.opened, message, received), generation=generation))
 
 
 def _prepared(opened: Opened, message: Message, received: float) -> Prepared:
@@ -73,51 +78,89 @@ def _prepared(opened: Opened, message: Message, received: float) -> Prepared:
 def prepare(
     opened: Opened, header: Header, message: Message, received: float, wall: float
 ) -> Admit:
-    """Raises BadRequest or ContextExceeded with the numbers. `wall` is what templates call now."""
+    """Raises BadRequest or ContextExceeded with the numbers. `wall` is what templates call now.
+
+    A resume goes on under the facts it began with; the ids it brings are replayed here, so that
+    the compute thread need not.
+    """
     body = message.body
-    resume = body.get("resume") or {}
-    facts = resume.get("facts") or {}
-    now = float(facts.get("now", wall))
-    options = Options.parse(body.get("options") or {})
-    prompt = _prompt_ids(opened, message, now)
-    ids = unpack_ids(message.blobs[-1]) if resume and message.blobs else []
-    _check_ids(opened, ids, "resume")
+    resume = Resume.parse(message)
+    now = wall if resume.facts.now is None else resume.facts.now
+    options = Options.parse(_map(body, "options"))
+    context = _context(opened, resume.facts)
+    prompt = _prompt_ids(opened, message, now, context)
+    _check_ids(opened, resume.ids, "resume")
     _check_biases(opened, options)
-    max_tokens = _budget(opened, len(prompt), options.max_tokens)
-    facts = _facts(opened, facts, len(prompt), max_tokens, now)
-    if len(ids) > max_tokens:
-        raise BadRequest(f"resume has {len(ids)} ids, max_tokens is {max_tokens}")
+    _compare(resume.facts, {"digest": opened.digest, "prompt_tokens": len(prompt)})
+    max_tokens = _budget(resume.facts, context - len(prompt), options.max_tokens)
+    facts = {
+        "digest": opened.digest,
+        "context": context,
+        "max_tokens": max_tokens,
+        "prompt_tokens": len(prompt),
+        "now": now,
+    }
+    if len(resume.ids) > max_tokens:
+        raise BadRequest(f"resume has {len(resume.ids)} ids, max_tokens is {max_tokens}")
+    text = Completion(opened.text.piece, options.stop)
+    text.replay(resume.ids)
     sequence = Sequence(
         id=header.id or b"",
         attempt=header.attempt,
         prompt=tuple(prompt),
         options=options,
-        seed=int(body.get("seed", 0)),
+        seed=_seed(body),
         max_tokens=max_tokens,
-        ids=ids,
+        ids=resume.ids,
     )
-    return Admit(sequence, facts, received)
+    return Admit(sequence, facts, text, received)
 
 
-def _prompt_ids(opened: Opened, message: Message, now: float) -> list[int]:
+def _map(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = body.get(key)
+    if not isinstance(value, Mapping | None):
+        raise BadRequest(f"{key} must be a map, got {value!r:.60}")
+    return value or {}
+
+
+def _seed(body: Mapping[str, Any]) -> int:
+    seed = body.get("seed")
+    if not isinstance(seed, int | None) or isinstance(seed, bool):
+        raise BadRequest(f"seed must be an integer, got {seed!r:.60}")
+    return seed or 0
+
+
+def _prompt_ids(opened: Opened, message: Message, now: float, context: int) -> list[int]:
     body = message.body
-    if "tokens" in body:
-        ids = unpack_ids(message.blobs[0])
+    if body.get("tokens") is not None:
+        ids = unpack_ids(_first_blob(message))
         _check_ids(opened, ids, "prompt")
-    elif "messages" in body:
+    elif body.get("messages") is not None:
         ids = opened.text.encode(opened.text.render(body["messages"], now))
     else:
-        text = body["prompt"]
-        ids = opened.text.encode(_decoded(message.blobs[0]) if text is True else text)
+        text = body.get("prompt")
+        ids = opened.text.encode(_decoded(_first_blob(message)) if text is True else _text(text))
     if not ids:
         raise BadRequest("the prompt is empty: it has no tokens")
-    if len(ids) >= opened.context:
+    if len(ids) >= context:
         raise ContextExceeded(
-            f"the prompt has {len(ids)} tokens, the context of the model is {opened.context};"
+            f"the prompt has {len(ids)} tokens, the context of the model is {context};"
             " shorten the prompt",
-            details={"prompt_tokens": len(ids), "context": opened.context},
+            details={"prompt_tokens": len(ids), "context": context},
         )
     return ids
+
+
+def _text(prompt: Any) -> str:
+    if not isinstance(prompt, str):
+        raise BadRequest(f"one of prompt, messages, tokens must be given; prompt is {prompt!r:.60}")
+    return prompt
+
+
+def _first_blob(message: Message) -> bytes:
+    if not message.blobs:
+        raise BadRequest("the prompt is said to be a blob, but the message has none")
+    return message.blobs[0]
 
 
 def _decoded(blob: bytes) -> str:
@@ -139,29 +182,35 @@ def _check_biases(opened: Opened, options: Options) -> None:
         raise BadRequest(f"logit_bias: token id {bad} is not below {opened.vocab_size}")
 
 
-def _budget(opened: Opened, prompt_tokens: int, wanted: int) -> int:
-    most = opened.context - prompt_tokens
-    return most if wanted <= 0 else min(wanted, most)
+def _context(opened: Opened, known: Facts) -> int:
+    """What holds for this stream: a worker that has more keeps to what the stream began with."""
+    if known.context is not None and known.context > opened.context:
+        raise BadRequest(
+            f"resume: the stream began with context {known.context},"
+            f" this worker has {opened.context}"
+        )
+    return opened.context if known.context is None else known.context
 
 
-def _facts(
-    opened: Opened, known: Mapping[str, Any], prompt_tokens: int, max_tokens: int, now: float
-) -> dict[str, Any]:
-    """What a resume has to find again. Raises BadRequest when this worker differs."""
-    facts = {
-        "digest": opened.digest,
-        "context": opened.context,
-        "max_tokens": max_tokens,
-        "prompt_tokens": prompt_tokens,
-        "now": now,
-    }
-    for key in ("digest", "prompt_tokens"):
-        if known.get(key, facts[key]) != facts[key]:
+def _budget(known: Facts, most: int, wanted: int) -> int:
+    """Ids over all attempts; the first worker's word counts."""
+    if known.max_tokens is None:
+        return most if wanted <= 0 else min(wanted, most)
+    if not 1 <= known.max_tokens <= most:
+        raise BadRequest(
+            f"resume.facts.max_tokens is {known.max_tokens}, must be from 1 to {most}:"
+            " what the context leaves to the prompt"
+        )
+    return known.max_tokens
+
+
+def _compare(known: Facts, here: Mapping[str, Any]) -> None:
+    for key, value in here.items():
+        began = getattr(known, key)
+        if began is not None and began != value:
             raise BadRequest(
-                f"resume: the stream began with {key} {known[key]!r},"
-                f" this worker has {facts[key]!r}"
+                f"resume: the stream began with {key} {began!r:.80}, this worker has {value!r}"
             )
-    return facts
 
 
 def _answer(opened: Opened, message: Message, received: float) -> Answer:

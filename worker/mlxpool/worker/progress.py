@@ -1,18 +1,30 @@
-"""What the compute thread is doing, as the edge reports it in beats.
+"""What the compute thread is doing, for the edge's beats and for the block the broker reads.
 
-Written by the compute thread alone, read by the edge: single attributes, so no lock is needed.
+Written by the compute thread alone (the edge writes its own two words of the block), read by
+others: single attributes and single words, so no lock is needed. An update is a few microseconds.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mlxpool.common.progress import PHASES, Block
+
+WEIGHT = 0.1  # of the newest chunk or step in the usual one
 
 
 class Progress:
     """`count` moves at each load shard, prefill chunk and decode step."""
 
-    def __init__(self, on_phase: Callable[[], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        on_phase: Callable[[], None],
+        clock: Callable[[], float],
+        block: Block | None = None,
+    ) -> None:
         self.phase = "boot"
         self.since = clock()  # when the phase began
         self.count = 0
@@ -22,17 +34,87 @@ class Progress:
         self.waiting = 0
         self.memory: dict[str, int] = {}
         self.prefix: dict[str, int] = {}
+        self.block = block or Block.private()
         self._on_phase = on_phase
         self._clock = clock
+        self._seen: set[tuple[str, int]] = set()  # shapes that have been computed
+        self._usual = {"prefill": 0.0, "decode": 0.0}  # seconds of a token, of a step
+        self._write_phase()
+
+    # ---- the compute thread --------------------------------------------------------------------
+
+    def compute_begins(self) -> None:
+        """Say which thread computes; called in it."""
+        self.block.write("compute_tid", threading.get_native_id())
 
     def enter(self, phase: str) -> None:
         """Change the phase; the edge sends a beat at once."""
         if phase != self.phase:
             self.phase, self.since = phase, self._clock()
+            self._write_phase()
             self._on_phase()
+
+    def _write_phase(self) -> None:
+        self.block.write("phase", PHASES.index(self.phase))
+        self.block.write("since_ns", round(self.since * 1e9))
 
     def moved(self) -> None:
         self.count += 1
+        self.block.write("count", self.count)
+
+    @contextmanager
+    def prefilling(self, request: bytes, tokens: int) -> Iterator[None]:
+        """Around one prefill chunk of `tokens` tokens."""
+        self.in_prefill = request
+        self.block.write_request(request)
+        self.block.write("tokens", tokens)
+        try:
+            with self._computing("prefill", 1 << (tokens - 1).bit_length(), tokens):
+                yield
+        finally:
+            self.in_prefill = None
+            self.block.write_request(None)
+            self.block.write("tokens", 0)
+
+    @contextmanager
+    def decoding(self, rows: int) -> Iterator[None]:
+        """Around one decode step of `rows` rows."""
+        started = self._clock()
+        with self._computing("decode", rows, 1):
+            yield
+        self.step_ms = round((self._clock() - started) * 1000, 3)
+
+    @contextmanager
+    def _computing(self, phase: str, shape: int, units: int) -> Iterator[None]:
+        fresh = (phase, shape) not in self._seen
+        self.block.write("fresh", fresh)
+        self.enter(phase)
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self.block.write("fresh", 0)
+        self._seen.add((phase, shape))  # a shape that failed is as new the next time
+        self.moved()
+        if not fresh:
+            self._learn(phase, (self._clock() - started) / units)
+
+    def _learn(self, phase: str, seconds: float) -> None:
+        known = self._usual[phase]
+        usual = known + WEIGHT * (seconds - known) if known else seconds
+        self._usual[phase] = usual
+        word = "usual_token_ns" if phase == "prefill" else "usual_step_ns"
+        self.block.write(word, max(1, round(usual * 1e9)))
+
+    # ---- the edge ------------------------------------------------------------------------------
+
+    def edge_begins(self) -> None:
+        """Say which thread is the edge; called in it."""
+        self.block.write("edge_tid", threading.get_native_id())
+
+    def edge_turns(self) -> None:
+        """One turn of the edge's loop."""
+        self.block.write("edge_ns", round(self._clock() * 1e9))
 
 
 def monotonic() -> float:

@@ -28,11 +28,7 @@ class Run:
 
     @classmethod
     def begin(cls, admit: Admit, piece: Callable[[int], bytes]) -> Run:
-        """Replays the ids of earlier attempts: the client has their text already."""
-        text = Completion(piece, admit.sequence.options.stop)
-        for token in admit.sequence.ids:
-            text.push(token)
-        return cls(admit.sequence, admit.facts, text, admit.received, piece=piece)
+        return cls(admit.sequence, admit.facts, admit.text, admit.received, piece=piece)
 
     @property
     def key(self) -> Key:

@@ -3,7 +3,7 @@
 Order: logit_bias, penalties, top-k, temperature, softmax, top-p, min-p, draw. Filters are value
 thresholds, so that ties at a threshold stay and no vocabulary is sorted. The draw is Gumbel-max
 with noise that depends on (seed, position, token) alone: a row draws the same token in any
-company, and again after a resume.
+company, and again after a resume. Whoever changes a result raises `rules.RULES`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import mlx.core as mx
 
 from mlxpool.common.options import Options
 
-RULES = 1  # raised whenever the same logits, options and seed would give another token
 NOT_A_TOKEN = -1  # drawn from logits that are no numbers
 
 _MASK = 2**64 - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -86,20 +86,55 @@ def _from_sentencepiece(piece: str) -> bytes:
     return piece.replace(_SPACE_MARK, " ").encode("utf-8", "replace")
 
 
-@lru_cache(maxsize=1024)
-def _borders(stop: str) -> tuple[int, ...]:
-    """For each prefix of `stop`, the length of its longest proper prefix that is its suffix."""
-    borders = [0]
-    for char in stop[1:]:
-        borders.append(_longer(stop, borders, borders[-1], char))
-    return tuple(borders)
+class _Stops:
+    """Every stop string at once (Aho-Corasick): one step a character, however many there are.
 
+    A state is the longest end of the text that begins a stop; 0: none does.
+    """
 
-def _longer(stop: str, borders: Sequence[int], length: int, char: str) -> int:
-    """The longest prefix of `stop` ending the text after `char`, if `length` ended it before."""
-    while length and stop[length] != char:
-        length = borders[length - 1]
-    return length + 1 if stop[length] == char else 0
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._edges: dict[int, int] = {}  # state and character -> state
+        self._fallback = [0]  # the state of the next shorter end that begins a stop
+        self.length = [0]  # characters of that end
+        self.complete = [0]  # characters of the longest stop that ends here, else 0
+        self._born = [(0, "")]  # from which state, by which character
+        for stop in stops:
+            self._add(stop)
+        for state in sorted(range(1, len(self.length)), key=self.length.__getitem__):
+            self._link(state)
+        firsts = "".join(sorted({stop[0] for stop in stops}))
+        self.beginning = re.compile(f"[{re.escape(firsts)}]")
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for length, char in enumerate(stop, 1):
+            following = self._edges.get(state << 21 | ord(char))
+            if following is None:
+                following = len(self.length)
+                self._edges[state << 21 | ord(char)] = following
+                self._fallback.append(0)
+                self.length.append(length)
+                self.complete.append(0)
+                self._born.append((state, char))
+            state = following
+        self.complete[state] = len(stop)
+
+    def _link(self, state: int) -> None:
+        parent, char = self._born[state]
+        if parent:
+            self._fallback[state] = self.step(self._fallback[parent], char)
+        self.complete[state] = self.complete[state] or self.complete[self._fallback[state]]
+
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        code = ord(char)
+        while True:
+            following = self._edges.get(state << 21 | code)
+            if following is not None:
+                return following
+            if not state:
+                return 0
+            state = self._fallback[state]
 
 
 class Completion:
@@ -112,9 +147,8 @@ class Completion:
 
     def __init__(self, piece: Callable[[int], bytes], stops: tuple[str, ...]) -> None:
         self._piece = piece
-        self._stops = stops
-        self._borders = [_borders(stop) for stop in stops]
-        self._begun = [0] * len(stops)  # characters of each stop that the text ends with
+        self._stops = _Stops(stops) if stops else None
+        self._state = 0  # of `_stops`
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._stopped = False
@@ -128,35 +162,43 @@ class Completion:
         """The text that T gains by this id, often empty."""
         return self._take(self._decoder.decode(self._piece(token)))
 
+    def replay(self, tokens: Iterable[int]) -> str:
+        """The text of many ids at once: what `push` gives for them, one after the other."""
+        return self._take(self._decoder.decode(b"".join(map(self._piece, tokens))))
+
     def finish(self) -> str:
         """The text still held back, an incomplete UTF-8 end as U+FFFD; empty after a stop."""
         text = self._take(self._decoder.decode(b"", final=True))
         rest, self._held = self._held, ""
-        self._begun = [0] * len(self._stops)
+        self._state = 0
         return text + rest
 
     def _take(self, new: str) -> str:
         if self._stopped:
             return ""
-        for index, char in enumerate(new):
-            stop = self._advance(char) if self._stops else 0
-            if stop:
-                text = self._held + new[: index + 1]
-                self._stopped, self._held = True, ""
-                return text[: len(text) - stop]
-        return self._release(self._held + new)
-
-    def _advance(self, char: str) -> int:
-        """Feeds every stop one character; the length of the longest now complete, else 0."""
-        complete = 0
-        for number, stop in enumerate(self._stops):
-            begun = _longer(stop, self._borders[number], self._begun[number], char)
-            self._begun[number] = begun
-            if begun == len(stop):
-                complete = max(complete, begun)
-        return complete
-
-    def _release(self, text: str) -> str:
-        keep = len(text) - max(self._begun, default=0)
+        if self._stops is None:
+            return new
+        end, stop = self._scan(self._stops, new)
+        text = self._held + new[:end]
+        if stop:
+            self._stopped, self._held = True, ""
+            return text[: len(text) - stop]
+        keep = len(text) - self._stops.length[self._state]
         self._held = text[keep:]
         return text[:keep]
+
+    def _scan(self, stops: _Stops, new: str) -> tuple[int, int]:
+        """Feeds `new` up to the end of a stop: how much was fed, and the length of the stop."""
+        state, at = self._state, 0
+        while at < len(new):
+            if not state:
+                begin = stops.beginning.search(new, at)
+                if begin is None:
+                    break
+                at = begin.start()
+            state = stops.step(state, new[at])
+            at += 1
+            if stops.complete[state]:
+                return at, stops.complete[state]
+        self._state = state
+        return len(new), 0

@@ -10,7 +10,6 @@ digits and a space. So a checker can verify every token of every stream after an
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from collections.abc import Sequence as Seq
 from mlxpool.common.config import Counting
 from mlxpool.common.wire import pack_ids
 from mlxpool.worker.engine_api import Memory
+from mlxpool.worker.models.faults import NO_FAULTS, Faults, Struck
 from mlxpool.worker.sequence import Drawn, Logprob, RowFailed, Sequence
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -51,8 +51,9 @@ def piece(token: int) -> bytes:
 class CountingEngine:
     """An `Engine` that sleeps instead of computing."""
 
-    def __init__(self, settings: Counting, context: int) -> None:
+    def __init__(self, settings: Counting, context: int, faults: Faults = NO_FAULTS) -> None:
         self.settings = settings
+        self.faults = faults
         self.context = context or CONTEXT
         self.vocab_size = settings.vocab
         self.eos: frozenset[int] = frozenset()
@@ -61,33 +62,41 @@ class CountingEngine:
         self.rows: list[Sequence] = []
 
     def load(self, on_progress: Callable[[int, int], None]) -> None:
-        """Take `load_ms` in ten shards. Raises RuntimeError when the settings say so."""
+        """Take `load_ms` in ten shards."""
         for shard in range(LOAD_STEPS):
+            self.faults.at("load", shard)
             time.sleep(self.settings.load_ms / 1000 / LOAD_STEPS)
-            on_progress(shard + 1, 0)
-        if self.settings.fail_load:
-            raise RuntimeError("fail_load is set for this counting model")
+            on_progress(shard + 1, self.settings.load_bytes * (shard + 1) // LOAD_STEPS)
 
     def admit(self, seq: Sequence) -> None:
         self.rows.append(seq)
 
     def prefill(self, seq: Sequence, budget: int) -> int:
         done = max(0, min(budget, self.chunk, seq.length - 1 - seq.prefilled))
+        if self.faults.place == "prefill":
+            self._strike([seq], [range(seq.prefilled, seq.prefilled + done)])
         time.sleep(done * self.settings.prefill_us / 1e6)
         seq.prefilled += done
         return done
 
     def decode(self, rows: Seq[Sequence]) -> list[Drawn]:
+        if self.faults.place == "decode":
+            self._strike(rows, [range(len(row.ids), len(row.ids) + 1) for row in rows])
         time.sleep(self.settings.step_us / 1e6)
         return [self._draw(row) for row in rows]
 
+    def _strike(self, rows: Seq[Sequence], spans: Seq[range]) -> None:
+        """What is to go wrong for one of these rows does, at most once a step."""
+        number = self.faults.victim([row.prompt for row in rows], spans)
+        if number is None:
+            return
+        try:
+            self.faults.strike()
+        except Struck as error:
+            raise RowFailed(rows[number], str(error)) from None
+
     def _draw(self, row: Sequence) -> Drawn:
-        position = len(row.ids)
-        if position == self.settings.crash_at:
-            os.abort()
-        if position == self.settings.fail_at:
-            raise RowFailed(row, f"fail_at is {position} for this counting model")
-        token = token_at(row.prompt, row.seed, position, self.vocab_size)
+        token = token_at(row.prompt, row.seed, len(row.ids), self.vocab_size)
         top = tuple((token, 0.0) for _ in range(min(1, row.options.top_logprobs)))
         logprob = Logprob(0.0, top) if row.options.logprobs else None
         return Drawn(row, token, logprob)
@@ -98,7 +107,8 @@ class CountingEngine:
 
     def memory(self) -> Memory:
         kv = sum(row.length for row in self.rows) * BYTES_PER_TOKEN
-        return Memory(weights=0, kv=kv, prefix=0, active=kv, cache=0, peak=kv)
+        weights = self.settings.load_bytes
+        return Memory(weights=weights, kv=kv, active=weights + kv, peak=weights + kv)
 
     def piece(self, token: int) -> bytes:
         return piece(token)

@@ -1,0 +1,79 @@
+"""The front's endpoints: shut while descriptors are short, open again when they are not.
+
+libzmq aborts the process when accepting on ipc finds no descriptor, so we must never get there.
+Connections that exist are not touched; a client that finds the door shut redials by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import zmq
+
+from mlxpool.common import sockets
+
+log = logging.getLogger("mlxpool.broker")
+
+SHUT_ABOVE = 0.8  # of all descriptors
+OPEN_BELOW = 0.6
+COUNT_EVERY = 0.02  # of all descriptors: so many connections may come between two counts
+PERIOD = 1.0  # seconds between two counts while nothing comes
+
+
+class Door:
+    """Owned by the broker's one thread, like the socket it guards."""
+
+    def __init__(self, socket: zmq.Socket[bytes], first: str, limit: int) -> None:
+        """`first` is bound already; `limit` is how many descriptors this process may have."""
+        self.socket = socket
+        self.endpoints = [first]
+        self.limit = limit
+        self.shut = False
+        self.times_shut = 0
+        self.monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        self._unseen = 0  # connections that came since the last count
+        self._count_at = 0.0
+
+    def bind(self, endpoint: str) -> None:
+        """One more endpoint. Raises OSError naming it."""
+        sockets.bind(self.socket, endpoint)
+        self.endpoints.append(self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def somebody_came(self) -> None:
+        """The monitor is readable: connections were accepted."""
+        try:
+            while True:
+                self.monitor.recv_multipart(zmq.NOBLOCK)
+                self._unseen += 1
+        except zmq.Again:
+            pass
+
+    def watch(self, now: float) -> None:
+        """Shut or open the door if it is time to count."""
+        if self._unseen <= COUNT_EVERY * self.limit and now < self._count_at:
+            return
+        self._unseen, self._count_at = 0, now + PERIOD
+        used = len(os.listdir("/dev/fd"))
+        if not self.shut and used > SHUT_ABOVE * self.limit:
+            self._shut(used)
+        elif self.shut and used < OPEN_BELOW * self.limit:
+            self._open(used)
+
+    def _shut(self, used: int) -> None:
+        for endpoint in self.endpoints:
+            self.socket.unbind(endpoint)
+        self.shut = True
+        self.times_shut += 1
+        log.warning("front shut: descriptors are short", extra={"used": used, "of": self.limit})
+
+    def _open(self, used: int) -> None:
+        for endpoint in self.endpoints:
+            sockets.bind(self.socket, endpoint)
+        self.shut = False
+        log.info("front open again", extra={"used": used, "of": self.limit})
+
+    def close(self) -> None:
+        """Stop watching; the socket is closed by its owner."""
+        self.socket.disable_monitor()
+        self.monitor.close()

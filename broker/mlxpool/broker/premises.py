@@ -1,0 +1,61 @@
+"""What a broker needs before it serves: its run directory, descriptors, the sizes of models."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+from pathlib import Path
+
+from mlxpool.common.config import PoolConfig
+
+MIN_DESCRIPTORS = 256
+
+
+class AlreadyRunning(OSError):
+    """Another broker holds this run directory."""
+
+
+def lock(run_dir: Path) -> int:
+    """Hold the run directory; the kernel lets go of it when this process ends, however it ends."""
+    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise AlreadyRunning(
+            f"another broker (pid {holder}) serves the run directory {run_dir};"
+            " stop it, or give another with --run-dir"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, str(os.getpid()).encode())
+    return descriptor
+
+
+def raise_descriptor_limit() -> int:
+    """Use all descriptors allowed; returns how many.
+
+    Raises OSError below MIN_DESCRIPTORS: libzmq aborts the process when it runs out of them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < MIN_DESCRIPTORS:
+        raise OSError(
+            f"the limit of open files is {hard}, the broker needs {MIN_DESCRIPTORS};"
+            " raise it with ulimit -n"
+        )
+    return hard
+
+
+def footprints(config: PoolConfig) -> dict[str, int]:
+    """Bytes that one worker of each model takes at least, by what can be seen on the disk."""
+    return {name: m.counting.load_bytes or _weights(m.path) for name, m in config.models.items()}
+
+
+def _weights(path: str) -> int:
+    folder = Path(path)
+    if path.startswith("builtin:") or not folder.is_dir():
+        return 0
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

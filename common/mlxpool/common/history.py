@@ -1,0 +1,53 @@
+"""A process's history as JSON lines, for checkers: off unless MLXPOOL_HISTORY names a folder.
+
+Every line has `t` (monotonic seconds: one clock for all processes of a host), `who`, `pid`, `what`
+and what belongs to it; ids are hexadecimal. Texts of prompts and completions are never in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "MLXPOOL_HISTORY"
+
+
+class History:
+    """Append-only; a line is one write, so that a kill never leaves half of the line before."""
+
+    def __init__(self, who: str, folder: str | None = None) -> None:
+        self._who = who
+        self._file: int | None = None
+        folder = os.environ.get(VARIABLE) if folder is None else folder
+        if folder:
+            path = Path(folder) / f"{who.replace('/', '-')}-{os.getpid()}.jsonl"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(path, flags, 0o600)
+
+    @property
+    def on(self) -> bool:
+        """Whether anybody reads it; ask before putting a costly line together."""
+        return self._file is not None
+
+    def write(self, what: str, /, **facts: Any) -> None:
+        """One line, if it is on; a full file system costs lines, never the process."""
+        if self._file is None:
+            return
+        line = {"t": time.monotonic(), "who": self._who, "pid": os.getpid(), "what": what, **facts}
+        try:
+            os.write(self._file, json.dumps(line, default=_hex).encode() + b"\n")
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Further lines are dropped."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _hex(value: Any) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)

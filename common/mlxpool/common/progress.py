@@ -1,0 +1,126 @@
+"""The progress block: what a worker is doing, readable while its interpreter is stuck.
+
+A few 64-bit words of memory that the broker and one worker share. The worker's compute thread
+writes it (its edge writes `edge_tid` and `edge_ns`), the broker reads. Every word is written whole,
+but two words may be of different moments: a reader must not conclude anything from one look.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+
+PHASES = ("boot", "load", "idle", "prefill", "decode", "blocked", "unload")
+NO_REQUEST = bytes(16)
+
+_MAGIC = 0x6D6C78706F6F6C31  # "mlxpool1"
+_WORDS = (
+    "magic",
+    "phase",  # index into PHASES
+    "since_ns",  # monotonic; when the phase began
+    "count",  # moves at each load shard, prefill chunk and decode step
+    "tokens",  # prompt tokens of the chunk under way
+    "fresh",  # 1: the step under way uses a shape for the first time
+    "usual_token_ns",  # usual prefill time of one token; 0: not known
+    "usual_step_ns",  # usual decode step; 0: not known
+    "request_high",  # the request whose prompt is being read, 16 bytes in two words
+    "request_low",
+    "compute_tid",  # kernel ids of the two threads; 0: not known
+    "edge_tid",
+    "edge_ns",  # monotonic; the edge's newest turn
+)
+_AT = {name: index for index, name in enumerate(_WORDS)}
+SIZE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One reading of a block."""
+
+    phase: str = "boot"
+    since_ns: int = 0
+    count: int = 0
+    tokens: int = 0
+    fresh: bool = False
+    usual_token_ns: int = 0
+    usual_step_ns: int = 0
+    request: bytes | None = None
+    compute_tid: int = 0
+    edge_tid: int = 0
+    edge_ns: int = 0
+
+
+class Block:
+    """A mapped block; `make` on the broker's side, `open` with its descriptor in the worker."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._words = memoryview(memory).cast("Q")
+
+    @classmethod
+    def make(cls) -> tuple[Block, int]:
+        """A new block and the descriptor to hand to the worker. Raises OSError."""
+        descriptor = _anonymous_file()
+        try:
+            os.ftruncate(descriptor, SIZE)
+            block = cls.open(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        block.write("magic", _MAGIC)
+        return block, descriptor
+
+    @classmethod
+    def open(cls, descriptor: int) -> Block:
+        """Map the block behind a descriptor; the descriptor may be closed afterwards."""
+        return cls(mmap.mmap(descriptor, SIZE))
+
+    @classmethod
+    def private(cls) -> Block:
+        """A block that nobody else reads."""
+        return cls(mmap.mmap(-1, SIZE))
+
+    def write(self, word: str, value: int) -> None:
+        """Set one word; a negative value counts as 0."""
+        self._words[_AT[word]] = max(0, value)
+
+    def write_request(self, request: bytes | None) -> None:
+        """Set the request whose prompt is being read."""
+        high, low = (request or NO_REQUEST)[:8], (request or NO_REQUEST)[8:]
+        self.write("request_high", int.from_bytes(high, "big"))
+        self.write("request_low", int.from_bytes(low, "big"))
+
+    def read(self) -> Look:
+        """What the worker says now; harmless on a block that nobody has written."""
+        words = dict(zip(_WORDS, self._words[: len(_WORDS)].tolist(), strict=True))
+        request = b"".join(words[f"request_{half}"].to_bytes(8, "big") for half in ("high", "low"))
+        return Look(
+            PHASES[words["phase"] % len(PHASES)],
+            words["since_ns"],
+            words["count"],
+            words["tokens"],
+            bool(words["fresh"]),
+            words["usual_token_ns"],
+            words["usual_step_ns"],
+            None if request == NO_REQUEST else request,
+            words["compute_tid"],
+            words["edge_tid"],
+            words["edge_ns"],
+        )
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._words.release()
+        self._memory.close()
+
+
+def _anonymous_file() -> int:
+    """A file without a name: memory on Linux, an unlinked temporary file elsewhere."""
+    if sys.platform == "linux":
+        return os.memfd_create("mlxpool-progress", os.MFD_CLOEXEC)
+    descriptor, path = tempfile.mkstemp(prefix="mlxpool-progress-")
+    os.unlink(path)
+    return descriptor

@@ -1,0 +1,154 @@
+"""Reads the histories that all processes wrote and says what went wrong; it starts nothing.
+
+A stream is judged by what its client was handed: every id in its place, once, with the value it
+must have, and one end. What broker and workers wrote tells how long a fault stayed unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Line = Mapping[str, Any]
+
+PATIENT = ("cancelled", "deadline_exceeded", "slow_consumer")  # ends that the client asked for
+
+
+@dataclass(slots=True)
+class Findings:
+    """Ids of streams (hexadecimal), each with what is wrong with it."""
+
+    lost: list[str] = field(default_factory=list)  # a gap in what the client was handed
+    doubled: list[str] = field(default_factory=list)  # a position, or the end, came twice
+    reordered: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)  # something after the end, or unasked
+    wrong: list[str] = field(default_factory=list)  # not the value that the model must say
+    stuck: list[str] = field(default_factory=list)  # no end
+    short: list[str] = field(default_factory=list)  # `done` without all its ids
+    ends: Counter[str] = field(default_factory=Counter)  # by reason or code
+    streams: int = 0
+    ids: int = 0
+    hits: Counter[str] = field(default_factory=Counter)  # stream -> workers it lost
+    detection_s: list[float] = field(default_factory=list)  # fault to its end acted on
+
+    @property
+    def sound(self) -> bool:
+        """Nothing is lost, doubled, out of order, wrong or without an end."""
+        return not (
+            self.lost or self.doubled or self.reordered or self.unexpected or self.wrong
+            or self.stuck or self.short
+        )  # fmt: skip
+
+    def summary(self) -> dict[str, Any]:
+        """Figures for a table."""
+        return {
+            "streams": self.streams,
+            "ids": self.ids,
+            "lost": len(self.lost),
+            "doubled": len(self.doubled),
+            "reordered": len(self.reordered),
+            "unexpected": len(self.unexpected),
+            "wrong": len(self.wrong),
+            "stuck": len(self.stuck),
+            "short": len(self.short),
+            "ends": dict(self.ends),
+            "hit": sum(1 for count in self.hits.values() if count),
+        }
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """All lines of all processes in the order of the one clock, without half lines at ends."""
+    lines = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for text in path.read_text("utf-8", "replace").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                continue
+    return sorted(lines, key=lambda line: float(line["t"]))
+
+
+def check(lines: Sequence[Line], expected: Mapping[str, Sequence[int]]) -> Findings:
+    """`expected` maps a stream's id to all the ids it must have when it ends `done`."""
+    findings = Findings(streams=len(expected))
+    streams: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        if line["who"].startswith("client") and "id" in line:
+            streams[line["id"]].append(line)
+    for ident, wanted in expected.items():
+        _check_stream(ident, wanted, streams.pop(ident, []), findings)
+    findings.unexpected += [
+        ident for ident, own in streams.items() if any(line["what"] == "taken" for line in own)
+    ]
+    _count_hits(lines, findings)
+    findings.detection_s = detection(lines)
+    return findings
+
+
+def _check_stream(
+    ident: str, wanted: Sequence[int], lines: Iterable[Line], findings: Findings
+) -> None:
+    have: list[int] = []
+    seen: set[int] = set()
+    ends: list[str] = []
+    for line in lines:
+        if line["what"] == "end":
+            ends.append(str(line.get("reason") or line.get("code")))
+        elif line["what"] == "taken":
+            if ends:
+                findings.unexpected.append(ident)
+            _check_place(ident, int(line["pos"]), len(line["ids"]), have, seen, findings)
+            have += line["ids"]
+    findings.ids += len(have)
+    if have != list(wanted[: len(have)]):
+        findings.wrong.append(ident)
+    if not ends:
+        findings.stuck.append(ident)
+        return
+    findings.ends[ends[0]] += 1
+    if len(ends) > 1:
+        findings.doubled.append(ident)
+    if ends[0] in ("stop", "length") and len(have) != len(wanted):
+        findings.short.append(ident)
+
+
+def _check_place(
+    ident: str, pos: int, count: int, have: list[int], seen: set[int], findings: Findings
+) -> None:
+    places = set(range(pos, pos + count))
+    if places & seen:
+        findings.doubled.append(ident)
+    elif pos < len(have):
+        findings.reordered.append(ident)
+    elif pos > len(have):
+        findings.lost.append(ident)
+    seen |= places
+
+
+def _count_hits(lines: Iterable[Line], findings: Findings) -> None:
+    """Times that a stream was given to a worker beyond the first."""
+    for line in lines:
+        if line["who"] == "broker" and line["what"] == "work":
+            findings.hits[line["id"]] += 1
+    for ident in list(findings.hits):
+        findings.hits[ident] -= 1
+
+
+def detection(lines: Sequence[Line]) -> list[float]:
+    """Seconds from each deadly fault of a worker to the broker's reaction."""
+    ended = [
+        (line["t"], line["slot"]) for line in lines
+        if line["who"] == "broker" and line["what"] == "exited"
+    ]  # fmt: skip
+    delays = []
+    for line in lines:
+        if line["what"] in ("fault", "killed"):
+            slot = line.get("slot") or line["who"].removeprefix("worker-").replace("-", "/")
+            after = [t for t, s in ended if s == slot and t >= line["t"]]
+            if after:
+                delays.append(min(after) - line["t"])
+    return delays

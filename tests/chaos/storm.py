@@ -1,0 +1,270 @@
+"""Many streams under many random faults, and what the histories say of them afterwards.
+
+Faults, by weight: SIGKILL of a worker, a short freeze, a long one (the judgement ends it), SIGTERM,
+restart by the operator, cut of the clients' tcp connections, SIGKILL of the broker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import random
+import signal
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chaos.checker import Findings, Line, check, read
+from chaos.harness import LIMITS, model
+from counting_checker import expected_ids
+from mlxpool.client import Client
+from mlxpool.common.errors import PoolError
+from mlxpool.common.history import VARIABLE, History
+from pool import PATIENCE, Pool
+from relay import Relay
+
+WEIGHTS = {
+    "kill": 58, "short freeze": 16, "long freeze": 3, "term": 8, "restart": 7, "cut": 6, "broker": 2
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How large the storm is. `pause` is the mean time between two faults, seconds."""
+
+    streams: int = 300
+    faults: int = 25
+    seed: int = 1
+    at_once: int = 24
+    replicas: int = 3
+    tokens: int = 120
+    step_us: int = 2000
+    pause: float = 0.25
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a storm did and what came of it."""
+
+    plan: Plan
+    findings: Findings
+    faults: Counter[str]
+    seconds: float
+    errors: Counter[str]
+    hit_twice_and_not_done: list[str]
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Storm:
+    """Build it with folders that exist; `run` it once."""
+
+    def __init__(self, plan: Plan, tmp_path: Path) -> None:
+        self.plan = plan
+        self.random = random.Random(plan.seed)
+        self.folder = tmp_path / "history"
+        self.folder.mkdir()
+        os.environ[VARIABLE] = str(self.folder)
+        config = model(replicas=plan.replicas, step_us=plan.step_us)
+        front = 'front = ["tcp://127.0.0.1:0"]\n'
+        self.pool = Pool(tmp_path, LIMITS + front.replace(":0", f":{free_port()}") + config)
+        self.history = History("chaos")
+        self.faults: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.expected: dict[str, list[int]] = {}
+        self.todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self.over = threading.Event()
+
+    def run(self) -> Outcome:
+        """Everything, from start to verdict."""
+        began = time.monotonic()
+        try:
+            with self.pool, Relay(("tcp", "127.0.0.1", self._port())) as relay:
+                self._streams_and_faults(relay)
+        finally:
+            self.history.close()
+            del os.environ[VARIABLE]
+        return self._verdict(time.monotonic() - began)
+
+    def _port(self) -> int:
+        return int(self.pool.config.read_text().split("tcp://127.0.0.1:")[1].split('"')[0])
+
+    def _streams_and_faults(self, relay: Relay) -> None:
+        clients = [
+            self.pool.client(connect_timeout=PATIENCE),
+            Client(endpoint=relay.endpoint, connect_timeout=PATIENCE),
+        ]
+        for number in range(self.plan.streams):
+            self.todo.put(number)
+        threads = []
+        for number in range(self.plan.at_once):
+            self.todo.put(None)
+            work = (clients[number % 2],)
+            threads.append(threading.Thread(target=self._reader, args=work, daemon=True))
+        striker = threading.Thread(target=self._strike_until_over, args=(relay,), daemon=True)
+        for thread in (*threads, striker):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.over.set()
+        striker.join(timeout=PATIENCE)
+        for client in clients:
+            client.close()
+
+    # ---- streams -------------------------------------------------------------------------------
+
+    def _reader(self, client: Client) -> None:
+        while (number := self.todo.get()) is not None:
+            prompt, seed = f"storm {number}", 10_000 + number
+            count = 1 + (number * 7919) % self.plan.tokens
+            stream = client.stream("m", prompt, max_tokens=count, seed=seed)
+            self.expected[stream.id.hex()] = expected_ids(prompt, seed, count)
+            try:
+                stream.read()
+            except PoolError as error:
+                self.errors[error.code] += 1
+
+    # ---- faults --------------------------------------------------------------------------------
+
+    def _strike_until_over(self, relay: Relay) -> None:
+        strikes: dict[str, Callable[[], None]] = {
+            "kill": lambda: self._signal(signal.SIGKILL),
+            "term": lambda: self._signal(signal.SIGTERM),
+            "short freeze": self._short_freeze,
+            "long freeze": lambda: self._signal(signal.SIGSTOP),
+            "restart": self._restart,
+            "cut": relay.cut,
+            "broker": self._kill_broker,
+        }
+        names, weights = list(WEIGHTS), list(WEIGHTS.values())
+        while self.faults.total() < self.plan.faults and not self.over.is_set():
+            self.over.wait(self.random.expovariate(1 / self.plan.pause))
+            name = self.random.choices(names, weights)[0]
+            with contextlib.suppress(PoolError, ValueError, ProcessLookupError):
+                strikes[name]()
+                self.history.write("strike", name=name)
+                self.faults[name] += 1
+
+    def _a_worker(self) -> tuple[str, int]:
+        """A slot and its pid; the ready ones first."""
+        rows = [w for w in self.pool.ask("ps")["workers"] if w["pid"]]
+        ready = [w for w in rows if w["state"] == "ready"] or rows
+        row = ready[self.random.randrange(len(ready))]
+        return str(row["slot"]), int(row["pid"])
+
+    def _signal(self, number: int) -> None:
+        slot, pid = self._a_worker()
+        if number == signal.SIGKILL:
+            self.history.write("killed", slot=slot)
+        os.kill(pid, number)
+
+    def _short_freeze(self) -> None:
+        _, pid = self._a_worker()
+        os.kill(pid, signal.SIGSTOP)
+        self.over.wait(self.random.uniform(0.02, 0.4))
+        os.kill(pid, signal.SIGCONT)
+
+    def _restart(self) -> None:
+        self.pool.ask("restart", slot=self._a_worker()[0])
+
+    def _kill_broker(self) -> None:
+        self.history.write("broker killed")
+        self.pool.kill()
+        self.pool.start()
+
+    # ---- the verdict ---------------------------------------------------------------------------
+
+    def _verdict(self, seconds: float) -> Outcome:
+        lines = read(self.folder)
+        findings = check(lines, self.expected)
+        outcome = Outcome(
+            self.plan, findings, self.faults, seconds, self.errors, _spoiled(lines, findings)
+        )
+        outcome.figures = {
+            **findings.summary(),
+            "seconds": round(seconds, 1),
+            "faults": dict(self.faults),
+            "errors": dict(self.errors),
+            "hit at most twice and not done": len(outcome.hit_twice_and_not_done),
+            "worker's death acted on, ms": _percentiles(findings.detection_s),
+            "next token from another worker, ms": _percentiles(resumptions(lines)),
+            "next delta after the broker's death, ms": _percentiles(after_broker_deaths(lines)),
+        }
+        return outcome
+
+
+def free_port() -> int:
+    """A port on loopback that nobody had a moment ago."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _spoiled(lines: Sequence[Line], findings: Findings) -> list[str]:
+    """Streams that lost at most two workers, or brokers, and did not end `done`."""
+    ends = {
+        line["id"]: line.get("reason") for line in lines
+        if line["what"] == "end" and line["who"] == "client" and "id" in line
+    }  # fmt: skip
+    return [i for i, reason in ends.items() if reason is None and findings.hits.get(i, 0) <= 2]
+
+
+def resumptions(lines: Sequence[Line]) -> list[float]:
+    """Seconds from the end of a worker to the next token of each stream it ran."""
+    running: dict[str, str] = {}
+    waiting: dict[str, float] = {}
+    found: list[float] = []
+    for line in lines:
+        if line["who"] != "broker":
+            continue
+        if line["what"] == "work":
+            running[line["id"]] = line["slot"]
+        elif line["what"] == "taken":
+            if line["n"] and line["id"] in waiting:
+                found.append(line["t"] - waiting.pop(line["id"]))
+            if line["end"] is not None:
+                running.pop(line["id"], None)
+                waiting.pop(line["id"], None)
+        elif line["what"] == "exited" and line["cause"].startswith("killed"):
+            for ident in [i for i, slot in running.items() if slot == line["slot"]]:
+                waiting[ident] = line["t"]
+    return found
+
+
+def after_broker_deaths(lines: Sequence[Line]) -> list[float]:
+    """Seconds from the broker's kill to the next delta of each stream that was open."""
+    open_streams: set[Any] = set()
+    waiting: dict[Any, float] = {}
+    found: list[float] = []
+    for line in lines:
+        ident = line.get("id")
+        if line["who"] == "chaos" and line["what"] == "broker killed":
+            waiting.update(dict.fromkeys(open_streams, line["t"]))
+        elif line["who"] == "client" and ident is not None:
+            if line["what"] == "taken":
+                open_streams.add(ident)
+                if ident in waiting:
+                    found.append(line["t"] - waiting.pop(ident))
+            elif line["what"] == "end":
+                open_streams.discard(ident)
+                waiting.pop(ident, None)
+    return found
+
+
+def _percentiles(seconds: Sequence[float]) -> Mapping[str, float]:
+    if len(seconds) < 2:
+        return {"n": len(seconds)}
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+    return {
+        "n": len(seconds),
+        "p50": round(cuts[49] * 1000, 2),
+        "p99": round(cuts[98] * 1000, 2),
+        "max": round(max(seconds) * 1000, 2),
+    }

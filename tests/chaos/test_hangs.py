@@ -1,0 +1,60 @@
+"""Busy is not hung: every way to hang is found, with its cause; nothing slow is ever killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from chaos.harness import Chaos, model
+
+Patch = pytest.MonkeyPatch
+
+PLACES = ("load", "prefill", "decode")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["lock", "native", "gil"])
+def test_every_hang_is_found(tmp_path: Path, monkeypatch: Patch, name: str, place: str) -> None:
+    config = model(fault=name, fault_in=place, fault_at=3, fault_times=1)
+    with Chaos(tmp_path, monkeypatch, config) as chaos:
+        chaos.start(30, 2)
+        chaos.assert_all_done()
+        assert chaos.causes()[0].startswith(f"hung in {place} for ")
+        row = chaos.pool.worker("m/0")
+        stacks = Path(row["last_dump"]).read_text()
+        assert "most recent call first" in stacks
+        assert "faults.py" in stacks, stacks
+
+
+def test_a_frozen_worker_is_nobodys_fault(tmp_path: Path, monkeypatch: Patch) -> None:
+    with Chaos(tmp_path, monkeypatch, model(step_us=5000)) as chaos:
+        asks = chaos.start(80, 3)
+        chaos.reach(asks, 10)
+        chaos.strike("m/0", signal.SIGSTOP)
+        chaos.assert_all_done()
+        assert chaos.causes()[0].startswith("stopped by a signal (SIGSTOP)")
+
+
+def test_a_short_freeze_is_forgiven(tmp_path: Path, monkeypatch: Patch) -> None:
+    with Chaos(tmp_path, monkeypatch, model(step_us=5000)) as chaos:
+        asks = chaos.start(200, 3)
+        chaos.reach(asks, 10)
+        pid = chaos.strike("m/0", signal.SIGSTOP)
+        chaos.pool.in_state("m/0", suspect=True)
+        os.kill(pid, signal.SIGCONT)
+        chaos.assert_all_done()
+        assert chaos.pool.worker("m/0")["pid"] == pid
+        assert chaos.causes() == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_slow_is_not_hung(tmp_path: Path, monkeypatch: Patch, place: str) -> None:
+    """Every step takes 200 ms, three quarters of the limit would not be reached by five of them."""
+    config = model(fault="slow", fault_in=place)
+    with Chaos(tmp_path, monkeypatch, config) as chaos:
+        chaos.start(12, 2, prompt="x" * 5000)
+        chaos.assert_all_done()
+        assert chaos.causes() == []

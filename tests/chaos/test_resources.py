@@ -1,0 +1,125 @@
+"""Too few descriptors, a full disk, a starved processor, a clock that jumps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zmq
+
+from chaos.harness import LIMITS, Chaos, model
+from mlxpool.common import sockets
+from pool import PATIENCE, Pool, until
+
+Patch = pytest.MonkeyPatch
+
+
+def with_descriptors(count: int) -> tuple[str, ...]:
+    return ("sh", "-c", f'ulimit -n {count}; exec "$@"', "sh")
+
+
+def test_too_few_descriptors_are_refused(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, prefix=with_descriptors(64))
+    done = subprocess.run(
+        [*pool.prefix, *pool.command(), "serve"], capture_output=True, text=True, timeout=PATIENCE
+    )
+    pool.__exit__(None, None, None)
+    assert done.returncode != 0
+    assert "the limit of open files is 64, the broker needs 256" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_thousand_clients_and_300_descriptors(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The front shuts before libzmq would abort; who is in, is served; later the others are."""
+    with Chaos(tmp_path, monkeypatch, model(), prefix=with_descriptors(300)) as chaos:
+        inside = chaos.start(200, 3)
+        chaos.reach(inside, 10)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, 2000)
+        front = sockets.ipc(chaos.pool.run_dir, "front")
+        crowd = [sockets.dealer(context, front) for _ in range(1000)]
+        until(lambda: chaos.pool.ask("ps")["broker"]["front_shut"] > 0, "the front is shut")
+        chaos.finish(inside)
+        for each in crowd:
+            each.close(linger=0)
+        context.term()
+        later = chaos.new_client()
+        chaos.start(10, 2, client=later)
+        chaos.assert_all_done()
+        later.close()
+
+
+def test_a_full_file_system(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Logs, stacks and records cannot be written; streams do not notice."""
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("missing program: /dev/full, a file system that is always full")
+    config = model(step_us=3000, fault="kill", fault_in="decode", fault_at=20, fault_times=1)
+    chaos = Chaos(tmp_path, monkeypatch, config, log_path=full)
+    logs, workers = chaos.pool.run_dir / "logs", chaos.pool.run_dir / "workers"
+    logs.mkdir(mode=0o700)
+    workers.mkdir(mode=0o700)
+    for name in ("m-0.log", "m-0.0.stacks", "m-0.1.stacks", "m-0.2.stacks"):
+        (logs / name).symlink_to(full)
+    (workers / "m-0.json").symlink_to(full)
+    with chaos:
+        chaos.start(60, 3)
+        chaos.assert_all_done()
+
+
+BURN = "while True: pass"
+
+
+def starve(pid: int) -> None:
+    """All threads of a process on one processor, at the lowest standing there."""
+    for task in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(task), {0})
+        os.setpriority(os.PRIO_PROCESS, int(task), 13)
+
+
+def test_a_starved_worker_is_not_hung(tmp_path: Path, monkeypatch: Patch) -> None:
+    """With 1/20 of a processor steps take long; time without a processor does not count."""
+    with Chaos(tmp_path, monkeypatch, model(step_us=1000)) as chaos:
+        (first,) = chaos.start(20)
+        chaos.finish([first])
+        pid = int(chaos.pool.worker("m/0")["pid"])
+        burner = subprocess.Popen([sys.executable, "-c", BURN])
+        try:
+            os.sched_setaffinity(burner.pid, {0})
+            starve(pid)
+            chaos.start(200, 2)
+            chaos.finish()
+        finally:
+            burner.kill()
+            burner.wait()
+        chaos.assert_all_done()
+        assert chaos.causes() == []
+        assert chaos.pool.worker("m/0")["pid"] == pid
+
+
+JUMPS = """\
+import time
+
+_true, _start = time.time, time.monotonic()
+
+
+def _jumping():
+    return _true() + 86400 * ((int(time.monotonic() - _start) % 3) - 1)
+
+
+time.time = _jumping
+time.time_ns = lambda: int(_jumping() * 1e9)
+"""
+
+
+def test_a_wall_clock_that_jumps_by_days(tmp_path: Path, monkeypatch: Patch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(JUMPS)
+    config = model(step_us=5000, fault="kill", fault_in="decode", fault_at=100, fault_times=1)
+    environment = {"PYTHONPATH": str(tmp_path)}
+    with Chaos(tmp_path, monkeypatch, config, LIMITS, environment=environment) as chaos:
+        chaos.start(400, 3)
+        chaos.assert_all_done()
+        assert chaos.causes() == ["killed by SIGKILL"]

@@ -1,0 +1,26 @@
+"""A small storm of everything; `make chaos` has a larger one, bench/chaos.py the largest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chaos.storm import Plan, Storm
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_storm(tmp_path: Path, seed: int) -> None:
+    outcome = Storm(Plan(streams=250, faults=25, seed=seed), tmp_path).run()
+    assert outcome.findings.sound, outcome.figures
+    assert not outcome.hit_twice_and_not_done, outcome.figures
+    assert outcome.findings.streams == 250
+    assert outcome.faults.total() > 5, "the streams were over before the storm began"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_larger_storm(tmp_path: Path) -> None:
+    outcome = Storm(Plan(streams=2000, faults=200, seed=3, at_once=48), tmp_path).run()
+    assert outcome.findings.sound, outcome.figures
+    assert not outcome.hit_twice_and_not_done, outcome.figures

@@ -1,0 +1,439 @@
+"""Streams that outlive connections and brokers, against a broker that does what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_broker import CALM, FACTS, NEVER, PATIENCE, FakeBroker
+from mlxpool.client import AsyncClient, Client, Stream
+from mlxpool.common import wire
+from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, QueueFull, TooLarge
+from mlxpool.common.history import VARIABLE
+from mlxpool.common.wire import Message, pack_ids
+
+Lose = Callable[[FakeBroker, Stream], None]
+
+
+@pytest.fixture
+def broker() -> Iterator[FakeBroker]:
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # short: its path has to fit
+        made = FakeBroker(Path(folder)).open()
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def client_of(broker: FakeBroker, **pace: Any) -> AbstractContextManager[Client]:
+    return Client(
+        broker.run_dir,
+        connect_timeout=PATIENCE,
+        broker_grace=PATIENCE,
+        pace=replace(CALM, **pace),
+    )
+
+
+@pytest.fixture
+def client(broker: FakeBroker) -> Iterator[Client]:
+    with client_of(broker) as made:
+        yield made
+
+
+def restart(broker: FakeBroker, stream: Stream) -> None:
+    broker.boot += 1
+
+
+def relink(broker: FakeBroker, stream: Stream) -> None:
+    broker.number += 1
+
+
+def lose_a_frame(broker: FakeBroker, stream: Stream) -> None:
+    broker.tokens(stream.id, 7)
+
+
+def lose_before_the_end(broker: FakeBroker, stream: Stream) -> None:
+    broker.done(stream.id, 7)
+
+
+@pytest.mark.parametrize("lose", [restart, relink, lose_a_frame, lose_before_the_end])
+def test_it_goes_on_from_the_ids_that_came(broker: FakeBroker, client: Client, lose: Lose) -> None:
+    given: dict[str, Any] = {
+        "temperature": 0,
+        "queue_ms": 7000,
+        "first_token_ms": 7000,
+        "deadline_ms": 3_600_000,
+    }
+    stream = client.stream("m", "hello", **given)
+    request = broker.accept()
+    broker.tokens(request, 0, 2, facts=FACTS)
+    lose(broker, stream)
+    again = broker.receive(wire.GENERATE)
+    assert again.header.id == request and again.header.attempt == 2
+    left = again.body.pop("deadline_ms")
+    assert 0 < left <= 3_600_000
+    assert again.body == {
+        "model": "m",
+        "prompt": "hello",
+        "options": {"temperature": 0},
+        "resume": {"count": 2, "seed": 1, "resumes": 0, "facts": FACTS},
+    }
+    assert again.blobs == (pack_ids([0, 1]),)
+    broker.say(wire.DELTA, request, {"text": "late", "n": 1}, pack_ids([9]), pos=2, attempt=1)
+    broker.accepted(request)
+    broker.tokens(request, 2, 3)
+    broker.done(request, 5)
+    assert [delta.pos for delta in stream] == [0, 2]
+    assert (stream.result.text, stream.result.ids) == ("xxxxx", (0, 1, 2, 3, 4))
+    assert broker.attempts[request] == 2
+
+
+@pytest.mark.parametrize(
+    ("lose", "why"),
+    [
+        (restart, "broker was restarted"),
+        (relink, "connection was lost"),
+        (lose_a_frame, "token 7, 1 were received"),
+        (lose_before_the_end, "token 7, 1 were received"),
+    ],
+)
+def test_without_durable_it_ends(broker: FakeBroker, client: Client, lose: Lose, why: str) -> None:
+    stream = client.stream("m", "a", durable=False)
+    request = broker.accept()
+    broker.tokens(request, 0)
+    lose(broker, stream)
+    if lose in (restart, relink):
+        broker.receive(wire.PING)
+    with pytest.raises(BrokerLost, match=why):
+        stream.read()
+    assert broker.kinds().count(wire.GENERATE) == 1
+
+
+def test_a_stream_beside_it_tells_of_the_new_connection(broker: FakeBroker) -> None:
+    with client_of(broker, ping=NEVER) as client:
+        old = client.stream("m", "a")
+        broker.accept()
+        broker.number += 1
+        new = client.stream("m", "b")
+        assert broker.accept() == new.id
+        assert broker.accept() == old.id
+        for stream in (old, new):
+            broker.done(stream.id, 0)
+            assert stream.read().reason == "stop"
+
+
+def test_an_answer_that_does_not_come_is_asked_for_again(broker: FakeBroker) -> None:
+    with client_of(broker, answer=(0.05, NEVER)) as client:
+        stream = client.stream("m", "a", queue_ms=5)
+        assert broker.receive(wire.GENERATE).header.attempt == 1
+        again = broker.receive(wire.GENERATE)
+        assert again.header.attempt == 2
+        assert again.body == {"model": "m", "prompt": "a", "options": {}}
+        broker.accepted(stream.id, seed=5, attempt=1)  # too late
+        broker.accepted(stream.id, seed=6)
+        broker.tokens(stream.id, 0)
+        broker.done(stream.id, 1)
+        assert stream.read().seed == 6
+
+
+def test_silence_makes_a_new_connection(broker: FakeBroker) -> None:
+    """The old one is still there, as a half-open one is on our side."""
+    with client_of(broker, silence=2.0) as client, ThreadPoolExecutor(1) as pool:
+        stream = client.stream("m", "a")
+        request = broker.accept()
+        broker.tokens(request, 0, 2)
+        call = pool.submit(client.tokenize, "m", "text")
+        first = broker.receive(wire.TOKENIZE)
+        old = broker.peer
+        while broker.peer == old:
+            again = broker.receive(wire.GENERATE, pongs=False)
+        assert again.body["resume"]["count"] == 2
+        asked = [message for message in broker.seen if message.kind == wire.TOKENIZE]
+        assert len(asked) > 1 and {message.header.id for message in asked} == {first.header.id}
+        broker.say(wire.TOKENS, first.header.id, {}, pack_ids([4]))
+        broker.accepted(request)
+        broker.tokens(request, 2)
+        broker.done(request, 3)
+        assert stream.read().ids == (0, 1, 2)
+        assert call.result(PATIENCE) == [4]
+
+
+def test_brokers_that_bring_nothing_are_told_to_the_next(
+    broker: FakeBroker, client: Client
+) -> None:
+    stream = client.stream("m", "a")
+    request = broker.accept()
+    broker.tokens(request, 0)
+    told = []
+    for _ in range(2):
+        broker.boot += 1
+        told.append(broker.receive(wire.GENERATE).body["resume"]["resumes"])
+        broker.accepted(request)
+    broker.tokens(request, 1)
+    broker.done(request, 2)
+    assert stream.read().ids == (0, 1)
+    assert told == [0, 1]
+
+
+# ---- errors that are no end ----------------------------------------------------------------------
+
+
+def test_a_broker_that_drains(broker: FakeBroker, client: Client) -> None:
+    stream = client.stream("m", "a")
+    request = broker.accept()
+    broker.tokens(request, 0)
+    broker.error(request, "draining", retry_after_ms=1)
+    assert broker.receive(wire.GENERATE).body["resume"]["count"] == 1
+    broker.error(request, "queue_full", retry_after_ms=1)
+    assert broker.accept() == request
+    broker.done(request, 1)
+    assert stream.read().ids == (0,)
+
+
+@pytest.mark.parametrize("options", [{"durable": False}, {}])
+def test_a_broker_that_drains_for_good(
+    broker: FakeBroker, client: Client, options: dict[str, Any]
+) -> None:
+    stream = client.stream("m", "a", **options)
+    request = broker.accept()
+    broker.error(request, "draining", **({"retry_after_ms": 1} if options else {}))
+    with pytest.raises(Draining):
+        stream.read()
+
+
+def test_a_first_sending_that_is_refused_ends(broker: FakeBroker, client: Client) -> None:
+    stream = client.stream("m", "a")
+    broker.receive(wire.GENERATE)
+    broker.error(stream.id, "queue_full", retry_after_ms=1)
+    with pytest.raises(QueueFull):
+        stream.read()
+
+
+def test_a_duplicate_id_ends_the_newest_sending_only(broker: FakeBroker, client: Client) -> None:
+    stream = client.stream("m", "a")
+    request = broker.accept()
+    broker.number += 1
+    assert broker.accept() == request
+    for attempt in (1, 2):
+        body = {"code": "duplicate_id", "message": f"about {attempt}", "about": request}
+        broker.say(wire.ERROR, None, body, attempt=attempt)
+    with pytest.raises(DuplicateId, match="about 2"):
+        stream.read()
+
+
+def test_what_became_too_large_to_travel_ends(
+    broker: FakeBroker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = client.stream("m", "a")
+    request = broker.accept()
+    broker.tokens(request, 0, 20)
+    iterator = iter(stream)
+    next(iterator)
+    monkeypatch.setattr(wire, "MAX_BLOB", 79)
+    broker.number += 1
+    broker.receive(wire.PING)
+    with pytest.raises(TooLarge, match="80 bytes, at most 79"):
+        next(iterator)
+
+
+# ---- the end by our own word ---------------------------------------------------------------------
+
+
+def test_after_the_deadline_the_client_ends_it_itself(broker: FakeBroker) -> None:
+    with client_of(broker, overdue=0.05) as client:
+        stream = client.stream("m", "a", deadline_ms=30)
+        broker.accept()
+        with pytest.raises(BrokerLost, match=r"deadline passed .* at ipc://"):
+            stream.read()
+
+
+def test_nobody_finds_what_was_given_up(broker: FakeBroker) -> None:
+    broker.close()
+    late = FakeBroker(broker.run_dir)
+    try:
+        with Client(broker.run_dir, connect_timeout=0.1, pace=CALM) as client:
+            with pytest.raises(BrokerLost, match="no broker answers at ipc://"):
+                client.generate("m", "a")
+            stream = client.stream("m", "b")
+            assert late.open().accept() == stream.id
+            late.done(stream.id, 0)
+            assert stream.read().reason == "stop"
+    finally:
+        late.close()
+
+
+# ---- cancel --------------------------------------------------------------------------------------
+
+
+def test_a_cancel_follows_the_connection_and_the_stream_does_not(
+    broker: FakeBroker, client: Client
+) -> None:
+    stream = client.stream("m", "a")
+    request = broker.accept()
+    broker.tokens(request, 0)
+    iterator = iter(stream)
+    next(iterator)
+    broker.receive(wire.PING)
+    stream.close()
+    assert broker.receive(wire.CANCEL).header.id == request
+    broker.number += 1
+    broker.receive(wire.PING)
+    assert broker.receive(wire.CANCEL).header.id == request
+    broker.say(wire.FATE, request, {"state": "unknown", "pos": 0}, attempt=0)
+    assert settled(stream).result.reason == "cancelled"
+    assert broker.kinds().count(wire.GENERATE) == 1
+
+
+def settled(stream: Stream) -> Stream:
+    """A stream whose reader has left; its end still comes."""
+    while stream._queue.get(timeout=PATIENCE) is not None:
+        pass
+    return stream
+
+
+@pytest.mark.parametrize("state", ["done", "failed", "cancelled"])
+def test_a_terminal_that_was_lost_is_not_waited_for(broker: FakeBroker, state: str) -> None:
+    with client_of(broker, answer=(0.2, NEVER)) as client, ThreadPoolExecutor(1) as pool:
+        stream = client.stream("m", "a")
+        request = broker.accept()
+        fate = pool.submit(client.cancel, request)
+        broker.receive(wire.CANCEL)
+        broker.say(wire.FATE, request, {"state": state, "pos": 3}, attempt=0)
+        assert fate.result(PATIENCE) == {"state": state, "pos": 3}
+        assert stream.read().reason == "cancelled"
+
+
+def test_the_terminal_counts_when_it_comes(broker: FakeBroker, client: Client) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        stream = client.stream("m", "a")
+        request = broker.accept()
+        fate = pool.submit(client.cancel, request)
+        broker.receive(wire.CANCEL)
+        broker.say(wire.FATE, request, {"state": "done", "pos": 0}, attempt=0)
+        fate.result(PATIENCE)
+        broker.done(request, 0)
+        assert stream.read().reason == "stop"
+
+
+# ---- acks ----------------------------------------------------------------------------------------
+
+
+def test_acks_after_another_sending(broker: FakeBroker) -> None:
+    with client_of(broker, ping=0.02) as client:
+        stream = client.stream("m", "a")
+        request = broker.accept()
+        broker.tokens(request, 0)
+        broker.tokens(request, 1, 2)
+        assert broker.receive(wire.PING)
+        broker.number += 1
+        assert broker.receive(wire.GENERATE).body["resume"]["count"] == 3
+        iterator = iter(stream)
+        next(iterator)
+        before = len(broker.seen)
+        next(iterator)  # all three are read, and the broker knows that without being told
+        for _ in range(3):
+            broker.receive(wire.PING)
+        broker.accepted(request)
+        broker.tokens(request, 3)
+        next(iterator)
+        assert broker.receive(wire.ACK).body["have"] == [[request, 4]]
+        acks = [m for m in broker.seen[before:] if m.kind == wire.ACK]
+        assert [ack.body["have"] for ack in acks] == [[[request, 4]]]
+        broker.done(request, 4)
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def call(broker: FakeBroker, message: Message, body: dict[str, Any], *blobs: bytes) -> None:
+    kind = wire.ERROR if "code" in body else wire.TOKENS
+    broker.say(kind, message.header.id, body, *blobs)
+
+
+def test_a_call_follows_the_connection(broker: FakeBroker) -> None:
+    with client_of(broker, answer=(0.02, 0.02)) as client, ThreadPoolExecutor(1) as pool:
+        tokens = pool.submit(client.tokenize, "m", "text")
+        first = broker.receive(wire.TOKENIZE)
+        broker.receive(wire.PING)
+        broker.receive(wire.PING)
+        broker.number += 1
+        second = broker.receive(wire.TOKENIZE)
+        assert second == first
+        call(broker, second, {"code": "duplicate_id", "message": "under way"})
+        call(broker, broker.receive(wire.TOKENIZE), {}, pack_ids([4]))
+        assert tokens.result(PATIENCE) == [4]
+
+
+def test_a_quick_call_is_repeated(broker: FakeBroker) -> None:
+    with client_of(broker, answer=(0.05, NEVER)) as client, ThreadPoolExecutor(1) as pool:
+        models = pool.submit(client.models)
+        first = broker.receive(wire.MODELS)
+        second = broker.receive(wire.MODELS)
+        assert second == first
+        for _ in range(2):
+            broker.say(wire.MODELS, first.header.id, {"models": []})
+        assert models.result(PATIENCE) == []
+
+
+def test_two_who_cancel_the_same_both_get_the_answer(broker: FakeBroker, client: Client) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        fates = [pool.submit(client.cancel, bytes(16)) for _ in range(2)]
+        for _ in fates:
+            broker.receive(wire.CANCEL)
+        broker.say(wire.FATE, bytes(16), {"state": "done", "pos": 3})
+        assert [fate.result(PATIENCE)["pos"] for fate in fates] == [3, 3]
+
+
+# ---- asyncio, history ----------------------------------------------------------------------------
+
+
+def test_the_async_client_goes_on_too(broker: FakeBroker) -> None:
+    async def story() -> None:
+        async with AsyncClient(broker.run_dir, connect_timeout=PATIENCE, pace=CALM) as client:
+            stream = client.stream("m", "a")
+            request = await asyncio.to_thread(broker.accept)
+            broker.tokens(request, 0)
+            broker.boot += 1
+            assert await asyncio.to_thread(broker.accept) == request
+            broker.tokens(request, 1)
+            broker.done(request, 2)
+            assert [delta.ids async for delta in stream] == [(0,), (1,)]
+
+    asyncio.run(story())
+
+
+def test_the_history_tells_all_of_it(
+    broker: FakeBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    with client_of(broker) as client:
+        stream = client.stream("m", "a")
+        request = broker.accept()
+        broker.tokens(request, 0, 2)
+        broker.number = 6
+        broker.accept()
+        broker.done(request, 2)
+        stream.read()
+    (path,) = tmp_path.glob("client-*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {line["id"] for line in lines} == {request.hex()}
+    told = [{k: v for k, v in line.items() if k not in ("t", "who", "pid", "id")} for line in lines]
+    assert told == [
+        {"what": "submit"},
+        {"what": "sent", "attempt": 1, "count": 0},
+        {"what": "accepted", "attempt": 1, "boot": 11, "link": 5},
+        {"what": "taken", "attempt": 1, "pos": 0, "ids": [0, 1]},
+        {"what": "resend", "why": "the connection was lost"},
+        {"what": "sent", "attempt": 2, "count": 2},
+        {"what": "accepted", "attempt": 2, "boot": 11, "link": 6},
+        {"what": "end", "reason": "stop"},
+    ]

@@ -1,0 +1,185 @@
+"""The bad network that other tests use does what it says; and a client that lives behind it."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fake_broker import CALM, PATIENCE, FakeBroker
+from mlxpool.client import Client
+from mlxpool.common import wire
+from pool import until
+from relay import Relay
+
+
+@pytest.fixture
+def echo() -> Iterator[tuple[str, str, int]]:
+    """A server that says everything back."""
+    server = socket.create_server(("127.0.0.1", 0))
+    threads = []
+
+    def answer(connection: socket.socket) -> None:
+        with connection:
+            try:
+                while data := connection.recv(4096):
+                    connection.sendall(data)
+            except OSError:
+                pass  # cut
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            threads.append(threading.Thread(target=answer, args=(connection,)))
+            threads[-1].start()
+
+    acceptor = threading.Thread(target=accept)
+    acceptor.start()
+    yield ("tcp", "127.0.0.1", server.getsockname()[1])
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+    for thread in [acceptor, *threads]:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def relay(echo: tuple[str, str, int]) -> Iterator[Relay]:
+    with Relay(echo) as made:
+        yield made
+
+
+def dial(relay: Relay) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", relay.port), timeout=PATIENCE)
+
+
+def read(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
+        assert more, f"the connection ended after {data!r:.40}"
+        data += more
+    return data
+
+
+def test_it_forwards_everything(relay: Relay) -> None:
+    data = bytes(range(256)) * 1000
+    with dial(relay) as one, dial(relay) as two:
+        for connection in (one, two):
+            sender = threading.Thread(target=connection.sendall, args=(data,))
+            sender.start()
+            assert read(connection, len(data)) == data
+            sender.join(PATIENCE)
+        assert relay.accepted == relay.connections == 2
+    until(lambda: relay.connections == 0, "both are gone")
+
+
+@pytest.mark.parametrize("how", ["delay", "drip"])
+def test_slow_is_still_whole(relay: Relay, how: str) -> None:
+    if how == "delay":
+        relay.delay(0.05)
+    else:
+        relay.drip(2000)
+    with dial(relay) as connection:
+        connection.sendall(b"x" * 300)
+        assert read(connection, 300) == b"x" * 300
+
+
+def test_a_cut_is_felt(relay: Relay) -> None:
+    with dial(relay) as connection:
+        connection.sendall(b"a")
+        read(connection, 1)
+        relay.cut()
+        with pytest.raises(ConnectionResetError):
+            connection.recv(1)
+    with dial(relay) as connection:
+        connection.sendall(b"b")
+        assert read(connection, 1) == b"b"
+
+
+def test_a_freeze_is_not_felt(relay: Relay) -> None:
+    with dial(relay) as connection:
+        connection.sendall(b"a")
+        read(connection, 1)
+        relay.freeze()
+        connection.sendall(b"b")
+        with dial(relay) as late:  # the kernel takes it, nobody else does
+            connection.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+            assert relay.accepted == 1
+            relay.thaw()
+            connection.settimeout(PATIENCE)
+            assert read(connection, 1) == b"b"
+            late.sendall(b"c")
+            assert read(late, 1) == b"c"
+
+
+def test_a_cut_while_frozen(relay: Relay) -> None:
+    with dial(relay) as connection:
+        connection.sendall(b"a")
+        read(connection, 1)
+        relay.freeze()
+        relay.cut()
+        with pytest.raises(ConnectionResetError):
+            connection.recv(1)
+
+
+def test_refused(relay: Relay) -> None:
+    relay.refuse(True)
+    with pytest.raises(ConnectionResetError), dial(relay) as connection:
+        connection.recv(1)
+    relay.refuse(False)
+    with dial(relay) as connection:
+        connection.sendall(b"a")
+        assert read(connection, 1) == b"a"
+
+
+def test_nobody_behind_it() -> None:
+    with Relay(("ipc", "/nowhere/at/all")) as relay:
+        with pytest.raises(ConnectionResetError), dial(relay) as connection:
+            connection.recv(1)
+        relay.close()
+
+
+@pytest.mark.parametrize("fault", ["cut", "freeze"])
+def test_a_stream_behind_a_bad_network(fault: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
+        broker = FakeBroker(Path(folder)).open()
+        try:
+            with Relay(("ipc", f"{folder}/front.ipc")) as relay:
+                survive(broker, relay, fault)
+        finally:
+            broker.close()
+
+
+def survive(broker: FakeBroker, relay: Relay, fault: str) -> None:
+    pace = replace(CALM, silence=2.0) if fault == "freeze" else CALM
+    with Client(endpoint=relay.endpoint, pace=pace, connect_timeout=PATIENCE) as client:
+        stream = client.stream("m", "a")
+        request = broker.accept()
+        broker.tokens(request, 0, 2)
+        iterator = iter(stream)
+        next(iterator)
+        if fault == "cut":
+            relay.cut()
+            broker.number += 1  # as a broker would call a new connection
+        else:
+            relay.freeze()
+            until(lambda: client._link._watch.moves, "the client has a new connection")
+            relay.thaw()
+        again = broker.receive(wire.GENERATE)
+        assert again.body["resume"]["count"] == 2
+        broker.accepted(request)
+        broker.tokens(request, 2)
+        broker.done(request, 3)
+        assert [delta.ids for delta in iterator] == [(2,)]
+        assert stream.result.ids == (0, 1, 2)

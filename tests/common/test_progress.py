@@ -1,0 +1,68 @@
+"""The progress block: what one process writes the other reads, whatever the first is stuck in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mlxpool.common.progress import PHASES, Block, Look
+
+REQUEST = bytes(range(16))
+
+
+def test_what_is_written_is_read() -> None:
+    block = Block.private()
+    for word, value in (("count", 7), ("tokens", 2048), ("fresh", 1), ("usual_step_ns", 5)):
+        block.write(word, value)
+    block.write("phase", PHASES.index("prefill"))
+    block.write_request(REQUEST)
+    look = block.read()
+    assert look == Look(
+        "prefill", count=7, tokens=2048, fresh=True, usual_step_ns=5, request=REQUEST
+    )
+    block.write_request(None)
+    assert block.read().request is None
+    block.close()
+
+
+def test_an_unwritten_block_says_nothing() -> None:
+    block = Block.private()
+    assert block.read() == Look()
+    block.close()
+
+
+def test_a_negative_value_and_a_wild_phase_do_no_harm() -> None:
+    block = Block.private()
+    block.write("since_ns", -5)
+    block.write("phase", 2**40 + 3)
+    assert block.read().since_ns == 0
+    assert block.read().phase in PHASES
+    block.close()
+
+
+WRITER = """
+import sys
+from mlxpool.common.progress import Block
+block = Block.open(int(sys.argv[1]))
+block.write("count", 41)
+block.write_request(bytes(range(16)))
+"""
+
+
+@pytest.mark.parametrize("linux", [True, False])
+def test_another_process_writes_it(monkeypatch: pytest.MonkeyPatch, linux: bool) -> None:
+    if not linux:
+        monkeypatch.setattr("mlxpool.common.progress.sys.platform", "elsewhere")
+    block, descriptor = Block.make()
+    try:
+        subprocess.run(
+            [sys.executable, "-c", WRITER, str(descriptor)], pass_fds=[descriptor], check=True
+        )
+    finally:
+        os.close(descriptor)
+    assert block.read().count == 41
+    assert block.read().request == REQUEST
+    block.close()

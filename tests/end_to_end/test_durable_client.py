@@ -1,0 +1,93 @@
+"""Streams through real processes outlive their broker and their connection, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from counting_checker import expected_ids, text_of
+from mlxpool.client import Client, Stream
+from mlxpool.common.errors import BrokerLost
+from pool import PATIENCE, Pool, until
+from relay import Relay
+
+CONFIG = """
+[models.slow]
+path = "builtin:counting"
+sequences = 4
+counting.step_us = 10000
+"""
+COUNT = 300
+
+
+def started(client: Client, seed: int) -> Stream:
+    """A stream that has brought its first ids."""
+    stream = client.stream("slow", "hello", seed=seed, max_tokens=COUNT, batch=seed % 2 == 0)
+    until(lambda: stream._state.ids, "the first ids")
+    return stream
+
+
+def taken_over(stream: Stream, before: int) -> bool:
+    """By a later sending than this one; or there was nothing left to take over."""
+    state = stream._state
+    return state.over or (state.accepted and state.attempt > before)
+
+
+def whole(stream: Stream, seed: int) -> None:
+    """Every id once and in order, and the text that belongs to them."""
+    deltas = list(stream)
+    ids = [token for delta in deltas for token in delta.ids]
+    assert ids == list(stream.result.ids) == expected_ids("hello", seed, COUNT)
+    assert "".join(delta.text for delta in deltas) == stream.result.text == text_of(ids)
+    assert stream.result.reason == "length"
+
+
+def test_a_killed_broker_that_comes_back(tmp_path: Path) -> None:
+    with Pool(tmp_path, CONFIG) as pool, pool.client(broker_grace=PATIENCE) as client:
+        streams = {seed: started(client, seed) for seed in range(3)}
+        for attempt in (1, 2):
+            pool.kill()
+            pool.start()
+            for stream in streams.values():
+                until(partial(taken_over, stream, attempt), "the new broker has taken it over")
+        for seed, stream in streams.items():
+            whole(stream, seed)
+            assert stream._state.attempt > 1
+
+
+def test_without_durable_it_ends_with_its_broker(tmp_path: Path) -> None:
+    with Pool(tmp_path, CONFIG) as pool, pool.client(broker_grace=PATIENCE) as client:
+        stream = client.stream("slow", "hello", seed=1, durable=False)
+        until(lambda: stream._state.ids, "the first ids")
+        pool.kill()
+        pool.start()
+        with pytest.raises(BrokerLost):
+            stream.read()
+
+
+def cut(relay: Relay, client: Client) -> None:
+    relay.cut()
+
+
+def freeze(relay: Relay, client: Client) -> None:
+    """Until the client has seen it and made a new connection."""
+    relay.freeze()
+    until(lambda: client._link._watch.moves, "the client has a new connection")
+    relay.thaw()
+
+
+@pytest.mark.parametrize("fault", [cut, freeze])
+def test_a_bad_network(tmp_path: Path, fault: Callable[[Relay, Client], None]) -> None:
+    with (
+        Pool(tmp_path, CONFIG) as pool,
+        Relay(("ipc", str(pool.run_dir / "front.ipc"))) as relay,
+        Client(endpoint=relay.endpoint, broker_grace=PATIENCE) as client,
+    ):
+        streams = {seed: started(client, seed) for seed in range(3)}
+        fault(relay, client)
+        for seed, stream in streams.items():
+            whole(stream, seed)
+            assert stream._state.attempt > 1
