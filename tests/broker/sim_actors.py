@@ -22,7 +22,7 @@ from mlxpool.common.wire import Delta, Header, Message, pack_ids, unpack_ids
 
 DIGEST = "sim"
 HELD, STOP = 5, 41  # an id that these divide may begin a stop string, is the end of one
-PACE = Pace(tick=0.5, gap=0.5)
+PACE = Pace(tick=0.5, gap=0.5, connect_grace=60.0)
 
 
 class Violation(AssertionError):

@@ -269,7 +269,7 @@ class World:
         assert self.core is not None
         for row in rows:
             live = self.core.requests.get(row.id)
-            if row.count and live is not None and (live.worker, live.run) == (epoch, row.attempt):
+            if row.n and live is not None and (live.worker, live.run) == (epoch, row.attempt):
                 self.works[row.id] = 0
 
     def to_worker(self, action: ev.ToWorker) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -58,10 +59,10 @@ class Run:
 
     def run(self) -> Outcome:
         clients = [self.world.add_client(n) for n in range(1, self.rng.randint(2, 3))]
-        for number in range(self.rng.randint(1, 4)):
+        for number in range(self.rng.randint(1, 5)):
             when = 2.0 * self.rng.random()
             self.world.after(when, self.open, self.rng.choice(clients), number + 1)
-        for _ in range(self.rng.randint(0, 6)):
+        for _ in range(self.rng.randint(0, 9)):
             kind = self.rng.choices(list(FAULTS), [w for _, w in FAULTS.values()])[0]
             self.world.after(0.1 + FAULTY * self.rng.random(), self.go_wrong, FAULTS[kind][0])
         self.advance(self.world.now + PATIENCE, lambda: not self.over())
@@ -97,7 +98,12 @@ class Run:
         options = {"max_tokens": most}
         if rng.random() < 0.8:
             options["seed"] = rng.getrandbits(31)
-        body = {"model": "m", "prompt": "hello", "options": options, "batch": rng.random() < 0.3}
+        body: dict[str, Any] = {
+            "model": "m",
+            "prompt": "hello",
+            "options": options,
+            "batch": rng.random() < 0.3,
+        }
         body["window"] = rng.choice([1, 3, 8, 1024])
         state = StreamState(ident)
         stream = Stream(state, Course(state, PACE), body, most, slow=rng.random() < 0.2)
@@ -168,7 +174,11 @@ class Run:
 
     def operate(self) -> None:
         slot = self.rng.choice(["m/0", "m/1"])
-        what = [ev.Restart(slot), ev.Drain(slot, None, 3 * self.rng.random()), ev.Load("m")]
+        what: list[ev.Event] = [
+            ev.Restart(slot),
+            ev.Drain(slot, None, 3 * self.rng.random()),
+            ev.Load("m"),
+        ]
         if self.world.now >= self.world.core_frozen:
             self.world.do(self.rng.choice(what))
 
@@ -208,7 +218,8 @@ class Run:
         assert error is not None
         ident, code = stream.state.id, error.code
         lost = code in ("worker_lost", "broker_lost")
-        barren = code == "worker_lost" and self.world.works[ident] >= 2
+        losses = self.world.works[ident] + self.world.boot - 1  # at most so many without a token
+        barren = code == "worker_lost" and losses >= 2
         late = (ident, "deadline_exceeded") in self.may_end and code in LATE
         fragile = (ident, "not_durable") in self.may_end and lost
         if not (late or barren or fragile or code == "poisoned"):

@@ -6,6 +6,8 @@ between them.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -51,7 +53,7 @@ class Pool(RuleBasedStateMachine):
         for link, request in zip(LINKS, IDS, strict=False):
             self.send(request, link, 1, window=link, batch=link == 2)
 
-    def send(self, request: bytes, link: int, attempt: int, have: int = 0, **body: object) -> None:
+    def send(self, request: bytes, link: int, attempt: int, have: int = 0, **body: Any) -> None:
         """`generate`: what names the request depends on its id alone."""
         number = IDS.index(request)
         self.newest[request] = max(attempt, self.newest.get(request, 0))
@@ -98,7 +100,7 @@ class Pool(RuleBasedStateMachine):
         queue: int | None,
     ) -> None:
         """A first sending, or the same again, whatever became of it."""
-        times = {"deadline_ms": deadline, "queue_ms": queue}
+        times: dict[str, Any] = {"deadline_ms": deadline, "queue_ms": queue}
         if request == IDS[4]:  # not one of what may differ between two sendings
             times["first_token_ms"] = 2_000
         self.send(request, link, attempt, batch=batch, window=window, **times)
@@ -112,7 +114,7 @@ class Pool(RuleBasedStateMachine):
         if known is None:
             return
         sent = live.sent if live is not None else core.tombstones[request].pos
-        first = {"first_token_ms": 2_000} if request == IDS[4] else {}
+        first: dict[str, Any] = {"first_token_ms": 2_000} if request == IDS[4] else {}
         have = sent * share // 3
         self.send(request, link, known.attempt + 1, have, window=window, **first)
 
@@ -322,6 +324,8 @@ class Pool(RuleBasedStateMachine):
             unread = b"".join(chunk.ids for chunk in request.unread)
             assert request.ids[4 * request.sent :] == unread, "sent is no prefix of taken"
             assert request.unread_bytes == sum(chunk.size for chunk in request.unread)
+            shut = request.sent - request.acked >= request.payload.window
+            assert shut or not request.unread, "it waits behind an open window"
             assert request.id in core.links[request.link].ids
             assert request.barren <= 2 and request.charge < 2
             self.check_place(request)

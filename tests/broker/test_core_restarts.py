@@ -11,6 +11,8 @@ from core_harness import (
 )
 from mlxpool.broker import events as ev
 from mlxpool.broker.policy import restart_delay
+from mlxpool.broker.requests import State
+from mlxpool.broker.workers import WorkerState
 from mlxpool.common import wire
 
 # ---- workers die ---------------------------------------------------------------------------------
@@ -182,3 +184,28 @@ def test_the_delays_of_two_pools_differ() -> None:
     delays = {restart_delay(3, 1.0, 60.0, boot) for boot in range(1, 50)}
     assert len(delays) > 40
     assert all(4.0 <= delay <= 5.0 for delay in delays)
+
+
+def test_a_worker_that_says_goodbye_is_to_blame_for_nothing(story: Story) -> None:
+    """As one that was told to end by somebody else does."""
+    worker, request = story.running()
+    story.do(ev.WorkerBye(worker.epoch, None))
+    worker.die("exit code 0", own=True)
+    assert story.request(request).charge == 0
+    story.ready_worker().end(request)
+    story.assert_ended(request, "stop")
+
+
+def test_kills_from_outside_open_no_breaker() -> None:
+    story = Story(restart_limit=2)
+    request = story.generate()
+    for _ in range(5):
+        story.workers["m/0"].die("killed by SIGKILL")
+        story.hear()
+        story.later(5)
+        story.hear()
+        story.later(5)
+        assert story.started() == ["m/0"] or story.workers["m/0"].state is WorkerState.STARTING
+    assert story.request(request).state is State.QUEUED
+    story.ready_worker().end(request)
+    story.assert_ended(request, "stop")

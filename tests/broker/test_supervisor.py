@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,10 @@ LEADER_OF_ANOTHER = (
 )
 
 
+def has_content(path: Path) -> bool:
+    return path.stat().st_size > 0
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -267,7 +272,7 @@ def test_stacks_are_kept_of_those_who_were_asked(nursery: Nursery) -> None:
     for number in range(DUMPS + 2):
         child = nursery.start(DUMPER)
         supervisor.dump("m/0")
-        until(lambda path=child.dump_path: path.stat().st_size, "the stacks are written")
+        until(partial(has_content, child.dump_path), "the stacks are written")
         assert supervisor.last_dump("m/0") == child.dump_path
         assert "most recent call first" in child.dump_path.read_text()
         child.process.kill()

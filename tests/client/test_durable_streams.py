@@ -83,6 +83,7 @@ def test_it_goes_on_from_the_ids_that_came(broker: FakeBroker, client: Client, l
     assert 0 < left <= 3_600_000
     assert again.body == {
         "model": "m",
+        "batch": True,
         "prompt": "hello",
         "options": {"temperature": 0},
         "resume": {"count": 2, "seed": 1, "resumes": 0, "facts": FACTS},
@@ -137,7 +138,7 @@ def test_an_answer_that_does_not_come_is_asked_for_again(broker: FakeBroker) -> 
         assert broker.receive(wire.GENERATE).header.attempt == 1
         again = broker.receive(wire.GENERATE)
         assert again.header.attempt == 2
-        assert again.body == {"model": "m", "prompt": "a", "options": {}}
+        assert again.body == {"model": "m", "batch": True, "prompt": "a", "options": {}}
         broker.accepted(stream.id, seed=5, attempt=1)  # too late
         broker.accepted(stream.id, seed=6)
         broker.tokens(stream.id, 0)

@@ -21,7 +21,7 @@ def made(**given: Any) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def test_a_prompt() -> None:
-    assert made(prompt="a") == ({"model": "m", "options": {}, "prompt": "a"}, [])
+    assert made(prompt="a") == ({"model": "m", "batch": True, "options": {}, "prompt": "a"}, [])
 
 
 def test_a_long_prompt_is_a_blob() -> None:
@@ -65,7 +65,7 @@ def test_every_key_of_the_request_is_known() -> None:
 
 def test_none_is_not_given() -> None:
     body, _ = made(prompt="a", temperature=None, deadline_ms=None)
-    assert body == {"model": "m", "options": {}, "prompt": "a"}
+    assert body == {"model": "m", "batch": True, "options": {}, "prompt": "a"}
 
 
 def test_biases_have_text_keys_on_the_wire() -> None:

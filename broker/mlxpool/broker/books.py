@@ -1,6 +1,7 @@
 """What the core remembers: requests, links, ended ids, queues, timers; and how it speaks.
 
-The lowest of five layers: Books, Delivery, Intake, Losses, Core. Each uses only those below it.
+The lowest of six layers: Books, Delivery, Intake, Losses, Taking, Core. Each uses only those
+below it.
 """
 
 from __future__ import annotations

@@ -7,16 +7,13 @@ accepted = done + failed + cancelled + live.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from mlxpool.broker import events as ev
-from mlxpool.broker import streams
 from mlxpool.broker.judge import judge
-from mlxpool.broker.losses import Losses
-from mlxpool.broker.requests import Request
-from mlxpool.broker.workers import FENCED, TRANSITIONS, Worker, WorkerState
+from mlxpool.broker.taking import Taking
+from mlxpool.broker.workers import FENCED, TRANSITIONS, WorkerState
 from mlxpool.common import wire
 from mlxpool.common.errors import (
     DeadlineExceeded,
@@ -24,12 +21,12 @@ from mlxpool.common.errors import (
     ModelLoadFailed,
     WorkerLost,
 )
-from mlxpool.common.wire import Delta, Header
+from mlxpool.common.wire import Header
 
 RETRY_DRAINED_MS = 1000  # a client may look for the next broker after this
 
 
-class Core(Losses):
+class Core(Taking):
     """What workers say, what time brings, what operations ask."""
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
@@ -45,56 +42,6 @@ class Core(Losses):
         return self.timers.next()
 
     # ---- workers -------------------------------------------------------------------------------
-
-    def on_deltas(self, event: ev.WorkerDeltas, now: float) -> None:
-        for row in event.rows:
-            worker = self.fleet.worker(event.epoch)
-            place = (row.id, row.attempt)
-            if worker is None or place not in worker.places:
-                self.counters.fenced += 1
-                continue
-            request = self._at_work(row.id, event.epoch, row.attempt)
-            if request is not None and row.pos != request.taken:
-                why = f"it sent position {row.pos} where {request.taken} was due"
-                self._condemn(worker, why, now)
-                continue
-            if row.end is not None:
-                worker.leave(place)
-            if request is not None:
-                worker.made += row.count
-                self._take(request, row, now)
-            if row.end is not None:
-                self._ended_there(worker, now)
-
-    def _at_work(self, request_id: bytes, epoch: int, run: int) -> Request | None:
-        request = self.requests.get(request_id)
-        if request is None or (request.worker, request.run) != (epoch, run):
-            return None
-        return request
-
-    def _ended_there(self, worker: Worker, now: float) -> None:
-        self.fleet.has_served(worker, now)
-        self._after_drain(worker, now)
-        self._settled(self.fleet.models[worker.model], now)
-
-    def _take(self, request: Request, row: Delta, now: float) -> None:
-        if row.facts is not None:
-            request.facts = request.facts or row.facts
-            request.prompt_tokens = int(row.facts.get("prompt_tokens", 0))
-        if row.count or row.text:
-            if row.count and not request.first_at:
-                request.first_at, request.first_deadline = now, math.inf
-            request.move("stream")
-            request.ids += row.ids
-            request.barren = 0 if row.count else request.barren
-            self.counters.tokens += row.count
-            request.unread_bytes += streams.append(request.unread, row)
-        if row.end is None:
-            self._flush(request, now)
-        elif "code" in row.end:
-            self._fail_body(request, row.end, now)
-        else:
-            self._finish(request, row.end, now)
 
     def on_beat(self, event: ev.WorkerBeat, now: float) -> None:
         worker = self.fleet.worker(event.epoch)

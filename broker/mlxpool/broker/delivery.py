@@ -40,14 +40,14 @@ class Delivery(Books):
                 request.attempt,
                 chunk.pos,
                 chunk.text,
-                chunk.ids,
+                bytes(chunk.ids),
                 chunk.logprobs or None,
                 chunk.facts,
             )
             self.grouped.setdefault(request.link, []).append(row)
             return
         header = Header(wire.DELTA, request.id, self.boot, request.attempt, chunk.pos)
-        self._emit(request.link, header, streams.body_of(chunk), (chunk.ids,))
+        self._emit(request.link, header, streams.body_of(chunk), (bytes(chunk.ids),))
 
     def _too_slow(self, request: Request, why: str, now: float) -> None:
         request.unread.clear()

@@ -60,12 +60,21 @@ class Door:
         elif self.shut and used < OPEN_BELOW * self.limit:
             self._open(used)
 
+    def shut_now(self, now: float) -> None:
+        """Take nobody in for PERIOD, whatever the number of descriptors."""
+        self._count_at = now + PERIOD
+        if not self.shut:
+            self._unbind()
+
     def _shut(self, used: int) -> None:
+        self._unbind()
+        log.warning("front shut: descriptors are short", extra={"used": used, "of": self.limit})
+
+    def _unbind(self) -> None:
         for endpoint in self.endpoints:
             self.socket.unbind(endpoint)
         self.shut = True
         self.times_shut += 1
-        log.warning("front shut: descriptors are short", extra={"used": used, "of": self.limit})
 
     def _open(self, used: int) -> None:
         for endpoint in self.endpoints:

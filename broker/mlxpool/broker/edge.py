@@ -23,6 +23,7 @@ from mlxpool.broker import record, system
 from mlxpool.broker.admin import Admin
 from mlxpool.broker.core import Core
 from mlxpool.broker.door import PERIOD, Door
+from mlxpool.broker.guard import Guard
 from mlxpool.broker.peers import Peer, Peers
 from mlxpool.broker.premises import footprints, lock, raise_descriptor_limit
 from mlxpool.broker.supervisor import TICK, Child, Supervisor
@@ -30,13 +31,14 @@ from mlxpool.common import sockets, wire
 from mlxpool.common.config import PoolConfig, check_run_dir
 from mlxpool.common.errors import BadRequest, PoolError
 from mlxpool.common.history import History
-from mlxpool.common.wire import Header, Message
+from mlxpool.common.wire import Delta, Header, Message
 
 log = logging.getLogger("mlxpool.broker")
 
 DRAIN = 256  # messages read from one socket before the others get their turn
+GATHER = 512  # rows after which the core has them
 RETRY = 0.01  # seconds until a full peer is tried again
-FORGET = 120.0  # seconds after which a silent connection without streams is forgotten
+FORGET = 20.0  # seconds after which a silent connection without streams is forgotten
 SHARE = 0.8  # of the machine's memory, for all workers, when no limit is set
 LATE = 1.0  # seconds that a turn may take before it counts as our own lateness
 
@@ -66,6 +68,7 @@ class Broker:
         self.door = Door(self.front.socket, front, self.descriptors)
         for endpoint in config.front:
             self.door.bind(endpoint)
+        self.guard = Guard(self.door, self.front)
         self.supervisor = Supervisor(config, back)
         self.worker_peers: dict[str, int] = {}  # slot -> number of its welcomed connection
         self.epochs: dict[int, int] = {}  # number of a welcomed connection -> its epoch
@@ -82,6 +85,8 @@ class Broker:
             self.signals,
         ):
             self.poller.register(source, zmq.POLLIN)
+        self._rows: list[Delta] = []  # taken from the socket, not yet by the core
+        self._rows_of = 0  # the epoch of their worker
         self.stopping = False
         self._sweep_at = 0.0
         self._turned_at = time.monotonic()
@@ -132,6 +137,7 @@ class Broker:
 
     def _timeout_ms(self, now: float) -> int:
         wake = min(self.core.next_wake(), self.supervisor.next_wake(), self._sweep_at)
+        wake = min(wake, self.guard.look_at)
         if self.front.full or self.back.full:
             wake = min(wake, now + RETRY)
         if self.door.shut:
@@ -144,6 +150,7 @@ class Broker:
             for slot in list(self.supervisor.children):
                 self.perform(ev.Looked(slot, self.supervisor.look(slot), TICK), now)
         self.door.watch(now)
+        self.guard.watch(self.core, now)
         self.back.retry()
         for number in self.front.retry():
             self.perform(ev.LinkLost(number), now)
@@ -159,8 +166,15 @@ class Broker:
         for _ in range(DRAIN):
             received = peers.receive(now)
             if received is None:
-                return
+                break
             handle(*received, now)
+        self._take_rows(now)
+
+    def _take_rows(self, now: float) -> None:
+        """Let the core have the rows that were read: those of many frames at once."""
+        if self._rows:
+            rows, self._rows = self._rows, []
+            self.perform(ev.WorkerDeltas(self._rows_of, rows), now)
 
     # ---- clients -------------------------------------------------------------------------------
 
@@ -232,8 +246,20 @@ class Broker:
             return
         if event is None:
             self.core.counters.fenced += 1
+        elif isinstance(event, ev.WorkerDeltas):
+            self._gather(event, now)
         else:
+            self._take_rows(now)
             self.perform(event, now)
+
+    def _gather(self, event: ev.WorkerDeltas, now: float) -> None:
+        """Rows wait for the next frame of the same worker, so that its clients get fewer frames."""
+        if event.epoch != self._rows_of:
+            self._take_rows(now)
+        self._rows_of = event.epoch
+        self._rows += event.rows
+        if len(self._rows) >= GATHER:
+            self._take_rows(now)
 
     def _worker_event(self, peer: Peer, message: Message) -> ev.Event | None:
         epoch = self.epochs.get(peer.number)
@@ -280,6 +306,7 @@ class Broker:
         self.poller.unregister(descriptor)
         while self._back_has_more(now):
             pass
+        self._take_rows(now)
         end = self.supervisor.reap(child.slot)
         number = self.worker_peers.pop(child.slot, None)
         if number is not None:
@@ -396,6 +423,7 @@ class Broker:
             "run_dir": str(self.config.run_dir),
             "links": len(self.front.by_number),
             "front_shut": self.door.times_shut,
+            "turned_out": self.guard.turned_out,
         }
 
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from mlxpool.common.wire import MAX_PARTS
+
+SKIP = 1024  # parts read in one go of a message with more than the protocol has
 MAX_BACKLOG = 16 * 1024 * 1024  # bytes queued here for one peer, beyond what libzmq holds
 
 
@@ -22,6 +25,7 @@ class Peer:
     number: int
     heard_at: float
     owner: str
+    descriptor: int = -1  # of our end, as long as the connection lives; -1: unknown
     backlog: deque[list[bytes]] = field(default_factory=deque)
     backlog_bytes: int = 0
 
@@ -34,24 +38,48 @@ class Peers:
         self.by_name: dict[bytes, Peer] = {}
         self.by_number: dict[int, Peer] = {}
         self.full: set[int] = set()  # numbers with a backlog
+        self._long: tuple[Peer, list[bytes]] | None = None  # too many parts, not all read yet
         self._count = 0
 
     def receive(self, now: float) -> tuple[Peer, list[bytes]] | None:
-        """The next message that is there, and whose it is; None when there is none."""
+        """The next message that is there, and whose it is; None when there is none.
+
+        None, too, while a message has so many parts that it takes several calls to read past them.
+        """
+        if self._long is not None:
+            return self._skip()
+        socket = self.socket
         try:
-            frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            name = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        name = frames[0].bytes
         peer = self.by_name.get(name)
-        if peer is None:
-            peer = self._meet(name, _owner(frames[-1]), now)
+        if peer is None:  # only a frame knows whence it came
+            frame = socket.recv(copy=False)
+            peer = self._meet(name, frame, now)
+            parts = [frame.bytes]
+        else:
+            parts = [socket.recv()]
         peer.heard_at = now
-        return peer, [frame.bytes for frame in frames[1:]]
+        while socket.getsockopt(zmq.RCVMORE):
+            if len(parts) > MAX_PARTS:
+                self._long = peer, parts
+                return self._skip()
+            parts.append(socket.recv())
+        return peer, parts
 
-    def _meet(self, name: bytes, owner: str, now: float) -> Peer:
+    def _skip(self) -> tuple[Peer, list[bytes]] | None:
+        """Read past parts that are too many: a message may have millions, and others wait."""
+        for _ in range(SKIP):
+            if not self.socket.getsockopt(zmq.RCVMORE):
+                whole, self._long = self._long, None
+                return whole
+            self.socket.recv()
+        return None
+
+    def _meet(self, name: bytes, frame: zmq.Frame, now: float) -> Peer:
         self._count += 1
-        peer = Peer(name, self._count, now, owner)
+        peer = Peer(name, self._count, now, _owner(frame), _descriptor(frame))
         self.by_name[name] = self.by_number[peer.number] = peer
         return peer
 
@@ -122,3 +150,10 @@ def _owner(frame: zmq.Frame) -> str:
     if address.startswith("localhost:"):
         return f"uid:{address.split(':')[1]}"
     return f"host:{address}"
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1

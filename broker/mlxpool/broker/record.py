@@ -52,7 +52,7 @@ def _rows(history: History, event: ev.WorkerDeltas) -> None:
     for row in event.rows:
         end = None if row.end is None else row.end.get("code") or row.end.get("reason")
         history.write(
-            "taken", id=row.id, run=row.attempt, epoch=event.epoch, pos=row.pos, n=row.count,
+            "taken", id=row.id, run=row.attempt, epoch=event.epoch, pos=row.pos, n=row.n,
             end=end,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxpool.common.wire import Delta, size_of
+from mlxpool.common.wire import size_of_logprobs
 
 CHUNK_BYTES = 64 * 1024  # of text, ids and log-probabilities in one piece
 
@@ -20,28 +20,45 @@ class Chunk:
     """One `delta` to be: whole steps of the worker, merged."""
 
     pos: int
-    text: str = ""
-    ids: bytes = b""
+    texts: list[str] = field(default_factory=list)
+    ids: bytearray = field(default_factory=bytearray)
     logprobs: list[Any] = field(default_factory=list)
     facts: dict[str, Any] | None = None
     size: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
     @property
     def count(self) -> int:
         return len(self.ids) // 4
 
 
-def append(chunks: deque[Chunk], delta: Delta) -> int:
+def append(
+    chunks: deque[Chunk],
+    pos: int,
+    text: str,
+    ids: bytes,
+    logprobs: list[Any] | None = None,
+    facts: dict[str, Any] | None = None,
+) -> int:
     """Add a step's delta to what waits; returns the bytes it counts for."""
-    size = size_of(delta)
-    if not chunks or chunks[-1].size + size > CHUNK_BYTES:
-        chunks.append(Chunk(delta.pos))
-    last = chunks[-1]
-    last.text += delta.text
-    last.ids += delta.ids
-    last.logprobs.extend(delta.logprobs or ())
-    last.facts = last.facts or delta.facts
+    size = 4 * len(text) + len(ids)
+    if logprobs:
+        size += size_of_logprobs(logprobs)
+    if chunks and chunks[-1].size + size <= CHUNK_BYTES:
+        last = chunks[-1]
+    else:
+        last = Chunk(pos)
+        chunks.append(last)
+    last.texts.append(text)
+    last.ids += ids
     last.size += size
+    if logprobs:
+        last.logprobs.extend(logprobs)
+    if facts is not None:
+        last.facts = last.facts or facts
     return size
 
 

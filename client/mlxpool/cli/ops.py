@@ -109,7 +109,7 @@ def ps(options: argparse.Namespace) -> int:
     )
     troubles = [f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")]
     troubles += [
-        f"{w['slot']}: stacks in {w['last_dump']}" for w in answer["workers"] if w["last_dump"]
+        f"{w['slot']}: stacks in {w['last_dump']}" for w in answer["workers"] if w.get("last_dump")
     ]
     return _show(options, answer, "\n".join([line, table(head, rows), *troubles]))
 

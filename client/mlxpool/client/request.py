@@ -36,7 +36,7 @@ def generate(
     given = [value for value in (prompt, messages, tokens) if value is not None]
     if len(given) != 1:
         raise BadRequest(f"give one of prompt, messages, tokens; got {len(given)}")
-    body: dict[str, Any] = {"model": model}
+    body: dict[str, Any] = {"model": model, "batch": True}  # one frame a step for all streams
     body.update({k: v for k, v in options.items() if k in REQUEST_KEYS and v is not None})
     body["options"] = {k: v for k, v in options.items() if k not in REQUEST_KEYS and v is not None}
     if isinstance(body["options"].get("logit_bias"), Mapping):  # maps on the wire have text keys

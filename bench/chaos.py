@@ -1,0 +1,49 @@
+"""Streams under random faults: what was lost (nothing may be), and how long the faults were felt.
+
+`--streams 10000 --faults 1000` is the run of docs/benchmarks.md; it takes about ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import report
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from chaos.storm import Plan, Storm
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--streams", type=int, default=1000)
+    options.add_argument("--faults", type=int, default=100)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--at-once", type=int, default=48)
+    options.add_argument("--replicas", type=int, default=3)
+    options.add_argument("--pause", type=float, default=0.3, help="mean seconds between two faults")
+    options.add_argument("--json", type=Path, help="write the figures to this file")
+    given = options.parse_args()
+    plan = Plan(
+        streams=given.streams,
+        faults=given.faults,
+        seed=given.seed,
+        at_once=given.at_once,
+        replicas=given.replicas,
+        pause=given.pause,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = Storm(plan, Path(folder)).run()
+    print(report.machine())
+    rows = [(key, json.dumps(value)) for key, value in outcome.figures.items()]
+    print(report.table(("what", f"seed {plan.seed}"), rows))
+    report.write(given.json, {"chaos": outcome.figures})
+    return 0 if outcome.findings.sound and not outcome.hit_twice_and_not_done else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

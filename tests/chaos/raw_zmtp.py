@@ -1,0 +1,134 @@
+"""A peer that speaks ZMTP 3.0 by itself over a plain socket: it can say what libzmq never would."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from mlxpool.common import wire
+from mlxpool.common.wire import Header
+
+MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+GREETING = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+PATIENCE = 30.0  # seconds; only bounds a failure
+
+
+def frame(body: bytes, flags: int = 0) -> bytes:
+    """One frame; its length takes one byte or eight."""
+    if len(body) > 255:
+        return bytes([flags | LONG]) + struct.pack(">Q", len(body)) + body
+    return bytes([flags, len(body)]) + body
+
+
+def message(parts: list[bytes]) -> bytes:
+    """The frames of a whole message."""
+    *first, last = parts
+    return b"".join(frame(part, MORE) for part in first) + frame(last)
+
+
+def ready(kind: str, identity: bytes = b"") -> bytes:
+    """The handshake command: which socket this claims to be, and what it wants to be called."""
+    properties = {b"Socket-Type": kind.encode(), b"Identity": identity}
+    body = b"\x05READY" + b"".join(
+        bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+        for name, value in properties.items()
+    )
+    return frame(body, COMMAND)
+
+
+class RawZmtp:
+    """One connection to `ipc://PATH` or `tcp://HOST:PORT`; nothing is sent unasked."""
+
+    def __init__(self, endpoint: str) -> None:
+        scheme, _, where = endpoint.partition("://")
+        if scheme == "ipc":
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.connect(where)
+        else:
+            host, _, port = where.rpartition(":")
+            self.socket = socket.create_connection((host, int(port)))
+        self.socket.settimeout(PATIENCE)
+
+    def __enter__(self) -> RawZmtp:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.socket.close()
+
+    def greet(self, kind: str = "DEALER", identity: bytes = b"") -> RawZmtp:
+        """The whole handshake, and the other side's half of it."""
+        self.socket.sendall(GREETING + ready(kind, identity))
+        self.exactly(len(GREETING))
+        flags, _ = self.frame()
+        assert flags & COMMAND, "the other side began without READY"
+        return self
+
+    def send(self, data: bytes) -> bool:
+        """Bytes as they are; False when the other side has cut the connection."""
+        try:
+            self.socket.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def hang_up(self) -> None:
+        """Whoever waits in a call on this connection goes on."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def say(self, header: Header, body: Mapping[str, object] | None = None) -> bool:
+        """A legal message."""
+        return self.send(message(wire.encode(header, body or {})))
+
+    def exactly(self, count: int) -> bytes:
+        """So many bytes; raises EOFError when the other side has cut the connection."""
+        data = b""
+        while len(data) < count:
+            try:
+                more = self.socket.recv(count - len(data))
+            except ConnectionResetError:
+                more = b""
+            if not more:
+                raise EOFError("the other side has closed the connection")
+            data += more
+        return data
+
+    def frame(self) -> tuple[int, bytes]:
+        """The next frame: its flags and its body."""
+        (flags,) = self.exactly(1)
+        size = struct.unpack(">Q", self.exactly(8))[0] if flags & LONG else self.exactly(1)[0]
+        return flags, self.exactly(size)
+
+    def receive(self) -> wire.Message:
+        """The next message; commands, such as heartbeats, are skipped."""
+        parts: list[bytes] = []
+        while True:
+            flags, body = self.frame()
+            if flags & COMMAND:
+                continue
+            parts.append(body)
+            if not flags & MORE:
+                return wire.decode(parts)
+
+    def is_cut(self, patience: float = PATIENCE) -> bool:
+        """Whether the other side cuts the connection within this time; what comes is dropped."""
+        end = time.monotonic() + patience
+        while (left := end - time.monotonic()) > 0:
+            if not select.select([self.socket], [], [], left)[0]:
+                return False
+            with contextlib.suppress(OSError):
+                if self.socket.recv(65536):
+                    continue
+            return True
+        return False

@@ -1,0 +1,385 @@
+"""Peers that mean harm: the broker's memory stays bounded, and everybody else is served."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from chaos.harness import LIMITS, Chaos, model
+from chaos.raw_zmtp import GREETING, LONG, MORE, RawZmtp, frame, message, ready
+from chaos.storm import free_port
+from mlxpool.broker.peers import SKIP
+from mlxpool.common import sockets, wire
+from mlxpool.common.wire import Header
+from pool import PATIENCE, until
+from relay import Relay
+
+Patch = pytest.MonkeyPatch
+
+MB = 1024 * 1024
+SHORT = LIMITS + "client_grace = 2\n"
+NOBODY = bytes(wire.ID_BYTES)
+
+
+class Target(Chaos):
+    """A pool under attack, with a stream beside the attack that must not notice."""
+
+    def __enter__(self) -> Target:
+        super().__enter__()
+        return self
+
+    @property
+    def front(self) -> str:
+        return sockets.ipc(self.pool.run_dir, "front")
+
+    @property
+    def broker(self) -> psutil.Process:
+        assert self.pool.process is not None
+        return psutil.Process(self.pool.process.pid)
+
+    def resident(self) -> int:
+        return int(self.broker.memory_info().rss)
+
+    def bad_frames(self) -> int:
+        return int(self.pool.ask("stats")["frames"]["bad"])
+
+    def assert_answers(self, endpoint: str) -> None:
+        """A peer that behaves is served as ever."""
+        with RawZmtp(endpoint) as peer:
+            peer.greet().say(Header(wire.PING))
+            assert peer.receive().kind == wire.PONG
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: Patch) -> Iterator[Target]:
+    with Target(tmp_path, monkeypatch, model(), SHORT) as made:
+        yield made
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def door(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Patch) -> Iterator[
+    tuple[Target, str]
+]:  # fmt: skip
+    """A pool, and one of its two front endpoints."""
+    tcp = f"tcp://127.0.0.1:{free_port()}"
+    with Target(tmp_path, monkeypatch, model(), f'{SHORT}front = ["{tcp}"]\n') as made:
+        yield made, made.front if request.param == "ipc" else tcp
+
+
+# ---- who does not get past the handshake ---------------------------------------------------------
+
+BEFORE_THE_HANDSHAKE = {
+    "nothing": b"",
+    "half a greeting": GREETING[:30],
+    "a greeting alone": GREETING,
+    "half a handshake": GREETING + ready("DEALER")[:9],
+    "another version": b"\xff" + bytes(8) + b"\x7f" + b"\x09\x09" + bytes(52),
+    "zeros": bytes(4096),
+    "noise": bytes(n * 73 % 256 for n in range(4096)),
+    "a message for a handshake": GREETING + message([b"x", b"y"]),
+    "a publisher": GREETING + ready("PUB"),
+    "a subscriber": GREETING + ready("SUB"),
+    "a pusher": GREETING + ready("PUSH"),
+    "an unknown socket": GREETING + ready("X" * 200),
+    "a name larger than a frame may be": GREETING + ready("DEALER", bytes(wire.MAX_FRAME)),
+}
+
+
+def test_who_cannot_shake_hands_is_cut(door: tuple[Target, str]) -> None:
+    target, endpoint = door
+    target.start(100, 2)
+    peers = {name: RawZmtp(endpoint) for name in BEFORE_THE_HANDSHAKE}
+    for name, peer in peers.items():
+        peer.send(BEFORE_THE_HANDSHAKE[name])
+    for name, peer in peers.items():
+        with peer:
+            assert peer.is_cut(), f"{name} still holds its connection"
+    target.assert_answers(endpoint)
+    target.assert_all_done()
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 100_000])
+def test_a_name_of_its_own_gives_a_peer_nothing(door: tuple[Target, str], size: int) -> None:
+    """The second of that name is not heard, and the first is served as ever."""
+    target, endpoint = door
+    with RawZmtp(endpoint) as first, RawZmtp(endpoint) as second:
+        for peer in (first, second):
+            peer.greet("DEALER", b"A" * size)
+        first.say(Header(wire.PING))
+        assert first.receive().kind == wire.PONG
+        second.say(Header(wire.PING))
+        first.say(Header(wire.MODELS, bytes([1] * 16)))
+        assert first.receive().kind == wire.MODELS
+    target.assert_answers(endpoint)
+    target.start(20)
+    target.assert_all_done()
+
+
+def test_who_speaks_another_language_harms_nobody(door: tuple[Target, str]) -> None:
+    """libzmq takes this for its first protocol, and the connection for an idle one."""
+    target, endpoint = door
+    with RawZmtp(endpoint) as peer:
+        peer.send(b"GET / HTTP/1.1\r\nHost: pool\r\n\r\n" * 1000)
+        target.start(50, 2)
+        target.assert_all_done()
+        target.assert_answers(endpoint)
+
+
+def test_a_req_socket_learns_that_its_delimiter_is_wrong(target: Target) -> None:
+    with RawZmtp(target.front) as peer:
+        peer.greet("REQ").send(message([b"", *wire.encode(Header(wire.PING))]))
+        answer = peer.receive()
+    assert (answer.kind, answer.body["code"]) == (wire.ERROR, "bad_request")
+
+
+# ---- messages that never end, or never seem to -------------------------------------------------
+
+NEVER_FINISHED = {
+    "large parts": frame(bytes(wire.MAX_FRAME - 64), MORE),
+    "empty parts": frame(b"", MORE) * 200_000,
+}
+MOST = 1024 * MB  # the limit of the guard, what comes until it looks, what the broker itself takes
+
+
+@pytest.mark.parametrize("name", NEVER_FINISHED)
+def test_an_unfinished_message_costs_its_sender_the_connection(target: Target, name: str) -> None:
+    asks = target.start(3000, 2)
+    target.reach(asks, 10)
+    with RawZmtp(target.front) as peer:
+        peer.greet()
+        sent = 0
+        while peer.send(NEVER_FINISHED[name]):
+            sent += 1
+            assert target.resident() < MOST, f"{sent} pieces, and it takes more"
+    target.assert_answers(target.front)
+    target.assert_all_done(asks)
+    assert all(ask.result is not None and ask.result.attempts == 1 for ask in asks)
+    until(lambda: target.resident() < MOST // 4, "the memory is given back")
+    assert target.pool.ask("ps")["broker"]["turned_out"] >= 1
+
+
+def test_one_who_comes_back_at_once_fills_nothing_either(target: Target) -> None:
+    """Six times over; the streams beside it may be sent again, and are right."""
+    asks = target.start(2000, 2)
+    target.reach(asks, 10)
+    cuts = 0
+    while cuts < 6:
+        with RawZmtp(target.front) as peer:
+            peer.greet().say(Header(wire.PING))
+            while peer.send(NEVER_FINISHED["large parts"]):
+                assert target.resident() < MOST
+        cuts += 1
+        until(lambda: knocks(target), "the front is open")
+    target.assert_all_done(asks)
+
+
+def knocks(target: Target) -> bool:
+    """Whether the front takes a connection."""
+    try:
+        with RawZmtp(target.front) as peer:
+            peer.greet()
+    except (OSError, EOFError, AssertionError):
+        return False
+    return True
+
+
+def test_a_message_of_a_million_parts_is_read_in_pieces(target: Target) -> None:
+    target.start(500, 2)
+    with RawZmtp(target.front) as peer:
+        peer.greet().send(frame(b"", MORE) * 1_000_000 + frame(b""))
+        answer = peer.receive()
+        assert "1 to 4 parts" in answer.body["message"]
+        peer.say(Header(wire.PING))
+        assert peer.receive().kind == wire.PONG
+    target.assert_all_done()
+    assert target.resident() < 256 * MB
+
+
+def test_parts_that_are_too_many_are_read_some_at_a_time(tmp_path: Path) -> None:
+    """Between two pieces the loop serves others; here without a broker, to count the pieces."""
+    import zmq
+
+    from mlxpool.broker.peers import Peers
+
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = sockets.router(context, "tcp://127.0.0.1:*")
+    dealer = sockets.dealer(context, router.getsockopt_string(zmq.LAST_ENDPOINT))
+    try:
+        dealer.send_multipart([b"x"] * (3 * SKIP))
+        dealer.send_multipart([b"next"])
+        peers, got = Peers(router), []
+        for calls in itertools.count(1):
+            assert router.poll(int(PATIENCE * 1000))
+            received = peers.receive(1.0)
+            if received is not None:
+                got.append((calls, len(received[1])))
+            if len(got) == 2:
+                break
+        (first, parts), (second, one) = got
+        assert 3 <= first <= 5 and second == first + 1
+        assert (parts, one) == (wire.MAX_PARTS + 1, 1)
+    finally:
+        dealer.close(linger=0)
+        router.close(linger=0)
+        context.term()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a part that claims to be endless", bytes([LONG]) + b"\x7f" + b"\xff" * 7),
+        ("a part just over the limit", bytes([LONG]) + (wire.MAX_FRAME + 1).to_bytes(8, "big")),
+        ("an unknown flag", b"\xf0\x01x"),
+        ("a command after the handshake", frame(b"\x05READY", 4)),
+    ],
+)
+def test_what_is_no_frame_is_cut(target: Target, name: str, data: bytes) -> None:
+    with RawZmtp(target.front) as peer:
+        peer.greet().send(data)
+        assert peer.is_cut(), f"{name} still holds its connection"
+    target.assert_answers(target.front)
+
+
+# ---- too much of everything ----------------------------------------------------------------------
+
+
+def unknown_model() -> bytes:
+    header = Header(wire.GENERATE, os.urandom(16), 0, 1)
+    return message(wire.encode(header, {"model": "nobody", "prompt": "x"}))
+
+
+FLOODS: dict[str, Callable[[], bytes]] = {
+    "empty frames": lambda: frame(b"") * 500,
+    "pings": lambda: message(wire.encode(Header(wire.PING))) * 500,
+    "unknown models": lambda: unknown_model() * 500,
+    "garbage": lambda: message([os.urandom(40), os.urandom(40)]) * 500,
+    "cancels": lambda: message(wire.encode(Header(wire.CANCEL, os.urandom(16)))) * 500,
+    "too large": lambda: message([*wire.encode(Header(wire.PING, NOBODY), {}), bytes(5 * MB)]),
+}
+
+
+@contextmanager
+def flood(endpoint: str, data: Callable[[], bytes], reads: bool) -> Iterator[RawZmtp]:
+    """A thread that sends without end; what comes back is read, or not."""
+    over = threading.Event()
+
+    def pour(peer: RawZmtp) -> None:
+        while not over.is_set() and peer.send(data()):
+            pass
+
+    def drink(peer: RawZmtp) -> None:
+        while not over.is_set() and not peer.is_cut(0.1):
+            pass
+
+    with RawZmtp(endpoint) as peer:
+        peer.greet()
+        threads = [threading.Thread(target=pour, args=(peer,))]
+        if reads:
+            threads.append(threading.Thread(target=drink, args=(peer,)))
+        for thread in threads:
+            thread.start()
+        try:
+            yield peer
+        finally:
+            over.set()
+            peer.hang_up()
+            for thread in threads:
+                thread.join(PATIENCE)
+                assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["reads", "never reads"])
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_beside_a_stream(target: Target, name: str, reads: bool) -> None:
+    before = target.resident()
+    with flood(target.front, FLOODS[name], reads):
+        target.start(150, 3)
+        target.assert_all_done()
+        assert target.resident() - before < 256 * MB
+    target.assert_answers(target.front)
+
+
+# ---- the crowd -----------------------------------------------------------------------------------
+
+CROWD = 1000
+WAYS_TO_GO: tuple[Callable[[], bytes], ...] = (
+    lambda: message(wire.encode(Header(wire.PING))),  # says something, and goes
+    lambda: message(wire.encode(Header(wire.PING)))[:-3],  # in the middle of a frame
+    lambda: frame(b"begun", MORE),  # in the middle of a message
+    unknown_model,
+    lambda: b"",
+)
+
+
+def come_and_go(endpoint: str) -> None:
+    crowd = [RawZmtp(endpoint).greet() for _ in range(CROWD)]
+    for peer, last_words in zip(crowd, itertools.cycle(WAYS_TO_GO), strict=False):
+        peer.send(last_words())
+    for peer in crowd:
+        peer.socket.close()
+
+
+def test_a_thousand_clients_come_and_vanish(target: Target) -> None:
+    """Three times: descriptors, links and memory are as before, and a stream went on beside it."""
+    descriptors = target.broker.num_fds()
+    asks = target.start(2500, 2)
+    target.reach(asks, 10)
+    after = []
+    for _ in range(3):
+        come_and_go(target.front)
+        until(lambda: target.broker.num_fds() <= descriptors + 2, "their descriptors are free")
+        after.append(target.resident())
+    assert after[2] - after[0] < 64 * MB, after
+    target.assert_all_done(asks)
+    until(lambda: target.pool.ask("stats")["links"]["known"] <= 1, "the core has forgotten them")
+    until(lambda: target.pool.ask("ps")["broker"]["links"] <= 1, "so has the front")
+    assert target.bad_frames() == 0
+
+
+def test_a_crowd_that_is_reset(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Over tcp, all of them at once and without a goodbye."""
+    port = free_port()
+    limits = f'{SHORT}front = ["tcp://127.0.0.1:{port}"]\n'
+    with Target(tmp_path, monkeypatch, model(), limits) as target:
+        descriptors = target.broker.num_fds()
+        asks = target.start(500, 2)
+        with Relay(("tcp", "127.0.0.1", port)) as relay:
+            crowd = [RawZmtp(relay.endpoint).greet() for _ in range(200)]
+            for peer in crowd:
+                peer.send(frame(b"begun", MORE))
+            relay.cut()
+            for peer in crowd:
+                peer.socket.close()
+        until(lambda: target.broker.num_fds() <= descriptors + 2, "their descriptors are free")
+        target.assert_all_done(asks)
+
+
+def test_an_unwelcome_peer_behind_changes_nothing(target: Target) -> None:
+    """It knows ids and epochs, and has no token: its frames are fenced."""
+    asks = target.start(400, 2)
+    target.reach(asks, 10)
+    epoch = int(target.pool.worker("m/0")["epoch"])
+    forged = [
+        wire.Delta(ask.ident, 1, ask.had, "forged ", wire.pack_ids([1]), end={"reason": "stop"})
+        for ask in asks
+    ]
+    body, blob = wire.pack_deltas(forged)
+    with RawZmtp(sockets.ipc(target.pool.run_dir, "back")) as peer:
+        peer.greet()
+        for kind, what, blobs in (
+            (wire.DELTAS, body, [blob]),
+            (wire.HELLO, {"slot": "m/0", "token": "0" * 32}, []),
+            (wire.BYE, {"error": {"code": "internal"}}, []),
+            (wire.DELTAS, body, [blob]),
+        ):
+            assert peer.send(message(wire.encode(Header(kind, None, epoch), what, blobs)))
+        assert peer.receive().kind == wire.WHO
+    target.assert_all_done(asks)
+    assert target.pool.ask("stats")["frames"]["fenced"] >= 2
