@@ -234,10 +234,17 @@ MUTANTS = (
         "    own = True\n",
     ),
     Mutant(
-        "the worker sends what belongs to an older connection",
+        "the worker counts work of an older connection",
         "worker/mlxpool/worker/edge.py",
-        "        elif mail.generation == self.generation:\n",
-        "        else:\n",
+        "        self._drop_all()\n        self.works = 0\n",
+        "        self._drop_all()\n",
+        ("tests/worker/test_edge.py",),
+    ),
+    Mutant(
+        "the worker keeps what it ran when the broker does not know it",
+        "worker/mlxpool/worker/edge.py",
+        "        self.compute.tell(DropAll(self.generation))\n",
+        "",
         ("tests/worker/test_edge.py",),
     ),
     Mutant(

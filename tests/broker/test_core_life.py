@@ -259,3 +259,14 @@ def test_a_body_of_the_largest_size_can_be_handed_to_a_worker(story: Story) -> N
 def test_an_option_with_endless_digits_is_refused(story: Story) -> None:
     story.generate(options={"logit_bias": {"1" * 5000: 1.0}})
     story.assert_refused("bad_request", "logit_bias")
+
+
+def test_two_streams_of_one_worker_are_kept_apart(story: Story) -> None:
+    worker = story.ready_worker()
+    first, second = story.generate(link=1), story.generate(link=2)
+    worker.say(worker.row(first, 1), worker.row(second, 1))
+    for _ in range(3):
+        worker.say(worker.row(second, 1))
+        assert [frame.link for frame in story.to_client()] == [2]
+        worker.say(worker.row(first, 1))
+        assert [frame.link for frame in story.to_client()] == [1]

@@ -210,8 +210,14 @@ class Pool(RuleBasedStateMachine):
     @rule(replica=replicas, count=st.integers(0, 2), outcome=st.sampled_from(["stop", "length"]))
     def end(self, replica: int, count: int, outcome: str) -> None:
         worker = self.busy(replica)
-        if worker is not None:
-            worker.end(min(worker.runs), outcome, count)
+        if worker is None:
+            return
+        request = min(worker.runs)
+        live, run = self.story.core.requests.get(request), worker.runs[request].attempt
+        due = live.taken + count if live is not None and live.run == run else None
+        worker.end(request, outcome, count)
+        if due is not None and worker.state not in FENCED:
+            assert self.story.core.tombstones[request].pos == due, "a tail that was not sent"
 
     @rule(replica=replicas)
     def error_end(self, replica: int) -> None:
@@ -250,6 +256,29 @@ class Pool(RuleBasedStateMachine):
         prefill = max(worker.runs, default=None) if reason == "prefill" else None
         worker.die(own=reason != "outside", prefill=prefill)
 
+    @rule(replica=replicas, own=st.booleans(), count=st.integers(0, 2))
+    def lose_and_go_on(self, replica: int, own: bool, count: int) -> None:
+        """A worker makes some tokens and is lost; another comes in its place."""
+        worker = self.busy(replica)
+        if worker is None:
+            return
+        worker.say(*(worker.row(request, count) for request in sorted(worker.runs)))
+        if worker.state is not WorkerState.LOST:
+            worker.die(own=own)
+        self.hear_all()
+        self.story.later(3.0)
+        self.hear_all()
+        for number in (0, 1):
+            self.serve(number)
+
+    @rule(replica=replicas, count=st.integers(1, 2))
+    def redial(self, replica: int, count: int) -> None:
+        """A worker makes some tokens and comes on a new connection."""
+        worker = self.busy(replica)
+        if worker is not None:
+            worker.say(*(worker.row(request, count) for request in sorted(worker.runs)))
+            worker.hello().credit(3)
+
     @rule(replica=replicas, phase=phases, seconds=st.sampled_from([1, 6, 12, 25]))
     def stand_still(self, replica: int, phase: str, seconds: int) -> None:
         """It beats and does not move: suspect, then condemned, or well again at the next look."""
@@ -269,9 +298,15 @@ class Pool(RuleBasedStateMachine):
 
     # ---- time and operations -----------------------------------------------------------------
 
-    @rule(seconds=st.sampled_from([0.0, 0.3, 1.0, 7.0, 13.0]))
-    def tick(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.0, 0.3, 1.0, 4.0, 13.0]), heard=st.booleans())
+    def tick(self, seconds: float, heard: bool) -> None:
+        if heard:
+            self.hear_all()
         self.story.later(seconds)
+
+    def hear_all(self) -> None:
+        for link in list(self.story.core.links):
+            self.story.hear(link)
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 13.0]), told=st.booleans())
     def suspend(self, seconds: float, told: bool) -> None:

@@ -165,6 +165,7 @@ def test_a_hung_worker_is_condemned_and_its_cause_told(story: Story) -> None:
     worker.assert_is(WorkerState.CONDEMNED)
     assert worker.stopped
     assert worker.look(Look("decode", count=8)) == [], "what it does now does not count"
+    assert worker.beat() == [], "and it is not heard"
     worker.die("killed by SIGKILL")
     assert story.core.fleet.slots["m/0"].last_exit == "hung in decode for 10.0 s"
     again = story.ready_worker()

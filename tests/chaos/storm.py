@@ -191,9 +191,9 @@ class Storm:
             "faults": dict(self.faults),
             "errors": dict(self.errors),
             "hit at most twice and not done": len(outcome.hit_twice_and_not_done),
-            "worker's death acted on, ms": _percentiles(findings.detection_s),
-            "next token from another worker, ms": _percentiles(resumptions(lines)),
-            "next delta after the broker's death, ms": _percentiles(after_broker_deaths(lines)),
+            "worker's death acted on, ms": percentiles(findings.detection_s),
+            "next token from another worker, ms": percentiles(resumptions(lines)),
+            "next delta after the broker's death, ms": percentiles(after_broker_deaths(lines)),
         }
         return outcome
 
@@ -258,7 +258,8 @@ def after_broker_deaths(lines: Sequence[Line]) -> list[float]:
     return found
 
 
-def _percentiles(seconds: Sequence[float]) -> Mapping[str, float]:
+def percentiles(seconds: Sequence[float]) -> Mapping[str, float]:
+    """In milliseconds."""
     if len(seconds) < 2:
         return {"n": len(seconds)}
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")

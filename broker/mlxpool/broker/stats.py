@@ -76,6 +76,23 @@ def stats(core: Core, now: float) -> dict[str, Any]:
         "queued": sum(len(model.queue) for model in core.fleet.models.values()),
         "tombstones": len(core.tombstones),
         "poisoned": len(core.poisoned),
+        "sizes": sizes(core),
+    }
+
+
+def sizes(core: Core) -> dict[str, int]:
+    """Entries of every map; idle means none but tombstones, poison and what watches them."""
+    workers = [worker for model in core.fleet.models.values() for worker in model.workers]
+    return {
+        "requests": len(core.requests),
+        "links": len(core.links),
+        "asked": len(core.asked),
+        "tombstones": len(core.tombstones),
+        "poisoned": len(core.poisoned),
+        "timers": len(core.timers),
+        "epochs": len(core.fleet.by_epoch),
+        "places": sum(len(worker.places) for worker in workers),
+        "prefixes": sum(len(worker.known) for worker in workers),
     }
 
 
@@ -139,6 +156,7 @@ def _worker(slot: Slot, now: float) -> dict[str, Any]:
         "waiting": beat.get("waiting", 0),
         "step_ms": beat.get("step_ms", 0),
         "uptime_s": round(now - worker.started_at, 3),
+        "load_s": round(worker.ready_at - worker.started_at, 3) if worker.ready_at else None,
         "context": worker.hello.get("context"),
         "memory": beat.get("memory", {}),
         "prefix": beat.get("prefix", {}),

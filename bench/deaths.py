@@ -1,0 +1,168 @@
+"""How long a death or a hang is felt: workers killed beside warm replicas, brokers killed, hangs.
+
+One fault at a time, with everything ready before it; bench/storm.py has all at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import report
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from chaos.checker import Line, detection, read
+from chaos.harness import LIMITS, model
+from chaos.storm import after_broker_deaths, percentiles, resumptions
+from mlxpool.client import Client
+from mlxpool.common.errors import PoolError
+from mlxpool.common.history import VARIABLE, History
+from pool import Pool, until
+
+HANGS = [(name, place) for name in ("lock", "native", "gil") for place in ("prefill", "decode")]
+LIMIT = 1.5  # seconds, in LIMITS
+BEAT = 1.0
+
+
+class Bench:
+    """A pool with endless streams on it, and everybody's history."""
+
+    def __init__(self, folder: Path, config: str) -> None:
+        self.folder = folder / "history"
+        self.folder.mkdir()
+        os.environ[VARIABLE] = str(self.folder)
+        self.pool = Pool(folder, LIMITS + config)
+        self.history = History("chaos")
+        self.over = threading.Event()
+
+    def __enter__(self) -> Bench:
+        self.pool.start()
+        self.client = self.pool.client(connect_timeout=60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.client.close()
+        self.pool.__exit__(None, None, None)
+        self.history.close()
+        del os.environ[VARIABLE]
+
+    def streams(self, number: int, tokens: int) -> None:
+        """Keep so many going until the end."""
+        for each in range(number):
+            threading.Thread(
+                target=self._keep, args=(self.client, each, tokens), daemon=True
+            ).start()
+
+    def _keep(self, client: Client, number: int, tokens: int) -> None:
+        turn = 0
+        while not self.over.is_set():
+            turn += 1
+            with contextlib.suppress(PoolError):
+                client.generate("m", f"bench {number} {turn}", max_tokens=tokens, seed=turn)
+
+    def all_ready(self, replicas: int) -> None:
+        def ready() -> bool:
+            rows = self.pool.ask("ps")["workers"]
+            busy = [row for row in rows if row["state"] == "ready" and row["running"]]
+            return len(busy) == replicas
+
+        until(ready, "all replicas are at work")
+
+    def lines(self) -> Sequence[Line]:
+        return read(self.folder)
+
+
+def kills(count: int) -> dict[str, Any]:
+    """Workers of a model with three replicas, one after the other."""
+    with tempfile.TemporaryDirectory() as name, Bench(Path(name), model(replicas=3)) as bench:
+        bench.streams(9, 400)
+        for number in range(count):
+            bench.all_ready(3)
+            slot = f"m/{number % 3}"
+            pid = int(bench.pool.worker(slot)["pid"])
+            bench.history.write("killed", slot=slot)
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(0.3)
+        lines = bench.lines()
+        return {"acted on": detection(lines), "next token": resumptions(lines)}
+
+
+def brokers(count: int) -> dict[str, Any]:
+    """The broker, restarted at once."""
+    with tempfile.TemporaryDirectory() as name, Bench(Path(name), model(replicas=1)) as bench:
+        bench.streams(4, 4000)
+        loads = []
+        for _ in range(count):
+            bench.all_ready(1)
+            time.sleep(0.3)
+            bench.history.write("broker killed")
+            bench.pool.kill()
+            bench.pool.start()
+            bench.all_ready(1)
+            loads.append(float(bench.pool.worker("m/0")["load_s"]))
+        return {"next delta": after_broker_deaths(bench.lines()), "load": loads}
+
+
+def hang(name: str, place: str) -> dict[str, float]:
+    """Seconds from a fault to SUSPECT and to the end of the worker."""
+    config = model(fault=name, fault_in=place, fault_at=3, fault_times=1)
+    with tempfile.TemporaryDirectory() as folder, Bench(Path(folder), config) as bench:
+        bench.streams(2, 30)
+        until(lambda: _events(bench.lines(), "worker condemned"), "it is found")
+        lines = bench.lines()
+        began = min(line["t"] for line in lines if line["what"] == "fault")
+        return {
+            "suspect": _events(lines, "worker suspect")[0] - began,
+            "ended": _events(lines, "worker condemned")[0] - began,
+        }
+
+
+def _events(lines: Sequence[Line], name: str) -> list[float]:
+    return [line["t"] for line in lines if line["what"] == "note" and line["event"] == name]
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--kills", type=int, default=100)
+    options.add_argument("--brokers", type=int, default=20)
+    options.add_argument("--json", type=Path, help="write the figures to this file")
+    given = options.parse_args()
+    rows = list(_rows(given.kills, given.brokers))
+    print(report.machine())
+    print(report.table(("what", "figures"), rows))
+    report.write(given.json, {"deaths": [list(row) for row in rows]})
+    return 0
+
+
+def _rows(kill_count: int, broker_count: int) -> Iterator[tuple[str, str]]:
+    felt = kills(kill_count)
+    yield "worker killed, its death acted on, ms", _shown(felt["acted on"])
+    yield "the next token, from a warm replica, ms", _shown(felt["next token"])
+    lost = brokers(broker_count)
+    yield "broker killed and restarted, the next delta, ms", _shown(lost["next delta"])
+    yield "the load in it, ms", _shown(lost["load"])
+    for name, place in HANGS:
+        found = hang(name, place)
+        words = f"suspect after {found['suspect']:.2f} s, ended after {found['ended']:.2f} s"
+        yield f"stuck ({name}) in {place}, limit {LIMIT} s", words
+
+
+def _shown(seconds: Sequence[float]) -> str:
+    figures: Mapping[str, float] = percentiles(seconds)
+    return json.dumps(figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

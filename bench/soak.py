@@ -1,0 +1,116 @@
+"""Half an hour of streams with a fault a minute: does anything grow? Idle afterwards means empty.
+
+Every ten seconds the broker's memory, descriptors, threads and the sizes of its maps are read; the
+slope of the second half is printed, since caches fill in the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import report
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from chaos.storm import WEIGHTS, Plan, Storm
+from pool import until
+
+SAMPLE = 10.0  # seconds
+PAUSE = 3.0  # seconds between two streams of a reader: what grows is looked for, not speed
+
+
+class Soak(Storm):
+    """A storm whose streams never end before the time is over."""
+
+    def __init__(self, plan: Plan, folder: Path, minutes: float) -> None:
+        super().__init__(plan, folder)
+        self.end_at = time.monotonic() + minutes * 60
+        self.samples: list[dict[str, Any]] = []
+
+    def _streams_and_faults(self, relay: Any) -> None:
+        sampler = threading.Thread(target=self._sample, daemon=True)
+        sampler.start()
+        super()._streams_and_faults(relay)
+        self.idle = self._idle()
+
+    def _reader(self, client: Any) -> None:
+        number = 0
+        while time.monotonic() < self.end_at:
+            number += 1
+            self.todo.put(number)
+            self.todo.put(None)
+            super()._reader(client)
+            time.sleep(PAUSE)
+
+    def _sample(self) -> None:
+        while not self.over.wait(SAMPLE):
+            process = self.pool.process
+            if process is None:
+                continue
+            try:
+                broker = psutil.Process(process.pid)
+                self.samples.append(
+                    {
+                        "pid": process.pid,
+                        "rss": broker.memory_info().rss,
+                        "descriptors": broker.num_fds(),
+                        "threads": broker.num_threads(),
+                        **self.pool.ask("stats")["sizes"],
+                    }
+                )
+            except Exception:  # between two brokers there is nothing to read
+                continue
+
+    def _idle(self) -> Mapping[str, int]:
+        """The sizes once nothing is going on any more."""
+
+        def empty() -> bool:
+            sizes = self.pool.ask("stats")["sizes"]
+            return not any(sizes[name] for name in ("requests", "asked", "places"))
+
+        until(empty, "the broker is idle")
+        return dict(self.pool.ask("stats")["sizes"])
+
+
+def slope(samples: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Median of the third quarter, of the last, and their difference: of the last broker."""
+    own = [s for s in samples if s["pid"] == samples[-1]["pid"]]
+    half = own[len(own) // 2 :]
+    early, late = half[: len(half) // 2], half[len(half) // 2 :]
+    before, after = (statistics.median(s[name] for s in part) for part in (early, late))
+    return f"{before:.0f} -> {after:.0f} ({(after - before) / max(1, before):+.1%})"
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--minutes", type=float, default=30)
+    options.add_argument("--pause", type=float, default=60, help="mean seconds between two faults")
+    options.add_argument("--json", type=Path, help="write the figures to this file")
+    given = options.parse_args()
+    WEIGHTS["broker"] = 0  # the one process whose growth is looked for has to live
+    plan = Plan(streams=0, faults=10**6, at_once=6, replicas=2, tokens=200, pause=given.pause)
+    with tempfile.TemporaryDirectory() as folder:
+        soak = Soak(plan, Path(folder), given.minutes)
+        outcome = soak.run()
+    names = [name for name in soak.samples[-1] if name != "pid"]
+    rows = [(name, slope(soak.samples, name)) for name in names]
+    rows += [(key, str(value)) for key, value in outcome.figures.items()]
+    rows.append(("sizes when idle", str(soak.idle)))
+    print(report.machine())
+    print(report.table(("what", f"{given.minutes:g} minutes"), rows))
+    report.write(given.json, {"soak": dict(rows)})
+    return 0 if outcome.findings.sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
