@@ -7,7 +7,7 @@ EXTRA ?= $(if $(filter Linux,$(shell uname -s)),cpu,)
 COMMA := ,
 READY := $(VENV)/.ready-$(EXTRA)
 
-.PHONY: all demo test check format demo-model bench clean
+.PHONY: all demo test chaos soak check format demo-model bench clean
 
 all: check test
 
@@ -22,6 +22,14 @@ demo: $(READY)            ## a broker, a worker and a completion on the embedded
 
 test: $(READY)            ## the whole test suite
 	$(BIN)/python -m pytest
+
+chaos: $(READY)           ## the chaos suite with its long parts, and 10,000 streams under faults
+	$(BIN)/python -m pytest tests/chaos -m ''
+	$(BIN)/python bench/storm.py --streams 10000 --faults 1000
+
+soak: $(READY)            ## half an hour of faults, 100,000 seeds of the simulator
+	$(BIN)/python bench/soak.py
+	$(BIN)/python tests/broker/simulator.py --seeds 100000
 
 check: $(READY)           ## format, lint, types, import rules
 	$(BIN)/ruff format --check

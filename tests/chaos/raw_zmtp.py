@@ -49,7 +49,11 @@ class RawZmtp:
         scheme, _, where = endpoint.partition("://")
         if scheme == "ipc":
             self.socket = socket.socket(socket.AF_UNIX)
-            self.socket.connect(where)
+            try:
+                self.socket.connect(where)
+            except OSError:
+                self.socket.close()
+                raise
         else:
             host, _, port = where.rpartition(":")
             self.socket = socket.create_connection((host, int(port)))

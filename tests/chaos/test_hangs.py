@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from chaos.harness import Chaos, model
+from chaos.harness import LIMITS, Chaos, model
+from chaos.starve import burner, starve
 
 Patch = pytest.MonkeyPatch
 
@@ -58,3 +60,19 @@ def test_slow_is_not_hung(tmp_path: Path, monkeypatch: Patch, place: str) -> Non
         chaos.start(12, 2, prompt="x" * 5000)
         chaos.assert_all_done()
         assert chaos.causes() == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("place", PLACES)
+def test_ten_minutes_slow_and_starved(tmp_path: Path, monkeypatch: Patch, place: str) -> None:
+    """Slow by itself and with a twentieth of a processor: no kill, not one."""
+    config = model(fault="slow", fault_in=place, extra="keep_alive = 0")
+    with Chaos(tmp_path, monkeypatch, config, LIMITS) as chaos, burner() as burning:
+        end = time.monotonic() + 600
+        while time.monotonic() < end:
+            asks = chaos.start(6, 2, prompt="x" * 5000)
+            starve(chaos.pool, "m/0", burning)
+            chaos.finish(asks)
+        chaos.assert_all_done()
+        assert set(chaos.causes()) <= {"stopped"}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import zmq
 
 from chaos.harness import LIMITS, Chaos, model
+from chaos.starve import burner, starve
 from mlxpool.common import sockets
 from pool import PATIENCE, Pool, until
 
@@ -70,31 +69,16 @@ def test_a_full_file_system(tmp_path: Path, monkeypatch: Patch) -> None:
         chaos.assert_all_done()
 
 
-BURN = "while True: pass"
-
-
-def starve(pid: int) -> None:
-    """All threads of a process on one processor, at the lowest standing there."""
-    for task in os.listdir(f"/proc/{pid}/task"):
-        os.sched_setaffinity(int(task), {0})
-        os.setpriority(os.PRIO_PROCESS, int(task), 13)
-
-
 def test_a_starved_worker_is_not_hung(tmp_path: Path, monkeypatch: Patch) -> None:
     """With 1/20 of a processor steps take long; time without a processor does not count."""
     with Chaos(tmp_path, monkeypatch, model(step_us=1000)) as chaos:
         (first,) = chaos.start(20)
         chaos.finish([first])
         pid = int(chaos.pool.worker("m/0")["pid"])
-        burner = subprocess.Popen([sys.executable, "-c", BURN])
-        try:
-            os.sched_setaffinity(burner.pid, {0})
-            starve(pid)
+        with burner() as processor:
+            starve(chaos.pool, "m/0", processor)
             chaos.start(200, 2)
             chaos.finish()
-        finally:
-            burner.kill()
-            burner.wait()
         chaos.assert_all_done()
         assert chaos.causes() == []
         assert chaos.pool.worker("m/0")["pid"] == pid

@@ -1,0 +1,71 @@
+"""A model with weights, killed, frozen, drained: its completion is the one it would have been."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.harness import LIMITS
+from mlxpool.client import Client, Result
+from pool import Pool
+
+pytest.importorskip("mlx.core")
+
+PROMPT = "import os\n\n\ndef walk(top):\n    "
+TOKENS = 60
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "repeat_penalty": 1.1},
+    "logprobs": {"temperature": 0.7, "logprobs": True, "top_logprobs": 2},
+}
+
+
+def kill(pool: Pool) -> None:
+    pool.kill_worker("demo/0", signal.SIGKILL)
+
+
+def freeze(pool: Pool) -> None:
+    pool.kill_worker("demo/0", signal.SIGSTOP)
+
+
+def restart(pool: Pool) -> None:
+    pool.ask("restart", slot="demo/0")
+
+
+def kill_the_broker(pool: Pool) -> None:
+    pool.kill()
+    pool.start()
+
+
+def read(client: Client, options: dict[str, Any], at: int, fault: Callable[[], None]) -> Result:
+    """A completion with a fault after so many ids."""
+    with client.stream("demo", PROMPT, max_tokens=TOKENS, seed=3, **options) as stream:
+        had, struck = 0, False
+        for delta in stream:
+            had += len(delta.ids)
+            if had >= at and not struck:
+                struck = True
+                thread = threading.Thread(target=fault)
+                thread.start()
+                thread.join()
+        assert struck
+        return stream.result
+
+
+@pytest.mark.parametrize("fault", [kill, freeze, restart, kill_the_broker])
+def test_it_says_what_it_would_have_said(tmp_path: Path, fault: Callable[[Pool], None]) -> None:
+    # The window keeps the worker from being done before the fault.
+    with Pool(tmp_path, LIMITS) as pool, pool.client(connect_timeout=60) as client:
+        for name, options in OPTIONS.items():
+            whole = client.generate("demo", PROMPT, max_tokens=TOKENS, seed=3, **options)
+            hit = read(client, {**options, "window": 8}, 10, lambda: fault(pool))
+            assert hit.ids == whole.ids, name
+            assert hit.text == whole.text
+            assert hit.reason == whole.reason
+            assert hit.usage["completion_tokens"] == len(whole.ids)
+            assert [e["id"] for e in hit.logprobs] == [e["id"] for e in whole.logprobs]
