@@ -115,11 +115,12 @@ class RawZmtp:
         return flags, self.exactly(size)
 
     def receive(self) -> wire.Message:
-        """The next message; commands, such as heartbeats, are skipped."""
+        """The next message; heartbeats on the way are answered."""
         parts: list[bytes] = []
         while True:
             flags, body = self.frame()
             if flags & COMMAND:
+                self.send(frame(b"\x04PONG" + body[7:], COMMAND))  # after PING and its time to live
                 continue
             parts.append(body)
             if not flags & MORE:

@@ -79,7 +79,8 @@ def digest(parts: Sequence[bytes]) -> str:
         wire.encode(Header(wire.ERROR), {**garbage.error.body(), "about": garbage.about})
         return "garbage"
     again = wire.encode(message.header, message.body, message.blobs)
-    assert wire.decode(again) == message
+    back = wire.decode(again)
+    assert wire.encode(back.header, back.body, back.blobs) == again  # NaN is not equal to itself
     return f"{_deltas(message)} {_payload(message)}"
 
 
@@ -101,7 +102,7 @@ def _payload(message: Message) -> str:
     except PoolError as error:
         wire.encode(Header(wire.ERROR), error.body())
         return "no payload"
-    assert payload.size >= 0 and 1 <= payload.window and len(payload.resume_ids) % 4 == 0
+    assert payload.size >= 0 and payload.window >= 1 and len(payload.resume_ids) % 4 == 0
     return "payload"
 
 
@@ -113,7 +114,7 @@ def test_the_corpus_is_legal() -> None:
 
 # ---- mutations of legal messages -----------------------------------------------------------------
 
-# Bytes that begin something in msgpack: containers, lengths, extensions, floats, the largest counts.
+# Bytes that begin something in msgpack: containers, lengths, extensions, floats, large counts.
 TELLING = bytes([0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0xE0), 0x00, 0x7F, 0xFF])
 
 
@@ -183,19 +184,19 @@ OPTION_NAMES = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(st.binary(max_size=200), max_size=6))
 def test_any_bytes(parts: list[bytes]) -> None:
     digest(parts)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(VALUES, max_size=8), st.binary(max_size=60))
 def test_any_header(fields: list[Any], body: bytes) -> None:
     digest([msgpack.packb(fields), body])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.dictionaries(KEYS, VALUES),
     st.dictionaries(OPTION_NAMES, VALUES),
@@ -207,7 +208,7 @@ def test_any_body(body: dict[str, Any], options: dict[str, Any], blobs: list[byt
     digest([head, msgpack.packb(whole), *blobs])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(st.lists(VALUES, max_size=9), max_size=4), st.binary(max_size=40))
 def test_any_rows(rows: list[Any], blob: bytes) -> None:
     digest([msgpack.packb([1, wire.DELTAS, None, 5, 0, 0]), msgpack.packb({"rows": rows}), blob])

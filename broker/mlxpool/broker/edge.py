@@ -36,6 +36,7 @@ from mlxpool.common.wire import Delta, Header, Message
 log = logging.getLogger("mlxpool.broker")
 
 DRAIN = 256  # messages read from one socket before the others get their turn
+FRONT_TURN = 0.001  # seconds for clients, then workers have theirs: a flood delays no stream
 GATHER = 512  # rows after which the core has them
 RETRY = 0.01  # seconds until a full peer is tried again
 FORGET = 20.0  # seconds after which a silent connection without streams is forgotten
@@ -126,7 +127,7 @@ class Broker:
         for descriptor in readable.keys() & self.watches.keys():
             self._worker_ended(int(descriptor), now)
         if self.front.socket in readable:
-            self._read(self.front, self._from_client, now)
+            self._read(self.front, self._from_client, now, FRONT_TURN)
         if self.admin.socket in readable:
             self.admin.serve(now)
         if self.signals.fileno() in readable:
@@ -161,13 +162,21 @@ class Broker:
                     self.front.forget(peer.number)
 
     def _read(
-        self, peers: Peers, handle: Callable[[Peer, list[bytes], float], None], now: float
+        self,
+        peers: Peers,
+        handle: Callable[[Peer, list[bytes], float], None],
+        now: float,
+        seconds: float = math.inf,
     ) -> None:
+        """Handle what is there, at most DRAIN messages, at most for so long."""
+        end = time.monotonic() + seconds
         for _ in range(DRAIN):
             received = peers.receive(now)
             if received is None:
                 break
             handle(*received, now)
+            if time.monotonic() >= end:
+                break
         self._take_rows(now)
 
     def _take_rows(self, now: float) -> None:
