@@ -128,8 +128,15 @@ class Pool:
         return Client(self.run_dir, **options)
 
     def ask(self, kind: str, **body: Any) -> dict[str, Any]:
-        """An admin command."""
-        return ask(self.run_dir, kind, body)
+        """An admin command; a broker without a processor may take its time."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return ask(self.run_dir, kind, body)
+            except BrokerLost:
+                assert self.process is not None and time.monotonic() < end
+                if self.process.poll() is not None:
+                    raise
 
     def worker(self, slot: str) -> dict[str, Any]:
         """A worker's line in `ps`; {} when it was never started."""

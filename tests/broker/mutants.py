@@ -264,8 +264,8 @@ MUTANTS = (
     Mutant(
         "the client sends again after a cancel",
         "client/mlxpool/client/resend.py",
-        '        """Nothing more comes of the newest sending."""\n        if self.cancelled:\n',
-        '        """Nothing more comes of the newest sending."""\n        if False:\n',
+        "self._cancel_again() if self.cancelled else self._send_again(now, heard_at)",
+        "self._send_again(now, heard_at)",
         ("tests/client/test_resend.py",),
     ),
 )

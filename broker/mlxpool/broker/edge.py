@@ -99,6 +99,8 @@ class Broker:
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until told to stop; `ready` is called once the sockets are bound."""
         before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
+        # Workers inherit this: asked for its stacks before it can answer, one must not die of it.
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
             log.info("broker ready", extra={"run_dir": self.config.run_dir, "pid": os.getpid()})
             ready()

@@ -83,7 +83,8 @@ class Intake(Delivery):
         before = self.requests.get(event.id)
         if before is None:
             self._check_open(model)
-            self._check_queue(model, payload)
+            if not payload.resume_ids:  # what was accepted once is not refused for want of room
+                self._check_queue(model, payload)
         else:
             _check_ids(before, payload)
         self._check_poison(digest)
@@ -98,7 +99,7 @@ class Intake(Delivery):
         self.links[event.link].ids.add(request.id)
         self._watch_link(event.link, now)
         self._set_timer(request)
-        if before is None and payload.resume is None:
+        if before is None and not payload.resume_ids:
             model.queue.add(request)
         else:
             model.queue.add_back(request)

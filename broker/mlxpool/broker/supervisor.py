@@ -197,8 +197,8 @@ class Supervisor:
         return Sample(
             look,
             system.stopped(pid),
-            system.run_queue_wait_ns(pid, look.compute_tid),
-            system.run_queue_wait_ns(pid, look.edge_tid),
+            system.run_queue_wait_ns(pid, look.compute_tid or pid),  # at first there is one thread
+            system.run_queue_wait_ns(pid, look.edge_tid or pid),
             system.resident(pid),
         )
 

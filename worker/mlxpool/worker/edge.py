@@ -253,9 +253,7 @@ class Edge:
 
     def _history_of_row(self, row: Delta) -> None:
         end = row.end and (row.end.get("code") or row.end.get("reason"))
-        self.history.write(
-            "deltas", id=row.id, attempt=row.attempt, pos=row.pos, n=row.n, end=end
-        )
+        self.history.write("deltas", id=row.id, attempt=row.attempt, pos=row.pos, n=row.n, end=end)
 
     # ---- from the broker -----------------------------------------------------------------------
 
