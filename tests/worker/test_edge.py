@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,17 @@ import pytest
 
 from counting_checker import expected_ids, text_of
 from mlxpool.common import wire
+from mlxpool.common.config import ModelConfig, WorkerConfig
 from mlxpool.common.history import History
+from mlxpool.common.options import Options
 from mlxpool.common.wire import Delta, pack_ids, unpack_ids
+from mlxpool.worker.edge import Edge
 from mlxpool.worker.link import HEARD_LIMIT, LONGEST_TURN, Link, Silence
+from mlxpool.worker.mail import Admit, DropAll
+from mlxpool.worker.models.counting import piece
+from mlxpool.worker.prepare import Prepared
+from mlxpool.worker.sequence import Sequence
+from mlxpool.worker.text import Completion
 from pool import until
 from worker_process import TOKEN, WorkerProcess, id_of
 
@@ -202,3 +211,24 @@ def test_a_resume_that_does_not_fit_is_a_bad_request_of_its_own(
     (row,) = found[1]
     assert row.end is not None and row.end["code"] == "bad_request"
     assert words in row.end["message"]
+
+
+def test_what_was_prepared_for_an_older_link_is_not_run(tmp_path: Path) -> None:
+    """Its request is somebody else's by now; a run of it would take a place for ever."""
+    config = WorkerConfig(
+        f"ipc://{tmp_path}/back", "m/0", TOKEN, "m", ModelConfig(path="builtin:counting")
+    )
+    edge = Edge(config)
+    try:
+        sequence = Sequence(id_of(1), 1, (1,), Options(), 0, 5)
+        old = Prepared((id_of(1), 1), Admit(sequence, {}, Completion(piece, ()), 0.0))
+        edge._drop_all()
+        assert isinstance(edge.compute.inbox.get_nowait(), DropAll)
+        edge.alive.add(old.key)  # as if a broker used the number again
+        edge.preparing.add(old.key)
+        edge._take(old)
+        assert edge.compute.inbox.empty()
+        edge._take(replace(old, generation=edge.generation))
+        assert isinstance(edge.compute.inbox.get_nowait(), Admit)
+    finally:
+        edge.link.close()
