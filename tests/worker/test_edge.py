@@ -232,3 +232,4 @@ def test_what_was_prepared_for_an_older_link_is_not_run(tmp_path: Path) -> None:
         assert isinstance(edge.compute.inbox.get_nowait(), Admit)
     finally:
         edge.link.close()
+        edge.wake.close()

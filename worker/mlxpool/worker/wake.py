@@ -31,3 +31,8 @@ class Wake:
                 pass
         except BlockingIOError:
             pass
+
+    def close(self) -> None:
+        """Nobody polls it any more."""
+        self.end.close()
+        self._far_end.close()
