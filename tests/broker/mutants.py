@@ -212,7 +212,7 @@ MUTANTS = (
     _broker(
         "waiting for a CPU counts as a hang",
         "judge",
-        "    return max(0.0, gap - waited)\n",
+        "    return gap - max(0, wait_now - wait_before) / 1e9\n",
         "    return gap\n",
     ),
     _broker(

@@ -90,6 +90,14 @@ def test_time_on_the_run_queue_does_not_count() -> None:
     assert watched(backwards).still == 1.0
 
 
+def test_a_wait_counts_when_it_is_over_for_the_time_it_took() -> None:
+    """The kernel adds a wait to its count only at its end, many looks after its beginning."""
+    look = Look("boot")
+    waited = [(100.0 + n, Sample(look, compute_wait_ns=(n // 10) * 10 * SECOND)) for n in range(41)]
+    assert watched(waited).still == 0.0
+    assert max(watched(waited[: n + 1]).still for n in range(41)) == 9.0
+
+
 def test_a_gap_between_two_looks_counts_for_two_ticks_at_most() -> None:
     look = Sample(Look("decode", count=3))
     assert watched([(100.0, look), (101.0, look), (4000.0, look)]).still == 3.0

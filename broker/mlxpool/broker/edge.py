@@ -65,7 +65,7 @@ class Broker:
             (config.run_dir / f"{name}.ipc").unlink(missing_ok=True)
         self.back = Peers(sockets.router(self.context, back))
         self.admin = Admin(self, sockets.router(self.context, admin))
-        self.front = Peers(sockets.router(self.context, front, heartbeat=True))
+        self.front = Peers(sockets.router(self.context, front))
         self.door = Door(self.front.socket, front, self.descriptors)
         for endpoint in config.front:
             self.door.bind(endpoint)

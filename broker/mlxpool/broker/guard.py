@@ -64,8 +64,11 @@ class Guard:
             self._set_floor(used - explained(books, self.front))
 
     def _set_floor(self, left: int) -> None:
-        """Nobody is connected: what is `left` is what the C library keeps; room goes on top."""
-        self._floor = max(0, self._floor + left - LIMIT // 2)
+        """Nobody is connected: what is `left` is what the C library keeps; room goes on top.
+
+        At most LIMIT, for some of it may be messages of those who went that are not read yet.
+        """
+        self._floor = min(LIMIT, max(0, self._floor + left - LIMIT // 2))
         self._strikes = 0
 
     def _talking(self, books: Books, now: float) -> set[int]:

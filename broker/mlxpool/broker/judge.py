@@ -65,17 +65,16 @@ class Watch:
         compute = _ran(gap, before.compute_wait_ns, sample.compute_wait_ns)
         edge = _ran(gap, before.edge_wait_ns, sample.edge_wait_ns)
         moved = _place(before.look) != _place(sample.look)
-        self.still = 0.0 if moved else self.still + compute
-        self.silent = 0.0 if beat_at != self.beat_at else self.silent + edge
-        self.edge_still = (
-            0.0 if before.look.edge_ns != sample.look.edge_ns else (self.edge_still + edge)
-        )
+        edge_moved = before.look.edge_ns != sample.look.edge_ns
+        self.still = 0.0 if moved else max(0.0, self.still + compute)
+        self.silent = 0.0 if beat_at != self.beat_at else max(0.0, self.silent + edge)
+        self.edge_still = 0.0 if edge_moved else max(0.0, self.edge_still + edge)
         self.beat_at = beat_at
 
 
 def _ran(gap: float, wait_before: int, wait_now: int) -> float:
-    waited = max(0, wait_now - wait_before) / 1e9
-    return max(0.0, gap - waited)
+    """Below 0 for a wait longer than the gap: the kernel counts a wait when it is over."""
+    return gap - max(0, wait_now - wait_before) / 1e9
 
 
 def _place(look: Look) -> tuple[str, int, int]:

@@ -14,25 +14,28 @@ from mlxpool.common.wire import MAX_FRAME
 
 HIGH_WATER = 1000  # messages for each peer; never 0, which would be without bound
 LINGER_MS = 2000  # finite, so that the end of a process never hangs; > 0, so that terminals leave
+KEEPALIVE = {  # seconds, and how often
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 30,
+    zmq.TCP_KEEPALIVE_INTVL: 10,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
 MAX_PATH = 107  # bytes of a Unix socket's path
 
 
-def router(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, heartbeat: bool = False
-) -> zmq.Socket[bytes]:
+def router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     """A bound ROUTER that reports unknown and full peers instead of dropping silently.
 
-    `heartbeat` frees the descriptors of peers whose host vanished or which are frozen; it says
-    nothing about a peer's work, so workers get none. Raises OSError naming the endpoint when it
-    cannot be bound.
+    It has no heartbeats: libzmq aborts the process when one meets a peer that went while its input
+    was full (libzmq#4364). On tcp the kernel frees the descriptors of hosts that vanished. Raises
+    OSError naming the endpoint when it cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
     _common(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-    if heartbeat:
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+    for option, value in KEEPALIVE.items():
+        socket.setsockopt(option, value)
     try:
         bind(socket, endpoint)
     except OSError:
