@@ -23,9 +23,12 @@ import psutil
 import zmq
 
 import report
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 from mlxpool.common import sockets, wire
 from mlxpool.common.wire import Header
-from pool import Pool
+from pool import Pool, with_path
 
 HERE = Path(__file__).parent
 PATIENCE_MS = 60_000
@@ -109,7 +112,7 @@ class Counter:
 def pool(plan: Mapping[str, float], folder: Path) -> Iterator[Pool]:
     """A broker whose workers are firehoses."""
     (folder / "sitecustomize.py").write_text(DETOUR.format(firehose=str(HERE / "firehose.py")))
-    environment = {"PYTHONPATH": str(folder), "FIREHOSE": json.dumps(plan)}
+    environment = {"PYTHONPATH": with_path(folder), "FIREHOSE": json.dumps(plan)}
     config = '[models.m]\npath = "builtin:counting"\nsequences = 4096\n'
     with Pool(folder, "[pool]\nbeat_limit = 1000\n" + config, environment=environment) as running:
         yield running
@@ -314,5 +317,4 @@ def _p99(one: Mapping[str, Any]) -> float:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent / "tests"))
     sys.exit(main())

@@ -32,6 +32,11 @@ def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> An
     raise AssertionError(f"never happened: {what}")
 
 
+def with_path(folder: Path) -> str:
+    """A PYTHONPATH that begins with this folder, for a `sitecustomize.py` in it."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Pool:
     """`mlxpool serve` with a config; the run directory is short, for its path has to fit."""
 

@@ -13,7 +13,7 @@ from chaos.harness import LIMITS, Chaos, model
 from chaos.storm import free_port
 from mlxpool.client import Client
 from mlxpool.common import sockets
-from pool import PATIENCE, until
+from pool import PATIENCE, until, with_path
 from relay import Relay
 
 Patch = pytest.MonkeyPatch
@@ -80,7 +80,7 @@ def behind(tmp_path: Path, monkeypatch: Patch, step_us: int) -> Iterator[tuple[C
     back = sockets.ipc(chaos.pool.run_dir, "back").removeprefix("ipc://")
     with Relay(("ipc", back)) as relay:
         (tmp_path / "sitecustomize.py").write_text(DETOUR.format(endpoint=relay.endpoint))
-        chaos.pool.environment["PYTHONPATH"] = str(tmp_path)
+        chaos.pool.environment["PYTHONPATH"] = with_path(tmp_path)
         with chaos:
             yield chaos, relay
 

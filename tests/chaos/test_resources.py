@@ -11,7 +11,7 @@ import zmq
 from chaos.harness import LIMITS, Chaos, model
 from chaos.starve import burner, starve
 from mlxpool.common import sockets
-from pool import PATIENCE, Pool, until
+from pool import PATIENCE, Pool, until, with_path
 
 Patch = pytest.MonkeyPatch
 
@@ -102,7 +102,7 @@ time.time_ns = lambda: int(_jumping() * 1e9)
 def test_a_wall_clock_that_jumps_by_days(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "sitecustomize.py").write_text(JUMPS)
     config = model(step_us=5000, fault="kill", fault_in="decode", fault_at=100, fault_times=1)
-    environment = {"PYTHONPATH": str(tmp_path)}
+    environment = {"PYTHONPATH": with_path(tmp_path)}
     with Chaos(tmp_path, monkeypatch, config, LIMITS, environment=environment) as chaos:
         chaos.start(400, 3)
         chaos.assert_all_done()
