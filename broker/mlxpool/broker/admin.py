@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,9 @@ from mlxpool.common.wire import Header, Message
 if TYPE_CHECKING:
     from mlxpool.broker.edge import Broker
 
+log = logging.getLogger("mlxpool.broker")
 
+CHANGING = frozenset({"load", "unload", "drain", "restart", "cancel", "stop"})
 MAX_GRACE_MS = 24 * 3600 * 1000
 AT_ONCE = 64  # messages answered before the other sockets get their turn
 
@@ -63,6 +66,9 @@ class Admin:
             raise BadRequest(
                 f"unknown admin command {message.kind!r:.40}; known: {', '.join(COMMANDS)}"
             )
+        if message.kind in CHANGING:
+            what = {k: v for k, v in message.body.items() if k in ("model", "slot", "timeout_ms")}
+            log.info("operator", extra={"command": message.kind, **what})
         return command(self, message, now)
 
     def ps(self, message: Message, now: float) -> Mapping[str, Any]:
@@ -88,8 +94,7 @@ class Admin:
         return self.broker.core.fleet.model(name)
 
     def load(self, message: Message, now: float) -> Mapping[str, Any]:
-        if self.broker.stopping:
-            raise Draining("the broker is going down")
+        self._refuse_if_ending()
         model = self._model(message)
         self.broker.perform(ev.Load(model.name), now)
         return {"model": model.name}
@@ -116,11 +121,16 @@ class Admin:
 
     def restart(self, message: Message, now: float) -> Mapping[str, Any]:
         """Replace a slot's worker; its streams go on in the next one."""
+        self._refuse_if_ending()
         slot = self._slot(message)
         if slot.worker is not None:
             self._drainable(slot)
         self.broker.perform(ev.Restart(slot.name), now)
         return {"slot": slot.name}
+
+    def _refuse_if_ending(self) -> None:
+        if self.broker.core.stopping:
+            raise Draining("the broker is being drained or going down: nothing is started any more")
 
     def _drainable(self, slot: Slot) -> None:
         if slot.worker is None:

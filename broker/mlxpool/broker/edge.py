@@ -379,7 +379,7 @@ class Broker:
         self.perform(ev.Spawned(action.slot, child.process.pid), now)
 
     def stop_worker(self, action: ev.StopWorker, now: float) -> None:
-        self.supervisor.stop(action.slot, now)
+        self.supervisor.stop(action.slot, now, at_once=action.at_once)
 
     def forget_link(self, action: ev.ForgetLink, now: float) -> None:
         self.front.forget(action.link)
@@ -406,6 +406,7 @@ class Broker:
 
     def _stop_signal(self, now: float) -> None:
         numbers = self.signals.recv(16)
+        log.info("signal", extra={"number": numbers[0]})
         if self.stopping or len(numbers) > 1:  # asked twice: do not wait for anybody
             self.supervisor.close()
         self.stop(now, final=False)  # whoever sends signals may start the next one
@@ -424,12 +425,17 @@ class Broker:
         os.close(self.lock)
         log.info("broker stopped")
 
+    def _state(self) -> str:
+        if self.stopping:
+            return "stopping"
+        return "draining" if self.core.stopping else "ready"
+
     def about(self, now: float) -> Mapping[str, Any]:
         """The broker's own line in `ps`."""
         return {
             "pid": os.getpid(),
             "boot": self.boot,
-            "state": "stopping" if self.stopping else "ready",
+            "state": self._state(),
             "uptime_s": round(now - self.started_at, 3),
             "run_dir": str(self.config.run_dir),
             "links": len(self.front.by_number),

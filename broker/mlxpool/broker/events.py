@@ -259,7 +259,10 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
+    """Ask it to go, then kill it; `at_once`: it cannot hear."""
+
     slot: str
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

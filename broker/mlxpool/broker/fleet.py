@@ -191,6 +191,7 @@ class Fleet:
 
     def judged(self, worker: Worker, verdict: Verdict, now: float) -> None:
         """SUSPECT past a limit, well again before the second strike; CONDEMNED is the core's."""
+        worker.suspicion = verdict.cause if verdict.suspect else ""
         if verdict.suspect and not worker.suspect_since:
             worker.suspect_since = now
             if worker.state is WorkerState.READY:
@@ -204,14 +205,14 @@ class Fleet:
                 worker.move("recover")
             self._note("info", "worker recovered", worker)
 
-    def condemn(self, worker: Worker, why: str) -> bool:
+    def condemn(self, worker: Worker, why: str, *, deaf: bool = False) -> bool:
         """Fence a worker: nothing it says counts any more. False when it was already."""
         if worker.state in FENCED:
             return False
         worker.move("condemn")
         worker.cause = why
         self.by_epoch.pop(worker.epoch, None)
-        self.out.append(StopWorker(worker.slot))
+        self.out.append(StopWorker(worker.slot, at_once=deaf))
         self._note("warning", "worker condemned", worker, why=why)
         return True
 

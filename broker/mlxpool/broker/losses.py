@@ -17,7 +17,7 @@ class Losses(Intake):
     def _condemn(self, worker: Worker, cause: str, now: float, *, own: bool = False) -> None:
         """Fence a worker and move what it runs."""
         prefill = worker.watch.sample.look.request
-        if self.fleet.condemn(worker, cause):
+        if self.fleet.condemn(worker, cause, deaf=worker.watch.sample.stopped):
             self._lose(worker, cause, now, own=own, prefill=prefill)
             self._go_on(worker, now)
 

@@ -14,7 +14,7 @@ from mlxpool.broker.requests import Request, State
 
 if TYPE_CHECKING:
     from mlxpool.broker.core import Core
-    from mlxpool.broker.workers import Slot
+    from mlxpool.broker.workers import Model, Slot
 
 
 @dataclass(eq=False, slots=True)
@@ -120,12 +120,18 @@ def ps(core: Core, now: float) -> dict[str, Any]:
             "state": model.state(limit),
             "queued": len(model.queue),
             "path": model.config.path,
-            "error": (model.last_error or {}).get("message"),
+            "error": _trouble(core, model, now),
         }
         for model in core.fleet.models.values()
     ]
     used = [slot for slot in core.fleet.slots.values() if slot.worker or slot.last_exit]
     return {"workers": [_worker(slot, now) for slot in used], "models": models}
+
+
+def _trouble(core: Core, model: Model, now: float) -> str | None:
+    """Why the model cannot be had now, in the words that its requests get."""
+    error = core.fleet.verdict(model, now)
+    return error.message if error is not None else None
 
 
 def _worker(slot: Slot, now: float) -> dict[str, Any]:
@@ -149,7 +155,7 @@ def _worker(slot: Slot, now: float) -> dict[str, Any]:
         "phase_age_ms": round(float(beat.get("phase_age_ms", 0)) + since * 1000),
         "progress_age_ms": round(worker.watch.still * 1000),
         "suspect": bool(worker.suspect_since),
-        "cause": worker.cause or None,
+        "cause": worker.cause or worker.suspicion or None,
         "beat_age_ms": round(since * 1000),
         "progress": beat.get("progress", 0),
         "running": beat.get("running", 0),

@@ -220,12 +220,12 @@ class Supervisor:
 
     # ---- end -----------------------------------------------------------------------------------
 
-    def stop(self, slot: str, now: float) -> None:
-        """Ask the worker to end; `poll` kills it after `stop_grace`."""
+    def stop(self, slot: str, now: float, *, at_once: bool = False) -> None:
+        """Ask the worker to end; `poll` kills it after `stop_grace`, or `at_once`."""
         child = self.children.get(slot)
         if child is not None and not child.kill_at:
             child.commanded = True
-            child.kill_at = now + self.config.stop_grace
+            child.kill_at = now if at_once else now + self.config.stop_grace
             self._signal(child, signal.SIGTERM)
 
     def poll(self, now: float) -> None:

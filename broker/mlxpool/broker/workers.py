@@ -69,6 +69,7 @@ class Worker:
     hello: Mapping[str, Any] = field(default_factory=dict)
     watch: Watch = field(default_factory=Watch)
     suspect_since: float = 0.0  # 0: it is not
+    suspicion: str = ""  # why it is suspect
     cause: str = ""  # why we ended it
     said_bye: bool = False  # it was asked to go, by whomever
     yielding: bool = False  # was told to hand back what it runs

@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = parser().parse_args(arguments)
     options.run_dir_flag = getattr(options, "run_dir", None)
-    options.run_dir = options.run_dir_flag or _run_dir_of_environment()
+    options.run_dir = options.run_dir_flag or default_run_dir()
     options.json = getattr(options, "json", False)
     command: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -90,11 +90,6 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(options, Internal(_words(error)), FAILED)
     except KeyboardInterrupt:
         return 130
-
-
-def _run_dir_of_environment() -> Path:
-    named = os.environ.get("MLXPOOL_RUN_DIR")
-    return Path(named) if named else default_run_dir()
 
 
 def _words(error: OSError) -> str:

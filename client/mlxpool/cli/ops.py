@@ -25,7 +25,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         ("stats", "counters since the broker's start", stats),
         ("models", "the models that can be asked for", models),
         ("requests", "live requests and their ids", requests),
-        ("stop", "end the broker and its workers", stop),
+        ("stop", "end the broker for good: its streams end (to restart it, send SIGTERM)", stop),
     ):
         commands.add_parser(name, parents=[common], help=text).set_defaults(run=action)
     for name, text, action in (
@@ -39,7 +39,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "drain",
         parents=[common],
         help="let a worker, a model or the whole pool finish, then end it",
-        description="Without TARGET the pool finishes what it has accepted, then the broker ends.",
+        description="A drained worker's slot is filled again when there is work for it; a drained"
+        " model stays closed until `mlxpool load`. Without TARGET the pool finishes what it has"
+        " accepted, then the broker ends.",
     )
     sub.add_argument(
         "target", nargs="?", metavar="TARGET", help="a slot (demo/0) or a model (demo)"
@@ -76,10 +78,7 @@ def ask(
             wire.encode(Header(kind, ident or os.urandom(wire.ID_BYTES)), body or {})
         )
         if not socket.poll(TIMEOUT_MS):
-            raise BrokerLost(
-                f"no broker answers at {endpoint}; start one with `mlxpool serve`,"
-                " or name its folder with --run-dir"
-            )
+            raise BrokerLost(_nobody(run_dir, endpoint))
         message = wire.decode(socket.recv_multipart(), max_body=wire.MAX_BLOB)
     finally:
         socket.close(linger=0)
@@ -87,6 +86,19 @@ def ask(
     if message.kind == wire.ERROR:
         raise from_body(message.body)
     return message.body
+
+
+def _nobody(run_dir: Path, endpoint: str) -> str:
+    """Why nobody answers, as far as the lock tells."""
+    try:
+        pid = int((run_dir / "lock").read_text())
+        os.kill(pid, 0)
+    except (OSError, ValueError):
+        return (
+            f"no broker answers at {endpoint}; start one with `mlxpool serve`,"
+            " or name its folder with --run-dir"
+        )
+    return f"the broker (pid {pid}) of {run_dir} does not answer: it is frozen, or very busy"
 
 
 def _show(options: argparse.Namespace, answer: Mapping[str, Any], text: str) -> int:

@@ -141,7 +141,7 @@ def as_json(result: Result) -> dict[str, Any]:
 def figures(result: Result, seconds: float) -> str:
     """One line about a finished completion."""
     made = result.usage.get("completion_tokens", 0)
-    decode = result.timings_ms.get("decode", 0.0) / 1000
+    decode = result.timings_ms.get("decode", 0.0) / 1000 if result.attempts == 1 else seconds
     rate = f"{made / decode:.0f} tokens/s, " if decode and made > 1 else ""
     prompt = result.usage.get("prompt_tokens", 0)
     cached = result.usage.get("cached_tokens", 0)

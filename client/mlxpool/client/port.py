@@ -33,7 +33,20 @@ class Port:
         self._wake_end.setblocking(False)
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Have the poll tell of frames, and of the moment when somebody is there to read ours."""
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        for source in (self._socket, self._monitor):
+            self._poller.register(source, zmq.POLLIN)
+
+    def _close(self, linger: int) -> None:
+        for source in (self._socket, self._monitor):
+            self._poller.unregister(source)
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close(linger=linger)
 
     def nudge(self) -> None:
         """End the other thread's `wait`."""
@@ -76,21 +89,30 @@ class Port:
             except zmq.Again:
                 return
 
+    def connected(self) -> bool:
+        """Whether a connection has come about since the last call: perhaps to another broker."""
+        found = False
+        try:
+            while self._monitor.recv_multipart(zmq.NOBLOCK):
+                found = True
+        except zmq.Again:
+            pass
+        return found
+
     def replace(self) -> None:
         """A new connection; what the old one has not sent or not given is dropped."""
         try:
             fresh = sockets.dealer(self._context, self.endpoint)
         except OSError:
             return  # out of descriptors: the old one may still come back
-        self._poller.unregister(self._socket)
-        self._socket.close(linger=0)
+        self._close(linger=0)
         self._unsent.clear()
         self._socket = fresh
-        self._poller.register(fresh, zmq.POLLIN)
+        self._watch()
 
     def close(self) -> None:
         """Give what was sent a moment to leave."""
-        self._socket.close(linger=200)
+        self._close(linger=200)
         self._context.term()
         self._wake.close()
         self._wake_end.close()

@@ -60,7 +60,7 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket
     socket = context.socket(zmq.DEALER)
     _common(socket)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
