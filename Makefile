@@ -25,7 +25,7 @@ test: $(READY)            ## the whole test suite
 
 chaos: $(READY)           ## the chaos suite with its long parts, and 10,000 streams under faults
 	$(BIN)/python -m pytest tests/chaos -m ''
-	$(BIN)/python bench/storm.py --streams 10000 --faults 1000
+	$(BIN)/python bench/storm.py --streams 10000 --faults 1000 --step-us 8000
 
 soak: $(READY)            ## half an hour of faults, 100,000 seeds of the simulator
 	$(BIN)/python bench/soak.py

@@ -25,6 +25,7 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--at-once", type=int, default=48)
     options.add_argument("--replicas", type=int, default=3)
+    options.add_argument("--step-us", type=int, default=2000, help="time of a decode step")
     options.add_argument("--pause", type=float, default=0.3, help="mean seconds between two faults")
     options.add_argument("--json", type=Path, help="write the figures to this file")
     given = options.parse_args()
@@ -34,6 +35,7 @@ def main() -> int:
         seed=given.seed,
         at_once=given.at_once,
         replicas=given.replicas,
+        step_us=given.step_us,
         pause=given.pause,
     )
     with tempfile.TemporaryDirectory() as folder:

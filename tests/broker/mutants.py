@@ -147,8 +147,8 @@ MUTANTS = (
     _broker(
         "losses without a token are never counted",
         "losses",
-        "        request.barren += 1\n",
-        "        request.barren += 0\n",
+        "            request.barren += int(counts)\n",
+        "            pass\n",
     ),
     _broker(
         "losses are counted for ever",
@@ -194,8 +194,8 @@ MUTANTS = (
     _broker(
         "a take-over leaves the old run alone",
         "intake",
-        "        self._leave_worker(before)\n        self._unqueue(before)\n",
-        "        self._unqueue(before)\n",
+        "        self._leave_worker(before)\n        self.links[before.link]",
+        "        self.links[before.link]",
     ),
     _broker(
         "text is lost when deltas merge",

@@ -8,6 +8,7 @@ accepted = done + failed + cancelled + live.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from mlxpool.broker import events as ev
@@ -77,11 +78,13 @@ class Core(Taking):
 
     def on_hello(self, event: ev.WorkerHello, now: float) -> None:
         worker = self.fleet.slots[event.slot].worker
+        if worker is not None and worker.state is WorkerState.DRAINING and worker.epoch:
+            self._condemn(worker, "drained", now)
         if worker is None or "hello" not in TRANSITIONS[worker.state]:
             self.counters.fenced += 1
             return
-        if worker.epoch:
-            self._lose(worker, "it came on a new connection", now)
+        if worker.epoch:  # its connection was lost, not its work: nobody is to blame
+            self._lose(worker, "it came on a new connection", now, counts=False)
         self.fleet.hello(worker, event.body, event.token, now)
         self._go_on(worker, now)
 
@@ -146,6 +149,7 @@ class Core(Taking):
         request = self.requests.get(event.id)
         if request is not None and event.owner in (None, request.owner):
             self._cancel(request, now)
+            self.tombstones[event.id] = replace(self.tombstones[event.id], final=True)
 
     # ---- time ----------------------------------------------------------------------------------
 
@@ -229,6 +233,7 @@ class Core(Taking):
             return
         model = self.fleet.models[event.model]
         model.retry_at, model.failures, model.closed = 0.0, 0, False
+        model.need = model.floor
         self.fleet.want(model, now)
 
     def on_unload(self, event: ev.Unload, now: float) -> None:
@@ -242,6 +247,8 @@ class Core(Taking):
             for request in self._running(worker):
                 self._fail(request, error, now)
         self.fleet.unload(model, "unloaded by the operator")
+        if (model.queue or model.asks) and not model.workers:  # nobody's exit will start it again
+            self.fleet.want(model, now)
 
     def on_restart(self, event: ev.Restart, now: float) -> None:
         worker = self.fleet.slots[event.slot].worker
@@ -252,7 +259,7 @@ class Core(Taking):
             self._drain_worker(event.slot, 0.0, now)
 
     def on_shutdown(self, event: ev.Shutdown, now: float) -> None:
-        self.stopping = self.drained = True
+        self.stopping = self.drained = self.fleet.closing = True
         error = Draining(
             "the broker is going down; send the request again",
             retry_after_ms=None if event.final else RETRY_DRAINED_MS,

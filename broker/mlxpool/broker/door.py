@@ -21,6 +21,11 @@ COUNT_EVERY = 0.02  # of all descriptors: so many connections may come between t
 PERIOD = 1.0  # seconds between two counts while nothing comes
 
 
+def backlog_of(limit: int) -> int:
+    """Connections that may wait: far fewer than there are descriptors when the door is shut."""
+    return max(8, min(sockets.BACKLOG, limit // 16))
+
+
 class Door:
     """Owned by the broker's one thread, like the socket it guards."""
 

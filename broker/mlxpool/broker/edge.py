@@ -22,7 +22,7 @@ from mlxpool.broker import events as ev
 from mlxpool.broker import record, system
 from mlxpool.broker.admin import Admin
 from mlxpool.broker.core import Core
-from mlxpool.broker.door import PERIOD, Door
+from mlxpool.broker.door import PERIOD, Door, backlog_of
 from mlxpool.broker.guard import Guard
 from mlxpool.broker.peers import Peer, Peers
 from mlxpool.broker.premises import footprints, lock, raise_descriptor_limit
@@ -37,6 +37,7 @@ log = logging.getLogger("mlxpool.broker")
 
 DRAIN = 256  # messages read from one socket before the others get their turn
 FRONT_TURN = 0.001  # seconds for clients, then workers have theirs: a flood delays no stream
+DRY = 0.25  # seconds for which other workers may keep a death from being told
 GATHER = 512  # rows after which the core has them
 RETRY = 0.01  # seconds until a full peer is tried again
 FORGET = 20.0  # seconds after which a silent connection without streams is forgotten
@@ -65,7 +66,9 @@ class Broker:
             (config.run_dir / f"{name}.ipc").unlink(missing_ok=True)
         self.back = Peers(sockets.router(self.context, back))
         self.admin = Admin(self, sockets.router(self.context, admin))
-        self.front = Peers(sockets.router(self.context, front))
+        self.front = Peers(
+            sockets.router(self.context, front, backlog=backlog_of(self.descriptors))
+        )
         self.door = Door(self.front.socket, front, self.descriptors)
         for endpoint in config.front:
             self.door.bind(endpoint)
@@ -87,6 +90,7 @@ class Broker:
         ):
             self.poller.register(source, zmq.POLLIN)
         self._rows: list[Delta] = []  # taken from the socket, not yet by the core
+        self._noticed: dict[int, float] = {}  # descriptors of dead workers -> since when
         self._rows_of = 0  # the epoch of their worker
         self.stopping = False
         self._sweep_at = 0.0
@@ -248,6 +252,7 @@ class Broker:
         try:
             message = wire.decode(parts, max_body=wire.MAX_BACK_BODY)
             if message.kind == wire.HELLO:
+                self._take_rows(now)
                 self._hello(peer, message, now)
                 return
             event = self._worker_event(peer, message)
@@ -313,11 +318,12 @@ class Broker:
             self.epochs[peer.number] = worker.epoch
 
     def _worker_ended(self, descriptor: int, now: float) -> None:
+        noticed = self._noticed.setdefault(descriptor, now)
+        if not self._read_dry(now) and now - noticed < DRY:
+            return  # it stays readable: the next turn goes on
+        del self._noticed[descriptor]
         child = self.watches.pop(descriptor)
         self.poller.unregister(descriptor)
-        while self._back_has_more(now):
-            pass
-        self._take_rows(now)
         end = self.supervisor.reap(child.slot)
         number = self.worker_peers.pop(child.slot, None)
         if number is not None:
@@ -325,11 +331,15 @@ class Broker:
             self.back.forget(number)
         self.perform(ev.WorkerExited(child.slot, end.cause, end.own, end.prefill), now)
 
-    def _back_has_more(self, now: float) -> bool:
-        received = self.back.receive(now)
-        if received is not None:
+    def _read_dry(self, now: float) -> bool:
+        """What a dead worker managed to send is read before its death is told, within bounds."""
+        for _ in range(DRAIN):
+            received = self.back.receive(now)
+            if received is None:
+                break
             self._from_worker(*received, now)
-        return received is not None
+        self._take_rows(now)
+        return received is None
 
     # ---- actions -------------------------------------------------------------------------------
 
@@ -363,8 +373,9 @@ class Broker:
             parts = wire.encode(
                 action.header, action.body, action.blobs, max_body=wire.MAX_BACK_BODY
             )
-            if not self.back.send(number, parts):  # it takes nothing any more: start another
-                self.supervisor.stop(action.slot, now)
+            if not self.back.send(number, parts) and self.back.overflowed(number):
+                self.supervisor.stop(action.slot, now)  # it takes nothing any more
+            # Else the connection is gone: the worker says hello again, or the judge notices.
 
     def start_worker(self, action: ev.StartWorker, now: float) -> None:
         try:

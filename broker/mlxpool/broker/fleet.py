@@ -38,6 +38,7 @@ class Fleet:
         self.slots = {slot.name: slot for model in self.models.values() for slot in model.slots}
         self.by_epoch: dict[int, Worker] = {}
         self.epoch = 0
+        self.closing = False  # nothing is started any more
 
     # ---- models --------------------------------------------------------------------------------
 
@@ -52,13 +53,13 @@ class Fleet:
 
     def refuse_if_broken(self, model: Model, now: float) -> None:
         """Raises why the model cannot be had until `retry_at`, or ever."""
-        if any(w.state is WorkerState.READY for w in model.workers):
+        if model.hopeful:
             return
-        if model.need > self.memory:
+        if model.floor > self.memory:
             raise ModelUnavailable(
-                f"model {model.name!r} needs {model.need} bytes, the pool's memory_limit is"
+                f"model {model.name!r} needs {model.floor} bytes, the pool's memory_limit is"
                 f" {self.memory}; raise memory_limit or take a smaller model",
-                details={"model": model.name, "need": model.need, "memory_limit": self.memory},
+                details={"model": model.name, "need": model.floor, "memory_limit": self.memory},
             )
         if now >= model.retry_at:
             return
@@ -82,6 +83,8 @@ class Fleet:
 
     def want(self, model: Model, now: float) -> None:
         """Somebody needs the model: start what is missing, as far as time and memory allow."""
+        if self.closing:
+            return
         model.wanted = True
         if now < model.retry_at:
             self.timers.set(("restart", model.name), model.retry_at)
@@ -165,8 +168,8 @@ class Fleet:
 
     def credit(self, worker: Worker, body: Mapping[str, Any], now: float) -> None:
         """Free places as the worker counts them; the first report makes it READY."""
-        worker.sequences = int(body.get("sequences", 0))
-        worker.works_seen = int(body.get("works", 0))
+        worker.sequences = _natural(body.get("sequences"))
+        worker.works_seen = _natural(body.get("works"))
         if worker.state is WorkerState.LOADING:
             worker.move("ready")
             worker.ready_at = now
@@ -179,7 +182,9 @@ class Fleet:
         memory = worker.beat.get("memory")
         if isinstance(memory, Mapping) and not model.config.memory_limit:
             taken = memory.get("active", 0)
-            model.need = max(model.need, taken if isinstance(taken, int) else 0)
+            most = max(model.need, taken if isinstance(taken, int) else 0)
+            # It holds keys and values, too: what fitted once is never too large for the pool.
+            model.need = max(model.floor, min(most, self.memory))
 
     def has_served(self, worker: Worker, now: float) -> None:
         """It ended a request: its model is sound, and what was held back may start."""
@@ -291,10 +296,15 @@ class Fleet:
         self.out.append(Note(level, event, {**known, "pid": worker.pid, **fields}))
 
 
+def _natural(value: object) -> int:
+    return max(0, value) if isinstance(value, int) else 0
+
+
 def _ends(worker: Worker) -> bool:
     return worker.state in (*FENCED, WorkerState.DRAINING)
 
 
 def _model(name: str, config: ModelConfig, need: int) -> Model:
     slots = [Slot(f"{name}/{number}", name) for number in range(config.replicas)]
-    return Model(name, config, slots, need=config.memory_limit or need)
+    floor = config.memory_limit or need
+    return Model(name, config, slots, floor=floor, need=floor)

@@ -10,7 +10,7 @@ from mlxpool.broker import events as ev
 from mlxpool.broker.delivery import Delivery
 from mlxpool.broker.payload import Payload
 from mlxpool.broker.policy import choose_worker, prefix_keys, remember, same_facts
-from mlxpool.broker.requests import Request, Tombstone
+from mlxpool.broker.requests import Request, State, Tombstone
 from mlxpool.broker.workers import Model, Question, Worker, WorkerState
 from mlxpool.common import wire
 from mlxpool.common.errors import (
@@ -27,6 +27,7 @@ from mlxpool.common.wire import Header
 
 RETRY_QUEUE_MS = 1000
 ASK_TRIES = 2
+RESUMED = 4  # times the bounds of a queue, for streams that another broker had accepted
 
 
 class Intake(Delivery):
@@ -50,6 +51,8 @@ class Intake(Delivery):
         """A higher attempt of the same request takes over; anything else ends here."""
         if (known.owner, known.digest) != (event.owner, digest):
             self._duplicate(event, "is in use by another request")
+        elif isinstance(known, Tombstone) and known.final:
+            self._duplicate(event, f"has ended: {known.state.value}")
         elif event.attempt > known.attempt:
             return True
         elif isinstance(known, Tombstone):
@@ -83,13 +86,14 @@ class Intake(Delivery):
         before = self.requests.get(event.id)
         if before is None:
             self._check_open(model)
-            if not payload.resume_ids:  # what was accepted once is not refused for want of room
-                self._check_queue(model, payload)
+            # What was accepted once is not refused for want of room, within reason.
+            self._check_queue(model, payload, RESUMED if payload.resume_ids else 1)
+            self._check_poison(digest)
         else:
             _check_ids(before, payload)
-        self._check_poison(digest)
         self.fleet.refuse_if_broken(model, now)
         request = self._new_request(event, payload, digest, now)
+        waits = before is not None and before.state is State.QUEUED
         if before is not None:
             self._take_over(before, request)
         else:
@@ -99,7 +103,9 @@ class Intake(Delivery):
         self.links[event.link].ids.add(request.id)
         self._watch_link(event.link, now)
         self._set_timer(request)
-        if before is None and not payload.resume_ids:
+        if before is not None and waits:
+            model.queue.replace(before, request)
+        elif before is None and not payload.resume_ids:
             model.queue.add(request)
         else:
             model.queue.add_back(request)
@@ -123,8 +129,8 @@ class Intake(Delivery):
                 f" {self.config.poison_life / 60:g} minutes"
             )
 
-    def _check_queue(self, model: Model, payload: Payload) -> None:
-        limit, most = self.config.queue_limit, self.config.queue_bytes
+    def _check_queue(self, model: Model, payload: Payload, factor: int) -> None:
+        limit, most = factor * self.config.queue_limit, factor * self.config.queue_bytes
         if len(model.queue) >= limit or model.queue.bytes + payload.size > most:
             raise QueueFull(
                 f"{len(model.queue)} requests with {model.queue.bytes} bytes of prompt wait for"
@@ -167,7 +173,6 @@ class Intake(Delivery):
     def _take_over(self, before: Request, request: Request) -> None:
         """The client sent again: its ids are what counts, the old run is fenced and stopped."""
         self._leave_worker(before)
-        self._unqueue(before)
         self.links[before.link].ids.discard(before.id)
         request.tries, request.place = before.tries, before.place
         request.accepted_at, request.assigned_at = before.accepted_at, before.assigned_at
@@ -192,6 +197,8 @@ class Intake(Delivery):
         """Give waiting requests to workers that have room: those that were at work before first."""
         workers = model.workers
         for request in list(model.queue.returning):
+            if not any(worker.credit() for worker in workers):
+                break
             workers = self._take_back(model, request, workers, now)
         while (fresh := model.queue.head()) is not None:
             worker = choose_worker(workers, fresh)
@@ -316,8 +323,17 @@ class Intake(Delivery):
         """The same call on a new connection: its answer goes there. Whoever has its id made it."""
         if event.id in self.asked:
             ask, epoch = self.asked[event.id]
+            if not _same_call(ask, event):
+                raise DuplicateId(f"another call with the id {event.id.hex()} is under way")
             self.asked[event.id] = (_moved(ask, event), epoch)
             return True
+        if any(
+            ask.id == event.id
+            for m in self.fleet.models.values()
+            if m is not model
+            for ask in m.asks
+        ):
+            raise DuplicateId(f"another call with the id {event.id.hex()} is waiting")
         for place, ask in enumerate(model.asks):
             if ask.id == event.id:
                 model.asks[place] = _moved(ask, event)
@@ -365,6 +381,10 @@ def _seed(payload: Payload, entropy: int) -> int:
     if payload.options.seed >= 0:
         return payload.options.seed
     return entropy if payload.resume is None else payload.resume.get("seed", entropy)
+
+
+def _same_call(ask: Question, event: ev.Ask) -> bool:
+    return (ask.kind, ask.body.get("model")) == (event.kind, event.body.get("model"))
 
 
 def _moved(ask: Question, event: ev.Ask) -> Question:

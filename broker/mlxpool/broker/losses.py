@@ -35,6 +35,7 @@ class Losses(Intake):
         *,
         own: bool = False,
         prefill: bytes | None = None,
+        counts: bool = True,
     ) -> None:
         """Nothing more comes of its runs: their requests go back to the queue."""
         lost = self._running(worker)
@@ -43,6 +44,7 @@ class Losses(Intake):
         worker.company.clear()
         for request in lost:
             self._charge(request, blame.get(request.id, 0.0), len(lost))
+            request.barren += int(counts)
             self._retry(request, worker, cause, now)
         self._ask_again(worker, cause)
 
@@ -64,7 +66,6 @@ class Losses(Intake):
             self._quarantine(request.digest, now)
             self._fail(request, Poisoned(f"{where}; this request ended two workers"), now)
             return
-        request.barren += 1
         if not request.payload.durable:
             error = WorkerLost(f"{where}; send the request again", details=details)
             self._fail(request, error, now)
@@ -183,5 +184,8 @@ def _runs(runs: object) -> list[tuple[bytes, int]]:
     return [
         (run[0], run[1])
         for run in runs
-        if isinstance(run, list) and len(run) == 2 and isinstance(run[0], bytes)
+        if isinstance(run, list)
+        and len(run) == 2
+        and isinstance(run[0], bytes)
+        and isinstance(run[1], int)
     ]

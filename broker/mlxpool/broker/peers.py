@@ -38,6 +38,7 @@ class Peers:
         self.by_name: dict[bytes, Peer] = {}
         self.by_number: dict[int, Peer] = {}
         self.full: set[int] = set()  # numbers with a backlog
+        self._overflow = 0  # the newest number given up for its backlog
         self._long: tuple[Peer, list[bytes]] | None = None  # too many parts, not all read yet
         self._count = 0
 
@@ -112,9 +113,14 @@ class Peers:
         peer.backlog_bytes += sum(map(len, parts))
         self.full.add(peer.number)
         if peer.backlog_bytes > MAX_BACKLOG:
+            self._overflow = peer.number
             self.forget(peer.number)
             return False
         return True
+
+    def overflowed(self, number: int) -> bool:
+        """Whether it was just now given up for taking nothing any more, not for being gone."""
+        return number == self._overflow
 
     def retry(self) -> list[int]:
         """Try every full peer again; returns the numbers of those that turned out to be gone."""

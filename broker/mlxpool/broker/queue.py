@@ -92,6 +92,15 @@ class Queue:
         insort(self.returning, request, key=lambda r: (-r.payload.priority, r.place))
         self._count(request, 1)
 
+    def replace(self, before: Request, request: Request) -> None:
+        """The same request, sent again while it waited: it keeps its place."""
+        if before in self.returning:
+            self.returning[self.returning.index(before)] = request
+        else:
+            waiting = self.lanes[before.payload.priority].owners[before.owner]
+            waiting[waiting.index(before)] = request
+        self.bytes += request.payload.size - before.payload.size
+
     def head(self) -> Request | None:
         """The next of the fresh ones: the highest priority first."""
         for lane in reversed(self.lanes):

@@ -105,3 +105,4 @@ class Tombstone:
     state: State
     pos: int
     until: float
+    final: bool = False  # somebody asked for this end: no later sending begins it again

@@ -37,6 +37,9 @@ TRANSITIONS: dict[WorkerState, dict[str, WorkerState]] = {
     WorkerState.CONDEMNED: _GONE,
     WorkerState.LOST: {},
 }
+COMING = frozenset(
+    {WorkerState.STARTING, WorkerState.LOADING, WorkerState.READY, WorkerState.SUSPECT}
+)
 PROOF = 16  # tokens
 FENCED = frozenset({WorkerState.CONDEMNED, WorkerState.LOST})
 
@@ -144,7 +147,8 @@ class Model:
     name: str
     config: ModelConfig
     slots: list[Slot]
-    need: int = 0  # bytes one worker takes: its limit, the most seen of it, or its files
+    floor: int = 0  # bytes one worker takes at least: its limit, or its files
+    need: int = 0  # the floor, or the most seen of it
     queue: Queue = field(default_factory=Queue)
     asks: list[Question] = field(default_factory=list)
     wanted: bool = False  # somebody asked for it since it was last unloaded
@@ -164,6 +168,11 @@ class Model:
         states = {worker.state for worker in self.workers}
         coming = {WorkerState.STARTING, WorkerState.LOADING, WorkerState.SUSPECT}
         return WorkerState.READY in states and not states & coming
+
+    @property
+    def hopeful(self) -> bool:
+        """A worker serves it, or is on its way to: nobody need give up."""
+        return any(worker.state in COMING for worker in self.workers)
 
     @property
     def busy(self) -> bool:

@@ -20,20 +20,25 @@ KEEPALIVE = {  # seconds, and how often
     zmq.TCP_KEEPALIVE_INTVL: 10,
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
+BACKLOG = 100
 MAX_PATH = 107  # bytes of a Unix socket's path
 
 
-def router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+def router(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, backlog: int = BACKLOG
+) -> zmq.Socket[bytes]:
     """A bound ROUTER that reports unknown and full peers instead of dropping silently.
 
     It has no heartbeats: libzmq aborts the process when one meets a peer that went while its input
-    was full (libzmq#4364). On tcp the kernel frees the descriptors of hosts that vanished. Raises
+    was full (libzmq#4364). On tcp the kernel frees the descriptors of hosts that vanished. So many
+    connections as `backlog` may wait to be accepted, all at once if the process was stopped. Raises
     OSError naming the endpoint when it cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
     _common(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    socket.setsockopt(zmq.BACKLOG, backlog)
     for option, value in KEEPALIVE.items():
         socket.setsockopt(option, value)
     try:
