@@ -128,7 +128,8 @@ def test_what_a_worker_says_of_itself_is_no_trap(story: Story) -> None:
     worker, request = story.running()
     for body in ({"sequences": "x", "works": None}, {}, {"sequences": -5, "works": 1}):
         story.do(ev.WorkerCredit(worker.epoch, body))
-    for runs in (None, [[]], [[request, []]], [[["x"], 1]], "runs"):
+    broken: list[object] = [None, [[]], [[request, []]], [[["x"], 1]], "runs"]
+    for runs in broken:
         story.do(ev.WorkerYield(worker.epoch, runs))
     worker.credit()
     worker.end(request)
