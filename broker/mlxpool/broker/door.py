@@ -1,7 +1,7 @@
 """The front's endpoints: shut while descriptors are short, open again when they are not.
 
 libzmq aborts the process when accepting on ipc finds no descriptor, so we must never get there.
-Connections that exist are not touched; a client that finds the door shut redials by itself.
+libzmq closes an endpoint's connections with it: clients redial, and send their streams again.
 """
 
 from __future__ import annotations

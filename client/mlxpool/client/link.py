@@ -182,8 +182,8 @@ class Link:
         port.wait(soon if waiting else None)
         now = time.monotonic()
         self._watch.turn(now)
-        if port.connected():
-            self._ping_at = now  # its `pong` tells whether streams have to be sent again
+        if port.connected() and waiting:
+            self._ping(port)  # its `pong` tells whether streams have to be sent again
         if not waiting:
             self._watch.idle()
             self._ping_at, self._tick_at = now + self.pace.ping, now + self.pace.tick
