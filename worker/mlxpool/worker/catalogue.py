@@ -75,7 +75,13 @@ def _folder(path: Path, config: ModelConfig) -> Source:
 
         back_end.say()
         loaded = load_weights(folder, on_progress)
-        return ModelEngine(loaded, text, context=context, prefix=config.prefix_cache)
+        return ModelEngine(
+            loaded,
+            text,
+            context=context,
+            prefix=config.prefix_cache,
+            prefix_bytes=config.prefix_bytes,
+        )
 
     # One running sequence: batching is the engine's next work, and credit follows this number.
     opened = Opened(rules.digest_of(folder.digest), context, folder.plan.vocab_size, text)

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
+import psutil
 
 from mlxpool.common.errors import Internal
-from mlxpool.worker import rules, sampler
+from mlxpool.worker import prefix_cache, rules, sampler
 from mlxpool.worker.attention import Span, Step
 from mlxpool.worker.cache import Row, RowShape
 from mlxpool.worker.engine_api import Memory
 from mlxpool.worker.load import Loaded
-from mlxpool.worker.prefix_tree import PrefixCache
+from mlxpool.worker.prefix_cache import PrefixCache
+from mlxpool.worker.prefix_kinds import Full
+from mlxpool.worker.prefix_rows import RowStore
 from mlxpool.worker.sampler import Draw, Sampled
 from mlxpool.worker.sequence import Drawn, Logprob, Sequence
 from mlxpool.worker.tokenizer import Text
@@ -60,10 +63,14 @@ class ModelEngine:
         text: Text | None = None,
         *,
         context: int | None = None,
-        prefix: str = "single",
+        prefix: str = "tree",
+        prefix_bytes: int = 0,
         lookahead: bool | None = None,
     ) -> None:
-        """`context` bounds the model's own; `lookahead` None means: on a GPU."""
+        """`context` bounds the model's own; `lookahead` None means: on a GPU.
+
+        `prefix_bytes` 0: a quarter of what the weights leave of the machine's memory.
+        """
         folder, plan = loaded.folder, loaded.folder.plan
         self.context = min(folder.context, context or folder.context)
         self.vocab_size = plan.vocab_size
@@ -74,7 +81,10 @@ class ModelEngine:
         self._model = loaded.model
         self._text = text or Text.from_folder(folder)
         shape = RowShape(plan.layers, plan.kv_heads, plan.head_dim, loaded.dtype, self.context)
-        self._prefix = PrefixCache(partial(Row, shape), prefix)
+        store = RowStore(partial(Row, shape), [Full(layer) for layer in range(plan.layers)])
+        machine = int(psutil.virtual_memory().total)
+        budget = prefix_bytes or prefix_cache.default_budget(machine, loaded.weight_bytes)
+        self._prefix: PrefixCache[Row] = prefix_cache.build(prefix, store, budget)
         self._rows: dict[Sequence, Row] = {}
         self._lookahead = _on_gpu() if lookahead is None else lookahead
         self._flight: _Flight | None = None
