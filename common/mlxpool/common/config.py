@@ -46,7 +46,7 @@ class ModelConfig:
     path: str = ""  # a folder, or "builtin:demo", "builtin:counting"
     context: int = 0  # tokens; 0: the model's own
     replicas: int = 1  # workers of this model
-    sequences: int = 8  # running at once in one worker, where the model's engine can
+    sequences: int = 8  # running at once in one worker
     keep_alive: float = 300.0  # seconds idle before the worker is ended; < 0: never
     memory_limit: int = 0  # bytes of one worker, then it is ended; 0: no limit
     prefix_cache: str = "tree"  # tree | single | off

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-GROWTH = 256  # tokens; a larger step copies less often, a smaller one wastes less
+from mlxpool.worker.blocks import BLOCK
+
+GROWTH = BLOCK  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,11 @@ class RowShape:
     head_dim: int
     dtype: mx.Dtype
     capacity: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.size
 
 
 class Row:

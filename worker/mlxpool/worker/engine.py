@@ -7,17 +7,20 @@ trimmed to what the sequence really has. On the CPU there is nothing to hide, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
-import psutil
 
-from mlxpool.common.errors import Internal
-from mlxpool.worker import prefix_cache, rules, sampler
-from mlxpool.worker.attention import Span, Step
+from mlxpool.common.errors import OutOfMemory
+from mlxpool.common.options import Options
+from mlxpool.worker import back_end, prefix_cache, rules, sampler
+from mlxpool.worker.attention import AnyRow, Span, Step
+from mlxpool.worker.batch import Batch
+from mlxpool.worker.blocks import BLOCK, capacity, transient
 from mlxpool.worker.cache import Row, RowShape
 from mlxpool.worker.engine_api import Memory
 from mlxpool.worker.load import Loaded
@@ -25,11 +28,23 @@ from mlxpool.worker.prefix_cache import PrefixCache
 from mlxpool.worker.prefix_kinds import Full
 from mlxpool.worker.prefix_rows import RowStore
 from mlxpool.worker.sampler import Draw, Sampled
-from mlxpool.worker.sequence import Drawn, Logprob, Sequence
+from mlxpool.worker.scheduler import AREA
+from mlxpool.worker.sequence import Drawn, Logprob, RowFailed, Sequence
+from mlxpool.worker.slabs import SlabRow, Slabs
 from mlxpool.worker.tokenizer import Text
 
 CHUNK = 2048  # tokens
 CLEAR_EVERY = 256  # decode steps between two clearings of MLX's cache of free buffers
+CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
+WARM_UP = (32, 128)  # tokens of the chunks that are tried at load
+
+
+class LayeredStore(RowStore[AnyRow]):
+    """A RowStore whose rows may have something to give back."""
+
+    def release(self, row: AnyRow) -> None:
+        """See Store."""
+        row.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +81,14 @@ class ModelEngine:
         prefix: str = "tree",
         prefix_bytes: int = 0,
         lookahead: bool | None = None,
+        sequences: int = 8,
+        limit: int = 0,
+        blocks: int | None = None,
     ) -> None:
         """`context` bounds the model's own; `lookahead` None means: on a GPU.
 
-        `prefix_bytes` 0: a quarter of what the weights leave of the machine's memory.
+        `limit` is what the process may take, in bytes, see back_end.limit_of; `blocks` None means:
+        what it leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
         """
         folder, plan = loaded.folder, loaded.folder.plan
         self.context = min(folder.context, context or folder.context)
@@ -81,19 +100,33 @@ class ModelEngine:
         self._model = loaded.model
         self._text = text or Text.from_folder(folder)
         shape = RowShape(plan.layers, plan.kv_heads, plan.head_dim, loaded.dtype, self.context)
-        store = RowStore(partial(Row, shape), [Full(layer) for layer in range(plan.layers)])
-        machine = int(psutil.virtual_memory().total)
-        budget = prefix_bytes or prefix_cache.default_budget(machine, loaded.weight_bytes)
-        self._prefix: PrefixCache[Row] = prefix_cache.build(prefix, store, budget)
-        self._rows: dict[Sequence, Row] = {}
-        self._lookahead = _on_gpu() if lookahead is None else lookahead
+        kinds = [Full(layer) for layer in range(plan.layers)]
+        self._slabs = None if back_end.on_gpu() else Slabs(shape)
+        self._batch = Batch(self._model)
+        new_row = partial(Row, shape) if self._slabs is None else partial(SlabRow, self._slabs)
+        self._store: RowStore[AnyRow] = LayeredStore(new_row, kinds)
+        self._limit = back_end.limit_of(limit)
+        self._prefix_bytes = prefix_bytes or prefix_cache.default_budget(
+            self._limit, loaded.weight_bytes
+        )
+        self._prefix: PrefixCache[AnyRow] = prefix_cache.build(
+            prefix, self._store, self._prefix_bytes
+        )
+        self._rows: dict[Sequence, AnyRow] = {}
+        self._block_bytes = BLOCK * shape.token_bytes
+        self._transient = 0
+        self._fixed = blocks
+        self._sequences = sequences
+        self.blocks = self._capacity()
+        self._lookahead = back_end.on_gpu() if lookahead is None else lookahead
         self._flight: _Flight | None = None
         self._steps = 0
 
     def admit(self, seq: Sequence) -> None:
         """See Engine.admit."""
-        self._rows[seq], seq.cached = self._prefix.begin(seq.tokens)
-        seq.prefilled = seq.cached
+        self._rows[seq], seq.prefilled = self._prefix.begin(seq.tokens)
+        if not seq.preempted:
+            seq.cached = seq.prefilled
 
     def prefill(self, seq: Sequence, budget: int) -> int:
         """See Engine.prefill; what is done survives a later failure."""
@@ -101,17 +134,23 @@ class ModelEngine:
         if count <= 0:
             return 0
         row = self._rows[seq]
-        ids = seq.tokens[seq.prefilled : seq.prefilled + count]
-        self._forward([Span(row, count)], mx.array(ids, dtype=mx.int32), logits=False)
-        mx.eval(row.arrays())
+        if row.offset < seq.prefilled:
+            raise OutOfMemory(f"{seq.prefilled} tokens were lost with a step that failed")
+        ids = seq.between(seq.prefilled, seq.prefilled + count)
+        with self._losing([seq]):
+            self._forward([Span(row, count)], mx.array(ids, dtype=mx.int32), logits=False)
+            mx.eval(row.arrays())
         seq.prefilled += count
         mx.clear_cache()
         return count
 
     def decode(self, rows: Many[Sequence]) -> list[Drawn]:
-        """See Engine.decode. Raises Internal when the logits of a row are no numbers."""
-        flights = self._flights(rows)
-        self._flight = self._ahead(flights, rows) if self._lookahead else None
+        """See Engine.decode. Raises RowFailed when the logits of a row are no numbers."""
+        with self._losing(rows):
+            flights = self._flights(rows)
+            self._flight = self._ahead(flights, rows) if self._lookahead else None
+            for flight in flights:
+                mx.eval(*flight.sampled.arrays())
         self._clear_sometimes()
         drawn = {line.sequence: line for flight in flights for line in _read(flight, rows)}
         return [drawn[seq] for seq in rows]
@@ -120,7 +159,61 @@ class ModelEngine:
         """See Engine.release."""
         row = self._rows.pop(seq, None)
         if row is not None:
+            self._prefix.budget = min(self._prefix_bytes, self._left())
             self._prefix.close(row, seq.tokens)
+
+    def _left(self) -> int:
+        """Bytes of the capacity that no row has allocated."""
+        if self._slabs is not None:
+            rows = self._slabs.nbytes
+        else:
+            rows = sum(row.nbytes for row in self._rows.values())
+        return max(0, self.blocks * self._block_bytes - rows)
+
+    def prefix_blocks(self) -> int:
+        """See Engine.prefix_blocks."""
+        return -(-self._prefix.nbytes // self._block_bytes)
+
+    def shrink(self, blocks: int) -> int:
+        """See Engine.shrink."""
+        before = self.prefix_blocks()
+        self._prefix.shrink(self._prefix.nbytes - (before - blocks) * self._block_bytes)
+        mx.clear_cache()
+        return before - self.prefix_blocks()
+
+    def warm_up(self) -> None:
+        """See Engine.warm_up. Measures what a prefill chunk needs for a while, too."""
+        small, large = (self._warm(min(size, self.context - 2)) for size in WARM_UP)
+        if small[0] < large[0]:
+            self._transient = transient(small, large, self.chunk, AREA)
+        self._prefix.clear()
+        mx.set_cache_limit(min(CACHE, self._limit // 16))
+        mx.clear_cache()
+        self.blocks = self._capacity()
+
+    def _warm(self, size: int) -> tuple[int, int]:
+        """A chunk of `size` tokens, a decode step of each width; the chunk's tokens and bytes."""
+        rows = [_trial(max(size, 1) + 1)] + [_trial(1) for _ in range(self._sequences - 1)]
+        for seq in rows:
+            self._rows[seq] = self._store.new_row()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        self.prefill(rows[0], size)
+        peak = mx.get_peak_memory() - before
+        for width in range(1, len(rows) + 1):
+            self.decode(rows[:width])
+        for seq in rows:
+            self._store.release(self._rows.pop(seq))
+        self._flight = None
+        return size, peak
+
+    def _capacity(self) -> int:
+        """Blocks that the limit leaves beside weights, a step's transient and what is not MLX's."""
+        if self._fixed is not None:
+            return self._fixed
+        used = self._loaded.weight_bytes + self._transient + CACHE + back_end.outside_mlx()
+        return capacity(self._limit - used, self._block_bytes)
 
     def memory(self) -> Memory:
         """See Engine.memory."""
@@ -131,16 +224,12 @@ class ModelEngine:
             active=mx.get_active_memory(),
             cache=mx.get_cache_memory(),
             peak=mx.get_peak_memory(),
+            limit=self._limit,
+            device_free=back_end.device_memory()[1],
         )
 
-    def shrink(self) -> int:
-        """Gives up the prefix cache; returns the bytes it had."""
-        freed = self._prefix.clear()
-        mx.clear_cache()
-        return freed
-
     @property
-    def prefix(self) -> PrefixCache[Row]:
+    def prefix(self) -> PrefixCache[AnyRow]:
         """The prefix cache, for its counters."""
         return self._prefix
 
@@ -163,6 +252,29 @@ class ModelEngine:
         step.done()
         return out
 
+    def _one_each(self, rows: Many[Sequence], ids: mx.array) -> mx.array:
+        """Logits [R, vocabulary] of one token `ids` [R] for each row."""
+        held = [self._rows[seq] for seq in rows]
+        if self._slabs is None:
+            return self._forward([Span(row, 1) for row in held], ids, logits=True)
+        return self._batch([row for row in held if isinstance(row, SlabRow)], ids)
+
+    @contextmanager
+    def _losing(self, hit: Many[Sequence]) -> Iterator[None]:
+        """A pass that fails half-way leaves nothing that could be read in what it wrote to.
+
+        In slabs that is every row: those that were not hit find their tokens gone.
+        """
+        try:
+            yield
+        except Exception:
+            self._flight = None
+            for seq in hit if self._slabs is None else list(self._rows):
+                self._rows[seq].release()
+            if self._slabs is not None:
+                self._slabs.spoil()
+            raise
+
     def _flights(self, rows: Many[Sequence]) -> list[_Flight]:
         """Where the next token of each row is drawn: in the step ahead, else in a new one."""
         ahead = self._flight
@@ -176,8 +288,7 @@ class ModelEngine:
             self._rows[seq].trim(seq.length - 1)  # a token in flight that was never fetched
             assert self._rows[seq].offset == seq.length - 1, "decode before prefill was done"
         ids = mx.array([_last(seq) for seq in rows], dtype=mx.int32)
-        logits = self._forward([Span(self._rows[seq], 1) for seq in rows], ids, logits=True)
-        return self._draw(rows, logits, ahead=0)
+        return self._draw(rows, self._one_each(rows, ids), ahead=0)
 
     def _ahead(self, flights: Many[_Flight], rows: Many[Sequence]) -> _Flight | None:
         """The step after `flights`, started on the device; without rows that surely end."""
@@ -192,7 +303,7 @@ class ModelEngine:
         if not order:
             return None
         ids = mx.concatenate(parts)
-        logits = self._forward([Span(self._rows[seq], 1) for seq in order], ids, logits=True)
+        logits = self._one_each(order, ids)
         ahead = self._draw(order, logits, ahead=1, pending=ids)
         mx.async_eval(*ahead.sampled.arrays())  # type: ignore[no-untyped-call]
         return ahead
@@ -214,8 +325,9 @@ class ModelEngine:
             mx.clear_cache()
 
 
-def _on_gpu() -> bool:
-    return bool(mx.default_device().type == mx.DeviceType.gpu)
+def _trial(tokens: int) -> Sequence:
+    """A sequence nobody asked for."""
+    return Sequence(b"", 0, (0,) * tokens, Options(), 0, 1)
 
 
 def _last(seq: Sequence) -> int:
@@ -229,16 +341,16 @@ def _draw_of(seq: Sequence, ahead: int) -> Draw:
 
 
 def _read(flight: _Flight, rows: Many[Sequence]) -> list[Drawn]:
-    """Waits for the step and reads the lines of `rows`."""
+    """The lines of `rows` of a step that is done."""
     sampled = flight.sampled
-    mx.eval(*sampled.arrays())
     tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
     here = flight.of(rows)
     for seq, line in here.items():
         if tokens[line] == sampler.NOT_A_TOKEN:
-            raise Internal(
+            raise RowFailed(
+                seq,
                 f"the logits after {seq.length} tokens are no numbers: "
-                "the weights are damaged or overflow in their dtype"
+                "the weights are damaged or overflow in their dtype",
             )
     return [Drawn(seq, tokens[line], _logprob(sampled, seq, line)) for seq, line in here.items()]
 
