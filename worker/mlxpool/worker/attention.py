@@ -116,27 +116,26 @@ class Step:
         parts, start = [], 0
         for span in self.spans:
             end = start + span.count
-            parts.append(
-                _attend_row(span.row, layer, q[start:end], k[start:end], v[start:end], scale)
-            )
+            new = (q[start:end], k[start:end], v[start:end])
+            parts.append(self.attend_row(span.row, layer, *new, scale))
             start = end
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+
+    def attend_row(
+        self, row: AnyRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float
+    ) -> mx.array:
+        """`attend` for one row: q [n, H, D], k and v [n, KV, D] -> [n, H, D]."""
+        keys, values = row.write(layer, _heads_first(k), _heads_first(v))
+        mask = "causal" if q.shape[0] > 1 else None
+        out = mx.fast.scaled_dot_product_attention(
+            _heads_first(q), keys, values, scale=scale, mask=mask
+        )
+        return out[0].transpose(1, 0, 2)
 
     def done(self) -> None:
         """Every layer has written: the rows are longer now."""
         for span in self.spans:
             span.row.advance(span.count)
-
-
-def _attend_row(
-    row: AnyRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float
-) -> mx.array:
-    keys, values = row.write(layer, _heads_first(k), _heads_first(v))
-    mask = "causal" if q.shape[0] > 1 else None
-    out = mx.fast.scaled_dot_product_attention(
-        _heads_first(q), keys, values, scale=scale, mask=mask
-    )
-    return out[0].transpose(1, 0, 2)
 
 
 def _heads_first(x: mx.array) -> mx.array:

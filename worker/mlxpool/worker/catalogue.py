@@ -76,7 +76,7 @@ def _folder(path: Path, config: ModelConfig) -> Source:
         from mlxpool.worker.load import load as load_weights
 
         back_end.say()
-        loaded = load_weights(folder, on_progress)
+        loaded = load_weights(folder, on_progress, deterministic=config.deterministic)
         return ModelEngine(
             loaded,
             text,

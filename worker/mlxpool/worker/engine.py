@@ -23,6 +23,7 @@ from mlxpool.worker.batch import Batch
 from mlxpool.worker.blocks import BLOCK, capacity, transient
 from mlxpool.worker.cache import Row, RowShape
 from mlxpool.worker.engine_api import Memory
+from mlxpool.worker.exact import ExactStep
 from mlxpool.worker.load import Loaded
 from mlxpool.worker.prefix_cache import PrefixCache
 from mlxpool.worker.prefix_kinds import Full
@@ -247,7 +248,8 @@ class ModelEngine:
 
     def _forward(self, spans: Many[Span], ids: mx.array, *, logits: bool) -> mx.array:
         """Builds one pass; rows are longer from here on, though nothing is computed yet."""
-        step = Step(spans, logits=logits)
+        kind = ExactStep if self._loaded.deterministic else Step
+        step = kind(spans, logits=logits)
         out = self._model(ids, step)
         step.done()
         return out
@@ -255,7 +257,7 @@ class ModelEngine:
     def _one_each(self, rows: Many[Sequence], ids: mx.array) -> mx.array:
         """Logits [R, vocabulary] of one token `ids` [R] for each row."""
         held = [self._rows[seq] for seq in rows]
-        if self._slabs is None:
+        if self._slabs is None or self._loaded.deterministic:
             return self._forward([Span(row, 1) for row in held], ids, logits=True)
         return self._batch([row for row in held if isinstance(row, SlabRow)], ids)
 
