@@ -417,6 +417,25 @@ def test_a_long_prompt_has_restore_points(monkeypatch: pytest.MonkeyPatch) -> No
     assert serve(cache, [*prompt[:20], 77, 78]) == 16
 
 
+def test_stops_are_passed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """'Captures persist over two writes': each stop is told until the row is beyond it."""
+    monkeypatch.setattr(prefix_cache, "EVERY", 3)
+    cache = tree(stateful=True)
+    row, _ = cache.begin([*range(9)], 5)
+    assert cache.next_stop(row) == 3
+    row.feed(range(2))
+    cache.keep(row, [*range(9)])
+    assert cache.next_stop(row) == 3
+    row.feed(range(2, 5))  # through the stop at 3, whose state is gone, to the one at 5
+    cache.keep(row, [*range(9)])
+    assert (cache.next_stop(row), set(edges(cache))) == (6, {(*range(5),)})
+    row.feed(range(5, 8))
+    cache.keep(row, [*range(9)])
+    assert cache.next_stop(row) is None
+    assert [node.end for node in cache.tree.walk() if node.chosen] == [5]
+    cache.close(row, [*range(9)])
+
+
 def test_a_state_is_of_exactly_the_tokens_that_are_recorded() -> None:
     cache = tree(stateful=True)
     row, _ = cache.begin(A)

@@ -140,10 +140,7 @@ class BlockStore:
 
     def fit(self, row: BlockRow, start: int, end: int, free: int) -> int:
         """See Store."""
-        blocks = [b for b in self._between(row, start, end) if b not in self._kept]
-        if len(blocks) * self._bytes <= free:
-            return end
-        return max(start, min(end, (start // self._size + free // self._bytes) * self._size))
+        return min(end, max(start, (start // self._size + free // self._bytes) * self._size))
 
     def keep(self, row: BlockRow, start: int, end: int) -> Run:
         """See Store. The row goes on in a copy of its last block, if it does."""
