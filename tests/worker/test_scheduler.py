@@ -7,8 +7,14 @@ import pytest
 from mlxpool.common.options import Options
 from mlxpool.worker import scheduler
 from mlxpool.worker.blocks import BLOCK, capacity, first_need, next_need, transient, whole_need
-from mlxpool.worker.scheduler import AREA, LEAST_CHUNK, PAUSE, budget_of, plan, reach
+from mlxpool.worker.scheduler import LEAST_CHUNK, PAUSE, area_of, budget_of, reach
 from mlxpool.worker.sequence import Phase, Sequence
+
+AREA = area_of(2048)
+
+
+def plan(live: list[Sequence], budget: int) -> scheduler.Plan:
+    return scheduler.plan(live, budget, AREA)
 
 
 def sequence(
@@ -60,16 +66,16 @@ def test_every_decoding_row_gets_a_token_while_others_prefill() -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 2048, 4096, 60_000])
 def test_chunks_get_shorter_as_the_context_gets_longer(at: int) -> None:
-    chunk = reach(at)
+    chunk = reach(at, AREA)
     assert chunk * (at + chunk) <= AREA < (chunk + 1) * (at + chunk + 1)
-    assert reach(10**7) == LEAST_CHUNK
-    assert reach(0) == 2048 and reach(at, 0) == 0
+    assert reach(10**7, AREA) == LEAST_CHUNK
+    assert reach(0, AREA) == 2048 and reach(at, 0) == 0
 
 
 def test_what_one_prompt_looks_back_on_is_not_there_for_the_next() -> None:
     long = sequence(Phase.PREFILL, 5000, prefilled=4096)
     after = sequence(Phase.PREFILL, 5000)
-    assert plan([long, after], 2048).prefill == ((long, reach(4096)),)
+    assert plan([long, after], 2048).prefill == ((long, reach(4096, AREA)),)
     short = sequence(Phase.PREFILL, 1025)
     step = plan([short, after], 2048)
     assert step.prefill == ((short, 1024), (after, 1024))

@@ -33,7 +33,7 @@ from mlxpool.worker.mail import (
 from mlxpool.worker.models.faults import NO_FAULTS, Faults
 from mlxpool.worker.progress import Progress, monotonic
 from mlxpool.worker.run import Run
-from mlxpool.worker.scheduler import budget_of, growing, newest, plan, waiting, with_row
+from mlxpool.worker.scheduler import area_of, budget_of, growing, newest, plan, waiting, with_row
 from mlxpool.worker.sequence import Drawn, Phase, RowFailed, Sequence
 
 log = logging.getLogger("mlxpool.worker")
@@ -166,7 +166,7 @@ class Compute(threading.Thread):
         rows += self._make_room(engine)
         rows += self._admissions(engine, places)
         live = self._live()
-        step = plan(live, self._budget(engine, live))
+        step = plan(live, self._budget(engine, live), area_of(engine.chunk))
         for sequence, share in step.prefill:
             rows += self._guarded(
                 engine, [sequence], partial(self._prefill, engine, sequence, share)

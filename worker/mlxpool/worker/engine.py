@@ -29,12 +29,13 @@ from mlxpool.worker.prefix_cache import PrefixCache
 from mlxpool.worker.prefix_kinds import Full
 from mlxpool.worker.prefix_rows import RowStore
 from mlxpool.worker.sampler import Draw, Sampled
-from mlxpool.worker.scheduler import AREA
+from mlxpool.worker.scheduler import area_of
 from mlxpool.worker.sequence import Drawn, Logprob, RowFailed, Sequence
 from mlxpool.worker.slabs import SlabRow, Slabs
 from mlxpool.worker.tokenizer import Text
 
 CHUNK = 2048  # tokens
+CPU_CHUNK = 512  # tokens; larger ones are no faster there, and longer than a moment
 CLEAR_EVERY = 256  # decode steps between two clearings of MLX's cache of free buffers
 CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
 WARM_UP = (32, 128)  # tokens of the chunks that are tried at load
@@ -95,7 +96,7 @@ class ModelEngine:
         self.context = min(folder.context, context or folder.context)
         self.vocab_size = plan.vocab_size
         self.eos = folder.eos_ids
-        self.chunk = min(CHUNK, self.context)
+        self.chunk = min(CHUNK if back_end.on_gpu() else CPU_CHUNK, self.context)
         self.digest = rules.digest_of(folder.digest)
         self._loaded = loaded
         self._model = loaded.model
@@ -186,7 +187,7 @@ class ModelEngine:
         """See Engine.warm_up. Measures what a prefill chunk needs for a while, too."""
         small, large = (self._warm(min(size, self.context - 2)) for size in WARM_UP)
         if small[0] < large[0]:
-            self._transient = transient(small, large, self.chunk, AREA)
+            self._transient = transient(small, large, self.chunk, area_of(self.chunk))
         self._prefix.clear()
         mx.set_cache_limit(min(CACHE, self._limit // 16))
         mx.clear_cache()

@@ -48,11 +48,12 @@ def load(
 
     dtype = _dtype(folder)
     weights = _evaluated(folder, _read(folder), dtype, on_progress)
+    weight_bytes = sum(array.nbytes for array in weights.values())  # build takes them out
     return Loaded(
         folder=folder,
         model=folder.plan.build(Parts(weights, exact=deterministic)),
         dtype=dtype,
-        weight_bytes=sum(array.nbytes for array in weights.values()),
+        weight_bytes=weight_bytes,
         deterministic=deterministic,
     )
 

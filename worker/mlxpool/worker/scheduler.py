@@ -12,7 +12,7 @@ from math import isqrt
 from mlxpool.worker.blocks import next_need
 from mlxpool.worker.sequence import Phase, Sequence
 
-AREA = 2048 * 2048  # prompt tokens times tokens they look back on, in one step
+LOOK = 2048  # tokens that a step's whole budget may look back on; later ones get less of it
 PAUSE = 0.2  # seconds a chunk may hold up running streams
 LEAST_CHUNK = 64  # tokens; smaller ones cost more than they save
 _WITH_ROW = (Phase.PREFILL, Phase.DECODE)
@@ -26,11 +26,12 @@ class Plan:
     decode: tuple[Sequence, ...]
 
 
-def plan(live: Seq[Sequence], budget: int) -> Plan:
+def plan(live: Seq[Sequence], budget: int, area: int) -> Plan:
     """The next step. `budget` are the prompt tokens it may take, shared by all: the oldest prompt
-    gets what it can use, the next what is left. Long contexts take more of it, see `reach`.
+    gets what it can use, the next what is left. `area` bounds these tokens times the tokens they
+    look back on, so that chunks get shorter as contexts get longer, see `reach`.
     """
-    prefill, area = [], AREA
+    prefill = []
     for sequence in live:
         if sequence.phase is Phase.PREFILL and budget > 0:
             # Its last token is left for decode, so a prompt that is all cached needs none.
@@ -45,7 +46,12 @@ def plan(live: Seq[Sequence], budget: int) -> Plan:
     return Plan(tuple(prefill), decode)
 
 
-def reach(at: int, area: int = AREA) -> int:
+def area_of(chunk: int) -> int:
+    """The area of one step of an engine with these chunks."""
+    return chunk * LOOK
+
+
+def reach(at: int, area: int) -> int:
     """The longest chunk, in tokens, from position `at` on that looks back on `area` pairs at most;
     at least LEAST_CHUNK while there is any area, so that every context gets on.
     """
