@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import os
 import sys
@@ -41,6 +43,12 @@ def outside_mlx() -> int:
         return 0
     resident = int(psutil.Process().memory_info().rss)
     return max(0, resident - mx.get_active_memory() - mx.get_cache_memory())
+
+
+def trim() -> None:
+    """Gives what the C heap holds of freed memory back to the system, where that can be asked."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def say() -> None:

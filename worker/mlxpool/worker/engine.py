@@ -15,7 +15,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlxpool.common.errors import OutOfMemory
+from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
 from mlxpool.common.options import Options
 from mlxpool.worker import back_end, prefix_cache, rules, sampler
 from mlxpool.worker.attention import AnyRow, Span, Step
@@ -31,6 +31,7 @@ from mlxpool.worker.prefix_rows import RowStore
 from mlxpool.worker.sampler import Draw, Sampled
 from mlxpool.worker.scheduler import area_of
 from mlxpool.worker.sequence import Drawn, Logprob, RowFailed, Sequence
+from mlxpool.worker.slabs import BLOCKS as SLAB_BLOCKS
 from mlxpool.worker.slabs import SlabRow, Slabs
 from mlxpool.worker.tokenizer import Text
 
@@ -38,7 +39,8 @@ CHUNK = 2048  # tokens
 CPU_CHUNK = 512  # tokens; larger ones are no faster there, and longer than a moment
 CLEAR_EVERY = 256  # decode steps between two clearings of MLX's cache of free buffers
 CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
-WARM_UP = (32, 128)  # tokens of the chunks that are tried at load
+LEAST_BLOCKS = 2  # a prompt's and one to go on
+WARM_UP = (64, 256)  # tokens of the chunks that are tried at load
 
 
 class LayeredStore(RowStore[AnyRow]):
@@ -117,6 +119,10 @@ class ModelEngine:
         self._rows: dict[Sequence, AnyRow] = {}
         self._block_bytes = BLOCK * shape.token_bytes
         self._transient = 0
+        self._outside = back_end.outside_mlx()
+        self._cache = min(CACHE, self._limit // 16)
+        # Of the last slab, one block may be in use.
+        self._spare = (SLAB_BLOCKS - 1) * self._block_bytes if self._slabs else 0
         self._fixed = blocks
         self._sequences = sequences
         self.blocks = self._capacity()
@@ -189,15 +195,21 @@ class ModelEngine:
         if small[0] < large[0]:
             self._transient = transient(small, large, self.chunk, area_of(self.chunk))
         self._prefix.clear()
-        mx.set_cache_limit(min(CACHE, self._limit // 16))
+        mx.set_cache_limit(self._cache)
         mx.clear_cache()
+        self._outside = back_end.outside_mlx()
         self.blocks = self._capacity()
+        if self.blocks < LEAST_BLOCKS:
+            raise ModelLoadFailed(self._too_little())
 
     def _warm(self, size: int) -> tuple[int, int]:
         """A chunk of `size` tokens, a decode step of each width; the chunk's tokens and bytes."""
         rows = [_trial(max(size, 1) + 1)] + [_trial(1) for _ in range(self._sequences - 1)]
         for seq in rows:
-            self._rows[seq] = self._store.new_row()
+            row = self._rows[seq] = self._store.new_row()
+            if isinstance(row, SlabRow):  # what rows take is no transient
+                row.reserve(seq.length + 1)
+                mx.eval(row.arrays())
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -214,11 +226,24 @@ class ModelEngine:
         """Blocks that the limit leaves beside weights, a step's transient and what is not MLX's."""
         if self._fixed is not None:
             return self._fixed
-        used = self._loaded.weight_bytes + self._transient + CACHE + back_end.outside_mlx()
+        used = self._loaded.weight_bytes + self._transient + self._cache
+        used += self._outside + self._spare
         return capacity(self._limit - used, self._block_bytes)
 
+    def _too_little(self) -> str:
+        return (
+            f"the memory limit is {self._limit} bytes; weights take {self._loaded.weight_bytes},"
+            f" a step {self._transient}, freed buffers {self._cache}, the process itself"
+            f" {self._outside}, which leaves {self.blocks} blocks of {BLOCK} tokens"
+            f" ({self._block_bytes} bytes each); at least {LEAST_BLOCKS} are needed"
+        )
+
     def memory(self) -> Memory:
-        """See Engine.memory."""
+        """See Engine.memory. What the process takes beside MLX may grow; then fewer blocks fit."""
+        if back_end.outside_mlx() > self._outside:
+            back_end.trim()
+            self._outside = max(self._outside, back_end.outside_mlx())
+            self.blocks = self._capacity()
         return Memory(
             weights=self._loaded.weight_bytes,
             kv=sum(row.nbytes for row in self._rows.values()),

@@ -78,21 +78,23 @@ class Parts:
         self._exact = exact
 
     def linear(self, name: str) -> Layer:
-        weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
-        return Linear(weight, bias, self._exact)
+        return self.joined([name])
 
     def joined(self, names: Sequence[str]) -> Layer:
         """Linear layers of one input as one, outputs side by side: fewer and larger products.
 
         Takes their weights out, so that they are not there twice.
         """
-        weight = self._side_by_side([f"{name}.weight" for name in names])
+        weight = _laid_out(self._side_by_side([f"{name}.weight" for name in names]))
         biased = f"{names[0]}.bias" in self._weights
         bias = self._side_by_side([f"{name}.bias" for name in names]) if biased else None
         return Linear(weight, bias, self._exact)
 
     def _side_by_side(self, names: Sequence[str]) -> mx.array:
-        whole = mx.concatenate([self._weights.pop(name) for name in names])
+        parts = [self._weights.pop(name) for name in names]
+        if len(parts) == 1:
+            return parts[0]
+        whole = mx.concatenate(parts)
         mx.eval(whole)
         return whole
 
@@ -104,3 +106,12 @@ class Parts:
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
         return gate * mx.sigmoid(gate) * up
+
+
+def _laid_out(weight: mx.array) -> mx.array:
+    """The same [out, in]; on the CPU its columns lie together, which small products read faster."""
+    if mx.default_device().type == mx.DeviceType.gpu:
+        return weight
+    columns = mx.contiguous(weight.T)
+    mx.eval(columns)
+    return columns.T
