@@ -132,6 +132,10 @@ def test_models_by_flag(file: Path) -> None:
         ("[models.a]\ncontext = 3", ["models.a.path is missing"]),
         ('[models.a]\npath = "/a"\nreplicas = 0', ["models.a.replicas is 0", "from 1 to 64"]),
         ('[models.a]\npath = "/a"\nprefix_cache = "all"', ["'all'", "single"]),
+        (
+            '[models.a]\npath = "/a"\ndeterministic = 1',
+            ["deterministic must be true or false", "1"],
+        ),
         ("[models.a]\npath = 3", ["models.a.path must be a string"]),
         ('[models.a]\npath = "/a"\ncounting = 3', ["models.a.counting must be a table"]),
         ('[models.a]\npath = "/a"\ncounting = {x = 1}', ["models.a.counting: unknown key 'x'"]),

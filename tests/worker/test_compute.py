@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import queue
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,6 +14,8 @@ from counting_checker import expected_ids, text_of
 from mlxpool.common.config import Counting, ModelConfig, WorkerConfig
 from mlxpool.common.options import Options
 from mlxpool.common.wire import Delta, unpack_ids
+from mlxpool.worker import catalogue
+from mlxpool.worker.blocks import BLOCK, blocks_of
 from mlxpool.worker.compute import OUTBOX, Compute
 from mlxpool.worker.mail import (
     Admit,
@@ -25,7 +29,7 @@ from mlxpool.worker.mail import (
     Rows,
     Unusable,
 )
-from mlxpool.worker.models.counting import piece
+from mlxpool.worker.models.counting import CountingEngine, piece
 from mlxpool.worker.models.faults import Faults
 from mlxpool.worker.progress import Progress, monotonic
 from mlxpool.worker.run import Run
@@ -39,7 +43,14 @@ PATIENCE = 60
 class Room:
     """A started compute thread; this side plays the edge."""
 
-    def __init__(self, sequences: int = 8, *, release: bool = True, **counting: Any) -> None:
+    def __init__(
+        self,
+        sequences: int = 8,
+        *,
+        release: bool = True,
+        engine: type[CountingEngine] = CountingEngine,
+        **counting: Any,
+    ) -> None:
         self.mail: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
         self.progress = Progress(lambda: None, monotonic)
         model = ModelConfig(
@@ -53,6 +64,7 @@ class Room:
             self.progress,
             self.mail.put,
             Faults(model.counting),
+            partial(catalogue.open_source, counting=engine),
         )
         self.release = release
         self.compute.start()
@@ -67,18 +79,27 @@ class Room:
         self.next(Loaded)
         return self
 
-    def admit(self, name: int, prompt: str = "x", count: int = 5, **options: Any) -> None:
-        self.resume(name, [], prompt, count, **options)
+    def admit(
+        self, name: int, prompt: str = "x", count: int = 5, left: float = math.inf, **options: Any
+    ) -> None:
+        self.resume(name, [], prompt, count, left, **options)
 
     def resume(
-        self, name: int, ids: list[int], prompt: str = "x", count: int = 5, **options: Any
+        self,
+        name: int,
+        ids: list[int],
+        prompt: str = "x",
+        count: int = 5,
+        left: float = math.inf,
+        **options: Any,
     ) -> None:
         sequence = Sequence(
             bytes([name] * 16), 1, tuple(prompt.encode()), Options.parse(options), name, count, ids
         )
         text = Completion(piece, sequence.options.stop)
         text.replay(ids)
-        self.compute.tell(Admit(sequence, {"prompt_tokens": len(prompt)}, text, monotonic()))
+        now = monotonic()
+        self.compute.tell(Admit(sequence, {"prompt_tokens": len(prompt)}, text, now, now + left))
 
     def rows(self) -> Iterator[Delta]:
         while True:
@@ -264,3 +285,106 @@ def test_a_load_that_fails_says_why(changes: dict[str, Any], words: str) -> None
     error = room.next(Unusable).error
     assert room.progress.phase == "unload"
     assert error["code"] == "model_load_failed" and words in error["message"]
+
+
+class Narrow(CountingEngine):
+    """Memory for few blocks, some of them with what others left; it keeps count of both."""
+
+    capacity = 6
+    left = 3
+    engines: ClassVar[list[Narrow]] = []
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.blocks = self.capacity
+        self.most = 0
+        self.engines.append(self)
+
+    def prefix_blocks(self) -> int:
+        return self.left
+
+    def shrink(self, blocks: int) -> int:
+        freed = min(blocks, self.left)
+        self.left -= freed
+        return freed
+
+    def decode(self, rows: Any) -> list[Drawn]:
+        held = sum(blocks_of(row.length + 1) for row in self.rows)
+        self.most = max(self.most, held)
+        assert all(row.blocks >= blocks_of(row.length + 1) for row in rows)
+        assert held + self.left <= self.capacity
+        return super().decode(rows)
+
+
+def test_rows_that_outgrow_the_memory_give_way_and_come_back() -> None:
+    room = Room(engine=Narrow).ready()
+    for name in range(4):
+        room.admit(name, count=3 * BLOCK + 7 * name)
+    found = room.until_ended(set(range(4)))
+    for name, rows in found.items():
+        assert ids_of(rows) == expected_ids("x", name, 3 * BLOCK + 7 * name)
+        assert end_of(rows)["reason"] == "length"
+        assert [row.facts is not None for row in rows] == [True] + [False] * (len(rows) - 1)
+    assert room.progress.preemptions >= 2
+    assert Narrow.engines[-1].most >= 5 and Narrow.engines[-1].left == 0
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    room = Room(engine=Narrow).ready()
+    room.admit(1, prompt="y" * 6 * BLOCK)
+    room.admit(2, prompt="y" * (5 * BLOCK - 10), count=5)
+    found = room.until_ended({1, 2})
+    error = end_of(found[1])
+    assert error["code"] == "out_of_memory" and "need 7 blocks of 256 tokens" in error["message"]
+    assert error["details"] == {
+        "prompt_tokens": 6 * BLOCK,
+        "need_tokens": 7 * BLOCK,
+        "capacity_tokens": 6 * BLOCK,
+    }
+    assert end_of(found[2])["reason"] == "length"
+
+
+def test_a_row_alone_that_fills_the_memory_ends_with_the_numbers() -> None:
+    room = Room(engine=Narrow).ready()
+    room.admit(1, count=7 * BLOCK)
+    rows = room.until_ended({1})[1]
+    assert end_of(rows)["code"] == "out_of_memory"
+    assert len(ids_of(rows)) >= 6 * BLOCK - 3
+    room.admit(2, count=3)
+    assert end_of(room.until_ended({2})[2])["reason"] == "length"
+
+
+def test_a_deadline_ends_a_run_wherever_it_stands() -> None:
+    room = Room(sequences=1, prefill_us=100, step_us=1000).ready()
+    room.admit(1, count=10**6, left=0.3)
+    room.admit(2, count=2, left=0.1)  # has no row yet
+    room.admit(3, prompt="z" * 50_000, left=0.5)  # 5 s
+    room.admit(4, count=2)
+    found = room.until_ended({1, 2, 3, 4})
+    for name in (1, 2, 3):
+        assert end_of(found[name])["code"] == "deadline_exceeded"
+    assert len(ids_of(found[1])) > 0 and ids_of(found[2]) == ids_of(found[3]) == []
+    assert "tokens done" in end_of(found[1])["message"]
+    assert end_of(found[4])["reason"] == "length"
+
+
+class Short(CountingEngine):
+    """Its allocations fail, as MLX's do, in a step in which sequence 2 takes part."""
+
+    def decode(self, rows: Any) -> list[Drawn]:
+        if any(row.id[0] == 2 for row in rows):
+            raise RuntimeError("[malloc] Unable to allocate 123 bytes.")
+        return super().decode(rows)
+
+
+def test_a_failed_allocation_ends_whom_it_hit_and_not_the_worker() -> None:
+    room = Room(engine=Short, step_us=1000).ready()
+    room.admit(1, count=10**6)
+    room.next(Rows)
+    room.admit(2)
+    found = room.until_ended({1, 2})
+    for name in (1, 2):
+        assert end_of(found[name])["code"] == "out_of_memory"
+        assert "Unable to allocate 123 bytes" in end_of(found[name])["message"]
+    room.admit(3, count=4)
+    assert ids_of(room.until_ended({3})[3]) == expected_ids("x", 3, 4)

@@ -13,13 +13,13 @@ from worker_checkpoints import EOS, config, random_weights, write_checkpoint, wr
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.errors import Internal  # noqa: E402
+from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine_api import Engine  # noqa: E402
 from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
-from mlxpool.worker.sequence import Drawn, Sequence  # noqa: E402
+from mlxpool.worker.sequence import Drawn, RowFailed, Sequence  # noqa: E402
 from mlxpool.worker.tokenizer import Text  # noqa: E402
 
 MIXTURE: list[dict[str, Any]] = [
@@ -251,36 +251,93 @@ def test_release_is_for_every_phase(engine: ModelEngine) -> None:
 def test_memory_tells_rows_from_prefixes(engine: ModelEngine, loaded: Loaded) -> None:
     seq = sequence(prompt_of(300))
     prefill(engine, seq)
-    row = 512 * 2 * 2 * 8 * 4 * 2  # tokens, layers, heads, size, bytes, keys and values
+    token = 2 * 2 * 8 * 4 * 2  # layers, heads, size, bytes, keys and values
     used = engine.memory()
-    assert (used.weights, used.kv, used.prefix) == (loaded.weight_bytes, row, 0)
+    assert (used.weights, used.kv, used.prefix) == (loaded.weight_bytes, 512 * token, 0)
     assert used.active >= used.weights
+    assert used.limit > used.active and used.device_free > 0
     engine.release(seq)
-    assert (engine.memory().kv, engine.memory().prefix) == (0, row)
-    assert engine.shrink() == row
-    assert engine.memory().prefix == 0
+    kept = 299 * token  # the last token of the prompt was never computed
+    assert (engine.memory().kv, engine.memory().prefix) == (0, kept)
+    assert engine.prefix_blocks() == engine.shrink(1) == 2
+    assert engine.memory().prefix == engine.prefix_blocks() == 0
     engine.close()
+
+
+def transient(engine: ModelEngine, seq: Sequence) -> int:
+    """What a decode step needs beyond what is there before and after it."""
+    decode(engine, [seq], 2)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    decode(engine, [seq])
+    return int(mx.get_peak_memory() - before)
 
 
 def test_no_step_copies_the_cache(loaded: Loaded, text: Text) -> None:
     """What a decode step needs for a while does not grow with the allocated cache."""
-    settings = config(max_position_embeddings=65536)
-    plan = loaded.folder.plan
-    assert settings["num_hidden_layers"] == plan.layers
-    engine, seq = ModelEngine(loaded, text, lookahead=False), sequence(prompt_of(10))
-    prefill(engine, seq)
-    engine._rows[seq] = big = Row(
-        RowShape(plan.layers, plan.kv_heads, plan.head_dim, mx.float32, 65536)
-    )
-    for layer in range(plan.layers):
-        big._reserve(layer, 60000)
-    big.offset = 9
-    mx.eval(big.arrays())
-    decode(engine, [seq], 2)
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    decode(engine, [seq], 3)
-    assert mx.get_peak_memory() - before < big.nbytes / plan.layers / 8
+    needs, sizes = [], []
+    for blocks in (4, 256):
+        engine = ModelEngine(loaded, text, lookahead=False)
+        assert engine._slabs is not None
+        engine._slabs._blocks = blocks
+        seq = sequence(prompt_of(10), max_tokens=60)
+        prefill(engine, seq)
+        needs.append(transient(engine, seq))
+        sizes.append(engine._slabs.nbytes)
+    assert sizes[1] == 64 * sizes[0]
+    assert needs[1] <= needs[0] + sizes[1] / 16  # a copy of one layer's keys would be an eighth
+
+
+def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
+    loaded: Loaded, text: Text
+) -> None:
+    for prefix in ("tree", "off"):
+        for salt in range(len(MIXTURE)):
+            expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
+            engine, seq = ModelEngine(loaded, text, prefix=prefix), mixture()[salt]
+            prefill(engine, seq)
+            cached = seq.cached
+            for steps in (1, 11):
+                decode(engine, [seq], steps)
+                engine.release(seq)
+                seq.preempt()
+                prefill(engine, seq)
+                assert (engine.prefix.hits > 0) == (prefix == "tree")
+            decode(engine, [seq], 18)
+            assert (seq.ids, seq.cached) == (expected, cached)
+
+
+def test_capacity_is_what_the_limit_leaves(loaded: Loaded, text: Text) -> None:
+    block = 256 * 2 * 2 * 8 * 4 * 2
+    small, large = (ModelEngine(loaded, text, limit=size * 2**30) for size in (2, 4))
+    for engine in (small, large):
+        engine.warm_up()
+    left = 2 * 2**30 * 15 / 16  # one part is for freed buffers
+    assert large.blocks - small.blocks == pytest.approx(left / block, rel=0.01)
+    assert 0 < small.blocks < 2 * 2**30 // block
+    with pytest.raises(ModelLoadFailed, match=r"limit is 1000 bytes.*leaves 0 blocks of 256"):
+        ModelEngine(loaded, text, limit=1000).warm_up()
+    assert ModelEngine(loaded, text, blocks=7).blocks == 7
+
+
+def test_the_prefix_cache_leaves_room_for_rows(loaded: Loaded, text: Text) -> None:
+    engine = ModelEngine(loaded, text, blocks=18)
+    assert engine._slabs is not None
+    for salt in range(30):
+        ids_of(engine, sequence(prompt_of(300, salt)), 3)
+        used = engine._slabs.nbytes + engine.memory().prefix
+        assert used <= 18 * engine._block_bytes
+    assert engine.prefix_blocks() > 0
+
+
+def test_warm_up_leaves_nothing_behind(loaded: Loaded, text: Text) -> None:
+    for context in (4, 16, None):
+        engine = ModelEngine(loaded, text, context=context)
+        engine.warm_up()
+        assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
+        assert engine._slabs is not None and engine._slabs.nbytes == 0
+        assert engine.prefix.hits + engine.prefix.misses == 0
 
 
 def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
@@ -290,8 +347,36 @@ def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
     write_weights(path, weights)
     engine, seq = ModelEngine(load(inspect(path))), sequence((1, 2))
     prefill(engine, seq)
-    with pytest.raises(Internal, match="after 2 tokens are no numbers"):
+    with pytest.raises(RowFailed, match="after 2 tokens are no numbers"):
         engine.decode([seq])
+
+
+def test_a_step_that_fails_half_way_leaves_nothing_of_it(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, hit, beside = (
+        ModelEngine(loaded, text),
+        sequence(prompt_of(20)),
+        sequence(prompt_of(90)),
+    )
+    prefill(engine, hit)
+    decode(engine, [hit], 3)
+    engine.admit(beside)
+    engine.prefill(beside, 50)
+
+    def fails(*arrays: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="malloc"):
+        patch.setattr(mx, "eval", fails)
+        engine.decode([hit])
+    with pytest.raises(OutOfMemory, match="50 tokens were lost"):
+        engine.prefill(beside, 50)
+    engine.release(hit)
+    engine.release(beside)
+    assert engine.memory().prefix == engine.memory().kv == 0
+    again = sequence(prompt_of(20))
+    assert ids_of(engine, again) == ids_of(ModelEngine(loaded, text), sequence(prompt_of(20)))
 
 
 def test_a_row_refuses_more_than_its_capacity() -> None:

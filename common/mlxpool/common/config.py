@@ -46,10 +46,12 @@ class ModelConfig:
     path: str = ""  # a folder, or "builtin:demo", "builtin:counting"
     context: int = 0  # tokens; 0: the model's own
     replicas: int = 1  # workers of this model
-    sequences: int = 8  # running at once in one worker, where the model's engine can
+    sequences: int = 8  # running at once in one worker
     keep_alive: float = 300.0  # seconds idle before the worker is ended; < 0: never
     memory_limit: int = 0  # bytes of one worker, then it is ended; 0: no limit
-    prefix_cache: str = "single"  # single | off
+    prefix_cache: str = "tree"  # tree | single | off
+    prefix_bytes: int = 0  # bytes it may take; 0: a quarter of what the weights leave
+    deterministic: bool = False  # no bit depends on what is computed beside it; slower
     counting: Counting = field(default_factory=Counting)
 
 
@@ -287,6 +289,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "fault_times": (0, 2**31 - 1),
     "load_bytes": (0, 2**62),
     "memory_limit": (0, 2**62),
+    "prefix_bytes": (0, 2**62),
     "drain_grace": (0.0, 10**6),
     "poison_life": (0.0, 10**7),
     "beat_limit": (0.1, 10**6),
@@ -316,7 +319,7 @@ FAULTS = (
 )
 _LOCAL = r"ipc://.+|tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):(\d+|\*)"
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "prefix_cache": ("single", "off"),
+    "prefix_cache": ("tree", "single", "off"),
     "log_format": ("text", "json"),
     "fault": FAULTS,
     "fault_in": ("load", "accept", "prefill", "decode", "end", "after_end", "send"),

@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import os
 import sys
 
 import mlx.core as mx
+import psutil
 
 log = logging.getLogger("mlxpool.worker")
 
 
+SHARE = 0.8  # of the device's memory, for a worker without a limit of its own
+
+
+def on_gpu() -> bool:
+    """Whether MLX computes on a GPU here."""
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def device_memory() -> tuple[int, int]:
+    """Bytes the device has, and of these free now; the machine's, where they are one."""
+    machine = psutil.virtual_memory()
+    if not on_gpu():
+        return int(machine.total), int(machine.available)
+    info = mx.device_info()
+    total = int(info.get("total_memory", 0) or info.get("memory_size", 0)) or int(machine.total)
+    return total, int(info.get("free_memory", 0)) or int(machine.available)
+
+
+def limit_of(configured: int) -> int:
+    """Bytes a worker may take; `configured` 0: SHARE of what the device has."""
+    return configured or int(device_memory()[0] * SHARE)
+
+
+def outside_mlx() -> int:
+    """Bytes of this process that MLX does not count, where they share one memory: Python, BLAS."""
+    if on_gpu() and sys.platform == "linux":
+        return 0
+    resident = int(psutil.Process().memory_info().rss)
+    return max(0, resident - mx.get_active_memory() - mx.get_cache_memory())
+
+
+def trim() -> None:
+    """Gives what the C heap holds of freed memory back to the system, where that can be asked."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def say() -> None:
     """One line; on a Linux CPU without OpenBLAS the line says how to get it."""
-    if mx.default_device().type == mx.DeviceType.gpu:
+    if on_gpu():
         log.info("computing on the GPU", extra={"device": mx.device_info().get("device_name")})
     elif sys.platform != "linux" or "blas" in os.environ.get("LD_PRELOAD", ""):
         log.info("computing on the CPU in float32")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-GROWTH = 256  # tokens; a larger step copies less often, a smaller one wastes less
+from mlxpool.worker.blocks import BLOCK
+
+GROWTH = BLOCK  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,11 @@ class RowShape:
     head_dim: int
     dtype: mx.Dtype
     capacity: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.size
 
 
 class Row:
@@ -44,6 +52,22 @@ class Row:
         self._values[layer][:, :, self.offset : end, :] = values
         return self._keys[layer][:, :, :end, :], self._values[layer][:, :, :end, :]
 
+    def part(self, layer: int, start: int, end: int) -> tuple[mx.array, mx.array]:
+        """Keys and values [1, KV, end - start, D] of tokens that the layer holds, as views."""
+        return self._keys[layer][:, :, start:end, :], self._values[layer][:, :, start:end, :]
+
+    def put(self, layer: int, parts: Sequence[tuple[mx.array, ...]], room: int) -> None:
+        """Keys and values of each part, in one copy, into an empty row with space for `room`.
+
+        Layers come in their order; `offset` itself moves by `advance`.
+        """
+        assert layer == len(self._keys) and self.offset == 0, "only an empty row is filled"
+        tokens = sum(part[0].shape[2] for part in parts)
+        spare = self._zeros(max(self._rounded(room) - tokens, 0))
+        keys, values = zip(*parts, strict=True)
+        self._keys.append(mx.concatenate([*keys, spare], axis=2))
+        self._values.append(mx.concatenate([*values, spare], axis=2))
+
     def advance(self, count: int) -> None:
         """`count` more tokens are written in every layer."""
         self.offset += count
@@ -51,6 +75,10 @@ class Row:
     def trim(self, to: int) -> None:
         """Forgets the tokens from `to` on; `to` not above `offset` forgets nothing less."""
         self.offset = min(self.offset, max(to, 0))
+
+    def release(self) -> None:
+        """Its arrays go with the last reference to them."""
+        self._keys, self._values, self.offset = [], [], 0
 
     def arrays(self) -> list[mx.array]:
         """Every array, for one evaluation of the whole row."""

@@ -37,10 +37,14 @@ class Source:
     sequences: int  # how many its engine runs at once
 
 
-def open_source(config: ModelConfig, faults: Faults = NO_FAULTS) -> Source:
+def open_source(
+    config: ModelConfig,
+    faults: Faults = NO_FAULTS,
+    counting: type[CountingEngine] = CountingEngine,
+) -> Source:
     """Look at the model without MLX. Raises ModelLoadFailed naming what is wrong with it."""
     if config.path == f"{PREFIX}counting":
-        return _counting(config, faults)
+        return _counting(counting(config.counting, config.context, faults), config.sequences)
     if config.path.startswith(PREFIX) and config.path != f"{PREFIX}demo":
         raise ModelLoadFailed(
             f"there is no {config.path!r}; built in are {PREFIX}demo and {PREFIX}counting"
@@ -48,15 +52,13 @@ def open_source(config: ModelConfig, faults: Faults = NO_FAULTS) -> Source:
     return _folder(DEMO if config.path == f"{PREFIX}demo" else Path(config.path), config)
 
 
-def _counting(config: ModelConfig, faults: Faults) -> Source:
-    engine = CountingEngine(config.counting, config.context, faults)
-
+def _counting(engine: CountingEngine, sequences: int) -> Source:
     def load(on_progress: OnProgress) -> Engine:
         engine.load(on_progress)
         return engine
 
     opened = Opened(engine.digest, engine.context, engine.vocab_size, CountingText())
-    return Source(opened, load, config.sequences)
+    return Source(opened, load, sequences)
 
 
 def _folder(path: Path, config: ModelConfig) -> Source:
@@ -74,12 +76,19 @@ def _folder(path: Path, config: ModelConfig) -> Source:
         from mlxpool.worker.load import load as load_weights
 
         back_end.say()
-        loaded = load_weights(folder, on_progress)
-        return ModelEngine(loaded, text, context=context, prefix=config.prefix_cache)
+        loaded = load_weights(folder, on_progress, deterministic=config.deterministic)
+        return ModelEngine(
+            loaded,
+            text,
+            context=context,
+            prefix=config.prefix_cache,
+            prefix_bytes=config.prefix_bytes,
+            sequences=config.sequences,
+            limit=config.memory_limit,
+        )
 
-    # One running sequence: batching is the engine's next work, and credit follows this number.
     opened = Opened(rules.digest_of(folder.digest), context, folder.plan.vocab_size, text)
-    return Source(opened, load, 1)
+    return Source(opened, load, config.sequences)
 
 
 def faults_of(config: WorkerConfig, history: History) -> Faults:

@@ -11,10 +11,12 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from mlxpool.common.config import WorkerConfig
+from mlxpool.common.config import ModelConfig, WorkerConfig
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.wire import Delta
 from mlxpool.worker import catalogue
+from mlxpool.worker.blocks import BLOCK, blocks_of, first_need, next_need
+from mlxpool.worker.catalogue import Source
 from mlxpool.worker.engine_api import Engine
 from mlxpool.worker.mail import (
     Admit,
@@ -31,7 +33,7 @@ from mlxpool.worker.mail import (
 from mlxpool.worker.models.faults import NO_FAULTS, Faults
 from mlxpool.worker.progress import Progress, monotonic
 from mlxpool.worker.run import Run
-from mlxpool.worker.scheduler import plan
+from mlxpool.worker.scheduler import area_of, budget_of, growing, newest, plan, waiting, with_row
 from mlxpool.worker.sequence import Drawn, Phase, RowFailed, Sequence
 
 log = logging.getLogger("mlxpool.worker")
@@ -50,6 +52,7 @@ class Compute(threading.Thread):
         progress: Progress,
         post: Callable[[Outbound], None],
         faults: Faults = NO_FAULTS,
+        open_source: Callable[[ModelConfig, Faults], Source] = catalogue.open_source,
     ) -> None:
         super().__init__(name="compute", daemon=True)
         self.config = config
@@ -58,6 +61,7 @@ class Compute(threading.Thread):
         self.room = threading.Semaphore(OUTBOX)  # released by the edge for each Rows it took
         self._post = post
         self._faults = faults
+        self._open_source = open_source
         self._generation = 0
         self._runs: dict[Key, Run] = {}
         self._reported = 0.0
@@ -86,9 +90,10 @@ class Compute(threading.Thread):
 
     def _open(self) -> tuple[Engine, int]:
         self.progress.enter("load")
-        source = catalogue.open_source(self.config.model, self._faults)
+        source = self._open_source(self.config.model, self._faults)
         self._post(source.opened)
         engine = source.load(self._loaded_so_far)
+        engine.warm_up()
         self._report(engine, 0.0)
         self._post(Loaded(source.sequences))
         return engine, source.sequences
@@ -157,11 +162,11 @@ class Compute(threading.Thread):
             log.exception("a sequence could not be released")
 
     def _step(self, engine: Engine, places: int) -> list[Delta]:
-        live = [run.sequence for run in self._runs.values()]
-        step = plan(live, places, engine.chunk)
-        rows: list[Delta] = []
-        for sequence in step.admit:
-            rows += self._guarded(engine, [sequence], partial(self._admit, engine, sequence))
+        rows = self._expire(engine, monotonic())
+        rows += self._make_room(engine)
+        rows += self._admissions(engine, places)
+        live = self._live()
+        step = plan(live, self._budget(engine, live), area_of(engine.chunk))
         for sequence, share in step.prefill:
             rows += self._guarded(
                 engine, [sequence], partial(self._prefill, engine, sequence, share)
@@ -169,10 +174,68 @@ class Compute(threading.Thread):
         if step.decode:
             decode = list(step.decode)
             rows += self._guarded(engine, decode, partial(self._decode, engine, decode))
-        running = sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in live)
-        self.progress.running = running
-        self.progress.waiting = len(self._runs) - running
+        self.progress.running = len(with_row(self._live()))
+        self.progress.waiting = len(self._runs) - self.progress.running
         return rows
+
+    def _live(self) -> list[Sequence]:
+        return [run.sequence for run in self._runs.values()]
+
+    def _budget(self, engine: Engine, live: list[Sequence]) -> int:
+        streams = any(s.phase is Phase.DECODE for s in live)
+        return budget_of(engine.chunk, streams, self.progress.usual_token)
+
+    def _expire(self, engine: Engine, now: float) -> list[Delta]:
+        late = [run for run in self._runs.values() if now >= run.deadline]
+        return [self._fail(engine, run.sequence, run.too_late()) for run in late]
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    def _find(self, engine: Engine, wanted: int) -> bool:
+        """Whether so many blocks are free, once the prefix cache gave up what it must."""
+        taken = sum(s.blocks for s in self._live())
+        short = wanted - (engine.blocks - taken - engine.prefix_blocks())
+        if short > 0:
+            short -= engine.shrink(short)
+        return short <= 0
+
+    def _make_room(self, engine: Engine) -> list[Delta]:
+        """Every row that needs another block gets it; the newest rows give way where they must."""
+        failed: list[Delta] = []
+        while wanting := growing(self._live()):
+            sequence = wanting[0]
+            need = next_need(sequence)
+            if self._find(engine, need - sequence.blocks):
+                sequence.blocks = need
+            elif (victim := newest(self._live())) is not None:
+                self._preempt(engine, victim)
+            else:
+                failed.append(self._fail(engine, sequence, _too_large(sequence, engine)))
+        return failed
+
+    def _preempt(self, engine: Engine, sequence: Sequence) -> None:
+        """Its row goes, what it computed stays in the prefix cache if it fits; it comes back."""
+        try:
+            engine.release(sequence)
+        except Exception:  # costs what the prefix cache would have got
+            log.exception("a sequence could not be released")
+        sequence.preempt()
+        self.progress.preemptions += 1
+
+    def _admissions(self, engine: Engine, places: int) -> list[Delta]:
+        rows: list[Delta] = []
+        for sequence in waiting(self._live(), places):
+            need = first_need(sequence, engine.blocks)
+            if need > engine.blocks:
+                rows.append(self._fail(engine, sequence, _too_large(sequence, engine)))
+            elif self._find(engine, need):
+                sequence.blocks = need
+                rows += self._guarded(engine, [sequence], partial(self._admit, engine, sequence))
+            else:
+                break  # those behind it must not take what it waits for
+        return rows
+
+    # ---- steps ---------------------------------------------------------------------------------
 
     def _admit(self, engine: Engine, sequence: Sequence) -> list[Delta]:
         engine.admit(sequence)
@@ -188,7 +251,7 @@ class Compute(threading.Thread):
                 done = engine.prefill(sequence, budget)
         if done == 0 or sequence.prefilled >= sequence.length - 1:
             sequence.phase = Phase.DECODE
-            run.decode_at = monotonic()
+            run.decode_at = run.decode_at or monotonic()
         return []
 
     def _decode(self, engine: Engine, rows: list[Sequence]) -> list[Delta]:
@@ -258,6 +321,9 @@ class Compute(threading.Thread):
             "active": memory.active,
             "cache": memory.cache,
             "peak": memory.peak,
+            "limit": memory.limit,
+            "device_free": memory.device_free,
+            "preemptions": self.progress.preemptions,
         }
         counters = getattr(engine, "prefix", None)
         if counters is not None:
@@ -266,6 +332,19 @@ class Compute(threading.Thread):
                 "misses": counters.misses,
                 "tokens": counters.tokens,
             }
+
+
+def _too_large(sequence: Sequence, engine: Engine) -> OutOfMemory:
+    need, capacity = blocks_of(sequence.length) + 1, engine.blocks
+    return OutOfMemory(
+        f"{sequence.length} tokens, {len(sequence.prompt)} of them the prompt's, need {need} blocks"
+        f" of {BLOCK} tokens; this worker's memory has {capacity}",
+        details={
+            "prompt_tokens": len(sequence.prompt),
+            "need_tokens": need * BLOCK,
+            "capacity_tokens": capacity * BLOCK,
+        },
+    )
 
 
 def _as_pool_error(error: Exception) -> PoolError:

@@ -7,26 +7,48 @@ trimmed to what the sequence really has. On the CPU there is nothing to hide, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
 
-from mlxpool.common.errors import Internal
-from mlxpool.worker import rules, sampler
-from mlxpool.worker.attention import Span, Step
+from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
+from mlxpool.common.options import Options
+from mlxpool.worker import back_end, prefix_cache, rules, sampler
+from mlxpool.worker.attention import AnyRow, Span, Step
+from mlxpool.worker.batch import Batch
+from mlxpool.worker.blocks import BLOCK, capacity, transient
 from mlxpool.worker.cache import Row, RowShape
 from mlxpool.worker.engine_api import Memory
+from mlxpool.worker.exact import ExactStep
 from mlxpool.worker.load import Loaded
-from mlxpool.worker.prefix_tree import PrefixCache
+from mlxpool.worker.prefix_cache import PrefixCache
+from mlxpool.worker.prefix_kinds import Full
+from mlxpool.worker.prefix_rows import RowStore
 from mlxpool.worker.sampler import Draw, Sampled
-from mlxpool.worker.sequence import Drawn, Logprob, Sequence
+from mlxpool.worker.scheduler import area_of
+from mlxpool.worker.sequence import Drawn, Logprob, RowFailed, Sequence
+from mlxpool.worker.slabs import BLOCKS as SLAB_BLOCKS
+from mlxpool.worker.slabs import SlabRow, Slabs
 from mlxpool.worker.tokenizer import Text
 
 CHUNK = 2048  # tokens
+CPU_CHUNK = 512  # tokens; larger ones are no faster there, and longer than a moment
 CLEAR_EVERY = 256  # decode steps between two clearings of MLX's cache of free buffers
+CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
+LEAST_BLOCKS = 2  # a prompt's and one to go on
+WARM_UP = (64, 256)  # tokens of the chunks that are tried at load
+
+
+class LayeredStore(RowStore[AnyRow]):
+    """A RowStore whose rows may have something to give back."""
+
+    def release(self, row: AnyRow) -> None:
+        """See Store."""
+        row.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +82,59 @@ class ModelEngine:
         text: Text | None = None,
         *,
         context: int | None = None,
-        prefix: str = "single",
+        prefix: str = "tree",
+        prefix_bytes: int = 0,
         lookahead: bool | None = None,
+        sequences: int = 8,
+        limit: int = 0,
+        blocks: int | None = None,
     ) -> None:
-        """`context` bounds the model's own; `lookahead` None means: on a GPU."""
+        """`context` bounds the model's own; `lookahead` None means: on a GPU.
+
+        `limit` is what the process may take, in bytes, see back_end.limit_of; `blocks` None means:
+        what it leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
+        """
         folder, plan = loaded.folder, loaded.folder.plan
         self.context = min(folder.context, context or folder.context)
         self.vocab_size = plan.vocab_size
         self.eos = folder.eos_ids
-        self.chunk = min(CHUNK, self.context)
+        self.chunk = min(CHUNK if back_end.on_gpu() else CPU_CHUNK, self.context)
         self.digest = rules.digest_of(folder.digest)
         self._loaded = loaded
         self._model = loaded.model
         self._text = text or Text.from_folder(folder)
         shape = RowShape(plan.layers, plan.kv_heads, plan.head_dim, loaded.dtype, self.context)
-        self._prefix = PrefixCache(partial(Row, shape), prefix)
-        self._rows: dict[Sequence, Row] = {}
-        self._lookahead = _on_gpu() if lookahead is None else lookahead
+        kinds = [Full(layer) for layer in range(plan.layers)]
+        self._slabs = None if back_end.on_gpu() else Slabs(shape)
+        self._batch = Batch(self._model)
+        new_row = partial(Row, shape) if self._slabs is None else partial(SlabRow, self._slabs)
+        self._store: RowStore[AnyRow] = LayeredStore(new_row, kinds)
+        self._limit = back_end.limit_of(limit)
+        self._prefix_bytes = prefix_bytes or prefix_cache.default_budget(
+            self._limit, loaded.weight_bytes
+        )
+        self._prefix: PrefixCache[AnyRow] = prefix_cache.build(
+            prefix, self._store, self._prefix_bytes
+        )
+        self._rows: dict[Sequence, AnyRow] = {}
+        self._block_bytes = BLOCK * shape.token_bytes
+        self._transient = 0
+        self._outside = back_end.outside_mlx()
+        self._cache = min(CACHE, self._limit // 16)
+        # Of the last slab, one block may be in use.
+        self._spare = (SLAB_BLOCKS - 1) * self._block_bytes if self._slabs else 0
+        self._fixed = blocks
+        self._sequences = sequences
+        self.blocks = self._capacity()
+        self._lookahead = back_end.on_gpu() if lookahead is None else lookahead
         self._flight: _Flight | None = None
         self._steps = 0
 
     def admit(self, seq: Sequence) -> None:
         """See Engine.admit."""
-        self._rows[seq], seq.cached = self._prefix.begin(seq.tokens)
-        seq.prefilled = seq.cached
+        self._rows[seq], seq.prefilled = self._prefix.begin(seq.tokens)
+        if not seq.preempted:
+            seq.cached = seq.prefilled
 
     def prefill(self, seq: Sequence, budget: int) -> int:
         """See Engine.prefill; what is done survives a later failure."""
@@ -91,17 +142,23 @@ class ModelEngine:
         if count <= 0:
             return 0
         row = self._rows[seq]
-        ids = seq.tokens[seq.prefilled : seq.prefilled + count]
-        self._forward([Span(row, count)], mx.array(ids, dtype=mx.int32), logits=False)
-        mx.eval(row.arrays())
+        if row.offset < seq.prefilled:
+            raise OutOfMemory(f"{seq.prefilled} tokens were lost with a step that failed")
+        ids = seq.between(seq.prefilled, seq.prefilled + count)
+        with self._losing([seq]):
+            self._forward([Span(row, count)], mx.array(ids, dtype=mx.int32), logits=False)
+            mx.eval(row.arrays())
         seq.prefilled += count
         mx.clear_cache()
         return count
 
     def decode(self, rows: Many[Sequence]) -> list[Drawn]:
-        """See Engine.decode. Raises Internal when the logits of a row are no numbers."""
-        flights = self._flights(rows)
-        self._flight = self._ahead(flights, rows) if self._lookahead else None
+        """See Engine.decode. Raises RowFailed when the logits of a row are no numbers."""
+        with self._losing(rows):
+            flights = self._flights(rows)
+            self._flight = self._ahead(flights, rows) if self._lookahead else None
+            for flight in flights:
+                mx.eval(*flight.sampled.arrays())
         self._clear_sometimes()
         drawn = {line.sequence: line for flight in flights for line in _read(flight, rows)}
         return [drawn[seq] for seq in rows]
@@ -110,10 +167,83 @@ class ModelEngine:
         """See Engine.release."""
         row = self._rows.pop(seq, None)
         if row is not None:
+            self._prefix.budget = min(self._prefix_bytes, self._left())
             self._prefix.close(row, seq.tokens)
 
+    def _left(self) -> int:
+        """Bytes of the capacity that no row has allocated."""
+        if self._slabs is not None:
+            rows = self._slabs.nbytes
+        else:
+            rows = sum(row.nbytes for row in self._rows.values())
+        return max(0, self.blocks * self._block_bytes - rows)
+
+    def prefix_blocks(self) -> int:
+        """See Engine.prefix_blocks."""
+        return -(-self._prefix.nbytes // self._block_bytes)
+
+    def shrink(self, blocks: int) -> int:
+        """See Engine.shrink."""
+        before = self.prefix_blocks()
+        self._prefix.shrink(self._prefix.nbytes - (before - blocks) * self._block_bytes)
+        mx.clear_cache()
+        return before - self.prefix_blocks()
+
+    def warm_up(self) -> None:
+        """See Engine.warm_up. Measures what a prefill chunk needs for a while, too."""
+        small, large = (self._warm(min(size, self.context - 2)) for size in WARM_UP)
+        if small[0] < large[0]:
+            self._transient = transient(small, large, self.chunk, area_of(self.chunk))
+        self._prefix.clear()
+        mx.set_cache_limit(self._cache)
+        mx.clear_cache()
+        self._outside = back_end.outside_mlx()
+        self.blocks = self._capacity()
+        if self.blocks < LEAST_BLOCKS:
+            raise ModelLoadFailed(self._too_little())
+
+    def _warm(self, size: int) -> tuple[int, int]:
+        """A chunk of `size` tokens, a decode step of each width; the chunk's tokens and bytes."""
+        rows = [_trial(max(size, 1) + 1)] + [_trial(1) for _ in range(self._sequences - 1)]
+        for seq in rows:
+            row = self._rows[seq] = self._store.new_row()
+            if isinstance(row, SlabRow):  # what rows take is no transient
+                row.reserve(seq.length + 1)
+                mx.eval(row.arrays())
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        self.prefill(rows[0], size)
+        peak = mx.get_peak_memory() - before
+        for width in range(1, len(rows) + 1):
+            self.decode(rows[:width])
+        for seq in rows:
+            self._store.release(self._rows.pop(seq))
+        self._flight = None
+        return size, peak
+
+    def _capacity(self) -> int:
+        """Blocks that the limit leaves beside weights, a step's transient and what is not MLX's."""
+        if self._fixed is not None:
+            return self._fixed
+        used = self._loaded.weight_bytes + self._transient + self._cache
+        used += self._outside + self._spare
+        return capacity(self._limit - used, self._block_bytes)
+
+    def _too_little(self) -> str:
+        return (
+            f"the memory limit is {self._limit} bytes; weights take {self._loaded.weight_bytes},"
+            f" a step {self._transient}, freed buffers {self._cache}, the process itself"
+            f" {self._outside}, which leaves {self.blocks} blocks of {BLOCK} tokens"
+            f" ({self._block_bytes} bytes each); at least {LEAST_BLOCKS} are needed"
+        )
+
     def memory(self) -> Memory:
-        """See Engine.memory."""
+        """See Engine.memory. What the process takes beside MLX may grow; then fewer blocks fit."""
+        if back_end.outside_mlx() > self._outside:
+            back_end.trim()
+            self._outside = max(self._outside, back_end.outside_mlx())
+            self.blocks = self._capacity()
         return Memory(
             weights=self._loaded.weight_bytes,
             kv=sum(row.nbytes for row in self._rows.values()),
@@ -121,16 +251,12 @@ class ModelEngine:
             active=mx.get_active_memory(),
             cache=mx.get_cache_memory(),
             peak=mx.get_peak_memory(),
+            limit=self._limit,
+            device_free=back_end.device_memory()[1],
         )
 
-    def shrink(self) -> int:
-        """Gives up the prefix cache; returns the bytes it had."""
-        freed = self._prefix.clear()
-        mx.clear_cache()
-        return freed
-
     @property
-    def prefix(self) -> PrefixCache[Row]:
+    def prefix(self) -> PrefixCache[AnyRow]:
         """The prefix cache, for its counters."""
         return self._prefix
 
@@ -148,10 +274,34 @@ class ModelEngine:
 
     def _forward(self, spans: Many[Span], ids: mx.array, *, logits: bool) -> mx.array:
         """Builds one pass; rows are longer from here on, though nothing is computed yet."""
-        step = Step(spans, logits=logits)
+        kind = ExactStep if self._loaded.deterministic else Step
+        step = kind(spans, logits=logits)
         out = self._model(ids, step)
         step.done()
         return out
+
+    def _one_each(self, rows: Many[Sequence], ids: mx.array) -> mx.array:
+        """Logits [R, vocabulary] of one token `ids` [R] for each row."""
+        held = [self._rows[seq] for seq in rows]
+        if self._slabs is None or self._loaded.deterministic:
+            return self._forward([Span(row, 1) for row in held], ids, logits=True)
+        return self._batch([row for row in held if isinstance(row, SlabRow)], ids)
+
+    @contextmanager
+    def _losing(self, hit: Many[Sequence]) -> Iterator[None]:
+        """A pass that fails half-way leaves nothing that could be read in what it wrote to.
+
+        In slabs that is every row: those that were not hit find their tokens gone.
+        """
+        try:
+            yield
+        except Exception:
+            self._flight = None
+            for seq in hit if self._slabs is None else list(self._rows):
+                self._rows[seq].release()
+            if self._slabs is not None:
+                self._slabs.spoil()
+            raise
 
     def _flights(self, rows: Many[Sequence]) -> list[_Flight]:
         """Where the next token of each row is drawn: in the step ahead, else in a new one."""
@@ -166,8 +316,7 @@ class ModelEngine:
             self._rows[seq].trim(seq.length - 1)  # a token in flight that was never fetched
             assert self._rows[seq].offset == seq.length - 1, "decode before prefill was done"
         ids = mx.array([_last(seq) for seq in rows], dtype=mx.int32)
-        logits = self._forward([Span(self._rows[seq], 1) for seq in rows], ids, logits=True)
-        return self._draw(rows, logits, ahead=0)
+        return self._draw(rows, self._one_each(rows, ids), ahead=0)
 
     def _ahead(self, flights: Many[_Flight], rows: Many[Sequence]) -> _Flight | None:
         """The step after `flights`, started on the device; without rows that surely end."""
@@ -182,7 +331,7 @@ class ModelEngine:
         if not order:
             return None
         ids = mx.concatenate(parts)
-        logits = self._forward([Span(self._rows[seq], 1) for seq in order], ids, logits=True)
+        logits = self._one_each(order, ids)
         ahead = self._draw(order, logits, ahead=1, pending=ids)
         mx.async_eval(*ahead.sampled.arrays())  # type: ignore[no-untyped-call]
         return ahead
@@ -204,8 +353,9 @@ class ModelEngine:
             mx.clear_cache()
 
 
-def _on_gpu() -> bool:
-    return bool(mx.default_device().type == mx.DeviceType.gpu)
+def _trial(tokens: int) -> Sequence:
+    """A sequence nobody asked for."""
+    return Sequence(b"", 0, (0,) * tokens, Options(), 0, 1)
 
 
 def _last(seq: Sequence) -> int:
@@ -219,16 +369,16 @@ def _draw_of(seq: Sequence, ahead: int) -> Draw:
 
 
 def _read(flight: _Flight, rows: Many[Sequence]) -> list[Drawn]:
-    """Waits for the step and reads the lines of `rows`."""
+    """The lines of `rows` of a step that is done."""
     sampled = flight.sampled
-    mx.eval(*sampled.arrays())
     tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
     here = flight.of(rows)
     for seq, line in here.items():
         if tokens[line] == sampler.NOT_A_TOKEN:
-            raise Internal(
+            raise RowFailed(
+                seq,
                 f"the logits after {seq.length} tokens are no numbers: "
-                "the weights are damaged or overflow in their dtype"
+                "the weights are damaged or overflow in their dtype",
             )
     return [Drawn(seq, tokens[line], _logprob(sampled, seq, line)) for seq, line in here.items()]
 

@@ -19,6 +19,8 @@ class Memory:
     active: int = 0
     cache: int = 0  # freed by us, not yet by the allocator
     peak: int = 0  # of `active`, since the start
+    limit: int = 0  # what the process may take; 0: not known
+    device_free: int = 0  # of the machine or the GPU, whoever uses the rest; 0: not known
 
 
 class Engine(Protocol):
@@ -41,6 +43,16 @@ class Engine(Protocol):
         """The largest prefill chunk in tokens."""
 
     @property
+    def blocks(self) -> int:
+        """How many blocks of keys and values (blocks.py) there is memory for, prefixes included."""
+
+    def prefix_blocks(self) -> int:
+        """Of these, taken by what finished sequences left behind."""
+
+    def shrink(self, blocks: int) -> int:
+        """Drops so much of that, as far as nobody uses it; returns the blocks it gave back."""
+
+    @property
     def digest(self) -> str:
         """Of everything that decides which tokens and text a request gives."""
 
@@ -59,6 +71,9 @@ class Engine(Protocol):
 
     def release(self, seq: Sequence) -> None:
         """The sequence ends here, whatever its phase; unknown ones are ignored."""
+
+    def warm_up(self) -> None:
+        """Computes every kind of step once, so that the first request does not pay for it."""
 
     def memory(self) -> Memory:
         """Where the bytes are now."""

@@ -31,9 +31,15 @@ class Loaded:
     model: Model
     dtype: mx.Dtype
     weight_bytes: int  # in memory
+    deterministic: bool = False  # its results do not depend on what is computed beside them
 
 
-def load(folder: ModelFolder, on_progress: Progress = lambda tensors, size: None) -> Loaded:
+def load(
+    folder: ModelFolder,
+    on_progress: Progress = lambda tensors, size: None,
+    *,
+    deterministic: bool = False,
+) -> Loaded:
     """Reads the weights layer by layer, `on_progress` after each.
 
     Raises ModelLoadFailed when the files changed since `inspect` or cannot be read.
@@ -42,11 +48,13 @@ def load(folder: ModelFolder, on_progress: Progress = lambda tensors, size: None
 
     dtype = _dtype(folder)
     weights = _evaluated(folder, _read(folder), dtype, on_progress)
+    weight_bytes = sum(array.nbytes for array in weights.values())  # build takes them out
     return Loaded(
         folder=folder,
-        model=folder.plan.build(Parts(weights)),
+        model=folder.plan.build(Parts(weights, exact=deterministic)),
         dtype=dtype,
-        weight_bytes=sum(array.nbytes for array in weights.values()),
+        weight_bytes=weight_bytes,
+        deterministic=deterministic,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -34,13 +35,14 @@ class Admit:
     """A prepared sequence; `facts` go out with its first ids.
 
     `text` has replayed the ids that the sequence begins with: the client has their text already.
-    `received` is monotonic seconds.
+    `received` and `deadline` are monotonic seconds.
     """
 
     sequence: Sequence
     facts: Mapping[str, Any]
     text: Completion
     received: float
+    deadline: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

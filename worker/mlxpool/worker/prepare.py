@@ -5,6 +5,7 @@ Neither the edge nor a step ever waits for it.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -113,7 +114,7 @@ def prepare(
         max_tokens=max_tokens,
         ids=resume.ids,
     )
-    return Admit(sequence, facts, text, received)
+    return Admit(sequence, facts, text, received, _deadline(body, received))
 
 
 def _map(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -128,6 +129,14 @@ def _seed(body: Mapping[str, Any]) -> int:
     if not isinstance(seed, int | None) or isinstance(seed, bool):
         raise BadRequest(f"seed must be an integer, got {seed!r:.60}")
     return seed or 0
+
+
+def _deadline(body: Mapping[str, Any], received: float) -> float:
+    """When the run has to be over; `deadline_ms` is what was left when the work was given."""
+    left = body.get("deadline_ms")
+    if not isinstance(left, int | float | None) or isinstance(left, bool) or (left or 0) < 0:
+        raise BadRequest(f"deadline_ms must be a number that is not negative, got {left!r:.60}")
+    return math.inf if left is None else received + left / 1000
 
 
 def _prompt_ids(opened: Opened, message: Message, now: float, context: int) -> list[int]:

@@ -32,6 +32,7 @@ class Progress:
         self.in_prefill: bytes | None = None  # the request whose prompt is being read
         self.running = 0
         self.waiting = 0
+        self.preemptions = 0  # rows that had to give way, since the start
         self.memory: dict[str, int] = {}
         self.prefix: dict[str, int] = {}
         self.block = block or Block.private()
@@ -98,6 +99,11 @@ class Progress:
         self.moved()
         if not fresh:
             self._learn(phase, (self._clock() - started) / units)
+
+    @property
+    def usual_token(self) -> float:
+        """Seconds that a prompt token usually takes; 0: not known."""
+        return self._usual["prefill"]
 
     def _learn(self, phase: str, seconds: float) -> None:
         known = self._usual[phase]

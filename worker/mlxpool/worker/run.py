@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxpool.common.errors import DeadlineExceeded
 from mlxpool.common.wire import Delta, pack_ids
 from mlxpool.worker.mail import Admit, Key
 from mlxpool.worker.sequence import Drawn, Phase, Sequence
@@ -20,6 +22,7 @@ class Run:
     facts: Mapping[str, Any]
     text: Completion
     received: float
+    deadline: float = math.inf
     facts_sent: bool = False
     prefill_at: float = 0.0  # when its first chunk began
     decode_at: float = 0.0  # when its prompt was done
@@ -28,7 +31,15 @@ class Run:
 
     @classmethod
     def begin(cls, admit: Admit, piece: Callable[[int], bytes]) -> Run:
-        return cls(admit.sequence, admit.facts, admit.text, admit.received, piece=piece)
+        """A run of what was prepared."""
+        return cls(
+            admit.sequence,
+            admit.facts,
+            admit.text,
+            admit.received,
+            admit.deadline,
+            piece=piece,
+        )
 
     @property
     def key(self) -> Key:
@@ -54,6 +65,13 @@ class Run:
         if len(self.sequence.ids) >= self.sequence.max_tokens:
             return "length"
         return None
+
+    def too_late(self) -> DeadlineExceeded:
+        """The error of a run whose deadline has passed."""
+        return DeadlineExceeded(
+            f"not finished {self.deadline - self.received:.3f} s after it reached the worker"
+            f" (deadline_ms), {len(self.sequence.ids)} tokens done"
+        )
 
     def delta(
         self,

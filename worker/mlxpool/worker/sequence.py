@@ -9,7 +9,7 @@ from mlxpool.common.options import Options
 
 
 class Phase(Enum):
-    """Where a sequence stands; it only moves forward."""
+    """Where a sequence stands; it moves forward, or back to WAITING when it is preempted."""
 
     WAITING = auto()
     PREFILL = auto()
@@ -35,15 +35,27 @@ class Sequence:
     phase: Phase = Phase.WAITING
     prefilled: int = 0  # leading tokens of `tokens` whose keys and values are in the cache
     cached: int = 0  # of these, found in the prefix cache at admission
+    blocks: int = 0  # of memory that it may use, see blocks.py; 0 without a row
+    preempted: bool = False  # it had a row and gave it back
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and completion so far."""
+        """Prompt and completion so far; a new list each time."""
         return [*self.prompt, *self.ids]
 
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.ids)
+
+    def between(self, start: int, end: int) -> list[int]:
+        """`tokens[start:end]`, at the cost of what is asked for; `end` not above `length`."""
+        size = len(self.prompt)
+        return [*self.prompt[start:end], *self.ids[max(start - size, 0) : max(end - size, 0)]]
+
+    def preempt(self) -> None:
+        """It has no row any more and waits for another."""
+        self.phase, self.preempted = Phase.WAITING, True
+        self.prefilled = self.blocks = 0
 
 
 @dataclass(frozen=True, slots=True)

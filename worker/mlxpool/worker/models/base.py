@@ -6,7 +6,7 @@ A model file is read in two ways: `plan` tells, without MLX, which tensors the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -57,6 +57,8 @@ class Parts(Protocol):
     """Layers over named weights; what layout a weight has is known here and nowhere else."""
 
     def linear(self, name: str) -> Layer: ...
+
+    def joined(self, names: Sequence[str]) -> Layer: ...
 
     def norm(self, name: str, eps: float) -> Layer: ...
 

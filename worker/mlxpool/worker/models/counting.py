@@ -27,6 +27,7 @@ BYTES_PER_TOKEN = 1024  # what a token's keys and values count for in its memory
 CONTEXT = 131_072
 CHUNK = 2048
 LOAD_STEPS = 10
+BLOCKS = 2**40  # it takes no memory, so there is always more
 
 
 def splitmix64(value: int) -> int:
@@ -59,6 +60,7 @@ class CountingEngine:
         self.eos: frozenset[int] = frozenset()
         self.chunk = min(CHUNK, self.context)
         self.digest = f"counting-{settings.vocab}"
+        self.blocks = BLOCKS
         self.rows: list[Sequence] = []
 
     def load(self, on_progress: Callable[[int, int], None]) -> None:
@@ -104,6 +106,15 @@ class CountingEngine:
     def release(self, seq: Sequence) -> None:
         if seq in self.rows:
             self.rows.remove(seq)
+
+    def prefix_blocks(self) -> int:
+        return 0
+
+    def shrink(self, blocks: int) -> int:
+        return 0
+
+    def warm_up(self) -> None:
+        """Nothing is slower the first time."""
 
     def memory(self) -> Memory:
         kv = sum(row.length for row in self.rows) * BYTES_PER_TOKEN

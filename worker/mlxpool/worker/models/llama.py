@@ -145,15 +145,15 @@ class Attention:
     def __init__(self, args: Args, parts: Parts, layer: int) -> None:
         name = f"model.layers.{layer}.self_attn"
         self.args, self.layer = args, layer
-        self.q, self.k = parts.linear(f"{name}.q_proj"), parts.linear(f"{name}.k_proj")
-        self.v, self.o = parts.linear(f"{name}.v_proj"), parts.linear(f"{name}.o_proj")
+        self.qkv = parts.joined([f"{name}.{one}_proj" for one in "qkv"])
+        self.o = parts.linear(f"{name}.o_proj")
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         args, tokens = self.args, x.shape[0]
-        q = self.q(x).reshape(tokens, args.heads, args.head_dim)
-        k = self.k(x).reshape(tokens, args.kv_heads, args.head_dim)
-        v = self.v(x).reshape(tokens, args.kv_heads, args.head_dim)
-        q, k = step.rope(q, args.rope), step.rope(k, args.rope)
+        both = args.heads + args.kv_heads
+        heads = self.qkv(x).reshape(tokens, both + args.kv_heads, args.head_dim)
+        qk, v = step.rope(heads[:, :both], args.rope), heads[:, both:]
+        q, k = qk[:, : args.heads], qk[:, args.heads :]
         out = step.attend(self.layer, q, k, v, args.head_dim**-0.5)
         return self.o(out.reshape(tokens, -1))
 
@@ -166,15 +166,15 @@ class Block:
         self.attention = Attention(args, parts, layer)
         self.before_attention = parts.norm(f"{name}.input_layernorm", args.eps)
         self.before_mlp = parts.norm(f"{name}.post_attention_layernorm", args.eps)
-        self.gate = parts.linear(f"{name}.mlp.gate_proj")
-        self.up = parts.linear(f"{name}.mlp.up_proj")
+        self.width = args.intermediate
+        self.gate_up = parts.joined([f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"])
         self.down = parts.linear(f"{name}.mlp.down_proj")
         self.swiglu = parts.swiglu
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         x = x + self.attention(self.before_attention(x), step)
-        y = self.before_mlp(x)
-        return x + self.down(self.swiglu(self.gate(y), self.up(y)))
+        y = self.gate_up(self.before_mlp(x))
+        return x + self.down(self.swiglu(y[:, : self.width], y[:, self.width :]))
 
 
 class Llama:

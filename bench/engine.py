@@ -1,0 +1,397 @@
+"""The engine against mlx-lm 0.32 in one process: decode, a prompt that enters, cancels.
+
+    python bench/engine.py [--rounds 7] [--steps 24] [--json FILE]
+
+Both run the same random model of the embedded one's size with a context of 16,384, in float32,
+with the same BLAS. Decode is measured in pairs, a burst of steps of one and then of the other, and
+the ratio is that of tokens/s within a pair. A long prompt enters while eight streams decode: the
+gaps are those between two tokens of the running streams from its arrival to its first token, ours
+through the compute thread with its queues, theirs in a bare loop. Cancels are timed from the
+message to the end of the stream, which comes after its row is free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import report
+from mlxpool.broker.blas import preload
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+MODEL: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": True,
+}
+MIXED = (100, 300, 500, 700, 900, 1100, 1300, 1500)
+CASES = {"1 stream at 128": (128,), "8 at 128": (128,) * 8, "8 at 100 to 1,500": MIXED}
+ENTERING = 4000  # tokens
+FOR_EVER = 10**6  # tokens
+DRAW = np.random.default_rng(0)
+
+
+def prompt(tokens: int) -> list[int]:
+    ids: list[int] = DRAW.integers(0, MODEL["vocab_size"], tokens).tolist()
+    return ids
+
+
+def millis(step: Callable[[], object], steps: int) -> float:
+    """The mean of some steps."""
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - started) / steps * 1000
+
+
+def p99(values: Iterable[float]) -> float:
+    return float(np.percentile(list(values), 99))
+
+
+# ---- decode ------------------------------------------------------------------------------------
+
+
+def our_steps(folder: Path, lengths: Sequence[int], **settings: Any) -> Callable[[], object]:
+    """A step of all rows, in the engine without a compute thread."""
+    from mlxpool.common.options import Options
+    from mlxpool.worker.engine import ModelEngine
+    from mlxpool.worker.load import inspect, load
+    from mlxpool.worker.sequence import Sequence as Job
+
+    deterministic = settings.get("deterministic", False)
+    loaded = load(inspect(folder), deterministic=deterministic)
+    engine = ModelEngine(loaded, prefix="off")
+    greedy = Options(temperature=0.0, ignore_eos=True)
+    jobs = [Job(b"", 0, tuple(prompt(n)), greedy, 0, FOR_EVER) for n in lengths]
+    for job in jobs:
+        engine.admit(job)
+        while engine.prefill(job, engine.chunk):
+            pass
+
+    def step() -> None:
+        for drawn in engine.decode(jobs):
+            drawn.sequence.ids.append(drawn.token)
+
+    return step
+
+
+def their_steps(model: Any, lengths: Sequence[int]) -> Callable[[], object]:
+    """A step of generate_step for one row, of BatchGenerator for more."""
+    import mlx.core as mx
+    from mlx_lm.generate import BatchGenerator, generate_step
+
+    if len(lengths) == 1:
+        tokens: Any = generate_step(mx.array(prompt(lengths[0])), model, max_tokens=FOR_EVER)
+        next(tokens)
+        return partial(next, tokens)
+    batch: Any = BatchGenerator(model, max_tokens=FOR_EVER)
+    batch.insert([prompt(n) for n in lengths])
+    while len(batch.next()[1]) < len(lengths):
+        pass
+    return partial(batch.next)
+
+
+def decode(folder: Path, model: Any, rounds: int, steps: int) -> dict[str, Any]:
+    """Milliseconds a step of each and the ratios, for every case."""
+    figures = {}
+    for name, lengths in CASES.items():
+        ours, theirs = our_steps(folder, lengths), their_steps(model, lengths)
+        for side in (ours, theirs):
+            millis(side, 8)
+        pairs = [(millis(ours, steps), millis(theirs, steps)) for _ in range(rounds)]
+        figures[name] = {
+            "ours_ms": [one for one, _ in pairs],
+            "theirs_ms": [other for _, other in pairs],
+            "ratio": [other / one for one, other in pairs],
+        }
+    return figures
+
+
+def price(folder: Path, rounds: int, steps: int) -> dict[str, list[float]]:
+    """How much longer a step takes with `deterministic = true`."""
+    figures = {}
+    for name, lengths in CASES.items():
+        plain = our_steps(folder, lengths)
+        exact = our_steps(folder, lengths, deterministic=True)
+        for side in (plain, exact):
+            millis(side, 8)
+        figures[name] = [millis(exact, steps) / millis(plain, steps) for _ in range(rounds)]
+    return figures
+
+
+# ---- a compute thread --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A delta and when it came."""
+
+    at: float
+    name: int
+    ended: bool
+
+
+class Worker:
+    """A started compute thread; this side plays the edge."""
+
+    def __init__(self, folder: Path) -> None:
+        from mlxpool.common.config import ModelConfig, WorkerConfig
+        from mlxpool.worker.compute import Compute
+        from mlxpool.worker.mail import Loaded
+        from mlxpool.worker.progress import Progress, monotonic
+
+        self.mail: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        model = ModelConfig(path=str(folder), sequences=9, prefix_cache="off")
+        self.progress = Progress(lambda: None, monotonic)
+        self.compute = Compute(
+            WorkerConfig("", "bench/0", "", "bench", model), self.progress, self._post
+        )
+        self.compute.start()
+        while not isinstance(self.mail.get()[1], Loaded):
+            pass
+
+    def _post(self, mail: object) -> None:
+        self.mail.put((time.perf_counter(), mail))
+
+    def begin(self, name: int, tokens: int) -> None:
+        from mlxpool.common.options import Options
+        from mlxpool.worker.mail import Admit
+        from mlxpool.worker.progress import monotonic
+        from mlxpool.worker.sequence import Sequence as Job
+        from mlxpool.worker.text import Completion
+
+        greedy = Options(temperature=0.0, ignore_eos=True)
+        count = MODEL["max_position_embeddings"] - tokens
+        job = Job(bytes([name] * 16), 1, tuple(prompt(tokens)), greedy, 0, count)
+        self.compute.tell(Admit(job, {}, Completion(lambda token: b"", ()), monotonic()))
+
+    def drop(self, name: int) -> None:
+        from mlxpool.worker.mail import Drop
+
+        self.compute.tell(Drop((bytes([name] * 16), 1)))
+
+    def until(self, wanted: Callable[[Arrival], bool]) -> list[Arrival]:
+        """What comes, up to and with the first that is wanted."""
+        found: list[Arrival] = []
+        while True:
+            at, mail = self.mail.get()
+            self.compute.room.release()
+            rows = [Arrival(at, row.id[0], row.end is not None) for row in mail.rows]
+            found += rows
+            if any(map(wanted, rows)):
+                return found
+
+    def until_all(self, names: Sequence[int]) -> None:
+        left = set(names)
+
+        def last(arrival: Arrival) -> bool:
+            left.discard(arrival.name)
+            return not left
+
+        self.until(last)
+
+    def stop(self, names: Sequence[int]) -> None:
+        for name in names:
+            self.drop(name)
+        left = set(names)
+
+        def last(arrival: Arrival) -> bool:
+            if arrival.ended:
+                left.discard(arrival.name)
+            return not left
+
+        self.until(last)
+
+
+def gaps_of(arrivals: Iterable[tuple[float, int]]) -> list[float]:
+    """Seconds between two tokens of each stream."""
+    last: dict[int, float] = {}
+    gaps = []
+    for at, name in arrivals:
+        if name in last:
+            gaps.append(at - last[name])
+        last[name] = at
+    return gaps
+
+
+def our_entry(worker: Worker) -> dict[str, float]:
+    """One long prompt alone, then one among eight streams."""
+    started = time.perf_counter()
+    worker.begin(100, ENTERING)
+    alone = worker.until(lambda arrival: arrival.name == 100)[-1].at - started
+    worker.stop([100])
+    for name in range(8):
+        worker.begin(name, 128)
+    worker.until_all(range(8))
+    arrivals = [a for _ in range(20) for a in worker.until(lambda arrival: arrival.name == 7)]
+    quiet = gaps_of((a.at, a.name) for a in arrivals)
+    started = time.perf_counter()
+    worker.begin(100, ENTERING)
+    found = worker.until(lambda arrival: arrival.name == 100)
+    beside = next(a.at for a in found if a.name == 100) - started
+    before = [(a.at, a.name) for a in arrivals[-8:]]
+    gaps = gaps_of([*before, *((a.at, a.name) for a in found if a.name != 100)])
+    worker.stop([100, *range(8)])
+    return {"alone": alone, "beside": beside, "p99": p99(gaps), "quiet": p99(quiet)}
+
+
+def their_entry(model: Any) -> dict[str, float]:
+    """The same with BatchGenerator."""
+    from mlx_lm.generate import BatchGenerator
+
+    batch: Any = BatchGenerator(model, max_tokens=FOR_EVER)
+    (first,) = batch.insert([prompt(ENTERING)])
+    started = time.perf_counter()
+    while not batch.next()[1]:
+        pass
+    alone = time.perf_counter() - started
+    batch.remove([first])
+    batch.insert([prompt(128) for _ in range(8)])
+    while len(batch.next()[1]) < 8:
+        pass
+    arrivals = []
+    for _ in range(20):
+        arrivals += [(time.perf_counter(), one.uid) for one in batch.next()[1]]
+    quiet = gaps_of(arrivals)
+    (new,) = batch.insert([prompt(ENTERING)])
+    started = time.perf_counter()
+    arrivals = arrivals[-8:]
+    while True:
+        rows = batch.next()[1]
+        arrivals += [(time.perf_counter(), one.uid) for one in rows if one.uid != new]
+        if any(one.uid == new for one in rows):
+            break
+    beside = time.perf_counter() - started
+    return {"alone": alone, "beside": beside, "p99": p99(gaps_of(arrivals)), "quiet": p99(quiet)}
+
+
+def cancels(worker: Worker, count: int) -> dict[str, float]:
+    """Seconds from the message to the freed row, among seven other streams."""
+    others = list(range(7))
+    for name in others:
+        worker.begin(name, 128)
+    worker.until_all(others)
+    times: dict[str, list[float]] = {"decode": [], "prefill": []}
+    for number in range(count):
+        for phase, tokens in (("decode", 128), ("prefill", ENTERING)):
+            worker.begin(100, tokens)
+            if phase == "decode":
+                worker.until(lambda arrival: arrival.name == 100)
+            else:
+                time.sleep(0.05 + 0.01 * (number % 10))
+            started = time.perf_counter()
+            worker.drop(100)
+            found = worker.until(lambda arrival: arrival.name == 100 and arrival.ended)
+            times[phase].append(found[-1].at - started)
+    step = worker.progress.step_ms / 1000
+    token = worker.progress.usual_token
+    worker.stop(others)
+    return {
+        "decode": p99(times["decode"]),
+        "prefill": p99(times["prefill"]),
+        "step": step,
+        "chunk": token * 2048,
+    }
+
+
+# ---- tables ------------------------------------------------------------------------------------
+
+
+def show(figures: dict[str, Any], rounds: int) -> None:
+    blas = "on" if "blas" in os.environ.get("LD_PRELOAD", "") else "absent"
+    print(f"{report.versions()}; {report.machine()}; OpenBLAS {blas}")
+    print(f"{rounds} rounds: median (minimum - maximum)\n")
+    decode_lines = [
+        (name, *(report.spread(found[key], 2) for key in ("ours_ms", "theirs_ms", "ratio")))
+        for name, found in figures["decode"].items()
+    ]
+    print(report.table(("decode", "ours, ms a step", "mlx-lm, ms", "ratio"), decode_lines), "\n")
+    prices = [(name, report.spread(found, 2)) for name, found in figures["price"].items()]
+    print(report.table(("with deterministic = true", "times as long a step"), prices), "\n")
+    names = ("p99", "quiet", "alone", "beside")
+    head = ("4,000 tokens enter, seconds", "p99 gap", "p99 quiet", "first token alone", "beside 8")
+    entries = [
+        (side, *(report.spread([one[name] for one in figures[side]], 3) for name in names))
+        for side in ("ours", "theirs")
+    ]
+    print(report.table(head, entries), "\n")
+    kinds = ("decode", "prefill", "step")
+    found = [f"{figures['cancel'][kind]:.4f}" for kind in kinds]
+    print(report.table(("cancel, p99 in decode, s", "in prefill", "a step"), [found]))
+
+
+def summary(figures: dict[str, Any]) -> dict[str, float]:
+    """The medians that the targets are about."""
+    ours, theirs = figures["ours"], figures["theirs"]
+    ratios = {name: statistics.median(one["ratio"]) for name, one in figures["decode"].items()}
+    gaps = [one["p99"] / other["p99"] for one, other in zip(ours, theirs, strict=True)]
+    return {
+        **ratios,
+        "gap, ours / theirs": statistics.median(gaps),
+        "first token, beside / alone": statistics.median(o["beside"] / o["alone"] for o in ours),
+    }
+
+
+def measure(folder: Path, rounds: int, steps: int) -> dict[str, Any]:
+    import mlx.core as mx
+    from mlx_lm import load
+
+    model = load(str(folder))[0]
+    if mx.default_device().type == mx.DeviceType.cpu:
+        model.set_dtype(mx.float32)
+    figures: dict[str, Any] = {
+        "decode": decode(folder, model, rounds, steps),
+        "price": price(folder, rounds, steps),
+    }
+    worker = Worker(folder)
+    our_entry(worker), their_entry(model)  # the first of anything is slower
+    pairs = [(our_entry(worker), their_entry(model)) for _ in range(rounds)]
+    figures["ours"], figures["theirs"] = ([pair[side] for pair in pairs] for side in (0, 1))
+    figures["cancel"] = cancels(worker, 4 * rounds)
+    figures["summary"] = summary(figures)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=24, help="decode steps of a burst")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
+    from mlxpool.worker.__main__ import SWITCH_INTERVAL
+    from worker_checkpoints import write_checkpoint
+
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as root:
+        folder = write_checkpoint(Path(root) / "model", **MODEL)
+        figures = measure(folder, options.rounds, options.steps)
+    show(figures, options.rounds)
+    print()
+    for name, value in figures["summary"].items():
+        print(f"{name}: {value:.2f}")
+    report.write(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()
