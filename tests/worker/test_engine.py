@@ -334,7 +334,9 @@ def test_the_prefix_cache_leaves_room_for_rows(loaded: Loaded, text: Text) -> No
 def test_warm_up_leaves_nothing_behind(loaded: Loaded, text: Text) -> None:
     for context in (4, 16, None):
         engine = ModelEngine(loaded, text, context=context)
-        engine.warm_up()
+        moves: list[int] = []
+        engine.warm_up(lambda moves=moves: moves.append(1))  # type: ignore[misc]
+        assert len(moves) == 2 * 8  # chunks, widths of a decode step
         assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
         assert engine._slabs is not None and engine._slabs.nbytes == 0
         assert engine.prefix.hits + engine.prefix.misses == 0

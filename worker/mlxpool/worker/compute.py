@@ -93,7 +93,7 @@ class Compute(threading.Thread):
         source = self._open_source(self.config.model, self._faults)
         self._post(source.opened)
         engine = source.load(self._loaded_so_far)
-        engine.warm_up()
+        engine.warm_up(self.progress.moved)
         self._report(engine, 0.0)
         self._post(Loaded(source.sequences))
         return engine, source.sequences

@@ -7,7 +7,7 @@ trimmed to what the sequence really has. On the CPU there is nothing to hide, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,9 +189,9 @@ class ModelEngine:
         mx.clear_cache()
         return before - self.prefix_blocks()
 
-    def warm_up(self) -> None:
+    def warm_up(self, moved: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Measures what a prefill chunk needs for a while, too."""
-        small, large = (self._warm(min(size, self.context - 2)) for size in WARM_UP)
+        small, large = (self._warm(min(n, self.context - 2), moved) for n in WARM_UP)
         if small[0] < large[0]:
             self._transient = transient(small, large, self.chunk, area_of(self.chunk))
         self._prefix.clear()
@@ -202,7 +202,7 @@ class ModelEngine:
         if self.blocks < LEAST_BLOCKS:
             raise ModelLoadFailed(self._too_little())
 
-    def _warm(self, size: int) -> tuple[int, int]:
+    def _warm(self, size: int, moved: Callable[[], None]) -> tuple[int, int]:
         """A chunk of `size` tokens, a decode step of each width; the chunk's tokens and bytes."""
         rows = [_trial(max(size, 1) + 1)] + [_trial(1) for _ in range(self._sequences - 1)]
         for seq in rows:
@@ -217,6 +217,7 @@ class ModelEngine:
         peak = mx.get_peak_memory() - before
         for width in range(1, len(rows) + 1):
             self.decode(rows[:width])
+            moved()
         for seq in rows:
             self._store.release(self._rows.pop(seq))
         self._flight = None

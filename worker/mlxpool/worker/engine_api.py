@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
@@ -72,8 +73,11 @@ class Engine(Protocol):
     def release(self, seq: Sequence) -> None:
         """The sequence ends here, whatever its phase; unknown ones are ignored."""
 
-    def warm_up(self) -> None:
-        """Computes every kind of step once, so that the first request does not pay for it."""
+    def warm_up(self, moved: Callable[[], None]) -> None:
+        """Computes every kind of step once, so that the first request does not pay for it.
+
+        Calls `moved` after each: where kernels are compiled, the first time takes seconds.
+        """
 
     def memory(self) -> Memory:
         """Where the bytes are now."""

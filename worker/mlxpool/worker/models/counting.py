@@ -113,7 +113,7 @@ class CountingEngine:
     def shrink(self, blocks: int) -> int:
         return 0
 
-    def warm_up(self) -> None:
+    def warm_up(self, moved: Callable[[], None]) -> None:
         """Nothing is slower the first time."""
 
     def memory(self) -> Memory:
