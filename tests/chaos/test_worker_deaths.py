@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from chaos.checker import read
 from chaos.harness import Chaos, model
 from mlxpool.common.errors import ModelLoadFailed, ModelUnavailable, Poisoned, WorkerLost
 from pool import until
@@ -79,10 +80,13 @@ def test_a_warm_replica_goes_on(tmp_path: Path, monkeypatch: Patch) -> None:
             chaos.pool.in_state(slot, state="ready")
         asks = chaos.start(100, 4)
         chaos.reach(asks, 10)
-        running = {w["slot"]: w["running"] for w in chaos.pool.ask("ps")["workers"]}
-        assert sorted(running.values()) == [2, 2]
         chaos.strike("m/0", signal.SIGKILL)
         chaos.assert_all_done()
+        given = [
+            line["slot"] for line in read(chaos.folder) if line["what"] == "work" and "slot" in line
+        ]
+        assert sorted(given[:4]) == ["m/0", "m/0", "m/1", "m/1"]
+        assert chaos.causes() == ["killed by SIGKILL"]
 
 
 def test_who_does_not_want_a_resume_gets_the_error(tmp_path: Path, monkeypatch: Patch) -> None:
