@@ -281,3 +281,12 @@ def test_a_stream_of_a_draining_pool_survives_its_worker(story: Story) -> None:
     again.end(request)
     story.assert_ended(request, "stop")
     assert story.pool_stopped == 1
+
+
+def test_a_call_that_waits_in_a_drained_model_is_answered(story: Story) -> None:
+    ident = story.ask(wire.TOKENIZE, model="m", text="a")
+    story.workers["m/0"].hello().die("killed by SIGSEGV", own=True)
+    story.do(ev.Drain(None, "m", 0.5))
+    story.later(0.6)
+    story.assert_sent(1, "error", id=ident, code="draining")
+    story.assert_idle()

@@ -171,10 +171,13 @@ class Losses(Intake):
         if not name and self.stopping:
             for request in list(self.requests.values()):
                 self._fail(request, error, now)
+            for model in self.fleet.models.values():
+                self._give_up(model, error, now)
         elif name and self.fleet.models[name].closed:
             for request in list(self.requests.values()):
                 if request.payload.model == name:
                     self._fail(request, error, now)
+            self._give_up(self.fleet.models[name], error, now)  # calls, too, get their answer
             self.fleet.unload(self.fleet.models[name], "drained")
 
 
