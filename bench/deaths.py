@@ -26,6 +26,7 @@ from chaos.checker import Line, detection, read
 from chaos.harness import LIMITS, model
 from chaos.storm import after_broker_deaths, percentiles, resumptions
 from mlxpool.client import Client
+from mlxpool.common.closing import Closing
 from mlxpool.common.errors import PoolError
 from mlxpool.common.history import VARIABLE, History
 from pool import Pool, until
@@ -35,7 +36,7 @@ LIMIT = 1.5  # seconds, in LIMITS
 BEAT = 1.0
 
 
-class Bench:
+class Bench(Closing):
     """A pool with endless streams on it, and everybody's history."""
 
     def __init__(self, folder: Path, config: str) -> None:
@@ -51,10 +52,10 @@ class Bench:
         self.client = self.pool.client(connect_timeout=60)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.over.set()
         self.client.close()
-        self.pool.__exit__(None, None, None)
+        self.pool.close()
         self.history.close()
         del os.environ[VARIABLE]
 

@@ -11,11 +11,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mlxpool.cli.ops import ask
 from mlxpool.client import Client
+from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost
 
 PATIENCE = 60.0  # seconds; no test measures time, so this only bounds a failure
@@ -37,7 +37,7 @@ def with_path(folder: Path) -> str:
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-class Pool:
+class Pool(Closing):
     """`mlxpool serve` with a config; the run directory is short, for its path has to fit."""
 
     def __init__(
@@ -95,12 +95,8 @@ class Pool:
         except BrokerLost:
             return False
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End the broker and remove its folder."""
         try:
             self.stop()
         finally:

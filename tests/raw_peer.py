@@ -4,32 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import zmq
 
 from mlxpool.common import sockets, wire
+from mlxpool.common.closing import Closing
 from mlxpool.common.wire import Header, Message
 from pool import PATIENCE
 
 
-class RawPeer:
+class RawPeer(Closing):
     """A DEALER on one of the pool's sockets."""
 
     def __init__(self, run_dir: Path, name: str = "front") -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = sockets.dealer(self.context, sockets.ipc(run_dir, name))
-
-    def __enter__(self) -> RawPeer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self.socket.close(linger=0)

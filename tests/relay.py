@@ -14,7 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
+
+from mlxpool.common.closing import Closing
 
 Target = tuple[str, str] | tuple[str, str, int]  # ("ipc", path) or ("tcp", host, port)
 
@@ -57,7 +58,7 @@ class Pipe:
         return max(self.chunks[0][0], self.may_send_at) if self.chunks else None
 
 
-class Relay:
+class Relay(Closing):
     """Accepts on an ephemeral port and forwards to `target`, as well or badly as it is told."""
 
     def __init__(self, target: Target) -> None:
@@ -116,17 +117,6 @@ class Relay:
         assert not self._thread.is_alive(), "the relay's thread did not end"
         for each in (self._listener, self._wake, self._wake_end):
             each.close()
-
-    def __enter__(self) -> Relay:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _do(self, command: Callable[[], None]) -> None:
         """On the relay's thread; done when this returns."""

@@ -11,12 +11,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import zmq
 
 from mlxpool.common import sockets, wire
+from mlxpool.common.closing import Closing
 from mlxpool.common.config import WORKER_VARIABLE, Counting, ModelConfig, WorkerConfig
 from mlxpool.common.history import VARIABLE
 from mlxpool.common.progress import Block
@@ -30,7 +30,7 @@ def id_of(name: int) -> bytes:
     return bytes([name] * wire.ID_BYTES)
 
 
-class WorkerProcess:
+class WorkerProcess(Closing):
     """Use it with `with`; `hearing` False makes its broker silent."""
 
     def __init__(
@@ -74,15 +74,7 @@ class WorkerProcess:
         os.close(block_fd)
         os.close(dump_fd)
 
-    def __enter__(self) -> WorkerProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

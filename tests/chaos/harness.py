@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from chaos.checker import Findings, check, read
 from counting_checker import expected_ids, text_of
 from mlxpool.client import Client, Result
+from mlxpool.common.closing import Closing
 from mlxpool.common.errors import PoolError
 from mlxpool.common.history import VARIABLE, History
 from pool import PATIENCE, Pool, until
@@ -75,7 +75,7 @@ def _had(ask: Ask, count: int) -> bool:
     return ask.had >= count or _over(ask)
 
 
-class Chaos:
+class Chaos(Closing):
     """A pool whose processes all write their history into one folder."""
 
     def __init__(
@@ -99,17 +99,13 @@ class Chaos:
         self.client = self.new_client()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End the streams' threads, the client and the pool."""
         self.client.close()
         for thread in self.threads:
             thread.join(timeout=PATIENCE)
         self.history.close()
-        self.pool.__exit__(kind, error, trace)
+        self.pool.close()
 
     def new_client(self, **options: Any) -> Client:
         """One more connection; the broker is looked for longer than any fault lasts."""

@@ -8,9 +8,9 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
-from types import TracebackType
 
 from mlxpool.common import wire
+from mlxpool.common.closing import Closing
 from mlxpool.common.wire import Header
 
 MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
@@ -42,7 +42,7 @@ def ready(kind: str, identity: bytes = b"") -> bytes:
     return frame(body, COMMAND)
 
 
-class RawZmtp:
+class RawZmtp(Closing):
     """One connection to `ipc://PATH` or `tcp://HOST:PORT`; nothing is sent unasked."""
 
     def __init__(self, endpoint: str) -> None:
@@ -59,15 +59,7 @@ class RawZmtp:
             self.socket = socket.create_connection((host, int(port)))
         self.socket.settimeout(PATIENCE)
 
-    def __enter__(self) -> RawZmtp:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self.socket.close()
 
     def greet(self, kind: str = "DEALER", identity: bytes = b"") -> RawZmtp:

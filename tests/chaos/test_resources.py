@@ -25,7 +25,7 @@ def test_too_few_descriptors_are_refused(tmp_path: Path) -> None:
     done = subprocess.run(
         [*pool.prefix, *pool.command(), "serve"], capture_output=True, text=True, timeout=PATIENCE
     )
-    pool.__exit__(None, None, None)
+    pool.close()
     assert done.returncode != 0
     assert "the limit of open files is 64, the broker needs 256" in done.stderr
     assert "Traceback" not in done.stderr

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mlxpool.client import request
@@ -17,13 +16,14 @@ from mlxpool.client.link import Stream as LinkStream
 from mlxpool.client.resend import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result, StreamState
 from mlxpool.common import wire
+from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.wire import Message
 
 CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait for the model's load
 
 
-class Stream:
+class Stream(Closing):
     """Deltas as they come. Leaving the loop, `close` or the end of a `with` cancels the rest.
 
     After the last delta `result` holds the whole completion.
@@ -82,19 +82,8 @@ class Stream:
             if not self._state.over:
                 self._link.cancel(self._part)
 
-    def __enter__(self) -> Stream:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class Client:
+class Client(Closing):
     """One connection to a broker, for any number of threads and streams.
 
     `run_dir` names a local broker's run directory (default: the usual one), `endpoint` any front
@@ -178,14 +167,3 @@ class Client:
     def close(self) -> None:
         """Close the connection; open streams end."""
         self._link.close()
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
