@@ -27,15 +27,17 @@ chaos: $(READY)           ## the chaos suite with its long parts, and 10,000 str
 	$(BIN)/python -m pytest tests/chaos -m ''
 	$(BIN)/python bench/storm.py --streams 10000 --faults 1000 --step-us 8000
 
-soak: $(READY)            ## half an hour of faults, 100,000 seeds of the simulator
+soak: $(READY)            ## half an hour of faults, 100,000 seeds of the simulator, new random cases
 	$(BIN)/python bench/soak.py
 	$(BIN)/python tests/broker/simulator.py --seeds 100000
+	MLXPOOL_HYPOTHESIS=random $(BIN)/python -m pytest -k 'properties or fuzz or prefix or sampler'
 
 check: $(READY)           ## format, lint, types, import rules
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@! git grep -nE '^(<{7}|>{7}) '  # what a merge left behind
 
 format: $(READY)          ## put the code in form
 	$(BIN)/ruff format

@@ -55,6 +55,8 @@ class ListRow:
 class ListStore:
     """Rows and kept pieces are lists of cells."""
 
+    joins_copy = True
+
     def __init__(self, stateful: bool = False, window: int = 0) -> None:
         """A whole state of up to `window` tokens can be cut back to any of them."""
         self.stateful = stateful

@@ -441,7 +441,6 @@ TestPool = Pool.TestCase
 TestPool.settings = settings(
     max_examples=200,
     stateful_step_count=50,
-    derandomize=True,  # the gate depends on nobody's luck; the simulator has seeds for that
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

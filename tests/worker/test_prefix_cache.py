@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.worker import prefix_cache
+from mlxpool.worker import prefix_cache, prefix_tree
 from mlxpool.worker.prefix_cache import MODES, PrefixCache, SingleCache, TreeCache
 from mlxpool.worker.prefix_tree import common
 from prefix_stores import CELL, STATE, ListRow, ListStore, check_shape, edges, serve, unique_tokens
@@ -322,8 +322,8 @@ def test_a_smaller_budget_applies_at_once() -> None:
 
 
 def test_a_long_edge_loses_its_tail_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "PIECE", 4)
-    monkeypatch.setattr("mlxpool.worker.prefix_tree.JOIN", 2)
+    monkeypatch.setattr(prefix_tree, "PIECE", 4)
+    monkeypatch.setattr(prefix_tree, "JOIN", 2)
     cache = tree()
     serve(cache, [*range(12)], (9,))
     assert cache.shrink(1) == 4 * CELL

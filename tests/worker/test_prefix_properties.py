@@ -210,7 +210,7 @@ WORLDS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "tight"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_any_order_of_calls(world: str, roomy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "PIECE", 5)
+    monkeypatch.setattr(prefix_tree, "PIECE", 8)  # two blocks
     monkeypatch.setattr(prefix_cache, "EVERY", 6)
     monkeypatch.setattr(prefix_tree, "JOIN", 3)
     make, wanted = WORLDS[world], roomy

@@ -80,6 +80,7 @@ class BlockStore:
     """
 
     stateful = False
+    joins_copy = False  # and a block where two pieces meet is needed twice until they are joined
 
     def __init__(
         self, pool: BlockPool, size: int, block_bytes: int, copy: Callable[[int, int], None]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from mlxpool.worker import prefix_tree
 from mlxpool.worker.prefix_store import PrefixRow, Store
 from mlxpool.worker.prefix_tree import Match, Node, Piece, Tree, common
 
@@ -19,7 +20,6 @@ R = TypeVar("R", bound=PrefixRow)
 
 MODES = ("tree", "single", "off")
 EVERY = 8192  # tokens between two restore points of a prompt, where layers need them
-PIECE = 2048  # tokens that are copied, cut or freed as one at most
 SHARE = 4  # the default budget is one part in so many of what the weights leave
 
 
@@ -334,8 +334,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         """Owned copies of what the row has at [start, end), and of its state; all or nothing."""
         pieces: list[Piece[E]] = []
         try:
-            for at in range(start, end, PIECE):
-                to = min(at + PIECE, end)
+            for at, to in prefix_tree.bounds(start, end):
                 pieces.append(Piece(to - at, self._store.keep(row, at, to)))
             return pieces, self._store.keep_state(row) if need_state else None
         except BaseException:

@@ -38,6 +38,8 @@ class Whole:
 class RowStore(Generic[R]):
     """A Store (prefix_store.py) of rows whose layers are of these kinds."""
 
+    joins_copy = True
+
     def __init__(self, new_row: Callable[[], R], kinds: Sequence[Kind]) -> None:
         self.new_row = new_row
         self.nbytes = 0

@@ -35,6 +35,10 @@ class Pieces(Protocol[E, S_contra]):
     def stateful(self) -> bool:
         """Whether a prefix can be restored only where a whole state was kept."""
 
+    @property
+    def joins_copy(self) -> bool:
+        """Whether `join` costs as much as it is long."""
+
     def cut(self, held: E, at: int) -> tuple[E, E]:
         """The first `at` tokens and the others; `held` is used up."""
 

@@ -17,7 +17,8 @@ from mlxpool.worker.prefix_store import Pieces
 E = TypeVar("E")  # what is kept of some tokens in a row
 S = TypeVar("S")  # a whole state, kept at one place
 
-JOIN = 256  # tokens; neighbours that are no longer together become one piece
+PIECE = 2048  # no piece crosses a multiple of so many tokens: what is copied or freed at once
+JOIN = 256  # tokens; where joining copies, longer neighbours stay two pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class Tree(Generic[E, S]):
         (child,) = node.children.values()
         assert node.parent is not None and not node.readers
         self._free_state(node)
-        child.pieces = self._join_pieces(node.pieces, child.pieces)
+        child.pieces = self._join_pieces(node.pieces, child.pieces, node.end)
         child.start, child.tokens = node.start, node.tokens + child.tokens
         child.parent, child.used = node.parent, max(child.used, node.used)
         node.parent.children[child.tokens[0]] = child
@@ -208,13 +209,22 @@ class Tree(Generic[E, S]):
         rest = pieces[index].tokens - at
         return [*above, Piece(at, left)], [Piece(rest, right), *below]
 
-    def _join_pieces(self, above: list[Piece[E]], below: list[Piece[E]]) -> list[Piece[E]]:
+    def _join_pieces(self, above: list[Piece[E]], below: list[Piece[E]], at: int) -> list[Piece[E]]:
         left, right = above[-1], below[0]
         together = left.tokens + right.tokens
-        if together > JOIN:
+        if at % PIECE == 0 or (self._store.joins_copy and together > JOIN):
             return above + below
         joined = Piece(together, self._store.join(left.held, right.held))
         return [*above[:-1], joined, *below[1:]]
+
+
+def bounds(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Tokens [start, end) as pieces."""
+    at = start
+    while at < end:
+        to = min(at - at % PIECE + PIECE, end)
+        yield at, to
+        at = to
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:
