@@ -19,6 +19,7 @@ from mlxpool.worker.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine_api import Engine  # noqa: E402
 from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.models.base import KeyValue  # noqa: E402
 from mlxpool.worker.sequence import Drawn, RowFailed, Sequence  # noqa: E402
 from mlxpool.worker.tokenizer import Text  # noqa: E402
 
@@ -382,7 +383,7 @@ def test_a_step_that_fails_half_way_leaves_nothing_of_it(
 
 
 def test_a_row_refuses_more_than_its_capacity() -> None:
-    row = Row(RowShape(1, 1, 2, mx.float32, 10))
+    row = Row(RowShape((KeyValue(1, 2, 2),), mx.float32, 10))
     keys: Callable[[int], Any] = lambda count: mx.zeros((1, 1, count, 2))  # noqa: E731
     row.write(0, keys(10), keys(10))
     row.advance(10)

@@ -21,6 +21,7 @@ from mlxpool.worker import prefix_cache  # noqa: E402
 from mlxpool.worker.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.models.base import KeyValue  # noqa: E402
 from mlxpool.worker.prefix_cache import TreeCache  # noqa: E402
 from mlxpool.worker.prefix_kinds import Full, Kind, State, Window, can_rewind, lowest  # noqa: E402
 from mlxpool.worker.prefix_rows import RowStore, Whole  # noqa: E402
@@ -196,21 +197,22 @@ def test_layers_without_a_whole_state_are_left_alone() -> None:
 
 # ---- a model's rows ------------------------------------------------------------------------------
 
-SHAPE = RowShape(layers=3, kv_heads=2, head_dim=8, dtype=mx.float32, capacity=4096)
+SHAPE = RowShape((KeyValue(2, 8, 8),) * 3, mx.float32, 4096)
 TOKEN = 3 * 2 * 2 * 8 * 4  # bytes: layers, keys and values, heads, size, float32
 
 
 def row_store(shape: RowShape = SHAPE) -> RowStore[Row]:
-    return RowStore(lambda: Row(shape), [Full(layer) for layer in range(shape.layers)])
+    return RowStore(lambda: Row(shape), [Full(layer) for layer in range(len(shape.caches))])
 
 
 def write(row: Row, tokens: Sequence[int]) -> None:
     """Keys and values that follow from the cells, different in each layer."""
     shape = row.shape
     cells = mx.array(cells_of(tokens)[row.offset :]).astype(mx.float32) / 2**31
-    for layer in range(shape.layers):
-        line = cells[None, None, :, None] * mx.arange(1, shape.head_dim + 1) + layer
-        keys = mx.repeat(line, shape.kv_heads, axis=1)
+    for layer, cache in enumerate(shape.caches):
+        assert isinstance(cache, KeyValue)
+        line = cells[None, None, :, None] * mx.arange(1, cache.key_dim + 1) + layer
+        keys = mx.repeat(line, cache.heads, axis=1)
         row.write(layer, keys, -keys)
     row.advance(cells.shape[0])
 
@@ -225,7 +227,7 @@ def active() -> int:
 def same_rows(one: Row, other: Row) -> bool:
     return one.offset == other.offset and all(
         bool(mx.array_equal(a, b))
-        for layer in range(one.shape.layers)
+        for layer in range(len(one.shape.caches))
         for a, b in zip(
             one.part(layer, 0, one.offset), other.part(layer, 0, other.offset), strict=True
         )
@@ -287,7 +289,7 @@ def test_a_row_begun_has_room_for_its_prompt() -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_what_is_kept_holds_no_row_alive(kv_heads: int) -> None:
     """Slices of a row are copied: 64 tokens of a row of 4,096 cost about 64 tokens."""
-    shape = RowShape(layers=2, kv_heads=kv_heads, head_dim=64, dtype=mx.float32, capacity=4096)
+    shape = RowShape((KeyValue(kv_heads, 64, 64),) * 2, mx.float32, 4096)
     cache = TreeCache(row_store(shape), ROOMY)
     prompt = [*range(4000)]
     before = active()
@@ -304,7 +306,7 @@ def test_what_is_kept_holds_no_row_alive(kv_heads: int) -> None:
 
 def test_bytes_are_those_of_unique_tokens() -> None:
     """Stored bytes, as MLX counts them, within 5 % of unique tokens x bytes of a token."""
-    shape = RowShape(layers=2, kv_heads=2, head_dim=64, dtype=mx.float32, capacity=4096)
+    shape = RowShape((KeyValue(2, 64, 64),) * 2, mx.float32, 4096)
     cache = TreeCache(row_store(shape), ROOMY)
     before = active()
     history = [*range(300)]

@@ -16,9 +16,10 @@ from mlxpool.worker.attention import Span, Step  # noqa: E402
 from mlxpool.worker.batch import Batch, parts_of  # noqa: E402
 from mlxpool.worker.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.models.base import KeyValue  # noqa: E402
 from mlxpool.worker.slabs import BLOCKS, SlabRow, Slabs  # noqa: E402
 
-SHAPE = RowShape(2, 2, 4, mx.float32, 3000)
+SHAPE = RowShape((KeyValue(2, 4, 4),) * 2, mx.float32, 3000)
 DRAW = np.random.default_rng(0)
 
 
@@ -29,7 +30,7 @@ def some(tokens: int, heads: int = 2) -> Any:
 
 def append(rows: tuple[SlabRow, Row], tokens: int) -> None:
     """The same new tokens to a row of either kind."""
-    for layer in range(SHAPE.layers):
+    for layer in range(len(SHAPE.caches)):
         keys, values = some(tokens), some(tokens)
         for row in rows:
             row.write(layer, keys, values)
@@ -42,7 +43,7 @@ def same(one: SlabRow, other: Row) -> bool:
     assert one.offset == other.offset
     return one.offset == 0 or all(
         mx.array_equal(a, b).item()
-        for layer in range(SHAPE.layers)
+        for layer in range(len(SHAPE.caches))
         for a, b in zip(
             one.part(layer, 0, one.offset), other.part(layer, 0, one.offset), strict=True
         )
@@ -122,7 +123,7 @@ class Attention:
 
     def __call__(self, tokens: Any, step: Any) -> Any:
         x = self.table[tokens].reshape(-1, self.heads, 4)
-        for layer in range(SHAPE.layers):
+        for layer in range(len(SHAPE.caches)):
             x = x + step.attend(layer, x, x[:, :2], x[:, -2:], 0.5)
         return x.reshape(x.shape[0], -1)
 
@@ -160,7 +161,7 @@ def same_nearly(one: SlabRow, other: Row) -> bool:
     assert one.offset == other.offset
     return all(
         mx.allclose(a, b, rtol=1e-4, atol=1e-5).item()
-        for layer in range(SHAPE.layers)
+        for layer in range(len(SHAPE.caches))
         for a, b in zip(
             one.part(layer, 0, one.offset), other.part(layer, 0, one.offset), strict=True
         )

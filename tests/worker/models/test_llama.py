@@ -94,7 +94,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def our_logits(loaded: Loaded, prompt: list[int], ids: list[int]) -> np.ndarray:
     """[steps, V]: the prompt in one chunk, then one token after the other."""
     plan = loaded.folder.plan
-    row = Row(RowShape(plan.layers, plan.kv_heads, plan.head_dim, loaded.dtype, plan.context))
+    row = Row(RowShape(plan.caches, loaded.dtype, plan.context))
     lines = []
     for chunk in [prompt, *([token] for token in ids[:-1])]:
         step = Step([Span(row, len(chunk))], logits=True)

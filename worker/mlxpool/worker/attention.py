@@ -7,16 +7,19 @@ padded. On the CPU and on Metal the rows are attended to one by one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 
 from mlxpool.worker.cache import Row
-from mlxpool.worker.models.base import Rope
+from mlxpool.worker.models.base import KeyValue, Rope, Scan
 from mlxpool.worker.slabs import SlabRow
 
 AnyRow = Row | SlabRow
+FUSED = 128  # numbers of a head that a GPU's fused attention takes
+SCORES = 2**25  # of a chunk's heads, queries and keys that may be there at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,31 +114,162 @@ class Step:
         """x [T, H, D] rotated by each token's own position."""
         return self._rotation(x, rope)
 
-    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-        """q [T, H, D], k and v [T, KV, D] -> [T, H, D]; k and v go into each row's cache."""
+    def attend(
+        self,
+        layer: int,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scale: float,
+        *,
+        sinks: mx.array | None = None,
+        cap: float = 0.0,
+    ) -> mx.array:
+        """See models.base.Step; k and v go into each row's cache."""
+
+        def one(row: AnyRow, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+            return self.attend_row(row, layer, q, k, v, Scores(scale, sinks, cap))
+
+        return self._by_row(one, q, k, v)
+
+    def attend_row(
+        self, row: AnyRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores
+    ) -> mx.array:
+        """`attend` for one row: q [n, H, D], k [n, KV, D], v [n, KV, V] -> [n, H, V]."""
+        keys, values = row.write(layer, _heads_first(k), _heads_first(v))
+        return seen(q, keys, values, scores, _window(row, layer))
+
+    def attend_latent(
+        self, layer: int, q: mx.array, line: mx.array, scale: float, rank: int
+    ) -> mx.array:
+        """See models.base.Step."""
+
+        def one(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
+            (lines,) = cast(Row, row).write(layer, line[None, None])
+            return seen(q, lines, lines[..., :rank], Scores(scale))
+
+        return self._by_row(one, q, line)
+
+    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
+        """See models.base.Step. Rows with one token each go through `scan` together."""
+        if self._single and len(self.spans) > 1:
+            rows = [cast(Row, span.row) for span in self.spans]
+            states = zip(*(row.state(layer) for row in rows), strict=True)
+            together = tuple(mx.stack(list(each)) for each in states)
+            out, after = scan(tuple(x[:, None] for x in inputs), together)
+            for line, row in enumerate(rows):
+                row.put_state(layer, tuple(each[line] for each in after))
+            return out[:, 0]
+
+        def one(row: AnyRow, *inputs: mx.array) -> mx.array:
+            row = cast(Row, row)
+            before = tuple(each[None] for each in row.state(layer))
+            out, after = scan(tuple(x[None] for x in inputs), before)
+            row.put_state(layer, tuple(each[0] for each in after))
+            return out[0]
+
+        return self._by_row(one, *inputs)
+
+    def _by_row(self, one: Callable[..., mx.array], *inputs: mx.array) -> mx.array:
+        """`one` for each row and its lines of the inputs [T, ...]."""
         parts, start = [], 0
         for span in self.spans:
             end = start + span.count
-            new = (q[start:end], k[start:end], v[start:end])
-            parts.append(self.attend_row(span.row, layer, *new, scale))
+            parts.append(one(span.row, *(x[start:end] for x in inputs)))
             start = end
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
-
-    def attend_row(
-        self, row: AnyRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float
-    ) -> mx.array:
-        """`attend` for one row: q [n, H, D], k and v [n, KV, D] -> [n, H, D]."""
-        keys, values = row.write(layer, _heads_first(k), _heads_first(v))
-        mask = "causal" if q.shape[0] > 1 else None
-        out = mx.fast.scaled_dot_product_attention(
-            _heads_first(q), keys, values, scale=scale, mask=mask
-        )
-        return out[0].transpose(1, 0, 2)
 
     def done(self) -> None:
         """Every layer has written: the rows are longer now."""
         for span in self.spans:
             span.row.advance(span.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How products of queries and keys become scores, see models.base.Step.attend."""
+
+    scale: float
+    sinks: mx.array | None = None
+    cap: float = 0.0
+
+
+def seen(
+    q: mx.array, keys: mx.array, values: mx.array, scores: Scores, window: int = 0
+) -> mx.array:
+    """q [n, H, D], keys [1, KV, L, D], values [1, KV, L, V] -> [n, H, V].
+
+    The last of the L tokens is the last query's own. Where no kernel does it in one, long chunks
+    are taken in parts, one after the other, so that SCORES scores at most are there at once.
+    """
+    length, count = keys.shape[2], q.shape[0]
+    most = count if _fused(q, values, scores) else max(1, SCORES // (length * q.shape[1]))
+    parts: list[mx.array] = []
+    for start in range(0, count, most):
+        some = q[start : start + most]
+        end = length - count + start + some.shape[0]
+        if parts:
+            some, *_ = mx.depends([some], [parts[-1]])
+        visible = keys[:, :, :end], values[:, :, :end]
+        parts.append(_attended(some, *visible, scores, window))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+
+
+def _fused(q: mx.array, values: mx.array, scores: Scores) -> bool:
+    """Whether a kernel of the GPU computes it without ever writing down the scores."""
+    size = q.shape[-1]
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    return on_gpu and not scores.cap and size == values.shape[-1] and size <= FUSED
+
+
+def _attended(
+    q: mx.array, keys: mx.array, values: mx.array, scores: Scores, window: int
+) -> mx.array:
+    queries = _heads_first(q)
+    mask = _mask(q.shape[0], keys.shape[2], window)
+    if scores.cap:
+        out = _capped(queries, keys, values, scores, mask)
+    else:
+        out = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scores.scale, mask=mask, sinks=scores.sinks
+        )
+    return out[0].transpose(1, 0, 2)
+
+
+def _mask(count: int, length: int, window: int) -> mx.array | str | None:
+    """What the last `count` of `length` tokens see; a name where a kernel knows it by that."""
+    if window and length > window:
+        ends = mx.arange(length - count, length)[:, None]
+        places = mx.arange(length)[None]
+        return (places <= ends) & (places > ends - window)
+    return "causal" if count > 1 else None
+
+
+def _capped(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scores: Scores,
+    mask: mx.array | str | None,
+) -> mx.array:
+    """Attention whose scores are bent, which no kernel has: [1, H, n, V]."""
+    if scores.sinks is not None:
+        raise NotImplementedError("no known model has both a cap and sinks")
+    _, heads, count, size = queries.shape
+    pairs, length = keys.shape[1], keys.shape[2]
+    grouped = (queries * scores.scale).reshape(1, pairs, heads // pairs, count, size)
+    bent = mx.tanh(grouped @ keys[:, :, None].swapaxes(-1, -2) / scores.cap) * scores.cap
+    if isinstance(mask, str):
+        mask = mx.arange(length)[None] <= mx.arange(length - count, length)[:, None]
+    if mask is not None:
+        bent = mx.where(mask, bent, -mx.inf)
+    out = mx.softmax(bent, axis=-1, precise=True) @ values[:, :, None]
+    return out.reshape(1, heads, count, -1)
+
+
+def _window(row: AnyRow, layer: int) -> int:
+    cache = row.shape.caches[layer]
+    return cache.window if isinstance(cache, KeyValue) else 0
 
 
 def _heads_first(x: mx.array) -> mx.array:

@@ -14,11 +14,13 @@ import mlx.core as mx
 
 from mlxpool.worker.attention import Rotation
 from mlxpool.worker.blocks import BLOCK, blocks_of
-from mlxpool.worker.models.base import Model, Rope
+from mlxpool.worker.models.base import Model, Rope, Scan
 from mlxpool.worker.slabs import Slab, SlabRow
 
 NARROW = 64  # tokens; blocks are read as far as the fullest of them goes, in steps of this
 NEVER = -1e30  # a score that counts for nothing, yet is finite: whole blocks may have no other
+
+NOT_PLAIN = "slabs are for layers that keep keys and values of all tokens, see RowShape.plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,20 @@ class BatchStep:
         """See Step.rope."""
         return self._rotation(x, rope)
 
-    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+    def attend(
+        self,
+        layer: int,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scale: float,
+        *,
+        sinks: mx.array | None = None,
+        cap: float = 0.0,
+    ) -> mx.array:
         """See Step.attend."""
+        if sinks is not None or cap:
+            raise NotImplementedError(NOT_PLAIN)
         rows, heads, size = q.shape
         pairs = k.shape[1]
         q = (q * scale).reshape(rows, pairs, heads // pairs, size).swapaxes(0, 1)
@@ -131,7 +145,17 @@ class BatchStep:
             scores.append(asked @ keys.swapaxes(-1, -2) + reading.mask)
             values.append(_read(slab_values[layer], reading))
         out = _simple(scores, values) if self._member is None else self._weighed(scores, values)
-        return out.reshape(rows, heads, size)
+        return out.reshape(rows, heads, -1)
+
+    def attend_latent(
+        self, layer: int, q: mx.array, line: mx.array, scale: float, rank: int
+    ) -> mx.array:
+        """See Step.attend_latent."""
+        raise NotImplementedError(NOT_PLAIN)
+
+    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
+        """See Step.recur."""
+        raise NotImplementedError(NOT_PLAIN)
 
     def _weighed(self, scores: list[mx.array], values: list[mx.array]) -> mx.array:
         """[R, KV, G, D] from the scores [KV, B, G, width] of every slab."""

@@ -25,8 +25,9 @@ from mlxpool.worker.cache import Row, RowShape
 from mlxpool.worker.engine_api import Memory
 from mlxpool.worker.exact import ExactStep
 from mlxpool.worker.load import Loaded
+from mlxpool.worker.models.base import KeyValue, LayerCache, Recurrent
 from mlxpool.worker.prefix_cache import PrefixCache
-from mlxpool.worker.prefix_kinds import Full
+from mlxpool.worker.prefix_kinds import Full, Kind, State, Window
 from mlxpool.worker.prefix_rows import RowStore
 from mlxpool.worker.sampler import Draw, Sampled
 from mlxpool.worker.scheduler import area_of
@@ -41,14 +42,6 @@ CLEAR_EVERY = 256  # decode steps between two clearings of MLX's cache of free b
 CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
 LEAST_BLOCKS = 2  # a prompt's and one to go on
 WARM_UP = (64, 256)  # tokens of the chunks that are tried at load
-
-
-class LayeredStore(RowStore[AnyRow]):
-    """A RowStore whose rows may have something to give back."""
-
-    def release(self, row: AnyRow) -> None:
-        """See Store."""
-        row.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +96,17 @@ class ModelEngine:
         self._loaded = loaded
         self._model = loaded.model
         self._text = text or Text.from_folder(folder)
-        shape = RowShape(plan.layers, plan.kv_heads, plan.head_dim, loaded.dtype, self.context)
-        kinds = [Full(layer) for layer in range(plan.layers)]
-        self._slabs = None if back_end.on_gpu() else Slabs(shape)
+        shape = RowShape(plan.caches, loaded.dtype, self.context, self.chunk)
+        if loaded.deterministic and not shape.plain:
+            raise ModelLoadFailed(
+                f"deterministic = true is not built for model_type {folder.model_type!r}, whose"
+                " layers keep windows or states; leave it out"
+            )
+        kinds = [_kind(layer, cache) for layer, cache in enumerate(plan.caches)]
+        self._slabs = Slabs(shape) if shape.plain and not back_end.on_gpu() else None
         self._batch = Batch(self._model)
         new_row = partial(Row, shape) if self._slabs is None else partial(SlabRow, self._slabs)
-        self._store: RowStore[AnyRow] = LayeredStore(new_row, kinds)
+        self._store: RowStore[AnyRow] = RowStore(new_row, kinds)
         self._limit = back_end.limit_of(limit)
         self._prefix_bytes = prefix_bytes or prefix_cache.default_budget(
             self._limit, loaded.weight_bytes
@@ -117,7 +115,8 @@ class ModelEngine:
             prefix, self._store, self._prefix_bytes
         )
         self._rows: dict[Sequence, AnyRow] = {}
-        self._block_bytes = BLOCK * shape.token_bytes
+        self._block_bytes = BLOCK * max(shape.token_bytes, 1)
+        self._per_row = shape.fixed_bytes
         self._transient = 0
         self._outside = back_end.outside_mlx()
         self._cache = min(CACHE, self._limit // 16)
@@ -132,16 +131,18 @@ class ModelEngine:
 
     def admit(self, seq: Sequence) -> None:
         """See Engine.admit."""
-        self._rows[seq], seq.prefilled = self._prefix.begin(seq.tokens)
+        self._rows[seq], seq.prefilled = self._prefix.begin(seq.tokens, seq.restore_at)
         if not seq.preempted:
             seq.cached = seq.prefilled
 
     def prefill(self, seq: Sequence, budget: int) -> int:
         """See Engine.prefill; what is done survives a later failure."""
-        count = min(budget, self.chunk, seq.length - 1 - seq.prefilled)
+        row = self._rows[seq]
+        stop = self._prefix.next_stop(row)
+        end = seq.length - 1 if stop is None else min(stop, seq.length - 1)
+        count = min(budget, self.chunk, end - seq.prefilled)
         if count <= 0:
             return 0
-        row = self._rows[seq]
         if row.offset < seq.prefilled:
             raise OutOfMemory(f"{seq.prefilled} tokens were lost with a step that failed")
         ids = seq.between(seq.prefilled, seq.prefilled + count)
@@ -149,6 +150,9 @@ class ModelEngine:
             self._forward([Span(row, count)], mx.array(ids, dtype=mx.int32), logits=False)
             mx.eval(row.arrays())
         seq.prefilled += count
+        if seq.prefilled == stop:
+            self._prefix.budget = self._prefix_budget()
+            self._prefix.keep(row, seq.tokens)
         mx.clear_cache()
         return count
 
@@ -167,15 +171,19 @@ class ModelEngine:
         """See Engine.release."""
         row = self._rows.pop(seq, None)
         if row is not None:
-            self._prefix.budget = min(self._prefix_bytes, self._left())
+            row.trim(seq.length)  # a token in flight that is nobody's
+            self._prefix.budget = self._prefix_budget()
             self._prefix.close(row, seq.tokens)
 
+    def _prefix_budget(self) -> int:
+        """Its own, or what of the capacity no row has allocated."""
+        return min(self._prefix_bytes, self._left())
+
     def _left(self) -> int:
-        """Bytes of the capacity that no row has allocated."""
         if self._slabs is not None:
             rows = self._slabs.nbytes
         else:
-            rows = sum(row.nbytes for row in self._rows.values())
+            rows = sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
         return max(0, self.blocks * self._block_bytes - rows)
 
     def prefix_blocks(self) -> int:
@@ -228,7 +236,7 @@ class ModelEngine:
         if self._fixed is not None:
             return self._fixed
         used = self._loaded.weight_bytes + self._transient + self._cache
-        used += self._outside + self._spare
+        used += self._outside + self._spare + self._sequences * self._per_row
         return capacity(self._limit - used, self._block_bytes)
 
     def _too_little(self) -> str:
@@ -352,6 +360,14 @@ class ModelEngine:
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
+
+
+def _kind(layer: int, cache: LayerCache) -> Kind:
+    """How the prefix cache keeps it."""
+    if isinstance(cache, Recurrent):
+        return State(layer)
+    window = cache.window if isinstance(cache, KeyValue) else 0
+    return Window(layer, window) if window else Full(layer)
 
 
 def _trial(tokens: int) -> Sequence:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlxpool.worker.attention import AnyRow, Step
+from mlxpool.worker.attention import AnyRow, Scores, Step
 from mlxpool.worker.blocks import BLOCK
 from mlxpool.worker.models.parts import TILE, padded
 
@@ -22,14 +22,14 @@ class ExactStep(Step):
     """A Step whose `attend` is exact."""
 
     def attend_row(
-        self, row: AnyRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float
+        self, row: AnyRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores
     ) -> mx.array:
         """See Step.attend_row."""
         count, heads, size = q.shape
         pairs = k.shape[1]
         each = heads // pairs
         keys, values = row.write(layer, k.transpose(1, 0, 2)[None], v.transpose(1, 0, 2)[None])
-        tiled = padded(q * scale, TILE).reshape(-1, TILE, pairs, each, size)
+        tiled = padded(q * scores.scale, TILE).reshape(-1, TILE, pairs, each, size)
         asked = tiled.transpose(0, 2, 1, 3, 4).reshape(-1, pairs, 1, TILE * each, size)
         tiles = asked.shape[0]
         out = _weighed(asked, _blocks(keys), _blocks(values), self._mask(row, tiles, each, keys))

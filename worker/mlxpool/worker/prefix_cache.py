@@ -199,8 +199,8 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
 
     def next_stop(self, row: R) -> int | None:
         """See PrefixCache."""
-        stops = self._readers[id(row)].stops
-        return stops[0] if stops else None
+        reader = self._readers.get(id(row))
+        return reader.stops[0] if reader is not None and reader.stops else None
 
     def keep(self, row: R, tokens: Sequence[int]) -> None:
         """See PrefixCache. At a stop this makes a restore point."""

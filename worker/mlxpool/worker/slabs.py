@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from mlxpool.worker.blocks import BLOCK, blocks_of
 from mlxpool.worker.cache import RowShape
+from mlxpool.worker.models.base import KeyValue
 
 BLOCKS = 16  # of a slab; more leave more unused, fewer take more products for a step
 
@@ -35,10 +36,14 @@ class Slab:
     @classmethod
     def empty(cls, shape: RowShape, blocks: int) -> Slab:
         """A slab nobody uses yet."""
-        size = (shape.kv_heads, blocks * BLOCK, shape.head_dim)
-        keys, values = (
-            [mx.zeros(size, dtype=shape.dtype) for _ in range(shape.layers)] for _ in range(2)
-        )
+        caches = [cache for cache in shape.caches if isinstance(cache, KeyValue)]
+        assert len(caches) == len(shape.caches), "slabs are for layers that keep every token"
+
+        def zeros(heads: int, size: int) -> mx.array:
+            return mx.zeros((heads, blocks * BLOCK, size), dtype=shape.dtype)
+
+        keys = [zeros(cache.heads, cache.key_dim) for cache in caches]
+        values = [zeros(cache.heads, cache.value_dim) for cache in caches]
         return cls(keys, values, list(range(blocks)))
 
     @property
@@ -94,6 +99,10 @@ class SlabRow:
     slabs: Slabs
     offset: int = 0  # tokens that every layer holds once the step in flight is done
     table: list[tuple[Slab, int]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> RowShape:
+        return self.slabs.shape
 
     def reserve(self, tokens: int) -> None:
         """Takes blocks until there are enough for so many tokens."""

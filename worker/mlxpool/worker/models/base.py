@@ -6,6 +6,7 @@ A model file is read in two ways: `plan` tells, without MLX, which tensors the w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 Shape: TypeAlias = tuple[int, ...]
 Layer: TypeAlias = "Callable[[mx.array], mx.array]"
+State: TypeAlias = "tuple[mx.array, ...]"
+# Inputs [B, n, ...] and state [B, ...] of B rows -> outputs [B, n, ...] and the state after them.
+Scan: TypeAlias = "Callable[[tuple[mx.array, ...], State], tuple[mx.array, State]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +34,76 @@ class Rope:
     traditional: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """A layer that keeps keys [heads, key_dim] and values [heads, value_dim] of each token.
+
+    A token sees `window` tokens, itself included, and no others are kept; 0: it sees all.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int = 0
+
+    def token_bytes(self, item: int) -> int:
+        """What one token more takes, in numbers of `item` bytes."""
+        return 0 if self.window else self._line * item
+
+    def fixed_bytes(self, item: int, chunk: int) -> int:
+        """What a sequence takes besides, whatever its length, in chunks of up to `chunk` tokens."""
+        return window_room(self.window, chunk) * self._line * item if self.window else 0
+
+    @property
+    def _line(self) -> int:
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """A layer that keeps one line [dim] of each token, which all heads read (MLA)."""
+
+    dim: int
+
+    def token_bytes(self, item: int) -> int:
+        """See KeyValue."""
+        return self.dim * item
+
+    def fixed_bytes(self, item: int, chunk: int) -> int:
+        """See KeyValue."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """A layer that keeps a state of float32 arrays of these shapes, whatever the length.
+
+    It begins with zeros.
+    """
+
+    shapes: tuple[Shape, ...]
+
+    def token_bytes(self, item: int) -> int:
+        """See KeyValue."""
+        return 0
+
+    def fixed_bytes(self, item: int, chunk: int) -> int:
+        """See KeyValue. One state, and the one before it, for a token that is taken back."""
+        return 2 * 4 * sum(math.prod(shape) for shape in self.shapes)
+
+
+LayerCache: TypeAlias = KeyValue | Latent | Recurrent
+
+WINDOW_GROWTH = 256  # tokens between two moves of a window's tokens to the front of their array
+
+
+def window_room(window: int, chunk: int) -> int:
+    """Tokens that the array of a window holds: what the first of a chunk sees, and the chunk."""
+    return window + max(chunk, WINDOW_GROWTH)
+
+
 class Step(Protocol):
-    """The one token axis of a step, see attention.py."""
+    """The one token axis of a step, see attention.py. `layer` counts from 0 as Plan.caches does."""
 
     @property
     def logits(self) -> bool: ...
@@ -41,8 +113,32 @@ class Step(Protocol):
     def rope(self, x: mx.array, rope: Rope) -> mx.array: ...
 
     def attend(
-        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float
-    ) -> mx.array: ...
+        self,
+        layer: int,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scale: float,
+        *,
+        sinks: mx.array | None = None,
+        cap: float = 0.0,
+    ) -> mx.array:
+        """q [T, H, D], k [T, KV, D], v [T, KV, V] -> [T, H, V], for a KeyValue layer.
+
+        `sinks` [H] are scores that take their part of the softmax and give nothing; scores are
+        bent to stay below `cap`: cap * tanh(score / cap), 0: they are not.
+        """
+
+    def attend_latent(
+        self, layer: int, q: mx.array, line: mx.array, scale: float, rank: int
+    ) -> mx.array:
+        """q [T, H, dim], line [T, dim] -> [T, H, rank], for a Latent layer.
+
+        The lines are the keys, their first `rank` numbers the values.
+        """
+
+    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
+        """`scan` over each row's tokens from its state on: inputs [T, ...] -> [T, ...]."""
 
 
 class Embedding(Protocol):
@@ -83,9 +179,7 @@ class Plan:
 
     context: int  # tokens
     vocab_size: int
-    layers: int
-    kv_heads: int
-    head_dim: int
+    caches: tuple[LayerCache, ...]  # what each layer keeps of a sequence
     shapes: Mapping[str, Shape]  # every tensor the weights must have, in the order of use
     ignored: Callable[[str], bool]  # tensors that may be there and are not used
     build: Callable[[Parts], Model]

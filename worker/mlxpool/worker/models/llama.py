@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.models.base import Parts, Plan, Rope, Shape, Step, integer, number
+from mlxpool.worker.models.base import KeyValue, Parts, Plan, Rope, Shape, Step, integer, number
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -199,9 +199,7 @@ def plan(config: Mapping[str, Any]) -> Plan:
     return Plan(
         context=args.context,
         vocab_size=args.vocab_size,
-        layers=args.layers,
-        kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
+        caches=(KeyValue(args.kv_heads, args.head_dim, args.head_dim),) * args.layers,
         shapes=dict(_shapes(args)),
         ignored=partial(_ignored, args.tied),
         build=partial(Llama, args),
