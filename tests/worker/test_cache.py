@@ -159,3 +159,17 @@ def test_scores_in_parts_are_those_in_one(
     shares = mx.softmax(mx.where(seen_by, bent, -mx.inf), axis=-1)
     expected = mx.einsum("hnl,hlv->nhv", shares, mx.repeat(values[0], 2, axis=0))
     assert mx.allclose(whole, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_attention_written_out_is_the_kernel_s(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU's kernel does not take, sinks included."""
+    mx.random.seed(4)
+    q = mx.random.normal((count, 4, 8))
+    keys, values = mx.random.normal((1, 2, 30, 8)), mx.random.normal((1, 2, 30, 8))
+    for sinks in (None, mx.random.normal((4,))):
+        scores = Scores(8**-0.5, sinks)
+        expected = seen(q, keys, values, scores, 12)
+        with monkeypatch.context() as patch:
+            patch.setattr("mlxpool.worker.attention._on_gpu", lambda: True)
+            assert mx.allclose(seen(q, keys, values, scores, 12), expected, atol=1e-5)
