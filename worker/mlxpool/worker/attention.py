@@ -14,7 +14,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.cache import Row
-from mlxpool.worker.models.base import KeyValue, Rope, Scan
+from mlxpool.worker.models.base import KeyValue, LatentHeads, Rope, Scan
 from mlxpool.worker.slabs import SlabRow
 
 AnyRow = Row | SlabRow
@@ -140,14 +140,24 @@ class Step:
         return seen(q, keys, values, scores, _window(row, layer))
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, rank: int
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
     ) -> mx.array:
-        """See models.base.Step."""
+        """See models.base.Step. Rows with one token each are absorbed and opened together."""
+        scores = Scores(scale)
+
+        def read(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
+            (lines,) = cast(Row, row).write(layer, line[None, None])
+            return seen(q, lines, lines[..., : heads.rank], scores)
 
         def one(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
+            if not heads.expands(q.shape[0], row.offset + q.shape[0]):
+                return heads.opened(read(row, heads.absorbed(q), line))
             (lines,) = cast(Row, row).write(layer, line[None, None])
-            return seen(q, lines, lines[..., :rank], Scores(scale))
+            keys, values = heads.expanded(lines[0, 0])
+            return seen(q, keys[None], values[None], scores)
 
+        if self._single:
+            return heads.opened(self._by_row(read, heads.absorbed(q), line))
         return self._by_row(one, q, line)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
