@@ -14,7 +14,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.cache import Row
-from mlxpool.worker.models.base import KeyValue, Rope, Scan
+from mlxpool.worker.models.base import KeyValue, LatentHeads, Rope, Scan
 from mlxpool.worker.slabs import SlabRow
 
 AnyRow = Row | SlabRow
@@ -47,6 +47,9 @@ class Rotation:
 
     def _by_kernel(self, x: mx.array, rope: Rope) -> mx.array:
         freqs = None if rope.freqs is None else mx.array(rope.freqs)
+        if rope.gain != 1.0:
+            gain = mx.where(mx.arange(x.shape[-1]) < rope.dims, rope.gain, 1.0)
+            x = x * gain.astype(x.dtype)
         rotated = mx.fast.rope(
             x[:, :, None, :],
             rope.dims,
@@ -83,7 +86,8 @@ class Rotation:
             else:
                 turns = 1 / mx.array(rope.freqs)
             angles = self._positions.astype(mx.float32)[:, None] * rope.scale * turns
-            self._tables[rope] = mx.cos(angles)[:, None], mx.sin(angles)[:, None]
+            cos, sin = mx.cos(angles) * rope.gain, mx.sin(angles) * rope.gain
+            self._tables[rope] = cos[:, None], sin[:, None]
         return self._tables[rope]
 
 
@@ -140,14 +144,24 @@ class Step:
         return seen(q, keys, values, scores, _window(row, layer))
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, rank: int
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
     ) -> mx.array:
-        """See models.base.Step."""
+        """See models.base.Step. Rows with one token each are absorbed and opened together."""
+        scores = Scores(scale)
+
+        def read(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
+            (lines,) = cast(Row, row).write(layer, line[None, None])
+            return seen(q, lines, lines[..., : heads.rank], scores)
 
         def one(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
+            if not heads.expands(q.shape[0], row.offset + q.shape[0]):
+                return heads.opened(read(row, heads.absorbed(q), line))
             (lines,) = cast(Row, row).write(layer, line[None, None])
-            return seen(q, lines, lines[..., :rank], Scores(scale))
+            keys, values = heads.expanded(lines[0, 0])
+            return seen(q, keys[None], values[None], scores)
 
+        if self._single:
+            return heads.opened(self._by_row(read, heads.absorbed(q), line))
         return self._by_row(one, q, line)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlxpool.worker.attention import Rotation
 from mlxpool.worker.blocks import BLOCK, blocks_of
-from mlxpool.worker.models.base import Model, Rope, Scan
+from mlxpool.worker.models.base import LatentHeads, Model, Rope, Scan
 from mlxpool.worker.slabs import Slab, SlabRow
 
 NARROW = 64  # tokens; blocks are read as far as the fullest of them goes, in steps of this
@@ -148,7 +148,7 @@ class BatchStep:
         return out.reshape(rows, heads, -1)
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, rank: int
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
     ) -> mx.array:
         """See Step.attend_latent."""
         raise NotImplementedError(NOT_PLAIN)

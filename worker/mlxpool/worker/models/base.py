@@ -7,17 +7,19 @@ A model file is read in two ways: `plan` tells, without MLX, which tensors the w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.models.derived import Derived, Found, nothing
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
 Shape: TypeAlias = tuple[int, ...]
 Layer: TypeAlias = "Callable[[mx.array], mx.array]"
+Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # gate, up
 State: TypeAlias = "tuple[mx.array, ...]"
 # Inputs [B, n, ...] and state [B, ...] of B rows -> outputs [B, n, ...] and the state after them.
 Scan: TypeAlias = "Callable[[tuple[mx.array, ...], State], tuple[mx.array, State]]"
@@ -25,13 +27,17 @@ Scan: TypeAlias = "Callable[[tuple[mx.array, ...], State], tuple[mx.array, State
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a model rotates queries and keys; `freqs`, where given, stand for `base`."""
+    """How a model rotates queries and keys; `freqs`, where given, stand for `base`.
+
+    What is rotated is multiplied by `gain`.
+    """
 
     dims: int
     base: float
     scale: float = 1.0
     freqs: tuple[float, ...] | None = None  # radians per turn of the angle: 1 / frequency
     traditional: bool = False
+    gain: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,29 @@ def window_room(window: int, chunk: int) -> int:
     return window + max(chunk, WINDOW_GROWTH)
 
 
+class LatentHeads(Protocol):
+    """How the heads of a Latent layer read its lines, in two ways that give the same.
+
+    Queries that are `absorbed` have the lines as keys and their first `rank` numbers as values;
+    what they read has to be `opened`. Or keys and values are made of the lines: `expanded`.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    def expands(self, count: int, length: int) -> bool:
+        """Whether the second way is cheaper for `count` queries, the last of `length` tokens."""
+
+    def absorbed(self, q: mx.array) -> mx.array:
+        """q [T, H, D] -> [T, H, dim]."""
+
+    def opened(self, read: mx.array) -> mx.array:
+        """read [T, H, rank] -> [T, H, V]."""
+
+    def expanded(self, lines: mx.array) -> tuple[mx.array, mx.array]:
+        """lines [L, dim] -> keys [H, L, D], values [H, L, V]."""
+
+
 class Step(Protocol):
     """The one token axis of a step, see attention.py. `layer` counts from 0 as Plan.caches does."""
 
@@ -130,12 +159,9 @@ class Step(Protocol):
         """
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, rank: int
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
     ) -> mx.array:
-        """q [T, H, dim], line [T, dim] -> [T, H, rank], for a Latent layer.
-
-        The lines are the keys, their first `rank` numbers the values.
-        """
+        """q [T, H, D], line [T, dim] -> [T, H, V], for a Latent layer; `heads` know its weights."""
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """`scan` over each row's tokens from its state on: inputs [T, ...] -> [T, ...]."""
@@ -147,6 +173,23 @@ class Embedding(Protocol):
     def __call__(self, tokens: mx.array) -> mx.array: ...
 
     def as_linear(self, x: mx.array) -> mx.array: ...
+
+
+class Heads(Protocol):
+    """A linear layer for each head: x [H, T, in] -> [H, T, out], and `back` the other way."""
+
+    def __call__(self, x: mx.array) -> mx.array: ...
+
+    def back(self, x: mx.array) -> mx.array: ...
+
+
+class Experts(Protocol):
+    """x [T, in] with the experts [T, k] that each token chose -> [T, k, out].
+
+    Those of `Parts.experts` take x [T, k, in] as well.
+    """
+
+    def __call__(self, x: mx.array, experts: mx.array) -> mx.array: ...
 
 
 class Parts(Protocol):
@@ -162,6 +205,14 @@ class Parts(Protocol):
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array: ...
 
+    def array(self, name: str) -> mx.array: ...
+
+    def heads(self, name: str) -> Heads: ...
+
+    def experts(self, name: str) -> Experts: ...
+
+    def expert_mlp(self, name: str, activation: Activation | None = None) -> Experts: ...
+
 
 class Model(Protocol):
     """A built model.
@@ -175,7 +226,11 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked config: everything about a model that needs no weights."""
+    """A checked config: everything about a model that needs no weights.
+
+    `shapes` are those of the weights as numbers, also where a checkpoint has them quantised. Where
+    its names or layout differ, `derived` says how to make them, see derived.py.
+    """
 
     context: int  # tokens
     vocab_size: int
@@ -183,6 +238,8 @@ class Plan:
     shapes: Mapping[str, Shape]  # every tensor the weights must have, in the order of use
     ignored: Callable[[str], bool]  # tensors that may be there and are not used
     build: Callable[[Parts], Model]
+    derived: Callable[[Found], Iterable[Derived]] = nothing
+    float32: Callable[[str], bool] = lambda name: False  # tensors kept so, whatever the others are
 
 
 def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
