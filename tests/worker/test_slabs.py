@@ -84,6 +84,21 @@ def test_rows_hold_what_was_written_whatever_others_do(
     assert slabs.nbytes == 0
 
 
+def test_an_empty_row_is_filled_by_parts_in_one_copy() -> None:
+    slabs = Slabs(SHAPE, 3)
+    other, row, whole = SlabRow(slabs), SlabRow(slabs), Row(SHAPE)
+    other.reserve(BLOCK)
+    sizes = (100, 300, BLOCK, 1)
+    for layer in range(SHAPE.layers):
+        parts = [(some(tokens), some(tokens)) for tokens in sizes]
+        mx.eval(parts)
+        row.put(layer, parts, 0)
+        whole.put(layer, parts, 0)
+    row.advance(sum(sizes))
+    whole.advance(sum(sizes))
+    assert len(row.table) == 3 and same(row, whole)
+
+
 def test_what_was_given_back_is_used_first() -> None:
     slabs = Slabs(SHAPE)
     first, second = SlabRow(slabs), SlabRow(slabs)

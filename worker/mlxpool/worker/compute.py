@@ -331,6 +331,7 @@ class Compute(threading.Thread):
                 "hits": counters.hits,
                 "misses": counters.misses,
                 "tokens": counters.tokens,
+                "evictions": counters.evictions,
             }
 
 
