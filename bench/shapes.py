@@ -105,7 +105,7 @@ def our_model(config: dict[str, Any]) -> Any:
         digest="",
         model_type=config["model_type"],
     )
-    model = plan.build(Parts(weights))
+    model = plan.build(Parts(weights, {}, mx.bfloat16))
     return Loaded(folder, model, mx.bfloat16, size)  # type: ignore[arg-type]
 
 

@@ -89,7 +89,7 @@ def test_an_empty_row_is_filled_by_parts_in_one_copy() -> None:
     other, row, whole = SlabRow(slabs), SlabRow(slabs), Row(SHAPE)
     other.reserve(BLOCK)
     sizes = (100, 300, BLOCK, 1)
-    for layer in range(SHAPE.layers):
+    for layer in range(len(SHAPE.caches)):
         parts = [(some(tokens), some(tokens)) for tokens in sizes]
         mx.eval(parts)
         row.put(layer, parts, 0)
