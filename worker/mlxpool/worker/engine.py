@@ -171,12 +171,12 @@ class ModelEngine:
             self._prefix.close(row, seq.tokens)
 
     def _left(self) -> int:
-        """Bytes of the capacity that no row has allocated."""
+        """Bytes that no row takes: of the capacity, and of what is there with unused ends of slabs."""
+        whole = self.blocks * self._block_bytes
+        left = whole - sum(row.nbytes for row in self._rows.values())
         if self._slabs is not None:
-            rows = self._slabs.nbytes
-        else:
-            rows = sum(row.nbytes for row in self._rows.values())
-        return max(0, self.blocks * self._block_bytes - rows)
+            left = min(left, whole + self._spare - self._slabs.nbytes)
+        return max(0, left)
 
     def prefix_blocks(self) -> int:
         """See Engine.prefix_blocks."""
