@@ -1,6 +1,6 @@
 """Many requests of mixed lengths inside a memory limit that is too small for them all at once.
 
-    python bench/memory.py [--requests 2000] [--limit 260] [--json FILE]
+    python bench/memory.py [--requests 2000] [--limit 200] [--json FILE]
 
 A broker, one worker with the embedded model, and one client with more requests open than the
 worker has places. Rows outgrow the memory and give way, the prefix cache gives up what it has. The
@@ -66,7 +66,8 @@ def jobs_of(count: int, vocabulary: int = 4096) -> list[Job]:
         if jobs and draw.random() < 0.5:
             earlier = jobs[int(draw.integers(max(0, len(jobs) - 50), len(jobs)))].prompt
             ids = (*earlier, *ids[:50])[:1500]
-        jobs.append(Job(ids, int(min(500, 4 + draw.exponential(60)))))
+        tokens = 300 + draw.integers(300) if draw.random() < 0.2 else 4 + draw.exponential(40)
+        jobs.append(Job(ids, int(tokens)))
     return jobs
 
 
@@ -143,6 +144,9 @@ def measure(count: int, limit: int) -> dict[str, Any]:
             "active, highest": after["memory"]["peak"],
             "rss after the first": statistics.median(early),
             "rss at the last": statistics.median(late),
+            "tokens that fit, first and last": [
+                one["memory"]["capacity_tokens"] for one in (before, after)
+            ],
             "preemptions": after["memory"]["preemptions"],
             "evictions": after["prefix"]["evictions"],
         }
@@ -171,7 +175,7 @@ def faults_of(found: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--limit", type=int, default=260, help="MiB of the worker")
+    parser.add_argument("--limit", type=int, default=200, help="MiB of the worker")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = measure(options.requests, options.limit * MIB)

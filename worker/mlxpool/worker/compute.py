@@ -323,6 +323,7 @@ class Compute(threading.Thread):
             "peak": memory.peak,
             "limit": memory.limit,
             "device_free": memory.device_free,
+            "capacity_tokens": engine.blocks * BLOCK,
             "preemptions": self.progress.preemptions,
         }
         counters = getattr(engine, "prefix", None)

@@ -189,11 +189,12 @@ class ModelEngine:
         return min(self._prefix_bytes, self._left())
 
     def _left(self) -> int:
+        """Bytes that no row takes: of the capacity, and of what is there with unused ends of slabs."""
+        whole = self.blocks * self._block_bytes
+        left = whole - sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
         if self._slabs is not None:
-            rows = self._slabs.nbytes
-        else:
-            rows = sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
-        return max(0, self.blocks * self._block_bytes - rows)
+            left = min(left, whole + self._spare - self._slabs.nbytes)
+        return max(0, left)
 
     def prefix_blocks(self) -> int:
         """See Engine.prefix_blocks."""
