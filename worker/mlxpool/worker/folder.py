@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import foreign, models
-from mlxpool.worker.chat import token_names
 from mlxpool.worker.headers import Tensor, read_header
+from mlxpool.worker.json_files import read_json
 from mlxpool.worker.models.base import Plan
+from mlxpool.worker.special_tokens import SpecialTokens
 
 _DTYPES = ("F32", "F16", "BF16")
 _SAMPLE = 2**20  # bytes at each end of a shard that the digest reads
@@ -27,6 +27,7 @@ _DIGESTED = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_TEMPLATES = "additional_chat_templates/*.jinja"  # digested too
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def inspect(path: Path) -> ModelFolder:
     _refuse_quantised(path, config)
     if not (path / "tokenizer.json").is_file():
         raise ModelLoadFailed(f"{path} has no tokenizer.json, the only tokenizer format supported")
-    settings = _optional_json(path / "tokenizer_config.json")
+    special = SpecialTokens.read(path, config)
     shards = _shards(path)
     headers = {shard: read_header(shard) for shard in shards}
     tensors = _matched(plan, headers.values())
@@ -71,9 +72,9 @@ def inspect(path: Path) -> ModelFolder:
         shards=shards,
         tensors=tensors,
         weight_bytes=sum(tensor.nbytes for tensor in tensors.values()),
-        eos_ids=_eos_ids(path, config, settings),
-        bos_token=token_names(settings).get("bos_token"),
-        add_bos=_add_bos(settings),
+        eos_ids=special.eos_ids,
+        bos_token=special.bos_token,
+        add_bos=special.add_bos,
         digest=_digest(path, {shard: raw for shard, (raw, _) in headers.items()}),
     )
 
@@ -85,21 +86,6 @@ def _require_folder(path: Path) -> None:
         foreign.refuse_file(path)
     if not (path / "config.json").is_file():
         foreign.refuse_folder(path)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The map that a JSON file holds; raises ModelLoadFailed naming the file."""
-    try:
-        value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadFailed(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadFailed(f"{file} holds a {type(value).__name__}, must be a map")
-    return value
-
-
-def _optional_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
 
 
 def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
@@ -193,35 +179,11 @@ def _compare(tensor: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def _eos_ids(path: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> frozenset[int]:
-    """The first of generation_config.json, config.json and tokenizer_config.json that tells."""
-    for source in (_optional_json(path / "generation_config.json"), config):
-        value = source.get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        if ids and all(type(token) is int for token in ids):
-            return frozenset(ids)
-    text = token_names(settings).get("eos_token")
-    return _token_ids(read_json(path / "tokenizer.json"), text) if text else frozenset()
-
-
-def _token_ids(tokenizer: Mapping[str, Any], text: str) -> frozenset[int]:
-    for added in tokenizer.get("added_tokens") or []:
-        if added.get("content") == text:
-            return frozenset({int(added["id"])})
-    vocab = (tokenizer.get("model") or {}).get("vocab")
-    known = vocab.get(text) if isinstance(vocab, dict) else None
-    return frozenset() if known is None else frozenset({int(known)})
-
-
-def _add_bos(settings: Mapping[str, Any]) -> bool | None:
-    value = settings.get("add_bos_token")
-    return value if isinstance(value, bool) else None
-
-
 def _digest(path: Path, headers: Mapping[Path, bytes]) -> str:
     """The whole of the small files; header, size and both ends of each shard."""
     digest = hashlib.sha256()
-    for name in _DIGESTED:
+    templates = sorted(f"{file.parent.name}/{file.name}" for file in path.glob(_TEMPLATES))
+    for name in (*_DIGESTED, *templates):
         if (path / name).is_file():
             _add(digest, name, (path / name).read_bytes())
     for shard, header in headers.items():
