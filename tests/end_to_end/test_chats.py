@@ -1,4 +1,4 @@
-"""Chats through the pool: templates that refuse, fail or never end; tools; a tokenizer too large."""
+"""Chats through the pool: templates that refuse, fail or never end; tools; misfit tokenizers."""
 
 from __future__ import annotations
 
