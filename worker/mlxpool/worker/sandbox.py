@@ -27,7 +27,7 @@ from mlxpool.common.errors import BadRequest, ModelLoadFailed
 
 LIMIT = 2.0  # seconds of one rendering
 FREE = 0.01  # seconds before it pauses for the first time
-SLICE, PAUSE = 0.001, 0.003  # seconds of work, then of rest
+SLICE, PAUSE = 0.0005, 0.0025  # seconds of work, then of rest
 MAX_REPEATED = 2**24  # items or characters that one `*` may make
 MAX_BITS = 4096  # of an integer that `*` or `**` may make
 

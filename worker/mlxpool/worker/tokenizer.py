@@ -46,7 +46,8 @@ class Text:
         Special tokens written out in the text count as such. Raises BadRequest for text that is
         not Unicode.
         """
-        return [*self._missing(encoding := self._encoding(text)), *encoding.ids]
+        encoding = self._encoding(text)
+        return [*self._missing(encoding), *encoding.ids]
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to a text that has begun, b"" for an unknown one."""
