@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.common.messages import joined
-from mlxpool.worker.json_files import optional_json
+from mlxpool.worker.json_files import Folder, optional_json
 from mlxpool.worker.sandbox import Contents, Template
 from mlxpool.worker.special_tokens import token_names
 
@@ -34,7 +34,7 @@ class Chat:
         self.tokens = dict(tokens or {})
 
     @classmethod
-    def from_folder(cls, path: Path) -> Chat:
+    def from_folder(cls, path: Folder) -> Chat:
         """Raises ModelLoadFailed for a file or a template that cannot be read."""
         where, sources = find_sources(path)
         templates = {
@@ -89,7 +89,7 @@ def _shown(message: Mapping[str, Any], contents: Contents) -> Mapping[str, Any]:
     return message
 
 
-def find_sources(path: Path) -> tuple[Path, dict[str, str]]:
+def find_sources(path: Folder) -> tuple[Path, dict[str, str]]:
     """The first place that has templates, and these by name.
 
     chat_template.jinja with the folder of further ones, tokenizer_config.json,
@@ -106,7 +106,7 @@ def find_sources(path: Path) -> tuple[Path, dict[str, str]]:
         found = _named(file, optional_json(file).get("chat_template"))
         if found:
             return file, found
-    return path, {}
+    return single, {}
 
 
 def _read_text(file: Path) -> str:
