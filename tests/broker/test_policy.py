@@ -91,6 +91,20 @@ def test_messages_are_known_by_the_first_of_them() -> None:
     assert prefix_keys(chat("a")) == prefix_keys(chat("b"))
 
 
+def test_all_text_of_a_chat_counts() -> None:
+    call = {"function": {"name": "ab", "arguments": {"k": "é"}}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "abc"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    body = {"model": "m", "messages": messages, "tools": [{"name": "clock"}]}
+    payload = Payload.parse(body, ())
+    words = ("user", "text", "abc", "assistant", "ab", "é", "clock")
+    assert payload.size == sum(len(word.encode()) for word in words)
+    assert payload.prompt == {"messages": messages, "tools": [{"name": "clock"}]}
+    assert Payload.parse({**body, "tools": []}, ()).prompt == {"messages": messages}
+
+
 def test_known_prefixes_are_bounded() -> None:
     one = worker("a", 1)
     for number in range(KNOWN + 10):

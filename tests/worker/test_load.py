@@ -73,15 +73,15 @@ def test_the_digest_is_of_the_content(good: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("generation", "changes", "settings", "ids"),
     [
-        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {}, {5, 6}),
-        ({"eos_token_id": None}, {"eos_token_id": 7}, {}, {7}),
-        (None, {"eos_token_id": [7]}, {}, {7}),
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {}, {5, 6, EOS}),
+        ({"eos_token_id": None}, {"eos_token_id": 7}, {}, {7, EOS}),
+        (None, {"eos_token_id": [7]}, {"eos_token": None}, {7}),
         (None, {}, {"eos_token": "</s>"}, {EOS}),
         (None, {}, {"eos_token": {"content": "a"}}, {ord("a")}),
         (None, {}, {"eos_token": None}, set()),
     ],
 )
-def test_the_first_source_of_eos_ids_wins(
+def test_ends_are_those_of_the_first_file_and_the_tokenizers_own(
     tmp_path: Path, generation: Any, changes: Any, settings: Any, ids: set[int]
 ) -> None:
     path = write_checkpoint(tmp_path, tokenizer_config=settings, **changes)

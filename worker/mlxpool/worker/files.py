@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import foreign
 from mlxpool.worker.headers import Header, Tensor, read_header
+from mlxpool.worker.json_files import read_json
 from mlxpool.worker.quant import Quant
 
 
@@ -113,14 +112,3 @@ def _refuse_weightless(path: Path) -> None:
     others = [*path.glob("*.bin"), *path.glob("*.pth")]
     also = "; it has PyTorch files, which are not read: convert them" if others else ""
     raise ModelLoadFailed(f"{path} has no model*.safetensors{also}")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The map that a JSON file holds; raises ModelLoadFailed naming the file."""
-    try:
-        value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadFailed(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadFailed(f"{file} holds a {type(value).__name__}, must be a map")
-    return value
