@@ -189,7 +189,7 @@ class ModelEngine:
         return min(self._prefix_bytes, self._left())
 
     def _left(self) -> int:
-        """Bytes that no row takes: of the capacity, and of what slabs leave unused at their ends."""
+        """Bytes that no row takes, of the capacity and of what is there with the slabs' ends."""
         whole = self.blocks * self._block_bytes
         left = whole - sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
         if self._slabs is not None:
