@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from mlxpool.worker.models.base import KeyValue, Layer, LayerCache, Parts, Rope, Shape, Step
+from mlxpool.worker.models.base import (
+    Activation,
+    KeyValue,
+    Layer,
+    LayerCache,
+    Parts,
+    Rope,
+    Shape,
+    Step,
+)
 from mlxpool.worker.models.reading import Heads
 
 if TYPE_CHECKING:
@@ -20,7 +29,6 @@ if TYPE_CHECKING:
 
 Shapes: TypeAlias = Iterator[tuple[str, Shape]]
 Mixing: TypeAlias = "Callable[[mx.array, Step], mx.array]"  # x [T, d] -> [T, d]
-Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # gate, up
 
 
 class Mixer(Protocol):
