@@ -14,7 +14,15 @@ pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.models.base import KeyValue
-from worker.models.conformance import WAYS, Case, Checked, answered, every, prepare
+from worker.models.conformance import (
+    WAYS,
+    Case,
+    Checked,
+    answered,
+    every,
+    prepare,
+    quantised,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -33,22 +41,25 @@ LONGROPE = {
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
 MISTRAL = {"model_type": "mistral", "sliding_window": 9}
+ONE_MORE = {"num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
 CASES: dict[str, Case] = {
     "grouped-query": Case({}),
-    "multi-query": Case({"num_key_value_heads": 1}),
-    "all heads": Case({"num_key_value_heads": None}),
-    "tied": Case({"tie_word_embeddings": True}),
-    "llama3 rope": Case({"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
-    "linear rope": Case({"rope_scaling": {"type": "linear", "factor": 4.0}}),
-    "yarn rope": Case({"rope_scaling": YARN}),
+    "multi-query, llama3 rope": Case(
+        {"num_key_value_heads": 1, "rope_scaling": LLAMA3, "rope_theta": 500000.0}
+    ),
+    "all heads, linear rope": Case(
+        {"num_key_value_heads": None, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    ),
+    "tied, yarn rope": Case({"tie_word_embeddings": True, "rope_scaling": YARN}),
     "yarn rope, weighed": Case({"rope_scaling": YARN | MSCALE, "num_hidden_layers": 1}),
-    "longrope": Case({"rope_scaling": LONGROPE}),
+    "longrope": Case({"rope_scaling": LONGROPE, "num_hidden_layers": 1}),
     "rope of newer names": Case(
         {"rope_theta": None, "rope_parameters": LLAMA3 | {"rope_theta": 5000.0}},
         peer={"rope_theta": 5000.0, "rope_scaling": LLAMA3},
     ),
-    "interleaved rope": Case({"rope_traditional": True}),
-    "biases": Case({"attention_bias": True, "mlp_bias": True}),
+    "biases, interleaved rope": Case(
+        {"attention_bias": True, "mlp_bias": True, "rope_traditional": True}
+    ),
     "odd sizes": Case(
         {"hidden_size": 36, "intermediate_size": 51, "head_dim": 10, "vocab_size": 261}
     ),
@@ -56,14 +67,10 @@ CASES: dict[str, Case] = {
         {"num_hidden_layers": 3, "sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]}
     ),
     "mistral": Case({"model_type": "mistral", "num_hidden_layers": 3}),
-    # mlx-lm wants one full layer at least: here it has one more, which does nothing.
-    "mistral with a window": Case(
-        MISTRAL, peer={"num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
-    ),
-    "mistral with a window of one": Case(
-        MISTRAL | {"sliding_window": 1},
-        peer={"num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]},
-    ),
+    # mlx-lm wants one full layer at least: it gets one more, which does nothing.
+    "mistral with a window": Case(MISTRAL, peer=ONE_MORE),
+    "mistral with a window of one": Case(MISTRAL | {"sliding_window": 1}, peer=ONE_MORE),
+    **quantised({"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}),
 }
 
 
