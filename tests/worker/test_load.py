@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker import models
 from mlxpool.worker.load import inspect, load
 from worker_checkpoints import (
     EOS,
@@ -116,7 +117,7 @@ def test_a_broken_config(good: Path, text: str, words: str) -> None:
 def test_an_unsupported_architecture(good: Path, model_type: Any) -> None:
     write_json(good / "config.json", config() | {"model_type": model_type})
     assert f"model_type {model_type!r}" in refusal(good)
-    assert "supported are: llama, mistral" in refusal(good)
+    assert f"supported are: {', '.join(models.SUPPORTED)}" in refusal(good)
 
 
 def test_no_tokenizer(good: Path) -> None:

@@ -10,6 +10,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.models.base import Plan
 
 ARCHITECTURES = {
+    "glm4_moe_lite": "mlxpool.worker.models.glm4_moe_lite",
     "llama": "mlxpool.worker.models.llama",
     "mistral": "mlxpool.worker.models.llama",
 }
