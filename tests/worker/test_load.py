@@ -154,9 +154,12 @@ def test_an_ollama_manifest(tmp_path: Path, stored: bool) -> None:
 
 
 def test_an_ollama_manifest_of_tensors(tmp_path: Path) -> None:
+    manifest = tmp_path / "manifests" / "registry.ollama.ai" / "library" / "llama3" / "8b"
+    manifest.parent.mkdir(parents=True)
     layer = {"mediaType": "application/vnd.ollama.image.tensor", "digest": "sha256:abc"}
-    write_json(tmp_path / "latest", {"layers": [layer]})
-    assert "Ollama manifest of single tensors" in refusal(tmp_path / "latest")
+    write_json(manifest, {"layers": [layer]})
+    words = "name the model instead, as ollama:registry.ollama.ai/library/llama3:8b"
+    assert words in refusal(manifest)
 
 
 def _without(name: str) -> Callable[[dict[str, np.ndarray]], None]:

@@ -11,7 +11,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.headers import Tensor
 from mlxpool.worker.models.base import Plan, Shape
 from mlxpool.worker.models.derived import Derived, Spec
-from mlxpool.worker.quant import FLOATS, MODES, Quant, Quantisation
+from mlxpool.worker.quant import FACTORS, FLOATS, MODES, Quant, Quantisation, recognised
 
 _SHOWN = 3  # names in an error that could list thousands
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -64,7 +64,7 @@ def _refuse_unquantised(found: Iterable[str], known: Quantisation) -> None:
 def _layouts(
     plan: Plan, have: Mapping[str, Spec], known: Quantisation, origin: Mapping[str, str]
 ) -> Iterator[tuple[str, Quant]]:
-    """The modules that config.json names, and those that have scales."""
+    """The modules that are named as quantised, and those that have scales."""
     for name, shape in plan.shapes.items():
         module, _, kind = name.rpartition(".")
         if kind != "weight" or len(shape) < 2:
@@ -73,14 +73,21 @@ def _layouts(
         layout = known.named.get(module)
         if scaled and module not in known.named:
             layout = known.named.get(origin[name].removesuffix(".weight"), known.default)
-        if layout is None and scaled:
-            raise ModelLoadFailed(
-                f"the weights have {module + '.scales'!r}, but config.json does not say that "
-                f"{module!r} is quantised: it needs `quantization` with its bits and group_size"
-            )
+        if scaled and layout is None:
+            layout = _recognised(module, shape, have, known)
         if layout is not None:
             _require_whole(module, shape, layout)
             yield module, layout
+
+
+def _recognised(module: str, shape: Shape, have: Mapping[str, Spec], known: Quantisation) -> Quant:
+    weight, scales = have.get(f"{module}.weight"), have[f"{module}.scales"]
+    if not known.recognise or weight is None:
+        raise ModelLoadFailed(
+            f"the weights have {module + '.scales'!r}, but config.json does not say that "
+            f"{module!r} is quantised: it needs `quantization` with its bits and group_size"
+        )
+    return recognised(module, shape[-1], weight.shape, scales.shape, scales.dtype)
 
 
 def _require_whole(module: str, shape: Shape, layout: Quant) -> None:
@@ -104,8 +111,8 @@ def _wanted(
         scales = MODES[layout.mode].scales
         for part, packed in layout.tensors(shape):
             yield f"{module}.{part}", (packed, ("U32",) if part == "weight" else scales)
-        factor = f"{module}.global_scale"
-        if layout.mode == "nvfp4" and factor in have:
+        factors = [one for kind in FACTORS if (one := f"{module}.{kind}") in have]
+        for factor in factors if layout.mode == "nvfp4" else ():
             size = math.prod(shape[:-2])
             fits = math.prod(have[factor].shape) == size
             yield factor, (have[factor].shape if fits else (size,), FLOATS)
