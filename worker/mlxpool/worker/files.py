@@ -14,6 +14,8 @@ from mlxpool.worker.headers import Header, Tensor, read_header
 from mlxpool.worker.json_files import read_json
 from mlxpool.worker.quant import Quant
 
+_SHOWN = 3  # names in an error that could list thousands
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -120,10 +122,12 @@ def _indexed(index: Path) -> tuple[Path, ...]:
     for name in names:
         if Path(name).name != name:
             raise ModelLoadFailed(f"{index} names the shard {name!r}, must be a plain file name")
-        if not (index.parent / name).is_file():
-            raise ModelLoadFailed(
-                f"{index} names the shard {name!r}, which is missing; download it again"
-            )
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ModelLoadFailed(
+            f"{index} names {listed('shard', missing)}, which"
+            f" {'are' if len(missing) > 1 else 'is'} missing; download again"
+        )
     return tuple(index.parent / name for name in names)
 
 
@@ -133,3 +137,10 @@ def _refuse_weightless(path: Path) -> None:
     others = [*path.glob("*.bin"), *path.glob("*.pth")]
     also = "; it has PyTorch files, which are not read: convert them" if others else ""
     raise ModelLoadFailed(f"{path} has no model*.safetensors{also}")
+
+
+def listed(kind: str, names: list[str]) -> str:
+    """The first of these names of tensors or shards, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"the {kind}{'s' if len(names) > 1 else ''} {shown}{more}"
