@@ -66,14 +66,14 @@ def inspect(model: Path | Files) -> ModelFolder:
     files = model if isinstance(model, Files) else in_folder(model)
     config = read_json(files / "config.json")
     plan = models.plan(config)
-    quantisation = quant.parse(config)
     if not (files / "tokenizer.json").is_file():
         raise ModelLoadFailed(
             f"{files.where} has no tokenizer.json, the only tokenizer format supported"
         )
     special = SpecialTokens.read(files, config)
     contents = files.contents()
-    fitted = fit(plan, tensors_of(contents), _known(quantisation, contents.values()))
+    known = _known(files, config, contents.values())
+    fitted = fit(plan, tensors_of(contents), known)
     return ModelFolder(
         path=files.where,
         files=files,
@@ -90,12 +90,12 @@ def inspect(model: Path | Files) -> ModelFolder:
     )
 
 
-def _known(quantisation: Quantisation, contents: Iterable[Content]) -> Quantisation:
-    """With what the files themselves tell, which goes before what config.json says."""
-    named = dict(quantisation.named)
-    for content in contents:
-        named.update(content.layouts)
-    return Quantisation(quantisation.default, named)
+def _known(files: Files, config: Mapping[str, Any], contents: Iterable[Content]) -> Quantisation:
+    """What config.json says; a store quantises by itself, so that its blobs alone know."""
+    if not files.digests:
+        return quant.parse(config)
+    named = {module: layout for content in contents for module, layout in content.layouts.items()}
+    return Quantisation(named=named, recognise=True)
 
 
 def _digest(files: Files, contents: Mapping[Path, Content]) -> str:
