@@ -167,7 +167,7 @@ def test_batched_rows_equal_single_ones(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
         ({"head_dim": 7}, "head_dim 7"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "no 'factor'"),
         ({"vocab_size": "many"}, "'vocab_size': 'many'"),
     ],
@@ -184,5 +184,12 @@ def _config() -> dict[str, Any]:
     return config()
 
 
-def test_a_sliding_window_bounds_the_context() -> None:
-    assert models.plan({**_config(), "sliding_window": 64}).context == 64
+def test_a_sliding_window_is_a_mistrals() -> None:
+    def seen(**changes: Any) -> list[int]:
+        plan = models.plan({**_config(), "sliding_window": 64, **changes})
+        return [cache.window for cache in plan.caches]  # type: ignore[union-attr]
+
+    assert seen() == [0, 0]
+    assert seen(model_type="mistral") == [64, 64]
+    types = ["sliding_attention", "full_attention"]
+    assert seen(model_type="mistral", layer_types=types) == [64, 0] == seen(layer_types=types)

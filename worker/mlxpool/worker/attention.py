@@ -47,6 +47,9 @@ class Rotation:
 
     def _by_kernel(self, x: mx.array, rope: Rope) -> mx.array:
         freqs = None if rope.freqs is None else mx.array(rope.freqs)
+        if rope.gain != 1.0:
+            gain = mx.where(mx.arange(x.shape[-1]) < rope.dims, rope.gain, 1.0)
+            x = x * gain.astype(x.dtype)
         rotated = mx.fast.rope(
             x[:, :, None, :],
             rope.dims,
@@ -83,7 +86,8 @@ class Rotation:
             else:
                 turns = 1 / mx.array(rope.freqs)
             angles = self._positions.astype(mx.float32)[:, None] * rope.scale * turns
-            self._tables[rope] = mx.cos(angles)[:, None], mx.sin(angles)[:, None]
+            cos, sin = mx.cos(angles) * rope.gain, mx.sin(angles) * rope.gain
+            self._tables[rope] = cos[:, None], sin[:, None]
         return self._tables[rope]
 
 

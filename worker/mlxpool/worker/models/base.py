@@ -25,13 +25,17 @@ Scan: TypeAlias = "Callable[[tuple[mx.array, ...], State], tuple[mx.array, State
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a model rotates queries and keys; `freqs`, where given, stand for `base`."""
+    """How a model rotates queries and keys; `freqs`, where given, stand for `base`.
+
+    What is rotated is multiplied by `gain`.
+    """
 
     dims: int
     base: float
     scale: float = 1.0
     freqs: tuple[float, ...] | None = None  # radians per turn of the angle: 1 / frequency
     traditional: bool = False
+    gain: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

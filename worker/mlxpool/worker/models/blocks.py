@@ -1,0 +1,185 @@
+"""What most models are made of: attention of grouped queries, gated and routed layers. No MLX.
+
+A part is described by a frozen dataclass. It knows the tensors it has under a name (`shapes`), how
+to make those that a checkpoint keeps otherwise (`derived`), and how it is built of loaded weights
+(`build`). A mixer is what looks at other tokens, and knows what it keeps of them (`cache`); a feed
+sees each token alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from mlxpool.worker.models.base import KeyValue, Layer, LayerCache, Parts, Rope, Shape, Step
+from mlxpool.worker.models.reading import Heads
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+Shapes: TypeAlias = Iterator[tuple[str, Shape]]
+Mixing: TypeAlias = "Callable[[mx.array, Step], mx.array]"  # x [T, d] -> [T, d]
+Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # gate, up
+
+
+class Mixer(Protocol):
+    """Describes what lets a token see those before it."""
+
+    @property
+    def cache(self) -> LayerCache: ...
+
+    def shapes(self, name: str) -> Shapes: ...
+
+    def build(self, parts: Parts, name: str, layer: int) -> Mixing: ...
+
+
+class Feed(Protocol):
+    """Describes a layer x [T, d] -> [T, d] that sees each token alone."""
+
+    def shapes(self, name: str) -> Shapes: ...
+
+    def build(self, parts: Parts, name: str) -> Layer: ...
+
+
+class Block(Protocol):
+    """Describes one layer of a model: a mixer and a feed, and the norms around them."""
+
+    @property
+    def cache(self) -> LayerCache: ...
+
+    def shapes(self, name: str) -> Shapes: ...
+
+    def build(self, parts: Parts, name: str, layer: int) -> Mixing: ...
+
+
+def linear(name: str, rows: int, columns: int, bias: bool = False) -> Shapes:
+    """The tensors of a linear layer from `columns` to `rows` numbers."""
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQuery:
+    """Attention whose queries share keys and values in groups."""
+
+    hidden: int
+    heads: Heads
+    rope: Rope
+    window: int = 0  # tokens that a token sees; 0: all
+    scale: float = 0.0  # of the scores; 0: the usual one of the heads' size
+    cap: float = 0.0  # see Step.attend
+    biases: str = ""  # which of the projections q, k, v and o have one
+    norm_eps: float = 0.0  # of the norms over each head's query and key; 0: there are none
+
+    @property
+    def cache(self) -> KeyValue:
+        """Keys and values of its heads."""
+        return KeyValue(self.heads.pairs, self.heads.size, self.heads.size, self.window)
+
+    def shapes(self, name: str) -> Shapes:
+        """See Mixer."""
+        queries, pairs = self.heads.queries * self.heads.size, self.heads.pairs * self.heads.size
+        for one, rows in (("q", queries), ("k", pairs), ("v", pairs)):
+            yield from linear(f"{name}.{one}_proj", rows, self.hidden, one in self.biases)
+        if self.norm_eps:
+            yield f"{name}.q_norm.weight", (self.heads.size,)
+            yield f"{name}.k_norm.weight", (self.heads.size,)
+        yield from linear(f"{name}.o_proj", self.hidden, queries, "o" in self.biases)
+
+    def build(self, parts: Parts, name: str, layer: int) -> Mixing:
+        """See Mixer."""
+        return _Attention(self, parts, name, layer)
+
+
+class _Attention:
+    def __init__(self, spec: GroupedQuery, parts: Parts, name: str, layer: int) -> None:
+        self.spec, self.layer = spec, layer
+        self.scale = spec.scale or spec.heads.size**-0.5
+        self.qkv = parts.joined([f"{name}.{one}_proj" for one in "qkv"])
+        self.norms = None
+        if spec.norm_eps:
+            q_norm = parts.norm(f"{name}.q_norm", spec.norm_eps)
+            self.norms = q_norm, parts.norm(f"{name}.k_norm", spec.norm_eps)
+        self.o = parts.linear(f"{name}.o_proj")
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        heads = self.spec.heads
+        both = heads.queries + heads.pairs
+        every = self.qkv(x).reshape(x.shape[0], both + heads.pairs, heads.size)
+        q, k = self._rotated(every[:, :both], step)
+        out = step.attend(self.layer, q, k, every[:, both:], self.scale, cap=self.spec.cap)
+        return self.o(out.reshape(x.shape[0], -1))
+
+    def _rotated(self, qk: mx.array, step: Step) -> tuple[mx.array, mx.array]:
+        queries, rope = self.spec.heads.queries, self.spec.rope
+        if self.norms is None:
+            qk = step.rope(qk, rope)
+            return qk[:, :queries], qk[:, queries:]
+        q_norm, k_norm = self.norms
+        return step.rope(q_norm(qk[:, :queries]), rope), step.rope(k_norm(qk[:, queries:]), rope)
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """down(activation(gate(x), up(x))); without an activation swiglu."""
+
+    hidden: int
+    width: int
+    bias: bool = False
+    activation: Activation | None = None
+
+    def shapes(self, name: str) -> Shapes:
+        """See Feed."""
+        yield from linear(f"{name}.gate_proj", self.width, self.hidden, self.bias)
+        yield from linear(f"{name}.up_proj", self.width, self.hidden, self.bias)
+        yield from linear(f"{name}.down_proj", self.hidden, self.width, self.bias)
+
+    def build(self, parts: Parts, name: str) -> Layer:
+        """See Feed."""
+        gate_up = parts.joined([f"{name}.gate_proj", f"{name}.up_proj"])
+        down = parts.linear(f"{name}.down_proj")
+        activation = self.activation or parts.swiglu
+
+        def feed(x: mx.array) -> mx.array:
+            both = gate_up(x)
+            return down(activation(both[:, : self.width], both[:, self.width :]))
+
+        return feed
+
+
+@dataclass(frozen=True, slots=True)
+class PreNorm:
+    """x + mixer(norm(x)), then the same with the feed."""
+
+    hidden: int
+    eps: float
+    mixer: Mixer
+    feed: Feed
+    mixer_name: str = "self_attn"
+
+    @property
+    def cache(self) -> LayerCache:
+        """The mixer's."""
+        return self.mixer.cache
+
+    def shapes(self, name: str) -> Shapes:
+        """See Block."""
+        yield f"{name}.input_layernorm.weight", (self.hidden,)
+        yield from self.mixer.shapes(f"{name}.{self.mixer_name}")
+        yield f"{name}.post_attention_layernorm.weight", (self.hidden,)
+        yield from self.feed.shapes(f"{name}.mlp")
+
+    def build(self, parts: Parts, name: str, layer: int) -> Mixing:
+        """See Block."""
+        before_mixer = parts.norm(f"{name}.input_layernorm", self.eps)
+        mixer = self.mixer.build(parts, f"{name}.{self.mixer_name}", layer)
+        before_feed = parts.norm(f"{name}.post_attention_layernorm", self.eps)
+        feed = self.feed.build(parts, f"{name}.mlp")
+
+        def block(x: mx.array, step: Step) -> mx.array:
+            x = x + mixer(before_mixer(x), step)
+            return x + feed(before_feed(x))
+
+        return block
