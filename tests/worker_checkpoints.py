@@ -27,6 +27,7 @@ BASE: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+DTYPES = {"float32": "F32", "float16": "F16", "uint32": "U32", "uint8": "U8"}
 BOS, EOS = 256, 257
 SPECIAL = ("<s>", "</s>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
@@ -114,7 +115,7 @@ def write_safetensors(file: Path, weights: Mapping[str, np.ndarray]) -> None:
     for name, array in weights.items():
         begin, end = end, end + array.nbytes
         header[name] = {
-            "dtype": "F32",
+            "dtype": DTYPES[array.dtype.name],
             "shape": list(array.shape),
             "data_offsets": [begin, end],
         }

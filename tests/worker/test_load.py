@@ -119,11 +119,6 @@ def test_an_unsupported_architecture(good: Path, model_type: Any) -> None:
     assert "supported are: llama, mistral" in refusal(good)
 
 
-def test_quantised_weights(good: Path) -> None:
-    write_json(good / "config.json", config(quantization={"bits": 4, "group_size": 64}))
-    assert "quantised weights are not read by this version" in refusal(good)
-
-
 def test_no_tokenizer(good: Path) -> None:
     (good / "tokenizer.json").unlink()
     assert "no tokenizer.json" in refusal(good)

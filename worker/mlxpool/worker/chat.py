@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import jinja2
 from jinja2 import nodes
@@ -25,6 +25,12 @@ ROLES = ("system", "user", "assistant", "tool")
 NO_TEMPLATE = (
     "this model has no chat template, so it takes no `messages`: send the finished text as `prompt`"
 )
+
+
+class Folder(Protocol):
+    """Where files lie by name: a folder's path, or files.Files."""
+
+    def __truediv__(self, name: str, /) -> Path: ...
 
 
 class _Refused(Exception):
@@ -49,7 +55,7 @@ class Template:
         self.tokens = dict(tokens or {})
 
     @classmethod
-    def from_folder(cls, path: Path) -> Template:
+    def from_folder(cls, path: Folder) -> Template:
         """The template that the folder's files name; ModelLoadFailed for an unreadable file."""
         settings = _read_json(path / "tokenizer_config.json")
         return cls(find_source(path, settings), token_names(settings))
@@ -116,7 +122,7 @@ def _raise_exception(message: object) -> NoReturn:
     raise _Refused(str(message))
 
 
-def find_source(path: Path, settings: Mapping[str, Any]) -> str | None:
+def find_source(path: Folder, settings: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else tokenizer_config.json, else chat_template.json, else None."""
     file = path / "chat_template.jinja"
     if file.is_file():

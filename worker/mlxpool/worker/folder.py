@@ -1,23 +1,23 @@
-"""A model folder, checked in full before MLX is touched: config, tensors, tokens, digest."""
+"""A model's files, checked in full before MLX is touched: config, tensors, tokens, digest."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker import foreign, models
+from mlxpool.worker import models, quant
 from mlxpool.worker.chat import token_names
-from mlxpool.worker.headers import Tensor, read_header
+from mlxpool.worker.files import Content, Files, in_folder, read_json, tensors_of
+from mlxpool.worker.fit import Fit, fit
+from mlxpool.worker.headers import Tensor
 from mlxpool.worker.models.base import Plan
+from mlxpool.worker.quant import Quantisation
 
-_DTYPES = ("F32", "F16", "BF16")
 _SAMPLE = 2**20  # bytes at each end of a shard that the digest reads
-_SHOWN = 3  # names in an error that could list thousands
 _DIGESTED = (
     "config.json",
     "generation_config.json",
@@ -31,177 +31,86 @@ _DIGESTED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A folder whose files agree with each other."""
+    """A model whose files agree with each other."""
 
-    path: Path
+    path: Path  # shown in errors
+    files: Files
     config: Mapping[str, Any]
     model_type: str
     context: int  # tokens
     plan: Plan
-    shards: tuple[Path, ...]
-    tensors: Mapping[str, Tensor]  # those that the model uses, in the order of use
-    weight_bytes: int  # of these, as stored
+    fit: Fit
+    weight_bytes: int  # of the tensors that the model uses, as stored
     eos_ids: frozenset[int]
     bos_token: str | None
     add_bos: bool | None  # None: tokenizer_config.json does not say
     digest: str  # hex; of what decides text: config, tokenizer, template, weights
 
+    @property
+    def shards(self) -> tuple[Path, ...]:
+        return self.files.shards
 
-def inspect(path: Path) -> ModelFolder:
-    """The folder at `path`; imports no MLX and reads headers, not weights.
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Those that the model uses, by its names for them, in the order of use."""
+        return self.fit.tensors
+
+
+def inspect(model: Path | Files) -> ModelFolder:
+    """The model of these files or of the folder at a path; reads headers, not weights, and no MLX.
 
     Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
     """
-    _require_folder(path)
-    config = read_json(path / "config.json")
+    files = model if isinstance(model, Files) else in_folder(model)
+    config = read_json(files / "config.json")
     plan = models.plan(config)
-    _refuse_quantised(path, config)
-    if not (path / "tokenizer.json").is_file():
-        raise ModelLoadFailed(f"{path} has no tokenizer.json, the only tokenizer format supported")
-    settings = _optional_json(path / "tokenizer_config.json")
-    shards = _shards(path)
-    headers = {shard: read_header(shard) for shard in shards}
-    tensors = _matched(plan, headers.values())
+    quantisation = quant.parse(config)
+    if not (files / "tokenizer.json").is_file():
+        raise ModelLoadFailed(
+            f"{files.where} has no tokenizer.json, the only tokenizer format supported"
+        )
+    settings = _optional_json(files / "tokenizer_config.json")
+    contents = files.contents()
+    fitted = fit(plan, tensors_of(contents), _known(quantisation, contents.values()))
     return ModelFolder(
-        path=path,
+        path=files.where,
+        files=files,
         config=config,
         model_type=str(config["model_type"]),
         context=plan.context,
         plan=plan,
-        shards=shards,
-        tensors=tensors,
-        weight_bytes=sum(tensor.nbytes for tensor in tensors.values()),
-        eos_ids=_eos_ids(path, config, settings),
+        fit=fitted,
+        weight_bytes=sum(tensor.nbytes for tensor in fitted.tensors.values()),
+        eos_ids=_eos_ids(files, config, settings),
         bos_token=token_names(settings).get("bos_token"),
         add_bos=_add_bos(settings),
-        digest=_digest(path, {shard: raw for shard, (raw, _) in headers.items()}),
+        digest=_digest(files, contents),
     )
 
 
-def _require_folder(path: Path) -> None:
-    if not path.exists():
-        raise ModelLoadFailed(f"{path} does not exist")
-    if path.is_file():
-        foreign.refuse_file(path)
-    if not (path / "config.json").is_file():
-        foreign.refuse_folder(path)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The map that a JSON file holds; raises ModelLoadFailed naming the file."""
-    try:
-        value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadFailed(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadFailed(f"{file} holds a {type(value).__name__}, must be a map")
-    return value
+def _known(quantisation: Quantisation, contents: Iterable[Content]) -> Quantisation:
+    """With what the files themselves tell, which goes before what config.json says."""
+    named = dict(quantisation.named)
+    for content in contents:
+        named.update(content.layouts)
+    return Quantisation(quantisation.default, named)
 
 
 def _optional_json(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
-    for key in ("quantization", "quantization_config"):
-        if config.get(key):
-            raise ModelLoadFailed(
-                f"{path / 'config.json'} has {key!r}: quantised weights are not read by this "
-                "version; name the folder of the unquantised model"
-            )
-
-
-def _shards(path: Path) -> tuple[Path, ...]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        return _indexed(index)
-    shards = tuple(sorted(path.glob("model*.safetensors")))
-    if not shards:
-        _refuse_weightless(path)
-    return shards
-
-
-def _indexed(index: Path) -> tuple[Path, ...]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelLoadFailed(f"{index} has no weight_map")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name:
-            raise ModelLoadFailed(f"{index} names the shard {name!r}, must be a plain file name")
-        if not (index.parent / name).is_file():
-            raise ModelLoadFailed(
-                f"{index} names the shard {name!r}, which is missing; download it again"
-            )
-    return tuple(index.parent / name for name in names)
-
-
-def _refuse_weightless(path: Path) -> None:
-    if any(path.glob("*.gguf")):
-        foreign.refuse_folder(path)
-    others = [*path.glob("*.bin"), *path.glob("*.pth")]
-    also = "; it has PyTorch files, which are not read: convert them" if others else ""
-    raise ModelLoadFailed(f"{path} has no model*.safetensors{also}")
-
-
-def _matched(
-    plan: Plan, headers: Iterable[tuple[bytes, Mapping[str, Tensor]]]
-) -> dict[str, Tensor]:
-    """The tensors that the plan asks for, in its order, after every name and shape is checked."""
-    found: dict[str, Tensor] = {}
-    for _, tensors in headers:
-        for name, tensor in tensors.items():
-            if name in found:
-                raise ModelLoadFailed(
-                    f"tensor {name!r} is in both {found[name].file} and {tensor.file}"
-                )
-            found[name] = tensor
-    _compare_names(plan, found)
-    for name, shape in plan.shapes.items():
-        _compare(found[name], shape)
-    return {name: found[name] for name in plan.shapes}
-
-
-def _compare_names(plan: Plan, found: Mapping[str, Tensor]) -> None:
-    missing = [name for name in plan.shapes if name not in found]
-    if missing:
-        raise ModelLoadFailed(f"the weights lack {_listed(missing)}, which config.json asks for")
-    surplus = [name for name in found if name not in plan.shapes and not plan.ignored(name)]
-    if surplus:
-        raise ModelLoadFailed(
-            f"{found[surplus[0]].file} has {_listed(surplus)}, unknown to the model that "
-            "config.json describes"
-        )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_SHOWN])
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"the tensor{'s' if len(names) > 1 else ''} {shown}{more}"
-
-
-def _compare(tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise ModelLoadFailed(
-            f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}, "
-            f"config.json asks for {list(shape)}"
-        )
-    if tensor.dtype not in _DTYPES:
-        raise ModelLoadFailed(
-            f"{tensor.file}: tensor {tensor.name!r} has dtype {tensor.dtype}, "
-            f"must be one of {', '.join(_DTYPES)}"
-        )
-
-
-def _eos_ids(path: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> frozenset[int]:
+def _eos_ids(
+    files: Files, config: Mapping[str, Any], settings: Mapping[str, Any]
+) -> frozenset[int]:
     """The first of generation_config.json, config.json and tokenizer_config.json that tells."""
-    for source in (_optional_json(path / "generation_config.json"), config):
+    for source in (_optional_json(files / "generation_config.json"), config):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
         if ids and all(type(token) is int for token in ids):
             return frozenset(ids)
     text = token_names(settings).get("eos_token")
-    return _token_ids(read_json(path / "tokenizer.json"), text) if text else frozenset()
+    return _token_ids(read_json(files / "tokenizer.json"), text) if text else frozenset()
 
 
 def _token_ids(tokenizer: Mapping[str, Any], text: str) -> frozenset[int]:
@@ -218,15 +127,16 @@ def _add_bos(settings: Mapping[str, Any]) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def _digest(path: Path, headers: Mapping[Path, bytes]) -> str:
-    """The whole of the small files; header, size and both ends of each shard."""
+def _digest(files: Files, contents: Mapping[Path, Content]) -> str:
+    """The whole of the small files; header, size and both ends of each shard, or its digest."""
     digest = hashlib.sha256()
     for name in _DIGESTED:
-        if (path / name).is_file():
-            _add(digest, name, (path / name).read_bytes())
-    for shard, header in headers.items():
-        _add(digest, shard.name, header)
-        _add(digest, str(shard.stat().st_size), _ends(shard))
+        if (files / name).is_file():
+            _add(digest, name, (files / name).read_bytes())
+    for shard, content in contents.items():
+        _add(digest, shard.name, content.raw)
+        if shard not in files.digests:
+            _add(digest, str(shard.stat().st_size), _ends(shard))
     return digest.hexdigest()
 
 

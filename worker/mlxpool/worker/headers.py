@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file; `begin` and `end` are bytes behind the header."""
+    """One tensor of a file; `begin` and `end` are bytes behind the header.
+
+    `name` is the model's for it, `stored` the file's.
+    """
 
     name: str
     dtype: str
@@ -29,14 +33,24 @@ class Tensor:
     begin: int
     end: int
     file: Path
+    stored: str
 
     @property
     def nbytes(self) -> int:
         return self.end - self.begin
 
 
-def read_header(file: Path) -> tuple[bytes, dict[str, Tensor]]:
-    """The header's bytes and the tensors that `file` holds.
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A file's header: its bytes, its tensors by name, and what else it says of them."""
+
+    raw: bytes
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
+def read_header(file: Path) -> Header:
+    """What `file` holds.
 
     Raises ModelLoadFailed, naming the file and the tensor, for every way in which the header
     and the file's size do not agree.
@@ -48,11 +62,13 @@ def read_header(file: Path) -> tuple[bytes, dict[str, Tensor]]:
         raise ModelLoadFailed(f"{file}: the header is not JSON: {error}") from error
     if not isinstance(entries, dict):
         raise ModelLoadFailed(f"{file}: the header is a {type(entries).__name__}, must be a map")
-    entries.pop("__metadata__", None)
+    metadata = entries.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict):
+        raise ModelLoadFailed(f"{file}: __metadata__ is a {type(metadata).__name__}, must be a map")
     room = file.stat().st_size - _LENGTH - len(raw)
     tensors = {name: _tensor(file, name, entry, room) for name, entry in entries.items()}
     _refuse_overlap(file, tensors)
-    return raw, tensors
+    return Header(raw, tensors, {key: str(value) for key, value in metadata.items()})
 
 
 def _header_bytes(file: Path) -> bytes:
@@ -92,7 +108,7 @@ def _tensor(file: Path, name: str, entry: Any, room: int) -> Tensor:
         raise ModelLoadFailed(
             f"{where} has {end - begin} bytes, its shape {shape} of {dtype} needs {needed}"
         )
-    return Tensor(name, dtype, tuple(shape), begin, end, file)
+    return Tensor(name, dtype, tuple(shape), begin, end, file, name)
 
 
 def _span(where: str, offsets: Any, room: int) -> tuple[int, int]:

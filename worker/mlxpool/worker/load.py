@@ -1,4 +1,4 @@
-"""A checked model folder -> a model in memory. `inspect` needs no MLX, `load` imports it.
+"""A checked model -> a model in memory. `inspect` needs no MLX, `load` imports it.
 
 `load` has to run in the thread that will use the model: MLX's streams belong to threads.
 """
@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.folder import ModelFolder, inspect
+from mlxpool.worker.headers import Tensor
 from mlxpool.worker.models.base import Model
+from mlxpool.worker.models.derived import Derived
+from mlxpool.worker.quant import FLOATS
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -25,7 +29,7 @@ Progress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model whose weights are in memory, all of one dtype."""
+    """A model whose weights are in memory, computing in one dtype."""
 
     folder: ModelFolder
     model: Model
@@ -47,11 +51,15 @@ def load(
     from mlxpool.worker.models.parts import Parts
 
     dtype = _dtype(folder)
-    weights = _evaluated(folder, _read(folder), dtype, on_progress)
+    weights: dict[str, mx.array] = {}
+    for layer, tensors, size in _layers_read(folder, dtype):
+        weights.update(layer)
+        on_progress(tensors, size)
     weight_bytes = sum(array.nbytes for array in weights.values())  # build takes them out
+    parts = Parts(weights, folder.fit.layouts, dtype, exact=deterministic)
     return Loaded(
         folder=folder,
-        model=folder.plan.build(Parts(weights, exact=deterministic)),
+        model=folder.plan.build(parts),
         dtype=dtype,
         weight_bytes=weight_bytes,
         deterministic=deterministic,
@@ -59,67 +67,122 @@ def load(
 
 
 def _dtype(folder: ModelFolder) -> mx.Dtype:
-    """float32 on the CPU, where halves are slower; else what most of the weights are."""
+    """float32 on the CPU, where halves are slower; else what most of the floats are."""
     import mlx.core as mx
 
     if mx.default_device().type == mx.DeviceType.cpu:
         return mx.float32
-    sizes: Counter[str] = Counter()
+    sizes: Counter[str] = Counter({"BF16": 0})
     for tensor in folder.tensors.values():
-        sizes[tensor.dtype] += tensor.nbytes
+        if tensor.dtype in FLOATS:
+            sizes[tensor.dtype] += tensor.nbytes
     known = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
     return known[sizes.most_common(1)[0][0]]
 
 
-def _read(folder: ModelFolder) -> dict[str, mx.array]:
-    """Every tensor, not yet read: MLX does that when it is evaluated."""
-    import mlx.core as mx
-
-    arrays: dict[str, mx.array] = {}
-    for shard in folder.shards:
-        try:
-            found = mx.load(str(shard), format="safetensors")
-        except (RuntimeError, OSError) as error:
-            raise ModelLoadFailed(f"{shard} cannot be read: {error}") from error
-        assert isinstance(found, dict)
-        arrays.update(found)
-    _compare(folder, arrays)
-    return {name: arrays[name] for name in folder.tensors}
+def _layers_read(
+    folder: ModelFolder, dtype: mx.Dtype
+) -> Iterator[tuple[dict[str, mx.array], int, int]]:
+    """Each layer's weights, with the tensors and bytes read till then."""
+    reader = _Reader(folder)
+    for names in _layers(folder):
+        layer: dict[str, mx.array] = {}
+        for made in reader.made(names):
+            layer.update(_evaluated(folder, made, dtype))
+        yield layer, reader.tensors, reader.size
 
 
-def _compare(folder: ModelFolder, arrays: Mapping[str, mx.array]) -> None:
-    for name, tensor in folder.tensors.items():
-        shape = arrays[name].shape if name in arrays else None
-        if shape != tensor.shape:
+class _Reader:
+    """The weights of a folder, made of its files one step after the other.
+
+    A file is opened with the first of its tensors and closed with the last: a store keeps each
+    tensor in a file of its own, more than a process may have open.
+    """
+
+    def __init__(self, folder: ModelFolder) -> None:
+        self._tensors = folder.tensors
+        self._derived = {name: one for one in folder.fit.derived for name in one.makes}
+        self._opened: dict[Path, dict[str, mx.array]] = {}
+        self._left = Counter(tensor.file for tensor in folder.tensors.values())
+        self.tensors, self.size = 0, 0  # read till now
+
+    def made(self, names: Sequence[str]) -> Iterator[dict[str, mx.array]]:
+        """The stored ones of these weights, not yet read, then each derived one with its kin."""
+        yield {name: self._stored(self._tensors[name]) for name in names if not self._of(name)}
+        done: list[Derived] = []
+        for name in names:
+            one = self._of(name)
+            if one is not None and not any(one is other for other in done):
+                done.append(one)
+                arrays = one.make([self._stored(self._tensors[source]) for source in one.sources])
+                yield dict(zip(one.makes, arrays, strict=True))
+
+    def _of(self, name: str) -> Derived | None:
+        return self._derived.get(name)
+
+    def _stored(self, tensor: Tensor) -> mx.array:
+        file = tensor.file
+        if file not in self._opened:
+            self._opened[file] = _open(file)
+        array = self._opened[file].pop(tensor.stored, None)
+        shape = None if array is None else array.shape
+        if array is None or shape != tensor.shape:
             raise ModelLoadFailed(
-                f"{tensor.file} changed while it was read: tensor {name!r} has shape {shape}, "
+                f"{file} changed while it was read: tensor {tensor.stored!r} has shape {shape}, "
                 f"had {tensor.shape}; load again"
             )
+        self._left[file] -= 1
+        if not self._left[file]:
+            del self._opened[file]
+        self.tensors += 1
+        self.size += tensor.nbytes
+        return array
+
+
+def _open(file: Path) -> dict[str, mx.array]:
+    """Every tensor of a file, not yet read: MLX does that when it is evaluated."""
+    import mlx.core as mx
+
+    try:
+        found = mx.load(str(file), format="safetensors")
+    except (RuntimeError, OSError) as error:
+        raise ModelLoadFailed(f"{file} cannot be read: {error}") from error
+    assert isinstance(found, dict)
+    return found
 
 
 def _evaluated(
-    folder: ModelFolder, arrays: dict[str, mx.array], dtype: mx.Dtype, on_progress: Progress
+    folder: ModelFolder, arrays: dict[str, mx.array], dtype: mx.Dtype
 ) -> dict[str, mx.array]:
-    """The weights in `dtype`; empties `arrays`, so that stored and cast ones do not pile up."""
+    """The arrays in memory, floats in `dtype`; only they hold the stored ones, so these go."""
     import mlx.core as mx
 
-    weights: dict[str, mx.array] = {}
-    size = 0
-    for names in _layers(folder):
-        layer = {name: arrays.pop(name).astype(dtype) for name in names}
-        try:
-            mx.eval(list(layer.values()))
-        except (RuntimeError, OSError) as error:
-            raise ModelLoadFailed(f"{folder.path}: {names[0]!r} or near: {error}") from error
-        weights.update(layer)
-        size += sum(folder.tensors[name].nbytes for name in names)
-        on_progress(len(weights), size)
-    return weights
+    def cast(name: str, array: mx.array) -> mx.array:
+        if not mx.issubdtype(array.dtype, mx.floating):
+            return array
+        wide = name.endswith(".global_scale") or folder.plan.float32(name)
+        return array.astype(mx.float32 if wide else dtype)
+
+    cast_ones = {name: cast(name, arrays[name]) for name in list(arrays)}
+    arrays.clear()
+    try:
+        mx.eval(list(cast_ones.values()))
+    except (RuntimeError, OSError) as error:
+        raise ModelLoadFailed(
+            f"{folder.path}: {next(iter(cast_ones))!r} or near: {error}"
+        ) from error
+    for name, array in cast_ones.items():
+        asked = folder.fit.weights[name].shape
+        if array.shape != asked:
+            raise ModelLoadFailed(
+                f"{folder.path}: {name!r} was made with shape {array.shape}, must have {asked}"
+            )
+    return cast_ones
 
 
 def _layers(folder: ModelFolder) -> Iterator[list[str]]:
-    """The names in the order of use, those of one layer together."""
-    for _, names in groupby(folder.tensors, key=_layer_of):
+    """The weights' names in the order of use, those of one layer together."""
+    for _, names in groupby(folder.fit.weights, key=_layer_of):
         yield list(names)
 
 

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.worker.chat import Template
-from mlxpool.worker.folder import ModelFolder, read_json
+from mlxpool.worker.files import read_json
+from mlxpool.worker.folder import ModelFolder
 from mlxpool.worker.text import TokenBytes
 
 
@@ -29,7 +30,7 @@ class Text:
     @classmethod
     def from_folder(cls, folder: ModelFolder) -> Text:
         """Raises ModelLoadFailed when tokenizer.json cannot be read."""
-        file = folder.path / "tokenizer.json"
+        file = folder.files / "tokenizer.json"
         try:
             tokenizer = Tokenizer.from_file(str(file))
             table = TokenBytes.from_tokenizer(read_json(file))
@@ -40,7 +41,7 @@ class Text:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         prefix = _prefix(tokenizer, folder.bos_token, folder.add_bos)
-        return cls(tokenizer, table, Template.from_folder(folder.path), prefix)
+        return cls(tokenizer, table, Template.from_folder(folder.files), prefix)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with `prefix` in front unless the text already has it.

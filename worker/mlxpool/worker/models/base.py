@@ -7,17 +7,19 @@ A model file is read in two ways: `plan` tells, without MLX, which tensors the w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.models.derived import Derived, Found, nothing
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
 Shape: TypeAlias = tuple[int, ...]
 Layer: TypeAlias = "Callable[[mx.array], mx.array]"
+Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # gate, up
 State: TypeAlias = "tuple[mx.array, ...]"
 # Inputs [B, n, ...] and state [B, ...] of B rows -> outputs [B, n, ...] and the state after them.
 Scan: TypeAlias = "Callable[[tuple[mx.array, ...], State], tuple[mx.array, State]]"
@@ -153,6 +155,23 @@ class Embedding(Protocol):
     def as_linear(self, x: mx.array) -> mx.array: ...
 
 
+class Heads(Protocol):
+    """A linear layer for each head: x [H, T, in] -> [H, T, out], and `back` the other way."""
+
+    def __call__(self, x: mx.array) -> mx.array: ...
+
+    def back(self, x: mx.array) -> mx.array: ...
+
+
+class Experts(Protocol):
+    """x [T, in] with the experts [T, k] that each token chose -> [T, k, out].
+
+    Those of `Parts.experts` take x [T, k, in] as well.
+    """
+
+    def __call__(self, x: mx.array, experts: mx.array) -> mx.array: ...
+
+
 class Parts(Protocol):
     """Layers over named weights; what layout a weight has is known here and nowhere else."""
 
@@ -165,6 +184,14 @@ class Parts(Protocol):
     def embedding(self, name: str) -> Embedding: ...
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array: ...
+
+    def array(self, name: str) -> mx.array: ...
+
+    def heads(self, name: str) -> Heads: ...
+
+    def experts(self, name: str) -> Experts: ...
+
+    def expert_mlp(self, name: str, activation: Activation | None = None) -> Experts: ...
 
 
 class Model(Protocol):
@@ -179,7 +206,11 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked config: everything about a model that needs no weights."""
+    """A checked config: everything about a model that needs no weights.
+
+    `shapes` are those of the weights as numbers, also where a checkpoint has them quantised. Where
+    its names or layout differ, `derived` says how to make them, see derived.py.
+    """
 
     context: int  # tokens
     vocab_size: int
@@ -187,6 +218,8 @@ class Plan:
     shapes: Mapping[str, Shape]  # every tensor the weights must have, in the order of use
     ignored: Callable[[str], bool]  # tensors that may be there and are not used
     build: Callable[[Parts], Model]
+    derived: Callable[[Found], Iterable[Derived]] = nothing
+    float32: Callable[[str], bool] = lambda name: False  # tensors kept so, whatever the others are
 
 
 def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

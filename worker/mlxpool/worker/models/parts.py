@@ -1,13 +1,17 @@
-"""Layers over named weights in MLX; the only file that knows how a weight is laid out."""
+"""Layers over named weights in MLX, quantised or not: a model file does not see which."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxpool.worker.models.base import Layer
+from mlxpool.worker.models.base import Activation, Layer
+from mlxpool.worker.models.derived import STORED
+from mlxpool.worker.models.experts import ExpertMLP, Experts
+from mlxpool.worker.models.packed import Packed, side_by_side
+from mlxpool.worker.quant import Quant
 
 TILE = 8  # tokens of each product where results may not depend on how many there are
 
@@ -27,6 +31,28 @@ class Linear:
         if self.bias is None:
             return x @ self.weight.T
         return mx.addmm(self.bias, x, self.weight.T)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedLinear:
+    """x [T, in] -> [T, out] with a quantised weight [out, in] and bias [out] or None."""
+
+    weight: Packed
+    bias: mx.array | None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out = self.weight(x)
+        return out if self.bias is None else out + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """x [T, in] -> the outputs of several layers, one behind the other [T, sum of out]."""
+
+    layers: tuple[Layer, ...]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.concatenate([layer(x) for layer in self.layers], axis=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +80,50 @@ class Embedding:
         return tiled(x, self.weight) if self.exact else x @ self.weight.T
 
 
+@dataclass(frozen=True, slots=True)
+class QuantisedEmbedding:
+    """As Embedding, with a quantised weight; its rows come in `dtype`."""
+
+    weight: Packed
+    dtype: mx.Dtype
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.weight.rows(tokens, self.dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self.weight(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A linear layer for each head, with weight [H, out, in]."""
+
+    weight: mx.array | Packed
+    exact: bool = False
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x [H, T, in] -> [H, T, out]."""
+        if isinstance(self.weight, Packed):
+            return self.weight(x)
+        return self._product(x, self.weight.swapaxes(-1, -2))
+
+    def back(self, x: mx.array) -> mx.array:
+        """x [H, T, out] -> [H, T, in], with the same weight the other way round."""
+        if isinstance(self.weight, Packed):
+            return self.weight(x, transpose=False)
+        return self._product(x, self.weight)
+
+    def _product(self, x: mx.array, weight: mx.array) -> mx.array:
+        if not self.exact:
+            return x @ weight
+        heads, tokens, size = x.shape
+        tiles = padded(x.swapaxes(0, 1), TILE).swapaxes(0, 1).reshape(heads, -1, TILE, size)
+        columns = weight.shape[-1]
+        shape = (heads, tiles.shape[1], size, columns)
+        out = tiles @ mx.broadcast_to(weight[:, None], shape)
+        return out.reshape(heads, -1, columns)[:, :tokens]
+
+
 def padded(x: mx.array, multiple: int) -> mx.array:
     """x [T, ...] with zeros behind it up to a multiple of tokens."""
     missing = -x.shape[0] % multiple
@@ -71,10 +141,24 @@ def tiled(x: mx.array, weight: mx.array) -> mx.array:
 
 
 class Parts:
-    """The parts of a model whose weights are these; `exact`: see `tiled`."""
+    """The parts of a model whose weights are these, computed in `dtype`.
 
-    def __init__(self, weights: MutableMapping[str, mx.array], *, exact: bool = False) -> None:
+    `layouts` says which modules have a quantised weight, and how. `exact`: see `tiled`; quantised
+    weights are then turned into numbers once, here, for their own products come in no tiles. Each
+    part takes its weights out, so that they are not there twice.
+    """
+
+    def __init__(
+        self,
+        weights: MutableMapping[str, mx.array],
+        layouts: Mapping[str, Quant],
+        dtype: mx.Dtype,
+        *,
+        exact: bool = False,
+    ) -> None:
         self._weights = weights
+        self._layouts = layouts
+        self._dtype = dtype
         self._exact = exact
 
     def linear(self, name: str) -> Layer:
@@ -83,29 +167,91 @@ class Parts:
     def joined(self, names: Sequence[str]) -> Layer:
         """Linear layers of one input as one, outputs side by side: fewer and larger products.
 
-        Takes their weights out, so that they are not there twice.
+        Those that are quantised in different ways stay apart within.
         """
-        weight = _laid_out(self._side_by_side([f"{name}.weight" for name in names]))
-        biased = f"{names[0]}.bias" in self._weights
-        bias = self._side_by_side([f"{name}.bias" for name in names]) if biased else None
-        return Linear(weight, bias, self._exact)
-
-    def _side_by_side(self, names: Sequence[str]) -> mx.array:
-        parts = [self._weights.pop(name) for name in names]
-        if len(parts) == 1:
-            return parts[0]
-        whole = mx.concatenate(parts)
-        mx.eval(whole)
-        return whole
+        weight = self._joined_weight(names)
+        if weight is None:
+            return SideBySide(tuple(self.linear(name) for name in names))
+        bias = self._joined_bias(names)
+        if isinstance(weight, Packed):
+            return QuantisedLinear(weight, bias)
+        return Linear(_laid_out(weight), bias, self._exact)
 
     def norm(self, name: str, eps: float) -> Layer:
-        return Norm(self._weights[f"{name}.weight"], eps)
+        return Norm(self.array(f"{name}.weight"), eps)
 
-    def embedding(self, name: str) -> Embedding:
-        return Embedding(self._weights[f"{name}.weight"], self._exact)
+    def embedding(self, name: str) -> Embedding | QuantisedEmbedding:
+        weight = self._weight(name)
+        if isinstance(weight, Packed):
+            return QuantisedEmbedding(weight, self._dtype)
+        return Embedding(weight, self._exact)
+
+    def array(self, name: str) -> mx.array:
+        """A tensor by its whole name, for what is no layer."""
+        return self._weights.pop(name)
+
+    def heads(self, name: str) -> Heads:
+        """A linear layer for each head, weight [H, out, in]."""
+        return Heads(self._weight(name), self._exact)
+
+    def experts(self, name: str) -> Experts:
+        """Linear layers stacked, weight [E, out, in], called with the experts chosen."""
+        return Experts(self._weight(name), self._joined_bias([name]))
+
+    def expert_mlp(self, name: str, activation: Activation | None = None) -> ExpertMLP:
+        """The experts `name`.gate_proj, .up_proj and .down_proj; without `activation` swiglu."""
+        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        weight = self._joined_weight(names)
+        if weight is None:
+            gate_up = tuple(self.experts(one) for one in names)
+        else:
+            gate_up = (Experts(weight, self._joined_bias(names)),)
+        down = self.experts(f"{name}.down_proj")
+        return ExpertMLP(gate_up, down, activation or self.swiglu, self._exact)
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
         return gate * mx.sigmoid(gate) * up
+
+    def _weight(self, name: str) -> mx.array | Packed:
+        weight = self._joined_weight([name])
+        assert weight is not None, "one weight has one layout"
+        return weight
+
+    def _joined_weight(self, names: Sequence[str]) -> mx.array | Packed | None:
+        """The weights [..., out, in] as one along `out`; None where their layouts differ."""
+        layouts = {self._layouts.get(name) for name in names}
+        if self._exact or layouts == {None}:
+            return _concatenated([self._dense(name) for name in names], axis=-2)
+        scaled = any(f"{name}.global_scale" in self._weights for name in names)
+        if len(names) > 1 and (len(layouts) > 1 or scaled):
+            return None
+        return side_by_side([self._packed(name, self._layouts[name]) for name in names])
+
+    def _joined_bias(self, names: Sequence[str]) -> mx.array | None:
+        if f"{names[0]}.bias" not in self._weights:
+            return None
+        return _concatenated([self._weights.pop(f"{name}.bias") for name in names], axis=-1)
+
+    def _dense(self, name: str) -> mx.array:
+        layout = self._layouts.get(name)
+        if layout is None:
+            return self._weights.pop(f"{name}.weight")
+        weight = self._packed(name, layout).dense(self._dtype)
+        mx.eval(weight)
+        return weight
+
+    def _packed(self, name: str, layout: Quant) -> Packed:
+        names = [one for kind in STORED if (one := f"{name}.{kind}") in self._weights]
+        arrays = {one: self._weights.pop(one) for one in names if not one.endswith(".bias")}
+        return Packed.of(arrays, name, layout)
+
+
+def _concatenated(parts: Sequence[mx.array], axis: int) -> mx.array:
+    if len(parts) == 1:
+        return parts[0]
+    whole = mx.concatenate(list(parts), axis=axis)
+    mx.eval(whole)
+    return whole
 
 
 def _laid_out(weight: mx.array) -> mx.array:

@@ -1,0 +1,110 @@
+"""Quantised weights in MLX: products with them, rows of them, and the numbers they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxpool.worker.quant import NVFP4_RANGE, Quant
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight [..., out, in] as its layout keeps it; `factor` is float32 [] or [E], or None."""
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    factor: mx.array | None
+    layout: Quant
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, mx.array], module: str, layout: Quant) -> Packed:
+        """The weight of `module`, whose tensors are among `arrays`."""
+        weight, scale = arrays[f"{module}.weight"], arrays.get(f"{module}.global_scale")
+        return cls(
+            weight,
+            arrays[f"{module}.scales"],
+            arrays.get(f"{module}.biases"),
+            None if scale is None else scale.reshape(weight.shape[:-2]) / NVFP4_RANGE,
+            layout,
+        )
+
+    def __call__(self, x: mx.array, *, transpose: bool = True) -> mx.array:
+        """x [..., in] @ weight.T -> [..., out]; without `transpose` x [..., out] -> [..., in]."""
+        layout = self.layout
+        out = mx.quantized_matmul(
+            x,
+            self.weight,
+            self.scales,
+            self.biases,
+            transpose=transpose,
+            group_size=layout.group,
+            bits=layout.bits,
+            mode=layout.mode,
+        )
+        return _scaled(out, None if self.factor is None else self.factor[..., None, None])
+
+    def gathered(self, x: mx.array, experts: mx.array, ordered: bool) -> mx.array:
+        """x [..., 1, in] with the expert of each, of a weight [E, out, in] -> [..., 1, out]."""
+        layout = self.layout
+        out = mx.gather_qmm(
+            x,
+            self.weight,
+            self.scales,
+            self.biases,
+            rhs_indices=experts,
+            transpose=True,
+            group_size=layout.group,
+            bits=layout.bits,
+            mode=layout.mode,
+            sorted_indices=ordered,
+        )
+        return _scaled(out, None if self.factor is None else self.factor[experts][..., None, None])
+
+    def rows(self, tokens: mx.array, dtype: mx.Dtype) -> mx.array:
+        """tokens [T] -> [T, in], the numbers of these rows."""
+        biases = None if self.biases is None else self.biases[tokens]
+        row = Packed(self.weight[tokens], self.scales[tokens], biases, self.factor, self.layout)
+        return row.dense(dtype)
+
+    def dense(self, dtype: mx.Dtype | None = None) -> mx.array:
+        """The numbers [..., out, in]; without a `dtype` in the one that holds them without loss."""
+        layout = self.layout
+        out = mx.dequantize(
+            self.weight,
+            self.scales,
+            self.biases,
+            group_size=layout.group,
+            bits=layout.bits,
+            mode=layout.mode,
+            dtype=dtype,
+        )
+        return _scaled(out, None if self.factor is None else self.factor[..., None, None])
+
+
+def side_by_side(parts: Sequence[Packed]) -> Packed:
+    """The weights [..., out, in] as one along `out`; many have one layout and no factor."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    whole = Packed(
+        mx.concatenate([part.weight for part in parts], axis=-2),
+        mx.concatenate([part.scales for part in parts], axis=-2),
+        _joined([part.biases for part in parts]),
+        None,
+        first.layout,
+    )
+    mx.eval([one for one in (whole.weight, whole.scales, whole.biases) if one is not None])
+    return whole
+
+
+def _joined(arrays: Sequence[mx.array | None]) -> mx.array | None:
+    there = [array for array in arrays if array is not None]
+    return mx.concatenate(there, axis=-2) if there else None
+
+
+def _scaled(out: mx.array, factor: mx.array | None) -> mx.array:
+    return out if factor is None else (out * factor).astype(out.dtype)

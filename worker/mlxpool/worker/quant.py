@@ -1,0 +1,152 @@
+"""Quantised layouts: what config.json says of them, and the tensors that each one has. No MLX.
+
+A module with a quantised weight [..., out, in] has `weight`, whose numbers lie packed in uint32,
+and `scales`, one for each group of a row; affine ones have `biases` too, nvfp4 ones may have a
+`global_scale`. A module without `scales` is not quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxpool.common.errors import ModelLoadFailed
+
+WORD = 32  # bits that numbers are packed in
+FLOATS = ("F32", "F16", "BF16")
+NVFP4_RANGE = 448.0 * 6.0  # the greatest scale times the greatest number: global_scale is over this
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What a mode allows; the first of `bits` and of `groups` is what it has unless told."""
+
+    bits: tuple[int, ...]
+    groups: tuple[int, ...]
+    scales: tuple[str, ...]  # dtypes, as safetensors names them
+    biased: bool = False
+
+
+MODES = {
+    "affine": Mode((4, 2, 3, 5, 6, 8), (64, 32, 128), FLOATS, biased=True),
+    "mxfp4": Mode((4,), (32,), ("U8",)),
+    "mxfp8": Mode((8,), (32,), ("U8",)),
+    "nvfp4": Mode((4,), (16,), ("U8",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Quant:
+    """One way to keep a weight: `bits` a number, one scale for each `group` of a row."""
+
+    mode: str
+    bits: int
+    group: int
+
+    def __str__(self) -> str:
+        return f"{self.mode}, {self.bits} bits in groups of {self.group}"
+
+    def tensors(self, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The name behind the module's and the shape of each tensor for a weight of `shape`."""
+        *rows, columns = shape
+        yield "weight", (*rows, columns * self.bits // WORD)
+        yield "scales", (*rows, columns // self.group)
+        if MODES[self.mode].biased:
+            yield "biases", (*rows, columns // self.group)
+
+    def divides(self, columns: int) -> bool:
+        """Whether a row of so many numbers is whole groups and whole words."""
+        return columns % self.group == 0 and columns * self.bits % WORD == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """What is known of a model's modules: `named` ones, where None is not quantised, and others."""
+
+    default: Quant | None = None
+    named: Mapping[str, Quant | None] = field(default_factory=dict)
+
+
+def parse(config: Mapping[str, Any]) -> Quantisation:
+    """What config.json says; raises ModelLoadFailed naming the value that cannot be used."""
+    key = "quantization" if config.get("quantization") else "quantization_config"
+    settings = config.get(key)
+    if not settings:
+        return Quantisation()
+    if not isinstance(settings, Mapping):
+        raise ModelLoadFailed(f"config.json has {key!r}: {settings!r}, must be a map")
+    if settings.get("quant_method"):
+        return Quantisation(_foreign(key, settings["quant_method"]))
+    default = _quant(f"config.json has {key}", settings)
+    return Quantisation(default, dict(_overrides(key, settings, default)))
+
+
+def _foreign(key: str, method: Any) -> Quant:
+    """A layout that others write under a name of its own."""
+    if method not in ("mxfp4", "mxfp8"):
+        raise ModelLoadFailed(
+            f"config.json has {key} with quant_method {method!r}, which is not read; name an MLX "
+            "conversion of the model (affine, mxfp4, mxfp8, nvfp4) or the unquantised one"
+        )
+    return Quant(method, MODES[method].bits[0], MODES[method].groups[0])
+
+
+def _overrides(
+    key: str, settings: Mapping[str, Any], default: Quant
+) -> Iterator[tuple[str, Quant | None]]:
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            yield name, default if value else None
+        elif isinstance(value, Mapping):
+            yield name, _quant(f"config.json has {key} of {name!r}", value)
+        elif "." in name:
+            raise ModelLoadFailed(
+                f"config.json has {key} of {name!r}: {value!r}, must be a map or false"
+            )
+
+
+def _quant(where: str, settings: Mapping[str, Any]) -> Quant:
+    mode = settings.get("mode") or "affine"
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ModelLoadFailed(f"{where} with mode {mode!r}, must be one of {', '.join(MODES)}")
+    allowed = MODES[mode]
+    bits = _one_of(where, mode, "bits", settings.get("bits"), allowed.bits)
+    group = _one_of(where, mode, "group_size", settings.get("group_size"), allowed.groups)
+    return Quant(mode, bits, group)
+
+
+def _one_of(where: str, mode: str, key: str, value: Any, allowed: tuple[int, ...]) -> int:
+    if value is None:
+        return allowed[0]
+    if type(value) is not int or value not in allowed:
+        shown = ", ".join(map(str, sorted(allowed)))
+        raise ModelLoadFailed(f"{where} with {key} {value!r}, {mode} allows {shown}")
+    return value
+
+
+def recognised(
+    module: str,
+    columns: int,
+    weight: tuple[int, ...],
+    scales: tuple[int, ...],
+    scales_dtype: str,
+) -> Quant:
+    """The layout whose tensors have these shapes, for a weight [..., columns].
+
+    Raises ModelLoadFailed with the numbers where there is none.
+    """
+    bits = _whole(weight[-1] * WORD, columns) if weight else 0
+    group = _whole(columns, scales[-1]) if scales else 0
+    for mode, allowed in MODES.items():
+        if bits in allowed.bits and group in allowed.groups and scales_dtype in allowed.scales:
+            return Quant(mode, bits, group)
+    raise ModelLoadFailed(
+        f"module {module!r} has a weight {list(weight)} and scales {list(scales)} of "
+        f"{scales_dtype} for rows of {columns}, which is no layout of {', '.join(MODES)}"
+    )
+
+
+def _whole(total: int, parts: int) -> int:
+    """total / parts, 0 where that is no whole number."""
+    return total // parts if parts and total % parts == 0 else 0
