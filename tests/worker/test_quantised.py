@@ -92,7 +92,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def logits_of(loaded: Loaded, prompt: list[int] = PROMPT) -> np.ndarray:
     plan = loaded.folder.plan
-    row = Row(RowShape(plan.layers, plan.kv_heads, plan.head_dim, loaded.dtype, plan.context))
+    row = Row(RowShape(plan.caches, loaded.dtype, plan.context))
     step = Step([Span(row, len(prompt))], logits=True)
     return np.array(loaded.model(mx.array(prompt), step)[0].astype(mx.float32))
 
