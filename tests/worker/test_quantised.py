@@ -119,9 +119,9 @@ def test_layers_of_one_layout_are_one_product_and_others_stay_apart(
     quantised: dict[str, Path],
 ) -> None:
     first, second = load(inspect(quantised["per layer"])).model.blocks  # type: ignore[attr-defined]
-    assert isinstance(first.attention.qkv, SideBySide)
-    assert isinstance(second.attention.qkv, QuantisedLinear)
-    assert isinstance(second.gate_up, SideBySide)
+    assert isinstance(first.mixer.qkv, SideBySide)
+    assert isinstance(second.mixer.qkv, QuantisedLinear)
+    assert isinstance(second.feed.gate_up, SideBySide)
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (3, 48, 64)])

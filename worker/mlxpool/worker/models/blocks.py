@@ -1,9 +1,8 @@
 """What most models are made of: attention of grouped queries, gated and routed layers. No MLX.
 
-A part is described by a frozen dataclass. It knows the tensors it has under a name (`shapes`), how
-to make those that a checkpoint keeps otherwise (`derived`), and how it is built of loaded weights
-(`build`). A mixer is what looks at other tokens, and knows what it keeps of them (`cache`); a feed
-sees each token alone.
+A part is described by a frozen dataclass. It knows the tensors it has under a name (`shapes`), and
+how it is built of loaded weights (`build`). A mixer is what looks at other tokens, and knows what
+it keeps of them (`cache`); a feed sees each token alone.
 """
 
 from __future__ import annotations
@@ -12,7 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from mlxpool.worker.models.base import KeyValue, Layer, LayerCache, Parts, Rope, Shape, Step
+from mlxpool.worker.models.base import (
+    Activation,
+    KeyValue,
+    Layer,
+    LayerCache,
+    Parts,
+    Rope,
+    Shape,
+    Step,
+)
 from mlxpool.worker.models.reading import Heads
 
 if TYPE_CHECKING:
@@ -20,7 +28,6 @@ if TYPE_CHECKING:
 
 Shapes: TypeAlias = Iterator[tuple[str, Shape]]
 Mixing: TypeAlias = "Callable[[mx.array, Step], mx.array]"  # x [T, d] -> [T, d]
-Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # gate, up
 
 
 class Mixer(Protocol):
@@ -138,15 +145,19 @@ class Gated:
 
     def build(self, parts: Parts, name: str) -> Layer:
         """See Feed."""
-        gate_up = parts.joined([f"{name}.gate_proj", f"{name}.up_proj"])
-        down = parts.linear(f"{name}.down_proj")
-        activation = self.activation or parts.swiglu
+        return _Gated(self, parts, name)
 
-        def feed(x: mx.array) -> mx.array:
-            both = gate_up(x)
-            return down(activation(both[:, : self.width], both[:, self.width :]))
 
-        return feed
+class _Gated:
+    def __init__(self, spec: Gated, parts: Parts, name: str) -> None:
+        self.width = spec.width
+        self.gate_up = parts.joined([f"{name}.gate_proj", f"{name}.up_proj"])
+        self.down = parts.linear(f"{name}.down_proj")
+        self.activation = spec.activation or parts.swiglu
+
+    def __call__(self, x: mx.array) -> mx.array:
+        both = self.gate_up(x)
+        return self.down(self.activation(both[:, : self.width], both[:, self.width :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +184,16 @@ class PreNorm:
 
     def build(self, parts: Parts, name: str, layer: int) -> Mixing:
         """See Block."""
-        before_mixer = parts.norm(f"{name}.input_layernorm", self.eps)
-        mixer = self.mixer.build(parts, f"{name}.{self.mixer_name}", layer)
-        before_feed = parts.norm(f"{name}.post_attention_layernorm", self.eps)
-        feed = self.feed.build(parts, f"{name}.mlp")
+        return _PreNorm(self, parts, name, layer)
 
-        def block(x: mx.array, step: Step) -> mx.array:
-            x = x + mixer(before_mixer(x), step)
-            return x + feed(before_feed(x))
 
-        return block
+class _PreNorm:
+    def __init__(self, spec: PreNorm, parts: Parts, name: str, layer: int) -> None:
+        self.before_mixer = parts.norm(f"{name}.input_layernorm", spec.eps)
+        self.mixer = spec.mixer.build(parts, f"{name}.{spec.mixer_name}", layer)
+        self.before_feed = parts.norm(f"{name}.post_attention_layernorm", spec.eps)
+        self.feed = spec.feed.build(parts, f"{name}.mlp")
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        x = x + self.mixer(self.before_mixer(x), step)
+        return x + self.feed(self.before_feed(x))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.worker.models.base import Parts, Plan, Step, integer, number
 from mlxpool.worker.models.blocks import Block, Shapes
+from mlxpool.worker.models.derived import Derived, Found, nothing
 from mlxpool.worker.models.reading import flag
 
 if TYPE_CHECKING:
@@ -42,8 +43,15 @@ class Decoder:
         }
         return cls(blocks=blocks, **{**fields, **more})
 
-    def plan(self, ignored: Callable[[str], bool] = lambda name: False) -> Plan:
-        """`ignored`: tensors of this architecture that may be there besides and are not used."""
+    def plan(
+        self,
+        ignored: Callable[[str], bool] = lambda name: False,
+        derived: Callable[[Found], Iterable[Derived]] = nothing,
+    ) -> Plan:
+        """`ignored`: tensors of this architecture that may be there besides and are not used.
+
+        `derived`: how to make those that checkpoints keep otherwise, see derived.py.
+        """
         return Plan(
             context=self.context,
             vocab_size=self.vocab_size,
@@ -51,6 +59,7 @@ class Decoder:
             shapes=dict(self.shapes()),
             ignored=lambda name: self._spare(name) or ignored(name),
             build=self.build,
+            derived=derived,
         )
 
     def shapes(self) -> Shapes:

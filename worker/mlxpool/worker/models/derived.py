@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from mlxpool.common.errors import ModelLoadFailed
@@ -113,6 +114,37 @@ def remade(
         return function(Packed.of(by_name, module, layout).dense())
 
     return Derived(names, {name: Spec(dtype, shape) for name, shape in makes.items()}, make)
+
+
+def unblocked(found: Found, source: str, modules: Sequence[str]) -> Iterator[Derived]:
+    """Experts released in mxfp4, as bytes: `source`_blocks [E, rows, groups, 16], `source`_scales
+    [E, rows, groups] and `source`_bias [E, rows]; the rows of several `modules` take turns in them.
+    """
+    blocks = found[f"{source}_blocks"].shape
+    if len(blocks) != 4 or blocks[1] % len(modules):
+        raise ModelLoadFailed(
+            f"tensor '{source}_blocks' has shape {list(blocks)}, must be [experts, rows, groups, "
+            f"16] with rows for {len(modules)} modules"
+        )
+    experts, rows, groups, size = blocks
+    lead = (experts, rows // len(modules))
+    kinds = {"blocks": ("weight", (groups * size // 4,)), "scales": ("scales", (groups,))}
+    for stored, (kind, last) in {**kinds, "bias": ("bias", ())}.items():
+        name = f"{source}_{stored}"
+        if name in found:
+            spec = Spec("U32" if kind == "weight" else found[name].dtype, (*lead, *last))
+            makes = {f"{module}.{kind}": spec for module in modules}
+            yield Derived((name,), makes, partial(_in_turns, count=len(modules)))
+
+
+def _in_turns(arrays: Sequence[mx.array], *, count: int) -> Sequence[mx.array]:
+    """The rows of each module; numbers come as words."""
+    import mlx.core as mx
+
+    array = arrays[0]
+    if array.ndim == 4:
+        array = array.view(mx.uint32).flatten(-2)
+    return [mx.contiguous(array[:, turn::count]) for turn in range(count)]
 
 
 def _stored(found: Found, module: str) -> Iterator[str]:

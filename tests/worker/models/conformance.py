@@ -1,0 +1,339 @@
+"""Our engine against mlx-lm, in every way that it computes: what the tests of all models share.
+
+A test file lists its cases, each a config.json. `prepare` writes a small random checkpoint of each
+and has mlx-lm answer all prompts, in one process, as its import is slow. Each of WAYS then lets our
+engine answer them and compares: logits within CLOSE of the greatest one, and every token.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxpool.common.options import Options
+from mlxpool.worker import models
+from mlxpool.worker.attention import Span, Step
+from mlxpool.worker.cache import Row, RowShape
+from mlxpool.worker.engine import ModelEngine
+from mlxpool.worker.load import Loaded, inspect, load
+from mlxpool.worker.sequence import Drawn, Sequence
+from mlxpool.worker.tokenizer import Text
+from worker_checkpoints import config, random_weights, write_checkpoint
+
+Weights = Mapping[str, np.ndarray]
+
+STEPS = 64
+PROMPTS = (23, 2, 270)  # tokens; the first is split and cut in most ways
+CLOSE = 1e-4
+MODES = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}  # group, bits
+PEER = """
+import json, sys
+import mlx.core as mx
+import numpy as np
+from pathlib import Path
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+def answer(model, prompt, steps):
+    cache, ids, lines = make_prompt_cache(model), [], []
+    logits = model(mx.array([prompt]), cache=cache)
+    for _ in range(steps):
+        lines.append(np.array(logits[0, -1]))
+        ids.append(int(mx.argmax(logits[0, -1]).item()))
+        logits = model(mx.array([[ids[-1]]]), cache=cache)
+    return np.stack(lines), ids
+
+job = json.load(sys.stdin)
+for path in job["paths"]:
+    model, _ = load_model(Path(path))
+    model.set_dtype(mx.float32)
+    answers = [answer(model, prompt, job["steps"]) for prompt in job["prompts"]]
+    logits, ids = zip(*answers)
+    np.savez(Path(path) / "peer.npz", logits=np.stack(logits), ids=np.array(ids))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A config.json, and how its checkpoint differs from what our plan asks for."""
+
+    config: Mapping[str, Any]
+    stored: Callable[[dict[str, np.ndarray]], Weights] = lambda weights: weights
+    # Where mlx-lm's file for a model lacks something, another config says the same to it. Tensors
+    # that only that one has are zeros, so that a layer of them changes nothing.
+    peer: Mapping[str, Any] = field(default_factory=dict)
+
+    def goes(self, way: str) -> bool:
+        """Whether it is tested in this way."""
+        return "quantization" not in self.config or way in WAYS_QUANTISED
+
+
+def quantised(settings: Mapping[str, Any], **more: Any) -> dict[str, Case]:
+    """A case for each of MODES, where every weight is quantised; names end with the mode's."""
+    return {
+        f"quantised, {mode}": Case(
+            {**settings, "quantization": {"group_size": group, "bits": bits, "mode": mode}, **more},
+            partial(_packed, group=group, bits=bits, mode=mode),
+        )
+        for mode, (group, bits) in MODES.items()
+    }
+
+
+def _packed(weights: dict[str, np.ndarray], *, group: int, bits: int, mode: str) -> Weights:
+    """As mlx-lm stores them: tables, products and stacks of them."""
+    stored = {}
+    for name, array in weights.items():
+        if array.ndim < 2:
+            stored[name] = array
+            continue
+        parts = mx.quantize(mx.array(array), group_size=group, bits=bits, mode=mode)
+        for kind, part in zip(("weight", "scales", "biases"), parts, strict=False):
+            stored[f"{name.removesuffix('weight')}{kind}"] = np.array(part)
+    return stored
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What mlx-lm says to a prompt: tokens [STEPS], and the logits [STEPS, V] of each."""
+
+    prompt: list[int]
+    ids: list[int]
+    logits: np.ndarray
+
+    @property
+    def room(self) -> float:
+        """How far a logit of ours may be from this one's."""
+        return CLOSE * float(np.abs(self.logits).max())
+
+    def sequence(self, prompt: list[int] | None = None) -> Sequence:
+        """A request for it; with `prompt` for the beginning of it."""
+        options = Options(temperature=0.0, logprobs=True, top_logprobs=3)
+        return Sequence(b"", 1, tuple(prompt or self.prompt), options, 0, STEPS)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A checkpoint and mlx-lm's answers."""
+
+    path: Path
+    answers: tuple[Answer, ...]
+
+    @cached_property
+    def loaded(self) -> Loaded:
+        return load(inspect(self.path))
+
+    @cached_property
+    def text(self) -> Text:
+        return Text.from_folder(self.loaded.folder)
+
+    def engine(self, prefix: str = "tree") -> ModelEngine:
+        return ModelEngine(self.loaded, self.text, prefix=prefix, lookahead=False)
+
+
+def prepare(root: Path, cases: Mapping[str, Case]) -> dict[str, Checked]:
+    """All cases, answered by mlx-lm; skips the test where that is not installed."""
+    paths = {
+        name: _write(root / str(number), case, number)
+        for number, (name, case) in enumerate(cases.items())
+    }
+    return answered(paths)
+
+
+def answered(paths: Mapping[str, Path]) -> dict[str, Checked]:
+    """Model folders with mlx-lm's answers, which it writes beside what it reads."""
+    prompts = [prompt_of(size) for size in PROMPTS]
+    folders = {name: _peer_folder(path) for name, path in paths.items()}
+    _run_peer([str(folder) for folder in folders.values()], prompts)
+    checked = {}
+    for name, path in paths.items():
+        found = np.load(folders[name] / "peer.npz")
+        answers = zip(prompts, found["ids"].tolist(), found["logits"], strict=True)
+        checked[name] = Checked(path, tuple(Answer(*each) for each in answers))
+    return checked
+
+
+def prompt_of(size: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(7).integers(0, 256, size)]
+
+
+def _peer_folder(path: Path) -> Path:
+    return path / "peer" if (path / "peer").is_dir() else path
+
+
+def _write(path: Path, case: Case, seed: int) -> Path:
+    weights = random_weights(config(**case.config), seed)
+    if case.peer:
+        other = {**case.config, **case.peer}
+        shapes = models.plan(config(**other)).shapes
+        whole = {name: weights.get(name, np.zeros(shapes[name], np.float32)) for name in shapes}
+        write_checkpoint(path / "peer", weights=whole, **other)
+    return write_checkpoint(path, weights=case.stored(weights), **case.config)
+
+
+def _run_peer(paths: list[str], prompts: list[list[int]]) -> None:
+    job = {"paths": paths, "prompts": prompts, "steps": STEPS}
+    done = subprocess.run(
+        [sys.executable, "-c", PEER], input=json.dumps(job), text=True, capture_output=True
+    )
+    if done.returncode and "No module named 'mlx_lm'" in done.stderr:
+        pytest.skip("mlx-lm is not installed")
+    assert done.returncode == 0, done.stderr
+
+
+def alone(checked: Checked) -> None:
+    """Prefilled at once: every logit of every token."""
+    _assert_logits(checked, checked.answers[0], PROMPTS[0], STEPS)
+    engine, seq = checked.engine(), checked.answers[0].sequence()
+    _admit(engine, seq)
+    _decode_and_compare(engine, {seq: checked.answers[0]})
+
+
+def in_chunks(checked: Checked, size: int) -> None:
+    """Prefilled in chunks of `size` tokens, the longest prompt where that takes no time."""
+    answer = checked.answers[0] if size == 1 else checked.answers[-1]
+    _assert_logits(checked, answer, size, 4)
+    engine, seq = checked.engine(), answer.sequence()
+    _admit(engine, seq, size)
+    _decode_and_compare(engine, {seq: answer})
+
+
+def in_a_batch(checked: Checked) -> None:
+    """All prompts, of ragged lengths: prefilled in one pass, and decoded together."""
+    rows = [Row(_shape(checked.loaded)) for _ in checked.answers]
+    spans = [
+        Span(row, len(answer.prompt)) for row, answer in zip(rows, checked.answers, strict=True)
+    ]
+    step = Step(spans, logits=True)
+    ids = [token for answer in checked.answers for token in answer.prompt]
+    logits = np.array(checked.loaded.model(mx.array(ids), step))
+    for line, answer in zip(logits, checked.answers, strict=True):
+        assert np.abs(line - answer.logits[0]).max() < answer.room
+    engine = checked.engine()
+    running = {answer.sequence(): answer for answer in checked.answers}
+    for seq in running:
+        _admit(engine, seq)
+    _decode_and_compare(engine, running)
+
+
+def after_prefix_hits(checked: Checked) -> None:
+    """A prompt of which the first tokens were there already, for every number of them."""
+    answer, engine = checked.answers[0], checked.engine()
+    running = {}
+    for split in range(1, len(answer.prompt)):
+        engine.prefix.clear()
+        _leave(engine, answer.sequence(answer.prompt[:split]))
+        seq = answer.sequence()
+        _admit(engine, seq)
+        assert seq.cached == split
+        running[seq] = answer
+    _decode_and_compare(engine, running)
+
+
+def after_a_longer_one(checked: Checked) -> None:
+    """A prompt that leaves a finished sequence in the midst: it goes on from a restore point."""
+    answer, engine = checked.answers[0], checked.engine()
+    longer = answer.sequence([*answer.prompt, 1, 2, 3])
+    longer.restore_at = 20
+    _leave(engine, longer, 20)
+    seq = answer.sequence()
+    _admit(engine, seq)
+    assert seq.cached == (len(answer.prompt) - 1 if _shape(checked.loaded).plain else 20)
+    _decode_and_compare(engine, {seq: answer})
+
+
+def after_preemption(checked: Checked, prefix: str) -> None:
+    """Its row is taken away in mid-stream, and it comes back to what the prefix cache kept."""
+    answer, engine = checked.answers[0], checked.engine(prefix)
+    seq = answer.sequence()
+    _admit(engine, seq)
+    _decode_and_compare(engine, {seq: answer}, 20)
+    engine.release(seq)
+    seq.preempt()
+    _admit(engine, seq)
+    _decode_and_compare(engine, {seq: answer})
+
+
+WAYS: Mapping[str, Callable[[Checked], None]] = {
+    "alone": alone,
+    "in chunks of 1": partial(in_chunks, size=1),
+    "in chunks of 7": partial(in_chunks, size=7),
+    "in chunks of 2048": partial(in_chunks, size=2048),
+    "in a ragged batch": in_a_batch,
+    "after a prefix hit at every split": after_prefix_hits,
+    "after a longer one": after_a_longer_one,
+    "after preemption": partial(after_preemption, prefix="tree"),
+    "after preemption, without a cache": partial(after_preemption, prefix="off"),
+}
+
+
+# Quantised weights are the business of single layers, which do not know rows.
+WAYS_QUANTISED = ("alone", "in chunks of 7", "in a ragged batch")
+
+
+def every(cases: Mapping[str, Case]) -> pytest.MarkDecorator:
+    """Parametrises a test with every case and way."""
+    each = [(case, way) for case, one in cases.items() for way in WAYS if one.goes(way)]
+    return pytest.mark.parametrize(("case", "way"), each)
+
+
+def _shape(loaded: Loaded) -> RowShape:
+    plan = loaded.folder.plan
+    return RowShape(plan.caches, loaded.dtype, plan.context)
+
+
+def _assert_logits(checked: Checked, answer: Answer, chunk: int, steps: int) -> None:
+    """The logits of the first `steps` tokens, after a prefill in chunks, with mlx-lm's tokens."""
+    row, prompt = Row(_shape(checked.loaded)), answer.prompt
+    chunks = [prompt[start : start + chunk] for start in range(0, len(prompt), chunk)]
+    lines = []
+    for ids in [*chunks, *([token] for token in answer.ids[: steps - 1])]:
+        step = Step([Span(row, len(ids))], logits=True)
+        lines.append(np.array(checked.loaded.model(mx.array(ids), step)[0]))
+        step.done()
+    ours = np.stack(lines[-steps:])
+    assert np.abs(ours - answer.logits[:steps]).max() < answer.room
+
+
+def _admit(engine: ModelEngine, seq: Sequence, budget: int = 2048) -> None:
+    engine.admit(seq)
+    while engine.prefill(seq, budget):
+        pass
+
+
+def _leave(engine: ModelEngine, seq: Sequence, steps: int = 1) -> None:
+    """A whole sequence, for what the prefix cache keeps of it."""
+    _admit(engine, seq)
+    for _ in range(steps):
+        seq.ids += [drawn.token for drawn in engine.decode([seq])]
+    engine.release(seq)
+
+
+def _decode_and_compare(
+    engine: ModelEngine, running: Mapping[Sequence, Answer], end: int = STEPS
+) -> None:
+    """Decodes all together until each has `end` tokens."""
+    while any(len(seq.ids) < end for seq in running):
+        for drawn in engine.decode(list(running)):
+            _assert_drawn(drawn, running[drawn.sequence])
+            drawn.sequence.ids.append(drawn.token)
+    for seq, answer in running.items():
+        assert seq.ids == answer.ids[:end]
+
+
+def _assert_drawn(drawn: Drawn, answer: Answer) -> None:
+    """Its probability and its rivals'; a log-probability is a difference of two logits."""
+    assert drawn.logprob is not None
+    logits = answer.logits[len(drawn.sequence.ids)].astype(np.float64)
+    whole = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
+    for token, logprob in [(drawn.token, drawn.logprob.logprob), *drawn.logprob.top]:
+        assert abs(logits[token] - whole - logprob) < 2 * answer.room
