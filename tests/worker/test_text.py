@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from mlxpool.worker.files import read_json
+from mlxpool.worker.json_files import read_json
 from mlxpool.worker.text import Completion, TokenBytes
 from worker_checkpoints import SPECIAL, write_tokenizer
 

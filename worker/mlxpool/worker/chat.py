@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -20,17 +20,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
+from mlxpool.worker.files import Folder
 
 ROLES = ("system", "user", "assistant", "tool")
 NO_TEMPLATE = (
     "this model has no chat template, so it takes no `messages`: send the finished text as `prompt`"
 )
-
-
-class Folder(Protocol):
-    """Where files lie by name: a folder's path, or files.Files."""
-
-    def __truediv__(self, name: str, /) -> Path: ...
 
 
 class _Refused(Exception):

@@ -11,9 +11,10 @@ from typing import Any
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models, quant
 from mlxpool.worker.chat import token_names
-from mlxpool.worker.files import Content, Files, in_folder, read_json, tensors_of
+from mlxpool.worker.files import Content, Files, in_folder, tensors_of
 from mlxpool.worker.fit import Fit, fit
 from mlxpool.worker.headers import Tensor
+from mlxpool.worker.json_files import optional_json, read_json
 from mlxpool.worker.models.base import Plan
 from mlxpool.worker.quant import Quantisation
 
@@ -64,14 +65,14 @@ def inspect(model: Path | Files) -> ModelFolder:
     files = model if isinstance(model, Files) else in_folder(model)
     config = read_json(files / "config.json")
     plan = models.plan(config)
-    quantisation = quant.parse(config)
     if not (files / "tokenizer.json").is_file():
         raise ModelLoadFailed(
             f"{files.where} has no tokenizer.json, the only tokenizer format supported"
         )
-    settings = _optional_json(files / "tokenizer_config.json")
+    settings = optional_json(files / "tokenizer_config.json")
     contents = files.contents()
-    fitted = fit(plan, tensors_of(contents), _known(quantisation, contents.values()))
+    known = _known(files, config, contents.values())
+    fitted = fit(plan, tensors_of(contents), known)
     return ModelFolder(
         path=files.where,
         files=files,
@@ -88,23 +89,19 @@ def inspect(model: Path | Files) -> ModelFolder:
     )
 
 
-def _known(quantisation: Quantisation, contents: Iterable[Content]) -> Quantisation:
-    """With what the files themselves tell, which goes before what config.json says."""
-    named = dict(quantisation.named)
-    for content in contents:
-        named.update(content.layouts)
-    return Quantisation(quantisation.default, named)
-
-
-def _optional_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
+def _known(files: Files, config: Mapping[str, Any], contents: Iterable[Content]) -> Quantisation:
+    """What config.json says; a store quantises by itself, so that its blobs alone know."""
+    if not files.digests:
+        return quant.parse(config)
+    named = {module: layout for content in contents for module, layout in content.layouts.items()}
+    return Quantisation(named=named, recognise=True)
 
 
 def _eos_ids(
     files: Files, config: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> frozenset[int]:
     """The first of generation_config.json, config.json and tokenizer_config.json that tells."""
-    for source in (_optional_json(files / "generation_config.json"), config):
+    for source in (optional_json(files / "generation_config.json"), config):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
         if ids and all(type(token) is int for token in ids):

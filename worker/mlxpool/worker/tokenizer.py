@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.worker.chat import Template
-from mlxpool.worker.files import read_json
 from mlxpool.worker.folder import ModelFolder
+from mlxpool.worker.json_files import read_json
 from mlxpool.worker.text import TokenBytes
 
 
