@@ -12,6 +12,7 @@ from mlxpool.worker.models.base import Plan
 ARCHITECTURES = {
     "llama": "mlxpool.worker.models.llama",
     "mistral": "mlxpool.worker.models.llama",
+    "qwen3_next": "mlxpool.worker.models.qwen3_next",
 }
 
 SUPPORTED = tuple(ARCHITECTURES)
