@@ -12,6 +12,10 @@ from mlxpool.worker.models.base import Plan
 ARCHITECTURES = {
     "llama": "mlxpool.worker.models.llama",
     "mistral": "mlxpool.worker.models.llama",
+    "qwen3_5": "mlxpool.worker.models.qwen3_5",
+    "qwen3_5_moe": "mlxpool.worker.models.qwen3_5",
+    "qwen3_5_moe_text": "mlxpool.worker.models.qwen3_5",
+    "qwen3_5_text": "mlxpool.worker.models.qwen3_5",
     "qwen3_next": "mlxpool.worker.models.qwen3_next",
 }
 
