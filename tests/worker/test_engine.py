@@ -290,13 +290,15 @@ def test_no_step_copies_the_cache(loaded: Loaded, text: Text) -> None:
     assert needs[1] <= needs[0] + sizes[1] / 16  # a copy of one layer's keys would be an eighth
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
 def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
-    loaded: Loaded, text: Text
+    loaded: Loaded, text: Text, lookahead: bool
 ) -> None:
     for prefix in ("tree", "off"):
         for salt in range(len(MIXTURE)):
             expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
-            engine, seq = ModelEngine(loaded, text, prefix=prefix), mixture()[salt]
+            engine = ModelEngine(loaded, text, prefix=prefix, lookahead=lookahead)
+            seq = mixture()[salt]
             prefill(engine, seq)
             cached = seq.cached
             for steps in (1, 11):
