@@ -55,6 +55,11 @@ class _Flight:
     lengths: tuple[int, ...]
     sampled: Sampled
 
+    def without(self, seq: Sequence) -> _Flight:
+        """Its row is gone: should it come back, the next one does not have the token in flight."""
+        lines = {one: line for one, line in self.lines.items() if one is not seq}
+        return _Flight(lines, self.lengths, self.sampled)
+
     def line(self, seq: Sequence) -> int | None:
         """Where the next token of `seq` is, if it is here."""
         line = self.lines.get(seq)
@@ -177,10 +182,12 @@ class ModelEngine:
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
         row = self._rows.pop(seq, None)
+        if self._flight is not None:
+            self._flight = self._flight.without(seq)
         if row is not None:
-            row.trim(seq.length)  # a token in flight that is nobody's
-            if self._flight is not None:  # it may come back, with another row
-                self._flight = self._flight.without(seq)
+            # A token in flight is nobody's. Of a preempted one that returns the last is drawn from
+            # again, and a state that has it already could not be cut back then.
+            row.trim(seq.length - 1 if self._store.stateful else seq.length)
             self._prefix.budget = self._prefix_budget()
             self._prefix.close(row, seq.tokens)
 

@@ -13,6 +13,11 @@ ARCHITECTURES = {
     "glm4_moe_lite": "mlxpool.worker.models.glm4_moe_lite",
     "llama": "mlxpool.worker.models.llama",
     "mistral": "mlxpool.worker.models.llama",
+    "qwen3_5": "mlxpool.worker.models.qwen3_5",
+    "qwen3_5_moe": "mlxpool.worker.models.qwen3_5",
+    "qwen3_5_moe_text": "mlxpool.worker.models.qwen3_5",
+    "qwen3_5_text": "mlxpool.worker.models.qwen3_5",
+    "qwen3_next": "mlxpool.worker.models.qwen3_next",
 }
 
 SUPPORTED = tuple(ARCHITECTURES)
