@@ -171,7 +171,7 @@ class ModelEngine:
             self._prefix.close(row, seq.tokens)
 
     def _left(self) -> int:
-        """Bytes that no row takes: of the capacity, and of what is there with unused ends of slabs."""
+        """Bytes no row takes: of the capacity, and of that with what slabs may leave unused."""
         whole = self.blocks * self._block_bytes
         left = whole - sum(row.nbytes for row in self._rows.values())
         if self._slabs is not None:

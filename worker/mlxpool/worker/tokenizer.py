@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.worker.chat import Template
 from mlxpool.worker.folder import ModelFolder, read_json
+from mlxpool.worker.renderer import Renderer
 from mlxpool.worker.text import TokenBytes
 
 
@@ -23,7 +24,7 @@ class Text:
     ) -> None:
         self._tokenizer = tokenizer
         self._table = table
-        self._template = template
+        self._renderer = Renderer(template)
         self.prefix = tuple(prefix)
 
     @classmethod
@@ -67,8 +68,8 @@ class Text:
         return b"".join(map(self.piece, ids)).decode("utf-8", "replace")
 
     def render(self, messages: object, now: float) -> str:
-        """The prompt text of a chat, see `Template.render`."""
-        return self._template.render(messages, now=now)
+        """The prompt text of a chat, see `Renderer.render`."""
+        return self._renderer.render(messages, now)
 
 
 def _prefix(tokenizer: Tokenizer, bos_token: str | None, add_bos: bool | None) -> list[int]:
