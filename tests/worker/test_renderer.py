@@ -53,7 +53,9 @@ def test_what_fails_is_a_bad_request(make: Make, source: str | None, words: str)
         make(source).render(CHAT, 0.0)
 
 
-@pytest.mark.parametrize("source", [LOOP, "{{ (8 + messages | length) ** (10 ** 9) }}"], ids=["loop", "one call"])
+@pytest.mark.parametrize(
+    "source", [LOOP, "{{ (8 + messages | length) ** (10 ** 9) }}"], ids=["loop", "one call"]
+)
 def test_a_template_that_never_ends_is_ended(make: Make, source: str) -> None:
     renderer = make(f"{{% if messages | length > 1 %}}{source}{{% endif %}}ok", limit=0.3)
     assert renderer.render(CHAT, 0.0) == "ok"
