@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
@@ -64,10 +64,6 @@ class _Flight:
         """Where the next token of `seq` is, if it is here."""
         line = self.lines.get(seq)
         return line if line is not None and self.lengths[line] == seq.length else None
-
-    def without(self, seq: Sequence) -> _Flight:
-        """The same, as if it had never been for `seq`."""
-        return replace(self, lines={each: at for each, at in self.lines.items() if each is not seq})
 
     def of(self, rows: Many[Sequence]) -> dict[Sequence, int]:
         """The lines of those of `rows` whose next token is here."""
@@ -207,10 +203,12 @@ class ModelEngine:
         """See Engine.prefix_blocks."""
         return -(-self._prefix.nbytes // self._block_bytes)
 
-    def shrink(self, blocks: int) -> int:
+    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         """See Engine.shrink."""
         before = self.prefix_blocks()
         self._prefix.shrink(self._prefix.nbytes - (before - blocks) * self._block_bytes)
+        if in_use and before - self.prefix_blocks() < blocks:
+            self._prefix.clear()
         mx.clear_cache()
         return before - self.prefix_blocks()
 
