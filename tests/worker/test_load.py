@@ -14,7 +14,10 @@ import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
+from mlxpool.worker.files import in_folder, tensors_of
+from mlxpool.worker.fit import faults
 from mlxpool.worker.load import inspect, load
+from mlxpool.worker.quant import parse
 from worker_checkpoints import (
     EOS,
     config,
@@ -74,15 +77,15 @@ def test_the_digest_is_of_the_content(good: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("generation", "changes", "settings", "ids"),
     [
-        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {}, {5, 6}),
-        ({"eos_token_id": None}, {"eos_token_id": 7}, {}, {7}),
-        (None, {"eos_token_id": [7]}, {}, {7}),
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {}, {5, 6, EOS}),
+        ({"eos_token_id": None}, {"eos_token_id": 7}, {}, {7, EOS}),
+        (None, {"eos_token_id": [7]}, {"eos_token": None}, {7}),
         (None, {}, {"eos_token": "</s>"}, {EOS}),
         (None, {}, {"eos_token": {"content": "a"}}, {ord("a")}),
         (None, {}, {"eos_token": None}, set()),
     ],
 )
-def test_the_first_source_of_eos_ids_wins(
+def test_ends_are_those_of_the_first_file_and_the_tokenizers_own(
     tmp_path: Path, generation: Any, changes: Any, settings: Any, ids: set[int]
 ) -> None:
     path = write_checkpoint(tmp_path, tokenizer_config=settings, **changes)
@@ -155,9 +158,12 @@ def test_an_ollama_manifest(tmp_path: Path, stored: bool) -> None:
 
 
 def test_an_ollama_manifest_of_tensors(tmp_path: Path) -> None:
+    manifest = tmp_path / "manifests" / "registry.ollama.ai" / "library" / "llama3" / "8b"
+    manifest.parent.mkdir(parents=True)
     layer = {"mediaType": "application/vnd.ollama.image.tensor", "digest": "sha256:abc"}
-    write_json(tmp_path / "latest", {"layers": [layer]})
-    assert "Ollama manifest of single tensors" in refusal(tmp_path / "latest")
+    write_json(manifest, {"layers": [layer]})
+    words = "name the model instead, as ollama:registry.ollama.ai/library/llama3:8b"
+    assert words in refusal(manifest)
 
 
 def _without(name: str) -> Callable[[dict[str, np.ndarray]], None]:
@@ -190,6 +196,30 @@ def test_weights_that_do_not_fit_the_config(good: Path, change: Any, words: str)
 def test_many_missing_tensors_are_counted(good: Path) -> None:
     write_json(good / "config.json", config(num_hidden_layers=3))
     assert "and 6 more" in refusal(good)
+
+
+def test_a_layer_count_that_the_tensors_do_not_have(good: Path) -> None:
+    write_json(good / "config.json", config(num_hidden_layers=5))
+    assert "asks for: it describes 5 layers, the weights have 2" in refusal(good)
+    write_json(good / "config.json", config(num_hidden_layers=1))
+    assert "unknown to the model that config.json describes: it describes 1 layers" in refusal(good)
+
+
+def test_all_faults_of_the_tensors_at_once(good: Path) -> None:
+    weights = random_weights(config())
+    for change in (_without("lm_head.weight"), _with(EMBED, 8, 32), _with("model.extra", 2)):
+        change(weights)
+    weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.uint8)
+    write_weights(good, weights)
+    said = list(faults(models.plan(config()), tensors_of(in_folder(good).contents()), parse({})))
+    assert len(said) == 4
+    assert said[0] == refusal(good)
+    for words, fault in zip(
+        ("lack the tensor 'lm_head.weight'", "'model.extra'", "shape [8, 32]", "dtype U8"),
+        said,
+        strict=True,
+    ):
+        assert words in fault
 
 
 def test_integer_weights(good: Path) -> None:

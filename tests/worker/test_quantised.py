@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from worker_checkpoints import write_checkpoint
+from worker_stores import Store
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.attention import Span, Step  # noqa: E402
 from mlxpool.worker.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.catalogue import files_of  # noqa: E402
 from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
 from mlxpool.worker.models.packed import Packed  # noqa: E402
 from mlxpool.worker.models.parts import Parts, QuantisedLinear, SideBySide  # noqa: E402
@@ -115,13 +117,36 @@ def test_deterministic_models_have_the_same_numbers(case: str, quantised: dict[s
     assert np.abs(logits_of(loaded) - peer).max() < 1e-4 * np.abs(peer).max()
 
 
-def test_layers_of_one_layout_are_one_product_and_others_stay_apart(
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("case", ["affine 3", "affine 8", "mxfp4", "mxfp8", "nvfp4", "per layer"])
+def test_ollamas_store_gives_the_logits_of_its_folder(
+    case: str,
+    told: bool,
     quantised: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, second = load(inspect(quantised["per layer"])).model.blocks  # type: ignore[attr-defined]
-    assert isinstance(first.mixer.qkv, SideBySide)
-    assert isinstance(second.mixer.qkv, QuantisedLinear)
-    assert isinstance(second.feed.gate_up, SideBySide)
+    store = Store(tmp_path)
+    store.write("case:latest", store.layers(quantised[case], told=told))
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    ours = load(inspect(files_of("ollama:case")))
+    assert np.array_equal(logits_of(ours), logits_of(load(inspect(quantised[case]))))
+
+
+def test_layers_of_one_layout_are_one_product_and_others_stay_apart() -> None:
+    four, eight = Quant("affine", 4, 32), Quant("affine", 8, 32)
+
+    def layer(*layouts: Quant) -> object:
+        named = {str(number): layout for number, layout in enumerate(layouts)}
+        weights: dict[str, Any] = {}
+        for name, layout in named.items():
+            packed = mx.quantize(mx.ones((8, 64)), layout.group, layout.bits)
+            kinds = ("weight", "scales", "biases")
+            weights |= {f"{name}.{kind}": one for kind, one in zip(kinds, packed, strict=True)}
+        return Parts(weights, named, mx.float32).joined(list(named))
+
+    assert isinstance(layer(four, four), QuantisedLinear)
+    assert isinstance(layer(four, eight), SideBySide)
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (3, 48, 64)])

@@ -54,6 +54,7 @@ class Request:
     owner: str
     digest: bytes
     payload: Payload
+    model: str  # the name under which its model runs; `payload.model` is the one asked for
     seed: int
     accepted_at: float
     deadline: float

@@ -14,7 +14,10 @@ from mlxpool.broker.requests import Request, State
 
 if TYPE_CHECKING:
     from mlxpool.broker.core import Core
-    from mlxpool.broker.workers import Model, Slot
+    from mlxpool.broker.fleet import Fleet
+    from mlxpool.broker.workers import Slot
+
+SHORT = 12  # digits of a digest that are shown
 
 
 @dataclass(eq=False, slots=True)
@@ -113,25 +116,41 @@ def requests(core: Core, now: float, most: int = 1000) -> list[dict[str, Any]]:
 
 def ps(core: Core, now: float) -> dict[str, Any]:
     """Workers and models, as `mlxpool ps --json` prints them."""
-    limit = core.config.restart_limit
     models = [
-        {
-            "name": model.name,
-            "state": model.state(limit),
-            "queued": len(model.queue),
-            "path": model.config.path,
-            "error": _trouble(core, model, now),
-        }
-        for model in core.fleet.models.values()
+        {"path": core.fleet.names.known[row["name"]].config.path, **row}
+        for row in core.model_list(now)
     ]
     used = [slot for slot in core.fleet.slots.values() if slot.worker or slot.last_exit]
     return {"workers": [_worker(slot, now) for slot in used], "models": models}
 
 
-def _trouble(core: Core, model: Model, now: float) -> str | None:
-    """Why the model cannot be had now, in the words that its requests get."""
-    error = core.fleet.verdict(model, now)
-    return error.message if error is not None else None
+def models(fleet: Fleet, restart_limit: int, now: float) -> list[dict[str, Any]]:
+    """Every name and what is known of its model, as `mlxpool models --json` prints them."""
+    return [_model(fleet, name, restart_limit, now) for name in fleet.names.known]
+
+
+def _model(fleet: Fleet, name: str, restart_limit: int, now: float) -> dict[str, Any]:
+    known, model = fleet.names.known[name], fleet.model(name)
+    trouble, state = fleet.verdict(model, now, name), model.state(restart_limit)
+    if state == "cold" and known.fault is not None:
+        state = "failed"
+    told = [worker.hello for worker in model.workers]
+    digest = next(filter(None, (str(hello.get("digest", "")) for hello in told)), known.digest)
+    context = max((int(hello.get("context", 0)) for hello in told), default=0)
+    usual = min(filter(None, (known.config.context, known.about.get("context"))), default=0)
+    return {
+        "name": name,
+        "state": state,
+        "queued": len(model.queue),
+        "context": context or usual,
+        "type": known.about.get("type"),
+        "size": known.about.get("size"),
+        "quantisation": known.about.get("quantisation"),
+        "features": list(known.about.get("features") or ()),
+        "digest": digest[:SHORT] or None,
+        "shares": None if model.name == name else model.name,
+        "error": trouble.message if trouble is not None else known.fault,
+    }
 
 
 def _worker(slot: Slot, now: float) -> dict[str, Any]:

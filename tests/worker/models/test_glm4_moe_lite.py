@@ -132,7 +132,7 @@ def test_equals_mlx_lm(name: str, checked: dict[str, Checked]) -> None:
     WAYS["alone"](checked[name])
 
 
-@every(IN_EVERY_WAY)
+@every({name: CASES[name] for name in IN_EVERY_WAY})
 def test_equals_mlx_lm_in_every_way(case: str, way: str, checked: dict[str, Checked]) -> None:
     WAYS[way](checked[case])
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from mlxpool.common.config import ModelConfig, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
 from mlxpool.common.history import History
-from mlxpool.worker import rules
+from mlxpool.worker import hub, ollama, rules
 from mlxpool.worker.engine_api import Engine
+from mlxpool.worker.files import Files, in_folder
 from mlxpool.worker.folder import inspect
 from mlxpool.worker.mail import Opened
 from mlxpool.worker.models.counting import CountingEngine, CountingText
@@ -49,7 +50,23 @@ def open_source(
         raise ModelLoadFailed(
             f"there is no {config.path!r}; built in are {PREFIX}demo and {PREFIX}counting"
         )
-    return _folder(DEMO if config.path == f"{PREFIX}demo" else Path(config.path), config)
+    return _folder(files_of(config.path), config)
+
+
+def files_of(path: str) -> Files:
+    """The files that a model's `path` means: a folder, the demo, `ollama:NAME`, or `org/name` in
+    the Hugging Face cache, where there is no such folder.
+
+    Raises ModelLoadFailed saying where it was looked for and how to get it.
+    """
+    if path == f"{PREFIX}demo":
+        return in_folder(DEMO)
+    if path.startswith(ollama.PREFIX):
+        return ollama.open_model(path.removeprefix(ollama.PREFIX))
+    folder = Path(path)
+    if hub.is_name(path) and not folder.exists():
+        folder = hub.snapshot(path)
+    return in_folder(folder)
 
 
 def _counting(engine: CountingEngine, sequences: int) -> Source:
@@ -61,8 +78,8 @@ def _counting(engine: CountingEngine, sequences: int) -> Source:
     return Source(opened, load, sequences)
 
 
-def _folder(path: Path, config: ModelConfig) -> Source:
-    folder = inspect(path)
+def _folder(files: Files, config: ModelConfig) -> Source:
+    folder = inspect(files)
     text = Text.from_folder(folder)
     context = min(folder.context, config.context or folder.context)
 

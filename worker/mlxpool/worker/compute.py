@@ -323,6 +323,7 @@ class Compute(threading.Thread):
             "peak": memory.peak,
             "limit": memory.limit,
             "device_free": memory.device_free,
+            "capacity_tokens": engine.blocks * BLOCK,
             "preemptions": self.progress.preemptions,
         }
         counters = getattr(engine, "prefix", None)
@@ -331,6 +332,7 @@ class Compute(threading.Thread):
                 "hits": counters.hits,
                 "misses": counters.misses,
                 "tokens": counters.tokens,
+                "evictions": counters.evictions,
             }
 
 

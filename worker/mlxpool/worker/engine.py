@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
@@ -60,6 +60,10 @@ class _Flight:
         line = self.lines.get(seq)
         return line if line is not None and self.lengths[line] == seq.length else None
 
+    def without(self, seq: Sequence) -> _Flight:
+        """The same, as if it had never been for `seq`."""
+        return replace(self, lines={each: at for each, at in self.lines.items() if each is not seq})
+
     def of(self, rows: Many[Sequence]) -> dict[Sequence, int]:
         """The lines of those of `rows` whose next token is here."""
         lines = ((seq, self.line(seq)) for seq in rows)
@@ -78,11 +82,13 @@ class ModelEngine:
         prefix: str = "tree",
         prefix_bytes: int = 0,
         lookahead: bool | None = None,
+        slabs: bool | None = None,
         sequences: int = 8,
         limit: int = 0,
         blocks: int | None = None,
     ) -> None:
-        """`context` bounds the model's own; `lookahead` None means: on a GPU.
+        """`context` bounds the model's own; `lookahead` None means: on a GPU; `slabs` None means:
+        elsewhere, for models that can have them (RowShape.plain).
 
         `limit` is what the process may take, in bytes, see back_end.limit_of; `blocks` None means:
         what it leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
@@ -103,7 +109,8 @@ class ModelEngine:
                 " layers keep windows or states; leave it out"
             )
         kinds = [_kind(layer, cache) for layer, cache in enumerate(plan.caches)]
-        self._slabs = Slabs(shape) if shape.plain and not back_end.on_gpu() else None
+        in_slabs = shape.plain and not back_end.on_gpu() if slabs is None else slabs
+        self._slabs = Slabs(shape) if in_slabs else None
         self._batch = Batch(self._model)
         new_row = partial(Row, shape) if self._slabs is None else partial(SlabRow, self._slabs)
         self._store: RowStore[AnyRow] = RowStore(new_row, kinds)
@@ -172,6 +179,8 @@ class ModelEngine:
         row = self._rows.pop(seq, None)
         if row is not None:
             row.trim(seq.length)  # a token in flight that is nobody's
+            if self._flight is not None:  # it may come back, with another row
+                self._flight = self._flight.without(seq)
             self._prefix.budget = self._prefix_budget()
             self._prefix.close(row, seq.tokens)
 
@@ -180,11 +189,12 @@ class ModelEngine:
         return min(self._prefix_bytes, self._left())
 
     def _left(self) -> int:
+        """Bytes that no row takes, of the capacity and of what is there with the slabs' ends."""
+        whole = self.blocks * self._block_bytes
+        left = whole - sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
         if self._slabs is not None:
-            rows = self._slabs.nbytes
-        else:
-            rows = sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
-        return max(0, self.blocks * self._block_bytes - rows)
+            left = min(left, whole + self._spare - self._slabs.nbytes)
+        return max(0, left)
 
     def prefix_blocks(self) -> int:
         """See Engine.prefix_blocks."""

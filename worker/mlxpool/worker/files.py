@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import foreign
 from mlxpool.worker.headers import Header, Tensor, read_header
+from mlxpool.worker.json_files import read_json
 from mlxpool.worker.quant import Quant
+
+_SHOWN = 3  # names in an error that could list thousands
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,32 +28,43 @@ class Content:
     layouts: Mapping[str, Quant] = field(default_factory=dict)
 
 
-def as_stored(header: Header) -> Content:
+def as_stored(headers: Mapping[Path, Header]) -> dict[Path, Content]:
     """For files that use the model's own names."""
-    return Content(header.raw, header.tensors)
+    return {file: Content(header.raw, header.tensors) for file, header in headers.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
     """`where` is shown in errors; `named` files lie elsewhere than in the folder `where`.
 
-    `files / "config.json"` is where that file is, or would be, as for a folder's path.
+    `files / "config.json"` is where that file is, or would be, as with a folder's path.
     """
 
     where: Path
     shards: tuple[Path, ...]
     named: Mapping[str, Path] = field(default_factory=dict)
-    read: Callable[[Header], Content] = as_stored
-    digests: Mapping[Path, str] = field(
-        default_factory=dict
-    )  # sha256 in hex, of files that have one
+    read: Callable[[Mapping[Path, Header]], dict[Path, Content]] = as_stored
+    digests: Mapping[Path, str] = field(default_factory=dict)  # sha256 in hex, of shards that tell
+    cure: str = "download it again"  # for a shard that is not what its digest says
 
     def __truediv__(self, name: str) -> Path:
         return self.named.get(name, self.where / name)
 
     def contents(self) -> dict[Path, Content]:
         """Of each shard; raises ModelLoadFailed for a header that is unsound."""
-        return {shard: self.read(read_header(shard)) for shard in self.shards}
+        return self.read({shard: read_header(shard) for shard in self.shards})
+
+    def verify(self, shard: Path) -> None:
+        """Reads the whole of it; raises ModelLoadFailed where it is not what its digest says."""
+        digest = self.digests.get(shard)
+        if digest is not None and sha256(shard) != digest:
+            raise ModelLoadFailed(f"{shard} does not have the digest that is its name: {self.cure}")
+
+
+def sha256(file: Path) -> str:
+    """The digest of a whole file, in hex; lets other threads run meanwhile."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def tensors_of(contents: Mapping[Path, Content]) -> dict[str, Tensor]:
@@ -69,11 +82,12 @@ def tensors_of(contents: Mapping[Path, Content]) -> dict[str, Tensor]:
 
 def in_folder(path: Path) -> Files:
     """The files of a Hugging Face folder; raises ModelLoadFailed where there is none at `path`."""
-    _require_folder(path)
-    return Files(path, _shards(path))
+    require_folder(path)
+    return Files(path, shards_of(path))
 
 
-def _require_folder(path: Path) -> None:
+def require_folder(path: Path) -> None:
+    """Raises ModelLoadFailed saying what is there instead of a model's folder."""
     if not path.exists():
         raise ModelLoadFailed(f"{path} does not exist")
     if path.is_file():
@@ -82,7 +96,8 @@ def _require_folder(path: Path) -> None:
         foreign.refuse_folder(path)
 
 
-def _shards(path: Path) -> tuple[Path, ...]:
+def shards_of(path: Path) -> tuple[Path, ...]:
+    """The weights' files; raises ModelLoadFailed naming one that is missing."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         return _indexed(index)
@@ -100,10 +115,12 @@ def _indexed(index: Path) -> tuple[Path, ...]:
     for name in names:
         if Path(name).name != name:
             raise ModelLoadFailed(f"{index} names the shard {name!r}, must be a plain file name")
-        if not (index.parent / name).is_file():
-            raise ModelLoadFailed(
-                f"{index} names the shard {name!r}, which is missing; download it again"
-            )
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ModelLoadFailed(
+            f"{index} names {listed('shard', missing)}, which"
+            f" {'are' if len(missing) > 1 else 'is'} missing; download again"
+        )
     return tuple(index.parent / name for name in names)
 
 
@@ -115,12 +132,8 @@ def _refuse_weightless(path: Path) -> None:
     raise ModelLoadFailed(f"{path} has no model*.safetensors{also}")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The map that a JSON file holds; raises ModelLoadFailed naming the file."""
-    try:
-        value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadFailed(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadFailed(f"{file} holds a {type(value).__name__}, must be a map")
-    return value
+def listed(kind: str, names: list[str]) -> str:
+    """The first of these names of tensors or shards, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"the {kind}{'s' if len(names) > 1 else ''} {shown}{more}"

@@ -68,8 +68,8 @@ def _refuse_manifest(file: Path, layers: list[dict[str, Any]]) -> NoReturn:
             )
         if media == _OLLAMA_TENSOR:
             raise ModelLoadFailed(
-                f"{file}: this is an Ollama manifest of single tensors, which this version "
-                "does not read: name a Hugging Face folder of the same model"
+                f"{file}: this is a manifest of Ollama's store: name the model instead, as "
+                f"ollama:{'/'.join(file.parts[-4:-1])}:{file.name}"
             )
     raise ModelLoadFailed(f"{file}: this is a manifest without a model layer")
 

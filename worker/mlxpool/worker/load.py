@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,13 +18,14 @@ from mlxpool.worker.folder import ModelFolder, inspect
 from mlxpool.worker.headers import Tensor
 from mlxpool.worker.models.base import Model
 from mlxpool.worker.models.derived import Derived
-from mlxpool.worker.quant import FLOATS
+from mlxpool.worker.quant import FACTORS, FLOATS
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
 __all__ = ["Loaded", "ModelFolder", "inspect", "load"]
 
+HASHERS = 4  # threads that compare digests
 Progress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
 
 
@@ -46,7 +48,8 @@ def load(
 ) -> Loaded:
     """Reads the weights layer by layer, `on_progress` after each.
 
-    Raises ModelLoadFailed when the files changed since `inspect` or cannot be read.
+    Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or are not what
+    the digests say that a store has of them.
     """
     from mlxpool.worker.models.parts import Parts
 
@@ -86,6 +89,7 @@ def _layers_read(
     """Each layer's weights, with the tensors and bytes read till then."""
     reader = _Reader(folder)
     for names in _layers(folder):
+        reader.verify(names)
         layer: dict[str, mx.array] = {}
         for made in reader.made(names):
             layer.update(_evaluated(folder, made, dtype))
@@ -100,11 +104,26 @@ class _Reader:
     """
 
     def __init__(self, folder: ModelFolder) -> None:
+        self._files = folder.files
         self._tensors = folder.tensors
         self._derived = {name: one for one in folder.fit.derived for name in one.makes}
         self._opened: dict[Path, dict[str, mx.array]] = {}
         self._left = Counter(tensor.file for tensor in folder.tensors.values())
         self.tensors, self.size = 0, 0  # read till now
+
+    def verify(self, names: Sequence[str]) -> None:
+        """Compare the digests of the files that these weights are read from next."""
+        if not self._files.digests:
+            return
+        sources = [one for name in names for one in self._sources(name)]
+        files = {self._tensors[source].file for source in sources} - set(self._opened)
+        with ThreadPoolExecutor(HASHERS) as pool:
+            for _ in pool.map(self._files.verify, files):
+                pass
+
+    def _sources(self, name: str) -> Sequence[str]:
+        one = self._of(name)
+        return (name,) if one is None else one.sources
 
     def made(self, names: Sequence[str]) -> Iterator[dict[str, mx.array]]:
         """The stored ones of these weights, not yet read, then each derived one with its kin."""
@@ -160,7 +179,7 @@ def _evaluated(
     def cast(name: str, array: mx.array) -> mx.array:
         if not mx.issubdtype(array.dtype, mx.floating):
             return array
-        wide = name.endswith(".global_scale") or folder.plan.float32(name)
+        wide = name.rpartition(".")[2] in FACTORS or folder.plan.float32(name)
         return array.astype(mx.float32 if wide else dtype)
 
     cast_ones = {name: cast(name, arrays[name]) for name in list(arrays)}

@@ -1,8 +1,9 @@
 """Quantised layouts: what config.json says of them, and the tensors that each one has. No MLX.
 
 A module with a quantised weight [..., out, in] has `weight`, whose numbers lie packed in uint32,
-and `scales`, one for each group of a row; affine ones have `biases` too, nvfp4 ones may have a
-`global_scale`. A module without `scales` is not quantised.
+and `scales`, one for each group of a row; affine ones have `biases` too. nvfp4 ones may have a
+`global_scale`, as MLX writes it, or a `factor`, by which the products are multiplied. A module
+without `scales` is not quantised.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from mlxpool.common.errors import ModelLoadFailed
 
 WORD = 32  # bits that numbers are packed in
+FACTORS = ("global_scale", "factor")  # of nvfp4 weights, see above
 FLOATS = ("F32", "F16", "BF16")
 NVFP4_RANGE = 448.0 * 6.0  # the greatest scale times the greatest number: global_scale is over this
 
@@ -62,10 +64,14 @@ class Quant:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """What is known of a model's modules: `named` ones, where None is not quantised, and others."""
+    """What is known of a model's modules: `named` ones, where None is not quantised, and others.
+
+    `recognise`: where nothing is known of one, its shapes tell.
+    """
 
     default: Quant | None = None
     named: Mapping[str, Quant | None] = field(default_factory=dict)
+    recognise: bool = False
 
 
 def parse(config: Mapping[str, Any]) -> Quantisation:

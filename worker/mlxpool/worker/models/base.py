@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 Shape: TypeAlias = tuple[int, ...]
 Layer: TypeAlias = "Callable[[mx.array], mx.array]"
+Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # gate, up
 State: TypeAlias = "tuple[mx.array, ...]"
 # Inputs [B, n, ...] and state [B, ...] of B rows -> outputs [B, n, ...] and the state after them.
 Scan: TypeAlias = "Callable[[tuple[mx.array, ...], State], tuple[mx.array, State]]"
-Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # gate, up
 
 
 @dataclass(frozen=True, slots=True)

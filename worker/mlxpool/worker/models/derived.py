@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 # What may be stored of one module, `bias` being a layer's own and `biases` those of its groups.
-STORED = ("weight", "scales", "biases", "global_scale", "bias")
+STORED = ("weight", "scales", "biases", *quant.FACTORS, "bias")
 
 
 @dataclass(frozen=True, slots=True)

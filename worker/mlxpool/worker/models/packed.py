@@ -23,12 +23,14 @@ class Packed:
     @classmethod
     def of(cls, arrays: Mapping[str, mx.array], module: str, layout: Quant) -> Packed:
         """The weight of `module`, whose tensors are among `arrays`."""
-        weight, scale = arrays[f"{module}.weight"], arrays.get(f"{module}.global_scale")
+        weight, factor = arrays[f"{module}.weight"], arrays.get(f"{module}.factor")
+        if f"{module}.global_scale" in arrays:
+            factor = arrays[f"{module}.global_scale"] / NVFP4_RANGE
         return cls(
             weight,
             arrays[f"{module}.scales"],
             arrays.get(f"{module}.biases"),
-            None if scale is None else scale.reshape(weight.shape[:-2]) / NVFP4_RANGE,
+            None if factor is None else factor.reshape(weight.shape[:-2]),
             layout,
         )
 

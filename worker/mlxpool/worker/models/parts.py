@@ -11,7 +11,7 @@ from mlxpool.worker.models.base import Activation, Layer
 from mlxpool.worker.models.derived import STORED
 from mlxpool.worker.models.experts import ExpertMLP, Experts
 from mlxpool.worker.models.packed import Packed, side_by_side
-from mlxpool.worker.quant import Quant
+from mlxpool.worker.quant import FACTORS, Quant
 
 TILE = 8  # tokens of each product where results may not depend on how many there are
 
@@ -222,7 +222,8 @@ class Parts:
         layouts = {self._layouts.get(name) for name in names}
         if self._exact or layouts == {None}:
             return _concatenated([self._dense(name) for name in names], axis=-2)
-        scaled = any(f"{name}.global_scale" in self._weights for name in names)
+        factors = [f"{name}.{kind}" for name in names for kind in FACTORS]
+        scaled = any(factor in self._weights for factor in factors)
         if len(names) > 1 and (len(layouts) > 1 or scaled):
             return None
         return side_by_side([self._packed(name, self._layouts[name]) for name in names])

@@ -1,0 +1,112 @@
+"""Model folders put into a Hugging Face cache or Ollama's store, for tests of the worker."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+TENSOR = "application/vnd.ollama.image.tensor"
+JSON = "application/vnd.ollama.image.json"
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+QUANT_TYPES = {
+    ("affine", 4): "int4",
+    ("affine", 8): "int8",
+    ("mxfp4", 4): "mxfp4",
+    ("mxfp8", 8): "mxfp8",
+    ("nvfp4", 4): "nvfp4",
+}
+
+
+def put_in_hub(folder: Path, cache: Path, name: str) -> Path:
+    """The snapshot of `name` in the cache, with the folder's files as links into blobs."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / REVISION
+    for place in (snapshot, repository / "blobs", repository / "refs"):
+        place.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(REVISION)
+    for file in folder.iterdir():
+        blob = repository / "blobs" / hashlib.sha256(file.name.encode()).hexdigest()
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(f"../../blobs/{blob.name}")
+    return snapshot
+
+
+class Store:
+    """Ollama's store at `root`; a model's layers may be changed before the manifest is written."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "blobs").mkdir(parents=True)
+
+    def layer(self, kind: str, name: str, content: bytes) -> dict[str, Any]:
+        """One line of a manifest, its blob written."""
+        digest = hashlib.sha256(content).hexdigest()
+        (self.root / "blobs" / f"sha256-{digest}").write_bytes(content)
+        return {
+            "mediaType": kind,
+            "digest": f"sha256:{digest}",
+            "size": len(content),
+            "name": name,
+        }
+
+    def layers(self, folder: Path, *, told: bool = True) -> list[dict[str, Any]]:
+        """The folder's JSON files and tensors; `told`: the headers tell the quantisation."""
+        files = sorted(folder.glob("*.json"))
+        json_files = [file for file in files if file.name != "model.safetensors.index.json"]
+        layers = [self.layer(JSON, file.name, file.read_bytes()) for file in json_files]
+        tensors = _tensors(folder)
+        settings = json.loads((folder / "config.json").read_bytes()).get("quantization") or {}
+        for name in [one for one in tensors if not one.endswith((".scales", ".biases"))]:
+            layers.append(self.layer(TENSOR, name, _blob(tensors, name, settings, told)))
+        return layers
+
+    def write(self, name: str, layers: list[dict[str, Any]]) -> Path:
+        """The manifest of `name`, model:tag."""
+        model, _, tag = name.partition(":")
+        manifest = self.root / "manifests" / "registry.ollama.ai" / "library" / model / tag
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        manifest.write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
+        return manifest
+
+    def blob(self, layer: dict[str, Any]) -> Path:
+        return self.root / "blobs" / str(layer["digest"]).replace(":", "-")
+
+
+def _tensors(folder: Path) -> dict[str, tuple[dict[str, Any], bytes]]:
+    """name -> header entry and bytes, of all shards."""
+    found = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        content = shard.read_bytes()
+        start = 8 + struct.unpack("<Q", content[:8])[0]
+        for name, entry in json.loads(content[8:start]).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                found[name] = (entry, content[start + begin : start + end])
+    return found
+
+
+def _blob(tensors: Any, name: str, settings: dict[str, Any], told: bool) -> bytes:
+    """A safetensors file of one tensor, with its .scale and .bias if it is quantised."""
+    module = name.removesuffix(".weight")
+    parts = {name: tensors[name]}
+    metadata = {}
+    if f"{module}.scales" in tensors and name.endswith(".weight"):
+        parts[f"{name}.scale"] = tensors[f"{module}.scales"]
+        if f"{module}.biases" in tensors:
+            parts[f"{name}.bias"] = tensors[f"{module}.biases"]
+        layout = settings.get(module, settings)
+        kind = QUANT_TYPES.get((layout.get("mode", "affine"), layout["bits"]))
+        if told and kind:
+            metadata = {"quant_type": kind, "group_size": str(layout["group_size"])}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for one, (entry, data) in sorted(parts.items(), reverse=True):  # .scale before its tensor
+        begin, end = end, end + len(data)
+        header[one] = {**entry, "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    data = b"".join(data for _, (_, data) in sorted(parts.items(), reverse=True))
+    return struct.pack("<Q", len(raw)) + raw + data

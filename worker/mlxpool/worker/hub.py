@@ -1,0 +1,80 @@
+"""Models in the Hugging Face cache, by repository name, as already downloaded: nothing is fetched.
+
+The cache has a folder for each repository: refs/main holds a revision's name, snapshots/REVISION
+its files, which are links into blobs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from mlxpool.common.errors import ModelLoadFailed
+
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_REVISION = re.compile(r"[0-9a-f]{7,64}")
+
+
+def is_name(path: str) -> bool:
+    """Whether this may be a repository: org/name."""
+    return _NAME.fullmatch(path) is not None
+
+
+def cache() -> Path:
+    """Where Hugging Face's tools keep what they download; their variables change it."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable]).expanduser()
+    home = os.environ.get("HF_HOME")
+    if not home:
+        home = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def snapshot(name: str) -> Path:
+    """The folder of the repository `name`, org/name, in the cache.
+
+    Raises ModelLoadFailed for one that is not there, not whole, or led out of by a link.
+    """
+    repository = cache() / f"models--{name.replace('/', '--')}"
+    if not repository.is_dir():
+        raise ModelLoadFailed(
+            f"{name!r} is neither a folder here nor in the Hugging Face cache (looked for "
+            f"{repository}): download it with `hf download {name}`, or set HF_HOME to the cache "
+            "that has it"
+        )
+    folder = repository / "snapshots" / _revision(name, repository)
+    if not folder.is_dir():
+        raise ModelLoadFailed(f"{folder} does not exist: {_again(name)}")
+    for file in sorted(folder.rglob("*")):
+        _require_inside(name, repository, file)
+    return folder
+
+
+def _again(name: str) -> str:
+    return f"the download is not complete, repeat `hf download {name}`"
+
+
+def _revision(name: str, repository: Path) -> str:
+    """What refs/main says, else the only one there is."""
+    file = repository / "refs" / "main"
+    if file.is_file():
+        revision = file.read_text(encoding="utf-8", errors="replace").strip()
+        if not _REVISION.fullmatch(revision):
+            raise ModelLoadFailed(f"{file} holds {revision!r}, must be a revision: {_again(name)}")
+        return revision
+    found = sorted(path.name for path in (repository / "snapshots").glob("*"))
+    if len(found) != 1:
+        raise ModelLoadFailed(
+            f"{repository} has no refs/main and {len(found)} snapshots: {_again(name)}"
+        )
+    return found[0]
+
+
+def _require_inside(name: str, repository: Path, file: Path) -> None:
+    target = file.resolve()
+    if not target.is_relative_to(repository.resolve()):
+        raise ModelLoadFailed(f"{file} is a link to {target}, which is not of {name!r}: refused")
+    if not target.exists():
+        raise ModelLoadFailed(f"{file} is a link to {target}, which is missing: {_again(name)}")
