@@ -79,22 +79,28 @@ class Case:
         return "quantization" not in self.config or way in WAYS_QUANTISED
 
 
-def quantised(settings: Mapping[str, Any], **more: Any) -> dict[str, Case]:
-    """A case for each of MODES, where every weight is quantised; names end with the mode's."""
+def quantised(
+    settings: Mapping[str, Any], kept: str = "no such name", **more: Any
+) -> dict[str, Case]:
+    """A case for each of MODES, where every weight is quantised but those with `kept` in their
+    names; the cases' names end with the mode's.
+    """
     return {
         f"quantised, {mode}": Case(
             {**settings, "quantization": {"group_size": group, "bits": bits, "mode": mode}, **more},
-            partial(_packed, group=group, bits=bits, mode=mode),
+            partial(_packed, kept=kept, group=group, bits=bits, mode=mode),
         )
         for mode, (group, bits) in MODES.items()
     }
 
 
-def _packed(weights: dict[str, np.ndarray], *, group: int, bits: int, mode: str) -> Weights:
+def _packed(
+    weights: dict[str, np.ndarray], *, kept: str, group: int, bits: int, mode: str
+) -> Weights:
     """As mlx-lm stores them: tables, products and stacks of them."""
     stored = {}
     for name, array in weights.items():
-        if array.ndim < 2:
+        if array.ndim < 2 or kept in name or not name.endswith(".weight"):
             stored[name] = array
             continue
         parts = mx.quantize(mx.array(array), group_size=group, bits=bits, mode=mode)

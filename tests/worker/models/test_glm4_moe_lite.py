@@ -18,7 +18,7 @@ from mlxpool.worker import models  # noqa: E402
 from mlxpool.worker.attention import Span, Step  # noqa: E402
 from mlxpool.worker.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.load import inspect, load  # noqa: E402
-from worker.models.conformance import WAYS, Case, Checked, every, prepare  # noqa: E402
+from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised  # noqa: E402
 
 Weights = dict[str, np.ndarray]
 
@@ -54,13 +54,13 @@ YARN = {
 }
 WHOLE = {  # sizes that are whole groups of every mode
     "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "q_lora_rank": 32,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "q_lora_rank": 64,
     "kv_lora_rank": 64,
     "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
 }
 
 
@@ -100,28 +100,6 @@ def with_a_layer_ahead(weights: Weights) -> Weights:
     return {**released(weights), **ahead, **more}
 
 
-def packed(mode: str, bits: int, group: int) -> Callable[[Weights], Weights]:
-    """All linear layers quantised but the gates of experts, as mlx-lm's conversions are."""
-
-    def store(weights: Weights) -> Weights:
-        stored: Weights = {}
-        for name, array in weights.items():
-            if array.ndim < 2 or name.endswith(".mlp.gate.weight"):
-                stored[name] = array
-                continue
-            parts = mx.quantize(mx.array(array), group, bits, mode=mode)
-            for kind, part in zip(("weight", "scales", "biases"), parts, strict=False):
-                stored[name.replace("weight", kind)] = np.array(part)
-        return stored
-
-    return store
-
-
-def quantised(mode: str, bits: int, group: int) -> Case:
-    said = {"mode": mode, "bits": bits, "group_size": group}
-    return Case({**SIZES, **WHOLE, "quantization": said}, packed(mode, bits, group))
-
-
 def case(stored: Callable[[Weights], Weights] = released, **changes: Any) -> Case:
     return Case({**SIZES, **changes}, stored)
 
@@ -139,12 +117,9 @@ CASES: dict[str, Case] = {
         rope_scaling={"type": "linear", "factor": 4.0}, num_attention_heads=1, num_key_value_heads=1
     ),
     "odd sizes": case(hidden_size=37, vocab_size=261, q_lora_rank=11, kv_lora_rank=9, v_head_dim=7),
-    "affine": quantised("affine", 4, 32),
-    "mxfp4": quantised("mxfp4", 4, 32),
-    "mxfp8": quantised("mxfp8", 8, 32),
-    "nvfp4": quantised("nvfp4", 4, 16),
+    **quantised({**SIZES, **WHOLE}, kept=".mlp.gate."),
 }
-IN_EVERY_WAY = ("as released", "affine")
+IN_EVERY_WAY = {name: CASES[name] for name in CASES if name.startswith(("as rel", "quantised"))}
 
 
 @pytest.fixture(scope="module")

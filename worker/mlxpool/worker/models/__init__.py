@@ -11,6 +11,7 @@ from mlxpool.worker.models.base import Plan
 
 ARCHITECTURES = {
     "glm4_moe_lite": "mlxpool.worker.models.glm4_moe_lite",
+    "gpt_oss": "mlxpool.worker.models.gpt_oss",
     "llama": "mlxpool.worker.models.llama",
     "mistral": "mlxpool.worker.models.llama",
     "qwen3_5": "mlxpool.worker.models.qwen3_5",
