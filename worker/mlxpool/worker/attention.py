@@ -262,13 +262,18 @@ def _capped(
     _, heads, count, size = queries.shape
     pairs, length = keys.shape[1], keys.shape[2]
     grouped = (queries * scores.scale).reshape(1, pairs, heads // pairs, count, size)
-    bent = mx.tanh(grouped @ keys[:, :, None].swapaxes(-1, -2) / scores.cap) * scores.cap
+    products = bent(grouped @ keys[:, :, None].swapaxes(-1, -2), scores.cap)
     if isinstance(mask, str):
         mask = mx.arange(length)[None] <= mx.arange(length - count, length)[:, None]
     if mask is not None:
-        bent = mx.where(mask, bent, -mx.inf)
-    out = mx.softmax(bent, axis=-1, precise=True) @ values[:, :, None]
+        products = mx.where(mask, products, -mx.inf)
+    out = mx.softmax(products, axis=-1, precise=True) @ values[:, :, None]
     return out.reshape(1, heads, count, -1)
+
+
+def bent(scores: mx.array, cap: float) -> mx.array:
+    """Scores that stay below `cap`, see Step.attend; 0: as they are."""
+    return mx.tanh(scores / cap) * cap if cap else scores
 
 
 def _window(row: AnyRow, layer: int) -> int:
