@@ -12,6 +12,7 @@ from mlxpool.worker.models.base import Plan
 ARCHITECTURES = {
     "llama": "mlxpool.worker.models.llama",
     "mistral": "mlxpool.worker.models.llama",
+    "qwen2": "mlxpool.worker.models.qwen2",
 }
 
 SUPPORTED = tuple(ARCHITECTURES)
