@@ -13,6 +13,8 @@ ARCHITECTURES = {
     "llama": "mlxpool.worker.models.llama",
     "mistral": "mlxpool.worker.models.llama",
     "qwen2": "mlxpool.worker.models.qwen2",
+    "qwen3": "mlxpool.worker.models.qwen3",
+    "qwen3_moe": "mlxpool.worker.models.qwen3_moe",
 }
 
 SUPPORTED = tuple(ARCHITECTURES)
