@@ -10,6 +10,8 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.models.base import Plan
 
 ARCHITECTURES = {
+    "gemma3": "mlxpool.worker.models.gemma3",
+    "gemma3_text": "mlxpool.worker.models.gemma3",
     "llama": "mlxpool.worker.models.llama",
     "mistral": "mlxpool.worker.models.llama",
     "qwen2": "mlxpool.worker.models.qwen2",
