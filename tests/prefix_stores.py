@@ -147,7 +147,8 @@ class PagedMemory:
         for token in tokens:
             before = self.read(row)[-1] if row.offset else 0
             at = row.offset
-            self.store.write(row, 1)
+            self.store.reserve(row, at + 1)
+            row.offset += 1
             block = row.table[at // self.size]
             assert self.pool.holders(block) == 1, "a shared block is written"
             self.cells[block][at % self.size] = chain(before, token)

@@ -24,6 +24,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine_api import Engine  # noqa: E402
+from mlxpool.worker.layouts import InSlabs  # noqa: E402
 from mlxpool.worker.load import inspect, load  # noqa: E402
 from mlxpool.worker.tokenizer import Text  # noqa: E402
 
@@ -219,4 +220,5 @@ def test_a_crowd_of_cancels_deadlines_and_hits_in_little_memory(folder: Path, pr
     assert not engine._rows and engine.memory().kv == 0
     assert engine.memory().prefix <= blocks * engine._block_bytes
     if prefix != "single":
-        assert engine._slabs is None or engine._slabs.nbytes == 0
+        layout = engine._layout
+        assert not isinstance(layout, InSlabs) or layout.slabs.nbytes == 0

@@ -18,9 +18,11 @@ from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine_api import Engine  # noqa: E402
+from mlxpool.worker.layouts import LAYOUTS, InSlabs  # noqa: E402
 from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
 from mlxpool.worker.models.base import KeyValue  # noqa: E402
 from mlxpool.worker.sequence import Drawn, RowFailed, Sequence  # noqa: E402
+from mlxpool.worker.slabs import Slabs  # noqa: E402
 from mlxpool.worker.tokenizer import Text  # noqa: E402
 
 MIXTURE: list[dict[str, Any]] = [
@@ -60,6 +62,11 @@ def mixture(max_tokens: int = 30) -> list[Sequence]:
         sequence(prompt_of(5 + 17 * salt, salt), max_tokens, **{"temperature": 0.8, **raw})
         for salt, raw in enumerate(MIXTURE)
     ]
+
+
+def slabs_of(engine: ModelEngine) -> Slabs:
+    assert isinstance(engine._layout, InSlabs)
+    return engine._layout.slabs
 
 
 def prefill(engine: ModelEngine, seq: Sequence, budget: int = 2048) -> list[int]:
@@ -279,27 +286,29 @@ def test_no_step_copies_the_cache(loaded: Loaded, text: Text) -> None:
     """What a decode step needs for a while does not grow with the allocated cache."""
     needs, sizes = [], []
     for blocks in (4, 256):
-        engine = ModelEngine(loaded, text, lookahead=False, slabs=True)
-        assert engine._slabs is not None
-        engine._slabs._blocks = blocks
+        engine = ModelEngine(loaded, text, lookahead=False, layout="slabs")
+        slabs = slabs_of(engine)
+        slabs._blocks = blocks
         seq = sequence(prompt_of(10), max_tokens=60)
         prefill(engine, seq)
         needs.append(transient(engine, seq))
-        sizes.append(engine._slabs.nbytes)
+        sizes.append(slabs.nbytes)
     assert sizes[1] == 64 * sizes[0]
     assert needs[1] <= needs[0] + sizes[1] / 16  # a copy of one layer's keys would be an eighth
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("slabs", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
-    loaded: Loaded, text: Text, slabs: bool, lookahead: bool
+    loaded: Loaded, text: Text, layout: str, lookahead: bool
 ) -> None:
     """With lookahead its token in flight is of the row that it gave back."""
     for prefix in ("tree", "off"):
         for salt in range(len(MIXTURE)):
             expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
-            engine = ModelEngine(loaded, text, prefix=prefix, lookahead=lookahead, slabs=slabs)
+            engine = ModelEngine(
+                loaded, text, prefix=prefix, lookahead=lookahead, layout=layout, blocks=200
+            )
             seq = mixture()[salt]
             prefill(engine, seq)
             cached = seq.cached
@@ -327,11 +336,11 @@ def test_capacity_is_what_the_limit_leaves(loaded: Loaded, text: Text) -> None:
 
 
 def test_the_prefix_cache_leaves_room_for_rows(loaded: Loaded, text: Text) -> None:
-    engine = ModelEngine(loaded, text, blocks=18, slabs=True)
-    assert engine._slabs is not None
+    engine = ModelEngine(loaded, text, blocks=18, layout="slabs")
+    slabs = slabs_of(engine)
     for salt in range(30):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
-        used = engine._slabs.nbytes + engine.memory().prefix
+        used = slabs.nbytes + engine.memory().prefix
         assert used <= 18 * engine._block_bytes
     assert engine.prefix_blocks() > 0
 
@@ -360,12 +369,12 @@ def test_few_blocks_leave_some_for_the_prefix_cache(loaded: Loaded, text: Text) 
 
 def test_warm_up_leaves_nothing_behind(loaded: Loaded, text: Text) -> None:
     for context in (4, 16, None):
-        engine = ModelEngine(loaded, text, context=context, slabs=True)
+        engine = ModelEngine(loaded, text, context=context, layout="slabs")
         moves: list[int] = []
         engine.warm_up(lambda moves=moves: moves.append(1))  # type: ignore[misc]
         assert len(moves) == 2 * 8  # chunks, widths of a decode step
         assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
-        assert engine._slabs is not None and engine._slabs.nbytes == 0
+        assert slabs_of(engine).nbytes == 0
         assert engine.prefix.hits + engine.prefix.misses == 0
 
 
@@ -384,7 +393,7 @@ def test_a_step_that_fails_half_way_leaves_nothing_of_it(
     loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, hit, beside = (
-        ModelEngine(loaded, text, slabs=True),
+        ModelEngine(loaded, text, layout="slabs"),
         sequence(prompt_of(20)),
         sequence(prompt_of(90)),
     )
@@ -411,7 +420,7 @@ def test_a_step_that_fails_half_way_leaves_nothing_of_it(
 def test_where_rows_are_apart_a_failed_step_hits_its_own_alone(
     loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = ModelEngine(loaded, text, slabs=False, lookahead=False)
+    engine = ModelEngine(loaded, text, layout="rows", lookahead=False)
     hit, beside = sequence(prompt_of(20)), sequence(prompt_of(90))
     for seq in (hit, beside):
         prefill(engine, seq)

@@ -271,7 +271,7 @@ def test_what_a_row_may_take_is_reserved(loaded: Loaded, text: Text) -> None:
     engine, seq = engine_of(loaded, text), sequence(prompt_of(20))
     prefill(engine, seq)
     decode(engine, [seq], 4)
-    shape = engine._store.new_row().shape
+    shape = engine._layout.store.new_row().shape
     (row,) = engine._rows.values()
     assert row.nbytes <= shape.fixed_bytes + 256 * shape.token_bytes
     assert shape.fixed_bytes == 3 * one_state(loaded)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker import batch as batch_module  # noqa: E402
+from mlxpool.worker import compiled  # noqa: E402
 from mlxpool.worker.attention import Span, Step  # noqa: E402
 from mlxpool.worker.batch import Batch, parts_of  # noqa: E402
 from mlxpool.worker.blocks import BLOCK  # noqa: E402
@@ -169,7 +169,7 @@ def test_a_batch_gives_what_each_row_gives_alone(
 def test_few_compiled_passes_are_kept_and_all_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_module, "COMPILED", 2)
+    monkeypatch.setattr(compiled, "MOST", 2)
     slabs, model = Slabs(SHAPE), Attention(2)
     row, other = SlabRow(slabs), Row(SHAPE)
     append((row, other), 250)
@@ -179,8 +179,8 @@ def test_few_compiled_passes_are_kept_and_all_give_the_same(
         ids = mx.array([tokens % 50])
         got = batch([row], ids)
         assert mx.allclose(got, alone(model, other, ids), rtol=1e-4, atol=1e-5).item()
-        passes.add(id(batch._pass))
-        assert len(batch._compiled) <= 2
+        passes.add(id(batch._pass._pass))
+        assert len(batch._pass._seen) <= 2
     assert len(passes) > 1
 
 

@@ -7,18 +7,18 @@ of each row. The whole pass is compiled, once for each number of rows and blocks
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlxpool.worker.attention import Rotation, bent
 from mlxpool.worker.blocks import BLOCK, blocks_of
+from mlxpool.worker.compiled import Compiled
 from mlxpool.worker.models.base import LatentHeads, Model, Rope, Scan
 from mlxpool.worker.slabs import Slab, SlabRow
 
 NARROW = 64  # tokens; blocks are read as far as the fullest of them goes, in steps of this
-COMPILED = 16  # passes that are kept; of six layers each takes 0.8 MB, and 5 ms to make
 NEVER = -1e30  # a score that counts for nothing, yet is finite: whole blocks may have no other
 
 NOT_PLAIN = "slabs are for layers that keep keys and values of all tokens, see RowShape.plain"
@@ -207,8 +207,7 @@ class Batch:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._pass = mx.compile(self._one_pass)
-        self._compiled: set[Hashable] = set()
+        self._pass = Compiled(self._one_pass)
 
     def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> mx.array:
         """Logits [R, vocabulary] of one token `ids` [R] for each row; the rows are longer then."""
@@ -247,18 +246,10 @@ class Batch:
             for _, p in found
         ]
         blocks = [mx.array(p.blocks, dtype=mx.int32) for _, p in found]
-        self._bound((count, simple, *constants, *(_sizes(p) for _, p in found)))
+        kind = (count, simple, *constants, *(_sizes(p) for _, p in found))
         positions = mx.array([row.offset for row in rows], dtype=mx.int32)
         caches = [(slab.keys, slab.values) for slab, _ in found]
-        result = self._pass(ids, positions, simple, constants, arrays, blocks, caches)
-        return result
-
-    def _bound(self, key: Hashable) -> None:
-        """Before a pass for which `key` decides what is compiled: MLX itself forgets nothing."""
-        if key not in self._compiled and len(self._compiled) == COMPILED:
-            self._compiled.clear()
-            self._pass = mx.compile(self._one_pass)
-        self._compiled.add(key)
+        return self._pass(kind, ids, positions, simple, constants, arrays, blocks, caches)
 
     def _one_pass(
         self,

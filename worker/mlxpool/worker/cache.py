@@ -41,6 +41,14 @@ class RowShape:
         return all(isinstance(one, KeyValue) and not one.window for one in self.caches)
 
     @property
+    def paged(self) -> bool:
+        """Whether every layer keeps something of every token, so that blocks can hold it all."""
+        return not any(
+            isinstance(one, Recurrent) or (isinstance(one, KeyValue) and one.window)
+            for one in self.caches
+        )
+
+    @property
     def token_bytes(self) -> int:
         """Bytes that one token more takes in all layers."""
         return sum(cache.token_bytes(self.dtype.size) for cache in self.caches)

@@ -11,29 +11,22 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import mlx.core as mx
 
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
 from mlxpool.common.options import Options
 from mlxpool.worker import back_end, prefix_cache, rules, sampler
-from mlxpool.worker.attention import AnyRow, Span, Step
-from mlxpool.worker.batch import Batch
-from mlxpool.worker.blocks import BLOCK, capacity, transient
-from mlxpool.worker.cache import Row, RowShape
+from mlxpool.worker.attention import AnyRow, Span
+from mlxpool.worker.blocks import BLOCK, blocks_of, capacity, transient
+from mlxpool.worker.cache import RowShape
 from mlxpool.worker.engine_api import Memory
-from mlxpool.worker.exact import ExactStep
+from mlxpool.worker.layouts import Layout, layout_of
 from mlxpool.worker.load import Loaded
-from mlxpool.worker.models.base import KeyValue, LayerCache, Recurrent
 from mlxpool.worker.prefix_cache import PrefixCache
-from mlxpool.worker.prefix_kinds import Full, Kind, State, Window
-from mlxpool.worker.prefix_rows import RowStore
 from mlxpool.worker.sampler import Draw, Sampled
 from mlxpool.worker.scheduler import area_of
 from mlxpool.worker.sequence import Drawn, Logprob, RowFailed, Sequence
-from mlxpool.worker.slabs import BLOCKS as SLAB_BLOCKS
-from mlxpool.worker.slabs import SlabRow, Slabs
 from mlxpool.worker.tokenizer import Text
 
 CHUNK = 2048  # tokens
@@ -83,13 +76,13 @@ class ModelEngine:
         prefix: str = "tree",
         prefix_bytes: int = 0,
         lookahead: bool | None = None,
-        slabs: bool | None = None,
+        layout: str | None = None,
         sequences: int = 8,
         limit: int = 0,
         blocks: int | None = None,
     ) -> None:
-        """`context` bounds the model's own; `lookahead` None means: on a GPU; `slabs` None means:
-        elsewhere, for models that can have them (RowShape.plain).
+        """`context` bounds the model's own; `lookahead` None means: on a GPU; `layout` None means
+        what is best here, see layouts.py.
 
         `limit` is what the process may take, in bytes, see back_end.limit_of; `blocks` None means:
         what it leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
@@ -109,18 +102,9 @@ class ModelEngine:
                 f"deterministic = true is not built for model_type {folder.model_type!r}, whose"
                 " layers keep windows or states; leave it out"
             )
-        kinds = [_kind(layer, cache) for layer, cache in enumerate(plan.caches)]
-        in_slabs = shape.plain and not back_end.on_gpu() if slabs is None else slabs
-        self._slabs = Slabs(shape) if in_slabs else None
-        self._batch = Batch(self._model)
-        new_row = partial(Row, shape) if self._slabs is None else partial(SlabRow, self._slabs)
-        self._store: RowStore[AnyRow] = RowStore(new_row, kinds)
         self._limit = back_end.limit_of(limit)
         self._prefix_bytes = prefix_bytes or prefix_cache.default_budget(
             self._limit, loaded.weight_bytes
-        )
-        self._prefix: PrefixCache[AnyRow] = prefix_cache.build(
-            prefix, self._store, self._prefix_bytes
         )
         self._rows: dict[Sequence, AnyRow] = {}
         self._block_bytes = BLOCK * max(shape.token_bytes, 1)
@@ -128,14 +112,30 @@ class ModelEngine:
         self._transient = 0
         self._outside = back_end.outside_mlx()
         self._cache = min(CACHE, self._limit // 16)
-        # Of the last slab, one block may be in use.
-        self._spare = (SLAB_BLOCKS - 1) * self._block_bytes if self._slabs else 0
         self._fixed = blocks
         self._sequences = sequences
+        self._layout = self._laid_out(layout, shape)
+        self._prefix: PrefixCache[AnyRow] = prefix_cache.build(
+            prefix, self._layout.store, self._prefix_bytes
+        )
         self.blocks = self._capacity()
         self._lookahead = back_end.on_gpu() if lookahead is None else lookahead
         self._flight: _Flight | None = None
         self._steps = 0
+
+    def _laid_out(self, name: str | None, shape: RowShape) -> Layout:
+        """A pool gets what all sequences and the prefix cache can use, as far as memory goes."""
+        prefixes = self._prefix_bytes // self._block_bytes
+        most = self._sequences * blocks_of(self.context) + prefixes
+        room = self._fixed if self._fixed is not None else min(most, self._room(spare=0))
+        return layout_of(
+            name,
+            shape,
+            self._model,
+            max(room, LEAST_BLOCKS),
+            exact=self._loaded.deterministic,
+            on_gpu=back_end.on_gpu(),
+        )
 
     def admit(self, seq: Sequence) -> None:
         """See Engine.admit."""
@@ -155,7 +155,7 @@ class ModelEngine:
             raise OutOfMemory(f"{seq.prefilled} tokens were lost with a step that failed")
         ids = seq.between(seq.prefilled, seq.prefilled + count)
         with self._losing([seq]):
-            self._forward([Span(row, count)], mx.array(ids, dtype=mx.int32), logits=False)
+            self._layout.forward([Span(row, count)], mx.array(ids, dtype=mx.int32), logits=False)
             mx.eval(row.arrays())
         seq.prefilled += count
         if seq.prefilled == stop:
@@ -183,7 +183,7 @@ class ModelEngine:
         if row is not None:
             # A token in flight is nobody's. Of a preempted one that returns the last is drawn from
             # again, and a state that has it already could not be cut back then.
-            row.trim(seq.length - 1 if self._store.stateful else seq.length)
+            row.trim(seq.length - 1 if self._layout.store.stateful else seq.length)
             self._prefix.budget = self._prefix_budget()
             self._prefix.close(row, seq.tokens)
 
@@ -192,12 +192,8 @@ class ModelEngine:
         return min(self._prefix_bytes, self._left())
 
     def _left(self) -> int:
-        """Bytes that no row takes, of the capacity and of what is there with the slabs' ends."""
         whole = self.blocks * self._block_bytes
-        left = whole - sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
-        if self._slabs is not None:
-            left = min(left, whole + self._spare - self._slabs.nbytes)
-        return max(0, left)
+        return max(0, self._layout.left(self._rows.values(), whole))
 
     def prefix_blocks(self) -> int:
         """See Engine.prefix_blocks."""
@@ -229,10 +225,8 @@ class ModelEngine:
         """A chunk of `size` tokens, a decode step of each width; the chunk's tokens and bytes."""
         rows = [_trial(max(size, 1) + 1)] + [_trial(1) for _ in range(self._sequences - 1)]
         for seq in rows:
-            row = self._rows[seq] = self._store.new_row()
-            if isinstance(row, SlabRow):  # what rows take is no transient
-                row.reserve(seq.length + 1)
-                mx.eval(row.arrays())
+            row = self._rows[seq] = self._layout.store.new_row()
+            self._layout.reserve(row, seq.length + 1)  # what rows take is no transient
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -242,7 +236,7 @@ class ModelEngine:
             self.decode(rows[:width])
             moved()
         for seq in rows:
-            self._store.release(self._rows.pop(seq))
+            self._layout.store.release(self._rows.pop(seq))
         self._flight = None
         return size, peak
 
@@ -250,8 +244,13 @@ class ModelEngine:
         """Blocks that the limit leaves beside weights, a step's transient and what is not MLX's."""
         if self._fixed is not None:
             return self._fixed
+        room = self._room(self._layout.spare)
+        return min(room, self._layout.blocks) if self._layout.holds_tree else room
+
+    def _room(self, spare: int) -> int:
+        """Blocks for which there is memory."""
         used = self._loaded.weight_bytes + self._transient + self._cache
-        used += self._outside + self._spare + self._sequences * self._per_row
+        used += self._outside + spare + self._sequences * self._per_row
         return capacity(self._limit - used, self._block_bytes)
 
     def _too_little(self) -> str:
@@ -296,35 +295,25 @@ class ModelEngine:
         mx.synchronize()
         mx.clear_cache()
 
-    def _forward(self, spans: Many[Span], ids: mx.array, *, logits: bool) -> mx.array:
-        """Builds one pass; rows are longer from here on, though nothing is computed yet."""
-        kind = ExactStep if self._loaded.deterministic else Step
-        step = kind(spans, logits=logits)
-        out = self._model(ids, step)
-        step.done()
-        return out
-
     def _one_each(self, rows: Many[Sequence], ids: mx.array) -> mx.array:
         """Logits [R, vocabulary] of one token `ids` [R] for each row."""
-        held = [self._rows[seq] for seq in rows]
-        if self._slabs is None or self._loaded.deterministic:
-            return self._forward([Span(row, 1) for row in held], ids, logits=True)
-        return self._batch([row for row in held if isinstance(row, SlabRow)], ids)
+        return self._layout.decode([self._rows[seq] for seq in rows], ids)
 
     @contextmanager
     def _losing(self, hit: Many[Sequence]) -> Iterator[None]:
         """A pass that fails half-way leaves nothing that could be read in what it wrote to.
 
-        In slabs that is every row: those that were not hit find their tokens gone.
+        In some layouts that is every row: those that were not hit find their tokens gone.
         """
         try:
             yield
         except Exception:
             self._flight = None
-            for seq in hit if self._slabs is None else list(self._rows):
+            for seq in list(self._rows) if self._layout.together else hit:
                 self._rows[seq].release()
-            if self._slabs is not None:
-                self._slabs.spoil()
+            if self._layout.together and self._layout.holds_tree:
+                self._prefix.clear()
+            self._layout.spoil()
             raise
 
     def _flights(self, rows: Many[Sequence]) -> list[_Flight]:
@@ -375,14 +364,6 @@ class ModelEngine:
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
-
-
-def _kind(layer: int, cache: LayerCache) -> Kind:
-    """How the prefix cache keeps it."""
-    if isinstance(cache, Recurrent):
-        return State(layer)
-    window = cache.window if isinstance(cache, KeyValue) else 0
-    return Window(layer, window) if window else Full(layer)
 
 
 def _trial(tokens: int) -> Sequence:

@@ -100,17 +100,17 @@ class BlockStore:
         """See Store."""
         return BlockRow(self._bytes)
 
-    def write(self, row: BlockRow, count: int) -> None:
-        """Makes blocks for `count` more tokens that the row's own; `offset` moves.
+    def reserve(self, row: BlockRow, tokens: int) -> None:
+        """Makes blocks that the row may write into, up to so many tokens.
 
-        Raises OutOfMemory, and the row is as long as before.
+        Raises OutOfMemory; what it got till then it keeps.
         """
         first = row.offset // self._size
-        if row.offset % self._size and self._pool.holders(row.table[first]) > 1:
+        shared = row.offset < tokens and row.offset % self._size
+        if shared and self._pool.holders(row.table[first]) > 1:
             row.table[first] = self._copied(row.table[first])
-        while len(row.table) * self._size < row.offset + count:
+        while len(row.table) * self._size < tokens:
             row.table.append(self._pool.take())
-        row.offset += count
 
     def release(self, row: BlockRow) -> None:
         """See Store."""

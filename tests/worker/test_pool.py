@@ -1,0 +1,200 @@
+"""A pool of blocks: rows and tree share memory, and every token is the one it is without them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from worker_checkpoints import write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.errors import OutOfMemory  # noqa: E402
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker import kernels  # noqa: E402
+from mlxpool.worker.blocks import BLOCK  # noqa: E402
+from mlxpool.worker.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.layouts import InPool  # noqa: E402
+from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.models.base import KeyValue, Latent  # noqa: E402
+from mlxpool.worker.pool import Pool, PoolStore  # noqa: E402
+from mlxpool.worker.sequence import Sequence  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+SHAPE = RowShape((KeyValue(2, 8, 4), Latent(6)), mx.float32, 3000)
+BLOCKS = 30
+
+
+def pool_of(shape: RowShape = SHAPE, blocks: int = BLOCKS) -> PoolStore:
+    return PoolStore(Pool(shape, blocks, in_place=ON_GPU))
+
+
+def some(tokens: int) -> list[tuple[Any, ...]]:
+    """New keys, values and lines of a chunk."""
+    return [
+        (mx.random.normal((1, 2, tokens, 8)), mx.random.normal((1, 2, tokens, 4))),
+        (mx.random.normal((1, 1, tokens, 6)),),
+    ]
+
+
+def append(rows: tuple[Any, ...], new: list[tuple[Any, ...]]) -> None:
+    """The same tokens in each; they give the same back."""
+    for layer, arrays in enumerate(new):
+        found = [row.write(layer, *arrays) for row in rows]
+        for other in found[1:]:
+            for one, two in zip(found[0], other, strict=True):
+                assert mx.array_equal(one, two).item()
+    for row in rows:
+        row.advance(new[0][0].shape[2])
+        mx.eval(row.arrays())
+
+
+def test_a_row_of_blocks_holds_what_a_row_of_its_own_holds() -> None:
+    store = pool_of()
+    row, other = store.new_row(), Row(SHAPE)
+    for tokens in (1, 200, 55, 1, 300, BLOCK, 1):
+        append((row, other), some(tokens))
+    for to in (700, 513, 512, 511, 3):
+        for one in (row, other):
+            one.trim(to)
+        append((row, other), some(9))
+    row.release()
+    assert store._pool.free == BLOCKS
+
+
+def test_rows_share_blocks_and_write_into_their_own() -> None:
+    store = pool_of()
+    row, first, second = store.new_row(), Row(SHAPE), Row(SHAPE)
+    new = some(BLOCK + 100)
+    append((row, first, second), new)
+    kept = store.keep(row, 0, BLOCK + 100)
+    twin = store.new_row()
+    store.fill(twin, [(kept, BLOCK + 100)], None, BLOCK + 100, 0)
+    assert store._pool.free == BLOCKS - 2
+    append((row, first), some(3))
+    append((twin, second), some(3))
+    assert store._pool.free == BLOCKS - 4  # a copy each of the one that is partly filled
+    store.free(kept)
+    assert store._pool.free == BLOCKS - 3
+
+
+def test_a_full_pool_is_an_error_and_the_row_stays() -> None:
+    store = pool_of(blocks=2)
+    row, other = store.new_row(), Row(SHAPE)
+    append((row, other), some(400))
+    with pytest.raises(OutOfMemory, match="all 2 blocks"):
+        row.write(0, *some(200)[0])
+    append((row, other), some(5))
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    changes: dict[str, Any] = {"hidden_size": 256, "max_position_embeddings": 2048, "head_dim": 64}
+    return load(inspect(write_checkpoint(tmp_path_factory.mktemp("model"), **changes)))
+
+
+def engine_of(loaded: Loaded, layout: str, prefix: str = "tree", blocks: int = 60) -> ModelEngine:
+    return ModelEngine(loaded, layout=layout, prefix=prefix, blocks=blocks, lookahead=ON_GPU)
+
+
+def enter(engine: ModelEngine, seq: Sequence) -> None:
+    engine.admit(seq)
+    while engine.prefill(seq, 300):
+        pass
+
+
+def step(engine: ModelEngine, rows: list[Sequence]) -> None:
+    for one in engine.decode(rows):
+        one.sequence.ids.append(one.token)
+
+
+def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded) -> None:
+    """Against rows of their own; on a GPU for 10,000 steps, with our kernels."""
+    draw = random.Random(5)
+    heads = [tuple(draw.randrange(256) for _ in range(700)) for _ in range(4)]
+    engine, slow = engine_of(loaded, "pool", blocks=24), engine_of(loaded, "rows", "off")
+    assert isinstance(engine._layout, InPool)
+    pool = engine._layout.store._pool
+    running: list[Sequence] = []
+    done, steps = 0, 0
+    while steps < (10_000 if ON_GPU else 250):
+        while pool.free < 8 and engine.shrink(4):  # as the compute thread does
+            pass
+        if len(running) < 4 and draw.random() < 0.1:
+            tail = tuple(draw.randrange(256) for _ in range(draw.randrange(1, 200)))
+            prompt = draw.choice(heads)[: draw.randrange(1, 700)] + tail
+            seq = Sequence(b"", 1, prompt, Options(temperature=0.0), 1, draw.randrange(1, 60))
+            enter(engine, seq)
+            running.append(seq)
+        if running:
+            step(engine, running)
+            steps += 1
+        for seq in [one for one in running if len(one.ids) >= one.max_tokens]:
+            running.remove(seq)
+            engine.release(seq)
+            done += 1
+            if not ON_GPU or done % 50 == 0:
+                alone = Sequence(b"", 1, seq.prompt, seq.options, 1, seq.max_tokens)
+                enter(slow, alone)
+                while len(alone.ids) < alone.max_tokens:
+                    step(slow, [alone])
+                slow.release(alone)
+                assert alone.ids == seq.ids
+    assert engine.prefix.hits > 3 and done > 5
+    for seq in running:
+        engine.release(seq)
+    engine.shrink(1000)
+    assert pool.free == 24
+
+
+@pytest.mark.skipif(not ON_GPU, reason="our kernels are for CUDA")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("size", kernels.SIZES)
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_the_kernel_is_attention(size: int, group: int, dtype: str) -> None:
+    """Against float32, for lengths at and around every border, with poisoned spare memory."""
+    kind = getattr(mx, dtype)
+    lengths = [1, 2, 31, 255, 256, 257, 511, 512, 513, 1500]
+    rows, pairs, width = len(lengths), 2, 8
+    mx.random.seed(size + group)
+    pools = [mx.full((rows * width, pairs, BLOCK, size), float("nan"), dtype=kind) for _ in "kv"]
+    order = mx.random.permutation(rows * width).reshape(rows, width).astype(mx.int32)
+    fresh = [mx.random.normal((rows, pairs, size)).astype(kind) for _ in "kv"]
+    q = mx.random.normal((rows, pairs * group, size)).astype(kind)
+    mx.eval(pools, order, fresh, q)
+    history: list[list[Any]] = []
+    for row, length in enumerate(lengths):
+        old = [mx.random.normal((length - 1, pairs, size)).astype(kind) for _ in "kv"]
+        if length > 1:
+            places = mx.arange(length - 1)
+            slots = order[row][places // BLOCK] * BLOCK + places % BLOCK
+            for pool, one in zip(pools, old, strict=True):
+                mx.eval(kernels.write(pool, one, slots.astype(mx.int32)))
+        history.append([mx.concatenate([o, f[row][None]]) for o, f in zip(old, fresh, strict=True)])
+    for longest in (64, 1536):
+        out = kernels.attend(
+            q,
+            (fresh[0], fresh[1]),
+            (pools[0], pools[1]),
+            order,
+            mx.array(lengths, dtype=mx.int32),
+            size**-0.5,
+            longest,
+        )
+        for row in range(rows):
+            keys, values = (one.astype(mx.float32) for one in history[row])
+            asked = q[row].astype(mx.float32).reshape(pairs, group, size) * size**-0.5
+            scores = mx.softmax(asked @ keys.transpose(1, 2, 0), axis=-1)
+            expected = (scores @ values.transpose(1, 0, 2)).reshape(-1, size)
+            worst = mx.abs(out[row].astype(mx.float32) - expected).max().item()
+            assert worst < (2e-4 if dtype == "float32" else 0.03), (lengths[row], longest)
+
+
+def test_how_rows_are_parted() -> None:
+    assert kernels.parts_of(1, 64) == 1
+    assert kernels.parts_of(8, 2000) == 16
+    assert kernels.parts_of(512, 100_000) == 1
+    assert kernels.parts_of(8, 10**6) == 32

@@ -1,0 +1,33 @@
+"""Compiled passes, as many as are worth their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, ParamSpec, TypeVar
+
+import mlx.core as mx
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MOST = 16  # each keeps almost a megabyte
+
+
+class Compiled(Generic[P, R]):
+    """A function compiled by MLX once for each kind of arguments.
+
+    MLX itself forgets none of them; here all are forgotten when there are MOST.
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self._function = function
+        self._pass = mx.compile(function)
+        self._seen: set[Hashable] = set()
+
+    def __call__(self, kind: Hashable, *args: P.args, **kwargs: P.kwargs) -> R:
+        """`kind` says which arguments are compiled alike: constants and shapes."""
+        if kind not in self._seen and len(self._seen) == MOST:
+            self._seen.clear()
+            self._pass = mx.compile(self._function)
+        self._seen.add(kind)
+        return self._pass(*args, **kwargs)
