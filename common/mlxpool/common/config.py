@@ -57,6 +57,11 @@ class ModelConfig:
     counting: Counting = field(default_factory=Counting)
     within: str = ""  # no setting: the models folder it was found in, which no link may leave
 
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> ModelConfig:
+        """Undo `asdict`."""
+        return cls(**{**table, "counting": Counting(**table["counting"])})
+
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
@@ -111,9 +116,7 @@ class WorkerConfig:
     def from_environment(cls, text: str) -> WorkerConfig:
         """Undo `to_environment`."""
         table = json.loads(text)
-        model = dict(table.pop("model"))
-        model["counting"] = Counting(**model["counting"])
-        return cls(model=ModelConfig(**model), **table)
+        return cls(model=ModelConfig.from_table(table.pop("model")), **table)
 
 
 WORKER_VARIABLE = "MLXPOOL_WORKER"

@@ -15,10 +15,8 @@ from mlxpool.worker.folder import inspect
 from mlxpool.worker.mail import Opened
 from mlxpool.worker.models.counting import CountingEngine, CountingText
 from mlxpool.worker.models.faults import NO_FAULTS, Faults
+from mlxpool.worker.place import COUNTING, place_of
 from mlxpool.worker.tokenizer import Text
-
-DEMO = Path(__file__).parent / "demo"
-PREFIX = "builtin:"
 
 NO_BACK_END = (
     "MLX has no usable back end here ({error}); on Linux install one of mlxpool[cpu],"
@@ -43,13 +41,9 @@ def open_source(
     counting: type[CountingEngine] = CountingEngine,
 ) -> Source:
     """Look at the model without MLX. Raises ModelLoadFailed naming what is wrong with it."""
-    if config.path == f"{PREFIX}counting":
+    if config.path == COUNTING:
         return _counting(counting(config.counting, config.context, faults), config.sequences)
-    if config.path.startswith(PREFIX) and config.path != f"{PREFIX}demo":
-        raise ModelLoadFailed(
-            f"there is no {config.path!r}; built in are {PREFIX}demo and {PREFIX}counting"
-        )
-    return _folder(DEMO if config.path == f"{PREFIX}demo" else Path(config.path), config)
+    return _folder(place_of(config), config)
 
 
 def _counting(engine: CountingEngine, sequences: int) -> Source:
@@ -93,7 +87,7 @@ def _folder(path: Path, config: ModelConfig) -> Source:
 
 def faults_of(config: WorkerConfig, history: History) -> Faults:
     """What goes wrong in this worker on purpose; only the counting model's settings can say so."""
-    if config.model.path != f"{PREFIX}counting":
+    if config.model.path != COUNTING:
         return NO_FAULTS
     return Faults.armed_by(config.model.counting, config.incarnation, history)
 

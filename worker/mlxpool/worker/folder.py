@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,13 @@ def inspect(path: Path) -> ModelFolder:
 
     Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
     """
-    _require_folder(path)
+    require_folder(path)
     config = read_json(path / "config.json")
     plan = models.plan(config)
-    _refuse_quantised(path, config)
-    if not (path / "tokenizer.json").is_file():
-        raise ModelLoadFailed(f"{path} has no tokenizer.json, the only tokenizer format supported")
+    refuse_quantised(path, config)
+    require_tokenizer(path)
     settings = _optional_json(path / "tokenizer_config.json")
-    shards = _shards(path)
+    shards = shards_of(path)
     headers = {shard: read_header(shard) for shard in shards}
     tensors = _matched(plan, headers.values())
     return ModelFolder(
@@ -78,13 +77,20 @@ def inspect(path: Path) -> ModelFolder:
     )
 
 
-def _require_folder(path: Path) -> None:
+def require_folder(path: Path) -> None:
+    """Raises ModelLoadFailed saying what is there instead of a model's folder."""
     if not path.exists():
         raise ModelLoadFailed(f"{path} does not exist")
     if path.is_file():
         foreign.refuse_file(path)
     if not (path / "config.json").is_file():
         foreign.refuse_folder(path)
+
+
+def require_tokenizer(path: Path) -> None:
+    """Raises ModelLoadFailed for a folder without one."""
+    if not (path / "tokenizer.json").is_file():
+        raise ModelLoadFailed(f"{path} has no tokenizer.json, the only tokenizer format supported")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -102,7 +108,8 @@ def _optional_json(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
+def refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelLoadFailed for weights that are not read."""
     for key in ("quantization", "quantization_config"):
         if config.get(key):
             raise ModelLoadFailed(
@@ -111,7 +118,8 @@ def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def _shards(path: Path) -> tuple[Path, ...]:
+def shards_of(path: Path) -> tuple[Path, ...]:
+    """The weights' files; raises ModelLoadFailed naming those that are missing."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         return _indexed(index)
@@ -129,10 +137,12 @@ def _indexed(index: Path) -> tuple[Path, ...]:
     for name in names:
         if Path(name).name != name:
             raise ModelLoadFailed(f"{index} names the shard {name!r}, must be a plain file name")
-        if not (index.parent / name).is_file():
-            raise ModelLoadFailed(
-                f"{index} names the shard {name!r}, which is missing; download it again"
-            )
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ModelLoadFailed(
+            f"{index} names {_listed('shard', missing)}, which"
+            f" {'are' if len(missing) > 1 else 'is'} missing; download again"
+        )
     return tuple(index.parent / name for name in names)
 
 
@@ -148,49 +158,44 @@ def _matched(
     plan: Plan, headers: Iterable[tuple[bytes, Mapping[str, Tensor]]]
 ) -> dict[str, Tensor]:
     """The tensors that the plan asks for, in its order, after every name and shape is checked."""
+    found = list(headers)
+    for fault in tensor_faults(plan, (tensors for _, tensors in found)):
+        raise ModelLoadFailed(fault)
+    tensors = {name: tensor for _, tensors in found for name, tensor in tensors.items()}
+    return {name: tensors[name] for name in plan.shapes}
+
+
+def tensor_faults(plan: Plan, shards: Iterable[Mapping[str, Tensor]]) -> Iterator[str]:
+    """Everything in which the tensors of the shards are not those that the plan asks for."""
     found: dict[str, Tensor] = {}
-    for _, tensors in headers:
-        for name, tensor in tensors.items():
-            if name in found:
-                raise ModelLoadFailed(
-                    f"tensor {name!r} is in both {found[name].file} and {tensor.file}"
-                )
-            found[name] = tensor
-    _compare_names(plan, found)
-    for name, shape in plan.shapes.items():
-        _compare(found[name], shape)
-    return {name: found[name] for name in plan.shapes}
-
-
-def _compare_names(plan: Plan, found: Mapping[str, Tensor]) -> None:
+    for name, tensor in (item for tensors in shards for item in tensors.items()):
+        if name in found:
+            yield f"tensor {name!r} is in both {found[name].file} and {tensor.file}"
+        found.setdefault(name, tensor)
     missing = [name for name in plan.shapes if name not in found]
     if missing:
-        raise ModelLoadFailed(f"the weights lack {_listed(missing)}, which config.json asks for")
+        yield f"the weights lack {_listed('tensor', missing)}, which config.json asks for"
     surplus = [name for name in found if name not in plan.shapes and not plan.ignored(name)]
     if surplus:
-        raise ModelLoadFailed(
-            f"{found[surplus[0]].file} has {_listed(surplus)}, unknown to the model that "
-            "config.json describes"
-        )
+        file, names = found[surplus[0]].file, _listed("tensor", surplus)
+        yield f"{file} has {names}, unknown to the model that config.json describes"
+    for name, shape in plan.shapes.items():
+        if name in found:
+            yield from _tensor_faults(found[name], shape)
 
 
-def _listed(names: list[str]) -> str:
+def _listed(kind: str, names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"the tensor{'s' if len(names) > 1 else ''} {shown}{more}"
+    return f"the {kind}{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
-def _compare(tensor: Tensor, shape: tuple[int, ...]) -> None:
+def _tensor_faults(tensor: Tensor, shape: tuple[int, ...]) -> Iterator[str]:
+    where = f"{tensor.file}: tensor {tensor.name!r}"
     if tensor.shape != shape:
-        raise ModelLoadFailed(
-            f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}, "
-            f"config.json asks for {list(shape)}"
-        )
+        yield f"{where} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
     if tensor.dtype not in _DTYPES:
-        raise ModelLoadFailed(
-            f"{tensor.file}: tensor {tensor.name!r} has dtype {tensor.dtype}, "
-            f"must be one of {', '.join(_DTYPES)}"
-        )
+        yield f"{where} has dtype {tensor.dtype}, must be one of {', '.join(_DTYPES)}"
 
 
 def _eos_ids(path: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> frozenset[int]:
