@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mlxpool.common.errors import BadRequest, BrokerLost, from_body
 from mlxpool.common.wire import Header
 
 TIMEOUT_MS = 2000
+SLOT = re.compile(r"/\d+$")  # no model's name ends like this
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -209,7 +211,7 @@ def unload(options: argparse.Namespace) -> int:
 def drain(options: argparse.Namespace) -> int:
     body: dict[str, Any] = {}
     if options.target:
-        body["slot" if "/" in options.target else "model"] = options.target
+        body["slot" if SLOT.search(options.target) else "model"] = options.target
     if options.timeout is not None:
         body["timeout_ms"] = round(options.timeout * 1000)
     answer = ask(options.run_dir, "drain", body)

@@ -200,6 +200,8 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
     if fault is not None:
         raise ConfigError(f"[models.{name!r:.80}]: the name {fault}")
     built: ModelConfig = _build(ModelConfig, table, where)
+    if built.path.startswith("~"):
+        built = replace(built, path=str(Path(built.path).expanduser()))
     if not built.pin:
         return built
     if "keep_alive" in table and built.keep_alive >= 0:
