@@ -8,8 +8,10 @@ import pytest
 
 from core_harness import Story, model
 from mlxpool.broker import events as ev
+from mlxpool.broker import stats
 from mlxpool.broker.core import Core
 from mlxpool.common import wire
+from mlxpool.common.catalogue import MOST
 from mlxpool.common.config import Counting, ModelConfig
 
 HERE, THERE = "/models/here", "/models/there"
@@ -196,6 +198,19 @@ def test_what_is_wrong_with_a_cold_model_is_shown_and_nobody_is_refused_for_it()
     worker.end(story.generate(name="a"))
     describe(story, "a", "d")
     assert (row(story, "a")["state"], row(story, "a")["error"]) == ("ready", None)
+
+
+@pytest.mark.parametrize("count", [stats.DETAILED, stats.DETAILED + 1, MOST + 10])
+def test_the_list_of_many_models_fits_into_a_frame(count: int) -> None:
+    names = ["é" * 97 + f"{number:05}" for number in range(count)]
+    story = pool({}, **{name: model() for name in names})
+    for name in names:
+        describe(story, name, "d" * 64, problems=["\N{SNOWMAN}" * 2000])
+    story.ask(wire.MODELS)
+    (frame,) = story.to_client(wire.MODELS)
+    wire.encode(frame.header, frame.body)
+    assert [row["name"] for row in frame.body["models"]] == names
+    assert ("error" in frame.body["models"][0]) == (count <= stats.DETAILED)
 
 
 def test_a_model_that_is_found_later() -> None:

@@ -294,6 +294,16 @@ def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert notes == ["bad cannot be had: no config.json", "demo shares the workers of other"]
 
 
+@pytest.mark.parametrize(
+    ("target", "key"),
+    [("demo", "model"), ("org/name", "model"), ("demo/0", "slot"), ("a/b/12", "slot")],
+)
+def test_what_is_drained(monkeypatch: pytest.MonkeyPatch, target: str, key: str) -> None:
+    asked = Asked(monkeypatch, {"draining": target, "timeout_ms": 1})
+    assert main(["drain", target, "--run-dir", "/a"]) == OK
+    assert asked.calls == [(Path("/a"), "drain", {key: target}, None)]
+
+
 def test_ps_of_a_slot_without_a_worker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
