@@ -223,10 +223,10 @@ def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
             shelf.after_look(answered.append, 100.0)
         assert answered == [100.0], "the third finds too many waiting"
         assert shelf.next_wake() == 100.0 + library.PATIENCE
-        shelf.serve(100.5)
+        shelf.serve(100.0 + library.PATIENCE - 0.5)
         assert answered == [100.0]
-        shelf.serve(101.0)
-        assert answered == [100.0, 101.0, 101.0]
+        shelf.serve(100.0 + library.PATIENCE)
+        assert answered == [100.0, *[100.0 + library.PATIENCE] * 2]
         assert shelf.next_wake() == float("inf")
     finally:
         shelf.close()

@@ -12,7 +12,7 @@ from mlxpool.broker import events as ev
 from mlxpool.broker.librarian import Librarian
 from mlxpool.common.config import PoolConfig
 
-PATIENCE = 1.0  # seconds for which `models` waits for a look
+PATIENCE = 1.5  # seconds for which `models` waits for a look
 MOST = 1000  # who may wait at once; further ones get what is known
 
 
