@@ -161,13 +161,19 @@ def test_when_the_files_of_the_first_name_change_the_others_leave_it() -> None:
 def test_timers_of_a_model_that_found_its_twin_do_nothing() -> None:
     story = pool({"a": HERE, "b": THERE}, a=model(), b=model(keep_alive=1.0))
     worker = story.ready_worker("b")
-    story.do(ev.Unload("b"))
+    story.do(ev.Drain("b/0", None, 30.0))
     worker.die("stopped")
-    story.core.timers.set(("drained", "b"), story.now + 1)
+    story.do(ev.Unload("b"))
+    story.do(ev.WorkerExited("b/0", "stopped"))  # the one that took the drained one's place
+    for key in (("drained", "b"), ("restart", "b"), ("model", "b")):
+        story.core.timers.set(key, story.now + 1)
     for name in "ab":
         describe(story, name, "d1")
     assert row(story, "b")["shares"] == "a"
     story.later(100)
+    assert not [
+        key for key in story.core.timers._at if isinstance(key, tuple) and key[1] in ("b", "b/0")
+    ]
 
 
 def test_what_was_found_in_a_model_is_shown() -> None:

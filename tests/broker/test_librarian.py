@@ -22,7 +22,7 @@ from mlxpool.common.config import ModelConfig, PoolConfig
 from pool import until
 
 ECHO = """
-import json, sys
+import json, sys, time
 for line in sys.stdin:
     asked = json.loads(line)
     {deed}
@@ -118,6 +118,22 @@ def test_a_folder_that_comes_later(start: Start, tmp_path: Path) -> None:
     config = ModelConfig(path=str(new), within=str(tmp_path))
     assert shelf.found == [("org/new", config, str(new), 100)]
     assert [name for name, _ in shelf.described] == ["old", "org/new"]
+
+
+def test_a_folder_that_comes_while_others_are_looked_at(start: Start, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        folder(tmp_path / name)
+    wait = f"while not __import__('os').path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    models = {name: str(tmp_path / name) for name in ("a", "b")}
+    librarian, shelf = start(models, program(wait), models_dir=tmp_path)
+    first = librarian.look()
+    until(lambda: librarian._begun == first, "the look has begun")
+    folder(tmp_path / "new")
+    assert librarian.look() == first + 1, "the look under way may have passed the folder"
+    (tmp_path / "go").touch()
+    until(lambda: librarian.done == first + 1, "the second look is done")
+    assert [name for name, *_ in shelf.found] == ["new"]
+    assert sorted(name for name, _ in shelf.described) == ["a", "b", "new"]
 
 
 def test_a_models_folder_that_is_gone(start: Start, tmp_path: Path) -> None:

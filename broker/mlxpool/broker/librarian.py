@@ -60,7 +60,8 @@ class Librarian(threading.Thread):
         self._prints: dict[str, Prints] = {}
         self._paths: dict[str, str] = {}  # where the files of a reference turned out to be
         self._wanted = threading.Condition()
-        self._asked = self._done = 0  # looks
+        self._todo: deque[str] = deque()  # what has to be looked at
+        self._asked = self._begun = self._done = 0  # looks
         self._done_at = 0.0
         self._closing = False
         self._process: subprocess.Popen[str] | None = None
@@ -70,7 +71,9 @@ class Librarian(threading.Thread):
     def look(self) -> int:
         """Ask for a look, unless the last is new enough; `done` gets to be the returned number."""
         with self._wanted:
-            if self._asked == self._done and time.monotonic() - self._done_at >= FRESH:
+            idle = self._begun == self._done
+            fresh = idle and time.monotonic() - self._done_at < FRESH
+            if self._asked == self._begun and not fresh:
                 self._asked += 1
                 self._wanted.notify()
             return self._asked
@@ -93,57 +96,60 @@ class Librarian(threading.Thread):
     def run(self) -> None:
         while True:
             with self._wanted:
-                while self._asked == self._done and not self._closing:
+                while self._asked == self._begun and not self._closing:
                     self._wanted.wait()
                 if self._closing:
                     return
+                self._begun = self._asked
             try:
                 self._scan()
-                self._describe()
+                while self._todo and not self._closing:
+                    self._run_process()
             except Exception:  # a bug of ours costs one look
                 log.exception("the librarian failed")
             with self._wanted:
-                self._done, self._done_at = self._asked, time.monotonic()
+                self._done, self._done_at = self._begun, time.monotonic()
             self._looked()
 
     def _scan(self) -> None:
+        """Find what is new, and every model whose files are not those that were last looked at."""
         for name, config in scanned(self._models_dir).items():
             if name not in self._known:
                 self._known[name] = config
                 self._found(name, config, place_of(config), weight_of(config))
-
-    def _describe(self) -> None:
-        """Every model whose files are not those that were last looked at."""
-        todo: deque[str] = deque()
         for name, config in self._known.items():
             prints = fingerprints(Path(self._paths.get(name, config.path)))
             if self._prints.get(name) != prints:
                 self._prints[name] = prints
-                todo.append(name)
-        while todo and not self._closing:
-            self._run_process(todo)
+                self._todo.append(name)
 
-    def _run_process(self, todo: deque[str]) -> None:
-        """One process for as many models as it survives; takes those that are done off `todo`."""
+    def _run_process(self) -> None:
+        """One process for as many models as it survives."""
         try:
             process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
             )
         except OSError as error:
             why = f"no process could be started to look at it: {error.strerror}"
-            self._tell(todo.popleft(), {"problems": [why]})
+            self._tell(self._todo.popleft(), {"problems": [why]})
             return
         with self._wanted:
             self._process = process
         try:
             with process:
-                while todo and not self._closing:
-                    name = todo.popleft()
+                while self._todo and not self._closing:
+                    name = self._todo.popleft()
                     try:
                         self._tell(name, self._ask(process, name))
                     except _Lost as lost:
                         self._tell(name, {"problems": [str(lost)]})
                         break
+                    if self._asked != self._begun:  # who asks meanwhile gets to know what is new
+                        self._scan()
                 process.kill()
         finally:
             with self._wanted:
@@ -179,7 +185,7 @@ def fingerprints(path: Path) -> Prints:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
     except OSError:
         return ()
-    return tuple(print for file in files if (print := _fingerprint(file)) is not None)
+    return tuple(seen for file in files if (seen := _fingerprint(file)) is not None)
 
 
 def _fingerprint(file: Path) -> tuple[str, int, int] | None:
