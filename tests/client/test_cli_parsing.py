@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli import figures, ops
+from mlxpool.cli import check, figures, ops
 from mlxpool.cli import main as cli
 from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
@@ -292,6 +292,26 @@ def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     ]  # fmt: skip
     assert bad.split() == ["bad", "failed", "-", "-", "-", "-", "2", "-", "-"]
     assert notes == ["bad cannot be had: no config.json", "demo shares the workers of other"]
+
+
+def test_check_shows_the_first_of_many_problems() -> None:
+    wrong = [f"tensor {number}" for number in range(check.SHOWN + 5)]
+    shown = list(check.lines({"name": "m", "path": "/m", "problems": wrong, "model": None}))
+    assert shown[2] == f"{len(wrong)} problems:"
+    assert shown[3:] == [
+        *(f"  - {words}" for words in wrong[: check.SHOWN]),
+        "  … and 5 more, which --json lists",
+    ]
+
+
+def test_check_says_why_a_model_cannot_run() -> None:
+    machine = {"fits": False, "why": ["no back end"]}
+    report: dict[str, Any] = {"name": "m", "path": "/m", "problems": [], "model": None}
+    assert list(check.lines({**report, "machine": machine}))[2:] == [
+        "nothing is wrong with it",
+        "it cannot run on this machine:",
+        "  - no back end",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -336,3 +336,14 @@ def test_looking_at_models_for_a_list_imports_no_mlx(good: Path) -> None:
         "assert not [name for name in sys.modules if name.split('.')[0] == 'mlx']"
     )
     subprocess.run([sys.executable, "-c", code, str(good)], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not count it elsewhere")
+def test_a_look_in_the_background_is_bounded() -> None:
+    code = (
+        "from mlxpool.worker.check import bound_memory; from mlxpool.worker.problems import *;"
+        "problems = Problems(); bound_memory(2**29); problems.of(bytearray, 2**30);"
+        "print(*problems.found); bound_memory(2**40)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("MemoryError")

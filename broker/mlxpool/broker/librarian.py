@@ -176,7 +176,8 @@ class Librarian(threading.Thread):
         if path != self._paths.get(name, self._known[name].path):
             self._paths[name], self._prints[name] = path, fingerprints(Path(path))
         model = report.get("model") or {}
-        self._described(name, {**model, "problems": list(report.get("problems") or ())})
+        problems = list(report.get("problems") or ())
+        self._described(name, {**model, "problems": problems[:1]})  # `check` lists them all
 
 
 def fingerprints(path: Path) -> Prints:

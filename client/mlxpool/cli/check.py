@@ -15,6 +15,7 @@ from mlxpool.cli.figures import size, table
 from mlxpool.cli.serve import add_settings, settings_of
 
 SOUND, UNSOUND = 0, 1
+SHOWN = 40  # problems; a wrong size in config.json makes one of every tensor
 WORKER = "mlxpool.worker.check"  # a process of its own: this package knows nothing of models
 
 
@@ -103,7 +104,9 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     wrong = report["problems"]
     yield ""
     yield f"{len(wrong)} problem{'s' * (len(wrong) > 1)}:" if wrong else "nothing is wrong with it"
-    yield from (f"  - {words}" for words in wrong)
+    yield from (f"  - {words}" for words in wrong[:SHOWN])
+    if len(wrong) > SHOWN:
+        yield f"  … and {len(wrong) - SHOWN} more, which --json lists"
     if machine and not machine["fits"]:
         yield "it cannot run on this machine:"
         yield from (f"  - {words}" for words in machine["why"])

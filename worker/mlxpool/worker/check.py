@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from mlxpool.worker.place import COUNTING, place_of
 from mlxpool.worker.problems import Problems, look
 
 NICENESS = 10  # whoever is served goes first
+MEMORY = 8 * 2**30  # bytes that a look in the background may take: a config can ask for anything
 
 
 def check(
@@ -109,10 +111,18 @@ def answer(line: str) -> dict[str, Any]:
     return check(str(asked["name"]), config, **rest)
 
 
+def bound_memory(size: int) -> None:
+    """What goes beyond is a MemoryError, where the kernel counts it; a lower bound stays."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or size < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (size, hard))
+
+
 def main(arguments: list[str]) -> int:
     """Answer every line of standard input; `--background` gives way to everybody else."""
     if "--background" in arguments:
         os.nice(NICENESS)
+        bound_memory(MEMORY)
         ends.die_with_parent()
     for line in sys.stdin:
         print(json.dumps(answer(line)), flush=True)

@@ -80,11 +80,16 @@ def _look_at_all(path: Path, problems: Problems) -> None:
 
 def _plan(config: Mapping[str, Any], problems: Problems) -> Plan | None:
     """The plan of a sound config; else every key that cannot be used is noted."""
-    plan = problems.of(models.plan, config)
-    if plan is None:
-        for value in STAND_INS:
-            problems.add(_bad_keys(config, value))
-    return plan
+    try:
+        return models.plan(config)
+    except ModelLoadFailed as error:
+        problems.add([error.message])
+    except Exception as error:
+        problems.add([_words(error)])
+        return None
+    for value in STAND_INS:
+        problems.add(_bad_keys(config, value))
+    return None
 
 
 def _bad_keys(config: Mapping[str, Any], value: int) -> Iterator[str]:
