@@ -92,7 +92,7 @@ def test_what_is_shown_of_a_model_that_was_never_loaded(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("broken", "no tokenizer.json"),
+        ("broken", "broken has no "),
         ("nothing", "is not JSON"),
         ("link", "leads out of the models folder"),
     ],
