@@ -31,8 +31,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     broken = shutil.copytree(sound, root / "models" / "broken")
     (broken / "model.safetensors").unlink()
     (broken / "tokenizer.json").unlink()
-    (root / "models" / "nothing").mkdir()
-    (root / "models" / "nothing" / "config.json").write_text("\0")
+    nothing = shutil.copytree(sound, root / "models" / "nothing")
+    (nothing / "config.json").write_text("\0")
     write_checkpoint(root / "outside")
     (root / "models" / "link").symlink_to(root / "outside")
     return root / "models"
