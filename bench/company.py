@@ -211,7 +211,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
-    from mlxpool.worker.catalogue import DEMO
+    from mlxpool.worker.place import DEMO_FOLDER as DEMO
 
     with tempfile.TemporaryDirectory() as folder:
         figures = measure(arguments, in_bfloat16(Path(folder)) if arguments.random else DEMO)

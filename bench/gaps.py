@@ -27,7 +27,7 @@ from typing import Any
 import report
 from mlxpool.client import Client
 from mlxpool.common.errors import PoolError
-from mlxpool.worker.catalogue import DEMO
+from mlxpool.worker.place import DEMO_FOLDER as DEMO
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -8,8 +8,10 @@ import pytest
 
 from core_harness import Story, model
 from mlxpool.broker import events as ev
+from mlxpool.broker import stats
 from mlxpool.broker.core import Core
 from mlxpool.common import wire
+from mlxpool.common.catalogue import MOST
 from mlxpool.common.config import Counting, ModelConfig
 
 HERE, THERE = "/models/here", "/models/there"
@@ -159,13 +161,19 @@ def test_when_the_files_of_the_first_name_change_the_others_leave_it() -> None:
 def test_timers_of_a_model_that_found_its_twin_do_nothing() -> None:
     story = pool({"a": HERE, "b": THERE}, a=model(), b=model(keep_alive=1.0))
     worker = story.ready_worker("b")
-    story.do(ev.Unload("b"))
+    story.do(ev.Drain("b/0", None, 30.0))
     worker.die("stopped")
-    story.core.timers.set(("drained", "b"), story.now + 1)
+    story.do(ev.Unload("b"))
+    story.do(ev.WorkerExited("b/0", "stopped"))  # the one that took the drained one's place
+    for key in (("drained", "b"), ("restart", "b"), ("model", "b")):
+        story.core.timers.set(key, story.now + 1)
     for name in "ab":
         describe(story, name, "d1")
     assert row(story, "b")["shares"] == "a"
     story.later(100)
+    assert not [
+        key for key in story.core.timers._at if isinstance(key, tuple) and key[1] in ("b", "b/0")
+    ]
 
 
 def test_what_was_found_in_a_model_is_shown() -> None:
@@ -196,6 +204,19 @@ def test_what_is_wrong_with_a_cold_model_is_shown_and_nobody_is_refused_for_it()
     worker.end(story.generate(name="a"))
     describe(story, "a", "d")
     assert (row(story, "a")["state"], row(story, "a")["error"]) == ("ready", None)
+
+
+@pytest.mark.parametrize("count", [stats.DETAILED, stats.DETAILED + 1, MOST + 10])
+def test_the_list_of_many_models_fits_into_a_frame(count: int) -> None:
+    names = ["é" * 97 + f"{number:05}" for number in range(count)]
+    story = pool({}, **{name: model() for name in names})
+    for name in names:
+        describe(story, name, "d" * 64, problems=["\N{SNOWMAN}" * 2000])
+    story.ask(wire.MODELS)
+    (frame,) = story.to_client(wire.MODELS)
+    wire.encode(frame.header, frame.body)
+    assert [row["name"] for row in frame.body["models"]] == names
+    assert ("error" in frame.body["models"][0]) == (count <= stats.DETAILED)
 
 
 def test_a_model_that_is_found_later() -> None:

@@ -50,7 +50,7 @@ class Nursery:
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         self.patch.setattr("sys.executable", str(program))
         before = self.said(slot).count("up\n")
-        child = self.supervisor.start(slot, "m")
+        child = self.supervisor.start(slot, "m", self.config.models["m"])
         end = time.monotonic() + PATIENCE
         while self.said(slot).count("up\n") == before and child.process.poll() is None:
             assert time.monotonic() < end, "it never came up"
@@ -194,7 +194,7 @@ def test_what_cannot_be_logged_is_not_started(nursery: Nursery) -> None:
     (nursery.folder / "logs").write_text("no folder")
     before = set(os.listdir("/dev/fd"))
     with pytest.raises(OSError):
-        nursery.supervisor.start("m/0", "m")
+        nursery.supervisor.start("m/0", "m", nursery.config.models["m"])
     assert nursery.supervisor.children == {}
     assert len(os.listdir("/dev/fd")) == len(before)
 
@@ -290,7 +290,7 @@ def test_a_program_that_is_not_there(nursery: Nursery) -> None:
     nursery.patch.setattr("sys.executable", str(nursery.folder / "missing"))
     before = set(os.listdir("/dev/fd"))
     with pytest.raises(OSError):
-        nursery.supervisor.start("m/0", "m")
+        nursery.supervisor.start("m/0", "m", nursery.config.models["m"])
     assert nursery.supervisor.children == {}
     assert len(os.listdir("/dev/fd")) == len(before)
 
@@ -323,3 +323,9 @@ def test_causes_in_words_and_whom_they_speak_against(
 ) -> None:
     look = Look(request=bytes(range(16)))
     assert end_of(code, commanded, out_of_memory, look) == End(words, own, look.request)
+
+
+def test_each_slot_has_files_of_its_own(nursery: Nursery) -> None:
+    slots = ("a/b/0", "a-b/0", "a%2Fb/0", "a/0", "a-0/0")
+    assert len({nursery.supervisor.log_path(slot) for slot in slots}) == len(slots)
+    assert nursery.supervisor.log_path("org/name/0").name == "org%2Fname-0.log"

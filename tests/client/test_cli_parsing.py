@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from mlxpool.cli import check, figures, ops
 from mlxpool.cli import main as cli
-from mlxpool.cli import ops
 from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
 
@@ -118,8 +118,8 @@ def test_an_id_that_is_none(ident: str, empty: Path, capsys: pytest.CaptureFixtu
     ("arguments", "word"),
     [
         (["serve", "--config", "/nowhere/x.toml"], "/nowhere/x.toml"),
-        (["serve", "--model", "nonsense"], "NAME=FOLDER"),
-        (["serve", "--model", "=folder"], "NAME=FOLDER"),
+        (["serve", "--model", "nonsense"], "NAME=PATH"),
+        (["serve", "--model", "=folder"], "NAME=PATH"),
         (["serve", "--models-dir", "/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )
@@ -276,12 +276,52 @@ def test_a_reader_that_went_away_is_no_news() -> None:
 
 
 def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"name": "demo", "state": "cold", "context": 0, "queued": 2}]
+    about = {"type": "llama", "size": 5 * 10**9, "quantisation": "bf16", "digest": "0123"}
+    base = {"name": "demo", "state": "cold", "context": 0, "queued": 2}
+    rows = [
+        {**base, **about, "features": ["batching", "tree"], "shares": "other", "error": None},
+        {**base, "name": "bad", "state": "failed", "error": "no config.json"},
+    ]
     Asked(monkeypatch, {"models": rows})
     assert main(["models", "--run-dir", "/a"]) == OK
-    head, row = capsys.readouterr().out.splitlines()
-    assert head.split() == ["NAME", "STATE", "CONTEXT", "QUEUED"]
-    assert row.split() == ["demo", "cold", "-", "2"]
+    head, good, bad, *notes = capsys.readouterr().out.splitlines()
+    assert head.split()[:6] == ["NAME", "STATE", "TYPE", "SIZE", "QUANTISATION", "CONTEXT"]
+    assert head.split()[6:] == ["QUEUED", "DIGEST", "SUPPORTS"]
+    assert good.split() == [
+        "demo", "cold", "llama", "5.0", "GB", "bf16", "-", "2", "0123", "batching", "tree"
+    ]  # fmt: skip
+    assert bad.split() == ["bad", "failed", "-", "-", "-", "-", "2", "-", "-"]
+    assert notes == ["bad cannot be had: no config.json", "demo shares the workers of other"]
+
+
+def test_check_shows_the_first_of_many_problems() -> None:
+    wrong = [f"tensor {number}" for number in range(check.SHOWN + 5)]
+    shown = list(check.lines({"name": "m", "path": "/m", "problems": wrong, "model": None}))
+    assert shown[2] == f"{len(wrong)} problems:"
+    assert shown[3:] == [
+        *(f"  - {words}" for words in wrong[: check.SHOWN]),
+        "  … and 5 more, which --json lists",
+    ]
+
+
+def test_check_says_why_a_model_cannot_run() -> None:
+    machine = {"fits": False, "why": ["no back end"]}
+    report: dict[str, Any] = {"name": "m", "path": "/m", "problems": [], "model": None}
+    assert list(check.lines({**report, "machine": machine}))[2:] == [
+        "nothing is wrong with it",
+        "it cannot run on this machine:",
+        "  - no back end",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "key"),
+    [("demo", "model"), ("org/name", "model"), ("demo/0", "slot"), ("a/b/12", "slot")],
+)
+def test_what_is_drained(monkeypatch: pytest.MonkeyPatch, target: str, key: str) -> None:
+    asked = Asked(monkeypatch, {"draining": target, "timeout_ms": 1})
+    assert main(["drain", target, "--run-dir", "/a"]) == OK
+    assert asked.calls == [(Path("/a"), "drain", {key: target}, None)]
 
 
 def test_ps_of_a_slot_without_a_worker(
@@ -304,7 +344,7 @@ def test_ps_of_a_slot_without_a_worker(
 
 
 def test_a_table_is_as_wide_as_its_cells() -> None:
-    assert ops.table(("A", "BB"), [("xxx", "y")]) == "A    BB\nxxx  y"
+    assert figures.table([("A", "BB"), ("xxx", "y")]) == "A    BB\nxxx  y"
 
 
 def test_every_command_is_documented() -> None:

@@ -74,6 +74,13 @@ def test_what_cannot_be_a_name_hides_nothing_else(tmp_path: Path) -> None:
     assert list(scan(tmp_path)) == ["good"]
 
 
+def test_a_list_that_fits_into_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxpool.common.catalogue.MOST", 2)
+    for name in "cab":
+        model(tmp_path / name)
+    assert list(scan(tmp_path)) == ["a", "b"]
+
+
 def test_links_that_lead_nowhere_hide_nothing_else(tmp_path: Path) -> None:
     model(tmp_path / "good")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

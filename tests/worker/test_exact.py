@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlxpool.common.options import Options
-from mlxpool.worker.catalogue import DEMO
+from mlxpool.worker.place import DEMO_FOLDER as DEMO
 from mlxpool.worker.sequence import Drawn, Sequence
 from worker_checkpoints import write_checkpoint
 

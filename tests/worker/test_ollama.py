@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.catalogue import files_of
 from mlxpool.worker.folder import ModelFolder, inspect
 from mlxpool.worker.ollama import MODEL
+from mlxpool.worker.place import files_of
 from mlxpool.worker.quant import Quant
 from mlxpool.worker.tokenizer import Text
 from worker_checkpoints import config, random_weights, write_checkpoint

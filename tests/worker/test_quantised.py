@@ -18,10 +18,10 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.attention import Span, Step  # noqa: E402
 from mlxpool.worker.cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.catalogue import files_of  # noqa: E402
 from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
 from mlxpool.worker.models.packed import Packed  # noqa: E402
 from mlxpool.worker.models.parts import Parts, QuantisedLinear, SideBySide  # noqa: E402
+from mlxpool.worker.place import files_of  # noqa: E402
 from mlxpool.worker.quant import Quant  # noqa: E402
 
 # What mlx_lm.convert is told: mode, bits, group size, and settings of single modules.

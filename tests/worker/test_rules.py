@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.common.config import BUILTIN
-from mlxpool.worker import catalogue, rules
+from mlxpool.worker import catalogue, place, rules
 from mlxpool.worker.folder import inspect
 
 
@@ -13,6 +13,6 @@ def test_the_digest_of_the_facts_changes_with_the_files_and_with_the_rules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = catalogue.open_source(BUILTIN["demo"]).opened.digest
-    assert first == rules.digest_of(inspect(catalogue.DEMO).digest) != rules.digest_of("other")
+    assert first == rules.digest_of(inspect(place.DEMO_FOLDER).digest) != rules.digest_of("other")
     monkeypatch.setattr(rules, "RULES", rules.RULES + 1)
     assert catalogue.open_source(BUILTIN["demo"]).opened.digest != first

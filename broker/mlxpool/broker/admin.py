@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -41,8 +42,15 @@ class Admin:
             if received is None:
                 return
             peer, parts = received
-            self.peers.send(peer.number, self._reply(parts, now))
-            self.peers.forget(peer.number)
+            answer = partial(self._send, peer.number, parts)
+            if _asks_for_models(parts):
+                self.broker.library.after_look(answer, now)
+            else:
+                answer(now)
+
+    def _send(self, number: int, parts: list[bytes], now: float) -> None:
+        self.peers.send(number, self._reply(parts, now))
+        self.peers.forget(number)
 
     def _reply(self, parts: list[bytes], now: float) -> list[bytes]:
         request_id = None
@@ -166,6 +174,13 @@ class Admin:
     def stop(self, message: Message, now: float) -> Mapping[str, Any]:
         self.broker.stop(now, final=True)
         return {"state": "stopping"}
+
+
+def _asks_for_models(parts: list[bytes]) -> bool:
+    try:
+        return wire.decode(parts).kind == wire.MODELS
+    except (wire.Garbage, PoolError):
+        return False
 
 
 COMMANDS: dict[str, Callable[[Admin, Message, float], Mapping[str, Any]]] = {

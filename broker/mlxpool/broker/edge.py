@@ -13,7 +13,8 @@ import secrets
 import signal
 import socket as sockets_of_the_system
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import zmq
@@ -25,8 +26,9 @@ from mlxpool.broker.core import Core
 from mlxpool.broker.door import PERIOD, Door, backlog_of
 from mlxpool.broker.guard import Guard
 from mlxpool.broker.lag import Lag
+from mlxpool.broker.library import Library
 from mlxpool.broker.peers import Peer, Peers
-from mlxpool.broker.premises import footprints, lock, raise_descriptor_limit
+from mlxpool.broker.premises import BUILTIN, footprints, lock, places, raise_descriptor_limit
 from mlxpool.broker.supervisor import TICK, Child, Supervisor
 from mlxpool.broker.web import Web
 from mlxpool.common import sockets, wire
@@ -62,7 +64,7 @@ class Broker:
         self.lag = Lag()
         self.boot = secrets.randbits(63) or 1
         memory = config.memory_limit or int(SHARE * system.memory_of_machine())
-        self.core = Core(config, self.boot, footprints(config), memory)
+        self.core = Core(config, self.boot, footprints(config), memory, places(config))
         self.history = History("broker")
         self.started_at = time.monotonic()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -85,6 +87,7 @@ class Broker:
         self.signals, self._signal_end = sockets_of_the_system.socketpair()
         self.signals.setblocking(False)
         self._signal_end.setblocking(False)
+        self.library = Library(config)
         self.poller = zmq.Poller()
         for source in (
             self.back.socket,
@@ -92,6 +95,7 @@ class Broker:
             self.admin.socket,
             self.door.monitor,
             self.signals,
+            self.library.news,
         ):
             self.poller.register(source, zmq.POLLIN)
         if self.web is not None:
@@ -115,12 +119,22 @@ class Broker:
         try:
             log.info("broker ready", extra={"run_dir": self.config.run_dir, "pid": os.getpid()})
             ready()
+            self._open()
             while not (self.stopping and not self.supervisor.children):
                 self.turn()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self.close()
+
+    def _open(self) -> None:
+        """Start what has to be there without being asked for."""
+        # The built-in models are looked at when somebody wants to know.
+        own = (m for m in self.config.models.values() if not m.path.startswith(BUILTIN))
+        self.library.open(look=any(own))
+        for name, model in self.config.models.items():
+            if model.pin:
+                self.perform(ev.Load(self.core.fleet.model(name).name), time.monotonic())
 
     def turn(self) -> None:
         """Wait for something and handle it: workers first, so that tokens beat new requests."""
@@ -142,10 +156,7 @@ class Broker:
             self._worker_ended(int(descriptor), now)
         if self.front.socket in readable:
             self._read(self.front, self._from_client, now, FRONT_TURN)
-        if self.admin.socket in readable:
-            self.admin.serve(now)
-        if self.signals.fileno() in readable:
-            self._stop_signal(now)
+        self._hear_ours(readable.keys(), now)
         if self.core.next_wake() <= now:
             self.perform(ev.Wake(), now)
         if self.web is not None and self.web.desk.bell.fileno() in readable:
@@ -153,9 +164,20 @@ class Broker:
         self._keep_house(now)
         self.lag.note(time.monotonic() - now, now)
 
+    def _hear_ours(self, readable: Collection[Any], now: float) -> None:
+        """Operations, signals and the librarian."""
+        if self.admin.socket in readable:
+            self.admin.serve(now)
+        if self.signals.fileno() in readable:
+            self._stop_signal(now)
+        if self.library.news.fileno() in readable:
+            for event in self.library.take():
+                self.perform(event, now)
+        self.library.serve(now)
+
     def _timeout_ms(self, now: float) -> int:
         wake = min(self.core.next_wake(), self.supervisor.next_wake(), self._sweep_at)
-        wake = min(wake, self.guard.look_at)
+        wake = min(wake, self.guard.look_at, self.library.next_wake())
         if self.front.full or self.back.full:
             wake = min(wake, now + RETRY)
         if self.door.shut:
@@ -213,7 +235,10 @@ class Broker:
         except PoolError as error:
             self._refuse(peer, error, message.header.id, message, now)
         else:
-            self.perform(event, now)
+            if isinstance(event, ev.Ask) and event.kind == wire.MODELS:
+                self.library.after_look(partial(self.perform, event), now)
+            else:
+                self.perform(event, now)
 
     def _client_event(self, peer: Peer, message: Message) -> ev.Event:
         header, kind = message.header, message.kind
@@ -391,7 +416,8 @@ class Broker:
 
     def start_worker(self, action: ev.StartWorker, now: float) -> None:
         try:
-            child = self.supervisor.start(action.slot, action.model)
+            model = self.core.fleet.names.known[action.model].config
+            child = self.supervisor.start(action.slot, action.model, model)
         except OSError as error:
             why = f"cannot start the worker of {action.model!r}: {error}"
             log.error("worker not started", extra={"slot": action.slot, "why": str(error)})
@@ -437,6 +463,7 @@ class Broker:
 
     def close(self) -> None:
         """Free everything: children, sockets, the lock."""
+        self.library.close()
         self.supervisor.close()
         if self.web is not None:
             self.web.close()

@@ -283,7 +283,7 @@ class Intake(Delivery):
             body: dict[str, Any] = {"boot": self.boot, "link": event.link, "version": wire.VERSION}
             self._answer(event, wire.PONG, body)
         elif event.kind == wire.MODELS:
-            self._answer(event, wire.MODELS, {"models": self.model_list(now)})
+            self._answer(event, wire.MODELS, {"models": stats.brief(self.model_list(now))})
         else:
             self._ask_worker(event, now)
 

@@ -149,7 +149,8 @@ class Losses(Intake):
 
     def _drain_timer(self, slot: str, epoch: int, now: float) -> None:
         """Its time is over: it hands back what it runs, or is ended."""
-        worker = self.fleet.slots[slot].worker
+        place = self.fleet.slots.get(slot)  # None: its model has found its twin
+        worker = None if place is None else place.worker
         if worker is None or worker.epoch != epoch or worker.state is not WorkerState.DRAINING:
             return
         if worker.dismissed:

@@ -7,8 +7,9 @@ import os
 import resource
 from pathlib import Path
 
-from mlxpool.common.config import PoolConfig
+from mlxpool.common.config import ModelConfig, PoolConfig
 
+BUILTIN = "builtin:"
 MIN_DESCRIPTORS = 256
 
 
@@ -51,11 +52,30 @@ def raise_descriptor_limit() -> int:
 
 def footprints(config: PoolConfig) -> dict[str, int]:
     """Bytes that one worker of each model takes at least, by what can be seen on the disk."""
-    return {name: m.counting.load_bytes or _weights(m.path) for name, m in config.models.items()}
+    return {name: weight_of(model) for name, model in config.models.items()}
 
 
-def _weights(path: str) -> int:
-    folder = Path(path)
-    if path.startswith("builtin:") or not folder.is_dir():
+def weight_of(model: ModelConfig) -> int:
+    """Bytes of its weights on the disk; 0 where they cannot be seen."""
+    folder = Path(model.path)
+    if model.path.startswith(BUILTIN) or not folder.is_dir():
+        return model.counting.load_bytes
+    try:
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    except OSError:  # a link that leads nowhere; the worker says so
         return 0
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def places(config: PoolConfig) -> dict[str, str]:
+    """Where the files of each model are: names with one place may share workers."""
+    return {name: place_of(model) for name, model in config.models.items()}
+
+
+def place_of(model: ModelConfig) -> str:
+    """The folder that all links lead to, or the reference; "" for a model without files."""
+    if model.path == f"{BUILTIN}counting":
+        return ""
+    try:
+        return str(Path(model.path).resolve()) if Path(model.path).exists() else model.path
+    except (OSError, RuntimeError):
+        return model.path

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from mlxpool.broker.workers import Slot
 
 SHORT = 12  # digits of a digest that are shown
+DETAILED = 150  # models whose details fit into one body
+WORDS = 200  # characters of an error that clients are shown of each
+BRIEF = ("name", "state", "queued", "context")
 
 
 @dataclass(eq=False, slots=True)
@@ -148,6 +151,13 @@ def ps(core: Core, now: float) -> dict[str, Any]:
 def models(fleet: Fleet, restart_limit: int, now: float) -> list[dict[str, Any]]:
     """Every name and what is known of its model, as `mlxpool models --json` prints them."""
     return [_model(fleet, name, restart_limit, now) for name in fleet.names.known]
+
+
+def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same for clients, whose frames are small: of many models only what changes."""
+    if len(rows) > DETAILED:
+        return [{key: row[key] for key in BRIEF} for row in rows]
+    return [{**row, "error": row["error"] and row["error"][:WORDS]} for row in rows]
 
 
 def _model(fleet: Fleet, name: str, restart_limit: int, now: float) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from mlxpool.broker import system
 from mlxpool.broker.blas import preload
 from mlxpool.broker.judge import Sample
-from mlxpool.common.config import WORKER_VARIABLE, PoolConfig, WorkerConfig
+from mlxpool.common.config import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
 from mlxpool.common.progress import Block, Look
 
 AGAIN = 1.0  # seconds between two SIGKILLs to a process that the kernel has not let go of
@@ -76,16 +76,16 @@ class Supervisor:
 
     # ---- start ---------------------------------------------------------------------------------
 
-    def start(self, slot: str, model: str) -> Child:
+    def start(self, slot: str, name: str, model: ModelConfig) -> Child:
         """Start the worker of a slot. Raises OSError when it or its files cannot be made."""
         opened: list[int] = []
         try:
-            return self._start(slot, model, opened)
+            return self._start(slot, name, model, opened)
         finally:
             for descriptor in opened:
                 os.close(descriptor)
 
-    def _start(self, slot: str, model: str, opened: list[int]) -> Child:
+    def _start(self, slot: str, name: str, model: ModelConfig, opened: list[int]) -> Child:
         """`opened` collects what only the child needs."""
         opened.append(log := self._log(slot))
         number = self.started.get(slot, 0)
@@ -100,8 +100,8 @@ class Supervisor:
             self.endpoint,
             slot,
             token,
+            name,
             model,
-            self.config.models[model],
             self.config.log_format,
             block_fd,
             dump,
@@ -269,7 +269,9 @@ class Supervisor:
 
 
 def _file(slot: str) -> str:
-    return slot.replace("/", "-")
+    """Another for each slot, also where names have slashes: org/name/0 -> org%2Fname-0."""
+    name, _, number = slot.rpartition("/")
+    return f"{name.replace('%', '%25').replace('/', '%2F')}-{number}"
 
 
 def _environment(settings: WorkerConfig) -> dict[str, str]:

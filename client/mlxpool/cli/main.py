@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from mlxpool.cli import ops, run, serve
+from mlxpool.cli import check, ops, run, serve
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
 from mlxpool.common.paths import default_run_dir
 
@@ -26,6 +26,7 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers, 130 interrupte
   mlxpool serve &                     start a broker
   mlxpool run demo "def main():"      complete a text
   mlxpool ps                          workers and what they are doing
+  mlxpool check /path/to/model        what a model is, needs, and what is wrong with it
 """
 
 
@@ -61,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for room in (serve, run, ops):
+    for room in (serve, run, check, ops):
         room.add_commands(commands, common)
     return root
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from mlxpool.cli.figures import duration, size, table
 from mlxpool.common import sockets, wire
 from mlxpool.common.errors import BadRequest, BrokerLost, from_body
 from mlxpool.common.wire import Header
 
 TIMEOUT_MS = 2000
+SLOT = re.compile(r"/\d+$")  # no model's name ends like this
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -116,25 +119,25 @@ def ps(options: argparse.Namespace) -> int:
     )  # fmt: skip
     broker = answer["broker"]
     line = (
-        f"broker {broker['pid']} {broker['state']}, up {_duration(broker['uptime_s'])},"
+        f"broker {broker['pid']} {broker['state']}, up {duration(broker['uptime_s'])},"
         f" {broker['run_dir']}"
     )
     troubles = [f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")]
     troubles += [
         f"{w['slot']}: stacks in {w['last_dump']}" for w in answer["workers"] if w.get("last_dump")
     ]
-    return _show(options, answer, "\n".join([line, table(head, rows), *troubles]))
+    return _show(options, answer, "\n".join([line, table([head, *rows]), *troubles]))
 
 
 def _worker_row(worker: Mapping[str, Any]) -> Sequence[str]:
     memory = worker.get("memory") or {}
-    sizes = [_size(memory.get(key)) for key in ("weights", "kv", "active", "rss")]
+    sizes = [size(memory.get(key)) for key in ("weights", "kv", "active", "rss")]
     return (
         worker["slot"],
         str(worker.get("pid") or "-"),
         "suspect" if worker.get("suspect") else worker["state"],
         worker.get("phase") or "-",
-        _duration(worker.get("phase_age_ms", 0) / 1000),
+        duration(worker.get("phase_age_ms", 0) / 1000),
         str(worker.get("running", 0)),
         str(worker.get("waiting", 0)),
         *sizes,
@@ -158,21 +161,41 @@ def stats(options: argparse.Namespace) -> int:
 def models(options: argparse.Namespace) -> int:
     """One line for each model."""
     answer = ask(options.run_dir, "models")
-    rows = [
-        (m["name"], m["state"], str(m["context"] or "-"), str(m["queued"]))
-        for m in answer["models"]
+    rows = [_model_row(model) for model in answer["models"]]
+    head = (
+        "NAME", "STATE", "TYPE", "SIZE", "QUANTISATION", "CONTEXT", "QUEUED", "DIGEST", "SUPPORTS",
+    )  # fmt: skip
+    notes = [
+        f"{model['name']} {verb} {model[key]}"
+        for key, verb in (("error", "cannot be had:"), ("shares", "shares the workers of"))
+        for model in answer["models"]
+        if model.get(key)
     ]
-    return _show(options, answer, table(("NAME", "STATE", "CONTEXT", "QUEUED"), rows))
+    return _show(options, answer, "\n".join([table([head, *rows]), *notes]))
+
+
+def _model_row(model: Mapping[str, Any]) -> Sequence[str]:
+    return (
+        model["name"],
+        model["state"],
+        model.get("type") or "-",
+        size(model.get("size")),
+        model.get("quantisation") or "-",
+        str(model["context"] or "-"),
+        str(model["queued"]),
+        model.get("digest") or "-",
+        " ".join(model.get("features") or ()) or "-",
+    )
 
 
 def requests(options: argparse.Namespace) -> int:
     """One line for each live request."""
     answer = ask(options.run_dir, "requests")
     rows = [
-        (r["id"], r["model"], r["state"], str(r["tokens"]), _duration(r["age_s"]))
+        (r["id"], r["model"], r["state"], str(r["tokens"]), duration(r["age_s"]))
         for r in answer["requests"]
     ]
-    return _show(options, answer, table(("ID", "MODEL", "STATE", "TOKENS", "AGE"), rows))
+    return _show(options, answer, table([("ID", "MODEL", "STATE", "TOKENS", "AGE"), *rows]))
 
 
 def load(options: argparse.Namespace) -> int:
@@ -188,11 +211,11 @@ def unload(options: argparse.Namespace) -> int:
 def drain(options: argparse.Namespace) -> int:
     body: dict[str, Any] = {}
     if options.target:
-        body["slot" if "/" in options.target else "model"] = options.target
+        body["slot" if SLOT.search(options.target) else "model"] = options.target
     if options.timeout is not None:
         body["timeout_ms"] = round(options.timeout * 1000)
     answer = ask(options.run_dir, "drain", body)
-    text = f"{answer['draining']}: draining, {_duration(answer['timeout_ms'] / 1000)} at most"
+    text = f"{answer['draining']}: draining, {duration(answer['timeout_ms'] / 1000)} at most"
     return _show(options, answer, text)
 
 
@@ -217,31 +240,3 @@ def cancel(options: argparse.Namespace) -> int:
 def stop(options: argparse.Namespace) -> int:
     answer = ask(options.run_dir, "stop")
     return _show(options, answer, "the broker is stopping")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell."""
-    lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
-def _size(value: object) -> str:
-    if not isinstance(value, int):
-        return "-"
-    size = float(value)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.0f} h"

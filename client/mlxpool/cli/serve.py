@@ -17,20 +17,25 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="run a broker; workers start with the first request for their model",
     )
-    serve.add_argument("--config", type=Path, help="TOML file (deploy/mlxpool.toml shows all)")
-    serve.add_argument("--models-dir", help="each folder in it with a config.json is a model")
+    add_settings(serve)
     serve.add_argument(
         "--front", action="append", metavar="ENDPOINT", help="further endpoint for clients"
     )
-    serve.add_argument(
+    serve.add_argument("--log-format", choices=("text", "json"))
+    serve.set_defaults(run=run)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which models there are."""
+    parser.add_argument("--config", type=Path, help="TOML file (deploy/mlxpool.toml shows all)")
+    parser.add_argument("--models-dir", help="each folder in it with a config.json is a model")
+    parser.add_argument(
         "--model",
         action="append",
         default=[],
-        metavar="NAME=FOLDER",
-        help="serve the model in FOLDER as NAME; may be repeated",
+        metavar="NAME=PATH",
+        help="the model at PATH, a folder or a reference, as NAME; may be repeated",
     )
-    serve.add_argument("--log-format", choices=("text", "json"))
-    serve.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -53,8 +58,8 @@ def settings_of(options: argparse.Namespace) -> PoolConfig:
     flags = {
         "run_dir": options.run_dir_flag,
         "models_dir": options.models_dir,
-        "front": options.front,
-        "log_format": options.log_format,
+        "front": getattr(options, "front", None),
+        "log_format": getattr(options, "log_format", None),
     }
     return config.load(options.config, flags, dict(map(_named_folder, options.model)))
 
@@ -62,5 +67,5 @@ def settings_of(options: argparse.Namespace) -> PoolConfig:
 def _named_folder(text: str) -> tuple[str, str]:
     name, separator, folder = text.partition("=")
     if not (name and separator and folder):
-        raise ValueError(f"--model must be NAME=FOLDER, got {text!r}")
+        raise ValueError(f"--model must be NAME=PATH, got {text!r}")
     return name, folder

@@ -128,7 +128,7 @@ class AsyncClient:
             return await stream.read()
 
     async def models(self) -> list[dict[str, Any]]:
-        """The pool's models, each {name, state, queued, context}."""
+        """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
         return list((await self._call(wire.MODELS, {})).body["models"])
 
     async def tokenize(self, model: str, text: str) -> list[int]:

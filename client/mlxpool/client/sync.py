@@ -126,7 +126,7 @@ class Client(Closing):
             return stream.read()
 
     def models(self) -> list[dict[str, Any]]:
-        """The pool's models, each {name, state, queued, context}."""
+        """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
         return list(self._call(wire.MODELS, {}).body["models"])
 
     def tokenize(self, model: str, text: str) -> list[int]:

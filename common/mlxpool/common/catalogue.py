@@ -11,6 +11,7 @@ from pathlib import Path
 MAX_NAME = 200  # bytes of UTF-8; a worker's log is called after it
 MAX_PARTS = 4  # of a name with slashes, as in registry/owner/model
 DEPTH = 2  # folders: NAME, and OWNER/NAME
+MOST = 500  # models of one folder, so that their list fits into a message
 
 
 def fault_of_name(name: str) -> str | None:
@@ -42,9 +43,10 @@ def scan(models_dir: Path) -> dict[str, Path]:
     """The models in a folder: NAME and OWNER/NAME, each a folder with a config.json.
 
     Reads names, no file. Hidden folders, what cannot be opened and what has no possible name are
-    left out; a link is followed one step and is refused at load if it leads out of `models_dir`.
+    left out, and what comes after the first MOST; a link is followed one step and is refused at
+    load if it leads out of `models_dir`.
     """
-    return dict(sorted(_scan(models_dir, "", DEPTH).items()))
+    return dict(sorted(_scan(models_dir, "", DEPTH).items())[:MOST])
 
 
 def _scan(folder: Path, before: str, depth: int) -> dict[str, Path]:

@@ -57,6 +57,11 @@ class ModelConfig:
     counting: Counting = field(default_factory=Counting)
     within: str = ""  # no setting: the models folder it was found in, which no link may leave
 
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> ModelConfig:
+        """Undo `asdict`."""
+        return cls(**{**table, "counting": Counting(**table["counting"])})
+
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
@@ -112,9 +117,7 @@ class WorkerConfig:
     def from_environment(cls, text: str) -> WorkerConfig:
         """Undo `to_environment`."""
         table = json.loads(text)
-        model = dict(table.pop("model"))
-        model["counting"] = Counting(**model["counting"])
-        return cls(model=ModelConfig(**model), **table)
+        return cls(model=ModelConfig.from_table(table.pop("model")), **table)
 
 
 WORKER_VARIABLE = "MLXPOOL_WORKER"
@@ -198,6 +201,8 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
     if fault is not None:
         raise ConfigError(f"[models.{name!r:.80}]: the name {fault}")
     built: ModelConfig = _build(ModelConfig, table, where)
+    if built.path.startswith("~"):
+        built = replace(built, path=str(Path(built.path).expanduser()))
     if not built.pin:
         return built
     if "keep_alive" in table and built.keep_alive >= 0:

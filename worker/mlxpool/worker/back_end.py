@@ -14,12 +14,18 @@ import psutil
 log = logging.getLogger("mlxpool.worker")
 
 
+CHUNK, CPU_CHUNK = 2048, 512  # tokens
 SHARE = 0.8  # of the device's memory, for a worker without a limit of its own
 
 
 def on_gpu() -> bool:
     """Whether MLX computes on a GPU here."""
     return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def chunk() -> int:
+    """Tokens of a prompt that are read at once; more are no faster, and longer than a moment."""
+    return CHUNK if on_gpu() else CPU_CHUNK
 
 
 def device_memory() -> tuple[int, int]:

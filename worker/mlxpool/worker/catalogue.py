@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from mlxpool.common.config import ModelConfig, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
 from mlxpool.common.history import History
-from mlxpool.worker import hub, ollama, rules
+from mlxpool.worker import rules
 from mlxpool.worker.engine_api import Engine
-from mlxpool.worker.files import Files, in_folder
+from mlxpool.worker.files import Files
 from mlxpool.worker.folder import inspect
 from mlxpool.worker.mail import Opened
 from mlxpool.worker.models.counting import CountingEngine, CountingText
 from mlxpool.worker.models.faults import NO_FAULTS, Faults
+from mlxpool.worker.place import COUNTING, as_files, place_of
 from mlxpool.worker.tokenizer import Text
-
-DEMO = Path(__file__).parent / "demo"
-PREFIX = "builtin:"
 
 NO_BACK_END = (
     "MLX has no usable back end here ({error}); on Linux install one of mlxpool[cpu],"
@@ -44,29 +41,9 @@ def open_source(
     counting: type[CountingEngine] = CountingEngine,
 ) -> Source:
     """Look at the model without MLX. Raises ModelLoadFailed naming what is wrong with it."""
-    if config.path == f"{PREFIX}counting":
+    if config.path == COUNTING:
         return _counting(counting(config.counting, config.context, faults), config.sequences)
-    if config.path.startswith(PREFIX) and config.path != f"{PREFIX}demo":
-        raise ModelLoadFailed(
-            f"there is no {config.path!r}; built in are {PREFIX}demo and {PREFIX}counting"
-        )
-    return _folder(files_of(config.path), config)
-
-
-def files_of(path: str) -> Files:
-    """The files that a model's `path` means: a folder, the demo, `ollama:NAME`, or `org/name` in
-    the Hugging Face cache, where there is no such folder.
-
-    Raises ModelLoadFailed saying where it was looked for and how to get it.
-    """
-    if path == f"{PREFIX}demo":
-        return in_folder(DEMO)
-    if path.startswith(ollama.PREFIX):
-        return ollama.open_model(path.removeprefix(ollama.PREFIX))
-    folder = Path(path)
-    if hub.is_name(path) and not folder.exists():
-        folder = hub.snapshot(path)
-    return in_folder(folder)
+    return _folder(as_files(place_of(config)), config)
 
 
 def _counting(engine: CountingEngine, sequences: int) -> Source:
@@ -110,7 +87,7 @@ def _folder(files: Files, config: ModelConfig) -> Source:
 
 def faults_of(config: WorkerConfig, history: History) -> Faults:
     """What goes wrong in this worker on purpose; only the counting model's settings can say so."""
-    if config.model.path != f"{PREFIX}counting":
+    if config.model.path != COUNTING:
         return NO_FAULTS
     return Faults.armed_by(config.model.counting, config.incarnation, history)
 

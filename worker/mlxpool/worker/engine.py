@@ -29,8 +29,6 @@ from mlxpool.worker.scheduler import area_of
 from mlxpool.worker.sequence import Drawn, Logprob, RowFailed, Sequence
 from mlxpool.worker.tokenizer import Text
 
-CHUNK = 2048  # tokens
-CPU_CHUNK = 512  # tokens; larger ones are no faster there, and longer than a moment
 CLEAR_EVERY = 256  # decode steps between two clearings of MLX's cache of free buffers
 CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
 LEAST_BLOCKS = 2  # a prompt's and one to go on
@@ -91,7 +89,7 @@ class ModelEngine:
         self.context = min(folder.context, context or folder.context)
         self.vocab_size = plan.vocab_size
         self.eos = folder.eos_ids
-        self.chunk = min(CHUNK if back_end.on_gpu() else CPU_CHUNK, self.context)
+        self.chunk = min(back_end.chunk(), self.context)
         self.digest = rules.digest_of(folder.digest)
         self._loaded = loaded
         self._model = loaded.model

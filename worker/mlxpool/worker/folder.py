@@ -13,7 +13,7 @@ from mlxpool.worker import models, quant
 from mlxpool.worker.files import Content, Files, in_folder, tensors_of
 from mlxpool.worker.fit import Fit, fit
 from mlxpool.worker.headers import Tensor
-from mlxpool.worker.json_files import read_json
+from mlxpool.worker.json_files import Folder, read_json
 from mlxpool.worker.models.base import Plan
 from mlxpool.worker.quant import Quantisation
 from mlxpool.worker.special_tokens import SpecialTokens
@@ -66,13 +66,10 @@ def inspect(model: Path | Files) -> ModelFolder:
     files = model if isinstance(model, Files) else in_folder(model)
     config = read_json(files / "config.json")
     plan = models.plan(config)
-    if not (files / "tokenizer.json").is_file():
-        raise ModelLoadFailed(
-            f"{files.where} has no tokenizer.json, the only tokenizer format supported"
-        )
+    require_tokenizer(files.where, files)
     special = SpecialTokens.read(files, config)
     contents = files.contents()
-    known = _known(files, config, contents.values())
+    known = known_of(files, config, contents.values())
     fitted = fit(plan, tensors_of(contents), known)
     return ModelFolder(
         path=files.where,
@@ -90,7 +87,13 @@ def inspect(model: Path | Files) -> ModelFolder:
     )
 
 
-def _known(files: Files, config: Mapping[str, Any], contents: Iterable[Content]) -> Quantisation:
+def require_tokenizer(where: Path, files: Folder) -> None:
+    """Raises ModelLoadFailed for files without one; `where` is shown."""
+    if not (files / "tokenizer.json").is_file():
+        raise ModelLoadFailed(f"{where} has no tokenizer.json, the only tokenizer format supported")
+
+
+def known_of(files: Files, config: Mapping[str, Any], contents: Iterable[Content]) -> Quantisation:
     """What config.json says; a store quantises by itself, so that its blobs alone know."""
     if not files.digests:
         return quant.parse(config)

@@ -34,7 +34,7 @@ class Text:
     @classmethod
     def from_folder(cls, folder: ModelFolder) -> Text:
         """Raises ModelLoadFailed when the tokenizer or a template cannot be used with the model."""
-        tokenizer = _read(folder.files / "tokenizer.json")
+        tokenizer = read_tokenizer(folder.files / "tokenizer.json")
         prefix = _prefix(tokenizer, folder.bos_token, folder.add_bos)
         chat = Chat.from_folder(folder.files)
         check_vocabulary(tokenizer, folder.plan.vocab_size, prefix, chat)
@@ -97,7 +97,8 @@ class Text:
         return () if tuple(encoding.ids[:size]) == self.prefix else self.prefix
 
 
-def _read(file: Path) -> Tokenizer:
+def read_tokenizer(file: Path) -> Tokenizer:
+    """Raises ModelLoadFailed naming the file that cannot be read."""
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception

@@ -248,9 +248,9 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> 
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise ModelLoadFailed(f"config.json has no {key!r}, which its model_type needs")
+        raise _unusable(key, f"config.json has no {key!r}, which its model_type needs")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelLoadFailed(f"config.json has {key!r}: {value!r}, must be a whole number above 0")
+        raise _unusable(key, f"config.json has {key!r}: {value!r}, must be a whole number above 0")
     return value
 
 
@@ -259,7 +259,12 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise ModelLoadFailed(f"config.json has no {key!r}, which its model_type needs")
+        raise _unusable(key, f"config.json has no {key!r}, which its model_type needs")
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ModelLoadFailed(f"config.json has {key!r}: {value!r}, must be a number above 0")
+        raise _unusable(key, f"config.json has {key!r}: {value!r}, must be a number above 0")
     return float(value)
+
+
+def _unusable(key: str, why: str) -> ModelLoadFailed:
+    """With the key in its details: whoever looks for all faults goes on behind it."""
+    return ModelLoadFailed(why, details={"key": key})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxpool.worker.models.base import Activation, Layer
+from mlxpool.worker.models.columns import by_columns
 from mlxpool.worker.models.derived import STORED
 from mlxpool.worker.models.experts import ExpertMLP, Experts
 from mlxpool.worker.models.packed import Packed, side_by_side
@@ -169,13 +170,14 @@ class Parts:
 
         Those that are quantised in different ways stay apart within.
         """
-        weight = self._joined_weight(names)
-        if weight is None:
+        if self._are_numbers(names):
+            weight = _laid_out([self._dense(name) for name in names])
+            return Linear(weight, self._joined_bias(names), self._exact)
+        packed = self._joined_weight(names)
+        if packed is None:
             return SideBySide(tuple(self.linear(name) for name in names))
-        bias = self._joined_bias(names)
-        if isinstance(weight, Packed):
-            return QuantisedLinear(weight, bias)
-        return Linear(_laid_out(weight), bias, self._exact)
+        assert isinstance(packed, Packed)
+        return QuantisedLinear(packed, self._joined_bias(names))
 
     def norm(self, name: str, eps: float) -> Layer:
         return Norm(self.array(f"{name}.weight"), eps)
@@ -217,10 +219,14 @@ class Parts:
         assert weight is not None, "one weight has one layout"
         return weight
 
+    def _are_numbers(self, names: Sequence[str]) -> bool:
+        """Whether the weights are computed with as plain numbers."""
+        return self._exact or not any(self._layouts.get(name) for name in names)
+
     def _joined_weight(self, names: Sequence[str]) -> mx.array | Packed | None:
         """The weights [..., out, in] as one along `out`; None where their layouts differ."""
         layouts = {self._layouts.get(name) for name in names}
-        if self._exact or layouts == {None}:
+        if self._are_numbers(names):
             return _concatenated([self._dense(name) for name in names], axis=-2)
         factors = [f"{name}.{kind}" for name in names for kind in FACTORS]
         scaled = any(factor in self._weights for factor in factors)
@@ -255,10 +261,7 @@ def _concatenated(parts: Sequence[mx.array], axis: int) -> mx.array:
     return whole
 
 
-def _laid_out(weight: mx.array) -> mx.array:
-    """The same [out, in]; on the CPU its columns lie together, which small products read faster."""
-    if mx.default_device().type == mx.DeviceType.gpu:
-        return weight
-    columns = mx.contiguous(weight.T)
-    mx.eval(columns)
-    return columns.T
+def _laid_out(parts: Sequence[mx.array]) -> mx.array:
+    """The weights [out, in] as one; on the CPU by columns, which small products read faster."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    return _concatenated(parts, axis=0) if on_gpu else by_columns(parts)

@@ -1,0 +1,182 @@
+"""A pool's models: folders of all kinds, two names for one model, what is said of broken ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpool.common.config import load
+from mlxpool.common.errors import PoolError
+from mlxpool.worker.check import check
+from pool import Pool, until
+
+pytest.importorskip("mlx.core")
+
+from worker_checkpoints import write_checkpoint, write_json
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A models folder with a sound model, a copy of it, broken ones and a link that leads out."""
+    root = tmp_path_factory.mktemp("models")
+    sound = write_checkpoint(root / "models" / "sound")
+    shutil.copytree(sound, root / "models" / "org" / "copy")
+    broken = shutil.copytree(sound, root / "models" / "broken")
+    (broken / "model.safetensors").unlink()
+    (broken / "tokenizer.json").unlink()
+    nothing = shutil.copytree(sound, root / "models" / "nothing")
+    (nothing / "config.json").write_text("\0")
+    write_checkpoint(root / "outside")
+    (root / "models" / "link").symlink_to(root / "outside")
+    return root / "models"
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Pool]:
+    config = f"""
+[pool]
+models_dir = "{models}"
+[models.alias]
+path = "{models / "sound"}"
+[models.short]
+path = "{models / "sound"}"
+context = 64
+[models.kept]
+path = "builtin:counting"
+pin = true
+"""
+    with Pool(tmp_path_factory.mktemp("pool"), config) as running:
+        yield running
+
+
+def looked_at(pool: Pool, name: str) -> dict[str, Any]:
+    """The line of a model that has been looked at."""
+
+    def found() -> dict[str, Any] | None:
+        row = next(m for m in pool.ask("models")["models"] if m["name"] == name)
+        return row if row["type"] or row["error"] else None
+
+    return dict(until(found, f"{name} was looked at"))
+
+
+def refused(pool: Pool, name: str) -> PoolError:
+    with pool.client() as client, pytest.raises(PoolError) as caught:
+        client.generate(name, "x", max_tokens=1)
+    return caught.value
+
+
+def test_every_folder_is_a_model_whatever_is_in_it(pool: Pool) -> None:
+    names = {m["name"] for m in pool.ask("models")["models"]}
+    assert names == {
+        "demo", "counting", "kept", "alias", "short",
+        "sound", "org/copy", "broken", "nothing", "link",
+    }  # fmt: skip
+
+
+def test_what_is_shown_of_a_model_that_was_never_loaded(pool: Pool) -> None:
+    row = looked_at(pool, "short")
+    assert (row["state"], row["type"], row["context"]) == ("cold", "llama", 64)
+    assert (row["quantisation"], row["error"], len(row["digest"])) == ("f32", None, 12)
+    assert row["size"] > 0 and "tree" in row["features"]
+    with pool.client() as client:
+        assert row in client.models()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("broken", "broken has no "),
+        ("nothing", "is not JSON"),
+        ("link", "leads out of the models folder"),
+    ],
+)
+def test_a_broken_model_fails_alone_and_in_the_words_of_check(
+    pool: Pool, name: str, words: str
+) -> None:
+    row = looked_at(pool, name)
+    assert row["state"] == "failed" and words in row["error"]
+    error = refused(pool, name)
+    assert (error.code, error.message) == ("model_load_failed", row["error"])
+    assert check(name, load(pool.config).models[name])["problems"][0] == error.message
+
+
+def test_names_of_one_folder_share_a_worker_and_those_with_other_settings_do_not(
+    pool: Pool,
+) -> None:
+    with pool.client() as client:
+        one = client.generate("alias", "hello", max_tokens=4, temperature=0)
+        two = client.generate("sound", "hello", max_tokens=4, temperature=0)
+    assert one.ids == two.ids
+    slots = {w["slot"]: w for w in pool.ask("ps")["workers"]}
+    assert "alias/0" in slots and "sound/0" not in slots
+    shares = {m["name"]: m["shares"] for m in pool.ask("models")["models"]}
+    assert (shares["sound"], shares["alias"], shares["short"]) == ("alias", None, None)
+
+
+def test_a_copy_shares_once_its_digest_is_known(pool: Pool) -> None:
+    def shares() -> Any:
+        return next(m for m in pool.ask("models")["models"] if m["name"] == "org/copy")["shares"]
+
+    assert until(shares, "the copy is known to be one") == "alias"
+    with pool.client() as client:
+        assert client.generate("org/copy", "x", max_tokens=2).ids
+
+
+def test_a_folder_that_comes_later_is_there_when_models_are_asked_for(
+    pool: Pool, models: Path
+) -> None:
+    assert refused(pool, "later").code == "unknown_model"
+    write_checkpoint(models / "later", seed=5)
+    until(lambda: "later" in {m["name"] for m in pool.ask("models")["models"]}, "it is found")
+    with pool.client() as client:
+        assert client.generate("later", "x", max_tokens=2).ids
+
+
+def test_a_model_that_was_mended(pool: Pool, models: Path) -> None:
+    folder = write_checkpoint(models / "mended")
+    settings = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**settings, "rms_norm_eps": None})
+    until(lambda: "mended" in {m["name"] for m in pool.ask("models")["models"]}, "it is found")
+    assert "rms_norm_eps" in looked_at(pool, "mended")["error"]
+    write_json(folder / "config.json", {**settings, "rms_norm_eps": 1e-6})
+    until(lambda: looked_at(pool, "mended")["error"] is None, "the change was seen")
+
+
+@pytest.mark.parametrize("name", ["../models/sound", "sound/../broken", "a\0b", "x" * 10_000])
+def test_a_name_is_never_a_path(pool: Pool, models: Path, name: str) -> None:
+    assert refused(pool, name).code == "unknown_model"
+    assert refused(pool, str(models / "sound")).code == "unknown_model"
+
+
+def test_a_pinned_model_is_there_from_the_start_and_comes_again(pool: Pool) -> None:
+    first = pool.in_state("kept/0", state="ready")["pid"]
+    os.kill(first, signal.SIGKILL)
+    until(
+        lambda: pool.worker("kept/0")["state"] == "ready" and pool.worker("kept/0")["pid"] != first,
+        "it is there again",
+    )
+
+
+def test_the_table(pool: Pool) -> None:
+    looked_at(pool, "broken")
+    text = pool.cli("models").stdout
+    assert "QUANTISATION" in text and "broken cannot be had:" in text
+    assert "sound shares the workers of alias" in text
+
+
+def test_check_of_a_sound_model(pool: Pool, models: Path) -> None:
+    broken = pool.cli("check", "broken", "--config", str(pool.config))
+    assert broken.returncode == 1 and "2 problems:" in broken.stdout
+    report = pool.cli_json("check", str(models / "sound"), "--context", "100")
+    assert report["problems"] == [] and report["memory"]["context"] == 100
+    text = pool.cli("check", "short", "--config", str(pool.config)).stdout
+    assert "nothing is wrong with it" in text and "with 64 tokens" in text
+    unknown = pool.cli("check", "nobody")
+    assert unknown.returncode == 2 and "no model 'nobody'" in unknown.stderr

@@ -1,0 +1,86 @@
+"""What a sound model is, in the words of `mlxpool models` and `mlxpool check`. No MLX."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from mlxpool.worker import rules
+from mlxpool.worker.chat import Chat
+from mlxpool.worker.folder import ModelFolder
+from mlxpool.worker.json_files import read_json
+from mlxpool.worker.models.counting import CountingEngine
+from mlxpool.worker.needs import NAMES, main_dtype
+
+FEATURES = ("batching", "tree", "resume", "deterministic")  # of every architecture in models/
+COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it keeps no keys and values
+
+
+def about(folder: ModelFolder) -> dict[str, Any]:
+    """See docs/models.md, `model`; the values are those of JSON."""
+    tokenizer = read_json(folder.files / "tokenizer.json")
+    return {
+        "type": folder.model_type,
+        "size": folder.weight_bytes,
+        "parameters": sum(math.prod(shape) for shape in folder.plan.shapes.values()),
+        "layers": len(folder.plan.caches),
+        "context": folder.context,
+        "vocabulary": folder.plan.vocab_size,
+        "quantisation": quantisation(folder),
+        "tokenizer": tokenizer_kind(tokenizer),
+        "templates": sorted(Chat.from_folder(folder.files).templates),
+        "eos_ids": sorted(folder.eos_ids),
+        "digest": rules.digest_of(folder.digest),
+        "features": list(FEATURES),
+    }
+
+
+def about_counting(engine: CountingEngine) -> dict[str, Any]:
+    """The same of the built-in model that counts; it has no files."""
+    return {
+        "type": "counting",
+        "size": 0,
+        "parameters": 0,
+        "layers": 0,
+        "context": engine.context,
+        "vocabulary": engine.vocab_size,
+        "quantisation": None,
+        "tokenizer": "bytes",
+        "templates": [],
+        "eos_ids": [],
+        "digest": engine.digest,
+        "features": list(COUNTING_FEATURES),
+    }
+
+
+def quantisation(folder: ModelFolder) -> str:
+    """Such as `4-bit affine g64`, or for plain weights what most of them are: `bf16`."""
+    layouts = Counter(folder.fit.layouts.values()).most_common()
+    if not layouts:
+        return NAMES[main_dtype(folder.tensors.values())]
+    layout, _ = layouts[0]
+    words = f"{layout.bits}-bit {layout.mode} g{layout.group}"
+    return f"{words}, some layers otherwise" if len(layouts) > 1 else words
+
+
+def tokenizer_kind(tokenizer: Mapping[str, Any]) -> str:
+    """The algorithm that tokenizer.json names, and how it sees bytes."""
+    model = tokenizer.get("model")
+    settings: Mapping[str, Any] = model if isinstance(model, Mapping) else {}
+    kind = str(settings.get("type") or "BPE")
+    if "ByteLevel" in _types(tokenizer.get("decoder")):
+        return f"{kind}, byte-level"
+    return f"{kind}, byte fallback" if settings.get("byte_fallback") else kind
+
+
+def _types(part: Any) -> set[str]:
+    """The types of a decoder and of those that it is made of."""
+    if not isinstance(part, Mapping):
+        return set()
+    inner = part.get("decoders")
+    found = {str(part.get("type"))}
+    for one in inner if isinstance(inner, list) else []:
+        found |= _types(one)
+    return found
