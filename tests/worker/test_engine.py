@@ -336,6 +336,28 @@ def test_the_prefix_cache_leaves_room_for_rows(loaded: Loaded, text: Text) -> No
     assert engine.prefix_blocks() > 0
 
 
+def test_what_a_running_row_began_from_goes_last(loaded: Loaded, text: Text) -> None:
+    engine = ModelEngine(loaded, text)
+    ids_of(engine, sequence(prompt_of(300)), 3)
+    expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(300)))
+    row = sequence(prompt_of(300))
+    prefill(engine, row)
+    assert row.cached == 299
+    assert engine.shrink(2) == 0
+    assert engine.shrink(2, in_use=True) == 2
+    decode(engine, [row], 30)
+    engine.release(row)
+    assert row.ids == expected and engine.memory().prefix > 0
+
+
+def test_few_blocks_leave_some_for_the_prefix_cache(loaded: Loaded, text: Text) -> None:
+    engine = ModelEngine(loaded, text, blocks=4)  # fewer than a slab has
+    first, beside = sequence(prompt_of(300)), sequence(prompt_of(10))
+    prefill(engine, beside)
+    ids_of(engine, first, 3)
+    assert engine.prefix_blocks() == 2 and engine._left() == 3 * engine._block_bytes
+
+
 def test_warm_up_leaves_nothing_behind(loaded: Loaded, text: Text) -> None:
     for context in (4, 16, None):
         engine = ModelEngine(loaded, text, context=context, slabs=True)

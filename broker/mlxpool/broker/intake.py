@@ -98,7 +98,7 @@ class Intake(Delivery):
         if before is not None:
             self._take_over(before, request)
         else:
-            self.counters.accepted += 1
+            self.counters.accept(request)
         self.tombstones.pop(request.id, None)
         self.requests[request.id] = request
         self.links[event.link].ids.add(request.id)
@@ -166,6 +166,7 @@ class Intake(Delivery):
             ids=bytearray(payload.resume_ids),
             facts=resume.get("facts"),
             barren=int(resume.get("resumes", 0)),
+            timed=have,
             sent=have,
             acked=have,
         )
@@ -176,7 +177,8 @@ class Intake(Delivery):
         self.links[before.link].ids.discard(before.id)
         request.tries, request.place = before.tries, before.place
         request.accepted_at, request.assigned_at = before.accepted_at, before.assigned_at
-        request.first_at, request.prompt_tokens = before.first_at, before.prompt_tokens
+        request.first_at, request.timed_at = before.first_at, before.timed_at
+        request.prompt_tokens = before.prompt_tokens
         request.queue_deadline = before.queue_deadline
         request.first_deadline = before.first_deadline
         request.facts = before.facts or request.facts
@@ -243,7 +245,9 @@ class Intake(Delivery):
         self._model_of(request).queue.take(request)
         request.move("assign")
         request.worker, request.slot = worker.epoch, worker.slot
-        request.assigned_at = request.assigned_at or now
+        if not request.assigned_at:
+            request.assigned_at = now
+            self.counters.of(request.payload.model).assigned(request, now)
         request.queue_deadline = math.inf
         request.tries += 1
         self.runs += 1

@@ -80,7 +80,7 @@ class Losses(Intake):
     def _requeue(self, request: Request) -> None:
         request.move("requeue")
         request.worker, request.slot, request.run = 0, "", 0
-        self.counters.resumed += 1
+        self.counters.resume(request)
         self._model_of(request).queue.add_back(request)
         self._set_timer(request)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.broker.figures import Figures
 from mlxpool.broker.requests import Request, State
 
 if TYPE_CHECKING:
@@ -36,14 +37,33 @@ class Counters:
     fenced: int = 0  # worker frames of an epoch or a place that no longer counts
     bad_frames: int = 0  # what was not a message
     links_lost: int = 0
+    auth_failures: int = 0  # hellos without a valid token
     internal_errors: int = 0  # events that met a bug of ours
     rejected: Counter[str] = field(default_factory=Counter)  # by error code, never accepted
     failures: Counter[str] = field(default_factory=Counter)  # by error code, accepted
     queue_s: float = 0.0  # sums over ended requests
     total_s: float = 0.0
+    models: dict[str, Figures] = field(default_factory=dict)
 
-    def end(self, request: Request, now: float) -> None:
-        """Count an ended request once."""
+    def of(self, model: str) -> Figures:
+        """Those of one model. Only for models that there are: each stays for ever."""
+        figures = self.models.get(model)
+        if figures is None:
+            figures = self.models[model] = Figures()
+        return figures
+
+    def accept(self, request: Request) -> None:
+        self.accepted += 1
+        self.of(request.payload.model).accepted += 1
+
+    def resume(self, request: Request) -> None:
+        """It goes back to the queue with what it has."""
+        self.resumed += 1
+        self.of(request.payload.model).resumed += 1
+
+    def end(self, request: Request, outcome: str, now: float) -> None:
+        """Count an ended request once; `outcome` is its reason or its error's code."""
+        self.of(request.payload.model).ended(request, outcome, now)
         if request.state is State.DONE:
             self.done += 1
         elif request.state is State.FAILED:
@@ -75,6 +95,7 @@ def stats(core: Core, now: float) -> dict[str, Any]:
         "frames": {"bad": counters.bad_frames, "fenced": counters.fenced},
         "seconds": {"queue": round(counters.queue_s, 3), "total": round(counters.total_s, 3)},
         "links": {"known": len(core.links), "lost": counters.links_lost},
+        "auth_failures": counters.auth_failures,
         "internal_errors": counters.internal_errors,
         "queued": sum(len(model.queue) for model in core.fleet.models.values()),
         "tombstones": len(core.tombstones),

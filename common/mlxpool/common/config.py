@@ -86,6 +86,7 @@ class PoolConfig:
     fresh_limit: float = 120.0  # in the first use of a shape
     worker_log_bytes: int = 8 * 1024 * 1024  # a worker's log is cut to half at its next start
     log_format: str = "text"  # text | json
+    metrics: str = ""  # HOST:PORT of /metrics, /healthz, /readyz and /stats; "": none
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
 
 
@@ -350,6 +351,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
+    """The parts of "127.0.0.1:9464" or "[::1]:9464"; port 0 takes a free one."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:/\s]+)):(\d{1,5})", text)
+    if not match or int(match[3]) > 65535:
+        raise ConfigError(f'{where} must be HOST:PORT such as "127.0.0.1:9464", got {text!r}')
+    return match[1] or match[2], int(match[3])
+
+
 def _validate(built: Any, where: str) -> None:
     check: Callable[[str], Any] = lambda name: getattr(built, name)  # noqa: E731
     for name in (f.name for f in fields(built)):
@@ -364,6 +373,8 @@ def _validate(built: Any, where: str) -> None:
                 f"{where}.front: {endpoint!r} must be tcp://127.0.0.1:PORT, tcp://[::1]:PORT or"
                 " ipc://PATH: tcp has no encryption yet, so it stays on this machine"
             )
+    if getattr(built, "metrics", ""):
+        host_port(built.metrics, f"{where}.metrics")
     if isinstance(built, ModelConfig) and not built.path:
         raise ConfigError(f"{where}.path is missing: a folder, a reference, or builtin:demo")
 

@@ -279,8 +279,7 @@ def _written_out(
     pairs, length = keys.shape[1], keys.shape[2]
     grouped = (queries * scores.scale).reshape(1, pairs, heads // pairs, count, size)
     found = (grouped @ keys[:, :, None].swapaxes(-1, -2)).astype(mx.float32)
-    if scores.cap:
-        found = mx.tanh(found / scores.cap) * scores.cap
+    found = bent(found, scores.cap)
     if isinstance(mask, str):
         mask = mx.arange(length)[None] <= mx.arange(length - count, length)[:, None]
     if mask is not None:
@@ -291,6 +290,11 @@ def _written_out(
         found = mx.concatenate([found, beside], axis=-1)
     shares = mx.softmax(found, axis=-1)[..., :length].astype(values.dtype)
     return (shares @ values[:, :, None]).reshape(1, heads, count, -1)
+
+
+def bent(scores: mx.array, cap: float) -> mx.array:
+    """Scores that stay below `cap`, see Step.attend; 0: as they are."""
+    return mx.tanh(scores / cap) * cap if cap else scores
 
 
 def _window(row: AnyRow, layer: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxpool.worker.attention import Rotation
+from mlxpool.worker.attention import Rotation, bent
 from mlxpool.worker.blocks import BLOCK, blocks_of
 from mlxpool.worker.models.base import LatentHeads, Model, Rope, Scan
 from mlxpool.worker.slabs import Slab, SlabRow
@@ -134,8 +134,8 @@ class BatchStep:
         cap: float = 0.0,
     ) -> mx.array:
         """See Step.attend."""
-        if sinks is not None or cap:
-            raise NotImplementedError(NOT_PLAIN)
+        if sinks is not None:
+            raise NotImplementedError("no known model has sinks and no windows")
         rows, heads, size = q.shape
         pairs = k.shape[1]
         q = (q * scale).reshape(rows, pairs, heads // pairs, size).swapaxes(0, 1)
@@ -147,7 +147,7 @@ class BatchStep:
                 _write(slab_values, layer, reading, v)
             asked = q if self._member is None else q[:, reading.owner]
             keys = _read(slab_keys[layer], reading)
-            scores.append(asked @ keys.swapaxes(-1, -2) + reading.mask)
+            scores.append(bent(asked @ keys.swapaxes(-1, -2), cap) + reading.mask)
             values.append(_read(slab_values[layer], reading))
         out = _simple(scores, values) if self._member is None else self._weighed(scores, values)
         return out.reshape(rows, heads, -1)

@@ -13,7 +13,14 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.blocks import BLOCK
-from mlxpool.worker.models.base import KeyValue, Latent, LayerCache, Recurrent, window_room
+from mlxpool.worker.models.base import (
+    STEPS_BACK,
+    KeyValue,
+    Latent,
+    LayerCache,
+    Recurrent,
+    window_room,
+)
 
 GROWTH = BLOCK  # tokens
 Arrays = tuple[mx.array, ...]
@@ -159,11 +166,11 @@ class WindowLayer:
 
 
 class StateLayer:
-    """A state after all tokens, and the one before the last step."""
+    """A state after all tokens, and those before the last steps, see Recurrent."""
 
     def __init__(self, spec: Recurrent) -> None:
         self._spec = spec
-        self._before: tuple[int, Arrays] = (0, ())
+        self._before: dict[int, Arrays] = {}  # by tokens, the oldest first
         self.arrays: Arrays = ()
 
     def state(self) -> Arrays:
@@ -172,15 +179,19 @@ class StateLayer:
 
     def write(self, at: int, new: Arrays) -> None:
         """The state after a step that began at `at` tokens."""
-        self._before = (at, self.arrays)
+        self._before[at] = self.arrays
+        if len(self._before) > STEPS_BACK:
+            del self._before[next(iter(self._before))]
         self.arrays = new
 
     def trim(self, offset: int, to: int) -> None:
-        """See FullLayer. It can go back by one step, or to the beginning."""
-        at, arrays = self._before if to else (0, ())
-        if to < offset:
-            assert to == at, f"a state of {offset} tokens cannot go back to {to}"
-            self.arrays = arrays
+        """See FullLayer. It can go back by STEPS_BACK steps, or to the beginning."""
+        if to == 0:
+            self._before, self.arrays = {}, ()
+        elif to < offset:
+            assert to in self._before, f"a state of {offset} tokens cannot go back to {to}"
+            self.arrays = self._before[to]
+            self._before = {at: state for at, state in self._before.items() if at < to}
 
 
 Layer = FullLayer | WindowLayer | StateLayer

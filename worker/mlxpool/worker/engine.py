@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
@@ -55,14 +55,15 @@ class _Flight:
     lengths: tuple[int, ...]
     sampled: Sampled
 
+    def without(self, seq: Sequence) -> _Flight:
+        """Its row is gone: should it come back, the next one does not have the token in flight."""
+        lines = {one: line for one, line in self.lines.items() if one is not seq}
+        return _Flight(lines, self.lengths, self.sampled)
+
     def line(self, seq: Sequence) -> int | None:
         """Where the next token of `seq` is, if it is here."""
         line = self.lines.get(seq)
         return line if line is not None and self.lengths[line] == seq.length else None
-
-    def without(self, seq: Sequence) -> _Flight:
-        """The same, as if it had never been for `seq`."""
-        return replace(self, lines={each: at for each, at in self.lines.items() if each is not seq})
 
     def of(self, rows: Many[Sequence]) -> dict[Sequence, int]:
         """The lines of those of `rows` whose next token is here."""
@@ -177,10 +178,12 @@ class ModelEngine:
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
         row = self._rows.pop(seq, None)
+        if self._flight is not None:
+            self._flight = self._flight.without(seq)
         if row is not None:
-            row.trim(seq.length)  # a token in flight that is nobody's
-            if self._flight is not None:  # it may come back, with another row
-                self._flight = self._flight.without(seq)
+            # A token in flight is nobody's. Of a preempted one that returns the last is drawn from
+            # again, and a state that has it already could not be cut back then.
+            row.trim(seq.length - 1 if self._store.stateful else seq.length)
             self._prefix.budget = self._prefix_budget()
             self._prefix.close(row, seq.tokens)
 
@@ -200,10 +203,12 @@ class ModelEngine:
         """See Engine.prefix_blocks."""
         return -(-self._prefix.nbytes // self._block_bytes)
 
-    def shrink(self, blocks: int) -> int:
+    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         """See Engine.shrink."""
         before = self.prefix_blocks()
         self._prefix.shrink(self._prefix.nbytes - (before - blocks) * self._block_bytes)
+        if in_use and before - self.prefix_blocks() < blocks:
+            self._prefix.clear()
         mx.clear_cache()
         return before - self.prefix_blocks()
 

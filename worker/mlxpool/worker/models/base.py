@@ -94,12 +94,13 @@ class Recurrent:
         return 0
 
     def fixed_bytes(self, item: int, chunk: int) -> int:
-        """See KeyValue. One state, and the one before it, for a token that is taken back."""
-        return 2 * 4 * sum(math.prod(shape) for shape in self.shapes)
+        """See KeyValue. One state, and those before it, for tokens that are taken back."""
+        return (1 + STEPS_BACK) * 4 * sum(math.prod(shape) for shape in self.shapes)
 
 
 LayerCache: TypeAlias = KeyValue | Latent | Recurrent
 
+STEPS_BACK = 2  # a step ahead that was for nothing, and the one whose token is drawn again
 WINDOW_GROWTH = 256  # tokens between two moves of a window's tokens to the front of their array
 
 

@@ -113,7 +113,7 @@ class CountingEngine:
     def prefix_blocks(self) -> int:
         return 0
 
-    def shrink(self, blocks: int) -> int:
+    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         return 0
 
     def warm_up(self, moved: Callable[[], None]) -> None:

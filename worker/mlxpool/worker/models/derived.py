@@ -80,6 +80,20 @@ def experts(found: Found, module: str, count: int) -> Iterator[Derived]:
         yield from renamed(found, module, at_once)
 
 
+def reordered(found: Found, module: str, rows: Sequence[int]) -> Iterator[Derived]:
+    """`module` with its rows, the first axis of what is stored of it, in another order."""
+
+    def make(arrays: Sequence[mx.array]) -> Sequence[mx.array]:
+        import mlx.core as mx
+
+        return [arrays[0][mx.array(list(rows))]]
+
+    for kind in _stored(found, module):
+        if kind != "global_scale":
+            name = f"{module}.{kind}"
+            yield Derived((name,), {name: found[name]}, make)
+
+
 def changed(found: Found, name: str, function: Callable[[mx.array], mx.array]) -> Derived:
     """The tensor `name` with other values of the same shape."""
     return Derived((name,), {name: found[name]}, lambda arrays: [function(arrays[0])])

@@ -1,0 +1,122 @@
+"""Qwen3.5's text part against mlx-lm's, under each of the names that its tensors have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from worker_checkpoints import config
+
+pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker import models
+from mlxpool.worker.models.qwen3_5 import our_name
+from worker.models.conformance import WAYS, Case, Checked, every, prepare
+from worker.models.stored import Weights, converted, quantised
+
+TEXT: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "num_hidden_layers": 3,
+    "full_attention_interval": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_theta": None,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 50000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+FOUR_BITS = {"hidden_size": 64, "intermediate_size": 64}
+FOUR_BITS |= {"quantization": {"bits": 4, "group_size": 64}}  # type: ignore[dict-item]
+
+
+def seeing(model_type: str, text: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a model that also sees pictures; its own keys say nothing of text."""
+    whole = config(**text)
+    quantisation = {key: whole.pop(key) for key in ("quantization",) if key in whole}
+    outside = dict.fromkeys(config())
+    return {**outside, "model_type": model_type, "text_config": whole, **quantisation}
+
+
+def released(weights: Mapping[str, np.ndarray]) -> Weights:
+    """As released, beside tensors for pictures and for guessing ahead."""
+    stored: Weights = {"model.visual.patch_embed.weight": np.zeros((2, 3), np.float32)}
+    stored["mtp.layers.0.input_layernorm.weight"] = np.zeros(2, np.float32)
+    for name, array in weights.items():
+        layer, stacked, kind = name.partition(".switch_mlp.")
+        name = name.replace("model.", "model.language_model.", 1)
+        if not stacked:
+            stored[name] = array
+        elif kind == "gate_proj.weight":
+            both = [array, weights[f"{layer}.switch_mlp.up_proj.weight"]]
+            layer = layer.replace("model.", "model.language_model.", 1)
+            stored[f"{layer}.experts.gate_up_proj"] = np.concatenate(both, axis=1)
+        elif kind == "down_proj.weight":
+            layer = layer.replace("model.", "model.language_model.", 1)
+            stored[f"{layer}.experts.down_proj"] = array
+    return stored
+
+
+def below_language_model(weights: Mapping[str, np.ndarray]) -> Weights:
+    """As conversions to MLX name them."""
+    return {f"language_model.{name}": array for name, array in weights.items()}
+
+
+CASES: dict[str, Case] = {
+    "experts, as released": Case(seeing("qwen3_5_moe", TEXT | EXPERTS), released),
+    "dense, text alone": Case(
+        TEXT | {"tie_word_embeddings": True, "attention_bias": True, "head_dim": None}
+    ),
+    "dense, converted, 4 bits": Case(
+        seeing("qwen3_5", TEXT | FOUR_BITS),
+        lambda weights: below_language_model(quantised(weights)),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
+    return prepare(tmp_path_factory.mktemp("qwen3_5"), CASES)
+
+
+@every(CASES)
+def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None:
+    WAYS[way](checked[case])
+
+
+def test_experts_converted_need_no_split() -> None:
+    plan = models.plan(config(**TEXT | EXPERTS))
+    draw = {name: np.zeros(shape, np.float32) for name, shape in plan.shapes.items()}
+    found = {our_name(name) for name in below_language_model(converted(draw))}
+    assert found == set(plan.shapes)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_every_name_of_the_architecture_has_one_plan(kind: str) -> None:
+    plan = models.plan(config(**TEXT | {"model_type": kind}))
+    assert plan.shapes == models.plan(config(**TEXT)).shapes
+    assert plan.ignored("vision_tower.blocks.0.norm1.weight")
+
+
+def test_a_text_config_that_is_no_map_is_named() -> None:
+    with pytest.raises(ModelLoadFailed, match="text_config 'qwen', must be a map"):
+        models.plan({"model_type": "qwen3_5", "text_config": "qwen"})

@@ -1,0 +1,111 @@
+"""Qwen3-Next against mlx-lm's, released and converted, and what its config.json may not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from worker_checkpoints import config
+
+pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker import models
+from mlxpool.worker.models.base import KeyValue, Recurrent
+from mlxpool.worker.models.delta_net import by_kind
+from worker.models.conformance import WAYS, Case, Checked, every, prepare
+from worker.models.stored import converted, one_by_one, quantised
+
+NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 3,
+    "full_attention_interval": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.25,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+WIDE = {"hidden_size": 64, "linear_value_head_dim": 16, "moe_intermediate_size": 64}
+WIDE |= {"shared_expert_intermediate_size": 64, "head_dim": 16}
+FOUR_BITS = {"quantization": {"bits": 4, "group_size": 64}}
+CASES: dict[str, Case] = {
+    "as released": Case(NEXT, one_by_one),
+    "converted, every switch turned": Case(
+        NEXT
+        | {"norm_topk_prob": True, "tie_word_embeddings": True, "attention_bias": True}
+        | {"mlp_only_layers": [0], "decoder_sparse_step": 2, "num_hidden_layers": 4}
+        | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2},
+        converted,
+    ),
+    "dense, the usual layers, odd sizes": Case(
+        NEXT
+        | {"num_experts": 0, "full_attention_interval": None, "num_hidden_layers": 5}
+        | {"hidden_size": 36, "linear_key_head_dim": 7, "linear_value_head_dim": 5}
+        | {"intermediate_size": 51, "vocab_size": 261},
+        converted,
+    ),
+    "4 bits": Case(NEXT | WIDE | FOUR_BITS, quantised),
+}
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
+    return prepare(tmp_path_factory.mktemp("qwen3_next"), CASES)
+
+
+@every(CASES)
+def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None:
+    WAYS[way](checked[case])
+
+
+def test_keeps_two_kinds_of_cache() -> None:
+    conv, memory = (3, 2 * 2 * 8 + 4 * 12), (4, 8, 12)
+    state, pairs = Recurrent((conv, memory)), KeyValue(2, 16, 16)
+    assert models.plan(config(**NEXT)).caches == (state, pairs, state)
+
+
+def test_layers_may_be_listed() -> None:
+    types = ["full_attention", "linear_attention", "linear_attention"]
+    caches = models.plan(config(**NEXT | {"layer_types": types})).caches
+    assert [type(cache) for cache in caches] == [KeyValue, Recurrent, Recurrent]
+
+
+def test_rows_stored_head_by_head_are_read_by_kind() -> None:
+    stored = ["q0", "k0", "v0", "w0", "q1", "k1", "v1", "w1"]
+    read = [stored[row] for row in by_kind(2, (1, 1, 2))]
+    assert read == ["q0", "q1", "k0", "k1", "v0", "w0", "v1", "w1"]
+
+
+def test_tensors_that_guess_ahead_are_left_alone() -> None:
+    plan = models.plan(config(**NEXT))
+    assert plan.ignored("mtp.layers.0.input_layernorm.weight")
+    assert not plan.ignored("model.layers.3.input_layernorm.weight")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"linear_num_key_heads": None}, "no 'linear_num_key_heads'"),
+        ({"linear_num_value_heads": 3}, "no multiple of linear_num_key_heads 2"),
+        ({"linear_conv_kernel_dim": 0}, "'linear_conv_kernel_dim': 0"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok 5, more than num_experts 4"),
+        ({"layer_types": ["linear_attention"]}, "layer_types of 1, must list 3 layers"),
+        ({"layer_types": ["full_attention", "mamba", "mamba"]}, "'mamba' in layer_types"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=words):
+        models.plan(config(**NEXT | changes))

@@ -1,0 +1,91 @@
+"""Qwen3.5, its text part: Qwen3-Next's layers, all dense or all with experts, under other names.
+
+A model that also sees pictures keeps its text part in config.json's `text_config` and its tensors
+below `language_model`; the tensors of the part that sees are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.models.base import Plan
+from mlxpool.worker.models.delta_net import DeltaNet
+from mlxpool.worker.models.derived import Derived, Found, Spec
+from mlxpool.worker.models.qwen3_next import plan_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import mlx.core as mx
+
+SEEING = ("vision_tower.", "model.visual.", "visual.")
+PREFIXES = {  # stored -> ours, the longer ones first
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "language_model.mtp.": "mtp.",
+}
+
+
+def plan(config: Mapping[str, Any]) -> Plan:
+    """The plan of the text part; raises ModelLoadFailed naming the key that cannot be used."""
+    text = _text_of(config)
+    sparse = bool(text.get("num_experts"))
+    plan = plan_of(text, DeltaNet.of(text, fused=False), lambda layer: sparse, normed=True)
+    inner, ignored = plan.derived, plan.ignored
+
+    def derived(found: Found) -> Iterable[Derived]:
+        names = {our_name(name): name for name in found if not name.startswith(SEEING)}
+        ours = {name: found[stored] for name, stored in names.items()}
+        split = {one.sources[0]: one for one in _split_experts(ours)}
+        ours = {name: spec for name, spec in ours.items() if name not in split}
+        changed = [*inner(ours), *split.values()]
+        used = {source for one in changed for source in one.sources}
+        for one in changed:
+            yield replace(one, sources=tuple(names[source] for source in one.sources))
+        for name, stored in names.items():
+            if name != stored and name not in used:
+                yield Derived((stored,), {name: found[stored]}, tuple)
+
+    return replace(
+        plan,
+        derived=derived,
+        ignored=lambda name: name.startswith(SEEING) or ignored(name),
+    )
+
+
+def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        raise ModelLoadFailed(f"config.json has text_config {text!r}, must be a map")
+    return {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
+
+
+def our_name(stored: str) -> str:
+    """What a stored tensor is called here."""
+    for prefix, ours in PREFIXES.items():
+        if stored.startswith(prefix):
+            return ours + stored.removeprefix(prefix)
+    return stored
+
+
+def _split_experts(found: Found) -> Iterator[Derived]:
+    """As released, a layer's experts are two stacks, of which one has gates and ups together."""
+    for name, spec in found.items():
+        layer, _, kind = name.rpartition(".experts.")
+        if kind == "down_proj":
+            yield Derived((name,), {f"{layer}.switch_mlp.down_proj.weight": spec}, tuple)
+        elif kind == "gate_up_proj":
+            count, rows, columns = spec.shape
+            half = Spec(spec.dtype, (count, rows // 2, columns))
+            makes = {f"{layer}.switch_mlp.{one}_proj.weight": half for one in ("gate", "up")}
+            yield Derived((name,), makes, _halves)
+
+
+def _halves(arrays: Sequence[mx.array]) -> Sequence[mx.array]:
+    import mlx.core as mx
+
+    return tuple(mx.split(arrays[0], 2, axis=1))
