@@ -151,7 +151,9 @@ class Step:
 
         def read(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
             (lines,) = cast(Row, row).write(layer, line[None, None])
-            return seen(q, lines, lines[..., : heads.rank], scores)
+            # A product with some of the columns copies them for each head: one query takes all.
+            values = lines if q.shape[0] == 1 else mx.contiguous(lines[..., : heads.rank])
+            return seen(q, lines, values, scores)[..., : heads.rank]
 
         def one(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
             if not heads.expands(q.shape[0], row.offset + q.shape[0]):
