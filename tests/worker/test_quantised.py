@@ -20,6 +20,7 @@ from mlxpool.worker.attention import Span, Step  # noqa: E402
 from mlxpool.worker.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.catalogue import files_of  # noqa: E402
 from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.models import parts  # noqa: E402
 from mlxpool.worker.models.packed import Packed  # noqa: E402
 from mlxpool.worker.models.parts import Parts, QuantisedLinear, SideBySide  # noqa: E402
 from mlxpool.worker.quant import Quant  # noqa: E402
@@ -134,9 +135,13 @@ def test_ollamas_store_gives_the_logits_of_its_folder(
 
 
 def test_layers_of_one_layout_are_one_product_and_others_stay_apart(
-    quantised: dict[str, Path],
+    quantised: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = load(inspect(quantised["per layer"])).model.blocks  # type: ignore[attr-defined]
+    monkeypatch.setattr(parts, "_on_gpu", lambda: True)
+    peer = np.load(quantised["per layer"] / "peer.npy")
+    loaded = load(inspect(quantised["per layer"]))
+    assert np.abs(logits_of(loaded) - peer).max() < 1e-4 * np.abs(peer).max()
+    first, second = loaded.model.blocks  # type: ignore[attr-defined]
     assert isinstance(first.attention.qkv, SideBySide)
     assert isinstance(second.attention.qkv, QuantisedLinear)
     assert isinstance(second.gate_up, SideBySide)
@@ -147,10 +152,10 @@ def test_a_global_scale_counts_once(shape: tuple[int, ...]) -> None:
     """As mlx takes it: the greatest number of the tensor, or of each expert."""
     numbers = mx.random.normal(shape, key=mx.random.key(1)) * 1e-3
     scale = mx.max(mx.abs(numbers), axis=(-2, -1))
-    parts = [numbers] if len(shape) == 2 else list(numbers)
+    single = [numbers] if len(shape) == 2 else list(numbers)
     pairs = [
         mx.quantize(one, 16, 4, mode="nvfp4", global_scale=greatest)
-        for one, greatest in zip(parts, scale.reshape(-1), strict=True)
+        for one, greatest in zip(single, scale.reshape(-1), strict=True)
     ]
     expected = mx.stack(
         [
