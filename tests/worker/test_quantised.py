@@ -19,6 +19,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.worker.attention import Span, Step  # noqa: E402
 from mlxpool.worker.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.models import parts  # noqa: E402
 from mlxpool.worker.models.packed import Packed  # noqa: E402
 from mlxpool.worker.models.parts import Parts, QuantisedLinear, SideBySide  # noqa: E402
 from mlxpool.worker.place import files_of  # noqa: E402
@@ -133,7 +134,10 @@ def test_ollamas_store_gives_the_logits_of_its_folder(
     assert np.array_equal(logits_of(ours), logits_of(load(inspect(quantised[case]))))
 
 
-def test_layers_of_one_layout_are_one_product_and_others_stay_apart() -> None:
+def test_layers_of_one_layout_are_one_product_and_others_stay_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parts, "_on_gpu", lambda: True)
     four, eight = Quant("affine", 4, 32), Quant("affine", 8, 32)
 
     def layer(*layouts: Quant) -> object:
@@ -154,10 +158,10 @@ def test_a_global_scale_counts_once(shape: tuple[int, ...]) -> None:
     """As mlx takes it: the greatest number of the tensor, or of each expert."""
     numbers = mx.random.normal(shape, key=mx.random.key(1)) * 1e-3
     scale = mx.max(mx.abs(numbers), axis=(-2, -1))
-    parts = [numbers] if len(shape) == 2 else list(numbers)
+    single = [numbers] if len(shape) == 2 else list(numbers)
     pairs = [
         mx.quantize(one, 16, 4, mode="nvfp4", global_scale=greatest)
-        for one, greatest in zip(parts, scale.reshape(-1), strict=True)
+        for one, greatest in zip(single, scale.reshape(-1), strict=True)
     ]
     expected = mx.stack(
         [

@@ -168,7 +168,7 @@ class Parts:
     def joined(self, names: Sequence[str]) -> Layer:
         """Linear layers of one input as one, outputs side by side: fewer and larger products.
 
-        Those that are quantised in different ways stay apart within.
+        Quantised ones may stay apart within, see `_joined_weight`.
         """
         if self._are_numbers(names):
             weight = _laid_out([self._dense(name) for name in names])
@@ -224,13 +224,17 @@ class Parts:
         return self._exact or not any(self._layouts.get(name) for name in names)
 
     def _joined_weight(self, names: Sequence[str]) -> mx.array | Packed | None:
-        """The weights [..., out, in] as one along `out`; None where their layouts differ."""
+        """The weights [..., out, in] as one along `out`; None where they stay apart.
+
+        So do quantised ones of different layouts, and all on the CPU: there the copy at load costs
+        more than larger products gain.
+        """
         layouts = {self._layouts.get(name) for name in names}
         if self._are_numbers(names):
             return _concatenated([self._dense(name) for name in names], axis=-2)
         factors = [f"{name}.{kind}" for name in names for kind in FACTORS]
         scaled = any(factor in self._weights for factor in factors)
-        if len(names) > 1 and (len(layouts) > 1 or scaled):
+        if len(names) > 1 and (len(layouts) > 1 or scaled or not _on_gpu()):
             return None
         return side_by_side([self._packed(name, self._layouts[name]) for name in names])
 
@@ -263,5 +267,8 @@ def _concatenated(parts: Sequence[mx.array], axis: int) -> mx.array:
 
 def _laid_out(parts: Sequence[mx.array]) -> mx.array:
     """The weights [out, in] as one; on the CPU by columns, which small products read faster."""
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    return _concatenated(parts, axis=0) if on_gpu else by_columns(parts)
+    return _concatenated(parts, axis=0) if _on_gpu() else by_columns(parts)
+
+
+def _on_gpu() -> bool:
+    return mx.default_device().type == mx.DeviceType.gpu
