@@ -36,6 +36,7 @@ def test_json_lines() -> None:
     assert line == {
         "ts": "1970-01-02T00:00:00.250Z",
         "level": "info",
+        "logger": "broker",
         "event": "worker ready",
         "epoch": 3,
         "owner": "uid:1",

@@ -17,7 +17,12 @@ class JsonLines(logging.Formatter):
     """One JSON object a line; what was passed as `extra` becomes further keys."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {"ts": _utc(record), "level": record.levelname.lower(), "event": record.getMessage()}
+        line = {
+            "ts": _utc(record),
+            "level": record.levelname.lower(),
+            "logger": _short(record),
+            "event": record.getMessage(),
+        }
         line.update({k: v for k, v in record.__dict__.items() if k not in _OWN})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -31,10 +36,15 @@ class Text(logging.Formatter):
         extras = "".join(
             f" {k}={v}" for k, v in record.__dict__.items() if k not in _OWN and v is not None
         )
-        name = record.name.removeprefix("mlxpool.")
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        line = f"{stamp} {record.levelname.lower():7} {name}: {record.getMessage()}{extras}"
+        line = (
+            f"{stamp} {record.levelname.lower():7} {_short(record)}: {record.getMessage()}{extras}"
+        )
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _short(record: logging.LogRecord) -> str:
+    return record.name.removeprefix("mlxpool.")
 
 
 def _utc(record: logging.LogRecord) -> str:

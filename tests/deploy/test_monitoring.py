@@ -1,0 +1,288 @@
+"""Dashboard, alerts and runbook: each query parses, and asks for what the broker has."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+
+from mlxpool.broker import families
+from mlxpool.broker.families import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "deploy" / "grafana" / "mlxpool.json"
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+RUNBOOK = ROOT / "docs" / "operate.md"
+
+BY_SERIES = {name: family for family in FAMILIES for name in family.series()}
+OF_PROMETHEUS = {"up": frozenset({"job", "instance"})}  # metrics that it makes itself
+ANYWHERE = {"job", "instance"}
+VALUES: dict[str, tuple[str, ...]] = {
+    "error": families.FAILURES,
+    "kind": families.MEMORY,
+    "reason": families.REASONS,
+    "state": (*families.BROKER_STATES, *families.MODEL_STATES, *families.WORKER_STATES),
+    "job": ("mlxpool",),
+}
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    return (panel for panel in json.loads(DASHBOARD.read_text("utf-8"))["panels"])
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text("utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+DASHED = [target["expr"] for panel in panels() for target in panel.get("targets", [])]
+ALERTED = [rule["expr"] for rule in alerts()]
+NAMES = [rule["alert"] for rule in alerts()]
+
+
+def selectors(query: str) -> list[promql_parser.VectorSelector]:
+    """Every choice of series in a query, Grafana's variables filled in. Raises for no PromQL."""
+    filled = query.replace("$__rate_interval", "5m").replace("$model", ".*")
+    assert "$" not in filled, filled
+    found: list[promql_parser.VectorSelector] = []
+
+    def visit(expr: promql_parser.Expr) -> bool:
+        if isinstance(expr, promql_parser.MatrixSelector):
+            found.append(expr.vector_selector)
+        elif isinstance(expr, promql_parser.VectorSelector):
+            found.append(expr)
+        return True
+
+    promql_parser.walk(promql_parser.parse(filled), visit)
+    return found
+
+
+def check(selector: promql_parser.VectorSelector) -> None:
+    """The metric is ours, and so are the labels and the values that it is asked for."""
+    name = selector.name or ""
+    assert name in BY_SERIES or name in OF_PROMETHEUS, f"no metric is called {name!r}"
+    labels = OF_PROMETHEUS.get(name) or {*BY_SERIES[name].labels, "le", *ANYWHERE}
+    for matcher in selector.matchers.matchers:
+        assert matcher.name in labels, f"{name} has no label {matcher.name!r}"
+        if matcher.name in VALUES:
+            for value in matcher.value.split("|"):
+                assert value in VALUES[matcher.name], f"{name} has no {matcher.name} {value!r}"
+
+
+@pytest.mark.parametrize("query", [*DASHED, *ALERTED])
+def test_a_query_parses_and_asks_for_what_there_is(query: str) -> None:
+    found = selectors(query)
+    assert found
+    for selector in found:
+        check(selector)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "mlxpool_requests_run",
+        "mlxpool_time_to_first_token_seconds",
+        'mlxpool_workers{worker="a"}',
+        'mlxpool_workers{state="wild"}',
+        'rate(mlxpool_request_failures_total{error="nope"}[5m])',
+    ],
+)
+def test_the_check_sees_what_is_wrong(query: str) -> None:
+    with pytest.raises(AssertionError):
+        for selector in selectors(query):
+            check(selector)
+
+
+def test_every_metric_of_requests_and_workers_is_shown_or_watched() -> None:
+    used = {selector.name for query in (*DASHED, *ALERTED) for selector in selectors(query)}
+    unused = {f.name for f in FAMILIES if not used & set(f.series())}
+    assert unused == {
+        "mlxpool_broker_uptime_seconds",
+        "mlxpool_poisoned_requests",
+        "mlxpool_prefix_cache_tokens_total",
+        "mlxpool_request_inference_time_seconds",
+        "mlxpool_requests_waiting_bytes",
+    }
+
+
+def test_panels_have_places_of_their_own() -> None:
+    idents = [panel["id"] for panel in panels()]
+    assert len(set(idents)) == len(idents)
+    places = [
+        (panel["gridPos"]["x"] + column, panel["gridPos"]["y"] + row)
+        for panel in panels()
+        for column in range(panel["gridPos"]["w"])
+        for row in range(panel["gridPos"]["h"])
+    ]
+    assert len(set(places)) == len(places)
+    assert max(x for x, _ in places) < 24
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=NAMES)
+def test_an_alert_is_in_the_runbook(rule: dict[str, Any]) -> None:
+    """What it means, what to do."""
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert rule["annotations"]["summary"].endswith(".")
+    assert rule["annotations"]["runbook"] == f"docs/operate.md#{rule['alert'].lower()}"
+    section = re.search(
+        rf"^### {rule['alert']}\n(.*?)(?=^#|\Z)", RUNBOOK.read_text("utf-8"), re.M | re.S
+    )
+    assert section is not None
+    assert "**Means**" in section[1] and "**Do**" in section[1]
+
+
+def test_the_runbook_has_no_other_alerts() -> None:
+    told = re.findall(r"^### (Mlxpool\w+)$", RUNBOOK.read_text("utf-8"), re.M)
+    assert told == NAMES
+
+
+def test_the_runbook_names_every_metric() -> None:
+    text = RUNBOOK.read_text("utf-8")
+    assert [f.name for f in FAMILIES if f"`{f.name}`" not in text] == []
+
+
+# ---- promtool ----------------------------------------------------------------------------------
+
+
+def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("missing program: promtool, of Debian's prometheus")
+    return subprocess.run(
+        [program, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_prometheus_takes_the_settings_and_the_rules() -> None:
+    done = promtool("check", "config", str(PROMETHEUS / "prometheus.yml"))
+    assert done.returncode == 0, done.stderr
+    assert f"{len(NAMES)} rules found" in done.stdout
+
+
+_B = '{job="mlxpool",instance="HERE"'
+_M, _W = f'{_B},model="m"', f'{_B},model="m",worker="m/0"'
+_QUEUE = "mlxpool_request_queue_time_seconds_bucket"
+_FIRST = "mlxpool_time_to_first_token_seconds_bucket"
+
+# An alert: what makes it fire, and what is like it and does not; series at one value a minute.
+STORIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "MlxpoolBrokerDown": ({f"up{_B}}}": "0x60"}, {f"up{_B}}}": "1x60"}),
+    "MlxpoolBrokerLate": (
+        {f"mlxpool_broker_loop_lag_seconds{_B}}}": "1.5x60"},
+        {f"mlxpool_broker_loop_lag_seconds{_B}}}": "0.2x58 3 0.2"},
+    ),
+    "MlxpoolDrainDoesNotEnd": (
+        {f'mlxpool_broker_state{_B},state="draining"}}': "1x60"},
+        {f'mlxpool_broker_state{_B},state="draining"}}': "0x40 1x20"},
+    ),
+    "MlxpoolInternalErrors": (
+        {f"mlxpool_internal_errors_total{_B}}}": "0x50 1x10"},
+        {f"mlxpool_internal_errors_total{_B}}}": "7x60"},
+    ),
+    "MlxpoolDescriptorsShort": (
+        {f"process_open_fds{_B}}}": "800x60", f"process_max_fds{_B}}}": "1024x60"},
+        {f"process_open_fds{_B}}}": "600x60", f"process_max_fds{_B}}}": "1024x60"},
+    ),
+    "MlxpoolFrontShut": (
+        {f"mlxpool_front_shut_total{_B}}}": "0x55 1x5"},
+        {f"mlxpool_front_shut_total{_B}}}": "3x60"},
+    ),
+    "MlxpoolHostilePeers": (
+        {f"mlxpool_auth_failures_total{_B}}}": "0x55 1x5"},
+        {f"mlxpool_bad_frames_total{_B}}}": "0x55 1x5"},
+    ),
+    "MlxpoolModelBroken": (
+        {f'mlxpool_model_state{_M},state="broken"}}': "1x60"},
+        {f'mlxpool_model_state{_M},state="cold"}}': "1x60"},
+    ),
+    "MlxpoolWorkersRestarting": (
+        {f"mlxpool_worker_restarts_total{_W}}}": "0x45 1+1x14"},
+        {f"mlxpool_worker_restarts_total{_W}}}": "0x50 1x10"},
+    ),
+    "MlxpoolWorkerSuspect": (
+        {f'mlxpool_workers{_M},state="suspect"}}': "1x60"},
+        {f'mlxpool_workers{_M},state="ready"}}': "1x60"},
+    ),
+    "MlxpoolMemoryNearLimit": (
+        {
+            f'mlxpool_worker_memory_bytes{_W},kind="active"}}': "98x60",
+            f"mlxpool_worker_memory_limit_bytes{_W}}}": "100x60",
+        },
+        {
+            f'mlxpool_worker_memory_bytes{_W},kind="peak"}}': "98x60",
+            f"mlxpool_worker_memory_limit_bytes{_W}}}": "100x60",
+        },
+    ),
+    "MlxpoolPreempting": (
+        {f"mlxpool_preemptions_total{_W}}}": "0+60x60"},
+        {f"mlxpool_preemptions_total{_W}}}": "0+2x60"},
+    ),
+    "MlxpoolQueueStuck": (
+        {f"mlxpool_requests_waiting{_M}}}": "3x60", f"mlxpool_requests_running{_M}}}": "0x60"},
+        {f"mlxpool_requests_waiting{_M}}}": "3x60", f"mlxpool_requests_running{_M}}}": "1x60"},
+    ),
+    "MlxpoolQueueLong": (
+        {f'{_QUEUE}{_M},le="40.0"}}': "0x60", f'{_QUEUE}{_M},le="+Inf"}}': "0+9x60"},
+        {f'{_QUEUE}{_M},le="1.0"}}': "0+9x60", f'{_QUEUE}{_M},le="+Inf"}}': "0+9x60"},
+    ),
+    "MlxpoolQueueFull": (
+        {f'mlxpool_requests_rejected_total{_B},error="queue_full"}}': "0+6x60"},
+        {f'mlxpool_requests_rejected_total{_B},error="bad_request"}}': "0+6x60"},
+    ),
+    "MlxpoolFirstTokenSlow": (
+        {f'{_FIRST}{_M},le="80.0"}}': "0x60", f'{_FIRST}{_M},le="+Inf"}}': "0+9x60"},
+        {f'{_FIRST}{_M},le="1.0"}}': "0+9x60", f'{_FIRST}{_M},le="+Inf"}}': "0+9x60"},
+    ),
+    "MlxpoolFailures": (
+        {
+            f'mlxpool_request_failures_total{_M},error="worker_lost"}}': "0+1x60",
+            f"mlxpool_requests_accepted_total{_M}}}": "0+10x60",
+        },
+        {
+            f'mlxpool_request_failures_total{_M},error="context_exceeded"}}': "0+9x60",
+            f"mlxpool_requests_accepted_total{_M}}}": "0+10x60",
+        },
+    ),
+    "MlxpoolPoisoned": (
+        {f'mlxpool_request_failures_total{_M},error="poisoned"}}': "0x30 1x30"},
+        {f'mlxpool_request_failures_total{_M},error="poisoned"}}': "2x60"},
+    ),
+    "MlxpoolSlowConsumers": (
+        {f'mlxpool_request_failures_total{_M},error="slow_consumer"}}': "0+1x60"},
+        {f'mlxpool_request_failures_total{_M},error="slow_consumer"}}': "0x50 1x10"},
+    ),
+}  # fmt: skip
+
+
+def test_every_alert_has_its_story() -> None:
+    assert list(STORIES) == NAMES
+
+
+def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
+    """promtool runs the rules over a made-up hour in which each story has an instance."""
+    series, checks = [], []
+    for name, stories in STORIES.items():
+        for mood, story in zip(("loud", "calm"), stories, strict=True):
+            here = f"{name}-{mood}"
+            series += [
+                {"series": key.replace("HERE", here), "values": values}
+                for key, values in story.items()
+            ]
+            firing = f'alertname="{name}",alertstate="firing",instance="{here}"'
+            expected = [{"labels": "{}", "value": 1}] if mood == "loud" else []
+            checks.append(
+                {"expr": f"count(ALERTS{{{firing}}})", "eval_time": "59m", "exp_samples": expected}
+            )
+    hour = {"interval": "1m", "input_series": series, "promql_expr_test": checks}
+    file = tmp_path / "test.yml"
+    file.write_text(json.dumps({"rule_files": [str(PROMETHEUS / "alerts.yml")], "tests": [hour]}))
+    done = promtool("test", "rules", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,180 @@
+"""What a running pool says over HTTP and in its log, and a real Prometheus that reads it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pool import PATIENCE, Pool, until
+from prometheus_process import Prometheus
+
+CONFIG = """
+[pool]
+metrics = "127.0.0.1:0"
+log_format = "json"
+[models.slow]
+path = "builtin:counting"
+counting.step_us = 20000
+"""
+SECRET = "do not tell anybody"
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
+        yield running
+
+
+def url(pool: Pool) -> str:
+    return str(pool.ask("ps")["broker"]["metrics"])
+
+
+def get(base: str, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(base + path, timeout=PATIENCE) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def series(base: str) -> dict[tuple[str, ...], float]:
+    """Every value by its name and the values of its labels."""
+    status, text = get(base, "/metrics")
+    assert status == 200, text
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in text_string_to_metric_families(text)
+        for sample in metric.samples
+    }
+
+
+def log_lines(pool: Pool) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in pool.log().splitlines()]
+    return [line for line in lines if line["event"] == "request"]
+
+
+def test_a_request_is_counted(pool: Pool) -> None:
+    done = ("mlxpool_request_success_total", "counting", "length")
+    with pool.client() as client:
+        before = series(url(pool))
+        assert client.generate("counting", "hello", max_tokens=20, seed=7).reason == "length"
+    until(lambda: series(url(pool)).get(done, 0.0) > before.get(done, 0.0), "it is counted")
+    after = series(url(pool))
+
+    def grown(*key: str) -> float:
+        return after[key] - before.get(key, 0.0)
+
+    assert grown("mlxpool_generation_tokens_total", "counting") == 20
+    assert grown("mlxpool_prompt_tokens_total", "counting") == 5
+    assert grown("mlxpool_request_success_total", "counting", "length") == 1
+    assert grown("mlxpool_time_to_first_token_seconds_count", "counting") == 1
+    assert grown("mlxpool_inter_token_latency_seconds_count", "counting") == 19
+    assert grown("mlxpool_request_generation_tokens_sum", "counting") == 20
+    assert after["mlxpool_workers", "counting", "ready"] == 1
+    assert after["mlxpool_worker_memory_bytes", "counting", "counting/0", "rss"] > 1e6
+
+
+def same(told: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any] | None:
+    return told if told["requests"] == asked["requests"] else None
+
+
+def test_stats_are_those_of_the_command_line(pool: Pool) -> None:
+    asked = pool.cli_json("stats")
+    told = until(lambda: same(json.loads(get(url(pool), "/stats")[1]), asked), "the same figures")
+    assert told.keys() == asked.keys()
+    assert told["conserved"] is True
+
+
+def test_health_of_a_pool_whose_models_are_cold(pool: Pool) -> None:
+    assert get(url(pool), "/healthz") == (200, "ok\n")
+    assert get(url(pool), "/readyz") == (200, "ready\n")
+
+
+def test_the_log_line_of_a_request(pool: Pool) -> None:
+    with pool.client() as client:
+        client.generate("counting", SECRET, max_tokens=3, seed=7)
+    lines = until(lambda: [r for r in log_lines(pool) if r["prompt_tokens"] == len(SECRET)], "line")
+    assert len(lines) == 1
+    (line,) = lines
+    assert set(line) == {
+        "ts", "level", "logger", "event", "id", "model", "owner", "worker", "epoch", "outcome",
+        "prompt_tokens", "cached_tokens", "tokens", "attempts", "queue_ms", "first_token_ms",
+        "decode_ms", "total_ms",
+    }  # fmt: skip
+    assert line["logger"] == "request"
+    assert (line["model"], line["worker"]) == ("counting", "counting/0")
+    assert (line["outcome"], line["tokens"], line["attempts"]) == ("length", 3, 1)
+    assert line["queue_ms"] <= line["first_token_ms"] <= line["total_ms"]
+    assert SECRET not in pool.log()
+
+
+def test_a_real_prometheus_scrapes_a_running_pool(pool: Pool, tmp_path: Path) -> None:
+    with (
+        pool.client() as client,
+        Prometheus(url(pool).removeprefix("http://"), tmp_path) as prometheus,
+    ):
+        until(lambda: prometheus.value('up{job="mlxpool"}') == 1, "it scraped")
+        with client.stream("slow", "hello", max_tokens=10_000) as stream:
+            reading = iter(stream)  # it cancels when it goes
+            next(reading)
+            query = 'mlxpool_requests_running{model="slow"}'
+            until(lambda: prometheus.value(query) == 1, "the stream is seen running")
+            rate = 'rate(mlxpool_generation_tokens_total{model="slow"}[1m])'
+            until(lambda: (prometheus.value(rate) or 0) > 0, "tokens a second")
+            p50 = (
+                "histogram_quantile(0.5, sum by (le)"
+                ' (rate(mlxpool_inter_token_latency_seconds_bucket{model="slow"}[1m])))'
+            )
+            found = until(lambda: prometheus.value(p50), "a quantile")
+            assert found >= 0.01, "a step takes 20 ms"
+        rules = prometheus.get("rules")["groups"]
+        assert {rule["health"] for group in rules for rule in group["rules"]} <= {"ok", "unknown"}
+        assert prometheus.value("count(mlxpool_build_info)") == 1
+
+
+def test_a_scrape_while_the_broker_drains(tmp_path: Path) -> None:
+    with Pool(tmp_path, CONFIG) as pool, pool.client() as client:
+        base = url(pool)
+        with client.stream("slow", "hello", max_tokens=10_000) as stream:
+            reading = iter(stream)  # it cancels when it goes
+            next(reading)
+            pool.ask("drain", timeout_ms=3_600_000)
+            until(lambda: get(base, "/readyz") == (503, "draining\n"), "it is not ready")
+            assert get(base, "/healthz") == (200, "ok\n")
+            seen = series(base)
+            assert seen["mlxpool_broker_state", "draining"] == 1
+            assert seen["mlxpool_requests_running", "slow"] == 1
+            assert json.loads(get(base, "/stats")[1])["broker"]["state"] == "draining"
+        assert pool.process is not None
+        assert pool.process.wait(PATIENCE) == 0, "the last stream ended, and so does the broker"
+        pool.process = None
+        with pytest.raises(urllib.error.URLError):
+            get(base, "/metrics")
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = tmp_path / "other.toml"
+        config.write_text(f'[pool]\nmetrics = "{address}"\n')
+        run_dir = tmp_path / "run"
+        with Pool(tmp_path) as pool:  # lends its command line
+            done = pool.cli("--run-dir", str(run_dir), "serve", "--config", str(config))
+    assert done.returncode == 1
+    assert f"cannot listen on {address}: Address already in use" in done.stderr
+    assert "another port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_the_setting_nothing_listens(tmp_path: Path) -> None:
+    with Pool(tmp_path) as pool:
+        assert pool.ask("ps")["broker"]["metrics"] is None
