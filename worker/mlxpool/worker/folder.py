@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker import models, quant
+from mlxpool.worker import models, quant, zoo
 from mlxpool.worker.chat import token_names
 from mlxpool.worker.files import Content, Files, in_folder, tensors_of
 from mlxpool.worker.fit import Fit, fit
@@ -46,6 +46,7 @@ class ModelFolder:
     bos_token: str | None
     add_bos: bool | None  # None: tokenizer_config.json does not say
     digest: str  # hex; of what decides text: config, tokenizer, template, weights
+    in_zoo: bool = False  # mlx-lm's code computes it, see zoo.py
 
     @property
     def shards(self) -> tuple[Path, ...]:
@@ -64,15 +65,19 @@ def inspect(model: Path | Files) -> ModelFolder:
     """
     files = model if isinstance(model, Files) else in_folder(model)
     config = read_json(files / "config.json")
-    plan = models.plan(config)
+    in_zoo = config.get("model_type") not in models.SUPPORTED and zoo.has(config)
+    plan = zoo.plan(config) if in_zoo else models.plan(config)
     if not (files / "tokenizer.json").is_file():
         raise ModelLoadFailed(
             f"{files.where} has no tokenizer.json, the only tokenizer format supported"
         )
     settings = optional_json(files / "tokenizer_config.json")
     contents = files.contents()
-    known = _known(files, config, contents.values())
-    fitted = fit(plan, tensors_of(contents), known)
+    tensors = tensors_of(contents)
+    if in_zoo:
+        fitted = zoo.fit(files, tensors)
+    else:
+        fitted = fit(plan, tensors, _known(files, config, contents.values()))
     return ModelFolder(
         path=files.where,
         files=files,
@@ -86,6 +91,7 @@ def inspect(model: Path | Files) -> ModelFolder:
         bos_token=token_names(settings).get("bos_token"),
         add_bos=_add_bos(settings),
         digest=_digest(files, contents),
+        in_zoo=in_zoo,
     )
 
 
