@@ -37,8 +37,9 @@ CHAT_TEMPLATE = (
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """The base config with these keys changed; a key set to None is left out."""
-    return {key: value for key, value in {**BASE, **changes}.items() if value is not None}
+    """The base config with these keys changed; one of the base set to None is left out."""
+    left_out = {key for key in BASE if key in changes and changes[key] is None}
+    return {key: value for key, value in {**BASE, **changes}.items() if key not in left_out}
 
 
 def random_weights(settings: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:

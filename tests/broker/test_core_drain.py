@@ -208,7 +208,7 @@ def test_a_drained_model_takes_nothing_new_until_it_is_loaded(story: Story) -> N
     assert worker.stopped
     worker.die("stopped")
     assert story.started() == []
-    assert {m["name"]: m["state"] for m in story.core.model_list()}["m"] == "drained"
+    assert {m["name"]: m["state"] for m in story.core.model_list(story.now)}["m"] == "drained"
     story.do(ev.Load("m"))
     assert story.started() == ["m/0"]
     story.generate()

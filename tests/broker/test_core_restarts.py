@@ -83,7 +83,7 @@ def test_the_breaker_opens_after_five_failures(story: Story) -> None:
     assert "5 times in a row" in frame.body["message"]
     assert "exit code 3" in frame.body["message"]
     assert frame.body["retry_after_ms"] == 300_000
-    assert story.core.model_list()[0]["state"] == "broken"
+    assert story.core.model_list(story.now)[0]["state"] == "broken"
     story.generate()
     story.assert_refused("model_unavailable", "exit code 3", "300 s")
     story.later(299)

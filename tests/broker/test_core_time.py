@@ -68,7 +68,7 @@ def test_an_idle_model_is_unloaded() -> None:
     worker.die("stopped")
     story.later(100)
     assert story.started() == []
-    assert story.core.model_list()[0]["state"] == "cold"
+    assert story.core.model_list(story.now)[0]["state"] == "cold"
 
 
 def test_a_request_keeps_a_model_alive() -> None:

@@ -23,7 +23,7 @@ from mlxpool.common.config import ModelConfig
 def request(number: int, priority: int = 0) -> Request:
     payload = Payload.parse({"model": "m", "prompt": "a", "priority": priority}, ())
     ident = number.to_bytes(16, "big")
-    return Request(ident, 1, 1, "uid:1", b"", payload, 0, 0.0, 1.0, 1.0, 1.0)
+    return Request(ident, 1, 1, "uid:1", b"", payload, "m", 0, 0.0, 1.0, 1.0, 1.0)
 
 
 def worker(name: str, free: int, ready_at: float = 1.0, **fields: int) -> Worker:
@@ -61,7 +61,7 @@ def test_the_restart_delay_doubles_up_to_a_bound(failures: int, delay: float) ->
 
 def with_prompt(prompt: str, session: str = "", owner: str = "uid:1") -> Request:
     body = {"model": "m", "prompt": prompt, "session": session}
-    return Request(bytes(16), 1, 1, owner, b"", Payload.parse(body, ()), 0, 0.0, 1.0, 1.0, 1.0)
+    return Request(bytes(16), 1, 1, owner, b"", Payload.parse(body, ()), "m", 0, 0.0, 1.0, 1.0, 1.0)
 
 
 def test_the_worker_that_knows_the_prompts_head_before_the_emptier_one() -> None:
@@ -86,9 +86,23 @@ def test_messages_are_known_by_the_first_of_them() -> None:
     def chat(last: str) -> Request:
         messages = [{"role": "system", "content": "s"}, {"role": "user", "content": last}]
         payload = Payload.parse({"model": "m", "messages": messages}, ())
-        return Request(bytes(16), 1, 1, "uid:1", b"", payload, 0, 0.0, 1.0, 1.0, 1.0)
+        return Request(bytes(16), 1, 1, "uid:1", b"", payload, "m", 0, 0.0, 1.0, 1.0, 1.0)
 
     assert prefix_keys(chat("a")) == prefix_keys(chat("b"))
+
+
+def test_all_text_of_a_chat_counts() -> None:
+    call = {"function": {"name": "ab", "arguments": {"k": "é"}}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "abc"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    body = {"model": "m", "messages": messages, "tools": [{"name": "clock"}]}
+    payload = Payload.parse(body, ())
+    words = ("user", "text", "abc", "assistant", "ab", "é", "clock")
+    assert payload.size == sum(len(word.encode()) for word in words)
+    assert payload.prompt == {"messages": messages, "tools": [{"name": "clock"}]}
+    assert Payload.parse({**body, "tools": []}, ()).prompt == {"messages": messages}
 
 
 def test_known_prefixes_are_bounded() -> None:

@@ -20,7 +20,7 @@ def request(
     options = {"max_tokens": tokens} if tokens else {}
     payload = Payload.parse({"model": "m", "prompt": prompt, "options": options, **body}, ())
     ident = number.to_bytes(16, "big")
-    return Request(ident, 1, 1, owner, b"", payload, 0, 0.0, 1.0, 1.0, 1.0, place=number)
+    return Request(ident, 1, 1, owner, b"", payload, "m", 0, 0.0, 1.0, 1.0, 1.0, place=number)
 
 
 def filled(*requests: Request) -> Queue:

@@ -21,7 +21,7 @@ TABLES: list[tuple[type[Enum], Mapping[Any, Mapping[str, Any]], Enum, set[Enum]]
 
 def new_request(state: State) -> Request:
     payload = Payload.parse({"model": "m", "prompt": "a"}, ())
-    return Request(bytes(16), 1, 1, "uid:1", b"", payload, 0, 0.0, 1.0, 1.0, 1.0, state=state)
+    return Request(bytes(16), 1, 1, "uid:1", b"", payload, "m", 0, 0.0, 1.0, 1.0, 1.0, state=state)
 
 
 def new_worker(state: WorkerState) -> Worker:

@@ -38,6 +38,14 @@ def test_messages() -> None:
     assert (body["messages"], blobs) == (messages, [])
 
 
+def test_tools_go_with_messages() -> None:
+    messages, tools = [{"role": "user", "content": "a"}], [{"name": "clock"}]
+    body, _ = made(messages=messages, tools=tools)
+    assert body["tools"] == tools
+    with pytest.raises(BadRequest, match="tools go with messages, got prompt"):
+        made(prompt="a", tools=tools)
+
+
 def test_tokens() -> None:
     body, blobs = made(tokens=[1, 2])
     assert (body["tokens"], blobs) == (True, [pack_ids([1, 2])])
@@ -60,7 +68,7 @@ def test_keys_of_the_request_and_options_of_the_sampler() -> None:
 
 def test_every_key_of_the_request_is_known() -> None:
     fields = set(Payload.__dataclass_fields__)
-    assert fields >= request.REQUEST_KEYS
+    assert fields >= request.REQUEST_KEYS - {"tools"}, "which are part of the prompt"
 
 
 def test_none_is_not_given() -> None:

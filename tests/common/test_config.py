@@ -107,7 +107,20 @@ def test_each_folder_with_a_config_is_a_model(file: Path, tmp_path: Path) -> Non
     config = loaded(file, text)
     assert set(config.models) == {"a", "b", *BUILTIN}
     assert config.models["a"].path == str(tmp_path / "models" / "a")
-    assert config.models["b"].path == "/elsewhere", "the file knows better"
+    assert config.models["a"].within == str(tmp_path / "models")
+    assert config.models["b"] == ModelConfig(path="/elsewhere"), "the file knows better"
+
+
+def test_a_pinned_model_is_kept(file: Path) -> None:
+    config = loaded(file, '[models.a]\npath = "/a"\npin = true\n')
+    assert config.models["a"] == ModelConfig(path="/a", pin=True, keep_alive=-1.0)
+    both = '[models.a]\npath = "/a"\npin = true\nkeep_alive = -1\n'
+    assert loaded(file, both).models["a"].keep_alive == -1.0
+
+
+def test_a_name_by_flag_is_no_path() -> None:
+    with pytest.raises(ConfigError, match=r"the name must not be a path"):
+        load(None, None, {"../a": "/flag"})
 
 
 def test_models_by_flag(file: Path) -> None:
@@ -137,6 +150,13 @@ def test_models_by_flag(file: Path) -> None:
             ["deterministic must be true or false", "1"],
         ),
         ("[models.a]\npath = 3", ["models.a.path must be a string"]),
+        ('[models.a]\npath = "/a"\nwithin = "/"', ["unknown key 'within'"]),
+        ('[models."../a"]\npath = "/a"', ["'../a'", "the name must not be a path"]),
+        ('[models."a\\u0000"]\npath = "/a"', ["the name must be printable text"]),
+        (
+            '[models.a]\npath = "/a"\npin = true\nkeep_alive = "5m"',
+            ["models.a: pin = true", "keep_alive is 300"],
+        ),
         ('[models.a]\npath = "/a"\ncounting = 3', ["models.a.counting must be a table"]),
         ('[models.a]\npath = "/a"\ncounting = {x = 1}', ["models.a.counting: unknown key 'x'"]),
         ('[models.a]\npath = "/a"\ncounting = {fault = "nap"}', ["fault is 'nap'", "'segfault'"]),

@@ -379,3 +379,17 @@ def test_another_request_has_another_digest(other: dict[str, Any]) -> None:
 def test_a_prompt_in_a_blob_counts() -> None:
     body = {**BASE, "prompt": True}
     assert wire.request_digest(body, [b"a"]) != wire.request_digest(body, [b"b"])
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"options": {"seed": 2**64}}, "options.seed is 18446744073709551616, .* at most 64 bits"),
+        ({"options": {"seed": -(2**63) - 1}}, "options.seed is -9223372036854775809, .* 64 bits"),
+        ({"options": {"stop": ["a", "\ud800"]}}, "options.stop.1 is not Unicode text"),
+        ({"messages": [{"content": {1}}]}, "messages.0.content is of the type set"),
+    ],
+)
+def test_what_msgpack_cannot_hold_is_named(body: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        wire.encode(Header("generate", bytes(16)), body)

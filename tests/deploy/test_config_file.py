@@ -29,7 +29,7 @@ def names(kind: type) -> set[str]:
 def test_it_names_every_setting() -> None:
     table = tomllib.loads(FILE.read_text("utf-8"))
     assert set(table["pool"]) == names(PoolConfig) - {"models"} - SHOWN_AS_COMMENT
-    assert set(table["models"]["demo"]) == names(ModelConfig) - {"counting"}
+    assert set(table["models"]["demo"]) == names(ModelConfig) - {"counting", "within"}
     assert set(table["models"]["counting"]["counting"]) == names(Counting)
 
 

@@ -94,14 +94,42 @@ GARBAGE: dict[str, tuple[list[bytes], str, str]] = {
     "negative option": (generate(options={"temperature": -1}), "bad_request", "-1"),
     "NaN": (generate(options={"top_p": float("nan")}), "bad_request", "top_p"),
     "absurd option": (generate(options={"top_k": 2**40}), "bad_request", str(2**40)),
-    "seed beyond 64 bits": (generate(options={"seed": 2**63}), "bad_request", "seed"),
-    "empty stop": (generate(options={"stop": [""]}), "bad_request", "stop"),
-    "hundreds of stops": (generate(options={"stop": ["a"] * 500}), "bad_request", "500"),
+    "empty stop": (generate(options={"stop": [""]}), "bad_request", "0 bytes, must be 1 to 1024"),
+    "long stop": (
+        generate(options={"stop": "a" * 1025}),
+        "bad_request",
+        "1025 bytes, must be 1 to",
+    ),
+    "hundreds of stops": (
+        generate(options={"stop": ["a"] * 500}),
+        "bad_request",
+        "500 strings, at most 64",
+    ),
+    "top_logprobs over the limit": (
+        generate(options={"logprobs": True, "top_logprobs": 21}),
+        "bad_request",
+        "'top_logprobs' is 21, must be from 0 to 20",
+    ),
+    "seed below -1": (generate(options={"seed": -(2**63)}), "bad_request", "must be from -1 to"),
+    "unknown role": (
+        generate(prompt=None, messages=[{"role": "robot", "content": "x"}]),
+        "bad_request",
+        "messages[0].role is 'robot', must be one of system, developer, user, assistant, tool",
+    ),
+    "tools without messages": (
+        generate(tools=[{"name": "f"}]),
+        "bad_request",
+        "tools go with messages",
+    ),
+    "tools of a wrong type": (
+        generate(prompt=None, messages=[{"role": "user", "content": "x"}], tools=[5]),
+        "bad_request",
+        "tools[0] must be a map, got 5",
+    ),
     "deadline of zero": (generate(deadline_ms=0), "bad_request", "deadline_ms"),
     "window of zero": (generate(window=0), "bad_request", "window"),
     "unknown model": (generate(model="no/such"), "unknown_model", "no/such"),
 }
-GARBAGE.pop("seed beyond 64 bits")  # msgpack carries 64 bits: tests/common/test_options.py has it
 
 
 @pytest.mark.parametrize("name", GARBAGE)

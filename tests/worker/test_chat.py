@@ -1,4 +1,4 @@
-"""Messages to prompt text: which template is taken, what it sees, and how it fails."""
+"""The chat templates of a folder: from which file, which by name, and what they are shown."""
 
 from __future__ import annotations
 
@@ -8,125 +8,136 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.worker.chat import Template
+from mlxpool.worker.chat import DEFAULT, TOOL_USE, Chat
+from mlxpool.worker.sandbox import Template
 from worker_checkpoints import write_json
 
 USER = [{"role": "user", "content": "hi"}]
-NOW = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC
+TOOLS = [{"type": "function", "function": {"name": "clock"}}]
+NOW = 1_700_000_000.0
 
 
-def render(source: str | None, messages: Any = USER, **tokens: str) -> str:
-    return Template(source, tokens).render(messages, now=NOW)
+def chat(source: str, **tokens: str) -> Chat:
+    return Chat({DEFAULT: Template(source)}, tokens)
 
 
-def test_messages_tokens_and_generation_prompt() -> None:
-    source = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{% endfor %}"
-    source += "{% if add_generation_prompt %}[assistant]{% endif %}"
-    assert render(source, bos_token="<s>") == "<s>[user]hi[assistant]"
-    bare = Template(source).render(USER, now=NOW, add_generation_prompt=False)
-    assert bare == "[user]hi"
+def sources(path: Path) -> dict[str, str]:
+    return {name: template.source for name, template in Chat.from_folder(path).templates.items()}
 
 
-def test_blocks_leave_no_white_space() -> None:
-    assert render("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
-
-
-def test_loop_controls_and_generation_marks() -> None:
-    source = "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
-    assert render(source) == "01"
-    assert render("{% generation %}x{{ messages|length }}{% endgeneration %}") == "x1"
-
-
-def test_json_is_not_escaped_for_html() -> None:
-    source = "{{ messages[0].content|tojson }}"
-    assert render(source, [{"role": "user", "content": '<é & "q">'}]) == '"<é & \\"q\\">"'
-    assert render("{{ {'a': 1}|tojson(indent=1) }}") == '{\n "a": 1\n}'
-
-
-def test_now_is_the_requests_own_in_utc() -> None:
-    assert render("{{ strftime_now('%Y-%m-%d %H:%M') }}") == "2023-11-14 22:13"
+def test_what_a_template_sees() -> None:
+    source = (
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ m.name }}{% endfor %}"
+        "{{ documents is none }}{{ tools is none }}{{ add_generation_prompt }}"
+    )
+    messages = [{"role": "tool", "content": "a", "name": "clock"}]
+    assert chat(source, bos_token="<s>").render(messages, now=NOW) == "<s>aclockTrueTrueTrue"
+    bare = chat("{{ add_generation_prompt }}{{ tools | length }}")
+    assert bare.render(USER, TOOLS, now=NOW, add_generation_prompt=False) == "False1"
 
 
 def test_no_template_says_how_to_go_on() -> None:
     with pytest.raises(BadRequest, match=r"no chat template.*`prompt`"):
-        render(None)
+        Chat({}).render(USER, now=NOW)
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "content", "text"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refused.*roles must alternate"),
-        ("{% if %}", "broken at line 1"),
-        ("{% for x in messages %}\n{{ x ", "broken at line 2"),
-        ("{{ 1 / 0 }}", "failed: division by zero"),
-        ("{{ 'a' + 1 }}", "failed"),
-        ("{{ nothing.at.all }}", "failed: 'nothing' is undefined"),
-        ("{{ ''.__class__.__mro__ }}", "failed.*unsafe"),
-        ("{{ messages.append(1) }}", "failed.*unsafe|failed.*not safely callable"),
-        ("{{ range(10**7)|length }}", "failed.*[Rr]ange too big"),
-        ("{% include 'other' %}", "failed"),
+        ("{{ messages[0].content }}", PARTS, "ab"),
+        ("{{ messages[0].content }}", "ab", "ab"),
+        ("{% for p in messages[0].content %}({{ p.text }}){% endfor %}", PARTS, "(a)(b)"),
+        ("{% for p in messages[0].content %}({{ p.text }}){% endfor %}", "ab", "(ab)"),
+        ("{{ messages[0].content is none }}", None, "True"),
     ],
 )
-def test_a_template_that_fails_is_the_requests_error(source: str, words: str) -> None:
-    with pytest.raises(BadRequest, match=words):
-        render(source)
+def test_content_is_shown_as_the_template_takes_it(source: str, content: Any, text: str) -> None:
+    messages = [{"role": "assistant", "content": content}]
+    assert chat(source).render(messages, now=NOW) == text
+
+
+def test_a_template_changes_nothing_of_the_request() -> None:
+    messages = [{"role": "user", "content": list(PARTS)}]
+    chat("{{ messages[0].content }}").render(messages, now=NOW)
+    assert messages == [{"role": "user", "content": PARTS}]
+
+
+# ---- names ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("messages", "words"),
+    ("names", "tools", "taken"),
     [
-        ([], "at least one"),
-        ("hi", "must be a list"),
-        (None, "must be a list"),
-        (["hi"], r"messages\[0\] must be a map"),
-        ([{"role": "robot", "content": "x"}], r"messages\[0\].role is 'robot'"),
-        ([*USER, {"role": "user"}], r"messages\[1\].content must be text.*NoneType"),
-        ([{"role": ["user"], "content": "x"}], "role is"),
-        ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\] must be"),
+        ((DEFAULT, TOOL_USE, "rag"), False, DEFAULT),
+        ((DEFAULT, TOOL_USE, "rag"), True, TOOL_USE),
+        ((DEFAULT, "rag"), True, DEFAULT),
+        (("rag", "other"), True, "rag"),
+        ((TOOL_USE,), False, TOOL_USE),
     ],
 )
-def test_malformed_messages_are_named(messages: Any, words: str) -> None:
-    with pytest.raises(BadRequest, match=words):
-        render("x", messages)
+def test_which_template_is_taken(names: tuple[str, ...], tools: bool, taken: str) -> None:
+    named = Chat({name: Template(name) for name in names})
+    assert named.template_for(tools).source == taken
+    assert named.render(USER, TOOLS if tools else (), now=NOW) == taken
 
 
-def test_text_parts_are_joined_and_other_keys_kept() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    message = {"role": "tool", "content": parts, "name": "clock"}
-    assert render("{{ messages[0].content }}{{ messages[0].name }}", [message]) == "abclock"
+def test_a_list_of_named_templates(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    for templates, found in ((named, {"tool_use": "T", "default": "D"}), ([], {})):
+        write_json(tmp_path / "tokenizer_config.json", {"chat_template": templates})
+        assert sources(tmp_path) == found
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": {"default": "D"}})
+    assert sources(tmp_path) == {"default": "D"}
 
 
-def test_sources_in_order(tmp_path: Path) -> None:
-    assert Template.from_folder(tmp_path).source is None
-    write_json(tmp_path / "chat_template.json", {"chat_template": "third"})
-    assert Template.from_folder(tmp_path).source == "third"
-    write_json(tmp_path / "tokenizer_config.json", {"chat_template": "second", "eos_token": "E"})
-    assert Template.from_folder(tmp_path).source == "second"
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_the_four_places_in_order(tmp_path: Path) -> None:
+    assert sources(tmp_path) == {}
+    write_json(tmp_path / "chat_template.json", {"chat_template": "fourth"})
+    assert sources(tmp_path) == {DEFAULT: "fourth"}
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": "third", "eos_token": "E"})
+    assert sources(tmp_path) == {DEFAULT: "third"}
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("second")
+    assert sources(tmp_path) == {TOOL_USE: "second"}
     (tmp_path / "chat_template.jinja").write_text("first", encoding="utf-8")
-    template = Template.from_folder(tmp_path)
-    assert (template.source, template.tokens) == ("first", {"eos_token": "E"})
+    assert sources(tmp_path) == {TOOL_USE: "second", DEFAULT: "first"}
+    assert Chat.from_folder(tmp_path).tokens == {"eos_token": "E"}
+
+
+def test_token_names_may_be_maps_and_in_the_older_file(tmp_path: Path) -> None:
+    settings = {
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "chat_template": "{{ bos_token }}{{ unk_token }}",
+    }
+    write_json(tmp_path / "tokenizer_config.json", settings)
+    write_json(tmp_path / "special_tokens_map.json", {"bos_token": "old", "unk_token": "<unk>"})
+    assert Chat.from_folder(tmp_path).render(USER, now=NOW) == "<s><unk>"
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text("{")
     with pytest.raises(ModelLoadFailed, match=r"chat_template\.json is not JSON"):
-        Template.from_folder(tmp_path)
+        Chat.from_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelLoadFailed, match=r"chat_template\.jinja is not UTF-8"):
-        Template.from_folder(tmp_path)
+        Chat.from_folder(tmp_path)
 
 
-def test_a_list_of_named_templates(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    for templates, source in ((named, "D"), (named[:1], "T"), ([], None)):
-        write_json(tmp_path / "tokenizer_config.json", {"chat_template": templates})
-        assert Template.from_folder(tmp_path).source == source
+@pytest.mark.parametrize("wrong", [5, [5], ["x"], [{"name": "a"}], {"a": 1}, [{"template": "x"}]])
+def test_a_setting_that_is_no_template_is_named(tmp_path: Path, wrong: Any) -> None:
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": wrong})
+    with pytest.raises(ModelLoadFailed, match=r"tokenizer_config\.json: chat_template must be"):
+        Chat.from_folder(tmp_path)
 
 
-def test_token_names_may_be_maps(tmp_path: Path) -> None:
-    settings = {
-        "bos_token": {"content": "<s>", "lstrip": False},
-        "chat_template": "{{ bos_token }}",
-    }
-    write_json(tmp_path / "tokenizer_config.json", settings)
-    assert Template.from_folder(tmp_path).render(USER, now=NOW) == "<s>"
+def test_a_template_that_does_not_compile_names_file_name_and_line(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "fine"}, {"name": "rag", "template": "a\n{% if %}"}]
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
+    with pytest.raises(ModelLoadFailed, match=r"config\.json: chat template 'rag'.* at line 2"):
+        Chat.from_folder(tmp_path)

@@ -32,7 +32,7 @@ def test_text_goes_there_and_back() -> None:
     text = CountingText()
     assert text.encode("né") == [110, 195, 169]
     assert text.decode([1, 20]) == "1 20 "
-    assert text.render([{"role": "user", "content": "x"}], 0.0) == "user: x\n"
+    assert text.chat([{"role": "user", "content": "x"}], None, 0.0).ids == list(b"user: x\n")
 
 
 def row(**options: object) -> Sequence:

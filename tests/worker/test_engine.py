@@ -279,7 +279,7 @@ def test_no_step_copies_the_cache(loaded: Loaded, text: Text) -> None:
     """What a decode step needs for a while does not grow with the allocated cache."""
     needs, sizes = [], []
     for blocks in (4, 256):
-        engine = ModelEngine(loaded, text, lookahead=False)
+        engine = ModelEngine(loaded, text, lookahead=False, slabs=True)
         assert engine._slabs is not None
         engine._slabs._blocks = blocks
         seq = sequence(prompt_of(10), max_tokens=60)
@@ -291,13 +291,15 @@ def test_no_step_copies_the_cache(loaded: Loaded, text: Text) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("slabs", [False, True])
 def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
-    loaded: Loaded, text: Text, lookahead: bool
+    loaded: Loaded, text: Text, slabs: bool, lookahead: bool
 ) -> None:
+    """With lookahead its token in flight is of the row that it gave back."""
     for prefix in ("tree", "off"):
         for salt in range(len(MIXTURE)):
             expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
-            engine = ModelEngine(loaded, text, prefix=prefix, lookahead=lookahead)
+            engine = ModelEngine(loaded, text, prefix=prefix, lookahead=lookahead, slabs=slabs)
             seq = mixture()[salt]
             prefill(engine, seq)
             cached = seq.cached
@@ -325,7 +327,7 @@ def test_capacity_is_what_the_limit_leaves(loaded: Loaded, text: Text) -> None:
 
 
 def test_the_prefix_cache_leaves_room_for_rows(loaded: Loaded, text: Text) -> None:
-    engine = ModelEngine(loaded, text, blocks=18)
+    engine = ModelEngine(loaded, text, blocks=18, slabs=True)
     assert engine._slabs is not None
     for salt in range(30):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
@@ -334,9 +336,31 @@ def test_the_prefix_cache_leaves_room_for_rows(loaded: Loaded, text: Text) -> No
     assert engine.prefix_blocks() > 0
 
 
+def test_what_a_running_row_began_from_goes_last(loaded: Loaded, text: Text) -> None:
+    engine = ModelEngine(loaded, text)
+    ids_of(engine, sequence(prompt_of(300)), 3)
+    expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(300)))
+    row = sequence(prompt_of(300))
+    prefill(engine, row)
+    assert row.cached == 299
+    assert engine.shrink(2) == 0
+    assert engine.shrink(2, in_use=True) == 2
+    decode(engine, [row], 30)
+    engine.release(row)
+    assert row.ids == expected and engine.memory().prefix > 0
+
+
+def test_few_blocks_leave_some_for_the_prefix_cache(loaded: Loaded, text: Text) -> None:
+    engine = ModelEngine(loaded, text, blocks=4)  # fewer than a slab has
+    first, beside = sequence(prompt_of(300)), sequence(prompt_of(10))
+    prefill(engine, beside)
+    ids_of(engine, first, 3)
+    assert engine.prefix_blocks() == 2 and engine._left() == 3 * engine._block_bytes
+
+
 def test_warm_up_leaves_nothing_behind(loaded: Loaded, text: Text) -> None:
     for context in (4, 16, None):
-        engine = ModelEngine(loaded, text, context=context)
+        engine = ModelEngine(loaded, text, context=context, slabs=True)
         moves: list[int] = []
         engine.warm_up(lambda moves=moves: moves.append(1))  # type: ignore[misc]
         assert len(moves) == 2 * 8  # chunks, widths of a decode step
@@ -360,7 +384,7 @@ def test_a_step_that_fails_half_way_leaves_nothing_of_it(
     loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, hit, beside = (
-        ModelEngine(loaded, text),
+        ModelEngine(loaded, text, slabs=True),
         sequence(prompt_of(20)),
         sequence(prompt_of(90)),
     )
@@ -382,6 +406,25 @@ def test_a_step_that_fails_half_way_leaves_nothing_of_it(
     assert engine.memory().prefix == engine.memory().kv == 0
     again = sequence(prompt_of(20))
     assert ids_of(engine, again) == ids_of(ModelEngine(loaded, text), sequence(prompt_of(20)))
+
+
+def test_where_rows_are_apart_a_failed_step_hits_its_own_alone(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ModelEngine(loaded, text, slabs=False, lookahead=False)
+    hit, beside = sequence(prompt_of(20)), sequence(prompt_of(90))
+    for seq in (hit, beside):
+        prefill(engine, seq)
+        decode(engine, [seq], 3)
+
+    def fails(*arrays: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="malloc"):
+        patch.setattr(mx, "eval", fails)
+        engine.decode([hit])
+    decode(engine, [beside], 27)
+    assert beside.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(90)))
 
 
 def test_a_row_refuses_more_than_its_capacity() -> None:

@@ -77,15 +77,15 @@ def test_the_digest_is_of_the_content(good: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("generation", "changes", "settings", "ids"),
     [
-        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {}, {5, 6}),
-        ({"eos_token_id": None}, {"eos_token_id": 7}, {}, {7}),
-        (None, {"eos_token_id": [7]}, {}, {7}),
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {}, {5, 6, EOS}),
+        ({"eos_token_id": None}, {"eos_token_id": 7}, {}, {7, EOS}),
+        (None, {"eos_token_id": [7]}, {"eos_token": None}, {7}),
         (None, {}, {"eos_token": "</s>"}, {EOS}),
         (None, {}, {"eos_token": {"content": "a"}}, {ord("a")}),
         (None, {}, {"eos_token": None}, set()),
     ],
 )
-def test_the_first_source_of_eos_ids_wins(
+def test_ends_are_those_of_the_first_file_and_the_tokenizers_own(
     tmp_path: Path, generation: Any, changes: Any, settings: Any, ids: set[int]
 ) -> None:
     path = write_checkpoint(tmp_path, tokenizer_config=settings, **changes)
@@ -120,7 +120,7 @@ def test_a_broken_config(good: Path, text: str, words: str) -> None:
 def test_an_unsupported_architecture(good: Path, model_type: Any) -> None:
     write_json(good / "config.json", config() | {"model_type": model_type})
     assert f"model_type {model_type!r}" in refusal(good)
-    assert "supported are: llama, mistral" in refusal(good)
+    assert f"supported are: {', '.join(models.SUPPORTED)}" in refusal(good)
 
 
 def test_no_tokenizer(good: Path) -> None:

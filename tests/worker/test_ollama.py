@@ -51,7 +51,8 @@ def test_a_model_is_what_its_folder_was(folder: Path, store: Store) -> None:
     assert there.fit.weights == here.fit.weights
     assert (there.context, there.eos_ids, there.bos_token) == (512, here.eos_ids, "<s>")
     text = Text.from_folder(there)
-    assert text.render([{"role": "user", "content": "hi"}], 0.0) == "<|user|>hi<|assistant|>"
+    asked = text.chat([{"role": "user", "content": "hi"}], None, 0.0)
+    assert text.decode(asked.ids) == "<|user|>hi<|assistant|>"
     assert "model.layers.0.self_attn.q_proj.bias" in there.tensors
 
 

@@ -272,6 +272,7 @@ def test_the_oldest_leaf_goes_first() -> None:
     assert set(edges(cache)) == {(1, 0, 0, 0), (3, 0, 0, 0)}
     assert cache.shrink(4 * CELL + 1) == 8 * CELL
     assert cache.shrink(1) == 0
+    assert cache.evictions == 3
 
 
 def test_a_path_in_use_stays() -> None:

@@ -137,7 +137,7 @@ def test_the_thread_answers_in_order_and_survives_anything() -> None:
     preparer.start()
     for message in (
         Message(Header("work", ID, 1, 1), {"prompt": "abc"}),
-        Message(Header("work", ID, 1, 2), {"messages": [{"role": 5}]}),  # no broker sends it
+        Message(Header("work", ID, 1, 2), {"messages": [5]}),  # no broker sends it
         Message(Header("tokenize", ID, 1), {"text": "ab"}),
         Message(Header("tokenize", ID, 1), {"text": 5}),
         Message(Header("detokenize", ID, 1), {}, (pack_ids([1, 2]),)),

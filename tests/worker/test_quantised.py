@@ -133,13 +133,20 @@ def test_ollamas_store_gives_the_logits_of_its_folder(
     assert np.array_equal(logits_of(ours), logits_of(load(inspect(quantised[case]))))
 
 
-def test_layers_of_one_layout_are_one_product_and_others_stay_apart(
-    quantised: dict[str, Path],
-) -> None:
-    first, second = load(inspect(quantised["per layer"])).model.blocks  # type: ignore[attr-defined]
-    assert isinstance(first.mixer.qkv, SideBySide)
-    assert isinstance(second.mixer.qkv, QuantisedLinear)
-    assert isinstance(second.feed.gate_up, SideBySide)
+def test_layers_of_one_layout_are_one_product_and_others_stay_apart() -> None:
+    four, eight = Quant("affine", 4, 32), Quant("affine", 8, 32)
+
+    def layer(*layouts: Quant) -> object:
+        named = {str(number): layout for number, layout in enumerate(layouts)}
+        weights: dict[str, Any] = {}
+        for name, layout in named.items():
+            packed = mx.quantize(mx.ones((8, 64)), layout.group, layout.bits)
+            kinds = ("weight", "scales", "biases")
+            weights |= {f"{name}.{kind}": one for kind, one in zip(kinds, packed, strict=True)}
+        return Parts(weights, named, mx.float32).joined(list(named))
+
+    assert isinstance(layer(four, four), QuantisedLinear)
+    assert isinstance(layer(four, eight), SideBySide)
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (3, 48, 64)])

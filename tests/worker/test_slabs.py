@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
+from mlxpool.worker import batch as batch_module  # noqa: E402
 from mlxpool.worker.attention import Span, Step  # noqa: E402
 from mlxpool.worker.batch import Batch, parts_of  # noqa: E402
 from mlxpool.worker.blocks import BLOCK  # noqa: E402
@@ -84,6 +85,21 @@ def test_rows_hold_what_was_written_whatever_others_do(
     assert slabs.nbytes == 0
 
 
+def test_an_empty_row_is_filled_by_parts_in_one_copy() -> None:
+    slabs = Slabs(SHAPE, 3)
+    other, row, whole = SlabRow(slabs), SlabRow(slabs), Row(SHAPE)
+    other.reserve(BLOCK)
+    sizes = (100, 300, BLOCK, 1)
+    for layer in range(len(SHAPE.caches)):
+        parts = [(some(tokens), some(tokens)) for tokens in sizes]
+        mx.eval(parts)
+        row.put(layer, parts, 0)
+        whole.put(layer, parts, 0)
+    row.advance(sum(sizes))
+    whole.advance(sum(sizes))
+    assert len(row.table) == 3 and same(row, whole)
+
+
 def test_what_was_given_back_is_used_first() -> None:
     slabs = Slabs(SHAPE)
     first, second = SlabRow(slabs), SlabRow(slabs)
@@ -148,6 +164,24 @@ def test_a_batch_gives_what_each_row_gives_alone(
         wanted = [alone(model, pairs[line][1], ids[i : i + 1]) for i, line in enumerate(chosen)]
         assert mx.allclose(got, mx.concatenate(wanted), rtol=1e-4, atol=1e-5).item()
     assert all(same_nearly(*pair) for pair in pairs)
+
+
+def test_few_compiled_passes_are_kept_and_all_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batch_module, "COMPILED", 2)
+    slabs, model = Slabs(SHAPE), Attention(2)
+    row, other = SlabRow(slabs), Row(SHAPE)
+    append((row, other), 250)
+    batch, passes = Batch(model), set()
+    for tokens in (1, 60, 300, 300, 1, 1):  # into another block or width, but for the last
+        append((row, other), tokens)
+        ids = mx.array([tokens % 50])
+        got = batch([row], ids)
+        assert mx.allclose(got, alone(model, other, ids), rtol=1e-4, atol=1e-5).item()
+        passes.add(id(batch._pass))
+        assert len(batch._compiled) <= 2
+    assert len(passes) > 1
 
 
 def alone(model: Callable[..., Any], row: Row, token: Any) -> Any:

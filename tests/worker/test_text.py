@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
-from mlxpool.worker.json_files import read_json
-from mlxpool.worker.text import Completion, TokenBytes
-from worker_checkpoints import SPECIAL, write_tokenizer
+from mlxpool.worker.text import Completion
 
 ALPHABET = ["a", "b", "ab", "c", "é", "こ", "𝄞", "\ufffd"]
 BYTES = [*(char.encode() for char in ALPHABET), b"\xe3", b"\x81", b"\xff", b"\xf0\x9d", b"\x00"]
@@ -163,32 +159,3 @@ def test_long_repetitive_stops_are_linear() -> None:
     texts, completion = run([b"a" * 50] * 400, stops)
     assert not completion.stopped
     assert "".join(texts) == "a" * 20000
-
-
-def test_the_table_of_a_byte_level_tokenizer(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    raw = read_json(tmp_path / "tokenizer.json")
-    table = TokenBytes.from_tokenizer(raw)
-    assert [table[byte] for byte in range(256)] == [bytes([byte]) for byte in range(256)]
-    assert [table[256 + n] for n in range(len(SPECIAL))] == [text.encode() for text in SPECIAL]
-    assert (table[-1], table[10**9], len(table)) == (b"", b"", 256 + len(SPECIAL))
-    ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("né 𝄞</s>").ids
-    assert b"".join(table[token] for token in ids).decode() == "né 𝄞</s>"
-
-
-def test_the_table_of_a_sentencepiece_tokenizer() -> None:
-    vocab = {"<unk>": 0, "<0x0A>": 1, "<0xE3>": 2, "▁the": 3, "re▁": 4, "<0xZZ>": 5}
-    raw = {
-        "model": {"type": "BPE", "vocab": vocab, "byte_fallback": True},
-        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]},
-        "added_tokens": [{"id": 9, "content": "<0x41>", "special": False}],
-    }
-    table = TokenBytes.from_tokenizer(raw)
-    expected = [b"<unk>", b"\n", b"\xe3", b" the", b"re ", b"<0xZZ>", b"", b"", b"", b"<0x41>"]
-    assert [table[token] for token in range(10)] == expected
-
-
-def test_the_table_of_a_unigram_tokenizer() -> None:
-    raw = {"model": {"type": "Unigram", "vocab": [["▁a", -1.0], ["b", -2.0]]}}
-    table = TokenBytes.from_tokenizer(raw)
-    assert [table[0], table[1]] == [b" a", b"b"]

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
+import worker_tokenizers as zoo
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
+from mlxpool.common.wire import Header, Message
+from mlxpool.worker.chat import Chat
 from mlxpool.worker.load import inspect
+from mlxpool.worker.mail import Opened
+from mlxpool.worker.prepare import prepare
+from mlxpool.worker.sandbox import Template
 from mlxpool.worker.tokenizer import Text
 from worker_checkpoints import BOS, EOS, write_checkpoint, write_json
+
+HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
@@ -23,7 +33,7 @@ def test_text_round_trip_and_template(good: Path) -> None:
     text = Text.from_folder(inspect(good))
     assert text.decode(text.encode("né<|user|>")) == "né<|user|>"
     assert text.encode("a</s>") == [ord("a"), EOS]
-    assert text.render([{"role": "user", "content": "hi"}], 0.0) == "<|user|>hi<|assistant|>"
+    assert text.chat(HI, None, 0.0).ids == text.encode("<|user|>hi<|assistant|>")
     assert (text.piece(EOS), text.piece(10**6)) == (b"</s>", b"")
 
 
@@ -65,3 +75,114 @@ def _add_post_processor(path: Path) -> None:
         "special_tokens": special,
     }
     write_json(path / "tokenizer.json", raw)
+
+
+# ---- the end of the messages ---------------------------------------------------------------------
+
+TALK = [*HI, {"role": "assistant", "content": "né"}, {"role": "user", "content": "こ"}]
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_where_the_generation_prompt_begins(tmp_path: Path, add_bos: bool) -> None:
+    path = write_checkpoint(tmp_path, tokenizer_config={"add_bos_token": add_bos})
+    text = Text.from_folder(inspect(path))
+    prompt = text.chat(TALK, None, 0.0)
+    assert prompt.restore_at == len(prompt.ids) - 1
+    assert text.piece(prompt.ids[prompt.restore_at]) == b"<|assistant|>"
+    later = text.chat([*TALK, {"role": "assistant", "content": "x"}, *HI], None, 0.0)
+    assert later.ids[: prompt.restore_at] == prompt.ids[: prompt.restore_at]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content }}",
+        "{{ messages[0].content }}{% if add_generation_prompt %}{% endif %}",
+        "{% if add_generation_prompt %}>{% endif %}{{ messages[0].content }}",
+        "{{ messages[0].content }}{% if not add_generation_prompt %}{{ 1 / 0 }}{% endif %}",
+    ],
+    ids=["not asked for", "empty", "in front", "fails without"],
+)
+def test_where_it_cannot_be_told_it_is_0(tmp_path: Path, template: str) -> None:
+    path = write_checkpoint(tmp_path, tokenizer_config={"chat_template": template})
+    assert Text.from_folder(inspect(path)).chat(HI, None, 0.0).restore_at == 0
+
+
+def test_a_token_over_the_boundary_is_not_before_it() -> None:
+    tokenizer = zoo.sentencepiece()
+    source = "{{ messages[0].content }}{% if add_generation_prompt %}e fox{% endif %}"
+    text = Text(tokenizer, Chat({"default": Template(source)}))
+    prompt = text.chat([{"role": "user", "content": " th"}], None, 0.0)
+    assert text.decode(prompt.ids[: prompt.restore_at]).strip() in ("", "th")
+
+
+def test_a_chat_begins_with_bos_once(tmp_path: Path) -> None:
+    for template in ("{{ messages[0].content }}", "{{ bos_token }}{{ messages[0].content }}"):
+        settings = {"add_bos_token": True, "chat_template": template}
+        path = write_checkpoint(tmp_path, tokenizer_config=settings)
+        assert Text.from_folder(inspect(path)).chat(HI, None, 0.0).ids == [BOS, *b"hi"]
+
+
+def test_tools_reach_the_template(tmp_path: Path) -> None:
+    settings = {"chat_template": "{% for t in tools %}{{ t.function.name }}{% endfor %}"}
+    text = Text.from_folder(inspect(write_checkpoint(tmp_path, tokenizer_config=settings)))
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    assert text.chat(HI, tools, 0.0).ids == list(b"clock")
+    with pytest.raises(BadRequest, match=r"tools\[0\] must be a map, got 5"):
+        text.chat(HI, [5], 0.0)
+
+
+# ---- the size of the vocabulary ------------------------------------------------------------------
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, vocab_size=255)
+    with pytest.raises(ModelLoadFailed, match=r"ids up to 255, the model has rows for 255"):
+        Text.from_folder(inspect(path))
+
+
+def test_an_added_token_that_prompts_have_needs_a_row(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, vocab_size=259)
+    with pytest.raises(ModelLoadFailed, match=r"'<\|assistant\|>' \(id 259\).* rows for 259 ids"):
+        Text.from_folder(inspect(path))
+    add_bos = {"add_bos_token": True, "chat_template": "x"}
+    path = write_checkpoint(tmp_path, vocab_size=256, tokenizer_config=add_bos)
+    with pytest.raises(ModelLoadFailed, match=r"'<s>' \(id 256\)"):
+        Text.from_folder(inspect(path))
+
+
+def test_an_added_token_that_only_texts_may_have_is_let_pass(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, vocab_size=257, tokenizer_config={"chat_template": "x"})
+    text = Text.from_folder(inspect(path))
+    opened = Opened("digest", 64, 257, text)
+    header = Header("work", bytes(16), 1, 1)
+    with pytest.raises(BadRequest, match="prompt: token id 257 is not below 257"):
+        prepare(opened, header, Message(header, {"prompt": "a</s>"}), 0.0, 0.0)
+
+
+def test_fewer_ids_than_rows_are_fine(tmp_path: Path) -> None:
+    text = Text.from_folder(inspect(write_checkpoint(tmp_path, vocab_size=500)))
+    assert (text.piece(499), text.decode([97, 499, 98])) == (b"", "ab")
+
+
+# ---- other families ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [zoo.sentencepiece, zoo.unigram, zoo.word_piece])
+def test_other_families_from_a_folder(tmp_path: Path, make: Callable[[], Tokenizer]) -> None:
+    tokenizer = make()
+    path = write_checkpoint(tmp_path, vocab_size=tokenizer.get_vocab_size())
+    tokenizer.save(str(path / "tokenizer.json"))
+    write_json(path / "tokenizer_config.json", {})
+    text = Text.from_folder(inspect(path))
+    ids = text.encode("the fox")
+    assert ids == tokenizer.encode("the fox", add_special_tokens=False).ids or text.prefix
+    begin = "[CLS] " if make is zoo.word_piece else ""
+    assert text.decode(ids) == f"{begin}the fox"
+
+
+def test_a_decoder_that_is_not_supported_is_told_at_once(good: Path) -> None:
+    raw = json.loads((good / "tokenizer.json").read_text())
+    write_json(good / "tokenizer.json", {**raw, "decoder": {"type": "BPEDecoder", "suffix": "w"}})
+    with pytest.raises(ModelLoadFailed, match="decoder has a step that is not supported"):
+        Text.from_folder(inspect(good))

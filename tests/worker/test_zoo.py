@@ -372,7 +372,9 @@ def test_without_the_extra_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: dict[str, Checked]
 ) -> None:
     monkeypatch.setattr(zoo, "_home", lambda: None)
-    words = r"'phi3', which is not supported; supported are: llama, .*pip install 'mlxpool\[zoo\]'"
+    words = (
+        r"'phi3', which is not supported; supported are: .*llama, .*pip install 'mlxpool\[zoo\]'"
+    )
     with pytest.raises(ModelLoadFailed, match=words):
         inspect(checked["phi3"].folder.path)
 

@@ -82,7 +82,7 @@ class Admin:
         return {"broker": self.broker.about(now), **stats.stats(self.broker.core, now)}
 
     def models(self, message: Message, now: float) -> Mapping[str, Any]:
-        return {"models": self.broker.core.model_list()}
+        return {"models": self.broker.core.model_list(now)}
 
     def requests(self, message: Message, now: float) -> Mapping[str, Any]:
         return {"requests": stats.requests(self.broker.core, now)}
@@ -97,12 +97,12 @@ class Admin:
         self._refuse_if_ending()
         model = self._model(message)
         self.broker.perform(ev.Load(model.name), now)
-        return {"model": model.name}
+        return {"model": message.body["model"]}
 
     def unload(self, message: Message, now: float) -> Mapping[str, Any]:
         model = self._model(message)
         self.broker.perform(ev.Unload(model.name), now)
-        return {"model": model.name}
+        return {"model": message.body["model"]}
 
     def drain(self, message: Message, now: float) -> Mapping[str, Any]:
         """A worker (slot), a model, or the pool; `timeout_ms` is how long streams may go on."""
@@ -116,7 +116,8 @@ class Admin:
             raise BadRequest(f"model {name!r} is drained already; load it to open it again")
         elif name is None and self.broker.core.stopping:
             raise BadRequest("the pool is being drained already")
-        self.broker.perform(ev.Drain(slot, name, grace), now)
+        model = None if name is None else self._model(message).name
+        self.broker.perform(ev.Drain(slot, model, grace), now)
         return {"draining": slot or name or "pool", "timeout_ms": round(grace * 1000)}
 
     def restart(self, message: Message, now: float) -> Mapping[str, Any]:

@@ -46,12 +46,18 @@ class Books:
         boot: int,
         needs: Mapping[str, int] | None = None,
         memory: int = NO_LIMIT,
+        places: Mapping[str, str] | None = None,
     ) -> None:
-        """`needs` is what one worker of a model takes, `memory` what all may take, in bytes."""
+        """`needs` is what one worker of a model takes, `memory` what all may take, in bytes.
+
+        `places` says where the files of a model are; names with one place may share workers.
+        """
         self.config = config
         self.boot = boot
         self.timers = Timers()
-        self.fleet = Fleet(config, boot, self.timers, needs or {}, memory)
+        self.fleet = Fleet(config, boot, self.timers, memory)
+        for name, spec in config.models.items():
+            self.fleet.add(name, spec, (places or {}).get(name, ""), (needs or {}).get(name, 0))
         self.requests: dict[bytes, Request] = {}
         self.tombstones: OrderedDict[bytes, Tombstone] = OrderedDict()
         self.links: dict[int, Link] = {}
@@ -123,7 +129,7 @@ class Books:
         return self._model_of(request).queue.before(request)
 
     def _model_of(self, request: Request) -> Model:
-        return self.fleet.models[request.payload.model]
+        return self.fleet.models[request.model]
 
     def _unqueue(self, request: Request) -> None:
         if request.state is State.QUEUED:

@@ -131,8 +131,8 @@ class Core(Taking):
         model = self.fleet.models[slot.model]
         error = self.fleet.verdict(model, now)
         if error is not None:
-            self._give_up(model, error, now)
-        elif (model.queue or model.asks or worker.replace) and not self.drained:
+            self._give_up(model, lambda name: self.fleet.verdict(model, now, name) or error, now)
+        elif (model.queue or model.asks or worker.replace or model.kept) and not self.drained:
             self.fleet.want(model, now)
         for other in self.fleet.starved():
             self.fleet.want(other, now)
@@ -198,8 +198,9 @@ class Core(Taking):
             self._set_timer(request)
 
     def _model_timer(self, now: float, name: str) -> None:
-        if not self.drained:
-            self.fleet.timer(self.fleet.models[name], now)
+        model = self.fleet.models.get(name)  # None: it has found its twin
+        if model is not None and not self.drained:
+            self.fleet.timer(model, now)
 
     def on_heard(self, event: ev.Heard, now: float) -> None:
         self._heard(event.link, now)
@@ -225,6 +226,14 @@ class Core(Taking):
         if link is not None and not link.lost:
             link.lost = True
             self.counters.links_lost += 1
+
+    # ---- models --------------------------------------------------------------------------------
+
+    def on_model_found(self, event: ev.ModelFound, now: float) -> None:
+        self.fleet.add(event.name, event.config, event.place, event.need)
+
+    def on_model_described(self, event: ev.ModelDescribed, now: float) -> None:
+        self.fleet.described(event.name, event.about)
 
     # ---- operations ----------------------------------------------------------------------------
 
@@ -269,7 +278,7 @@ class Core(Taking):
         for model in self.fleet.models.values():
             for worker in model.workers:
                 self._ask_again(worker, "the broker is going down")
-            self._give_up(model, error, now)
+            self._give_up(model, lambda name: error, now)
             self.fleet.unload(model, "the broker is going down")
 
 
@@ -300,6 +309,8 @@ HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     ev.WorkerExited: Core.on_exited,
     ev.Looked: Core.on_looked,
     ev.Late: Core.on_late,
+    ev.ModelFound: Core.on_model_found,
+    ev.ModelDescribed: Core.on_model_described,
     ev.Load: Core.on_load,
     ev.Unload: Core.on_unload,
     ev.Drain: Core.on_drain,

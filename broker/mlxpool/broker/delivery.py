@@ -136,8 +136,9 @@ class Delivery(Books):
         self.timers.clear(request.id)
         self.links[request.link].ids.discard(request.id)
         self._bury(request, now)
-        self.counters.end(request, now)
-        self.out.append(ev.Note("info", "request", _record(request, kind, body, now)))
+        outcome = str(body.get("reason") if kind == wire.DONE else body.get("code"))
+        self.counters.end(request, outcome, now)
+        self.out.append(ev.Note("info", "request", _record(request, outcome, body, now)))
         self._settled(self._model_of(request), now)
 
     def _settled(self, model: Model, now: float) -> None:
@@ -172,18 +173,21 @@ def _ms(seconds: float) -> float:
     return round(max(0.0, seconds) * 1000, 3)
 
 
-def _record(request: Request, kind: str, body: Mapping[str, Any], now: float) -> dict[str, Any]:
+def _record(request: Request, outcome: str, body: Mapping[str, Any], now: float) -> dict[str, Any]:
     """The log line of a finished request: figures only, never its text."""
     return {
         "id": request.id.hex(),
         "model": request.payload.model,
         "owner": request.owner,
         "worker": request.slot,
-        "outcome": body.get("reason") if kind == wire.DONE else body.get("code"),
+        "epoch": request.worker,
+        "outcome": outcome,
         "prompt_tokens": request.prompt_tokens,
+        "cached_tokens": _map(body.get("usage")).get("cached_tokens"),
         "tokens": request.taken,
         "attempts": request.tries,
         "queue_ms": _ms((request.assigned_at or now) - request.accepted_at),
         "first_token_ms": _ms(request.first_at - request.accepted_at) if request.first_at else None,
+        "decode_ms": _ms(now - request.first_at) if request.first_at else None,
         "total_ms": _ms(now - request.accepted_at),
     }

@@ -19,14 +19,16 @@ from typing import Any
 import zmq
 
 from mlxpool.broker import events as ev
-from mlxpool.broker import record, system
+from mlxpool.broker import record, snapshot, system
 from mlxpool.broker.admin import Admin
 from mlxpool.broker.core import Core
 from mlxpool.broker.door import PERIOD, Door, backlog_of
 from mlxpool.broker.guard import Guard
+from mlxpool.broker.lag import Lag
 from mlxpool.broker.peers import Peer, Peers
 from mlxpool.broker.premises import footprints, lock, raise_descriptor_limit
 from mlxpool.broker.supervisor import TICK, Child, Supervisor
+from mlxpool.broker.web import Web
 from mlxpool.common import sockets, wire
 from mlxpool.common.config import PoolConfig, check_run_dir
 from mlxpool.common.errors import BadRequest, PoolError
@@ -34,6 +36,7 @@ from mlxpool.common.history import History
 from mlxpool.common.wire import Delta, Header, Message
 
 log = logging.getLogger("mlxpool.broker")
+requests_log = logging.getLogger("mlxpool.request")  # one line for each that ends
 
 DRAIN = 256  # messages read from one socket before the others get their turn
 FRONT_TURN = 0.001  # seconds for clients, then workers have theirs: a flood delays no stream
@@ -55,6 +58,8 @@ class Broker:
         self.descriptors = raise_descriptor_limit()
         self.config = config
         self.lock = lock(config.run_dir)
+        self.web = Web(config.metrics) if config.metrics else None
+        self.lag = Lag()
         self.boot = secrets.randbits(63) or 1
         memory = config.memory_limit or int(SHARE * system.memory_of_machine())
         self.core = Core(config, self.boot, footprints(config), memory)
@@ -89,6 +94,8 @@ class Broker:
             self.signals,
         ):
             self.poller.register(source, zmq.POLLIN)
+        if self.web is not None:
+            self.poller.register(self.web.desk.bell, zmq.POLLIN)
         self._rows: list[Delta] = []  # taken from the socket, not yet by the core
         self._noticed: dict[int, float] = {}  # descriptors of dead workers -> since when
         self._rows_of = 0  # the epoch of their worker
@@ -124,6 +131,7 @@ class Broker:
         self._turned_at = now
         if late > LATE:
             log.warning("the broker was late", extra={"seconds": round(late, 3)})
+            self.lag.note(late, now)
             self.perform(ev.Late(late), now)
         if self.door.monitor in readable:
             self.door.somebody_came()
@@ -140,7 +148,10 @@ class Broker:
             self._stop_signal(now)
         if self.core.next_wake() <= now:
             self.perform(ev.Wake(), now)
+        if self.web is not None and self.web.desk.bell.fileno() in readable:
+            self.web.desk.leave(snapshot.take(self.core, self.about(now), self.lag.worst(now), now))
         self._keep_house(now)
+        self.lag.note(time.monotonic() - now, now)
 
     def _timeout_ms(self, now: float) -> int:
         wake = min(self.core.next_wake(), self.supervisor.next_wake(), self._sweep_at)
@@ -303,6 +314,7 @@ class Broker:
         child = self.supervisor.children.get(slot)
         token = str(message.body.get("token"))
         if child is None or not child.opens(token):
+            self.core.counters.auth_failures += 1
             log.warning("hello refused", extra={"slot": slot, "peer": peer.owner})
             return
         child.renew(token)
@@ -402,7 +414,8 @@ class Broker:
         self.stop(now, final=False)
 
     def note(self, action: ev.Note, now: float) -> None:
-        log.log(logging.getLevelName(action.level.upper()), action.event, extra=action.fields)
+        logger = requests_log if action.event == "request" else log
+        logger.log(logging.getLevelName(action.level.upper()), action.event, extra=action.fields)
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -425,6 +438,8 @@ class Broker:
     def close(self) -> None:
         """Free everything: children, sockets, the lock."""
         self.supervisor.close()
+        if self.web is not None:
+            self.web.close()
         self.door.close()
         for source in (self.front.socket, self.back.socket, self.admin.socket):
             source.close()
@@ -452,6 +467,8 @@ class Broker:
             "links": len(self.front.by_number),
             "front_shut": self.door.times_shut,
             "turned_out": self.guard.turned_out,
+            "descriptors": self.descriptors,
+            "metrics": None if self.web is None else self.web.url,
         }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.broker.judge import Sample
+from mlxpool.common.config import ModelConfig
 from mlxpool.common.wire import Delta, Header
 
 # ---- what can happen -------------------------------------------------------------------------
@@ -165,6 +166,24 @@ class Late:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFound:
+    """A model that was not there before; the fields are those of Fleet.add."""
+
+    name: str
+    config: ModelConfig
+    place: str
+    need: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescribed:
+    """Somebody has looked at a model's files; `about` is in docs/protocol.md, `models`."""
+
+    name: str
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     model: str
 
@@ -224,6 +243,8 @@ Event = (
     | WorkerExited
     | Looked
     | Late
+    | ModelFound
+    | ModelDescribed
     | Load
     | Unload
     | Drain

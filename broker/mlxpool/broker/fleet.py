@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlxpool.broker.events import Action, DumpStacks, Note, StartWorker, StopWorker, ToWorker
 from mlxpool.broker.judge import Verdict
+from mlxpool.broker.names import Names
 from mlxpool.broker.policy import restart_delay, to_evict
 from mlxpool.broker.timers import Timers
 from mlxpool.broker.workers import FENCED, Model, Slot, Worker, WorkerState
@@ -24,42 +25,94 @@ from mlxpool.common.wire import Header
 class Fleet:
     """Owns every Model, Slot and Worker. Epochs count up over all slots and never repeat."""
 
-    def __init__(
-        self, config: PoolConfig, boot: int, timers: Timers, needs: Mapping[str, int], memory: int
-    ) -> None:
+    def __init__(self, config: PoolConfig, boot: int, timers: Timers, memory: int) -> None:
         self.config = config
         self.boot = boot
         self.timers = timers
         self.memory = memory  # bytes that all workers may take together
         self.out: list[Action] = []
-        self.models = {
-            name: _model(name, spec, needs.get(name, 0)) for name, spec in config.models.items()
-        }
-        self.slots = {slot.name: slot for model in self.models.values() for slot in model.slots}
+        self.names = Names()
+        self.models: dict[str, Model] = {}  # by the name under which they run
+        self.slots: dict[str, Slot] = {}
         self.by_epoch: dict[int, Worker] = {}
         self.epoch = 0
         self.closing = False  # nothing is started any more
 
     # ---- models --------------------------------------------------------------------------------
 
-    def model(self, name: str) -> Model:
-        """The model of that name. Raises UnknownModel naming the nearest one."""
-        model = self.models.get(name)
-        if model is None:
-            near = difflib.get_close_matches(name, self.models, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(self.models)}"
-            raise UnknownModel(f"there is no model {name!r:.80}; {hint}")
-        return model
+    def add(self, name: str, config: ModelConfig, place: str = "", need: int = 0) -> None:
+        """A name that can be asked for. It gets a model of its own unless a twin has one.
 
-    def refuse_if_broken(self, model: Model, now: float) -> None:
-        """Raises why the model cannot be had until `retry_at`, or ever."""
+        `place` is where its files are ("": it has no twin), `need` the bytes of a worker at least.
+        """
+        if name in self.names.known:
+            return
+        if self.names.add(name, config, place) == name:
+            self._found(name, need)
+        else:
+            self._fit(self.models[self.names.known[name].model])
+
+    def described(self, name: str, about: Mapping[str, Any]) -> None:
+        """What a look at its files has found; they may turn out to be another name's, or no more.
+
+        A model that anybody wants stays what it is until it is quiet and looked at again.
+        """
+        known = self.names.known.get(name)
+        if known is None:
+            return
+        known.about = about
+        self._learn_size(self.models[known.model], about.get("size"))
+        for stray in self.names.strays(known.model):
+            need = self.models[known.model].floor
+            self.names.known[stray].model = stray
+            self._found(stray, need)
+        model, twin = self.models.get(name), self.names.twin(name)
+        if model is None or twin is None or not model.quiet or len(self.names.members(name)) > 1:
+            return
+        del self.models[name]
+        for slot in model.slots:
+            del self.slots[slot.name]
+        known.model = twin
+        self._fit(self.models[twin])
+
+    def _learn_size(self, model: Model, size: object) -> None:
+        """What a model takes at least, where its files could not be weighed before."""
+        if isinstance(size, int) and not model.floor and not model.workers:
+            model.floor, model.need = size, max(model.need, size)
+
+    def _found(self, name: str, need: int) -> None:
+        config = self.names.known[name].config
+        floor = config.memory_limit or need
+        self.models[name] = Model(name, config, [], floor=floor, need=floor)
+        self._fit(self.models[name])
+
+    def _fit(self, model: Model) -> None:
+        """As many slots as the one asks for that asks for most."""
+        model.config = self.names.config_of(model.name)
+        for number in range(len(model.slots), model.config.replicas):
+            slot = Slot(f"{model.name}/{number}", model.name)
+            model.slots.append(slot)
+            self.slots[slot.name] = slot
+
+    def model(self, name: str) -> Model:
+        """The model that a name means. Raises UnknownModel naming the nearest name."""
+        model = self.names.model_of(name)
+        if model is None:
+            known = self.names.known
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {_few(known)}"
+            raise UnknownModel(f"there is no model {name!r:.80}; {hint}")
+        return self.models[model]
+
+    def refuse_if_broken(self, model: Model, now: float, name: str) -> None:
+        """Raises why the model, asked for as `name`, cannot be had until `retry_at`, or ever."""
         if model.hopeful:
             return
         if model.floor > self.memory:
             raise ModelUnavailable(
-                f"model {model.name!r} needs {model.floor} bytes, the pool's memory_limit is"
+                f"model {name!r} needs {model.floor} bytes, the pool's memory_limit is"
                 f" {self.memory}; raise memory_limit or take a smaller model",
-                details={"model": model.name, "need": model.floor, "memory_limit": self.memory},
+                details={"model": name, "need": model.floor, "memory_limit": self.memory},
             )
         if now >= model.retry_at:
             return
@@ -69,15 +122,15 @@ class Fleet:
             error.retry_after_ms = wait_ms
             raise error
         if model.failures >= self.config.restart_limit:
-            raise self.broken(model, wait_ms)
+            raise self.broken(model, wait_ms, name)
 
-    def broken(self, model: Model, wait_ms: int) -> ModelUnavailable:
+    def broken(self, model: Model, wait_ms: int, name: str) -> ModelUnavailable:
         causes = [slot.last_exit for slot in model.slots if slot.last_exit]
         return ModelUnavailable(
-            f"model {model.name!r} failed {model.failures} times in a row"
+            f"model {name!r} failed {model.failures} times in a row"
             f" (last: {causes[-1] if causes else 'unknown'}); it is tried again"
             f" in {wait_ms / 1000:.0f} s",
-            details={"model": model.name},
+            details={"model": name},
             retry_after_ms=wait_ms,
         )
 
@@ -270,10 +323,10 @@ class Fleet:
         if model.wanted:
             self.timers.set(("restart", model.name), model.retry_at)
 
-    def verdict(self, model: Model, now: float) -> PoolError | None:
+    def verdict(self, model: Model, now: float, name: str = "") -> PoolError | None:
         """Why what waits for the model should not go on waiting; None when it should."""
         try:
-            self.refuse_if_broken(model, now)
+            self.refuse_if_broken(model, now, name or model.name)
         except PoolError as error:
             return error
         return None
@@ -296,15 +349,14 @@ class Fleet:
         self.out.append(Note(level, event, {**known, "pid": worker.pid, **fields}))
 
 
+def _few(names: Iterable[str], most: int = 20) -> str:
+    shown = list(names)
+    return ", ".join(shown[:most]) + (", …" if len(shown) > most else "")
+
+
 def _natural(value: object) -> int:
     return max(0, value) if isinstance(value, int) else 0
 
 
 def _ends(worker: Worker) -> bool:
     return worker.state in (*FENCED, WorkerState.DRAINING)
-
-
-def _model(name: str, config: ModelConfig, need: int) -> Model:
-    slots = [Slot(f"{name}/{number}", name) for number in range(config.replicas)]
-    floor = config.memory_limit or need
-    return Model(name, config, slots, floor=floor, need=floor)

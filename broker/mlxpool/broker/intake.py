@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mlxpool.broker import events as ev
+from mlxpool.broker import stats
 from mlxpool.broker.delivery import Delivery
 from mlxpool.broker.payload import Payload
 from mlxpool.broker.policy import choose_worker, prefix_keys, remember, same_facts
@@ -82,22 +83,22 @@ class Intake(Delivery):
         self.out.append(ev.ToClient(event.link, header, body))
 
     def _admit(self, event: ev.Generate, payload: Payload, digest: bytes, now: float) -> None:
-        model = self.fleet.model(payload.model)
         before = self.requests.get(event.id)
+        model = self.fleet.model(payload.model) if before is None else self._model_of(before)
         if before is None:
-            self._check_open(model)
+            self._check_open(model, payload.model)
             # What was accepted once is not refused for want of room, within reason.
             self._check_queue(model, payload, RESUMED if payload.resume_ids else 1)
             self._check_poison(digest)
         else:
             _check_ids(before, payload)
-        self.fleet.refuse_if_broken(model, now)
-        request = self._new_request(event, payload, digest, now)
+        self.fleet.refuse_if_broken(model, now, payload.model)
+        request = self._new_request(event, payload, model, digest, now)
         waits = before is not None and before.state is State.QUEUED
         if before is not None:
             self._take_over(before, request)
         else:
-            self.counters.accepted += 1
+            self.counters.accept(request)
         self.tombstones.pop(request.id, None)
         self.requests[request.id] = request
         self.links[event.link].ids.add(request.id)
@@ -113,13 +114,11 @@ class Intake(Delivery):
         self.fleet.want(model, now)
         self._dispatch(model, now)
 
-    def _check_open(self, model: Model) -> None:
+    def _check_open(self, model: Model, name: str) -> None:
         if self.stopping:
             raise Draining("the broker is going down; send the request again later")
         if model.closed:
-            raise Draining(
-                f"model {model.name!r} is drained; `mlxpool load {model.name}` opens it again"
-            )
+            raise Draining(f"model {name!r} is drained; `mlxpool load {name}` opens it again")
 
     def _check_poison(self, digest: bytes) -> None:
         until = self.poisoned.get(digest)
@@ -134,12 +133,12 @@ class Intake(Delivery):
         if len(model.queue) >= limit or model.queue.bytes + payload.size > most:
             raise QueueFull(
                 f"{len(model.queue)} requests with {model.queue.bytes} bytes of prompt wait for"
-                f" model {model.name!r}, at most {limit} and {most}; retry later",
+                f" model {payload.model!r}, at most {limit} and {most}; retry later",
                 retry_after_ms=RETRY_QUEUE_MS,
             )
 
     def _new_request(
-        self, event: ev.Generate, payload: Payload, digest: bytes, now: float
+        self, event: ev.Generate, payload: Payload, model: Model, digest: bytes, now: float
     ) -> Request:
         total = self.config.deadline
         if payload.deadline_ms is not None:
@@ -157,6 +156,7 @@ class Intake(Delivery):
             event.owner,
             digest,
             payload,
+            model.name,
             seed,
             accepted_at=now,
             deadline=now + total,
@@ -166,6 +166,7 @@ class Intake(Delivery):
             ids=bytearray(payload.resume_ids),
             facts=resume.get("facts"),
             barren=int(resume.get("resumes", 0)),
+            timed=have,
             sent=have,
             acked=have,
         )
@@ -176,7 +177,8 @@ class Intake(Delivery):
         self.links[before.link].ids.discard(before.id)
         request.tries, request.place = before.tries, before.place
         request.accepted_at, request.assigned_at = before.accepted_at, before.assigned_at
-        request.first_at, request.prompt_tokens = before.first_at, before.prompt_tokens
+        request.first_at, request.timed_at = before.first_at, before.timed_at
+        request.prompt_tokens = before.prompt_tokens
         request.queue_deadline = before.queue_deadline
         request.first_deadline = before.first_deadline
         request.facts = before.facts or request.facts
@@ -219,7 +221,7 @@ class Intake(Delivery):
             facts, hello = request.facts or {}, ready[0].hello
             error = ModelUnavailable(
                 f"the stream began with model digest {facts.get('digest')}, context"
-                f" {facts.get('context')}; {model.name!r} is now {hello.get('digest')},"
+                f" {facts.get('context')}; {request.payload.model!r} is now {hello.get('digest')},"
                 f" {hello.get('context')}; send a new request",
                 details={"digest": facts.get("digest"), "context": facts.get("context")},
             )
@@ -243,7 +245,9 @@ class Intake(Delivery):
         self._model_of(request).queue.take(request)
         request.move("assign")
         request.worker, request.slot = worker.epoch, worker.slot
-        request.assigned_at = request.assigned_at or now
+        if not request.assigned_at:
+            request.assigned_at = now
+            self.counters.of(request.payload.model).assigned(request, now)
         request.queue_deadline = math.inf
         request.tries += 1
         self.runs += 1
@@ -279,33 +283,22 @@ class Intake(Delivery):
             body: dict[str, Any] = {"boot": self.boot, "link": event.link, "version": wire.VERSION}
             self._answer(event, wire.PONG, body)
         elif event.kind == wire.MODELS:
-            self._answer(event, wire.MODELS, {"models": self.model_list()})
+            self._answer(event, wire.MODELS, {"models": self.model_list(now)})
         else:
             self._ask_worker(event, now)
 
-    def model_list(self) -> list[dict[str, Any]]:
+    def model_list(self, now: float) -> list[dict[str, Any]]:
         """What a client may know of the models."""
-        limit = self.config.restart_limit
-        return [
-            {
-                "name": model.name,
-                "state": model.state(limit),
-                "queued": len(model.queue),
-                "context": max(
-                    (int(w.hello.get("context", 0)) for w in model.workers),
-                    default=model.config.context,
-                ),
-            }
-            for model in self.fleet.models.values()
-        ]
+        return stats.models(self.fleet, self.config.restart_limit, now)
 
     def _ask_worker(self, event: ev.Ask, now: float) -> None:
         try:
             if not isinstance(event.body.get("model"), str):
                 raise BadRequest(f"{event.kind}: model must be a name")
-            model = self.fleet.model(event.body["model"])
-            self._check_open(model)
-            self.fleet.refuse_if_broken(model, now)
+            name = event.body["model"]
+            model = self.fleet.model(name)
+            self._check_open(model, name)
+            self.fleet.refuse_if_broken(model, now, name)
             if self._asked_again(model, event):
                 return
             self._check_asks(model, event)

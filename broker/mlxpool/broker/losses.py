@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mlxpool.broker import events as ev
 from mlxpool.broker.intake import Intake
 from mlxpool.broker.policy import POISON, charges, company_of
@@ -78,7 +80,7 @@ class Losses(Intake):
     def _requeue(self, request: Request) -> None:
         request.move("requeue")
         request.worker, request.slot, request.run = 0, "", 0
-        self.counters.resumed += 1
+        self.counters.resume(request)
         self._model_of(request).queue.add_back(request)
         self._set_timer(request)
 
@@ -103,13 +105,18 @@ class Losses(Intake):
 
     # ---- models that cannot be had -------------------------------------------------------------
 
-    def _give_up(self, model: Model, error: PoolError, now: float) -> None:
-        """The model cannot be had for now: everything that waits for it learns why."""
-        model.wanted = False
+    def _give_up(self, model: Model, why: Callable[[str], PoolError], now: float) -> None:
+        """The model cannot be had for now: everything that waits for it learns why.
+
+        `why` gives the error to those who asked for it by that name. A pinned model stays wanted:
+        it is tried again without being asked for.
+        """
+        model.wanted = model.wanted and model.config.pin
         for request in list(model.queue):
-            self._fail(request, error, now)
+            self._fail(request, why(request.payload.model), now)
         for ask in model.asks:
-            self._reply(ask.link, wire.ERROR, ask.id, ask.attempt, error.body())
+            body = why(str(ask.body["model"])).body()
+            self._reply(ask.link, wire.ERROR, ask.id, ask.attempt, body)
         model.asks.clear()
 
     # ---- drain ---------------------------------------------------------------------------------
@@ -172,12 +179,12 @@ class Losses(Intake):
             for request in list(self.requests.values()):
                 self._fail(request, error, now)
             for model in self.fleet.models.values():
-                self._give_up(model, error, now)
-        elif name and self.fleet.models[name].closed:
+                self._give_up(model, lambda _: error, now)
+        elif name in self.fleet.models and self.fleet.models[name].closed:
             for request in list(self.requests.values()):
-                if request.payload.model == name:
+                if request.model == name:
                     self._fail(request, error, now)
-            self._give_up(self.fleet.models[name], error, now)  # calls, too, get their answer
+            self._give_up(self.fleet.models[name], lambda _: error, now)  # calls, too
             self.fleet.unload(self.fleet.models[name], "drained")
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.messages import check_messages, check_tools
 from mlxpool.common.options import MAX_SEED, Options
 
 MAX_WINDOW = 1 << 20
 DEFAULT_WINDOW = 1024  # token ids that may be sent and not acknowledged
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
-MAX_MESSAGES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,17 @@ class Payload:
 
 
 def _text_size(prompt: Mapping[str, Any]) -> int:
-    if isinstance(prompt.get("prompt"), str):
-        return len(prompt["prompt"].encode("utf-8", "surrogatepass"))
-    texts = (message["content"] for message in prompt.get("messages", ()))
-    return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    """Bytes of all the text in it, however deep."""
+    size, waiting = 0, [prompt[key] for key in ("prompt", "messages", "tools") if key in prompt]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            size += len(value.encode("utf-8", "surrogatepass"))
+        elif isinstance(value, Mapping):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+    return size
 
 
 def _prompt(body: Mapping[str, Any], blobs: tuple[bytes, ...]) -> tuple[dict[str, Any], int]:
@@ -84,7 +91,9 @@ def _prompt(body: Mapping[str, Any], blobs: tuple[bytes, ...]) -> tuple[dict[str
     if len(given) != 1:
         raise BadRequest(f"give one of prompt, messages, tokens; got {given or 'none'}")
     if given == ["messages"]:
-        return {"messages": _messages(body["messages"])}, 0
+        return _chat(body), 0
+    if body.get("tools"):
+        raise BadRequest(f"tools go with messages, got {given[0]}")
     if given == ["prompt"] and isinstance(body["prompt"], str):
         if not body["prompt"]:
             raise BadRequest("the prompt is empty")
@@ -99,15 +108,11 @@ def _prompt(body: Mapping[str, Any], blobs: tuple[bytes, ...]) -> tuple[dict[str
     return {key: True}, 1
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
-        raise BadRequest(f"messages must be a list of 1 to {MAX_MESSAGES} maps")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRequest(f"messages[{number}] must be a map with a role")
-        if not isinstance(message.get("content"), str):
-            raise BadRequest(f"messages[{number}] must have a content of text")
-    return messages
+def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Messages and tools as they came; how templates see them is the worker's."""
+    check_messages(body["messages"])
+    tools = {"tools": body["tools"]} if check_tools(body.get("tools")) else {}
+    return {"messages": body["messages"], **tools}
 
 
 def _resume(

@@ -54,6 +54,7 @@ class Request:
     owner: str
     digest: bytes
     payload: Payload
+    model: str  # the name under which its model runs; `payload.model` is the one asked for
     seed: int
     accepted_at: float
     deadline: float
@@ -74,6 +75,8 @@ class Request:
     company: int = 0  # how many may run in a worker together with it, itself included; 0: any
     assigned_at: float = 0.0
     first_at: float = 0.0
+    timed: int = 0  # ids that the histograms of `figures` know of
+    timed_at: float = 0.0  # when the newest of these came; 0: none came yet
     shut_since: float = 0.0  # since when the window has been shut with data behind it; 0: it is not
     prompt_tokens: int = 0
     unread: deque[Chunk] = field(default_factory=deque)

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.broker.figures import Figures
 from mlxpool.broker.requests import Request, State
 
 if TYPE_CHECKING:
     from mlxpool.broker.core import Core
-    from mlxpool.broker.workers import Model, Slot
+    from mlxpool.broker.fleet import Fleet
+    from mlxpool.broker.workers import Slot
+
+SHORT = 12  # digits of a digest that are shown
 
 
 @dataclass(eq=False, slots=True)
@@ -33,14 +37,33 @@ class Counters:
     fenced: int = 0  # worker frames of an epoch or a place that no longer counts
     bad_frames: int = 0  # what was not a message
     links_lost: int = 0
+    auth_failures: int = 0  # hellos without a valid token
     internal_errors: int = 0  # events that met a bug of ours
     rejected: Counter[str] = field(default_factory=Counter)  # by error code, never accepted
     failures: Counter[str] = field(default_factory=Counter)  # by error code, accepted
     queue_s: float = 0.0  # sums over ended requests
     total_s: float = 0.0
+    models: dict[str, Figures] = field(default_factory=dict)
 
-    def end(self, request: Request, now: float) -> None:
-        """Count an ended request once."""
+    def of(self, model: str) -> Figures:
+        """Those of one model. Only for models that there are: each stays for ever."""
+        figures = self.models.get(model)
+        if figures is None:
+            figures = self.models[model] = Figures()
+        return figures
+
+    def accept(self, request: Request) -> None:
+        self.accepted += 1
+        self.of(request.payload.model).accepted += 1
+
+    def resume(self, request: Request) -> None:
+        """It goes back to the queue with what it has."""
+        self.resumed += 1
+        self.of(request.payload.model).resumed += 1
+
+    def end(self, request: Request, outcome: str, now: float) -> None:
+        """Count an ended request once; `outcome` is its reason or its error's code."""
+        self.of(request.payload.model).ended(request, outcome, now)
         if request.state is State.DONE:
             self.done += 1
         elif request.state is State.FAILED:
@@ -72,6 +95,7 @@ def stats(core: Core, now: float) -> dict[str, Any]:
         "frames": {"bad": counters.bad_frames, "fenced": counters.fenced},
         "seconds": {"queue": round(counters.queue_s, 3), "total": round(counters.total_s, 3)},
         "links": {"known": len(core.links), "lost": counters.links_lost},
+        "auth_failures": counters.auth_failures,
         "internal_errors": counters.internal_errors,
         "queued": sum(len(model.queue) for model in core.fleet.models.values()),
         "tombstones": len(core.tombstones),
@@ -113,25 +137,41 @@ def requests(core: Core, now: float, most: int = 1000) -> list[dict[str, Any]]:
 
 def ps(core: Core, now: float) -> dict[str, Any]:
     """Workers and models, as `mlxpool ps --json` prints them."""
-    limit = core.config.restart_limit
     models = [
-        {
-            "name": model.name,
-            "state": model.state(limit),
-            "queued": len(model.queue),
-            "path": model.config.path,
-            "error": _trouble(core, model, now),
-        }
-        for model in core.fleet.models.values()
+        {"path": core.fleet.names.known[row["name"]].config.path, **row}
+        for row in core.model_list(now)
     ]
     used = [slot for slot in core.fleet.slots.values() if slot.worker or slot.last_exit]
     return {"workers": [_worker(slot, now) for slot in used], "models": models}
 
 
-def _trouble(core: Core, model: Model, now: float) -> str | None:
-    """Why the model cannot be had now, in the words that its requests get."""
-    error = core.fleet.verdict(model, now)
-    return error.message if error is not None else None
+def models(fleet: Fleet, restart_limit: int, now: float) -> list[dict[str, Any]]:
+    """Every name and what is known of its model, as `mlxpool models --json` prints them."""
+    return [_model(fleet, name, restart_limit, now) for name in fleet.names.known]
+
+
+def _model(fleet: Fleet, name: str, restart_limit: int, now: float) -> dict[str, Any]:
+    known, model = fleet.names.known[name], fleet.model(name)
+    trouble, state = fleet.verdict(model, now, name), model.state(restart_limit)
+    if state == "cold" and known.fault is not None:
+        state = "failed"
+    told = [worker.hello for worker in model.workers]
+    digest = next(filter(None, (str(hello.get("digest", "")) for hello in told)), known.digest)
+    context = max((int(hello.get("context", 0)) for hello in told), default=0)
+    usual = min(filter(None, (known.config.context, known.about.get("context"))), default=0)
+    return {
+        "name": name,
+        "state": state,
+        "queued": len(model.queue),
+        "context": context or usual,
+        "type": known.about.get("type"),
+        "size": known.about.get("size"),
+        "quantisation": known.about.get("quantisation"),
+        "features": list(known.about.get("features") or ()),
+        "digest": digest[:SHORT] or None,
+        "shares": None if model.name == name else model.name,
+        "error": trouble.message if trouble is not None else known.fault,
+    }
 
 
 def _worker(slot: Slot, now: float) -> dict[str, Any]:

@@ -41,9 +41,14 @@ class Taking(Losses):
                 touched[ident] = request
             else:
                 self._take(epoch, row, touched, now)
-        if worker is not None:
-            worker.made += self.counters.tokens - before
+        if worker is None:
+            return  # nothing of a fenced epoch touches a stream
+        made = self.counters.tokens - before
+        worker.made += made
+        figures = self.counters.of(worker.model)
+        figures.tokens += made
         for request in touched.values():
+            figures.came(request, now)
             if request.live:
                 self._flush(request, now)
 
@@ -93,7 +98,9 @@ class Taking(Losses):
             )
         if row.end is None:
             touched[row.id] = request
-        elif "code" in row.end:
+            return
+        self.counters.of(request.payload.model).came(request, now)
+        if "code" in row.end:
             self._fail_body(request, row.end, now)
         else:
             self._finish(request, row.end, now)

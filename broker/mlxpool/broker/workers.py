@@ -179,6 +179,16 @@ class Model:
         """Somebody waits for it or is served by it."""
         return bool(self.queue or self.asks or any(w.places or w.asked for w in self.workers))
 
+    @property
+    def kept(self) -> bool:
+        """Pinned, and nobody has unloaded it."""
+        return self.config.pin and self.wanted and not self.closed
+
+    @property
+    def quiet(self) -> bool:
+        """Nobody uses it, and nothing about it has to be remembered."""
+        return not (self.workers or self.busy or self.wanted or self.closed or self.failures)
+
     def state(self, restart_limit: int) -> str:
         """cold | starting | ready | draining | failed | broken, for people."""
         states = {worker.state for worker in self.workers}

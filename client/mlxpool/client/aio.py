@@ -112,11 +112,11 @@ class AsyncClient:
         model: str,
         prompt: str | None = None,
         *,
-        messages: Sequence[Mapping[str, str]] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
         **options: Any,
     ) -> AsyncStream:
-        """Start a completion. Options: see docs/protocol.md, `generate`."""
+        """Start a completion. Options, `tools` too: see docs/protocol.md, `generate`."""
         body, blobs = request.generate(model, prompt, messages, tokens, options)
         stream = AsyncStream(self._link, StreamState(os.urandom(wire.ID_BYTES)))
         self._link.open(stream._part, body, blobs)

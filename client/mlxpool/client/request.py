@@ -20,6 +20,7 @@ REQUEST_KEYS = frozenset(
         "batch",
         "durable",
         "session",
+        "tools",
     }
 )
 FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds on what lies behind a re-send
@@ -28,7 +29,7 @@ FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds on what lies be
 def generate(
     model: str,
     prompt: str | None,
-    messages: Sequence[Mapping[str, str]] | None,
+    messages: Sequence[Mapping[str, Any]] | None,
     tokens: Sequence[int] | None,
     options: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[bytes]]:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mlxpool.common.catalogue import fault_of_name, scan
 from mlxpool.common.paths import default_run_dir
 
 
@@ -43,16 +44,18 @@ class Counting:
 class ModelConfig:
     """`[models.NAME]`."""
 
-    path: str = ""  # a folder, or "builtin:demo", "builtin:counting"
+    path: str = ""  # a folder, a reference, or "builtin:demo", "builtin:counting"
     context: int = 0  # tokens; 0: the model's own
     replicas: int = 1  # workers of this model
     sequences: int = 8  # running at once in one worker
     keep_alive: float = 300.0  # seconds idle before the worker is ended; < 0: never
+    pin: bool = False  # its workers start with the pool and stay: keep_alive = -1
     memory_limit: int = 0  # bytes of one worker, then it is ended; 0: no limit
     prefix_cache: str = "tree"  # tree | single | off
     prefix_bytes: int = 0  # bytes it may take; 0: a quarter of what the weights leave
     deterministic: bool = False  # no bit depends on what is computed beside it; slower
     counting: Counting = field(default_factory=Counting)
+    within: str = ""  # no setting: the models folder it was found in, which no link may leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class PoolConfig:
     fresh_limit: float = 120.0  # in the first use of a shape
     worker_log_bytes: int = 8 * 1024 * 1024  # a worker's log is cut to half at its next start
     log_format: str = "text"  # text | json
+    metrics: str = ""  # HOST:PORT of /metrics, /healthz, /readyz and /stats; "": none
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
 
 
@@ -140,13 +144,16 @@ def load(
     pool.update(_environment())
     pool.update({key: value for key, value in (flags or {}).items() if value is not None})
     models = {
-        name: _build(ModelConfig, _table(_table(table, "models"), name), f"models.{name}")
+        name: _model(name, _table(_table(table, "models"), name))
         for name in _table(table, "models")
     }
-    models.update({name: ModelConfig(path=path) for name, path in (folders or {}).items()})
+    models.update({name: _model(name, {"path": path}) for name, path in (folders or {}).items()})
     config: PoolConfig = _build(PoolConfig, pool, "pool")
-    found = _scan(config.models_dir)
-    return replace(config, models={**found, **BUILTIN, **models})
+    if config.models_dir is not None and not config.models_dir.is_dir():
+        raise ConfigError(f"pool.models_dir: there is no folder {config.models_dir}")
+    for more in (BUILTIN, scanned(config.models_dir)):
+        models = {**models, **{name: more[name] for name in more if name not in models}}
+    return replace(config, models=models)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -174,16 +181,31 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _scan(models_dir: Path | None) -> dict[str, ModelConfig]:
+def scanned(models_dir: Path | None) -> dict[str, ModelConfig]:
+    """The models of the models folder, with the settings that nobody has named."""
     if models_dir is None:
         return {}
-    if not models_dir.is_dir():
-        raise ConfigError(f"pool.models_dir: there is no folder {models_dir}")
+    border = str(models_dir)
     return {
-        folder.name: ModelConfig(path=str(folder))
-        for folder in sorted(models_dir.iterdir())
-        if (folder / "config.json").is_file()
+        name: ModelConfig(path=str(folder), within=border)
+        for name, folder in scan(models_dir).items()
     }
+
+
+def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
+    where = f"models.{name}"
+    fault = fault_of_name(name)
+    if fault is not None:
+        raise ConfigError(f"[models.{name!r:.80}]: the name {fault}")
+    built: ModelConfig = _build(ModelConfig, table, where)
+    if not built.pin:
+        return built
+    if "keep_alive" in table and built.keep_alive >= 0:
+        raise ConfigError(
+            f"{where}: pin = true keeps the workers for ever, keep_alive is {built.keep_alive:g};"
+            " leave one of them out"
+        )
+    return replace(built, keep_alive=-1.0)
 
 
 def _unknown(key: str, known: tuple[str, ...], where: str) -> str:
@@ -192,8 +214,11 @@ def _unknown(key: str, known: tuple[str, ...], where: str) -> str:
     return f"{where}: unknown key {key!r}{hint}"
 
 
+_NO_SETTINGS = ("models", "within")
+
+
 def _build(kind: Any, table: Mapping[str, Any], where: str) -> Any:
-    known = {f.name: str(f.type) for f in fields(kind) if f.name != "models"}
+    known = {f.name: str(f.type) for f in fields(kind) if f.name not in _NO_SETTINGS}
     values = {}
     for key, value in table.items():
         if key not in known:
@@ -326,6 +351,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
+    """The parts of "127.0.0.1:9464" or "[::1]:9464"; port 0 takes a free one."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:/\s]+)):(\d{1,5})", text)
+    if not match or int(match[3]) > 65535:
+        raise ConfigError(f'{where} must be HOST:PORT such as "127.0.0.1:9464", got {text!r}')
+    return match[1] or match[2], int(match[3])
+
+
 def _validate(built: Any, where: str) -> None:
     check: Callable[[str], Any] = lambda name: getattr(built, name)  # noqa: E731
     for name in (f.name for f in fields(built)):
@@ -340,8 +373,10 @@ def _validate(built: Any, where: str) -> None:
                 f"{where}.front: {endpoint!r} must be tcp://127.0.0.1:PORT, tcp://[::1]:PORT or"
                 " ipc://PATH: tcp has no encryption yet, so it stays on this machine"
             )
+    if getattr(built, "metrics", ""):
+        host_port(built.metrics, f"{where}.metrics")
     if isinstance(built, ModelConfig) and not built.path:
-        raise ConfigError(f"{where}.path is missing: a model's folder, or builtin:demo")
+        raise ConfigError(f"{where}.path is missing: a folder, a reference, or builtin:demo")
 
 
 def check_run_dir(run_dir: Path) -> None:

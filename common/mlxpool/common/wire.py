@@ -115,16 +115,43 @@ def encode(
     *,
     max_body: int = MAX_BODY,
 ) -> list[bytes]:
-    """The parts of a message. Raises TooLarge with the size and the bound."""
+    """The parts of a message.
+
+    Raises TooLarge with the size and the bound, BadRequest naming what msgpack cannot hold.
+    """
     head = msgpack.packb(
         [VERSION, header.kind, header.id, header.epoch, header.attempt, header.pos]
     )
     parts = [head]
     if body is not None or blobs:
-        parts.append(msgpack.packb(body or {}, use_bin_type=True))
+        parts.append(_pack(body or {}))
     parts.extend(blobs)
     _check_sizes(parts, max_body)
     return parts
+
+
+def _pack(body: Mapping[str, Any]) -> bytes:
+    try:
+        return bytes(msgpack.packb(body, use_bin_type=True))
+    except (OverflowError, TypeError, ValueError) as error:
+        raise BadRequest(f"cannot be sent: {_culprit(body, '') or error}") from error
+
+
+def _culprit(value: Any, path: str) -> str:
+    """The first thing in it that msgpack cannot hold, and why; "" when there is none."""
+    if isinstance(value, Mapping | list | tuple):
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        inner = (_culprit(entry, f"{path}.{key}" if path else str(key)) for key, entry in entries)
+        return next(filter(None, inner), "")
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return f"{path} is {value!r:.60}, an integer has at most 64 bits"
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeError as error:
+            return f"{path} is not Unicode text: {error}"
+    known = isinstance(value, str | bytes | bytearray | int | float | None)
+    return "" if known else f"{path} is of the type {type(value).__name__}, which has no place here"
 
 
 def decode(parts: Sequence[bytes], *, max_body: int = MAX_BODY) -> Message:

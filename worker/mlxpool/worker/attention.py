@@ -14,11 +14,11 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.cache import Row
-from mlxpool.worker.models.base import KeyValue, Rope, Scan
+from mlxpool.worker.models.base import KeyValue, LatentHeads, Rope, Scan
 from mlxpool.worker.slabs import SlabRow
 
 AnyRow = Row | SlabRow
-FUSED = 128  # numbers of a head that a GPU's fused attention takes
+FUSED = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
 SCORES = 2**25  # of a chunk's heads, queries and keys that may be there at once
 
 
@@ -144,14 +144,24 @@ class Step:
         return seen(q, keys, values, scores, _window(row, layer))
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, rank: int
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
     ) -> mx.array:
-        """See models.base.Step."""
+        """See models.base.Step. Rows with one token each are absorbed and opened together."""
+        scores = Scores(scale)
+
+        def read(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
+            (lines,) = cast(Row, row).write(layer, line[None, None])
+            return seen(q, lines, lines[..., : heads.rank], scores)
 
         def one(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
+            if not heads.expands(q.shape[0], row.offset + q.shape[0]):
+                return heads.opened(read(row, heads.absorbed(q), line))
             (lines,) = cast(Row, row).write(layer, line[None, None])
-            return seen(q, lines, lines[..., :rank], Scores(scale))
+            keys, values = heads.expanded(lines[0, 0])
+            return seen(q, keys[None], values[None], scores)
 
+        if self._single:
+            return heads.opened(self._by_row(read, heads.absorbed(q), line))
         return self._by_row(one, q, line)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
@@ -219,11 +229,17 @@ def seen(
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
 
+def _on_gpu() -> bool:
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
 def _fused(q: mx.array, values: mx.array, scores: Scores) -> bool:
-    """Whether a kernel of the GPU computes it without ever writing down the scores."""
+    """Whether a GPU's kernel computes it without ever writing down the scores.
+
+    Other sizes of heads fail inside MLX's CUDA back end for some lengths.
+    """
     size = q.shape[-1]
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    return on_gpu and not scores.cap and size == values.shape[-1] and size <= FUSED
+    return _on_gpu() and not scores.cap and size == values.shape[-1] and size in FUSED
 
 
 def _attended(
@@ -231,8 +247,8 @@ def _attended(
 ) -> mx.array:
     queries = _heads_first(q)
     mask = _mask(q.shape[0], keys.shape[2], window)
-    if scores.cap:
-        out = _capped(queries, keys, values, scores, mask)
+    if scores.cap or (_on_gpu() and not _fused(q, values, scores)):
+        out = _written_out(queries, keys, values, scores, mask)
     else:
         out = mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scores.scale, mask=mask, sinks=scores.sinks
@@ -249,26 +265,34 @@ def _mask(count: int, length: int, window: int) -> mx.array | str | None:
     return "causal" if count > 1 else None
 
 
-def _capped(
+def _written_out(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
     scores: Scores,
     mask: mx.array | str | None,
 ) -> mx.array:
-    """Attention whose scores are bent, which no kernel has: [1, H, n, V]."""
-    if scores.sinks is not None:
-        raise NotImplementedError("no known model has both a cap and sinks")
+    """Attention in single steps, for what no kernel has: [1, H, n, V]."""
     _, heads, count, size = queries.shape
     pairs, length = keys.shape[1], keys.shape[2]
     grouped = (queries * scores.scale).reshape(1, pairs, heads // pairs, count, size)
-    bent = mx.tanh(grouped @ keys[:, :, None].swapaxes(-1, -2) / scores.cap) * scores.cap
+    found = (grouped @ keys[:, :, None].swapaxes(-1, -2)).astype(mx.float32)
+    found = bent(found, scores.cap)
     if isinstance(mask, str):
         mask = mx.arange(length)[None] <= mx.arange(length - count, length)[:, None]
     if mask is not None:
-        bent = mx.where(mask, bent, -mx.inf)
-    out = mx.softmax(bent, axis=-1, precise=True) @ values[:, :, None]
-    return out.reshape(1, heads, count, -1)
+        found = mx.where(mask, found, -mx.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.astype(mx.float32).reshape(1, pairs, heads // pairs, 1, 1)
+        beside = mx.broadcast_to(sinks, (*found.shape[:-1], 1))
+        found = mx.concatenate([found, beside], axis=-1)
+    shares = mx.softmax(found, axis=-1)[..., :length].astype(values.dtype)
+    return (shares @ values[:, :, None]).reshape(1, heads, count, -1)
+
+
+def bent(scores: mx.array, cap: float) -> mx.array:
+    """Scores that stay below `cap`, see Step.attend; 0: as they are."""
+    return mx.tanh(scores / cap) * cap if cap else scores
 
 
 def _window(row: AnyRow, layer: int) -> int:

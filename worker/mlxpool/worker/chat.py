@@ -1,128 +1,112 @@
-"""Messages -> prompt text, through the model's own chat template in a sandbox.
+"""The chat templates of a model: where they are kept, which one is taken, what it sees.
 
-A template is untrusted input: it runs in jinja2's immutable sandbox and sees only the messages,
-the model's token names and `now`, so that the same request gives the same prompt everywhere.
+A template sees only the messages, the tools, the model's token names and `now`, so that the same
+request gives the same prompt everywhere.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.worker.files import Folder
+from mlxpool.common.messages import joined
+from mlxpool.worker.json_files import Folder, optional_json
+from mlxpool.worker.sandbox import Contents, Template
+from mlxpool.worker.special_tokens import token_names
 
-ROLES = ("system", "user", "assistant", "tool")
+DEFAULT, TOOL_USE = "default", "tool_use"
+JINJA_FILE = "chat_template.jinja"
+JINJA_FOLDER = "additional_chat_templates"
 NO_TEMPLATE = (
     "this model has no chat template, so it takes no `messages`: send the finished text as `prompt`"
 )
 
 
-class _Refused(Exception):
-    """The template called raise_exception."""
+class Chat:
+    """A model's templates by name, none for a model that takes finished text only."""
 
-
-class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says for training; here it changes nothing."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class Template:
-    """One model's chat template; `source` is None for a model that has none."""
-
-    def __init__(self, source: str | None, tokens: Mapping[str, str] | None = None) -> None:
-        self.source = source
+    def __init__(
+        self, templates: Mapping[str, Template], tokens: Mapping[str, str] | None = None
+    ) -> None:
+        self.templates = dict(templates)
         self.tokens = dict(tokens or {})
 
     @classmethod
-    def from_folder(cls, path: Folder) -> Template:
-        """The template that the folder's files name; ModelLoadFailed for an unreadable file."""
-        settings = _read_json(path / "tokenizer_config.json")
-        return cls(find_source(path, settings), token_names(settings))
+    def from_folder(cls, path: Folder) -> Chat:
+        """Raises ModelLoadFailed for a file or a template that cannot be read."""
+        where, sources = find_sources(path)
+        templates = {
+            name: Template(source, f"{where}: chat template {name!r}")
+            for name, source in sources.items()
+        }
+        return cls(templates, token_names(path))
 
-    def render(self, messages: object, *, now: float, add_generation_prompt: bool = True) -> str:
-        """The prompt text of a chat; `now` in seconds since 1970, shown to the template as UTC.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        now: float,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt text of a chat that `check_messages` and `check_tools` let pass.
 
-        Raises BadRequest for malformed messages, a missing or broken template, and with the
-        template's own words when it refuses the messages.
+        Raises BadRequest for a model without a template, and see `Template.render`.
         """
-        checked = check_messages(messages)
-        moment = datetime.fromtimestamp(now, UTC)
-        try:
-            return self._compiled.render(
-                **self.tokens,
-                messages=checked,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                strftime_now=moment.strftime,
-            )
-        except _Refused as refusal:
-            raise BadRequest(f"the chat template refused the messages: {refusal}") from None
-        except jinja2.TemplateError as error:
-            raise BadRequest(f"the chat template failed: {error}") from error
-        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise BadRequest(f"the chat template failed: {error}") from error
+        template = self.template_for(bool(tools))
+        shown = [_shown(message, template.contents) for message in messages]
+        variables = {
+            **self.tokens,
+            "messages": shown,
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return template.render(variables, now)
 
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        if self.source is None:
-            raise BadRequest(NO_TEMPLATE)
-        try:
-            return _environment().from_string(self.source)
-        except jinja2.TemplateSyntaxError as error:
-            raise BadRequest(
-                f"the model's chat template is broken at line {error.lineno}: {error.message}"
-            ) from error
+    def template_for(self, tools: bool) -> Template:
+        """`tool_use` where there are tools, else `default`, else the first there is."""
+        wanted = (TOOL_USE, DEFAULT) if tools else (DEFAULT,)
+        for name in (*wanted, *self.templates):
+            if name in self.templates:
+                return self.templates[name]
+        raise BadRequest(NO_TEMPLATE)
+
+    def prompts_generation(self, tools: bool) -> bool:
+        """Whether the text may depend on `add_generation_prompt`."""
+        return "add_generation_prompt" in self.template_for(tools).source
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
+def _shown(message: Mapping[str, Any], contents: Contents) -> Mapping[str, Any]:
+    """The message with its content as the template takes it."""
+    content = message.get("content")
+    if isinstance(content, list | tuple) and contents is Contents.TEXT:
+        return {**message, "content": joined(content)}
+    if isinstance(content, str) and contents is Contents.PARTS:
+        return {**message, "content": [{"type": "text", "text": content}]}
+    return message
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is: jinja2's own filter escapes <, > and & for HTML, which a model never saw."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def find_sources(path: Folder) -> tuple[Path, dict[str, str]]:
+    """The first place that has templates, and these by name.
 
-
-def _raise_exception(message: object) -> NoReturn:
-    raise _Refused(str(message))
-
-
-def find_source(path: Folder, settings: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json, else chat_template.json, else None."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return _read_text(file)
-    return _named(settings) or _named(_read_json(path / "chat_template.json"))
+    chat_template.jinja with the folder of further ones, tokenizer_config.json,
+    chat_template.json; an empty map when there are none.
+    """
+    single, folder = path / JINJA_FILE, path / JINJA_FOLDER
+    files = {file.stem: file for file in sorted(folder.glob("*.jinja"))}
+    if single.is_file():
+        files[DEFAULT] = single
+    if files:
+        where = single if single.is_file() else folder
+        return where, {name: _read_text(file) for name, file in files.items()}
+    for file in (path / "tokenizer_config.json", path / "chat_template.json"):
+        found = _named(file, optional_json(file).get("chat_template"))
+        if found:
+            return file, found
+    return single, {}
 
 
 def _read_text(file: Path) -> str:
@@ -132,69 +116,16 @@ def _read_text(file: Path) -> str:
         raise ModelLoadFailed(f"{file} is not UTF-8: {error}") from error
 
 
-def _named(settings: Mapping[str, Any]) -> str | None:
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        by_name = {str(entry.get("name")): entry.get("template") for entry in found}
-        found = by_name.get("default", next(iter(by_name.values()), None))
-    return found if isinstance(found, str) else None
-
-
-def token_names(settings: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and the like of a tokenizer_config.json: name -> literal text."""
-    names: dict[str, str] = {}
-    for name, value in settings.items():
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if name.endswith("_token") and isinstance(text, str):
-            names[name] = text
-    return names
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ModelLoadFailed(f"{file} is not JSON: {error}") from error
-    return value if isinstance(value, dict) else {}
-
-
-def check_messages(messages: object) -> list[dict[str, Any]]:
-    """The messages with their text parts joined; other keys go to the template as they are.
-
-    Raises BadRequest naming the message's index and what is wrong with it.
-    """
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise BadRequest("`messages` must be a list of at least one {role, content}")
-    return [_check_message(index, message) for index, message in enumerate(messages)]
-
-
-def _check_message(index: int, message: object) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise BadRequest(f"messages[{index}] must be a map with `role` and `content`")
-    role = message.get("role")
-    if role not in ROLES:
-        raise BadRequest(f"messages[{index}].role is {role!r}, must be one of {', '.join(ROLES)}")
-    return {**message, "role": role, "content": _content(index, message.get("content"))}
-
-
-def _content(index: int, content: object) -> str:
-    if isinstance(content, list | tuple):
-        return "".join(_part(index, number, part) for number, part in enumerate(content))
-    if not isinstance(content, str):
-        raise BadRequest(
-            f"messages[{index}].content must be text or a list of text parts, "
-            f"not {type(content).__name__}"
-        )
-    return content
-
-
-def _part(index: int, number: int, part: object) -> str:
-    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-    if not isinstance(text, str):
-        raise BadRequest(
-            f"messages[{index}].content[{number}] must be {{type: 'text', text: ...}}: "
-            "this model takes text only"
-        )
-    return text
+def _named(file: Path, value: object) -> dict[str, str]:
+    """One template, a list of {name, template} or a map of both."""
+    if isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
+        value = {entry.get("name"): entry.get("template") for entry in value}
+    if value is None or isinstance(value, str):
+        return {} if value is None else {DEFAULT: value}
+    if isinstance(value, Mapping):
+        texts = {name: text for name, text in value.items() if isinstance(text, str)}
+        if len(texts) == len(value) and all(isinstance(name, str) for name in texts):
+            return texts
+    raise ModelLoadFailed(
+        f"{file}: chat_template must be text or a list of {{name, template}}, both text"
+    )

@@ -191,12 +191,12 @@ class Compute(threading.Thread):
 
     # ---- memory --------------------------------------------------------------------------------
 
-    def _find(self, engine: Engine, wanted: int) -> bool:
+    def _find(self, engine: Engine, wanted: int, *, in_use: bool = False) -> bool:
         """Whether so many blocks are free, once the prefix cache gave up what it must."""
         taken = sum(s.blocks for s in self._live())
         short = wanted - (engine.blocks - taken - engine.prefix_blocks())
         if short > 0:
-            short -= engine.shrink(short)
+            short -= engine.shrink(short, in_use=in_use)
         return short <= 0
 
     def _make_room(self, engine: Engine) -> list[Delta]:
@@ -205,9 +205,10 @@ class Compute(threading.Thread):
         while wanting := growing(self._live()):
             sequence = wanting[0]
             need = next_need(sequence)
-            if self._find(engine, need - sequence.blocks):
+            victim = newest(self._live())
+            if self._find(engine, need - sequence.blocks, in_use=victim is None):
                 sequence.blocks = need
-            elif (victim := newest(self._live())) is not None:
+            elif victim is not None:
                 self._preempt(engine, victim)
             else:
                 failed.append(self._fail(engine, sequence, _too_large(sequence, engine)))
@@ -323,6 +324,7 @@ class Compute(threading.Thread):
             "peak": memory.peak,
             "limit": memory.limit,
             "device_free": memory.device_free,
+            "capacity_tokens": engine.blocks * BLOCK,
             "preemptions": self.progress.preemptions,
         }
         counters = getattr(engine, "prefix", None)
@@ -331,6 +333,7 @@ class Compute(threading.Thread):
                 "hits": counters.hits,
                 "misses": counters.misses,
                 "tokens": counters.tokens,
+                "evictions": counters.evictions,
             }
 
 

@@ -84,11 +84,13 @@ class ModelEngine:
         prefix: str = "tree",
         prefix_bytes: int = 0,
         lookahead: bool | None = None,
+        slabs: bool | None = None,
         sequences: int = 8,
         limit: int = 0,
         blocks: int | None = None,
     ) -> None:
-        """`context` bounds the model's own; `lookahead` None means: on a GPU.
+        """`context` bounds the model's own; `lookahead` None means: on a GPU; `slabs` None means:
+        elsewhere, for models that can have them (RowShape.plain).
 
         `limit` is what the process may take, in bytes, see back_end.limit_of; `blocks` None means:
         what it leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
@@ -109,7 +111,8 @@ class ModelEngine:
                 " layers keep windows or states; leave it out"
             )
         kinds = [_kind(layer, cache) for layer, cache in enumerate(plan.caches)]
-        self._slabs = Slabs(shape) if shape.plain and not back_end.on_gpu() else None
+        in_slabs = shape.plain and not back_end.on_gpu() if slabs is None else slabs
+        self._slabs = Slabs(shape) if in_slabs else None
         self._batch = Batch(self._model)
         new_row = partial(Row, shape) if self._slabs is None else partial(SlabRow, self._slabs)
         self._store: RowStore[AnyRow] = RowStore(new_row, kinds)
@@ -191,20 +194,23 @@ class ModelEngine:
         return min(self._prefix_bytes, self._left())
 
     def _left(self) -> int:
+        """Bytes that no row takes, of the capacity and of what is there with the slabs' ends."""
+        whole = self.blocks * self._block_bytes
+        left = whole - sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
         if self._slabs is not None:
-            rows = self._slabs.nbytes
-        else:
-            rows = sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
-        return max(0, self.blocks * self._block_bytes - rows)
+            left = min(left, whole + self._spare - self._slabs.nbytes)
+        return max(0, left)
 
     def prefix_blocks(self) -> int:
         """See Engine.prefix_blocks."""
         return -(-self._prefix.nbytes // self._block_bytes)
 
-    def shrink(self, blocks: int) -> int:
+    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         """See Engine.shrink."""
         before = self.prefix_blocks()
         self._prefix.shrink(self._prefix.nbytes - (before - blocks) * self._block_bytes)
+        if in_use and before - self.prefix_blocks() < blocks:
+            self._prefix.clear()
         mx.clear_cache()
         return before - self.prefix_blocks()
 

@@ -50,8 +50,11 @@ class Engine(Protocol):
     def prefix_blocks(self) -> int:
         """Of these, taken by what finished sequences left behind."""
 
-    def shrink(self, blocks: int) -> int:
-        """Drops so much of that, as far as nobody uses it; returns the blocks it gave back."""
+    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
+        """Drops so much of that; returns the blocks it gave back.
+
+        What rows at work began from goes only with `in_use`, when the rest is not enough.
+        """
 
     @property
     def digest(self) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlxpool.worker.attention import AnyRow, Scores, Step
+from mlxpool.worker.attention import AnyRow, Scores, Step, bent
 from mlxpool.worker.blocks import BLOCK
 from mlxpool.worker.models.parts import TILE, padded
 
@@ -32,7 +32,10 @@ class ExactStep(Step):
         tiled = padded(q * scores.scale, TILE).reshape(-1, TILE, pairs, each, size)
         asked = tiled.transpose(0, 2, 1, 3, 4).reshape(-1, pairs, 1, TILE * each, size)
         tiles = asked.shape[0]
-        out = _weighed(asked, _blocks(keys), _blocks(values), self._mask(row, tiles, each, keys))
+        if scores.sinks is not None:
+            raise NotImplementedError("no known model has sinks and no windows")
+        mask = self._mask(row, tiles, each, keys)
+        out = _weighed(asked, _blocks(keys), _blocks(values), mask, scores.cap)
         out = out.reshape(tiles, pairs, TILE, each, size).transpose(0, 2, 1, 3, 4)
         return out.reshape(-1, heads, size)[:count]
 
@@ -53,9 +56,11 @@ def _blocks(array: mx.array) -> mx.array:
     return whole.reshape(1, pairs, -1, BLOCK, size)
 
 
-def _weighed(asked: mx.array, keys: mx.array, values: mx.array, mask: mx.array) -> mx.array:
+def _weighed(
+    asked: mx.array, keys: mx.array, values: mx.array, mask: mx.array, cap: float
+) -> mx.array:
     """[tiles, KV, queries, D]: the softmax of each block, weighed by its part of the whole."""
-    scores = asked @ keys.swapaxes(-1, -2) + mask
+    scores = bent(asked @ keys.swapaxes(-1, -2), cap) + mask
     shares = mx.softmax(scores, axis=-1)
     # The greatest share is 1 / sum(exp(score - max)), so this is log(sum(exp(score))).
     sums = mx.max(scores, axis=-1, keepdims=True) - mx.log(mx.max(shares, axis=-1, keepdims=True))

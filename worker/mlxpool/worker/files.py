@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import foreign
@@ -60,12 +59,6 @@ class Files:
         digest = self.digests.get(shard)
         if digest is not None and sha256(shard) != digest:
             raise ModelLoadFailed(f"{shard} does not have the digest that is its name: {self.cure}")
-
-
-class Folder(Protocol):
-    """Where files lie by name: a folder's path, or Files."""
-
-    def __truediv__(self, name: str, /) -> Path: ...
 
 
 def sha256(file: Path) -> str:

@@ -10,15 +10,16 @@ from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models, quant, zoo
-from mlxpool.worker.chat import token_names
 from mlxpool.worker.files import Content, Files, in_folder, tensors_of
 from mlxpool.worker.fit import Fit, fit
 from mlxpool.worker.headers import Tensor
-from mlxpool.worker.json_files import optional_json, read_json
+from mlxpool.worker.json_files import read_json
 from mlxpool.worker.models.base import Plan
 from mlxpool.worker.quant import Quantisation
+from mlxpool.worker.special_tokens import SpecialTokens
 
 _SAMPLE = 2**20  # bytes at each end of a shard that the digest reads
+_TEMPLATES = "additional_chat_templates"
 _DIGESTED = (
     "config.json",
     "generation_config.json",
@@ -71,7 +72,7 @@ def inspect(model: Path | Files) -> ModelFolder:
         raise ModelLoadFailed(
             f"{files.where} has no tokenizer.json, the only tokenizer format supported"
         )
-    settings = optional_json(files / "tokenizer_config.json")
+    special = SpecialTokens.read(files, config)
     contents = files.contents()
     tensors = tensors_of(contents)
     if in_zoo:
@@ -87,9 +88,9 @@ def inspect(model: Path | Files) -> ModelFolder:
         plan=plan,
         fit=fitted,
         weight_bytes=sum(tensor.nbytes for tensor in fitted.tensors.values()),
-        eos_ids=_eos_ids(files, config, settings),
-        bos_token=token_names(settings).get("bos_token"),
-        add_bos=_add_bos(settings),
+        eos_ids=special.eos_ids,
+        bos_token=special.bos_token,
+        add_bos=special.add_bos,
         digest=_digest(files, contents),
         in_zoo=in_zoo,
     )
@@ -103,37 +104,11 @@ def _known(files: Files, config: Mapping[str, Any], contents: Iterable[Content])
     return Quantisation(named=named, recognise=True)
 
 
-def _eos_ids(
-    files: Files, config: Mapping[str, Any], settings: Mapping[str, Any]
-) -> frozenset[int]:
-    """The first of generation_config.json, config.json and tokenizer_config.json that tells."""
-    for source in (optional_json(files / "generation_config.json"), config):
-        value = source.get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        if ids and all(type(token) is int for token in ids):
-            return frozenset(ids)
-    text = token_names(settings).get("eos_token")
-    return _token_ids(read_json(files / "tokenizer.json"), text) if text else frozenset()
-
-
-def _token_ids(tokenizer: Mapping[str, Any], text: str) -> frozenset[int]:
-    for added in tokenizer.get("added_tokens") or []:
-        if added.get("content") == text:
-            return frozenset({int(added["id"])})
-    vocab = (tokenizer.get("model") or {}).get("vocab")
-    known = vocab.get(text) if isinstance(vocab, dict) else None
-    return frozenset() if known is None else frozenset({int(known)})
-
-
-def _add_bos(settings: Mapping[str, Any]) -> bool | None:
-    value = settings.get("add_bos_token")
-    return value if isinstance(value, bool) else None
-
-
 def _digest(files: Files, contents: Mapping[Path, Content]) -> str:
     """The whole of the small files; header, size and both ends of each shard, or its digest."""
     digest = hashlib.sha256()
-    for name in _DIGESTED:
+    templates = sorted(file.name for file in (files / _TEMPLATES).glob("*.jinja"))
+    for name in (*_DIGESTED, *(f"{_TEMPLATES}/{name}" for name in templates)):
         if (files / name).is_file():
             _add(digest, name, (files / name).read_bytes())
     for shard, content in contents.items():

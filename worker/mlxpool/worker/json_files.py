@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mlxpool.common.errors import ModelLoadFailed
+
+
+class Folder(Protocol):
+    """Where files lie by name; a folder's path is one."""
+
+    def __truediv__(self, name: str, /) -> Path: ...
 
 
 def read_json(file: Path) -> dict[str, Any]:

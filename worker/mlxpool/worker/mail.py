@@ -15,8 +15,16 @@ from mlxpool.worker.text import Completion
 Key = tuple[bytes, int]  # (id, attempt)
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The ids of a prompt; `restore_at` of them lie before the generation prompt, 0: unknown."""
+
+    ids: list[int]
+    restore_at: int = 0
+
+
 class TextModel(Protocol):
-    """Tokenizer and template of a model; used by the edge's side only."""
+    """Tokenizer and templates of a model; used by the edge's side only."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -24,7 +32,7 @@ class TextModel(Protocol):
 
     def piece(self, token: int) -> bytes: ...
 
-    def render(self, messages: Any, now: float) -> str: ...
+    def chat(self, messages: Any, tools: Any, now: float) -> Prompt: ...
 
 
 # ---- to the compute thread ---------------------------------------------------------------------

@@ -31,7 +31,8 @@ def default_budget(limit: int, weights: int) -> int:
 class PrefixCache(Generic[R]):
     """The three modes share this face; by itself it is `off` and keeps nothing.
 
-    Counters since the start: `hits` and `misses` of `begin`, `tokens` it found.
+    Counters since the start: `hits` and `misses` of `begin`, `tokens` it found, `evictions` of what
+    had to make room.
     """
 
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
@@ -43,6 +44,7 @@ class PrefixCache(Generic[R]):
         self.hits = 0
         self.misses = 0
         self.tokens = 0
+        self.evictions = 0
 
     @property
     def budget(self) -> int:
@@ -140,7 +142,10 @@ class SingleCache(PrefixCache[R]):
 
     def shrink(self, needed: int) -> int:
         """See PrefixCache."""
-        return self.clear() if needed > 0 else 0
+        if needed <= 0 or self._entry is None:
+            return 0
+        self.evictions += 1
+        return self.clear()
 
     def clear(self) -> int:
         """See PrefixCache."""
@@ -232,7 +237,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         """See PrefixCache. What a row at work began from is not touched."""
         before = self.nbytes
         while before - self.nbytes < needed and (victim := self._tree.victim()) is not None:
-            self._tree.evict(victim)
+            self._evict(victim)
         return before - self.nbytes
 
     def clear(self) -> int:
@@ -310,8 +315,12 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         if end == start and not state:
             return end
         while (to := reach()) < end and (victim := self._tree.victim()) is not None:
-            self._tree.evict(victim)
+            self._evict(victim)
         return to
+
+    def _evict(self, victim: Node[E, S]) -> None:
+        self._tree.evict(victim)
+        self.evictions += 1
 
     def _grow(
         self, row: R, tokens: tuple[int, ...], start: int, last: Node[E, S], need_state: bool

@@ -16,7 +16,7 @@ from typing import Any
 from mlxpool.common.errors import BadRequest, ContextExceeded, Internal, PoolError, TooLarge
 from mlxpool.common.options import Options
 from mlxpool.common.wire import MAX_BLOB, MAX_BODY, Header, Message, pack_ids, unpack_ids
-from mlxpool.worker.mail import Admit, Key, Opened
+from mlxpool.worker.mail import Admit, Key, Opened, Prompt
 from mlxpool.worker.progress import monotonic
 from mlxpool.worker.resume import Facts, Resume
 from mlxpool.worker.sequence import Sequence
@@ -89,7 +89,8 @@ def prepare(
     now = wall if resume.facts.now is None else resume.facts.now
     options = Options.parse(_map(body, "options"))
     context = _context(opened, resume.facts)
-    prompt = _prompt_ids(opened, message, now, context)
+    found = _prompt(opened, message, now, context)
+    prompt = found.ids
     _check_ids(opened, resume.ids, "resume")
     _check_biases(opened, options)
     _compare(resume.facts, {"digest": opened.digest, "prompt_tokens": len(prompt)})
@@ -113,6 +114,7 @@ def prepare(
         seed=_seed(body),
         max_tokens=max_tokens,
         ids=resume.ids,
+        restore_at=found.restore_at,
     )
     return Admit(sequence, facts, text, received, _deadline(body, received))
 
@@ -139,25 +141,31 @@ def _deadline(body: Mapping[str, Any], received: float) -> float:
     return math.inf if left is None else received + left / 1000
 
 
-def _prompt_ids(opened: Opened, message: Message, now: float, context: int) -> list[int]:
+def _prompt(opened: Opened, message: Message, now: float, context: int) -> Prompt:
+    found = _read_prompt(opened, message, now)
+    size = len(found.ids)
+    if not size:
+        raise BadRequest("the prompt is empty: it has no tokens")
+    if size >= context:
+        raise ContextExceeded(
+            f"the prompt has {size} tokens, the context of the model is {context};"
+            " shorten the prompt",
+            details={"prompt_tokens": size, "context": context},
+        )
+    _check_ids(opened, found.ids, "prompt")
+    return found
+
+
+def _read_prompt(opened: Opened, message: Message, now: float) -> Prompt:
     body = message.body
     if body.get("tokens") is not None:
-        ids = unpack_ids(_first_blob(message))
-        _check_ids(opened, ids, "prompt")
-    elif body.get("messages") is not None:
-        ids = opened.text.encode(opened.text.render(body["messages"], now))
-    else:
-        text = body.get("prompt")
-        ids = opened.text.encode(_decoded(_first_blob(message)) if text is True else _text(text))
-    if not ids:
-        raise BadRequest("the prompt is empty: it has no tokens")
-    if len(ids) >= context:
-        raise ContextExceeded(
-            f"the prompt has {len(ids)} tokens, the context of the model is {context};"
-            " shorten the prompt",
-            details={"prompt_tokens": len(ids), "context": context},
-        )
-    return ids
+        return Prompt(unpack_ids(_first_blob(message)))
+    if body.get("messages") is not None:
+        return opened.text.chat(body["messages"], body.get("tools"), now)
+    text = body.get("prompt")
+    return Prompt(
+        opened.text.encode(_decoded(_first_blob(message)) if text is True else _text(text))
+    )
 
 
 def _text(prompt: Any) -> str:
@@ -180,9 +188,11 @@ def _decoded(blob: bytes) -> str:
 
 
 def _check_ids(opened: Opened, ids: list[int], what: str) -> None:
-    bad = next((token for token in ids if token >= opened.vocab_size), None)
-    if bad is not None:
-        raise BadRequest(f"{what}: token id {bad} is not below {opened.vocab_size}")
+    bad = max(ids, default=0)
+    if bad >= opened.vocab_size:
+        raise BadRequest(
+            f"{what}: token id {bad} is not below {opened.vocab_size}, the size of the vocabulary"
+        )
 
 
 def _check_biases(opened: Opened, options: Options) -> None:

@@ -225,7 +225,8 @@ def _with_logprobs(raw: mx.array, tokens: mx.array, rows: Sequence[Draw]) -> Sam
     """Log-softmax of the raw logits, for all rows as soon as one asks."""
     if not any(row.options.logprobs for row in rows):
         return Sampled(tokens)
-    logprobs = raw - mx.logsumexp(raw, axis=-1, keepdims=True)
+    near = raw - mx.max(raw, axis=-1, keepdims=True)  # large logits have few digits left
+    logprobs = near - mx.logsumexp(near, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logprobs, mx.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
     k = min(max(row.options.top_logprobs for row in rows), raw.shape[-1])
     if k == 0:

@@ -37,7 +37,7 @@ class Sequence:
     cached: int = 0  # of these, found in the prefix cache at admission
     blocks: int = 0  # of memory that it may use, see blocks.py; 0 without a row
     preempted: bool = False  # it had a row and gave it back
-    restore_at: int = 0  # where a later prompt may come back to, see PrefixCache.begin
+    restore_at: int = 0  # tokens before the generation prompt, where a later one may go on
 
     @property
     def tokens(self) -> list[int]:

@@ -117,14 +117,7 @@ class SlabRow:
     def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Puts keys, values [1, KV, n, D] behind `offset`; returns all up to there and them."""
         end = self.offset + keys.shape[2]
-        self.reserve(end)
-        done = 0
-        for run in self._runs(self.offset, end):
-            part = slice(done, done + run.count)
-            place = slice(run.start, run.start + run.count)
-            run.slab.keys[layer][:, place] = keys[0, :, part]
-            run.slab.values[layer][:, place] = values[0, :, part]
-            done += run.count
+        self._place(layer, self.offset, keys, values)
         return self.part(layer, 0, end)
 
     def part(self, layer: int, start: int, end: int) -> tuple[mx.array, mx.array]:
@@ -136,10 +129,12 @@ class SlabRow:
         )
 
     def put(self, layer: int, parts: Sequence[tuple[mx.array, ...]], room: int) -> None:
-        """Keys and values of each part into an empty row; `offset` moves by `advance`."""
+        """Each part's keys and values, in one copy, into an empty row; see Row.put."""
         assert self.offset == 0, "only an empty row is filled"
-        keys, values = (mx.concatenate(list(side), axis=2) for side in zip(*parts, strict=True))
-        self.write(layer, keys, values)
+        start = 0
+        for keys, values in parts:
+            self._place(layer, start, keys, values)
+            start += keys.shape[2]
 
     def advance(self, count: int) -> None:
         """`count` more tokens are written in every layer."""
@@ -169,6 +164,18 @@ class SlabRow:
         """Where the next token goes: the slab and the token's number there."""
         slab, block = self.table[self.offset // BLOCK]
         return slab, block * BLOCK + self.offset % BLOCK
+
+    def _place(self, layer: int, start: int, keys: mx.array, values: mx.array) -> None:
+        """Writes keys, values [1, KV, n, D] from token `start` on, where its blocks lie."""
+        end = start + keys.shape[2]
+        self.reserve(end)
+        done = 0
+        for run in self._runs(start, end):
+            part = slice(done, done + run.count)
+            place = slice(run.start, run.start + run.count)
+            run.slab.keys[layer][:, place] = keys[0, :, part]
+            run.slab.values[layer][:, place] = values[0, :, part]
+            done += run.count
 
     def _give(self, keep: int) -> None:
         while len(self.table) > keep:

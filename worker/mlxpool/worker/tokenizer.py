@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.worker.chat import Template
+from mlxpool.common.messages import check_messages, check_tools
+from mlxpool.worker.chat import Chat
 from mlxpool.worker.folder import ModelFolder
-from mlxpool.worker.json_files import read_json
-from mlxpool.worker.text import TokenBytes
+from mlxpool.worker.mail import Prompt
+from mlxpool.worker.pieces import Pieces
+
+_SHOWN = 3  # tokens in an error that could list thousands
 
 
 class Text:
-    """A model's tokenizer and chat template.
+    """A model's tokenizer and chat templates.
 
     `prefix` are the ids that begin every prompt, usually the begin-of-sequence token or nothing.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, table: TokenBytes, template: Template, prefix: Sequence[int]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: Chat, prefix: Sequence[int] = ()) -> None:
+        """Raises ModelLoadFailed for a decoder that is not supported."""
         self._tokenizer = tokenizer
-        self._table = table
-        self._template = template
+        self._pieces = Pieces(tokenizer)
+        self._chat = chat
         self.prefix = tuple(prefix)
 
     @classmethod
     def from_folder(cls, folder: ModelFolder) -> Text:
-        """Raises ModelLoadFailed when tokenizer.json cannot be read."""
-        file = folder.files / "tokenizer.json"
-        try:
-            tokenizer = Tokenizer.from_file(str(file))
-            table = TokenBytes.from_tokenizer(read_json(file))
-        except ModelLoadFailed:
-            raise
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ModelLoadFailed(f"{file} cannot be read: {error}") from error
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        """Raises ModelLoadFailed when the tokenizer or a template cannot be used with the model."""
+        tokenizer = _read(folder.files / "tokenizer.json")
         prefix = _prefix(tokenizer, folder.bos_token, folder.add_bos)
-        return cls(tokenizer, table, Template.from_folder(folder.files), prefix)
+        chat = Chat.from_folder(folder.files)
+        check_vocabulary(tokenizer, folder.plan.vocab_size, prefix, chat)
+        return cls(tokenizer, chat, prefix)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with `prefix` in front unless the text already has it.
@@ -49,27 +46,90 @@ class Text:
         Special tokens written out in the text count as such. Raises BadRequest for text that is
         not Unicode.
         """
+        encoding = self._encoding(text)
+        return [*self._missing(encoding), *encoding.ids]
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token adds to a text that has begun, b"" for an unknown one."""
+        return self._pieces[token]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids alone; bytes that are not UTF-8 become U+FFFD."""
+        return self._pieces.whole(ids)
+
+    def chat(self, messages: object, tools: object, now: float) -> Prompt:
+        """The prompt of a chat. Raises BadRequest, see `check_messages` and `Chat.render`."""
+        checked, offered = check_messages(messages), check_tools(tools)
+        text = self._chat.render(checked, offered, now=now)
+        encoding = self._encoding(text)
+        missing = self._missing(encoding)
+        end = self._end_of_messages(text, checked, offered, now)
+        at = encoding.char_to_token(end) if end else None
+        return Prompt([*missing, *encoding.ids], len(missing) + at if at else 0)
+
+    def _end_of_messages(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        now: float,
+    ) -> int:
+        """The character at which the generation prompt begins, 0 when it cannot be told."""
+        if not self._chat.prompts_generation(bool(tools)):
+            return 0
+        try:
+            bare = self._chat.render(messages, tools, now=now, add_generation_prompt=False)
+        except BadRequest:
+            return 0  # it is only a hint
+        return len(bare) if text.startswith(bare) and len(bare) < len(text) else 0
+
+    def _encoding(self, text: str) -> Encoding:
         try:
             # encode_batch releases the GIL, encode does not
             (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
         except (TypeError, UnicodeError) as error:
             raise BadRequest(f"the prompt is not valid Unicode text: {error}") from error
-        ids = list(encoding.ids)
-        if tuple(ids[: len(self.prefix)]) == self.prefix:
-            return ids
-        return [*self.prefix, *ids]
+        return encoding
 
-    def piece(self, token: int) -> bytes:
-        """The bytes that a token stands for, b"" for an unknown one."""
-        return self._table[token]
+    def _missing(self, encoding: Encoding) -> tuple[int, ...]:
+        """What has to go in front so that `prefix` is there once."""
+        size = len(self.prefix)
+        return () if tuple(encoding.ids[:size]) == self.prefix else self.prefix
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids; bytes that are not UTF-8 become U+FFFD."""
-        return b"".join(map(self.piece, ids)).decode("utf-8", "replace")
 
-    def render(self, messages: object, now: float) -> str:
-        """The prompt text of a chat, see `Template.render`."""
-        return self._template.render(messages, now=now)
+def _read(file: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelLoadFailed(f"{file} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Tokenizer, rows: int, prefix: Sequence[int], chat: Chat) -> None:
+    """Whether the ids that texts give have rows in the model's embedding.
+
+    An added token without a row is let pass if neither the prefix nor a template writes it: some
+    models keep those of a larger sibling. A prompt that has it is refused. Raises ModelLoadFailed.
+    """
+    beyond = [id for id in tokenizer.get_vocab(with_added_tokens=False).values() if id >= rows]
+    if beyond:
+        raise ModelLoadFailed(
+            f"tokenizer.json has ids up to {max(beyond)}, the model has rows for {rows} (vocab_size"
+            " of config.json): the tokenizer is of another model"
+        )
+    sources = [template.source for template in chat.templates.values()]
+    named = [
+        f"{added.content!r} (id {id})"
+        for id, added in sorted(tokenizer.get_added_tokens_decoder().items())
+        if id >= rows and (id in prefix or any(added.content in source for source in sources))
+    ]
+    if named:
+        raise ModelLoadFailed(
+            f"prompts have {', '.join(named[:_SHOWN])}, the model has rows for {rows} ids"
+            " (vocab_size of config.json): the tokenizer is of another model"
+        )
 
 
 def _prefix(tokenizer: Tokenizer, bos_token: str | None, add_bos: bool | None) -> list[int]:

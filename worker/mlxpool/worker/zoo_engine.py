@@ -199,10 +199,12 @@ class ZooEngine:
         """See Engine.prefix_blocks."""
         return -(-self._prefix.nbytes // self._block_bytes)
 
-    def shrink(self, blocks: int) -> int:
+    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         """See Engine.shrink."""
         before = self.prefix_blocks()
         self._prefix.shrink(self._prefix.nbytes - (before - blocks) * self._block_bytes)
+        if in_use and before - self.prefix_blocks() < blocks:
+            self._prefix.clear()
         mx.clear_cache()
         return before - self.prefix_blocks()
 

@@ -10,12 +10,19 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.models.base import Plan
 
 ARCHITECTURES = {
+    "gemma3": "mlxpool.worker.models.gemma3",
+    "gemma3_text": "mlxpool.worker.models.gemma3",
+    "glm4_moe_lite": "mlxpool.worker.models.glm4_moe_lite",
+    "gpt_oss": "mlxpool.worker.models.gpt_oss",
     "llama": "mlxpool.worker.models.llama",
     "mistral": "mlxpool.worker.models.llama",
+    "qwen2": "mlxpool.worker.models.qwen2",
+    "qwen3": "mlxpool.worker.models.qwen3",
     "qwen3_5": "mlxpool.worker.models.qwen3_5",
     "qwen3_5_moe": "mlxpool.worker.models.qwen3_5",
     "qwen3_5_moe_text": "mlxpool.worker.models.qwen3_5",
     "qwen3_5_text": "mlxpool.worker.models.qwen3_5",
+    "qwen3_moe": "mlxpool.worker.models.qwen3_moe",
     "qwen3_next": "mlxpool.worker.models.qwen3_next",
 }
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 Shape: TypeAlias = tuple[int, ...]
 Layer: TypeAlias = "Callable[[mx.array], mx.array]"
+Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # gate, up
 State: TypeAlias = "tuple[mx.array, ...]"
 # Inputs [B, n, ...] and state [B, ...] of B rows -> outputs [B, n, ...] and the state after them.
 Scan: TypeAlias = "Callable[[tuple[mx.array, ...], State], tuple[mx.array, State]]"
-Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # gate, up
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,29 @@ def window_room(window: int, chunk: int) -> int:
     return window + max(chunk, WINDOW_GROWTH)
 
 
+class LatentHeads(Protocol):
+    """How the heads of a Latent layer read its lines, in two ways that give the same.
+
+    Queries that are `absorbed` have the lines as keys and their first `rank` numbers as values;
+    what they read has to be `opened`. Or keys and values are made of the lines: `expanded`.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    def expands(self, count: int, length: int) -> bool:
+        """Whether the second way is cheaper for `count` queries, the last of `length` tokens."""
+
+    def absorbed(self, q: mx.array) -> mx.array:
+        """q [T, H, D] -> [T, H, dim]."""
+
+    def opened(self, read: mx.array) -> mx.array:
+        """read [T, H, rank] -> [T, H, V]."""
+
+    def expanded(self, lines: mx.array) -> tuple[mx.array, mx.array]:
+        """lines [L, dim] -> keys [H, L, D], values [H, L, V]."""
+
+
 class Step(Protocol):
     """The one token axis of a step, see attention.py. `layer` counts from 0 as Plan.caches does."""
 
@@ -137,12 +160,9 @@ class Step(Protocol):
         """
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, rank: int
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
     ) -> mx.array:
-        """q [T, H, dim], line [T, dim] -> [T, H, rank], for a Latent layer.
-
-        The lines are the keys, their first `rank` numbers the values.
-        """
+        """q [T, H, D], line [T, dim] -> [T, H, V], for a Latent layer; `heads` know its weights."""
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """`scan` over each row's tokens from its state on: inputs [T, ...] -> [T, ...]."""

@@ -79,6 +79,7 @@ class GroupedQuery:
     cap: float = 0.0  # see Step.attend
     biases: str = ""  # which of the projections q, k, v and o have one
     norm_eps: float = 0.0  # of the norms over each head's query and key; 0: there are none
+    sinks: bool = False  # each query head has a score of its own, see Step.attend
 
     @property
     def cache(self) -> KeyValue:
@@ -93,6 +94,8 @@ class GroupedQuery:
         if self.norm_eps:
             yield f"{name}.q_norm.weight", (self.heads.size,)
             yield f"{name}.k_norm.weight", (self.heads.size,)
+        if self.sinks:
+            yield f"{name}.sinks", (self.heads.queries,)
         yield from linear(f"{name}.o_proj", self.hidden, queries, "o" in self.biases)
 
     def build(self, parts: Parts, name: str, layer: int) -> Mixing:
@@ -109,6 +112,7 @@ class _Attention:
         if spec.norm_eps:
             q_norm = parts.norm(f"{name}.q_norm", spec.norm_eps)
             self.norms = q_norm, parts.norm(f"{name}.k_norm", spec.norm_eps)
+        self.sinks = parts.array(f"{name}.sinks") if spec.sinks else None
         self.o = parts.linear(f"{name}.o_proj")
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
@@ -116,7 +120,8 @@ class _Attention:
         both = heads.queries + heads.pairs
         every = self.qkv(x).reshape(x.shape[0], both + heads.pairs, heads.size)
         q, k = self._rotated(every[:, :both], step)
-        out = step.attend(self.layer, q, k, every[:, both:], self.scale, cap=self.spec.cap)
+        v, scale = every[:, both:], self.scale
+        out = step.attend(self.layer, q, k, v, scale, sinks=self.sinks, cap=self.spec.cap)
         return self.o(out.reshape(x.shape[0], -1))
 
     def _rotated(self, qk: mx.array, step: Step) -> tuple[mx.array, mx.array]:

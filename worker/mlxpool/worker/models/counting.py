@@ -14,10 +14,13 @@ import time
 import zlib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from mlxpool.common.config import Counting
+from mlxpool.common.messages import joined
 from mlxpool.common.wire import pack_ids
 from mlxpool.worker.engine_api import Memory
+from mlxpool.worker.mail import Prompt
 from mlxpool.worker.models.faults import NO_FAULTS, Faults, Struck
 from mlxpool.worker.sequence import Drawn, Logprob, RowFailed, Sequence
 
@@ -110,7 +113,7 @@ class CountingEngine:
     def prefix_blocks(self) -> int:
         return 0
 
-    def shrink(self, blocks: int) -> int:
+    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         return 0
 
     def warm_up(self, moved: Callable[[], None]) -> None:
@@ -140,6 +143,7 @@ class CountingText:
     def piece(self, token: int) -> bytes:
         return piece(token)
 
-    def render(self, messages: Seq[dict[str, str]], now: float) -> str:
+    def chat(self, messages: Seq[dict[str, Any]], tools: object, now: float) -> Prompt:
         """One line for each message."""
-        return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+        lines = [f"{m['role']}: {joined(m.get('content'))}\n" for m in messages]
+        return Prompt(self.encode("".join(lines)))

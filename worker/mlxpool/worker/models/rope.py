@@ -17,8 +17,12 @@ from mlxpool.worker.models.base import Rope, integer, number
 Settings: TypeAlias = Mapping[str, Any]
 
 
-def rope(config: Settings, dims: int, *, base: float = 10000.0, traditional: bool = False) -> Rope:
+def rope(
+    config: Settings, dims: int, *, base: float | None = 10000.0, traditional: bool = False
+) -> Rope:
     """The rotation of the first `dims` numbers of a head; `base` where config.json has none.
+
+    Without a `base` it needs one, as readers of such files do not agree on what it is then.
 
     Raises ModelLoadFailed naming the kind or the key that cannot be used.
     """

@@ -1,0 +1,224 @@
+"""How often a greedy completion differs in company, after a prefix hit, a preemption, a resume.
+
+    python bench/company.py [--requests 48] [--tokens 64] [--deterministic] [--random] [--json FILE]
+
+Each request is computed alone, then in each of these ways; the first token that differs counts. The
+margin is the difference of the two greatest log-probabilities there when it was alone: a near-tie
+is decided by the last bits, and these depend on how many rows a product has. The embedded model;
+`--random`: a random one of 16 layers in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import report
+from mlxpool.broker.blas import preload
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+WIDTH = 8  # requests at once in company
+TEXT = Path(__file__).read_text() + (Path(__file__).parent / "report.py").read_text()
+RANDOM: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A completion and how sure each of its tokens was."""
+
+    prompt: tuple[int, ...]
+    ids: list[int]
+    margins: list[float]
+
+
+class Ways:
+    """The same requests in different circumstances, each on an engine of its own."""
+
+    def __init__(self, loaded: Any, tokens: int) -> None:
+        self.loaded, self.tokens = loaded, tokens
+
+    def engine(self, prefix: str = "off") -> Any:
+        from mlxpool.worker.engine import ModelEngine
+
+        return ModelEngine(self.loaded, prefix=prefix, sequences=WIDTH)
+
+    def begin(self, engine: Any, prompt: tuple[int, ...], ids: list[int] | None = None) -> Any:
+        """A sequence that is ready for its next token."""
+        from mlxpool.common.options import Options
+        from mlxpool.worker.sequence import Sequence
+
+        options = Options(temperature=0.0, logprobs=True, top_logprobs=2)
+        seq = Sequence(b"", 1, prompt, options, 1, self.tokens, list(ids or []))
+        self.enter(engine, seq)
+        return seq
+
+    def enter(self, engine: Any, seq: Any) -> None:
+        engine.admit(seq)
+        while engine.prefill(seq, 100):
+            pass
+
+    def step(self, engine: Any, rows: list[Any]) -> list[Any]:
+        drawn: list[Any] = engine.decode(rows)
+        for one in drawn:
+            one.sequence.ids.append(one.token)
+        return drawn
+
+    def finish(self, engine: Any, seq: Any) -> list[float]:
+        margins = []
+        while len(seq.ids) < self.tokens:
+            ((_, first), (_, second)) = self.step(engine, [seq])[0].logprob.top
+            margins.append(first - second)
+        engine.release(seq)
+        return margins
+
+    def alone(self, prompt: tuple[int, ...]) -> Alone:
+        engine = self.engine()
+        seq = self.begin(engine, prompt)
+        margins = self.finish(engine, seq)
+        return Alone(prompt, seq.ids, margins)
+
+    def company(self, found: list[Alone]) -> list[list[int]]:
+        """Eight at a time, one joining at every third step."""
+        results: list[list[int]] = []
+        for start in range(0, len(found), WIDTH):
+            engine, waiting = self.engine(), found[start : start + WIDTH]
+            every: list[Any] = []
+            for turn in range(4 * WIDTH + self.tokens):
+                if turn % 3 == 0 and len(every) < len(waiting):
+                    every.append(self.begin(engine, waiting[len(every)].prompt))
+                running = [seq for seq in every if len(seq.ids) < self.tokens]
+                if running:
+                    self.step(engine, running)
+            results += [seq.ids for seq in every]
+        return results
+
+    def hit(self, found: list[Alone]) -> list[list[int]]:
+        """With half of the prompt in the prefix tree."""
+        engine, results = self.engine("tree"), []
+        for one in found:
+            engine.release(self.begin(engine, one.prompt[: len(one.prompt) // 2]))
+            seq = self.begin(engine, one.prompt)
+            assert seq.cached
+            self.finish(engine, seq)
+            results.append(seq.ids)
+        return results
+
+    def preempted(self, found: list[Alone]) -> list[list[int]]:
+        engine, results = self.engine(), []
+        for one in found:
+            seq = self.begin(engine, one.prompt)
+            for _ in range(self.tokens // 3):
+                self.step(engine, [seq])
+            engine.release(seq)
+            seq.preempt()
+            self.enter(engine, seq)
+            self.finish(engine, seq)
+            results.append(seq.ids)
+        return results
+
+    def resumed(self, found: list[Alone]) -> list[list[int]]:
+        engine, results = self.engine(), []
+        for one in found:
+            seq = self.begin(engine, one.prompt, one.ids[: self.tokens // 2])
+            self.finish(engine, seq)
+            results.append(seq.ids)
+        return results
+
+
+def compared(found: list[Alone], results: list[list[int]]) -> dict[str, Any]:
+    """How many differ, after how many equal tokens in all, and the margins where they do."""
+    margins, equal = [], 0
+    for one, ids in zip(found, results, strict=True):
+        same = [a == b for a, b in zip(one.ids, ids, strict=True)]
+        first = same.index(False) if False in same else len(same)
+        equal += first
+        if first < len(same):
+            margins.append(one.margins[first])
+    return {"requests": len(found), "differ": len(margins), "equal": equal, "margins": margins}
+
+
+def prompts(count: int, text: Any) -> list[tuple[int, ...]]:
+    draw = random.Random(1)
+    spans = [(draw.randrange(len(TEXT) // 2), draw.randrange(200, 1500)) for _ in range(count)]
+    return [tuple(text.encode(TEXT[start : start + size])) for start, size in spans]
+
+
+def in_bfloat16(path: Path) -> Path:
+    """A random checkpoint whose weights are halves."""
+    import mlx.core as mx
+
+    from worker_checkpoints import write_checkpoint
+
+    file = write_checkpoint(path, **RANDOM) / "model.safetensors"
+    weights: Any = mx.load(str(file))
+    mx.save_safetensors(str(file), {name: one.astype(mx.bfloat16) for name, one in weights.items()})
+    return path
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    import mlx.core as mx
+
+    from mlxpool.worker.load import inspect, load
+    from mlxpool.worker.tokenizer import Text
+
+    loaded = load(inspect(folder), deterministic=arguments.deterministic)
+    mx.random.seed(1)
+    ways = Ways(loaded, arguments.tokens)
+    text = Text.from_folder(loaded.folder)
+    found = [ways.alone(prompt) for prompt in prompts(arguments.requests, text)]
+    runs: dict[str, Callable[[list[Alone]], list[list[int]]]] = {
+        "again alone": lambda every: [ways.alone(one.prompt).ids for one in every],
+        "in company of eight": ways.company,
+        "after a prefix hit": ways.hit,
+        "after a preemption": ways.preempted,
+        "after a resume": ways.resumed,
+    }
+    return {name: compared(found, run(found)) for name, run in runs.items()}
+
+
+def say(figures: dict[str, Any]) -> str:
+    rows = []
+    for name, one in figures.items():
+        greatest = f"{max(one['margins']):.2g}" if one["margins"] else "-"
+        rows.append([name, f"{one['differ']} of {one['requests']}", str(one["equal"]), greatest])
+    head = ["way", "requests that differ", "equal tokens before that", "greatest margin there"]
+    return report.table(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--random", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
+    from mlxpool.worker.catalogue import DEMO
+
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(arguments, in_bfloat16(Path(folder)) if arguments.random else DEMO)
+    print(report.versions(), report.machine(), sep="; ")
+    print(say(figures))
+    report.write(arguments.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Does preparing requests hold up running streams? Gaps between tokens, with and without it.
+
+    python bench/gaps.py [--rounds 7] [--tokens 400] [--json FILE]
+
+Eight streams of the embedded model decode in one worker, behind a broker. Beside them another
+process sends prompts of 256 KiB, one after the other, or chats whose template never ends. The gaps
+are those between two deltas of a stream, as its client sees them; p99, in pairs with a quiet round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import report
+from mlxpool.client import Client
+from mlxpool.common.errors import PoolError
+from mlxpool.worker.catalogue import DEMO
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from pool import Pool
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+CONFIG = '[models.m]\npath = "{path}"\nsequences = 12\nprefix_cache = "off"\n'
+STREAMS = 8
+PAUSE = 0.2  # seconds between two large prompts
+GOAL = 1.2
+
+
+def large_prompts(client: Client) -> None:
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 9))) for _ in range(5000)]
+    text = " ".join(draw.choices(words, k=60_000))[: 256 * 1024]
+    while True:
+        with contextlib.suppress(PoolError):  # it does not fit the context
+            client.generate("m", f"{draw.random()} {text}"[: 256 * 1024], max_tokens=1)
+        time.sleep(PAUSE)
+
+
+def endless_templates(client: Client) -> None:
+    while True:
+        with contextlib.suppress(PoolError):
+            client.generate("m", messages=[{"role": "user", "content": "x"}], max_tokens=1)
+
+
+PEERS: dict[str, Callable[[Client], None]] = {
+    "prompts of 256 KiB": large_prompts,
+    "a template that never ends": endless_templates,
+}
+
+
+@contextmanager
+def beside(name: str, run_dir: Path) -> Iterator[None]:
+    """The peer at work, in a process of its own."""
+    command = [sys.executable, __file__, "--play", name, "--run-dir", str(run_dir)]
+    child = subprocess.Popen(command)
+    try:
+        time.sleep(1.0)
+        yield
+        if child.poll() is not None:
+            raise SystemExit(f"the peer {name!r} ended by itself: there is no figure")
+    finally:
+        child.kill()
+        child.wait()
+
+
+def gaps_of(client: Client, tokens: int, number: int) -> list[float]:
+    """Milliseconds between the deltas of one stream."""
+    found: list[float] = []
+    last = 0.0
+    prompt = [number + 1] * 100
+    with client.stream(
+        "m", tokens=prompt, max_tokens=tokens, temperature=0, ignore_eos=True
+    ) as stream:
+        for _ in stream:
+            now = time.perf_counter()
+            if last:
+                found.append(1000 * (now - last))
+            last = now
+    return found
+
+
+def p99(client: Client, tokens: int) -> float:
+    """Of the gaps of all streams at once."""
+    found: list[float] = []
+    threads = [
+        threading.Thread(target=lambda n=n: found.extend(gaps_of(client, tokens, n)[10:]))
+        for n in range(STREAMS)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return statistics.quantiles(found, n=100)[98]
+
+
+def measure(pool: Pool, rounds: int, tokens: int) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    with pool.client() as client:
+        p99(client, 50)
+        for name in PEERS:
+            pairs = []
+            for _ in range(rounds):
+                quiet = p99(client, tokens)
+                with beside(name, pool.run_dir):
+                    pairs.append((quiet, p99(client, tokens)))
+            figures[name] = {
+                "quiet_ms": [quiet for quiet, _ in pairs],
+                "beside_ms": [loud for _, loud in pairs],
+                "ratio": [loud / quiet for quiet, loud in pairs],
+            }
+            print(f"{name}: {report.spread(figures[name]['ratio'], 2)}", file=sys.stderr)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--play", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--run-dir", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.play:
+        with Client(options.run_dir) as client:
+            PEERS[options.play](client)
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / "model"
+        shutil.copytree(DEMO, folder)
+        (folder / "chat_template.jinja").write_text(ENDLESS)
+        with Pool(Path(root), CONFIG.format(path=folder)) as pool:
+            figures = measure(pool, options.rounds, options.tokens)
+    print(f"{report.versions()}; {report.machine()}")
+    print(f"{options.tokens} tokens, {options.rounds} rounds: median (minimum - maximum)\n")
+    head = ("beside eight streams", "quiet, p99 ms", "beside it, p99 ms", f"ratio, goal {GOAL}")
+    rows = [
+        (name, *(report.spread(found[key], 2) for key in ("quiet_ms", "beside_ms", "ratio")))
+        for name, found in figures.items()
+    ]
+    print(report.table(head, rows))
+    report.write(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Many requests of mixed lengths inside a memory limit that is too small for them all at once.
+
+    python bench/memory.py [--requests 2000] [--limit 200] [--json FILE]
+
+A broker, one worker with the embedded model, and one client with more requests open than the
+worker has places. Rows outgrow the memory and give way, the prefix cache gives up what it has. The
+worker's resident bytes are read every few milliseconds, its high-water mark from the kernel, and
+the allocator's highest from the worker's own report. Exit 1 when the limit was passed, a request
+failed, or too little happened to say anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+import report
+from mlxpool.client import AsyncClient
+from mlxpool.common.errors import PoolError
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from pool import Pool
+
+AT_ONCE = 24  # requests open, of which `sequences` run
+SAMPLE = 0.02  # seconds
+EARLY, LAST = 200, 200  # requests: the level after so many, and over the last ones
+CONFIG = """
+[models.m]
+path = "builtin:demo"
+memory_limit = {limit}
+sequences = 8
+"""
+MIB = 2**20
+GOALS = {"preemptions": 100, "evictions": 100}
+LEVEL = 0.02  # by which the level may grow
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prompt of so many ids that is completed to so many."""
+
+    prompt: tuple[int, ...]
+    tokens: int
+
+
+def jobs_of(count: int, vocabulary: int = 4096) -> list[Job]:
+    """Lengths as chats have them: most short, some long; half begin like an earlier one."""
+    draw = np.random.default_rng(0)
+    jobs: list[Job] = []
+    for _ in range(count):
+        size = int(min(1500, 20 + draw.exponential(150)))
+        ids = tuple(draw.integers(1, vocabulary, size).tolist())
+        if jobs and draw.random() < 0.5:
+            earlier = jobs[int(draw.integers(max(0, len(jobs) - 50), len(jobs)))].prompt
+            ids = (*earlier, *ids[:50])[:1500]
+        tokens = 300 + draw.integers(300) if draw.random() < 0.2 else 4 + draw.exponential(40)
+        jobs.append(Job(ids, int(tokens)))
+    return jobs
+
+
+@dataclass(slots=True)
+class Watched:
+    """What was read of the worker; bytes, and how many requests were done by then."""
+
+    done: int = 0
+    rss: list[tuple[int, int]] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
+
+
+async def watch(pid: int, seen: Watched) -> None:
+    process = psutil.Process(pid)
+    while True:
+        seen.rss.append((seen.done, process.memory_info().rss))
+        await asyncio.sleep(SAMPLE)
+
+
+async def ask(client: AsyncClient, todo: list[Job], seen: Watched) -> None:
+    """One reader: a request after the other until none is left."""
+    while todo:
+        job = todo.pop()
+        try:
+            result = await client.generate(
+                "m", tokens=job.prompt, max_tokens=job.tokens, ignore_eos=True, seed=seen.done
+            )
+            seen.ends[result.reason if len(result.ids) == job.tokens else "short"] += 1
+        except PoolError as error:
+            seen.ends[error.code] += 1
+        seen.done += 1
+
+
+async def load(run_dir: Path, pid: int, jobs: Sequence[Job]) -> Watched:
+    seen = Watched()
+    client = AsyncClient(run_dir)
+    watcher = asyncio.create_task(watch(pid, seen))
+    todo = list(reversed(jobs))
+    await asyncio.gather(*(ask(client, todo, seen) for _ in range(AT_ONCE)))
+    watcher.cancel()
+    await client.close()
+    return seen
+
+
+def high_water(pid: int) -> int:
+    """Most bytes that were ever resident, by the kernel's count."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def measure(count: int, limit: int) -> dict[str, Any]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Pool(Path(folder), CONFIG.format(limit=limit)) as pool,
+    ):
+        with pool.client() as client:
+            client.generate("m", "warm", max_tokens=2)
+        before = pool.worker("m/0")
+        started = time.monotonic()
+        seen = asyncio.run(load(pool.run_dir, before["pid"], jobs_of(count)))
+        took = time.monotonic() - started
+        time.sleep(2.5)  # two beats
+        after = pool.worker("m/0")
+        assert after["pid"] == before["pid"], pool.log()
+        early = [rss for done, rss in seen.rss if EARLY <= done < 2 * EARLY]
+        late = [rss for done, rss in seen.rss if done >= count - LAST]
+        return {
+            "requests": count,
+            "seconds": round(took, 1),
+            "limit": limit,
+            "ends": dict(seen.ends),
+            "rss at the start": before["memory"]["rss"],
+            "rss, high-water mark": high_water(after["pid"]),
+            "active, highest": after["memory"]["peak"],
+            "rss after the first": statistics.median(early),
+            "rss at the last": statistics.median(late),
+            "tokens that fit, first and last": [
+                one["memory"]["capacity_tokens"] for one in (before, after)
+            ],
+            "preemptions": after["memory"]["preemptions"],
+            "evictions": after["prefix"]["evictions"],
+        }
+
+
+def faults_of(found: dict[str, Any]) -> list[str]:
+    """What is not as it must be."""
+    faults = [
+        f"{name}: {found[name]} bytes, the limit is {found['limit']}"
+        for name in ("rss, high-water mark", "active, highest")
+        if found[name] > found["limit"]
+    ]
+    if found["ends"] != {"length": found["requests"]}:
+        faults.append(f"requests ended {found['ends']}")
+    faults += [
+        f"only {found[name]} {name}, {least} are wanted"
+        for name, least in GOALS.items()
+        if found[name] < least
+    ]
+    growth = found["rss at the last"] / found["rss after the first"] - 1
+    if growth > LEVEL:
+        faults.append(f"the level grew by {growth:.1%}")
+    return faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--limit", type=int, default=200, help="MiB of the worker")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = measure(options.requests, options.limit * MIB)
+    faults = faults_of(found)
+    print(f"{report.versions()}; {report.machine()}\n")
+    rows = [(name, str(value)) for name, value in found.items()]
+    print(report.table(("memory", "measured"), rows))
+    for fault in faults:
+        print(f"fault: {fault}")
+    report.write(options.json, {**found, "faults": faults})
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""What a scrape costs with many models, beside prometheus_client, and what it does to the streams.
+
+The first table is made in this process: the loop's part (the snapshot), the text, and the same
+figures through prometheus_client. The second has a broker with as many models, all of which were
+asked for, and 50 streams of 100 tokens a second, with and without somebody who scrapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import zmq
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric, UntypedMetricFamily
+from prometheus_client.registry import Collector
+
+import report
+from broker import DETOUR, HERE, Counter, _count, _p99
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from mlxpool.broker import snapshot
+from mlxpool.broker.core import Core
+from mlxpool.broker.families import FAMILIES
+from mlxpool.broker.figures import Frozen, Histogram
+from mlxpool.broker.metrics import Writer
+from mlxpool.broker.snapshot import Snapshot
+from mlxpool.common import sockets, wire
+from mlxpool.common.config import ModelConfig, PoolConfig
+from mlxpool.common.wire import Header
+from pool import Pool, with_path
+
+ABOUT = {
+    "state": "ready", "uptime_s": 1.0, "links": 1, "front_shut": 0, "turned_out": 0,
+    "descriptors": 1024,
+}  # fmt: skip
+
+
+def core_of(models: int, values: int = 200) -> Core:
+    """A core whose models have served requests of all lengths."""
+    settings = {f"model-{n}": ModelConfig(path="builtin:counting") for n in range(models)}
+    core, random = Core(PoolConfig(models=settings), 1), Random(1)
+    for name in settings:
+        figures = core.counters.of(name)
+        figures.accepted = figures.outcomes["stop"] = values
+        for histogram in vars(figures).values():
+            if isinstance(histogram, Histogram):
+                for _ in range(values):
+                    histogram.observe(random.lognormvariate(-2, 2))
+    return core
+
+
+class Peer(Collector):
+    """The same figures for prometheus_client."""
+
+    def __init__(self, of: Snapshot) -> None:
+        self.snapshot = of
+
+    def collect(self) -> Iterator[Metric]:
+        for family in FAMILIES:
+            if family.kind == "histogram":
+                yield self._histogram(family)
+                continue
+            plain = UntypedMetricFamily(family.name, family.help, labels=family.labels)
+            for labels, value in family.rows(self.snapshot):
+                assert not isinstance(value, Frozen)
+                numbers = value if isinstance(value, Sequence) else (value,)
+                for last, number in zip(family.over or (None,), numbers, strict=True):
+                    plain.add_metric(labels if last is None else (*labels, last), number)
+            yield plain
+
+    def _histogram(self, family: Any) -> Metric:
+        metric = HistogramMetricFamily(family.name, family.help, labels=family.labels)
+        for labels, value in family.rows(self.snapshot):
+            ends = [*map(str, value.bounds), "+Inf"]
+            metric.add_metric(
+                labels, list(zip(ends, accumulate(value.counts), strict=True)), value.total
+            )
+        return metric
+
+
+def timed(work: Callable[[], Any], rounds: int) -> list[float]:
+    """Milliseconds of each round, after one that does not count."""
+    work()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - start) * 1000)
+    return times
+
+
+def costs(models: int, rounds: int) -> list[tuple[str, str]]:
+    core, writer = core_of(models), Writer()
+    taken = snapshot.take(core, ABOUT, 0.0, 1.0)
+    registry = CollectorRegistry()
+    registry.register(Peer(taken))
+    body = writer.text(taken)
+    rows = [
+        ("the loop's part, ms", timed(lambda: snapshot.take(core, ABOUT, 0.0, 1.0), rounds)),
+        ("the text, ms", timed(lambda: writer.text(taken), rounds)),
+        (
+            "prometheus_client's text of the same, ms",
+            timed(lambda: generate_latest(registry), rounds),
+        ),
+    ]
+    kilobytes = f"{len(body) / 1000:.0f}"
+    return [(f"{models} models: size of the answer, kB", kilobytes)] + [
+        (f"{models} models: {name}", report.spread(times, 2)) for name, times in rows
+    ]
+
+
+CONFIG = """\
+[pool]
+beat_limit = 1000
+memory_limit = "1GB"
+metrics = "127.0.0.1:0"
+
+[models.m]
+path = "builtin:counting"
+sequences = 4096
+memory_limit = "600MB"
+"""
+OTHER = '\n[models.model-{n}]\npath = "builtin:counting"\nmemory_limit = "600MB"\n'
+
+
+@contextmanager
+def pool(plan: Mapping[str, float], models: int, folder: Path) -> Iterator[Pool]:
+    """As bench/broker.py's, with further models that there is no memory for: none is started."""
+    (folder / "sitecustomize.py").write_text(DETOUR.format(firehose=str(HERE / "firehose.py")))
+    environment = {"PYTHONPATH": with_path(folder), "FIREHOSE": json.dumps(plan)}
+    config = CONFIG + "".join(OTHER.format(n=n) for n in range(models - 3))
+    with Pool(folder, config, environment=environment) as running:
+        yield running
+
+
+class Scraper(threading.Thread):
+    """Reads /metrics every `pause` seconds until it is told to stop."""
+
+    def __init__(self, url: str, pause: float) -> None:
+        super().__init__(name="scraper")
+        self.url, self.pause = url + "/metrics", pause
+        self.times: list[float] = []
+        self.enough = threading.Event()
+
+    def run(self) -> None:
+        while not self.enough.wait(self.pause):
+            start = time.perf_counter()
+            with urllib.request.urlopen(self.url) as answer:
+                answer.read()
+            self.times.append((time.perf_counter() - start) * 1000)
+
+
+def stream(plan: Mapping[str, float], models: int, pause: float) -> tuple[list[float], list[float]]:
+    """One round: the delays of all deltas and the times of all scrapes, ms; `pause` 0: none."""
+    with tempfile.TemporaryDirectory() as name, pool(plan, models, Path(name)) as running:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        counter = Counter(context, sockets.ipc(running.run_dir, "front"))
+        counter.ask(int(plan["streams"]), int(plan["tokens"]), batch=True)
+        ask_others(counter, models)
+        scraper = Scraper(running.ask("ps")["broker"]["metrics"], pause)
+        assert running.process is not None
+        if pause:
+            scraper.start()
+        # The others end, too: each for want of a worker.
+        ends = int(plan["streams"]) + models - 3
+        result = _count([counter], ends, running.process.pid, delays=True)
+        scraper.enough.set()
+        if pause:
+            scraper.join()
+        counter.socket.close(linger=0)
+        context.term()
+        return result["delays"], scraper.times
+
+
+def ask_others(counter: Counter, models: int) -> None:
+    """One request for each further model, so that all its series are there."""
+    for number in range(models - 3):
+        body = {"model": f"model-{number}", "prompt": "x", "queue_ms": 100}
+        header = Header(wire.GENERATE, os.urandom(16), 0, 1)
+        counter.socket.send_multipart(wire.encode(header, body))
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--models", type=int, default=50)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--seconds", type=float, default=10.0, help="length of a round")
+    options.add_argument("--pause", type=float, default=1.0, help="seconds between two scrapes")
+    options.add_argument("--json", type=Path, help="write the figures to this file")
+    given = options.parse_args()
+    rows = costs(given.models, 50)
+    plan = {"streams": 50, "rows": 50, "tokens": int(100 * given.seconds), "rate": 100}
+    quiet, scraped, times = [], [], []
+    for _ in range(given.rounds):
+        quiet.append(_p99({"delays": stream(plan, given.models, 0.0)[0]}))
+        delays, took = stream(plan, given.models, given.pause)
+        scraped.append(_p99({"delays": delays}))
+        times += took
+    rows += [
+        (
+            f"{given.models} models: a scrape over HTTP beside 50 streams, ms",
+            report.spread(times, 2),
+        ),
+        ("50 streams x 100 tokens/s, nobody scrapes: p99 ms", report.spread(quiet, 2)),
+        (f"the same, a scrape every {given.pause:g} s: p99 ms", report.spread(scraped, 2)),
+    ]
+    print(report.machine())
+    print(report.versions())
+    print(report.table(("what", "median (min - max)"), rows))
+    report.write(given.json, {"scrape": [list(row) for row in rows]})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The names of models: which are allowed, and which folders of a models folder have one.
+
+A name is a key, never a path: what a client sends is only ever looked up.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+
+MAX_NAME = 200  # bytes of UTF-8; a worker's log is called after it
+MAX_PARTS = 4  # of a name with slashes, as in registry/owner/model
+DEPTH = 2  # folders: NAME, and OWNER/NAME
+
+
+def fault_of_name(name: str) -> str | None:
+    """Why this cannot be a model's name; None when it can.
+
+    A name that ends in /NUMBER is a slot's.
+    """
+    parts = name.split("/")
+    if not _is_text(name):
+        return "must be printable text"
+    if len(name.encode()) > MAX_NAME:
+        return f"has {len(name.encode())} bytes, at most {MAX_NAME} are allowed"
+    if not all(parts) or not name.strip():
+        return "must not be empty, nor begin or end with a slash"
+    if any(part.startswith(".") for part in parts) or "\\" in name:
+        return "must not be a path: no part of it may begin with a dot, or hold a backslash"
+    if len(parts) > MAX_PARTS:
+        return f"has {len(parts)} parts between slashes, at most {MAX_PARTS} are allowed"
+    if len(parts) > 1 and parts[-1].isdecimal():
+        return "must not end in a slash and a number: that is how slots are called"
+    return None
+
+
+def _is_text(name: str) -> bool:
+    return not any(unicodedata.category(char)[0] == "C" for char in name)
+
+
+def scan(models_dir: Path) -> dict[str, Path]:
+    """The models in a folder: NAME and OWNER/NAME, each a folder with a config.json.
+
+    Reads names, no file. Hidden folders, what cannot be opened and what has no possible name are
+    left out; a link is followed one step and is refused at load if it leads out of `models_dir`.
+    """
+    return dict(sorted(_scan(models_dir, "", DEPTH).items()))
+
+
+def _scan(folder: Path, before: str, depth: int) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for entry in _entries(folder):
+        name = before + entry.name
+        if fault_of_name(name) is not None:
+            continue
+        if _has_config(entry):
+            found[name] = entry
+        elif depth > 1:
+            found.update(_scan(entry, f"{name}/", depth - 1))
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # a file, or not ours to open
+        return []
+
+
+def _has_config(folder: Path) -> bool:
+    try:
+        return (folder / "config.json").is_file()
+    except OSError:
+        return False
+
+
+def way_out(path: Path, border: Path) -> Path | None:
+    """Where a link in a model's folder leads out of `border` to; None when none does.
+
+    Looks at `path` itself and at what lies directly in it.
+    """
+    inside = border.resolve()
+    places = (_real(entry) for entry in (path, *_entries(path)))
+    return next((real for real in places if not real.is_relative_to(inside)), None)
+
+
+def _real(entry: Path) -> Path:
+    try:
+        return entry.resolve()
+    except (OSError, RuntimeError):  # a link that leads to itself leads nowhere else
+        return entry.parent.resolve() / entry.name

@@ -1,0 +1,144 @@
+"""The messages and tools of a chat: what a request may say, and the one shape templates see.
+
+The broker checks them and passes on what it got; the worker gives the checked shape to a template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from mlxpool.common.errors import BadRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 4096
+MAX_TOOLS = 256
+MAX_TOOL_CALLS = 256  # of one message
+_TEXTS = ("name", "tool_call_id", "reasoning_content")  # keys that hold text or nothing
+
+
+def check_messages(raw: object) -> list[dict[str, Any]]:
+    """The messages; the arguments of tool calls become maps, other keys stay as they are.
+
+    Raises BadRequest naming the message's index, the value and the bound.
+    """
+    if not _is_list(raw) or not 1 <= len(raw) <= MAX_MESSAGES:
+        found = f"{len(raw)}" if _is_list(raw) else _shown(raw)
+        raise BadRequest(f"messages must be a list of 1 to {MAX_MESSAGES} maps, got {found}")
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(raw)]
+
+
+def check_tools(raw: object) -> list[dict[str, Any]]:
+    """The tools that a template may offer to the model; empty for None.
+
+    Raises BadRequest naming the tool's index, the value and the bound.
+    """
+    if raw is None:
+        return []
+    if not _is_list(raw) or len(raw) > MAX_TOOLS:
+        found = f"{len(raw)}" if _is_list(raw) else _shown(raw)
+        raise BadRequest(f"tools must be a list of at most {MAX_TOOLS} maps, got {found}")
+    return [_tool(f"tools[{index}]", tool) for index, tool in enumerate(raw)]
+
+
+def joined(content: object) -> str:
+    """The text of a checked content: text, a list of text parts, or None."""
+    if isinstance(content, list | tuple):
+        return "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else ""
+
+
+def _is_list(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+    return isinstance(value, list | tuple)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _message(where: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise BadRequest(f"{where} must be a map with a role and a content, got {_shown(message)}")
+    role = message.get("role")
+    if role not in ROLES:
+        raise BadRequest(f"{where}.role is {_shown(role)}, must be one of {', '.join(ROLES)}")
+    for key in _TEXTS:
+        if not isinstance(message.get(key), str | None):
+            raise BadRequest(f"{where}.{key} must be text, got {_shown(message[key])}")
+    checked = dict(message)
+    if checked.get("tool_calls"):
+        checked["tool_calls"] = _tool_calls(f"{where}.tool_calls", role, checked["tool_calls"])
+    elif checked.get("content") is None:
+        raise BadRequest(f"{where} has no content; only one with tool_calls may lack it")
+    _check_content(f"{where}.content", checked.get("content"))
+    return checked
+
+
+def _check_content(where: str, content: object) -> None:
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list | tuple):
+        raise BadRequest(
+            f"{where} must be text or a list of {{type: 'text', text}},"
+            f" got {type(content).__name__}"
+        )
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise BadRequest(
+                f"{where}[{number}] must be {{type: 'text', text}}, for models take text only;"
+                f" its type is {_shown(kind)}"
+            )
+
+
+def _tool_calls(where: str, role: str, calls: object) -> list[dict[str, Any]]:
+    if role != "assistant":
+        raise BadRequest(f"{where}: only an assistant calls tools, the role is {role!r}")
+    if not _is_list(calls) or len(calls) > MAX_TOOL_CALLS:
+        found = f"{len(calls)}" if _is_list(calls) else _shown(calls)
+        raise BadRequest(f"{where} must be a list of at most {MAX_TOOL_CALLS} maps, got {found}")
+    return [_tool_call(f"{where}[{number}]", call) for number, call in enumerate(calls)]
+
+
+def _tool_call(where: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise BadRequest(f"{where} must be a map with a `function`, got {_shown(call)}")
+    _check_name(f"{where}.function", function)
+    arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(where: str, given: object) -> Mapping[str, Any]:
+    """A map; also what is one as JSON text, as most chat interfaces write it."""
+    found = given
+    if isinstance(given, str):
+        try:
+            found = json.loads(given) if given.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"{where} is not JSON: {error}; got {_shown(given)}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise BadRequest(f"{where} must be a map or the JSON text of one, got {_shown(given)}")
+    return found
+
+
+def _tool(where: str, tool: object) -> dict[str, Any]:
+    if not isinstance(tool, Mapping):
+        raise BadRequest(f"{where} must be a map, got {_shown(tool)}")
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping):
+        raise BadRequest(f"{where}.function must be a map, got {_shown(function)}")
+    _check_name(where if function is tool else f"{where}.function", function)
+    if not isinstance(function.get("parameters"), Mapping | None):
+        raise BadRequest(f"{where}: parameters must be a map (JSON schema)")
+    return dict(tool)
+
+
+def _check_name(where: str, function: Mapping[str, Any]) -> None:
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise BadRequest(f"{where}.name must be text that is not empty, got {_shown(name)}")

@@ -1,0 +1,207 @@
+"""GLM-4.7-Flash's architecture against mlx-lm's, on small random checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from worker_checkpoints import config, random_weights, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.worker import models  # noqa: E402
+from mlxpool.worker.attention import Span, Step  # noqa: E402
+from mlxpool.worker.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.load import inspect, load  # noqa: E402
+from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised  # noqa: E402
+
+Weights = dict[str, np.ndarray]
+
+SIZES: dict[str, Any] = {
+    "model_type": "glm4_moe_lite",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+WHOLE = {  # sizes that are whole groups of every mode
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return config(**{**SIZES, **changes})
+
+
+def released(weights: Weights) -> Weights:
+    """As the model was released: each expert by itself, keys and values of a line as one weight."""
+    stored: Weights = {}
+    for name, array in weights.items():
+        if ".switch_mlp." in name:
+            for expert, one in enumerate(array):
+                stored[name.replace("switch_mlp", f"experts.{expert}")] = one
+        elif name.endswith(".embed_q.weight"):
+            values = weights[name.replace("embed_q", "unembed_out")]
+            both = np.concatenate([array.swapaxes(1, 2), values], axis=1)
+            stored[name.replace("embed_q", "kv_b_proj")] = both.reshape(-1, both.shape[-1])
+        elif not name.endswith(".unembed_out.weight"):
+            stored[name] = array
+    return stored
+
+
+def unchanged(weights: Weights) -> Weights:
+    """As mlx-lm's conversions are."""
+    return weights
+
+
+def with_a_layer_ahead(weights: Weights) -> Weights:
+    """And with the layer behind the last one, which guesses tokens ahead."""
+    ahead = {
+        name.replace("layers.1", "layers.2"): array
+        for name, array in released(weights).items()
+        if ".layers.1." in name
+    }
+    more = {"model.layers.2.eh_proj.weight": np.ones((4, 8), np.float32)}
+    return {**released(weights), **ahead, **more}
+
+
+def case(stored: Callable[[Weights], Weights] = released, **changes: Any) -> Case:
+    return Case({**SIZES, **changes}, stored)
+
+
+CASES: dict[str, Case] = {
+    "as released": case(with_a_layer_ahead),
+    "as converted, with biases": case(unchanged, attention_bias=True, n_shared_experts=2),
+    "queries in one step": case(q_lora_rank=None, n_shared_experts=None),
+    "groups of experts": case(n_group=4, topk_group=2),
+    "one group open": case(n_group=2, topk_group=1, num_experts_per_tok=3, norm_topk_prob=False),
+    "all groups open": case(n_group=2, topk_group=2, num_experts_per_tok=1, moe_layer_freq=2),
+    "no experts, wide values": case(n_routed_experts=None, v_head_dim=40),
+    "yarn": case(rope_scaling=YARN, first_k_dense_replace=0),
+    "linear rope, one head": case(
+        rope_scaling={"type": "linear", "factor": 4.0}, num_attention_heads=1, num_key_value_heads=1
+    ),
+    "odd sizes": case(hidden_size=37, vocab_size=261, q_lora_rank=11, kv_lora_rank=9, v_head_dim=7),
+    **quantised({**SIZES, **WHOLE}, kept=".mlp.gate."),
+}
+IN_EVERY_WAY = {name: CASES[name] for name in CASES if name.startswith(("as rel", "quantised"))}
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
+    return prepare(tmp_path_factory.mktemp("glm4_moe_lite"), CASES)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in IN_EVERY_WAY])
+def test_equals_mlx_lm(name: str, checked: dict[str, Checked]) -> None:
+    WAYS["alone"](checked[name])
+
+
+@every({name: CASES[name] for name in IN_EVERY_WAY})
+def test_equals_mlx_lm_in_every_way(case: str, way: str, checked: dict[str, Checked]) -> None:
+    WAYS[way](checked[case])
+
+
+def test_a_quantised_weight_of_keys_and_values_is_taken_apart(tmp_path: Path) -> None:
+    """As other tools quantise a released checkpoint: what is made of it stands for its numbers."""
+    said = {"mode": "affine", "bits": 8, "group_size": 32}
+    plain = released(random_weights(settings(**WHOLE)))
+    stored: Weights = {}
+    for name, array in list(plain.items()):
+        if "kv_b_proj" not in name:
+            stored[name] = array
+            continue
+        parts = mx.quantize(mx.array(array), 32, 8)
+        plain[name] = np.array(mx.dequantize(*parts, group_size=32, bits=8))
+        for kind, part in zip(("weight", "scales", "biases"), parts, strict=True):
+            stored[name.replace("weight", kind)] = np.array(part)
+    one = write_checkpoint(tmp_path / "1", weights=plain, **settings(**WHOLE))
+    other = write_checkpoint(tmp_path / "2", weights=stored, **settings(**WHOLE, quantization=said))
+    assert np.array_equal(logits_of(one), logits_of(other))
+
+
+def test_a_tied_head_is_the_token_table(tmp_path: Path) -> None:
+    weights = random_weights(settings())
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    one = write_checkpoint(tmp_path / "1", weights=weights, **settings())
+    tied = settings(tie_word_embeddings=True)
+    other = write_checkpoint(tmp_path / "2", weights=released(weights), **tied)
+    assert np.abs(logits_of(one) - logits_of(other)).max() < 1e-5
+
+
+def logits_of(path: Path) -> np.ndarray:
+    loaded = load(inspect(path))
+    plan = loaded.folder.plan
+    row = Row(RowShape(plan.caches, loaded.dtype, plan.context))
+    step = Step([Span(row, 5)], logits=True)
+    return np.array(loaded.model(mx.array([1, 2, 3, 4, 5]), step))
+
+
+def test_the_correction_stays_float32() -> None:
+    plan = models.plan(settings())
+    kept = [name for name in plan.shapes if plan.float32(name)]
+    assert kept == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_lora_rank": None}, "no 'kv_lora_rank'"),
+        ({"qk_rope_head_dim": 7}, "7 are rotated, must be even"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy', must be 'noaux_tc'"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax', must be 'sigmoid'"),
+        ({"n_group": 3}, "n_group 3, which must part n_routed_experts 8"),
+        ({"n_group": 8}, "n_group 8, .* groups of two or more"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group 3, more than n_group 2"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9, more than n_routed_experts 8"),
+        ({"moe_intermediate_size": None}, "no 'moe_intermediate_size'"),
+        ({"rope_scaling": {"mscale_all_dim": 1.0}}, "no 'factor'"),
+        ({"q_lora_rank": -1}, "'q_lora_rank': -1"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=words):
+        models.plan(settings(**changes))
+
+
+def test_only_layers_that_guess_ahead_may_be_too_many(tmp_path: Path) -> None:
+    weights = with_a_layer_ahead(random_weights(settings()))
+    path = write_checkpoint(tmp_path, weights=weights, **settings(num_nextn_predict_layers=0))
+    with pytest.raises(ModelLoadFailed, match="describes 2 layers, the weights have 3"):
+        inspect(path)

@@ -1,0 +1,179 @@
+"""gpt-oss's architecture against mlx-lm's, on small random checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from worker_checkpoints import config, random_weights, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.worker import models  # noqa: E402
+from mlxpool.worker.attention import Span, Step  # noqa: E402
+from mlxpool.worker.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.models.base import KeyValue  # noqa: E402
+from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised  # noqa: E402
+
+Weights = dict[str, np.ndarray]
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 16,
+    "truncate": False,
+}
+SIZES: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "head_dim": 8,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_theta": 150000,
+    "rope_scaling": YARN,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+WHOLE = {"hidden_size": 64, "head_dim": 16}  # sizes that are whole groups of every mode
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return config(**{**SIZES, **changes})
+
+
+def unchanged(weights: Weights) -> Weights:
+    """As mlx-lm's conversions are."""
+    return weights
+
+
+def spread(weights: Weights) -> Weights:
+    """Numbers so large that what gates and what is gated are cut off, some of them."""
+    loud = ("experts.gate_proj.weight", "experts.up_proj.weight")
+    return {name: array * (6 if name.endswith(loud) else 1) for name, array in weights.items()}
+
+
+def released(weights: Weights) -> Weights:
+    """As the model was released: experts in mxfp4 as bytes, rows of gate and up taking turns."""
+    stored = {name: array for name, array in weights.items() if ".experts." not in name}
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.experts"
+        tensors = {one: _in_mxfp4(weights, f"{name}.{one}") for one in PROJECTIONS}
+        for kind in ("blocks", "scales", "bias"):
+            both = np.stack([tensors["gate_proj"][kind], tensors["up_proj"][kind]], axis=2)
+            stored[f"{name}.gate_up_proj_{kind}"] = both.reshape(both.shape[0], -1, *both.shape[3:])
+            stored[f"{name}.down_proj_{kind}"] = tensors["down_proj"][kind]
+    return stored
+
+
+def _in_mxfp4(weights: Weights, name: str) -> Weights:
+    words, scales = mx.quantize(mx.array(weights[f"{name}.weight"]), 32, 4, mode="mxfp4")
+    blocks = np.array(words).view(np.uint8).reshape(*scales.shape, 16)
+    return {"blocks": blocks, "scales": np.array(scales), "bias": weights[f"{name}.bias"]}
+
+
+def columns_first(weights: Weights) -> Weights:
+    """As other tools write what they made numbers again."""
+    stored = {name: array for name, array in weights.items() if ".experts." not in name}
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.experts"
+        for kind in ("weight", "bias"):
+            suffix = "" if kind == "weight" else "_bias"
+            gate, up, down = (weights[f"{name}.{one}.{kind}"] for one in PROJECTIONS)
+            both = np.stack([gate, up], axis=2).reshape(gate.shape[0], -1, *gate.shape[2:])
+            stored[f"{name}.gate_up_proj{suffix}"] = both.swapaxes(1, -1)
+            stored[f"{name}.down_proj{suffix}"] = down.swapaxes(1, -1)
+    return {name: np.ascontiguousarray(array) for name, array in stored.items()}
+
+
+def case(stored: Callable[[Weights], Weights] = unchanged, **changes: Any) -> Case:
+    return Case({**SIZES, **changes}, stored)
+
+
+CASES: dict[str, Case] = {
+    "as released": case(released, quantization_config=MXFP4),
+    "as converted": case(),
+    "cut off": case(spread),
+    "no layer types, one expert": case(layer_types=None, num_experts_per_tok=1),
+    "default rope, all heads": case(rope_scaling=None, num_key_value_heads=4),
+    "all experts, multi-query": case(num_experts_per_tok=6, num_key_value_heads=1),
+    "wide window, odd sizes": case(
+        sliding_window=300, hidden_size=37, intermediate_size=33, vocab_size=261
+    ),
+    **quantised({**SIZES, **WHOLE}),
+}
+IN_EVERY_WAY = {
+    name: CASES[name] for name in CASES if name.startswith(("as converted", "quantised"))
+}
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
+    return prepare(tmp_path_factory.mktemp("gpt_oss"), CASES)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in IN_EVERY_WAY])
+def test_equals_mlx_lm(name: str, checked: dict[str, Checked]) -> None:
+    WAYS["alone"](checked[name])
+
+
+@every(IN_EVERY_WAY)
+def test_equals_mlx_lm_in_every_way(case: str, way: str, checked: dict[str, Checked]) -> None:
+    WAYS[way](checked[case])
+
+
+def test_experts_with_their_columns_first_are_the_same(tmp_path: Path) -> None:
+    weights = random_weights(settings())
+    plain = load(inspect(write_checkpoint(tmp_path / "1", weights=weights, **settings())))
+    turned = columns_first(weights)
+    other = load(inspect(write_checkpoint(tmp_path / "2", weights=turned, **settings())))
+    assert np.array_equal(logits_of(plain), logits_of(other))
+
+
+def logits_of(loaded: Loaded) -> np.ndarray:
+    plan = loaded.folder.plan
+    row = Row(RowShape(plan.caches, loaded.dtype, plan.context))
+    return np.array(loaded.model(mx.array([1, 2, 3, 4, 5]), Step([Span(row, 5)], logits=True)))
+
+
+def test_layers_take_turns_where_config_json_does_not_list_them() -> None:
+    plan = models.plan(settings(layer_types=None, num_hidden_layers=3))
+    assert plan.caches == (KeyValue(2, 8, 8, 12), KeyValue(2, 8, 8), KeyValue(2, 8, 8, 12))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_local_experts": None}, "no 'num_local_experts'"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok 7, more than num_local_experts 6"),
+        ({"sliding_window": None}, "no 'sliding_window'"),
+        ({"layer_types": ["full_attention"] * 2}, "no 'sliding_attention' in layer_types"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types of 1, must list 2"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"swiglu_limit": "no"}, "'swiglu_limit': 'no'"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=words):
+        models.plan(settings(**changes))
+
+
+def test_blocks_of_another_shape_are_refused(tmp_path: Path) -> None:
+    stored = released(random_weights(settings()))
+    name = "model.layers.0.mlp.experts.gate_up_proj_blocks"
+    stored[name] = stored[name][:, :-2]
+    path = write_checkpoint(tmp_path, weights=stored, **settings(quantization_config=MXFP4))
+    with pytest.raises(ModelLoadFailed, match=r"gate_proj.weight' has shape \[6, 63, 4\]"):
+        inspect(path)

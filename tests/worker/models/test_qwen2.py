@@ -1,0 +1,75 @@
+"""Our Qwen2 against mlx-lm's, and what its config.json may not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from worker_checkpoints import config
+
+pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker import models
+from worker.models.conformance import (
+    WAYS,
+    Case,
+    Checked,
+    every,
+    prepare,
+    quantised,
+)
+
+QWEN2: dict[str, Any] = {"model_type": "qwen2", "rope_theta": 1000000.0}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+CASES: dict[str, Case] = {
+    "grouped-query": Case(QWEN2),
+    "multi-query, tied": Case(QWEN2 | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "all heads, odd sizes": Case(
+        QWEN2
+        | {
+            "hidden_size": 40,
+            "num_key_value_heads": 4,
+            "intermediate_size": 51,
+            "vocab_size": 261,
+        }
+    ),
+    "yarn rope": Case(QWEN2 | {"rope_scaling": YARN, "num_hidden_layers": 1}),
+    "windows that are off": Case(QWEN2 | WINDOWS | {"use_sliding_window": False}),
+    # mlx-lm's file for it has no windows; its llama has, and biases, of which one more is zero.
+    "windows": Case(
+        QWEN2 | WINDOWS,
+        peer={
+            "model_type": "llama",
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    **quantised(QWEN2 | {"hidden_size": 64, "intermediate_size": 128}),
+}
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
+    return prepare(tmp_path_factory.mktemp("qwen2"), CASES)
+
+
+@every(CASES)
+def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None:
+    WAYS[way](checked[case])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_theta": None}, "no 'rope_theta'"),
+        ({"use_sliding_window": True}, "no 'max_window_layers'"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "no 'sliding_window'"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=words):
+        models.plan(config(**{**QWEN2, **changes}))

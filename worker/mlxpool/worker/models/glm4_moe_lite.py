@@ -1,0 +1,89 @@
+"""GLM-4.7-Flash: latent attention, and a mixture of experts in all layers but the first ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mlxpool.worker.models.base import Plan, integer, number
+from mlxpool.worker.models.blocks import Gated, PreNorm
+from mlxpool.worker.models.decoder import Decoder
+from mlxpool.worker.models.derived import Derived, Found
+from mlxpool.worker.models.latent import LatentAttention, Sizes
+from mlxpool.worker.models.mixture import CORRECTION, Mixture
+from mlxpool.worker.models.reading import flag, require
+from mlxpool.worker.models.rope import rope, yarn_gain
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def plan(config: Mapping[str, Any]) -> Plan:
+    """The plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
+    require(config, "hidden_act", ["silu"])
+    mixer, feeds = _attention(config), _feeds(config)
+    hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
+    blocks = tuple(PreNorm(hidden, eps, mixer, feed) for feed in feeds)
+    ahead = range(len(feeds), len(feeds) + _count(config, "num_nextn_predict_layers"))
+
+    def guesses(name: str) -> bool:
+        """Layers behind the last one guess tokens ahead, which is not done here."""
+        layer = _LAYER.match(name)
+        return layer is not None and int(layer[1]) in ahead
+
+    def derived(found: Found) -> Iterable[Derived]:
+        for layer, feed in enumerate(feeds):
+            yield from mixer.derived(found, f"model.layers.{layer}.self_attn")
+            if isinstance(feed, Mixture):
+                yield from feed.derived(found, f"model.layers.{layer}.mlp")
+
+    return replace(
+        Decoder.of(config, blocks).plan(guesses),
+        derived=derived,
+        float32=lambda name: name.endswith(CORRECTION),
+    )
+
+
+def _attention(config: Mapping[str, Any]) -> LatentAttention:
+    sizes = Sizes(
+        heads=integer(config, "num_attention_heads"),
+        rank=integer(config, "kv_lora_rank"),
+        rotated=integer(config, "qk_rope_head_dim"),
+        plain=integer(config, "qk_nope_head_dim"),
+        value=integer(config, "v_head_dim"),
+    )
+    return LatentAttention(
+        hidden=integer(config, "hidden_size"),
+        sizes=sizes,
+        rope=rope(config, sizes.rotated, base=1e6, traditional=True),
+        scale=sizes.query**-0.5 * _gain(config) ** 2,
+        eps=number(config, "rms_norm_eps"),
+        query_rank=_count(config, "q_lora_rank"),
+        bias=flag(config, "attention_bias"),
+    )
+
+
+def _gain(config: Mapping[str, Any]) -> float:
+    """What a stretched context puts on queries and keys each, besides what their rotation does."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    weight = scaling.get("mscale_all_dim")
+    return yarn_gain(number(scaling, "factor"), weight) if weight else 1.0
+
+
+def _feeds(config: Mapping[str, Any]) -> tuple[Gated | Mixture, ...]:
+    """Of each layer: experts from some layer on and then in every so many, else a dense one."""
+    dense = Gated(integer(config, "hidden_size"), integer(config, "intermediate_size"))
+    layers = integer(config, "num_hidden_layers")
+    if not config.get("n_routed_experts"):
+        return (dense,) * layers
+    mixture = Mixture.of(config)
+    first, every = _count(config, "first_k_dense_replace"), integer(config, "moe_layer_freq", 1)
+    return tuple(
+        mixture if layer >= first and layer % every == 0 else dense for layer in range(layers)
+    )
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    """A whole number of which 0, null and no key mean none."""
+    return integer(config, key) if config.get(key) else 0

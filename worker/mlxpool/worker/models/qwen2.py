@@ -1,0 +1,44 @@
+"""Qwen2 and 2.5: a Llama whose queries, keys and values have biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlxpool.worker.models.base import Plan, integer, number
+from mlxpool.worker.models.blocks import Block, Gated, GroupedQuery, PreNorm
+from mlxpool.worker.models.decoder import Decoder
+from mlxpool.worker.models.reading import FULL, SLIDING, Heads, flag, layer_types, require, windows
+from mlxpool.worker.models.rope import rope
+
+
+def plan(config: Mapping[str, Any]) -> Plan:
+    """The plan of a Qwen2; raises ModelLoadFailed naming the key that cannot be used."""
+    require(config, "hidden_act", ["silu"])
+    return Decoder.of(config, _blocks(config)).plan()
+
+
+def _blocks(config: Mapping[str, Any]) -> tuple[Block, ...]:
+    hidden, heads, eps = (
+        integer(config, "hidden_size"),
+        Heads.of(config),
+        number(config, "rms_norm_eps"),
+    )
+    turn = rope(config, heads.size, base=None, traditional=flag(config, "rope_traditional"))
+    feed = Gated(hidden, integer(config, "intermediate_size"))
+    return tuple(
+        PreNorm(hidden, eps, GroupedQuery(hidden, heads, turn, window, biases="qkv"), feed)
+        for window in sliding(config)
+    )
+
+
+def sliding(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The window of each layer; the layers from `max_window_layers` on have one, where any has."""
+    layers = integer(config, "num_hidden_layers")
+    if not flag(config, "use_sliding_window"):
+        return (0,) * layers
+    types = layer_types(config, layers)
+    if types is None:
+        full = min(integer(config, "max_window_layers"), layers)
+        types = (FULL,) * full + (SLIDING,) * (layers - full)
+    return windows(config, layers, types)

@@ -1,0 +1,45 @@
+"""Qwen3 with a mixture of experts in some layers or all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.models.base import Plan, integer, number
+from mlxpool.worker.models.blocks import Block, Feed, Gated, PreNorm
+from mlxpool.worker.models.decoder import Decoder
+from mlxpool.worker.models.derived import Derived, Found
+from mlxpool.worker.models.qwen3 import attention
+from mlxpool.worker.models.reading import Heads, require
+from mlxpool.worker.models.softmax_mixture import Mixture
+
+
+def plan(config: Mapping[str, Any]) -> Plan:
+    """The plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
+    require(config, "hidden_act", ["silu"])
+    require(config, "use_sliding_window", [False])
+    hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
+    mixer = attention(config, Heads.of(config), window=0)
+    feeds = tuple(_feeds(config))
+    blocks: tuple[Block, ...] = tuple(PreNorm(hidden, eps, mixer, feed) for feed in feeds)
+    return Decoder.of(config, blocks).plan(derived=partial(_derived, feeds))
+
+
+def _feeds(config: Mapping[str, Any]) -> Iterator[Feed]:
+    """Of every `decoder_sparse_step` layers the last has experts, but for those listed."""
+    every, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ModelLoadFailed(f"config.json has mlp_only_layers {dense!r}, must list layers")
+    for layer in range(integer(config, "num_hidden_layers")):
+        if layer in dense or (layer + 1) % every:
+            yield Gated(integer(config, "hidden_size"), integer(config, "intermediate_size"))
+        else:
+            yield Mixture.of(config, normed=False)
+
+
+def _derived(feeds: tuple[Feed, ...], found: Found) -> Iterator[Derived]:
+    for layer, feed in enumerate(feeds):
+        if isinstance(feed, Mixture):
+            yield from feed.derived(found, f"model.layers.{layer}.mlp")

@@ -1,0 +1,223 @@
+"""Token -> bytes, as the tokenizer's own decoder makes text of it; no MLX.
+
+A decoder is a chain of named steps. Read into a `Rule` it gives each token's bytes for itself, so
+that text can be streamed: the bytes of all tokens, one after the other, are the whole text. Where
+bytes are not UTF-8 the valid characters beside them stay, also among SentencePiece's byte tokens,
+of which `tokenizers` drops all that touch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from mlxpool.common.errors import ModelLoadFailed
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_LEVEL = {"type": "ByteLevel"}
+
+# What a WordPiece decoder tidies up in each token, in this order.
+_TIDY = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+
+Step = Callable[[str, bool], str]  # a token's text; whether it is the first of a whole text
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the text of a token in the vocabulary becomes bytes.
+
+    `literal`: added tokens stand for their text as it is, and do not take the steps. `strip` is how
+    many spaces are taken from the beginning of a whole text.
+    """
+
+    steps: tuple[Step, ...] = ()
+    to_bytes: Callable[[str], bytes] = lambda text: text.encode("utf-8", "replace")
+    literal: bool = True
+    strip: int = 0
+
+    def piece(self, token: str, first: bool) -> bytes:
+        for step in self.steps:
+            token = step(token, first)
+        return self.to_bytes(token)
+
+
+class Pieces:
+    """Token id -> bytes, for every id; b"" for an unknown one.
+
+    `self[token]` is what a token adds to a text that has begun, as a completion has with its
+    prompt. `whole` is the text of ids that are all there is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises ModelLoadFailed naming a step of the decoder that is not known."""
+        self._rule = read_rule(_steps_of(tokenizer))
+        self._tokenizer = tokenizer
+        self._added = {
+            token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()
+        }
+        self._known: dict[int, bytes] = {}
+
+    def __getitem__(self, token: int) -> bytes:
+        piece = self._known.get(token)
+        if piece is None:
+            piece = self._known[token] = self._piece(token, first=False)
+        return piece
+
+    def whole(self, ids: Sequence[int]) -> str:
+        """The text of these ids alone; bytes that are not UTF-8 become U+FFFD."""
+        data = b"".join(
+            [self._piece(token, True) for token in ids[:1]] + [self[t] for t in ids[1:]]
+        )
+        text = data.decode("utf-8", "replace")
+        spaces = len(text) - len(text.lstrip(" "))
+        return text[min(spaces, self._rule.strip) :]
+
+    def _piece(self, token: int, first: bool) -> bytes:
+        added = self._added.get(token)
+        if added is not None and self._rule.literal:
+            return added.encode("utf-8", "replace")
+        text = self._tokenizer.id_to_token(token) if 0 <= token < 2**32 else None
+        return b"" if text is None else self._rule.piece(text, first)
+
+
+def _steps_of(tokenizer: Tokenizer) -> list[Mapping[str, Any]] | None:
+    """The decoder's steps; without a decoder, what the pre-tokenizer did is undone."""
+    if tokenizer.decoder is not None:
+        return list(_flat(_settings(tokenizer.decoder), "decoders"))
+    if tokenizer.pre_tokenizer is not None:
+        before = list(_flat(_settings(tokenizer.pre_tokenizer), "pretokenizers"))
+        if any(step.get("type") == "ByteLevel" for step in before):
+            return [_BYTE_LEVEL]
+    return None
+
+
+def _settings(part: Any) -> Mapping[str, Any]:
+    settings: Mapping[str, Any] = json.loads(part.__getstate__())  # as tokenizer.json has it
+    return settings
+
+
+def _flat(part: Mapping[str, Any], inner: str) -> Iterator[Mapping[str, Any]]:
+    if part.get("type") != "Sequence":
+        yield part
+        return
+    for nested in part.get(inner) or []:
+        yield from _flat(nested, inner)
+
+
+def read_rule(steps: Sequence[Mapping[str, Any]] | None) -> Rule:
+    """The rule of a chain of decoders; None: there is none, words stand side by side.
+
+    Raises ModelLoadFailed for a step that cannot be done token by token.
+    """
+    if steps is None:
+        return Rule((_spaced,), literal=False)
+    rule, fused = Rule(), False
+    for step in steps:
+        kind = str(step.get("type"))
+        if kind == "Fuse":
+            fused = True
+        elif fused and _is_strip(step):
+            rule = replace(rule, strip=int(step["start"]))
+        elif fused or kind not in _READERS:
+            raise ModelLoadFailed(
+                f"tokenizer.json: the decoder has a step that is not supported: {dict(step)!r:.200}"
+            )
+        else:
+            rule = _READERS[kind](rule, step)
+    return rule
+
+
+def _is_strip(step: Mapping[str, Any]) -> bool:
+    return step.get("type") == "Strip" and step.get("content") == " " and not step.get("stop")
+
+
+def _spaced(token: str, first: bool) -> str:
+    return token if first else f" {token}"
+
+
+def _replacement(rule: Rule, step: Mapping[str, Any]) -> Rule:
+    old, new = (step.get("pattern") or {}).get("String"), step.get("content")
+    if not isinstance(old, str) or not isinstance(new, str):
+        raise ModelLoadFailed(
+            f"tokenizer.json: the decoder replaces what is no plain text: {dict(step)!r:.200}"
+        )
+    steps = (*rule.steps, lambda token, first: token.replace(old, new))
+    return replace(rule, steps=steps)
+
+
+def _metaspace(rule: Rule, step: Mapping[str, Any]) -> Rule:
+    mark, keeps = str(step["replacement"]), step.get("prepend_scheme") == "never"
+
+    def spaces(token: str, first: bool) -> str:
+        return token.replace(mark, "" if first and not keeps else " ")
+
+    return replace(rule, steps=(*rule.steps, spaces))
+
+
+def _word_piece(rule: Rule, step: Mapping[str, Any]) -> Rule:
+    prefix, tidy = str(step["prefix"]), bool(step.get("cleanup"))
+
+    def word(token: str, first: bool) -> str:
+        if not first:
+            token = token[len(prefix) :] if token.startswith(prefix) else f" {token}"
+        for old, new in _TIDY if tidy else ():
+            token = token.replace(old, new)
+        return token
+
+    return replace(rule, steps=(*rule.steps, word), literal=False)
+
+
+def _byte_fallback(rule: Rule, step: Mapping[str, Any]) -> Rule:
+    def to_bytes(token: str) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.encode("utf-8", "replace")
+
+    return replace(rule, to_bytes=to_bytes)
+
+
+def _byte_level(rule: Rule, step: Mapping[str, Any]) -> Rule:
+    return replace(rule, to_bytes=_from_byte_level)
+
+
+_READERS: Mapping[str, Callable[[Rule, Mapping[str, Any]], Rule]] = {
+    "ByteFallback": _byte_fallback,
+    "ByteLevel": _byte_level,
+    "Metaspace": _metaspace,
+    "Replace": _replacement,
+    "WordPiece": _word_piece,
+}
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level vocabularies write each byte as one printable character: here is the way back."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+def _from_byte_level(piece: str) -> bytes:
+    table = _byte_of_char()
+    try:
+        return bytes([table[char] for char in piece])
+    except KeyError:  # a piece that was never byte-encoded
+        return piece.encode("utf-8", "replace")
