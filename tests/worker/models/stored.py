@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-import mlx.core as mx
 import numpy as np
 
 Weights = dict[str, np.ndarray]
+Store = Callable[[Weights], Mapping[str, np.ndarray]]
 
-UNPACKED = ("norm.weight", "conv1d.weight")  # of two axes or more, and never quantised
+
+def after(first: Store, then: Store) -> Store:
+    """One way to store weights, and another of what it gives."""
+    return lambda weights: then(dict(first(weights)))
 
 
 def converted(weights: Mapping[str, np.ndarray]) -> Weights:
@@ -30,17 +33,4 @@ def one_by_one(weights: Mapping[str, np.ndarray]) -> Weights:
             continue
         for expert, each in enumerate(array):
             stored[f"{layer}.experts.{expert}.{kind}"] = each
-    return stored
-
-
-def quantised(weights: Mapping[str, np.ndarray], bits: int = 4, group: int = 64) -> Weights:
-    """As a conversion to MLX whose layers and experts are quantised."""
-    stored: Weights = {}
-    for name, array in converted(weights).items():
-        if array.ndim < 2 or not name.endswith(".weight") or name.endswith(UNPACKED):
-            stored[name] = array
-            continue
-        parts = mx.quantize(mx.array(array), group_size=group, bits=bits)
-        for kind, part in zip(("weight", "scales", "biases"), parts, strict=True):
-            stored[f"{name.removesuffix('.weight')}.{kind}"] = np.array(part)
     return stored

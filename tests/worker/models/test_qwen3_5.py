@@ -15,8 +15,8 @@ pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.models.qwen3_5 import our_name
-from worker.models.conformance import WAYS, Case, Checked, every, prepare
-from worker.models.stored import Weights, converted, quantised
+from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised
+from worker.models.stored import Weights, after, converted
 
 TEXT: dict[str, Any] = {
     "model_type": "qwen3_5",
@@ -45,8 +45,7 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
-FOUR_BITS = {"hidden_size": 64, "intermediate_size": 64}
-FOUR_BITS |= {"quantization": {"bits": 4, "group_size": 64}}  # type: ignore[dict-item]
+WIDE = {"hidden_size": 64, "intermediate_size": 64}
 
 
 def seeing(model_type: str, text: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,11 +85,13 @@ CASES: dict[str, Case] = {
     "dense, text alone": Case(
         TEXT | {"tie_word_embeddings": True, "attention_bias": True, "head_dim": None}
     ),
-    "dense, converted, 4 bits": Case(
-        seeing("qwen3_5", TEXT | FOUR_BITS),
-        lambda weights: below_language_model(quantised(weights)),
-    ),
 }
+# One mode: the layers are Qwen3-Next's, which has all.
+FOUR_BITS = quantised(TEXT | WIDE, kept="conv1d")["quantised, affine"]
+CASES["dense, converted, quantised"] = Case(
+    seeing("qwen3_5", FOUR_BITS.config),
+    after(after(converted, FOUR_BITS.stored), below_language_model),
+)
 
 
 @pytest.fixture(scope="module")

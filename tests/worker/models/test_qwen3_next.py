@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.models.base import KeyValue, Recurrent
 from mlxpool.worker.models.delta_net import by_kind
-from worker.models.conformance import WAYS, Case, Checked, every, prepare
-from worker.models.stored import converted, one_by_one, quantised
+from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised
+from worker.models.stored import after, converted, one_by_one
 
 NEXT: dict[str, Any] = {
     "model_type": "qwen3_next",
@@ -39,7 +40,6 @@ NEXT: dict[str, Any] = {
 }
 WIDE = {"hidden_size": 64, "linear_value_head_dim": 16, "moe_intermediate_size": 64}
 WIDE |= {"shared_expert_intermediate_size": 64, "head_dim": 16}
-FOUR_BITS = {"quantization": {"bits": 4, "group_size": 64}}
 CASES: dict[str, Case] = {
     "as released": Case(NEXT, one_by_one),
     "converted, every switch turned": Case(
@@ -50,14 +50,15 @@ CASES: dict[str, Case] = {
         converted,
     ),
     "dense, the usual layers, odd sizes": Case(
-        NEXT
-        | {"num_experts": 0, "full_attention_interval": None, "num_hidden_layers": 5}
+        {key: value for key, value in NEXT.items() if key != "full_attention_interval"}
+        | {"num_experts": 0, "num_hidden_layers": 5}
         | {"hidden_size": 36, "linear_key_head_dim": 7, "linear_value_head_dim": 5}
         | {"intermediate_size": 51, "vocab_size": 261},
         converted,
     ),
-    "4 bits": Case(NEXT | WIDE | FOUR_BITS, quantised),
 }
+for name, case in quantised(NEXT | WIDE, kept="conv1d").items():
+    CASES[name] = replace(case, stored=after(converted, case.stored))
 
 
 @pytest.fixture(scope="module")

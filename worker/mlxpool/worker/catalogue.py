@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from mlxpool.common.config import ModelConfig, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
@@ -57,6 +58,11 @@ def _counting(engine: CountingEngine, sequences: int) -> Source:
 
 def _folder(files: Files, config: ModelConfig) -> Source:
     folder = inspect(files)
+    if folder.in_zoo and config.deterministic:
+        raise ModelLoadFailed(
+            f"deterministic = true is not built for model_type {folder.model_type!r}, which is"
+            " computed by mlx-lm's code; leave it out"
+        )
     text = Text.from_folder(folder)
     context = min(folder.context, config.context or folder.context)
 
@@ -70,16 +76,20 @@ def _folder(files: Files, config: ModelConfig) -> Source:
         from mlxpool.worker.load import load as load_weights
 
         back_end.say()
+        settings: dict[str, Any] = {
+            "context": context,
+            "prefix": config.prefix_cache,
+            "prefix_bytes": config.prefix_bytes,
+            "sequences": config.sequences,
+            "limit": config.memory_limit,
+        }
+        if folder.in_zoo:
+            from mlxpool.worker import zoo_engine
+
+            model = zoo_engine.load(folder, on_progress)
+            return zoo_engine.ZooEngine(model, folder, text, **settings)
         loaded = load_weights(folder, on_progress, deterministic=config.deterministic)
-        return ModelEngine(
-            loaded,
-            text,
-            context=context,
-            prefix=config.prefix_cache,
-            prefix_bytes=config.prefix_bytes,
-            sequences=config.sequences,
-            limit=config.memory_limit,
-        )
+        return ModelEngine(loaded, text, **settings)
 
     opened = Opened(rules.digest_of(folder.digest), context, folder.plan.vocab_size, text)
     return Source(opened, load, config.sequences)

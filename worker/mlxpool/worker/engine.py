@@ -20,13 +20,14 @@ from mlxpool.worker import back_end, prefix_cache, rules, sampler
 from mlxpool.worker.attention import AnyRow, Span
 from mlxpool.worker.blocks import BLOCK, blocks_of, capacity, transient
 from mlxpool.worker.cache import RowShape
+from mlxpool.worker.draws import draw_of, drawn, last
 from mlxpool.worker.engine_api import Memory
 from mlxpool.worker.layouts import Layout, layout_of
 from mlxpool.worker.load import Loaded
 from mlxpool.worker.prefix_cache import PrefixCache
-from mlxpool.worker.sampler import Draw, Sampled
+from mlxpool.worker.sampler import Sampled
 from mlxpool.worker.scheduler import area_of
-from mlxpool.worker.sequence import Drawn, Logprob, RowFailed, Sequence
+from mlxpool.worker.sequence import Drawn, Sequence
 from mlxpool.worker.tokenizer import Text
 
 CLEAR_EVERY = 256  # decode steps between two clearings of MLX's cache of free buffers
@@ -170,8 +171,9 @@ class ModelEngine:
             for flight in flights:
                 mx.eval(*flight.sampled.arrays())
         self._clear_sometimes()
-        drawn = {line.sequence: line for flight in flights for line in _read(flight, rows)}
-        return [drawn[seq] for seq in rows]
+        found = [one for flight in flights for one in drawn(flight.sampled, flight.of(rows))]
+        by_sequence = {one.sequence: one for one in found}
+        return [by_sequence[seq] for seq in rows]
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
@@ -326,7 +328,7 @@ class ModelEngine:
         for seq in rows:
             self._rows[seq].trim(seq.length - 1)  # a token in flight that was never fetched
             assert self._rows[seq].offset == seq.length - 1, "decode before prefill was done"
-        ids = mx.array([_last(seq) for seq in rows], dtype=mx.int32)
+        ids = mx.array([last(seq) for seq in rows], dtype=mx.int32)
         return self._draw(rows, self._one_each(rows, ids), ahead=0)
 
     def _ahead(self, flights: Many[_Flight], rows: Many[Sequence]) -> _Flight | None:
@@ -354,7 +356,7 @@ class ModelEngine:
     def _draw(
         self, rows: Many[Sequence], logits: mx.array, *, ahead: int, pending: mx.array | None = None
     ) -> _Flight:
-        sampled = sampler.sample(logits, [_draw_of(seq, ahead) for seq in rows], pending)
+        sampled = sampler.sample(logits, [draw_of(seq, ahead) for seq in rows], pending)
         lines = {seq: line for line, seq in enumerate(rows)}
         return _Flight(lines, tuple(seq.length + ahead for seq in rows), sampled)
 
@@ -367,40 +369,3 @@ class ModelEngine:
 def _trial(tokens: int) -> Sequence:
     """A sequence nobody asked for."""
     return Sequence(b"", 0, (0,) * tokens, Options(), 0, 1)
-
-
-def _last(seq: Sequence) -> int:
-    return seq.ids[-1] if seq.ids else seq.prompt[-1]
-
-
-def _draw_of(seq: Sequence, ahead: int) -> Draw:
-    """`ahead` tokens are drawn and not yet in `seq.ids`."""
-    history = seq.tokens if sampler.has_penalties(seq.options) else ()
-    return Draw(seq.options, seq.seed, len(seq.ids) + ahead, history)
-
-
-def _read(flight: _Flight, rows: Many[Sequence]) -> list[Drawn]:
-    """The lines of `rows` of a step that is done."""
-    sampled = flight.sampled
-    tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
-    here = flight.of(rows)
-    for seq, line in here.items():
-        if tokens[line] == sampler.NOT_A_TOKEN:
-            raise RowFailed(
-                seq,
-                f"the logits after {seq.length} tokens are no numbers: "
-                "the weights are damaged or overflow in their dtype",
-            )
-    return [Drawn(seq, tokens[line], _logprob(sampled, seq, line)) for seq, line in here.items()]
-
-
-def _logprob(sampled: Sampled, seq: Sequence, line: int) -> Logprob | None:
-    if not seq.options.logprobs or sampled.logprobs is None:
-        return None
-    chosen = float(sampled.logprobs[line].item())  # type: ignore[arg-type]
-    wanted = seq.options.top_logprobs
-    if not wanted or sampled.top_ids is None or sampled.top_logprobs is None:
-        return Logprob(chosen)
-    ids: list[int] = sampled.top_ids[line].tolist()  # type: ignore[assignment]
-    values: list[float] = sampled.top_logprobs[line].tolist()  # type: ignore[assignment]
-    return Logprob(chosen, tuple(zip(ids, values, strict=True))[:wanted])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker import models, quant
+from mlxpool.worker import models, quant, zoo
 from mlxpool.worker.files import Content, Files, in_folder, tensors_of
 from mlxpool.worker.fit import Fit, fit
 from mlxpool.worker.headers import Tensor
@@ -47,6 +47,7 @@ class ModelFolder:
     bos_token: str | None
     add_bos: bool | None  # None: tokenizer_config.json does not say
     digest: str  # hex; of what decides text: config, tokenizer, template, weights
+    in_zoo: bool = False  # mlx-lm's code computes it, see zoo.py
 
     @property
     def shards(self) -> tuple[Path, ...]:
@@ -65,12 +66,16 @@ def inspect(model: Path | Files) -> ModelFolder:
     """
     files = model if isinstance(model, Files) else in_folder(model)
     config = read_json(files / "config.json")
-    plan = models.plan(config)
+    in_zoo = config.get("model_type") not in models.SUPPORTED and zoo.has(config)
+    plan = zoo.plan(config) if in_zoo else models.plan(config)
     require_tokenizer(files.where, files)
     special = SpecialTokens.read(files, config)
     contents = files.contents()
-    known = known_of(files, config, contents.values())
-    fitted = fit(plan, tensors_of(contents), known)
+    tensors = tensors_of(contents)
+    if in_zoo:
+        fitted = zoo.fit(files, tensors)
+    else:
+        fitted = fit(plan, tensors, known_of(files, config, contents.values()))
     return ModelFolder(
         path=files.where,
         files=files,
@@ -84,6 +89,7 @@ def inspect(model: Path | Files) -> ModelFolder:
         bos_token=special.bos_token,
         add_bos=special.add_bos,
         digest=_digest(files, contents),
+        in_zoo=in_zoo,
     )
 
 

@@ -39,6 +39,7 @@ def plan(config: Mapping[str, Any]) -> Plan:
     if module is None:
         raise ModelLoadFailed(
             f"config.json has model_type {model_type!r}, which is not supported; "
-            f"supported are: {', '.join(SUPPORTED)}"
+            f"supported are: {', '.join(SUPPORTED)}, and with `pip install 'mlxpool[zoo]'` "
+            "those that mlx-lm has"
         )
     return cast(Plan, import_module(module).plan(config))

@@ -6,19 +6,19 @@ MLX have the norms as they are applied, and experts stacked. Both are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.models.base import KeyValue, Layer, Parts, Plan, Rope, Step, integer, number
+from mlxpool.worker.models.base import KeyValue, Parts, Plan, Rope, Step, integer, number
 from mlxpool.worker.models.blocks import Block, Gated, Mixing, PreNorm, Shapes, linear
 from mlxpool.worker.models.decoder import Decoder
 from mlxpool.worker.models.delta_net import FLOAT32, DeltaNet
-from mlxpool.worker.models.derived import Derived, Found, changed, experts
+from mlxpool.worker.models.derived import Derived, Found, changed
 from mlxpool.worker.models.reading import FULL, Heads, flag, layer_types, require
 from mlxpool.worker.models.rope import rope
+from mlxpool.worker.models.softmax_mixture import Mixture
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -52,21 +52,26 @@ def plan_of(
     attention = GatedAttention.of(config)
 
     def block(layer: int, kind: str) -> Block:
-        feed = Mixture.of(config, normed) if sparse(layer) else _dense(config)
+        feed = _experts(config, normed) if sparse(layer) else _dense(config)
         if kind == LINEAR:
             return PreNorm(hidden, eps, delta_net, feed, mixer_name="linear_attn")
         return PreNorm(hidden, eps, attention, feed)
 
     blocks = tuple(block(layer, kind) for layer, kind in enumerate(_kinds(config)))
-    return replace(
-        Decoder.of(config, blocks).plan(lambda name: name.startswith(AHEAD)),
-        derived=partial(_derived, blocks),
-        float32=lambda name: name.endswith(FLOAT32),
-    )
+    plan = Decoder.of(config, blocks).plan(_guesses, partial(_derived, blocks))
+    return replace(plan, float32=lambda name: name.endswith(FLOAT32))
+
+
+def _guesses(name: str) -> bool:
+    return name.startswith(AHEAD)
 
 
 def _dense(config: Mapping[str, Any]) -> Gated:
     return Gated(integer(config, "hidden_size"), integer(config, "intermediate_size"))
+
+
+def _experts(config: Mapping[str, Any], normed: bool) -> Mixture:
+    return Mixture.of(config, normed, integer(config, "shared_expert_intermediate_size"))
 
 
 def _kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -145,81 +150,10 @@ class GatedAttention:
         return mixer
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """A Feed (blocks.py): a few experts of many, and one that all tokens share through a gate."""
-
-    hidden: int
-    count: int
-    chosen: int
-    width: int
-    shared_width: int
-    normed: bool  # the weights of the chosen ones add up to one
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], normed: bool) -> Mixture:
-        """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
-        spec = cls(
-            hidden=integer(config, "hidden_size"),
-            count=integer(config, "num_experts"),
-            chosen=integer(config, "num_experts_per_tok"),
-            width=integer(config, "moe_intermediate_size"),
-            shared_width=integer(config, "shared_expert_intermediate_size"),
-            normed=flag(config, "norm_topk_prob", normed),
-        )
-        if spec.chosen > spec.count:
-            raise ModelLoadFailed(
-                f"config.json has num_experts_per_tok {spec.chosen}, more than num_experts "
-                f"{spec.count}"
-            )
-        return spec
-
-    def shapes(self, name: str) -> Shapes:
-        """See Feed."""
-        yield from linear(f"{name}.gate", self.count, self.hidden)
-        for one, shape in Gated(self.hidden, self.width).shapes(f"{name}.switch_mlp"):
-            yield one, (self.count, *shape)
-        yield from self._shared.shapes(f"{name}.shared_expert")
-        yield from linear(f"{name}.shared_expert_gate", 1, self.hidden)
-
-    def derived(self, found: Found, name: str) -> Iterator[Derived]:
-        """As released, every expert has weights of its own."""
-        for one in ("gate_proj", "up_proj", "down_proj"):
-            yield from experts(found, f"{name}.switch_mlp.{one}", self.count)
-
-    def build(self, parts: Parts, name: str) -> Layer:
-        """See Feed."""
-        import mlx.core as mx
-
-        router, mixed = parts.linear(f"{name}.gate"), parts.expert_mlp(f"{name}.switch_mlp")
-        shared = self._shared.build(parts, f"{name}.shared_expert")
-        gate = parts.linear(f"{name}.shared_expert_gate")
-
-        def feed(x: mx.array) -> mx.array:
-            chosen, weights = self.routed(router(x))
-            out = (mixed(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
-            return out + mx.sigmoid(gate(x)) * shared(x)
-
-        return feed
-
-    def routed(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """logits [T, E] -> the experts [T, k] of each token, and their weights in float32."""
-        import mlx.core as mx
-
-        scores = mx.softmax(logits.astype(mx.float32), axis=-1)
-        chosen = mx.argpartition(-scores, kth=self.chosen - 1, axis=-1)[:, : self.chosen]
-        weights = mx.take_along_axis(scores, chosen, axis=-1)
-        return chosen, weights / weights.sum(axis=-1, keepdims=True) if self.normed else weights
-
-    @property
-    def _shared(self) -> Gated:
-        return Gated(self.hidden, self.shared_width)
-
-
 def _derived(blocks: tuple[Block, ...], found: Found) -> Iterable[Derived]:
     if _as_released(found):
         for name in found:
-            if name.endswith(NORMS) and not name.startswith(AHEAD):
+            if name.endswith(NORMS) and not _guesses(name):
                 yield changed(found, name, _one_more)
     for layer, block in enumerate(blocks):
         assert isinstance(block, PreNorm)
