@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.worker.load import inspect
+from mlxpool.worker.renderer import NICENESS
 from mlxpool.worker.tokenizer import Text
 from worker_checkpoints import BOS, EOS, write_checkpoint, write_json
 
@@ -65,3 +69,17 @@ def _add_post_processor(path: Path) -> None:
         "special_tokens": special,
     }
     write_json(path / "tokenizer.json", raw)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_tokenising_gives_way_and_the_caller_does_not(good: Path) -> None:
+    text = Text.from_folder(inspect(good))
+    before = niceness(threading.get_native_id())
+    text.encode("x")
+    found = text._encoder.submit(lambda: niceness(threading.get_native_id())).result()
+    assert found == min(19, before + NICENESS)
+    assert niceness(threading.get_native_id()) == before
+
+
+def niceness(thread: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, thread)
