@@ -56,7 +56,13 @@ def endless_templates(client: Client) -> None:
             client.generate("m", messages=[{"role": "user", "content": "x"}], max_tokens=1)
 
 
+def nothing(client: Client) -> None:
+    while True:
+        time.sleep(1.0)
+
+
 PEERS: dict[str, Callable[[Client], None]] = {
+    "nothing, for control": nothing,
     "prompts of 256 KiB": large_prompts,
     "a template that never ends": endless_templates,
 }

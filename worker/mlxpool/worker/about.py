@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.worker import rules
+from mlxpool.worker import rules, zoo
 from mlxpool.worker.chat import Chat
 from mlxpool.worker.folder import ModelFolder
 from mlxpool.worker.json_files import read_json
+from mlxpool.worker.models.base import KeyValue
 from mlxpool.worker.models.counting import CountingEngine
 from mlxpool.worker.needs import NAMES, main_dtype
 
-FEATURES = ("batching", "tree", "resume", "deterministic")  # of every architecture in models/
+FEATURES = ("batching", "tree", "resume")  # of every architecture in models/
 COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it keeps no keys and values
 
 
@@ -33,8 +34,16 @@ def about(folder: ModelFolder) -> dict[str, Any]:
         "templates": sorted(Chat.from_folder(folder.files).templates),
         "eos_ids": sorted(folder.eos_ids),
         "digest": rules.digest_of(folder.digest),
-        "features": list(FEATURES),
+        "features": list(features(folder)),
     }
+
+
+def features(folder: ModelFolder) -> tuple[str, ...]:
+    """What of batching, prefix tree, resume and `deterministic` the model has."""
+    if folder.in_zoo:
+        return zoo.FEATURES
+    plain = all(isinstance(one, KeyValue) and not one.window for one in folder.plan.caches)
+    return (*FEATURES, "deterministic") if plain else FEATURES
 
 
 def about_counting(engine: CountingEngine) -> dict[str, Any]:
