@@ -127,7 +127,7 @@ def our_steps(loaded: Any, streams: int) -> Callable[[], object]:
     from mlxpool.worker.sequence import Sequence as Job
 
     text = SimpleNamespace(piece=lambda token: b"")
-    engine = ModelEngine(loaded, text, prefix="off", context=16384)  # type: ignore[arg-type]
+    engine = ModelEngine(loaded, text, prefix="off", context=8192, sequences=streams)  # type: ignore[arg-type]
     greedy = Options(temperature=0.0, ignore_eos=True)
     jobs = [Job(b"", 0, tuple(prompt(PROMPT)), greedy, 0, FOR_EVER) for _ in range(streams)]
     for job in jobs:
@@ -162,7 +162,7 @@ def our_prefill(loaded: Any, tokens: int) -> Callable[[], object]:
     from mlxpool.worker.sequence import Sequence as Job
 
     text = SimpleNamespace(piece=lambda token: b"")
-    engine = ModelEngine(loaded, text, prefix="off", context=16384)  # type: ignore[arg-type]
+    engine = ModelEngine(loaded, text, prefix="off", context=8192, sequences=1)  # type: ignore[arg-type]
 
     def once() -> None:
         job = Job(b"", 0, tuple(prompt(tokens)), Options(temperature=0.0), 0, 2)

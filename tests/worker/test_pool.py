@@ -90,9 +90,35 @@ def test_a_full_pool_is_an_error_and_the_row_stays() -> None:
     append((row, other), some(5))
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    changes: dict[str, Any] = {"hidden_size": 256, "max_position_embeddings": 2048, "head_dim": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "keys and values": {"hidden_size": 256, "head_dim": 64},
+    "latent lines": {
+        "model_type": "glm4_moe_lite",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "norm_topk_prob": True,
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    changes: dict[str, Any] = {**MODELS[request.param], "max_position_embeddings": 2048}
     return load(inspect(write_checkpoint(tmp_path_factory.mktemp("model"), **changes)))
 
 
@@ -120,7 +146,7 @@ def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded) -> None
     pool = engine._layout.store._pool
     running: list[Sequence] = []
     done, steps = 0, 0
-    while steps < (10_000 if ON_GPU else 250):
+    while steps < (10_000 if ON_GPU else 150):
         while pool.free < 8 and engine.shrink(4):  # as the compute thread does
             pass
         if len(running) < 4 and draw.random() < 0.1:
@@ -143,7 +169,7 @@ def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded) -> None
                     step(slow, [alone])
                 slow.release(alone)
                 assert alone.ids == seq.ids
-    assert engine.prefix.hits > 3 and done > 5
+    assert engine.prefix.hits > 1 and done > 3
     for seq in running:
         engine.release(seq)
     engine.shrink(1000)

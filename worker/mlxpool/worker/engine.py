@@ -113,7 +113,8 @@ class ModelEngine:
         self._cache = min(CACHE, self._limit // 16)
         self._fixed = blocks
         self._sequences = sequences
-        self._layout = self._laid_out(layout, shape)
+        prefixes = 0 if prefix == "off" else self._prefix_bytes // self._block_bytes
+        self._layout = self._laid_out(layout, shape, prefixes)
         self._prefix: PrefixCache[AnyRow] = prefix_cache.build(
             prefix, self._layout.store, self._prefix_bytes
         )
@@ -122,9 +123,8 @@ class ModelEngine:
         self._flight: _Flight | None = None
         self._steps = 0
 
-    def _laid_out(self, name: str | None, shape: RowShape) -> Layout:
-        """A pool gets what all sequences and the prefix cache can use, as far as memory goes."""
-        prefixes = self._prefix_bytes // self._block_bytes
+    def _laid_out(self, name: str | None, shape: RowShape, prefixes: int) -> Layout:
+        """A pool gets what all sequences and `prefixes` blocks need, as far as memory goes."""
         most = self._sequences * blocks_of(self.context) + prefixes
         room = self._fixed if self._fixed is not None else min(most, self._room(spare=0))
         return layout_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from mlxpool.worker.pool import Pool, PoolBatch, PoolStore
 from mlxpool.worker.prefix_kinds import Full, Kind, State, Window
 from mlxpool.worker.prefix_rows import RowStore
 from mlxpool.worker.slabs import BLOCKS, SlabRow, Slabs
+
+log = logging.getLogger("mlxpool.worker")
 
 LAYOUTS = ("rows", "slabs", "pool")
 
@@ -147,16 +150,31 @@ def layout_of(
     """The layout of this name; None: a pool of `blocks` on a CUDA GPU, slabs on a CPU, for models
     that can have them, and rows.
     """
-    in_place = on_gpu and mx.cuda.is_available()
+    in_place = shape.paged and on_gpu and mx.cuda.is_available() and writes(shape)
     if name is None:
         name = "rows"
         if shape.plain and not on_gpu:
             name = "slabs"
-        elif shape.paged and in_place and not exact:
+        elif in_place and not exact:
             name = "pool"
     if name == "pool":
         return InPool(shape, model, blocks, exact=exact, in_place=in_place)
     return (InSlabs if name == "slabs" else InRows)(shape, model, exact=exact)
+
+
+def writes(shape: RowShape) -> bool:
+    """Whether our kernels compile and write here; if not, the log says why."""
+    try:
+        pool = Pool(shape, 1, in_place=True)
+        for layer, arrays in enumerate(pool.arrays):
+            fresh = tuple(mx.ones((1, array.shape[1], array.shape[3])) for array in arrays)
+            found = pool.write(layer, fresh, mx.array([1], dtype=mx.int32))
+            if not all(bool(mx.all(one[0, :, 1] == 1).item()) for one in found):
+                raise RuntimeError("what was written is not there")
+    except (RuntimeError, ValueError) as error:
+        log.warning("our CUDA kernels do not work here, rows have arrays of their own: %s", error)
+        return False
+    return True
 
 
 def kinds_of(shape: RowShape) -> list[Kind]:
