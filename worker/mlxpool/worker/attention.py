@@ -19,6 +19,7 @@ from mlxpool.worker.slabs import SlabRow
 
 AnyRow = Row | SlabRow
 FUSED = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
+LEAST_DIMS = 32  # with fewer, MLX's CUDA kernel asks for blocks that are too deep, past 64 tokens
 SCORES = 2**25  # of a chunk's heads, queries and keys that may be there at once
 
 
@@ -31,35 +32,37 @@ class Span:
 
 
 class Rotation:
-    """Rotates tokens by their positions [T].
+    """Rotates tokens by their positions [T]; `start` is the first of them where they are in a row.
 
     A GPU has one kernel for it; on the CPU what does not depend on x is computed once a step.
     """
 
-    def __init__(self, positions: mx.array) -> None:
-        self._positions = positions
+    def __init__(self, positions: mx.array, start: int | None = None) -> None:
+        self._positions, self._start = positions, start
         self._tables: dict[Rope, tuple[mx.array, mx.array]] = {}
         self._fused = mx.default_device().type == mx.DeviceType.gpu
 
     def __call__(self, x: mx.array, rope: Rope) -> mx.array:
         """x [T, H, D]; dimensions from `rope.dims` on stay as they are."""
-        return self._by_kernel(x, rope) if self._fused else self._by_table(x, rope)
+        fused = self._fused and rope.dims >= LEAST_DIMS
+        return self._by_kernel(x, rope) if fused else self._by_table(x, rope)
 
     def _by_kernel(self, x: mx.array, rope: Rope) -> mx.array:
         freqs = None if rope.freqs is None else mx.array(rope.freqs)
         if rope.gain != 1.0:
             gain = mx.where(mx.arange(x.shape[-1]) < rope.dims, rope.gain, 1.0)
             x = x * gain.astype(x.dtype)
+        together = self._start is not None
         rotated = mx.fast.rope(
-            x[:, :, None, :],
+            x.swapaxes(0, 1)[None] if together else x[:, :, None, :],
             rope.dims,
             traditional=rope.traditional,
             base=None if freqs is not None else rope.base,
             scale=rope.scale,
-            offset=self._positions,
+            offset=self._positions if self._start is None else self._start,
             freqs=freqs,
         )
-        return rotated[:, :, 0, :]
+        return rotated[0].swapaxes(0, 1) if together else rotated[:, :, 0, :]
 
     def _by_table(self, x: mx.array, rope: Rope) -> mx.array:
         cos, sin = self._table(rope)
@@ -98,10 +101,11 @@ class Step:
         self.spans = tuple(spans)
         self.logits = logits  # whether the last token of each row wants logits
         self._single = all(span.count == 1 for span in self.spans)
+        starts = [span.row.offset for span in self.spans]
+        ends = [span.row.offset + span.count for span in self.spans]
+        every = [mx.arange(a, b, dtype=mx.int32) for a, b in zip(starts, ends, strict=True)]
         self._rotation = Rotation(
-            mx.concatenate(
-                [mx.arange(s.row.offset, s.row.offset + s.count, dtype=mx.int32) for s in spans]
-            )
+            mx.concatenate(every), starts[0] if len(every) == 1 and not self._single else None
         )
 
     def wanted(self, x: mx.array) -> mx.array:
@@ -236,10 +240,7 @@ def _on_gpu() -> bool:
 
 
 def _fused(q: mx.array, values: mx.array, scores: Scores) -> bool:
-    """Whether a GPU's kernel computes it without ever writing down the scores.
-
-    Other sizes of heads fail inside MLX's CUDA back end for some lengths.
-    """
+    """Whether a GPU's kernel computes it without ever writing down the scores."""
     size = q.shape[-1]
     return _on_gpu() and not scores.cap and size == values.shape[-1] and size in FUSED
 
@@ -249,7 +250,7 @@ def _attended(
 ) -> mx.array:
     queries = _heads_first(q)
     mask = _mask(q.shape[0], keys.shape[2], window)
-    if scores.cap or (_on_gpu() and not _fused(q, values, scores)):
+    if scores.cap:
         out = _written_out(queries, keys, values, scores, mask)
     else:
         out = mx.fast.scaled_dot_product_attention(

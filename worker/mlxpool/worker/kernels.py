@@ -2,8 +2,9 @@
 
 They write into their input arrays, which is outside MLX's value semantics. That holds because the
 pool's arrays are whole, contiguous and never replaced, nothing else touches one of them in an
-evaluation in which a kernel writes it, and whoever reads what was written depends on the kernel's
-output. `ensure_row_contiguous=False` keeps MLX from handing a copy to them.
+evaluation in which a kernel writes it, and whoever reads what was written takes the kernel's output
+into its own numbers: MLX orders kernels by the arrays they write, and does not know of ours.
+`ensure_row_contiguous=False` keeps it from handing a copy to them.
 """
 
 from __future__ import annotations
@@ -152,19 +153,18 @@ def serves(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dtype
 def write(pool: mx.array, fresh: mx.array, slots: mx.array) -> mx.array:
     """Puts fresh [n, heads, size] at tokens `slots` [n] of pool [blocks, heads, BLOCK, size].
 
-    Returns the pool for readers: the same memory, with a dependency on the write.
+    Returns a 0 that readers have to add to the places that they read.
     """
     heads, size = fresh.shape[1:]
     threads = fresh.size
-    (done,) = _write_kernel(heads, size, pool.dtype)(
+    found: list[mx.array] = _write_kernel(heads, size, pool.dtype)(
         inputs=[pool, mx.contiguous(fresh.astype(pool.dtype)), slots, _number(fresh.shape[0])],
         grid=(-(-threads // 256) * 256, 1, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[(1,)],
         output_dtypes=[mx.int32],
     )
-    read: mx.array = mx.depends([pool], [done])[0]
-    return read
+    return found[0]
 
 
 def attend(

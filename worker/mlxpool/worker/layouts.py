@@ -15,7 +15,7 @@ from mlxpool.worker.blocks import BLOCK
 from mlxpool.worker.cache import Row, RowShape
 from mlxpool.worker.exact import ExactStep
 from mlxpool.worker.models.base import KeyValue, LayerCache, Model, Recurrent
-from mlxpool.worker.pool import Pool, PoolBatch, PoolStore
+from mlxpool.worker.pool import Pool, PoolBatch, PoolStore, gathered
 from mlxpool.worker.prefix_kinds import Full, Kind, State, Window
 from mlxpool.worker.prefix_rows import RowStore
 from mlxpool.worker.slabs import BLOCKS, SlabRow, Slabs
@@ -166,9 +166,11 @@ def writes(shape: RowShape) -> bool:
     """Whether our kernels compile and write here; if not, the log says why."""
     try:
         pool = Pool(shape, 1, in_place=True)
+        here = mx.array([[0]], dtype=mx.int32)
         for layer, arrays in enumerate(pool.arrays):
             fresh = tuple(mx.ones((1, array.shape[1], array.shape[3])) for array in arrays)
-            found = pool.write(layer, fresh, mx.array([1], dtype=mx.int32))
+            table = pool.write(layer, fresh, mx.array([1], dtype=mx.int32), here)
+            found = gathered(arrays, table)
             if not all(bool(mx.all(one[0, :, 1] == 1).item()) for one in found):
                 raise RuntimeError("what was written is not there")
     except (RuntimeError, ValueError) as error:

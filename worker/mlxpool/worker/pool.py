@@ -64,7 +64,7 @@ class Pool:
         for layer, arrays in enumerate(self.arrays):
             block = tuple(mx.contiguous(array[source].swapaxes(0, 1)) for array in arrays)
             mx.eval(block)
-            self.write(layer, block, slots)
+            self.write(layer, block, slots, slots)
         mx.eval(self.written())
 
     def written(self) -> list[mx.array]:
@@ -72,16 +72,19 @@ class Pool:
         pending, self._pending = self._pending, []
         return pending or [array for arrays in self.arrays for array in arrays]
 
-    def write(self, layer: int, fresh: Arrays, slots: mx.array) -> Arrays:
-        """Puts arrays [n, heads, size] at tokens `slots` [n]; returns the layer for readers."""
-        if self.in_place:
-            pairs = zip(self.arrays[layer], fresh, strict=True)
-            written = tuple(kernels.write(array, new, slots) for array, new in pairs)
-            self._pending += written
-            return written
+    def write(self, layer: int, fresh: Arrays, slots: mx.array, table: mx.array) -> mx.array:
+        """Puts arrays [n, heads, size] at tokens `slots` [n].
+
+        Returns `table` for those who read what was written, see kernels.py.
+        """
         for array, new in zip(self.arrays[layer], fresh, strict=True):
-            array[slots // BLOCK, :, slots % BLOCK] = new.astype(array.dtype)
-        return self.arrays[layer]
+            if self.in_place:
+                done = kernels.write(array, new, slots)
+                self._pending.append(done)
+                table = table + done
+            else:
+                array[slots // BLOCK, :, slots % BLOCK] = new.astype(array.dtype)
+        return table
 
 
 def gathered(arrays: Arrays, table: mx.array) -> Arrays:
@@ -123,8 +126,8 @@ class PoolRow(BlockRow):
         end = self.offset + new[0].shape[2]
         slots, table = self._placed(end)
         fresh = tuple(array[0].swapaxes(0, 1) for array in new)
-        found = gathered(self.pool.write(layer, fresh, slots), table)
-        return tuple(array[:, :, :end] for array in found)
+        table = self.pool.write(layer, fresh, slots, table)
+        return tuple(array[:, :, :end] for array in gathered(self.pool.arrays[layer], table))
 
     def _placed(self, end: int) -> tuple[mx.array, mx.array]:
         """The slots of tokens [offset, end) and the table [1, B] up to there."""
@@ -214,14 +217,16 @@ class PoolStep:
             return kernels.attend(
                 q, (k, v), pools, self._table, self._lengths, scale, self._longest
             )
-        keys, values = gathered(pool.write(layer, (k, v), self._slots), self._table)
+        table = pool.write(layer, (k, v), self._slots, self._table)
+        keys, values = gathered(pool.arrays[layer], table)
         return self._seen(q, keys, values, scores)
 
     def attend_latent(
         self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
     ) -> mx.array:
         """See Step.attend_latent."""
-        (lines,) = gathered(self._pool.write(layer, (line[:, None],), self._slots), self._table)
+        table = self._pool.write(layer, (line[:, None],), self._slots, self._table)
+        (lines,) = gathered(self._pool.arrays[layer], table)
         read = self._seen(heads.absorbed(q), lines, lines[..., : heads.rank], Scores(scale))
         return heads.opened(read)
 

@@ -212,7 +212,7 @@ class Parts:
         return ExpertMLP(gate_up, down, activation or self.swiglu, self._exact)
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
-        return gate * mx.sigmoid(gate) * up
+        return _fused_swiglu(gate, up) if _on_gpu() else _swiglu(gate, up)
 
     def _weight(self, name: str) -> mx.array | Packed:
         weight = self._joined_weight([name])
@@ -255,6 +255,13 @@ class Parts:
         names = [one for kind in STORED if (one := f"{name}.{kind}") in self._weights]
         arrays = {one: self._weights.pop(one) for one in names if not one.endswith(".bias")}
         return Packed.of(arrays, name, layout)
+
+
+def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+_fused_swiglu = mx.compile(_swiglu, shapeless=True)  # one kernel; a CPU might have no compiler
 
 
 def _concatenated(parts: Sequence[mx.array], axis: int) -> mx.array:
