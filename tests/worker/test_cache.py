@@ -101,19 +101,20 @@ def test_a_latent_layer_keeps_one_line_a_token() -> None:
     assert row.nbytes == 256 * row.shape.token_bytes == 256 * 6 * 4
 
 
-def test_a_state_goes_back_by_one_step() -> None:
+@pytest.mark.parametrize("back", [1, 2])
+def test_a_state_goes_back_by_two_steps(back: int) -> None:
     row = row_of(Recurrent(((2, 3), (4,))))
     assert [array.shape for array in row.state(0)] == [(2, 3), (4,)]
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         row.put_state(0, (mx.full((2, 3), step), mx.full((4,), step)))
         row.advance(10)
-    row.trim(20)
-    assert row.state(0)[1].tolist() == [2] * 4
-    with pytest.raises(AssertionError, match="20 tokens cannot go back to 5"):
-        row.trim(5)
+    row.trim(40 - 10 * back)
+    assert row.state(0)[1].tolist() == [4 - back] * 4
+    with pytest.raises(AssertionError, match="tokens cannot go back to 10"):
+        row.trim(10)
     row.trim(0)
     assert row.state(0)[1].tolist() == [0] * 4
-    assert row.shape.fixed_bytes == 2 * 4 * (6 + 4)
+    assert row.shape.fixed_bytes == 3 * 4 * (6 + 4)
 
 
 def running_sum(inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
