@@ -32,6 +32,7 @@ from mlxpool.worker.tokenizer import Text
 
 CLEAR_EVERY = 256  # decode steps between two clearings of MLX's cache of free buffers
 CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
+GPU_CACHE = 4 * 1024**3  # the same on a GPU, where getting them again is slow
 LEAST_BLOCKS = 2  # a prompt's and one to go on
 WARM_UP = (64, 256)  # tokens of the chunks that are tried at load
 
@@ -110,7 +111,7 @@ class ModelEngine:
         self._per_row = shape.fixed_bytes
         self._transient = 0
         self._outside = back_end.outside_mlx()
-        self._cache = min(CACHE, self._limit // 16)
+        self._cache = min(GPU_CACHE if back_end.on_gpu() else CACHE, self._limit // 16)
         self._fixed = blocks
         self._sequences = sequences
         prefixes = 0 if prefix == "off" else self._prefix_bytes // self._block_bytes
@@ -160,7 +161,8 @@ class ModelEngine:
         if seq.prefilled == stop:
             self._prefix.budget = self._prefix_budget()
             self._prefix.keep(row, seq.tokens)
-        mx.clear_cache()
+        if not back_end.on_gpu():
+            mx.clear_cache()
         return count
 
     def decode(self, rows: Many[Sequence]) -> list[Drawn]:
