@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -92,6 +92,15 @@ class Peer(Collector):
         return metric
 
 
+def replace_histograms(taken: Snapshot) -> Snapshot:
+    """The same figures, none of which a writer has seen."""
+    models = tuple(
+        replace(model, histograms={k: replace(v) for k, v in model.histograms.items()})
+        for model in taken.models
+    )
+    return replace(taken, models=models)
+
+
 def timed(work: Callable[[], Any], rounds: int) -> list[float]:
     """Milliseconds of each round, after one that does not count."""
     work()
@@ -109,9 +118,11 @@ def costs(models: int, rounds: int) -> list[tuple[str, str]]:
     registry = CollectorRegistry()
     registry.register(Peer(taken))
     body = writer.text(taken)
+    changed = [replace_histograms(taken) for _ in range(rounds + 1)]
     rows = [
         ("the loop's part, ms", timed(lambda: snapshot.take(core, ABOUT, 0.0, 1.0), rounds)),
-        ("the text, ms", timed(lambda: writer.text(taken), rounds)),
+        ("the text, every histogram new, ms", timed(lambda: writer.text(changed.pop()), rounds)),
+        ("the text, nothing new, ms", timed(lambda: writer.text(taken), rounds)),
         (
             "prometheus_client's text of the same, ms",
             timed(lambda: generate_latest(registry), rounds),
@@ -147,21 +158,35 @@ def pool(plan: Mapping[str, float], models: int, folder: Path) -> Iterator[Pool]
         yield running
 
 
-class Scraper(threading.Thread):
-    """Reads /metrics every `pause` seconds until it is told to stop."""
+SCRAPER = """\
+import sys, time, urllib.request
+
+url, pause = sys.argv[1], float(sys.argv[2])
+while True:
+    time.sleep(pause)
+    start = time.perf_counter()
+    with urllib.request.urlopen(url) as answer:
+        answer.read()
+    print((time.perf_counter() - start) * 1000, flush=True)
+"""
+
+
+class Scraper:
+    """A process that reads /metrics every `pause` seconds until it is told to stop."""
 
     def __init__(self, url: str, pause: float) -> None:
-        super().__init__(name="scraper")
-        self.url, self.pause = url + "/metrics", pause
-        self.times: list[float] = []
-        self.enough = threading.Event()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SCRAPER, f"{url}/metrics", str(pause)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
 
-    def run(self) -> None:
-        while not self.enough.wait(self.pause):
-            start = time.perf_counter()
-            with urllib.request.urlopen(self.url) as answer:
-                answer.read()
-            self.times.append((time.perf_counter() - start) * 1000)
+    def stop(self) -> list[float]:
+        """The times of all scrapes, ms."""
+        self.process.terminate()
+        said, _ = self.process.communicate()
+        return [float(line) for line in said.split("\n")[:-1]]
 
 
 def stream(plan: Mapping[str, float], models: int, pause: float) -> tuple[list[float], list[float]]:
@@ -171,19 +196,16 @@ def stream(plan: Mapping[str, float], models: int, pause: float) -> tuple[list[f
         counter = Counter(context, sockets.ipc(running.run_dir, "front"))
         counter.ask(int(plan["streams"]), int(plan["tokens"]), batch=True)
         ask_others(counter, models)
-        scraper = Scraper(running.ask("ps")["broker"]["metrics"], pause)
+        url = running.ask("ps")["broker"]["metrics"]
+        scraper = Scraper(url, pause) if pause else None
         assert running.process is not None
-        if pause:
-            scraper.start()
         # The others end, too: each for want of a worker.
         ends = int(plan["streams"]) + models - 3
         result = _count([counter], ends, running.process.pid, delays=True)
-        scraper.enough.set()
-        if pause:
-            scraper.join()
+        times = scraper.stop() if scraper is not None else []
         counter.socket.close(linger=0)
         context.term()
-        return result["delays"], scraper.times
+        return result["delays"], times
 
 
 def ask_others(counter: Counter, models: int) -> None:

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from select import select
 
 import pytest
@@ -22,7 +23,7 @@ from mlxpool.broker import web
 from mlxpool.broker.snapshot import Snapshot
 from mlxpool.broker.web import Web
 from mlxpool.common.closing import Closing
-from mlxpool.common.config import ConfigError, host_port
+from mlxpool.common.config import ConfigError, host_port, load
 
 
 class Loop(Closing):
@@ -223,3 +224,17 @@ def test_addresses(text: str, parts: tuple[str, int]) -> None:
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(ConfigError, match=r"pool\.metrics must be HOST:PORT such as"):
         host_port(text)
+
+
+def test_a_wrong_address_is_a_wrong_setting(tmp_path: Path) -> None:
+    file = tmp_path / "mlxpool.toml"
+    file.write_text('[pool]\nmetrics = "9464"\n')
+    with pytest.raises(ConfigError, match=r"pool\.metrics must be HOST:PORT .*, got '9464'"):
+        load(file)
+
+
+def test_the_environment_beats_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mlxpool.toml"
+    file.write_text('[pool]\nmetrics = "127.0.0.1:1"\n')
+    monkeypatch.setenv("MLXPOOL_METRICS", "127.0.0.1:2")
+    assert load(file).metrics == "127.0.0.1:2"

@@ -17,11 +17,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Writer:
-    """Snapshots to text. Keeps what never changes of each metric: that is most of the work."""
+    """Snapshots to text. Keeps what stays: the text around the figures, and idle histograms."""
 
     def __init__(self) -> None:
         # By family, then by the values of its labels: the text with places for the figures.
         self._shapes: dict[str, dict[tuple[str, ...], bytes]] = {f.name: {} for f in FAMILIES}
+        self._written: dict[tuple[str, tuple[str, ...]], tuple[Frozen, bytes]] = {}
 
     def text(self, snapshot: Snapshot) -> bytes:
         """The format 0.0.4."""
@@ -35,19 +36,23 @@ class Writer:
                 shape = shapes.get(labels)
                 if shape is None:
                     shape = shapes[labels] = _shape(family, labels, value).encode()
-                yield shape % _figures(value)
+                if isinstance(value, Frozen):
+                    yield self._histogram((family.name, labels), shape, value)
+                else:
+                    yield shape % (tuple(value) if isinstance(value, Sequence) else value)
+
+    def _histogram(self, key: tuple[str, tuple[str, ...]], shape: bytes, value: Frozen) -> bytes:
+        """As it was written last, if nothing new came."""
+        before, text = self._written.get(key, (None, b""))
+        if before is not value:
+            counts = tuple(accumulate(value.counts))
+            text = shape % (*counts, value.total, counts[-1])
+            self._written[key] = (value, text)
+        return text
 
 
 def _head(family: Family) -> bytes:
     return f"# HELP {family.name} {family.help}\n# TYPE {family.name} {family.kind}\n".encode()
-
-
-def _figures(value: Value) -> tuple[float, ...]:
-    """What fills a shape, in its order."""
-    if isinstance(value, Frozen):
-        counts = tuple(accumulate(value.counts))
-        return (*counts, value.total, counts[-1])
-    return tuple(value) if isinstance(value, Sequence) else (value,)
 
 
 def _shape(family: Family, labels: tuple[str, ...], value: Value) -> str:
