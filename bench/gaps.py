@@ -5,12 +5,15 @@
 Eight streams of the embedded model decode in one worker, behind a broker. Beside them another
 process sends prompts of 256 KiB, one after the other, or chats whose template never ends. The gaps
 are those between two deltas of a stream, as its client sees them; p99, in pairs with a quiet round.
+The control knows nothing of the pool: it takes the processor as the tokenizer's threads and the
+process of the templates may.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import shutil
 import statistics
@@ -28,6 +31,7 @@ import report
 from mlxpool.client import Client
 from mlxpool.common.errors import PoolError
 from mlxpool.worker.catalogue import DEMO
+from mlxpool.worker.template_process import NICENESS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -56,7 +60,14 @@ def endless_templates(client: Client) -> None:
             client.generate("m", messages=[{"role": "user", "content": "x"}], max_tokens=1)
 
 
+def busy_neighbour(client: Client) -> None:
+    os.nice(NICENESS)
+    while True:
+        pass
+
+
 PEERS: dict[str, Callable[[Client], None]] = {
+    "control: a busy process as nice": busy_neighbour,
     "prompts of 256 KiB": large_prompts,
     "a template that never ends": endless_templates,
 }
