@@ -5,12 +5,15 @@
 Eight streams of the embedded model decode in one worker, behind a broker. Beside them another
 process sends prompts of 256 KiB, one after the other, or chats whose template never ends. The gaps
 are those between two deltas of a stream, as its client sees them; p99, in pairs with a quiet round.
+One control knows nothing of the pool: it takes the processor as the tokenizer's threads and the
+process of the templates may. The other sends as many bytes that nobody has to tokenise.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import shutil
 import statistics
@@ -26,8 +29,12 @@ from typing import Any
 
 import report
 from mlxpool.client import Client
-from mlxpool.common.errors import PoolError
+from mlxpool.common.errors import BadRequest, PoolError
+from mlxpool.worker.files import in_folder
+from mlxpool.worker.folder import inspect
 from mlxpool.worker.place import DEMO_FOLDER as DEMO
+from mlxpool.worker.template_process import NICENESS
+from mlxpool.worker.tokenizer import Text
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -35,18 +42,31 @@ from pool import Pool
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 CONFIG = '[models.m]\npath = "{path}"\nsequences = 12\nprefix_cache = "off"\n'
+LARGE = 256 * 1024  # characters
 STREAMS = 8
 PAUSE = 0.2  # seconds between two large prompts
 GOAL = 1.2
 
 
+def large_text(draw: random.Random) -> str:
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 9))) for _ in range(5000)]
+    return " ".join(draw.choices(words, k=60_000))[:LARGE]
+
+
 def large_prompts(client: Client) -> None:
     draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 9))) for _ in range(5000)]
-    text = " ".join(draw.choices(words, k=60_000))[: 256 * 1024]
+    text = large_text(draw)
     while True:
         with contextlib.suppress(PoolError):  # it does not fit the context
-            client.generate("m", f"{draw.random()} {text}"[: 256 * 1024], max_tokens=1)
+            client.generate("m", f"{draw.random()} {text}"[:LARGE], max_tokens=1)
+        time.sleep(PAUSE)
+
+
+def large_ids(client: Client) -> None:
+    """As many bytes, and nothing to tokenise: what carrying them costs."""
+    while True:
+        with contextlib.suppress(PoolError):
+            client.generate("m", tokens=[1] * (LARGE // 4), max_tokens=1)
         time.sleep(PAUSE)
 
 
@@ -56,13 +76,15 @@ def endless_templates(client: Client) -> None:
             client.generate("m", messages=[{"role": "user", "content": "x"}], max_tokens=1)
 
 
-def nothing(client: Client) -> None:
+def busy_neighbour(client: Client) -> None:
+    os.nice(NICENESS)
     while True:
-        time.sleep(1.0)
+        pass
 
 
 PEERS: dict[str, Callable[[Client], None]] = {
-    "nothing, for control": nothing,
+    "control: a busy process as nice": busy_neighbour,
+    "control: 256 KiB of ids": large_ids,
     "prompts of 256 KiB": large_prompts,
     "a template that never ends": endless_templates,
 }
@@ -132,6 +154,34 @@ def measure(pool: Pool, rounds: int, tokens: int) -> dict[str, Any]:
     return figures
 
 
+def too_many(size: int) -> None:
+    raise BadRequest(f"{size} ids")
+
+
+def held(rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of processor time that a large prompt takes from the thread that prepares it.
+
+    The rest is done without the interpreter, by other threads and the process of the templates.
+    """
+    text = Text.from_folder(inspect(in_folder(DEMO)))
+    text.warm_up()
+    large = large_text(random.Random(0))
+    chat = [{"role": "user", "content": large}]
+    cases: dict[str, Callable[[], object]] = {
+        "text that does not fit": lambda: text.encode(large, too_many),
+        "text": lambda: text.encode(large),
+        "a chat": lambda: text.chat(chat, None, 0.0),
+    }
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, case in cases.items():
+            start = time.thread_time()
+            with contextlib.suppress(BadRequest):
+                case()
+            found[name].append(1000 * (time.thread_time() - start))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
@@ -157,7 +207,11 @@ def main() -> None:
         for name, found in figures.items()
     ]
     print(report.table(head, rows))
-    report.write(options.json, figures)
+    cost = held(options.rounds)
+    lines = [(name, report.spread(values, 2)) for name, values in cost.items()]
+    print()
+    print(report.table(("256 KiB of", "the preparing thread's processor time, ms"), lines))
+    report.write(options.json, {**figures, "held_ms": cost})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from mlxpool.cli.ops import ask
 from mlxpool.client import Client
 from mlxpool.common.closing import Closing
@@ -30,6 +32,14 @@ def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> An
             return value
         time.sleep(0.01)
     raise AssertionError(f"never happened: {what}")
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether it has ended, taken note of by its parent or not."""
+    try:
+        return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def with_path(folder: Path) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from pool import Pool
+from pool import Pool, gone, until
 from worker_checkpoints import write_checkpoint
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
@@ -65,6 +66,15 @@ def test_a_template_without_end_is_stopped_and_others_go_on(client: Client) -> N
         client.generate("endless", messages=HI)
     assert len(stream.read().ids) == 400
     assert len(client.generate("endless", "x", max_tokens=2, ignore_eos=True).ids) == 2
+
+
+def test_a_killed_worker_leaves_no_process_of_its_template(pool: Pool, client: Client) -> None:
+    client.generate("strict", messages=HI, max_tokens=1)
+    children = psutil.Process(pool.worker("strict/0")["pid"]).children()
+    assert len(children) == 1
+    pool.kill_worker("strict/0")
+    until(lambda: gone(children[0]), "it ended with its worker")
+    assert client.generate("strict", messages=HI, max_tokens=1).usage["prompt_tokens"] == 1
 
 
 @pytest.mark.parametrize(

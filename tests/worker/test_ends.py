@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mlxpool.common import wire
-from pool import PATIENCE, until
+from pool import PATIENCE, gone, until
 from worker_process import WorkerProcess
 
 
@@ -87,16 +87,9 @@ time.sleep(1000)
             assert "ready" in lines
             orphan = psutil.Process(pid)
             process.kill()
-            until(lambda: _gone(orphan), "the child ended with its parent")
+            until(lambda: gone(orphan), "the child ended with its parent")
         finally:
             process.kill()
-
-
-def _gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_a_worker_born_an_orphan_ends_before_it_loads_anything() -> None:

@@ -96,6 +96,8 @@ def test_a_prompt_of_the_context_names_both_numbers(size: int) -> None:
     with pytest.raises(ContextExceeded, match=f"{size} tokens.* 32") as caught:
         work(prompt="a" * size)
     assert caught.value.details == {"prompt_tokens": size, "context": 32}
+    with pytest.raises(ContextExceeded, match=f"{size} tokens.* 32"):
+        work(pack_ids([7] * size), tokens=True)
     assert work(prompt="a" * 31).sequence.max_tokens == 1
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tokenizers import Tokenizer
 
@@ -114,6 +118,72 @@ def test_a_token_over_the_boundary_is_not_before_it() -> None:
     text = Text(tokenizer, Chat({"default": Template(source)}))
     prompt = text.chat([{"role": "user", "content": " th"}], None, 0.0)
     assert text.decode(prompt.ids[: prompt.restore_at]).strip() in ("", "th")
+
+
+def test_where_plain_text_begins_the_generation_prompt() -> None:
+    """Its ids alone are not the last ones of the whole, for alone it begins a text."""
+    source = "{{ messages[0].content }}{% if add_generation_prompt %} fox{% endif %}"
+    text = Text(zoo.sentencepiece(), Chat({"default": Template(source)}))
+    prompt = text.chat([{"role": "user", "content": "the"}], None, 0.0)
+    assert 0 < prompt.restore_at < len(prompt.ids)
+    assert text.decode(prompt.ids[: prompt.restore_at]) == "the"
+
+
+# ---- before and beside ---------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_told_before_the_ids_are_listed(tmp_path: Path) -> None:
+    path = write_checkpoint(
+        tmp_path, tokenizer_config={"add_bos_token": True, "chat_template": "x"}
+    )
+    text = Text.from_folder(inspect(path))
+    sizes: list[int] = []
+    assert text.encode("abc", sizes.append) == [BOS, *b"abc"]
+    assert text.encode("<s>abc", sizes.append) == [BOS, *b"abc"]
+    assert text.chat(HI, None, 0.0, sizes.append).ids == [BOS, *b"x"]
+    assert sizes == [4, 4, 2]
+
+    def refuse(size: int) -> None:
+        raise BadRequest(f"{size} are too many")
+
+    with pytest.raises(BadRequest, match="4 are too many"):
+        text.encode("abc", refuse)
+
+
+def test_warming_up_starts_the_templates_process(tmp_path: Path) -> None:
+    text = Text.from_folder(inspect(write_checkpoint(tmp_path)))
+    before = len(psutil.Process().children())
+    text.warm_up()
+    assert len(psutil.Process().children()) == before + 1
+    text.chat(HI, None, 0.0)
+    assert len(psutil.Process().children()) == before + 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has one priority")
+def test_the_tokenizers_threads_give_way(good: Path) -> None:
+    """In a process of its own: they are started once."""
+    code = f"""
+import os
+from pathlib import Path
+from mlxpool.worker.load import inspect
+from mlxpool.worker.tokenizer import Text
+text = Text.from_folder(inspect(Path({str(good)!r})))
+before = set(os.listdir("/proc/self/task"))
+text.warm_up()
+new = set(os.listdir("/proc/self/task")) - before
+nice = {{os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in new}}
+assert nice == {{min(os.nice(0) + 10, 19)}}, nice
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_long_texts_are_left_to_these_threads(good: Path) -> None:
+    text = Text.from_folder(inspect(good))
+    text.encode("a")
+    own, all_ = time.thread_time(), time.process_time()
+    text.encode("né<|user|>" * 20_000)
+    own, all_ = time.thread_time() - own, time.process_time() - all_
+    assert own < all_ / 2
 
 
 def test_a_chat_begins_with_bos_once(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,16 +23,29 @@ class Prompt:
     restore_at: int = 0
 
 
-class TextModel(Protocol):
-    """Tokenizer and templates of a model; used by the edge's side only."""
+Fits = Callable[[int], None]  # told how many ids a prompt has; raises if these are too many
 
-    def encode(self, text: str) -> list[int]: ...
+
+def any_size(size: int) -> None:
+    """Every prompt fits."""
+
+
+class TextModel(Protocol):
+    """Tokenizer and templates of a model; used by the edge's side only.
+
+    A list of many ids holds the interpreter for milliseconds: `fits` is asked before one is made.
+    """
+
+    def warm_up(self) -> None:
+        """Called once by the thread that will ask for prompts, so that the first one is quick."""
+
+    def encode(self, text: str, fits: Fits = any_size) -> list[int]: ...
 
     def decode(self, ids: Seq[int]) -> str: ...
 
     def piece(self, token: int) -> bytes: ...
 
-    def chat(self, messages: Any, tools: Any, now: float) -> Prompt: ...
+    def chat(self, messages: Any, tools: Any, now: float, fits: Fits = any_size) -> Prompt: ...
 
 
 # ---- to the compute thread ---------------------------------------------------------------------

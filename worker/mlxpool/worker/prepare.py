@@ -11,17 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mlxpool.common.errors import BadRequest, ContextExceeded, Internal, PoolError, TooLarge
 from mlxpool.common.options import Options
 from mlxpool.common.wire import MAX_BLOB, MAX_BODY, Header, Message, pack_ids, unpack_ids
-from mlxpool.worker.mail import Admit, Key, Opened, Prompt
+from mlxpool.worker.mail import Admit, Fits, Key, Opened, Prompt
 from mlxpool.worker.progress import monotonic
 from mlxpool.worker.resume import Facts, Resume
 from mlxpool.worker.sequence import Sequence
 from mlxpool.worker.text import Completion
 
+ID_SIZE = 4  # bytes of an id in a blob
 MAX_TEXT = MAX_BODY - 1024  # bytes of text in an answer
 
 
@@ -59,6 +61,7 @@ class Preparer(threading.Thread):
         self._inbox.put((message, monotonic(), generation))
 
     def run(self) -> None:
+        self.opened.text.warm_up()
         while True:
             message, received, generation = self._inbox.get()
             handle = _answer if message.kind != "work" else _prepared
@@ -142,8 +145,14 @@ def _deadline(body: Mapping[str, Any], received: float) -> float:
 
 
 def _prompt(opened: Opened, message: Message, now: float, context: int) -> Prompt:
-    found = _read_prompt(opened, message, now)
-    size = len(found.ids)
+    fits = partial(_check_size, context)
+    found = _read_prompt(opened, message, now, fits)
+    fits(len(found.ids))
+    _check_ids(opened, found.ids, "prompt")
+    return found
+
+
+def _check_size(context: int, size: int) -> None:
     if not size:
         raise BadRequest("the prompt is empty: it has no tokens")
     if size >= context:
@@ -152,20 +161,19 @@ def _prompt(opened: Opened, message: Message, now: float, context: int) -> Promp
             " shorten the prompt",
             details={"prompt_tokens": size, "context": context},
         )
-    _check_ids(opened, found.ids, "prompt")
-    return found
 
 
-def _read_prompt(opened: Opened, message: Message, now: float) -> Prompt:
+def _read_prompt(opened: Opened, message: Message, now: float, fits: Fits) -> Prompt:
     body = message.body
     if body.get("tokens") is not None:
-        return Prompt(unpack_ids(_first_blob(message)))
+        blob = _first_blob(message)
+        fits(len(blob) // ID_SIZE)
+        return Prompt(unpack_ids(blob))
     if body.get("messages") is not None:
-        return opened.text.chat(body["messages"], body.get("tools"), now)
+        return opened.text.chat(body["messages"], body.get("tools"), now, fits)
     text = body.get("prompt")
-    return Prompt(
-        opened.text.encode(_decoded(_first_blob(message)) if text is True else _text(text))
-    )
+    text = _decoded(_first_blob(message)) if text is True else _text(text)
+    return Prompt(opened.text.encode(text, fits))
 
 
 def _text(prompt: Any) -> str:
@@ -260,6 +268,6 @@ def _tokenized(opened: Opened, message: Message) -> Answer:
     if not isinstance(text, str):
         raise BadRequest("tokenize: text must be a string, or true with a blob")
     ids = opened.text.encode(text)
-    if 4 * len(ids) > MAX_BLOB:
+    if ID_SIZE * len(ids) > MAX_BLOB:
         raise TooLarge(f"tokenize: {len(ids)} ids do not fit an answer of {MAX_BLOB} bytes")
     return Answer(message.header.id, {"n": len(ids)}, (pack_ids(ids),))

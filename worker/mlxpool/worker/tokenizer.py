@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
-from mlxpool.common.errors import BadRequest, ModelLoadFailed
+from mlxpool.common.errors import BadRequest, Internal, ModelLoadFailed
 from mlxpool.common.messages import check_messages, check_tools
 from mlxpool.worker.chat import Chat
 from mlxpool.worker.folder import ModelFolder
-from mlxpool.worker.mail import Prompt
+from mlxpool.worker.mail import Fits, Prompt, any_size
 from mlxpool.worker.pieces import Pieces
+from mlxpool.worker.renderer import Rendered, Renderer
+from mlxpool.worker.template_process import NICENESS
 
+_BEGIN = 256  # characters of a text whose ids tell whether it begins with `prefix`
 _SHOWN = 3  # tokens in an error that could list thousands
 
 
@@ -28,7 +34,7 @@ class Text:
         """Raises ModelLoadFailed for a decoder that is not supported."""
         self._tokenizer = tokenizer
         self._pieces = Pieces(tokenizer)
-        self._chat = chat
+        self._renderer = Renderer(chat)
         self.prefix = tuple(prefix)
 
     @classmethod
@@ -40,14 +46,26 @@ class Text:
         check_vocabulary(tokenizer, folder.plan.vocab_size, prefix, chat)
         return cls(tokenizer, chat, prefix)
 
-    def encode(self, text: str) -> list[int]:
+    def warm_up(self) -> None:
+        """Have what prompts need at work: the process of the templates, the tokenizer's threads.
+
+        Called by the thread that will ask for chats, see Renderer.
+        """
+        with contextlib.suppress(Internal):  # the first chat tries again and says it
+            self._renderer.start()
+        gentle = threading.Thread(target=_start_threads, args=[self._tokenizer])
+        gentle.start()
+        gentle.join()
+
+    def encode(self, text: str, fits: Fits = any_size) -> list[int]:
         """The ids of a prompt, with `prefix` in front unless the text already has it.
 
         Special tokens written out in the text count as such. Raises BadRequest for text that is
-        not Unicode.
+        not Unicode, and what `fits` raises.
         """
-        encoding = self._encoding(text)
-        return [*self._missing(encoding), *encoding.ids]
+        missing, encoding = self._missing(text), self._encoding(text)
+        fits(len(missing) + len(encoding))
+        return [*missing, *encoding.ids]
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to a text that has begun, b"" for an unknown one."""
@@ -57,44 +75,55 @@ class Text:
         """The text of these ids alone; bytes that are not UTF-8 become U+FFFD."""
         return self._pieces.whole(ids)
 
-    def chat(self, messages: object, tools: object, now: float) -> Prompt:
-        """The prompt of a chat. Raises BadRequest, see `check_messages` and `Chat.render`."""
-        checked, offered = check_messages(messages), check_tools(tools)
-        text = self._chat.render(checked, offered, now=now)
-        encoding = self._encoding(text)
-        missing = self._missing(encoding)
-        end = self._end_of_messages(text, checked, offered, now)
-        at = encoding.char_to_token(end) if end else None
-        return Prompt([*missing, *encoding.ids], len(missing) + at if at else 0)
+    def chat(self, messages: object, tools: object, now: float, fits: Fits = any_size) -> Prompt:
+        """The prompt of a chat.
 
-    def _end_of_messages(
-        self,
-        text: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        now: float,
-    ) -> int:
-        """The character at which the generation prompt begins, 0 when it cannot be told."""
-        if not self._chat.prompts_generation(bool(tools)):
-            return 0
-        try:
-            bare = self._chat.render(messages, tools, now=now, add_generation_prompt=False)
-        except BadRequest:
-            return 0  # it is only a hint
-        return len(bare) if text.startswith(bare) and len(bare) < len(text) else 0
+        Raises BadRequest, see `check_messages` and `Renderer.render`, and what `fits` raises.
+        """
+        chat = self._renderer.render(check_messages(messages), check_tools(tools), now)
+        ids = self.encode(chat.text, fits)
+        return Prompt(ids, self._restore_at(chat, ids) if chat.end else 0)
+
+    def _restore_at(self, chat: Rendered, ids: list[int]) -> int:
+        """How many ids lie before the generation prompt; one that begins before it does not.
+
+        It mostly begins with a special token, and then its ids are the last ones. Only where they
+        are not the characters of every token are needed, which costs as much again.
+        """
+        last = self._encoding(chat.text[chat.end :]).ids
+        if ids[-len(last) :] == last:
+            return len(ids) - len(last)
+        (encoding,) = self._tokenizer.encode_batch([chat.text], add_special_tokens=False)
+        at = encoding.char_to_token(chat.end)
+        return len(ids) - len(encoding) + at if at else 0
 
     def _encoding(self, text: str) -> Encoding:
+        """Without the characters of tokens: to free these holds the interpreter for long.
+
+        In a batch of two, for only then the library's own threads do it; see `_start_threads`.
+        """
         try:
-            # encode_batch releases the GIL, encode does not
-            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            encoding, _ = self._tokenizer.encode_batch_fast([text, ""], add_special_tokens=False)
         except (TypeError, UnicodeError) as error:
             raise BadRequest(f"the prompt is not valid Unicode text: {error}") from error
         return encoding
 
-    def _missing(self, encoding: Encoding) -> tuple[int, ...]:
+    def _missing(self, text: str) -> tuple[int, ...]:
         """What has to go in front so that `prefix` is there once."""
         size = len(self.prefix)
-        return () if tuple(encoding.ids[:size]) == self.prefix else self.prefix
+        begin = self._encoding(text[:_BEGIN]).ids[:size] if size else []
+        return () if tuple(begin) == self.prefix else self.prefix
+
+
+def _start_threads(tokenizer: Tokenizer) -> None:
+    """The first batch starts the library's threads; on Linux they are as nice as who asks for it.
+
+    So a long prompt leaves the processor to the model's steps. They never hold the interpreter.
+    """
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+    tokenizer.encode_batch_fast(["a", "b"])
 
 
 def read_tokenizer(file: Path) -> Tokenizer:

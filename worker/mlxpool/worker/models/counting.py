@@ -20,7 +20,7 @@ from mlxpool.common.config import Counting
 from mlxpool.common.messages import joined
 from mlxpool.common.wire import pack_ids
 from mlxpool.worker.engine_api import Memory
-from mlxpool.worker.mail import Prompt
+from mlxpool.worker.mail import Fits, Prompt, any_size
 from mlxpool.worker.models.faults import NO_FAULTS, Faults, Struck
 from mlxpool.worker.sequence import Drawn, Logprob, RowFailed, Sequence
 
@@ -134,8 +134,13 @@ class CountingEngine:
 class CountingText:
     """The tokenizer of the counting model: bytes are ids."""
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8", "surrogatepass"))
+    def warm_up(self) -> None:
+        """There is nothing to warm up."""
+
+    def encode(self, text: str, fits: Fits = any_size) -> list[int]:
+        data = text.encode("utf-8", "surrogatepass")
+        fits(len(data))
+        return list(data)
 
     def decode(self, ids: Seq[int]) -> str:
         return b"".join(map(piece, ids)).decode()
@@ -143,7 +148,9 @@ class CountingText:
     def piece(self, token: int) -> bytes:
         return piece(token)
 
-    def chat(self, messages: Seq[dict[str, Any]], tools: object, now: float) -> Prompt:
+    def chat(
+        self, messages: Seq[dict[str, Any]], tools: object, now: float, fits: Fits = any_size
+    ) -> Prompt:
         """One line for each message."""
         lines = [f"{m['role']}: {joined(m.get('content'))}\n" for m in messages]
-        return Prompt(self.encode("".join(lines)))
+        return Prompt(self.encode("".join(lines), fits))
