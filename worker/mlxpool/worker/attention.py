@@ -251,7 +251,7 @@ def _attended(
     queries = _heads_first(q)
     mask = _mask(q.shape[0], keys.shape[2], window)
     if scores.cap:
-        out = _written_out(queries, keys, values, scores, mask)
+        out = weighed(queries, keys, values, scores, _visible(mask, q.shape[0], keys.shape[2]))
     else:
         out = mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scores.scale, mask=mask, sinks=scores.sinks
@@ -268,29 +268,38 @@ def _mask(count: int, length: int, window: int) -> mx.array | str | None:
     return "causal" if count > 1 else None
 
 
-def _written_out(
+def _visible(mask: mx.array | str | None, count: int, length: int) -> mx.array | None:
+    """The mask as numbers."""
+    if isinstance(mask, str):
+        return mx.arange(length)[None] <= mx.arange(length - count, length)[:, None]
+    return mask
+
+
+def weighed(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
     scores: Scores,
-    mask: mx.array | str | None,
+    visible: mx.array | None,
 ) -> mx.array:
-    """Attention in single steps, for what no kernel has: [1, H, n, V]."""
-    _, heads, count, size = queries.shape
+    """Attention in single steps, for what no kernel has.
+
+    queries [B, H, n, D], keys [B, KV, L, D], values [B, KV, L, V] -> [B, H, n, V]. A query looks
+    where `visible` [B or 1, 1, 1, n, L] is true; None: everywhere.
+    """
+    batch, heads, count, size = queries.shape
     pairs, length = keys.shape[1], keys.shape[2]
-    grouped = (queries * scores.scale).reshape(1, pairs, heads // pairs, count, size)
-    found = (grouped @ keys[:, :, None].swapaxes(-1, -2)).astype(mx.float32)
-    found = bent(found, scores.cap)
-    if isinstance(mask, str):
-        mask = mx.arange(length)[None] <= mx.arange(length - count, length)[:, None]
-    if mask is not None:
-        found = mx.where(mask, found, -mx.inf)
+    grouped = (queries * scores.scale).reshape(batch, pairs, -1, size)
+    found = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32)
+    found = bent(found.reshape(batch, pairs, -1, count, length), scores.cap)
+    if visible is not None:
+        found = mx.where(visible, found, -mx.inf)
     if scores.sinks is not None:
-        sinks = scores.sinks.astype(mx.float32).reshape(1, pairs, heads // pairs, 1, 1)
+        sinks = scores.sinks.astype(mx.float32).reshape(1, pairs, -1, 1, 1)
         beside = mx.broadcast_to(sinks, (*found.shape[:-1], 1))
         found = mx.concatenate([found, beside], axis=-1)
     shares = mx.softmax(found, axis=-1)[..., :length].astype(values.dtype)
-    return (shares @ values[:, :, None]).reshape(1, heads, count, -1)
+    return (shares.reshape(batch, pairs, -1, length) @ values).reshape(batch, heads, count, -1)
 
 
 def bent(scores: mx.array, cap: float) -> mx.array:

@@ -13,7 +13,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker import kernels
-from mlxpool.worker.attention import Rotation, Scores
+from mlxpool.worker.attention import Rotation, Scores, weighed
 from mlxpool.worker.blocks import BLOCK, blocks_of
 from mlxpool.worker.cache import Arrays, RowShape
 from mlxpool.worker.compiled import Compiled
@@ -236,20 +236,8 @@ class PoolStep:
 
     def _seen(self, q: mx.array, keys: mx.array, values: mx.array, scores: Scores) -> mx.array:
         """q [R, H, D], keys [R, KV, L, D], values [R, KV, L, V] -> [R, H, V]."""
-        rows, heads, size = q.shape
-        pairs, length = keys.shape[1], keys.shape[2]
-        asked = (q * scores.scale).reshape(rows, pairs, heads // pairs, size)
-        found = (asked @ keys.swapaxes(-1, -2)).astype(mx.float32)
-        if scores.cap:
-            found = mx.tanh(found / scores.cap) * scores.cap
-        inside = mx.arange(length)[None] < self._lengths[:, None]
-        found = mx.where(inside[:, None, None], found, -mx.inf)
-        if scores.sinks is not None:
-            sinks = scores.sinks.astype(mx.float32).reshape(1, pairs, heads // pairs, 1)
-            beside = mx.broadcast_to(sinks, (*found.shape[:-1], 1))
-            found = mx.concatenate([found, beside], axis=-1)
-        shares = mx.softmax(found, axis=-1)[..., :length].astype(values.dtype)
-        return (shares @ values).reshape(rows, heads, -1)
+        inside = mx.arange(keys.shape[2])[None] < self._lengths[:, None]
+        return weighed(q[:, :, None], keys, values, scores, inside[:, None, None, None])[:, :, 0]
 
 
 class PoolBatch:
