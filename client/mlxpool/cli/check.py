@@ -82,6 +82,8 @@ def look(options: argparse.Namespace) -> dict[str, Any]:
 def _by_path(text: str, known: Mapping[str, Any]) -> Any:
     from mlxpool.common.config import ModelConfig
 
+    if not text:
+        raise ValueError("MODEL must not be empty; `.` is the folder you are in")
     if not ("/" in text or ":" in text or Path(text).exists()):
         raise ValueError(
             f"there is no model {text!r} in the settings and no such file here; known:"
