@@ -60,6 +60,8 @@ class Fleet:
         known = self.names.known.get(name)
         if known is None:
             return
+        if known.fault is not None and not about.get("problems"):
+            self.models[known.model].last_error = None  # its files have been mended since
         known.about = about
         self._learn_size(self.models[known.model], about.get("size"))
         for stray in self.names.strays(known.model):
