@@ -136,6 +136,20 @@ def test_one_digest_in_two_places_is_one_model() -> None:
     assert row(story, "b")["shares"] == "a"
 
 
+def test_names_that_share_already_find_their_twins_together() -> None:
+    places = {"a": HERE, "b": HERE, "c": THERE, "d": THERE}
+    story = pool(places, **{name: model() for name in "abcd"})
+    shares = []
+    for name in "abcd":
+        describe(story, name, "d1")
+        shares.append([row(story, one)["shares"] for one in "abcd"])
+    assert shares[2] == [None, "a", None, "c"], "d has not been looked at"
+    assert shares[3] == [None, "a", "a", "a"]
+    assert list(story.core.fleet.slots) == ["a/0"]
+    worker = story.ready_worker("a")
+    worker.end(story.generate(name="d"))
+
+
 def test_a_model_at_work_stays_what_it_is_until_it_is_quiet() -> None:
     story = pool({"a": HERE, "b": THERE}, a=model(), b=model())
     worker = story.ready_worker("b")
