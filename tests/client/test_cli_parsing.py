@@ -325,6 +325,19 @@ def test_check_shows_the_first_of_many_problems() -> None:
     ]
 
 
+def test_check_shows_no_figure_of_what_is_not_known() -> None:
+    model = {"type": "phi3", "size": 5, "quantisation": "f32", "context": 9, "vocabulary": 7}
+    model |= {"tokenizer": "BPE", "templates": [], "eos_ids": [], "digest": "0", "features": []}
+    memory: dict[str, Any] = {"context": 9, "sequences": 2, "weights": 5, "prefix_cache": 3}
+    memory |= dict.fromkeys(("token", "fixed", "sequence", "all_sequences"))
+    machine = {"device": "cpu", "total": 8, "free": 8, "limit": 8, "pool_limit": 8, "longest": None}
+    report = {"name": "m", "path": "/m", "problems": [], "machine": {**machine, "fits": True}}
+    report |= {"model": {**model, "layers": None, "parameters": None}, "memory": memory}
+    shown = [line.split() for line in "\n".join(check.lines(report)).splitlines()]
+    for row in ("type phi3, - layers", "parameters -", "one token -", "longest that fits - tokens"):
+        assert row.split() in shown
+
+
 def test_check_says_why_a_model_cannot_run() -> None:
     machine = {"fits": False, "why": ["no back end"]}
     report: dict[str, Any] = {"name": "m", "path": "/m", "problems": [], "model": None}
