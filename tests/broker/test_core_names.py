@@ -114,6 +114,19 @@ def test_the_first_words_of_a_fault_are_those_of_all_names() -> None:
     assert row(story, "a")["error"] == row(story, "b")["error"] == "no config.json"
 
 
+def test_why_a_model_failed_is_shown_until_it_is_asked_for_or_mended() -> None:
+    story = twins()
+    describe(story, "a", "", problems=["no config.json"])
+    story.generate(name="b")
+    worker = story.workers["a/0"].hello()
+    worker.bye("model_load_failed", "no weights")
+    worker.die("exit code 1", own=True)
+    story.later(story.core.config.probe_interval + 1)
+    assert (row(story, "b")["state"], row(story, "b")["error"]) == ("failed", "no weights")
+    describe(story, "a", "d1")
+    assert (row(story, "b")["state"], row(story, "b")["error"]) == ("cold", None)
+
+
 def test_one_digest_in_two_places_is_one_model() -> None:
     story = pool({"a": HERE, "b": THERE}, a=model(), b=model())
     describe(story, "a", "d1")
@@ -121,6 +134,20 @@ def test_one_digest_in_two_places_is_one_model() -> None:
     describe(story, "b", "d1")
     assert list(story.core.fleet.slots) == ["a/0"]
     assert row(story, "b")["shares"] == "a"
+
+
+def test_names_that_share_already_find_their_twins_together() -> None:
+    places = {"a": HERE, "b": HERE, "c": THERE, "d": THERE}
+    story = pool(places, **{name: model() for name in "abcd"})
+    shares = []
+    for name in "abcd":
+        describe(story, name, "d1")
+        shares.append([row(story, one)["shares"] for one in "abcd"])
+    assert shares[2] == [None, "a", None, "c"], "d has not been looked at"
+    assert shares[3] == [None, "a", "a", "a"]
+    assert list(story.core.fleet.slots) == ["a/0"]
+    worker = story.ready_worker("a")
+    worker.end(story.generate(name="d"))
 
 
 def test_a_model_at_work_stays_what_it_is_until_it_is_quiet() -> None:

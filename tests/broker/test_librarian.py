@@ -219,6 +219,18 @@ def test_places_and_weights(tmp_path: Path) -> None:
     assert weight_of(ModelConfig(path=str(model))) == 0
 
 
+def test_a_model_that_a_link_takes_from_elsewhere_has_a_place_of_its_own(tmp_path: Path) -> None:
+    """Else a name that is refused would be served by the workers of one that is allowed."""
+    border, outside = tmp_path / "models", folder(tmp_path / "outside")
+    inside = folder(border / "inside")
+    (border / "linked").symlink_to(outside)
+    (border / "again").symlink_to(inside)
+    (folder(border / "part") / "model.safetensors").symlink_to(outside / "config.json")
+    names = ("linked", "part", "inside", "again")
+    found = [place_of(ModelConfig(str(border / name), within=str(border))) for name in names]
+    assert found == ["", "", str(inside.resolve()), str(inside.resolve())]
+
+
 # ---- the broker's side ---------------------------------------------------------------------------
 
 

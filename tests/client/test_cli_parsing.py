@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli import check, figures, ops
+from mlxpool.cli import check, figures, ops, run
 from mlxpool.cli import main as cli
 from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
@@ -84,6 +84,23 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("mlxpool 0.")
 
 
+@pytest.mark.parametrize("prompt", ["Hello there", "-"])
+@pytest.mark.parametrize("flags", [["--chat"], ["--chat", "--max-tokens", "3", "--stop", "x"]])
+def test_a_prompt_may_stand_behind_flags(
+    prompt: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[argparse.Namespace] = []
+
+    def note(options: argparse.Namespace) -> int:
+        seen.append(options)
+        return OK
+
+    monkeypatch.setattr(run, "run", note)
+    for arguments in ([*flags, "m", prompt], ["m", *flags, prompt], ["m", prompt, *flags]):
+        assert main(["run", *arguments]) == OK
+    assert [(one.model, one.prompt, one.chat) for one in seen] == [("m", prompt, True)] * 3
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -96,6 +113,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["run", "m", "p", "--temperature", "hot"],
         ["run", "m", "p", "--max-tokens", "1.5"],
         ["run", "m", "p", "--nonsense"],
+        ["run", "m", "--chat", "--nonsense"],
+        ["run", "m", "p", "--chat", "surplus"],
+        ["run", "m", "--chat", "p", "surplus"],
         ["run", "m", "p", "--deadline", "x"],
         ["serve", "--log-format", "xml"],
         ["--run-dir"],
@@ -121,6 +141,7 @@ def test_an_id_that_is_none(ident: str, empty: Path, capsys: pytest.CaptureFixtu
         (["serve", "--model", "nonsense"], "NAME=PATH"),
         (["serve", "--model", "=folder"], "NAME=PATH"),
         (["serve", "--models-dir", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["check", ""], "MODEL must not be empty"),
     ],
 )
 def test_settings_that_are_wrong(
@@ -302,6 +323,19 @@ def test_check_shows_the_first_of_many_problems() -> None:
         *(f"  - {words}" for words in wrong[: check.SHOWN]),
         "  … and 5 more, which --json lists",
     ]
+
+
+def test_check_shows_no_figure_of_what_is_not_known() -> None:
+    model = {"type": "phi3", "size": 5, "quantisation": "f32", "context": 9, "vocabulary": 7}
+    model |= {"tokenizer": "BPE", "templates": [], "eos_ids": [], "digest": "0", "features": []}
+    memory: dict[str, Any] = {"context": 9, "sequences": 2, "weights": 5, "prefix_cache": 3}
+    memory |= dict.fromkeys(("token", "fixed", "sequence", "all_sequences"))
+    machine = {"device": "cpu", "total": 8, "free": 8, "limit": 8, "pool_limit": 8, "longest": None}
+    report = {"name": "m", "path": "/m", "problems": [], "machine": {**machine, "fits": True}}
+    report |= {"model": {**model, "layers": None, "parameters": None}, "memory": memory}
+    shown = [line.split() for line in "\n".join(check.lines(report)).splitlines()]
+    for row in ("type phi3, - layers", "parameters -", "one token -", "longest that fits - tokens"):
+        assert row.split() in shown
 
 
 def test_check_says_why_a_model_cannot_run() -> None:

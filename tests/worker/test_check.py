@@ -64,6 +64,17 @@ def change(file: Path, **changes: Any) -> None:
     write_json(file, {key: value for key, value in settings.items() if value is not None})
 
 
+def test_a_setting_that_the_model_cannot_have(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, model_type="mistral", sliding_window=9)
+    spec = ModelConfig(path=str(path), deterministic=True)
+    (words,) = check("m", spec)["problems"]
+    assert "'mistral', whose layers keep windows or states" in words
+    with pytest.raises(ModelLoadFailed) as caught:
+        open_source(spec)
+    assert str(caught.value) == words
+    assert check("m", replace(spec, deterministic=False))["problems"] == []
+
+
 # ---- what it is ----------------------------------------------------------------------------------
 
 

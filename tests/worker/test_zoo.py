@@ -6,7 +6,7 @@ import json
 import resource
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from mlxpool.common.config import ModelConfig  # noqa: E402
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker import catalogue, sampler, zoo  # noqa: E402
+from mlxpool.worker.about import quantisation  # noqa: E402
+from mlxpool.worker.check import check  # noqa: E402
 from mlxpool.worker.engine_api import Engine  # noqa: E402
 from mlxpool.worker.folder import ModelFolder, inspect  # noqa: E402
 from mlxpool.worker.prefix_kinds import Full, State  # noqa: E402
@@ -337,6 +339,37 @@ def test_what_is_known_without_loading(checked: dict[str, Checked]) -> None:
     assert (folder.context, folder.plan.vocab_size) == (512, 264)
     assert folder.weight_bytes == sum(tensor.nbytes for tensor in folder.tensors.values()) > 0
     assert checked["mamba"].folder.context == zoo.UNBOUNDED
+
+
+def test_what_check_says_of_it(checked: dict[str, Checked]) -> None:
+    """No figure of what only mlx-lm's code knows."""
+    path = str(checked["phi3"].folder.path)
+    report = check("m", ModelConfig(path=path), machine=True)
+    assert report["problems"] == []
+    model, memory, machine = report["model"], report["memory"], report["machine"]
+    assert (model["layers"], model["parameters"], model["quantisation"]) == (None, None, "f32")
+    unknown = {"token", "fixed", "sequence", "all_sequences", "least"}
+    assert {key for key, value in memory.items() if value is None} == unknown
+    assert (memory["weights"], machine["longest"]) == (model["size"], None)
+    (words,) = check("m", ModelConfig(path=path, deterministic=True))["problems"]
+    assert "'phi3', which is computed by mlx-lm's code" in words
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"bits": 4, "group_size": 32}, "4-bit affine g32"),
+        ({"quant_method": "other"}, "f32"),
+    ],
+)
+def test_quantised_by_mlx_lm_in_words(
+    told: dict[str, Any], words: str, checked: dict[str, Checked]
+) -> None:
+    plain = checked["phi3"].folder
+    tensors = {"head.scales": next(iter(plain.tensors.values()))}
+    config = {**plain.config, "quantization": told}
+    folder = replace(plain, config=config, fit=replace(plain.fit, tensors=tensors))
+    assert quantisation(folder) == words
 
 
 def test_the_catalogue_opens_it_and_limits_stay(checked: dict[str, Checked]) -> None:

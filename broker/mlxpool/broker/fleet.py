@@ -60,19 +60,28 @@ class Fleet:
         known = self.names.known.get(name)
         if known is None:
             return
+        if known.fault is not None and not about.get("problems"):
+            self.models[known.model].last_error = None  # its files have been mended since
         known.about = about
         self._learn_size(self.models[known.model], about.get("size"))
         for stray in self.names.strays(known.model):
             need = self.models[known.model].floor
             self.names.known[stray].model = stray
             self._found(stray, need)
-        model, twin = self.models.get(name), self.names.twin(name)
-        if model is None or twin is None or not model.quiet or len(self.names.members(name)) > 1:
+        self._join(self.models[known.model])
+
+    def _join(self, model: Model) -> None:
+        """Have the workers of another model serve all names of this one, if they can."""
+        twin, members = self.names.twin(model.name), self.names.members(model.name)
+        if twin is None or not model.quiet:
             return
-        del self.models[name]
+        if not all(self.names.are_twins(member, twin) for member in members):
+            return  # one that has not been looked at yet; its own look comes here again
+        del self.models[model.name]
         for slot in model.slots:
             del self.slots[slot.name]
-        known.model = twin
+        for member in members:
+            self.names.known[member].model = twin
         self._fit(self.models[twin])
 
     def _learn_size(self, model: Model, size: object) -> None:

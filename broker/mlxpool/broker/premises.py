@@ -7,6 +7,7 @@ import os
 import resource
 from pathlib import Path
 
+from mlxpool.common.catalogue import way_out
 from mlxpool.common.config import ModelConfig, PoolConfig
 
 BUILTIN = "builtin:"
@@ -72,8 +73,13 @@ def places(config: PoolConfig) -> dict[str, str]:
 
 
 def place_of(model: ModelConfig) -> str:
-    """The folder that all links lead to, or the reference; "" for a model without files."""
-    if model.path == f"{BUILTIN}counting":
+    """The folder that all links lead to, or the reference; "" where nobody may share it.
+
+    That is a model without files, and one that is refused for a link out of the models folder.
+    """
+    if model.path == f"{BUILTIN}counting" or (
+        model.within and way_out(Path(model.path), Path(model.within)) is not None
+    ):
         return ""
     try:
         return str(Path(model.path).resolve()) if Path(model.path).exists() else model.path

@@ -16,7 +16,7 @@ from mlxpool.broker.requests import Request, State
 if TYPE_CHECKING:
     from mlxpool.broker.core import Core
     from mlxpool.broker.fleet import Fleet
-    from mlxpool.broker.workers import Slot
+    from mlxpool.broker.workers import Model, Slot
 
 SHORT = 12  # digits of a digest that are shown
 DETAILED = 150  # models whose details fit into one body
@@ -180,8 +180,13 @@ def _model(fleet: Fleet, name: str, restart_limit: int, now: float) -> dict[str,
         "features": list(known.about.get("features") or ()),
         "digest": digest[:SHORT] or None,
         "shares": None if model.name == name else model.name,
-        "error": trouble.message if trouble is not None else known.fault,
+        "error": trouble.message if trouble is not None else _said(model) or known.fault,
     }
+
+
+def _said(model: Model) -> str | None:
+    """Why its last worker could not load it; it stands until somebody asks for the model again."""
+    return None if model.last_error is None else str(model.last_error.get("message", ""))
 
 
 def _worker(slot: Slot, now: float) -> dict[str, Any]:

@@ -82,6 +82,8 @@ def look(options: argparse.Namespace) -> dict[str, Any]:
 def _by_path(text: str, known: Mapping[str, Any]) -> Any:
     from mlxpool.common.config import ModelConfig
 
+    if not text:
+        raise ValueError("MODEL must not be empty; `.` is the folder you are in")
     if not ("/" in text or ":" in text or Path(text).exists()):
         raise ValueError(
             f"there is no model {text!r} in the settings and no such file here; known:"
@@ -114,8 +116,8 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _model_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
-        ("type", f"{model['type']}, {model['layers']} layers"),
-        ("parameters", f"{model['parameters']:,}"),
+        ("type", f"{model['type']}, {_figure(model['layers'])} layers"),
+        ("parameters", _figure(model["parameters"])),
         ("weights", f"{size(model['size'])}, {model['quantisation'] or 'none'}"),
         ("context", f"{model['context']:,} tokens"),
         ("tokenizer", f"{model['tokenizer']}; the model has rows for {model['vocabulary']:,} ids"),
@@ -124,6 +126,11 @@ def _model_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("supports", ", ".join(model["features"])),
         ("digest", model["digest"]),
     ]
+
+
+def _figure(value: int | None) -> str:
+    """- for what is not known before the model is loaded."""
+    return "-" if value is None else f"{value:,}"
 
 
 def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -147,5 +154,5 @@ def _machine_rows(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{machine['device']}, {size(machine['total'])}, {size(machine['free'])} free now",
         ),
         ("a worker may take", f"{size(machine['limit'])}, the pool {size(machine['pool_limit'])}"),
-        ("longest that fits", f"{machine['longest']:,} tokens"),
+        ("longest that fits", f"{_figure(machine['longest'])} tokens"),
     ]

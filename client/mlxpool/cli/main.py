@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    options = parser().parse_args(arguments)
+    options = _parsed(arguments)
     options.run_dir_flag = getattr(options, "run_dir", None)
     options.run_dir = options.run_dir_flag or default_run_dir()
     options.json = getattr(options, "json", False)
@@ -91,6 +91,14 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(options, Internal(_words(error)), FAILED)
     except KeyboardInterrupt:
         return 130
+
+
+def _parsed(arguments: list[str] | None) -> argparse.Namespace:
+    root = parser()
+    options, rest = root.parse_known_args(arguments)
+    if rest and not run.take_prompt(options, rest):
+        root.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
 
 
 def _words(error: OSError) -> str:

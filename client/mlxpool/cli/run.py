@@ -59,6 +59,18 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     run_parser.set_defaults(run=run)
 
 
+def take_prompt(options: argparse.Namespace, rest: list[str]) -> bool:
+    """Whether what argparse has left over is the prompt; it is taken then.
+
+    In `run MODEL --chat PROMPT` the argparse of Python 3.11 takes the prompt for absent at MODEL.
+    """
+    mine = options.command == "run" and options.prompt is None and len(rest) == 1
+    if not mine or (rest[0].startswith("-") and rest[0] != "-"):
+        return False
+    options.prompt = rest[0]
+    return True
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e7:

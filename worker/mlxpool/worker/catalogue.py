@@ -10,6 +10,7 @@ from mlxpool.common.config import ModelConfig, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
 from mlxpool.common.history import History
 from mlxpool.worker import rules
+from mlxpool.worker.about import require_deterministic
 from mlxpool.worker.engine_api import Engine
 from mlxpool.worker.files import Files
 from mlxpool.worker.folder import inspect
@@ -58,11 +59,8 @@ def _counting(engine: CountingEngine, sequences: int) -> Source:
 
 def _folder(files: Files, config: ModelConfig) -> Source:
     folder = inspect(files)
-    if folder.in_zoo and config.deterministic:
-        raise ModelLoadFailed(
-            f"deterministic = true is not built for model_type {folder.model_type!r}, which is"
-            " computed by mlx-lm's code; leave it out"
-        )
+    if config.deterministic:
+        require_deterministic(folder)
     text = Text.from_folder(folder)
     context = min(folder.context, config.context or folder.context)
 

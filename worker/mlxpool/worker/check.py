@@ -16,7 +16,7 @@ from typing import Any
 
 from mlxpool.common.config import ModelConfig
 from mlxpool.worker import ends
-from mlxpool.worker.about import about, about_counting
+from mlxpool.worker.about import about, about_counting, require_deterministic
 from mlxpool.worker.blocks import BLOCK
 from mlxpool.worker.catalogue import NO_BACK_END
 from mlxpool.worker.files import Files
@@ -28,6 +28,8 @@ from mlxpool.worker.problems import Problems, look
 
 NICENESS = 10  # whoever is served goes first
 MEMORY = 8 * 2**30  # bytes that a look in the background may take: a config can ask for anything
+
+OF_CACHES = ("token", "fixed", "sequence", "all_sequences", "least")  # of `memory`, see needs.py
 
 
 def check(
@@ -50,6 +52,8 @@ def check(
         problems.add(found)
     if folder is not None:
         report["model"] = problems.of(about, folder)
+        if config.deterministic:
+            problems.of(require_deterministic, folder)
         if machine:
             report.update(_machine(folder, config, memory_limit))
     report["problems"] = list(problems.found)
@@ -82,11 +86,14 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         "free": free,
         "limit": limit,
         "pool_limit": pool,
-        "longest": need.context_within(limit),
+        "longest": None if folder.in_zoo else need.context_within(limit),
         "fits": not why,
         "why": why,
     }
-    return {"memory": {**asdict(need), "least": need.least}, "machine": machine}
+    memory: dict[str, int | None] = {**asdict(need), "least": need.least}
+    if folder.in_zoo:  # what a token takes only mlx-lm's code knows
+        memory |= dict.fromkeys(OF_CACHES)
+    return {"memory": memory, "machine": machine}
 
 
 def misfits(need: Needs, limit: int, pool: int, floor: int) -> list[str]:

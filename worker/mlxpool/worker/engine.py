@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
 from mlxpool.common.options import Options
 from mlxpool.worker import back_end, prefix_cache, rules, sampler
+from mlxpool.worker.about import require_deterministic
 from mlxpool.worker.attention import AnyRow, Span
 from mlxpool.worker.blocks import BLOCK, blocks_of, capacity, transient
 from mlxpool.worker.cache import RowShape
@@ -97,11 +98,8 @@ class ModelEngine:
         self._model = loaded.model
         self._text = text or Text.from_folder(folder)
         shape = RowShape(plan.caches, loaded.dtype, self.context, self.chunk)
-        if loaded.deterministic and not shape.plain:
-            raise ModelLoadFailed(
-                f"deterministic = true is not built for model_type {folder.model_type!r}, whose"
-                " layers keep windows or states; leave it out"
-            )
+        if loaded.deterministic:
+            require_deterministic(folder)
         self._limit = back_end.limit_of(limit)
         self._prefix_bytes = prefix_bytes or prefix_cache.default_budget(
             self._limit, loaded.weight_bytes

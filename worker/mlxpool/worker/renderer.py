@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import msgpack
 
 from mlxpool.common.errors import BadRequest, Internal
 from mlxpool.common.wire import MAX_BLOB
 from mlxpool.worker.chat import Chat
+from mlxpool.worker.template_mail import packed, received
 
 LIMIT = 2.0  # seconds for a chat
 START = 60.0  # seconds for the process to start, beside the chat's own
@@ -71,7 +69,7 @@ class Renderer:
         or MEMORY bytes, and Internal when there is no process to be had.
         """
         self._chat.template_for(bool(tools))
-        chat = pickle.dumps({"messages": messages, "tools": tools, "now": now})
+        chat = packed({"messages": messages, "tools": tools, "now": now})
         for _ in range(TRIES):
             answer = self._answer(chat)
             if answer is not None:
@@ -125,14 +123,14 @@ class _Process:
             raise
         self._end = weakref.finalize(self, _end, self._process, self._socket)
         self._socket.settimeout(START + limit)
-        self._answers = _messages(self._socket)
+        self._answers = received(self._socket)
         sources = {name: template.source for name, template in chat.templates.items()}
         first = {"sources": sources, "tokens": chat.tokens, "limit": limit, "most": MAX_BLOB}
         with contextlib.suppress(OSError):  # that it has ended is seen when it is asked
-            self._socket.sendall(pickle.dumps(first))
+            self._socket.sendall(packed(first))
 
     def ask(self, chat: bytes) -> Mapping[str, Any] | None:
-        """The answer to a pickled chat; None when the process has ended. Raises TimeoutError."""
+        """The answer to a packed chat; None when the process has ended. Raises TimeoutError."""
         try:
             self._socket.sendall(chat)
             return next(self._answers, None)
@@ -142,14 +140,6 @@ class _Process:
     def close(self) -> int:
         """End it, if it has not ended; its exit code."""
         return self._end() or 0
-
-
-def _messages(end: socket.socket) -> Iterator[Mapping[str, Any]]:
-    """What comes, until the other side is gone."""
-    unpacker = msgpack.Unpacker(unicode_errors="surrogatepass")
-    while data := end.recv(2**20):
-        unpacker.feed(data)
-        yield from unpacker
 
 
 def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> int:

@@ -1,23 +1,17 @@
-"""Chats become text, one after the other, in a process of their own; see renderer.py.
-
-What is read is pickled, for the worker is trusted and messages may hold anything; what is written
-is msgpack, for a template had a hand in it.
-"""
+"""Chats become text, one after the other, in a process of their own; see renderer.py."""
 
 from __future__ import annotations
 
 import contextlib
-import pickle
 import signal
 import socket
 from collections.abc import Mapping
 from typing import Any
 
-import msgpack
-
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.chat import Chat
 from mlxpool.worker.sandbox import Template
+from mlxpool.worker.template_mail import packed, received
 
 
 def serve(worker: socket.socket) -> None:
@@ -25,16 +19,16 @@ def serve(worker: socket.socket) -> None:
 
     A chat that takes longer than `limit` seconds ends the process, by SIGALRM.
     """
-    with worker.makefile("rb") as told, contextlib.suppress(EOFError, ConnectionError):
-        first = pickle.load(told)
+    told = received(worker)
+    with contextlib.suppress(StopIteration, ConnectionError):
+        first = next(told)
         templates = {name: Template(source) for name, source in first["sources"].items()}
         chat = Chat(templates, first["tokens"])
-        while True:
-            request = pickle.load(told)
+        for request in told:
             signal.setitimer(signal.ITIMER_REAL, first["limit"])
             found = answer(chat, request, first["most"])
             signal.setitimer(signal.ITIMER_REAL, 0)
-            worker.sendall(msgpack.packb(found, unicode_errors="surrogatepass"))
+            worker.sendall(packed(found))
 
 
 def answer(chat: Chat, request: Mapping[str, Any], most: int) -> dict[str, Any]:
