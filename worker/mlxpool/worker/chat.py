@@ -19,7 +19,7 @@ from mlxpool.worker.special_tokens import token_names
 DEFAULT, TOOL_USE = "default", "tool_use"
 JINJA_FILE = "chat_template.jinja"
 JINJA_FOLDER = "additional_chat_templates"
-MOST_SOURCE = 4 * 2**20  # characters of one template; real ones have 20,000
+MOST_SOURCE = 2**18  # characters of one template; real ones have 20,000
 NO_TEMPLATE = (
     "this model has no chat template, so it takes no `messages`: send the finished text as `prompt`"
 )
