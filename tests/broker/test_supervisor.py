@@ -93,6 +93,18 @@ def test_an_exit_is_noticed(nursery: Nursery) -> None:
     assert nursery.supervisor.reap("m/0").cause == "exit code 3"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells before it is collected")
+@pytest.mark.parametrize(("deed", "by_itself"), [("sys.exit(3)", True), ("os.abort()", False)])
+def test_an_end_by_itself_is_told_from_others(nursery: Nursery, deed: str, by_itself: bool) -> None:
+    child = nursery.start(f"import os, sys; print('up', flush=True); sys.stdin.read(); {deed}")
+    assert not nursery.supervisor.left_by_itself("m/0")
+    assert child.process.stdin is not None
+    child.process.stdin.close()
+    os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
+    assert nursery.supervisor.left_by_itself("m/0") == by_itself
+    nursery.supervisor.reap("m/0")
+
+
 def test_nothing_of_a_reaped_child_is_left_open(nursery: Nursery) -> None:
     before = set(os.listdir("/dev/fd"))
     child = nursery.start()

@@ -66,6 +66,13 @@ def test_what_is_not_known_is_left_out() -> None:
 
 def test_a_message_has_a_bound() -> None:
     assert len(errors.BadRequest("x" * 10**6).body()["message"]) == errors.MAX_MESSAGE
+    assert len(errors.BadRequest("\udcff" * 10**6).body()["message"]) == errors.MAX_MESSAGE
+
+
+def test_the_words_are_unicode_whatever_they_quote() -> None:
+    assert errors.BadRequest("no file model\udcff, né").body()["message"] == (
+        "no file model\\udcff, né"
+    )
 
 
 def test_an_unknown_code_keeps_its_code() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,20 @@ def test_capacity_is_what_the_limit_leaves(loaded: Loaded, text: Text) -> None:
     with pytest.raises(ModelLoadFailed, match=r"limit is 1000 bytes.*leaves 0 blocks of 256"):
         ModelEngine(loaded, text, limit=1000).warm_up()
     assert ModelEngine(loaded, text, blocks=7).blocks == 7
+
+
+def test_a_limit_that_is_too_small_is_told_with_all_that_is_taken(
+    loaded: Loaded, text: Text
+) -> None:
+    engine = ModelEngine(loaded, text, limit=1000, layout="slabs")
+    with pytest.raises(ModelLoadFailed) as caught:
+        engine.warm_up()
+    limit, *parts, blocks = (
+        int(number)
+        for number in re.findall(r" (\d+)(?= bytes;|,| besides| blocks)", str(caught.value))
+    )
+    assert (limit, len(parts), blocks) == (1000, 5, 0)
+    assert parts[-1] == engine._layout.spare > 0
 
 
 def test_the_prefix_cache_leaves_room_for_rows(loaded: Loaded, text: Text) -> None:

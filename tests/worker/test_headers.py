@@ -41,6 +41,8 @@ HEADERS: dict[str, tuple[bytes, str]] = {
         "'w' ends at byte 20 of the data, the file has 16",
     ),
     "span": (json.dumps({"w": entry(shape=[3])}).encode(), "has 8 bytes, its shape [3] of F32"),
+    "axes": (json.dumps({"w": entry(shape=[1] * 33)}).encode(), "33 axes, at most 32"),
+    "huge axes": (json.dumps({"w": entry(shape=[2**63, 0])}).encode(), "has shape"),
     "overlap": (
         json.dumps({"v": entry(), "w": entry(offsets=[4, 12])}).encode(),
         "'v' and 'w' overlap: 0..8 and 4..12",

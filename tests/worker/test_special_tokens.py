@@ -88,3 +88,22 @@ def test_a_file_that_is_no_map_is_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("broken", [{"added_tokens": 5}, {"added_tokens": [5]}, {"model": 5}])
 def test_a_tokenizer_of_another_make_has_no_end(tmp_path: Path, broken: Any) -> None:
     assert eos(tmp_path, tokenizer=broken, tokenizer_config={"eos_token": "</s>"}) == set()
+
+
+@pytest.mark.parametrize("id", ["x", None, 1.5, True, [7]])
+def test_an_id_that_is_none_is_left_to_the_tokenizer(tmp_path: Path, id: Any) -> None:
+    tokenizer = {"added_tokens": [{"id": id, "content": "</s>"}], "model": {"vocab": {"</s>": id}}}
+    assert eos(tmp_path, tokenizer=tokenizer, tokenizer_config={"eos_token": "</s>"}) == set()
+    vocabulary = {"model": tokenizer["model"]}
+    assert eos(tmp_path, tokenizer=vocabulary, tokenizer_config={"eos_token": "</s>"}) == set()
+
+
+@pytest.mark.parametrize("id", ["²", "9" * 5000, "-1"])
+def test_a_listed_id_that_is_no_number(tmp_path: Path, id: str) -> None:
+    settings = {"eos_token": "<|im_end|>", "added_tokens_decoder": {id: {"content": "<|im_end|>"}}}
+    assert eos(tmp_path, tokenizer_config=settings) == {7}
+
+
+def test_a_name_that_is_half_a_character(tmp_path: Path) -> None:
+    write_json(tmp_path / "tokenizer_config.json", {"bos_token": "a\ud800"})
+    assert token_names(tmp_path) == {"bos_token": "a?"}

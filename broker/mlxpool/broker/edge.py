@@ -42,7 +42,7 @@ requests_log = logging.getLogger("mlxpool.request")  # one line for each that en
 
 DRAIN = 256  # messages read from one socket before the others get their turn
 FRONT_TURN = 0.001  # seconds for clients, then workers have theirs: a flood delays no stream
-DRY = 0.25  # seconds for which other workers may keep a death from being told
+DRY = 0.25  # seconds for which other workers, or a last word, may keep a death from being told
 GATHER = 512  # rows after which the core has them
 RETRY = 0.01  # seconds until a full peer is tried again
 FORGET = 20.0  # seconds after which a silent connection without streams is forgotten
@@ -356,7 +356,8 @@ class Broker:
 
     def _worker_ended(self, descriptor: int, now: float) -> None:
         noticed = self._noticed.setdefault(descriptor, now)
-        if not self._read_dry(now) and now - noticed < DRY:
+        dry = self._read_dry(now)
+        if now - noticed < DRY and not (dry and self._has_said_all(self.watches[descriptor].slot)):
             return  # it stays readable: the next turn goes on
         del self._noticed[descriptor]
         child = self.watches.pop(descriptor)
@@ -367,6 +368,14 @@ class Broker:
             self.epochs.pop(number, None)
             self.back.forget(number)
         self.perform(ev.WorkerExited(child.slot, end.cause, end.own, end.prefill), now)
+
+    def _has_said_all(self, slot: str) -> bool:
+        """A worker that leaves by itself says why; its death may be seen before its last word."""
+        epoch = self.epochs.get(self.worker_peers.get(slot, -1))
+        worker = None if epoch is None else self.core.fleet.worker(epoch)
+        if worker is None or worker.said_bye or worker.error is not None:
+            return True
+        return not self.supervisor.left_by_itself(slot)
 
     def _read_dry(self, now: float) -> bool:
         """What a dead worker managed to send is read before its death is told, within bounds."""

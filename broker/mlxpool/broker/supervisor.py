@@ -245,6 +245,14 @@ class Supervisor:
         if child.process.returncode is None:
             (os.killpg if group else os.kill)(child.process.pid, number)
 
+    def left_by_itself(self, slot: str) -> bool:
+        """Whether an ended worker, not yet collected, was ended by no signal; only Linux tells."""
+        if sys.platform != "linux":
+            return False
+        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        end = os.waitid(os.P_PID, self.children[slot].process.pid, flags)
+        return end is not None and end.si_code == os.CLD_EXITED
+
     def reap(self, slot: str) -> End:
         """Collect an ended worker and all of its group; says how it ended."""
         child = self.children.pop(slot)

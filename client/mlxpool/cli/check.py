@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report))
     else:
-        print("\n".join(lines(report)))
+        print("\n".join(lines(report)).encode(errors="backslashreplace").decode())
     fits = report.get("machine", {}).get("fits", True)
     return UNSOUND if report["problems"] or not fits else SOUND
 

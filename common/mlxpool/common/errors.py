@@ -33,6 +33,14 @@ from typing import Any
 MAX_MESSAGE = 2000  # characters
 
 
+def sendable(words: str) -> str:
+    """As an error's message travels: a part of what quotes a long value, and always Unicode.
+
+    The name of a file on a disk need not be.
+    """
+    return words[:MAX_MESSAGE].encode(errors="backslashreplace").decode()[:MAX_MESSAGE]
+
+
 class PoolError(Exception):
     """Base of all errors that travel; `str(error)` is the message."""
 
@@ -55,7 +63,7 @@ class PoolError(Exception):
         """The body of an `error` frame (docs/protocol.md, Errors)."""
         body: dict[str, Any] = {
             "code": self.code,
-            "message": self.message[:MAX_MESSAGE],  # it may quote a value of any length
+            "message": sendable(self.message),
             "retryable": self.retryable,
         }
         if self.retry_after_ms is not None:

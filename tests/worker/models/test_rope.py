@@ -60,6 +60,19 @@ def test_a_context_that_is_not_stretched_is_plain() -> None:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 8, "rope type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, 8, "no 'factor'"),
         ({"rope_theta": -1.0}, 8, "'rope_theta': -1.0"),
+        ({"rope_theta": float("inf")}, 8, "'rope_theta': inf, must be finite"),
+        ({"rope_theta": 10**400}, 8, "'rope_theta': a number of 1329 bits, must be finite"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, 8, "rope type \\['yarn'\\], must be one of"),
+        (
+            {"rope_theta": 1.0, "rope_scaling": {**SETTINGS, "rope_type": "yarn"}},
+            8,
+            "of which rope type 'yarn' cannot be reckoned",
+        ),
+        (
+            {"rope_scaling": {**SETTINGS, "rope_type": "longrope", "long_factor": ["1"] * 4}},
+            8,
+            "'long_factor': '1', must be a number",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(config: dict[str, Any], dims: int, words: str) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.common.messages import joined
-from mlxpool.worker.json_files import Folder, optional_json
+from mlxpool.worker.json_files import Folder, optional_json, read_file
 from mlxpool.worker.sandbox import Contents, Template
 from mlxpool.worker.special_tokens import token_names
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 JINJA_FILE = "chat_template.jinja"
 JINJA_FOLDER = "additional_chat_templates"
+MOST_SOURCE = 2**18  # characters of one template; real ones have 20,000
 NO_TEMPLATE = (
     "this model has no chat template, so it takes no `messages`: send the finished text as `prompt`"
 )
@@ -37,6 +38,12 @@ class Chat:
     def from_folder(cls, path: Folder) -> Chat:
         """Raises ModelLoadFailed for a file or a template that cannot be read."""
         where, sources = find_sources(path)
+        for name, source in sources.items():
+            if len(source) > MOST_SOURCE:
+                raise ModelLoadFailed(
+                    f"{where}: chat template {name!r} has {len(source)} characters, at most"
+                    f" {MOST_SOURCE} are allowed"
+                )
         templates = {
             name: Template(source, f"{where}: chat template {name!r}")
             for name, source in sources.items()
@@ -111,14 +118,18 @@ def find_sources(path: Folder) -> tuple[Path, dict[str, str]]:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_file(file).decode()
     except UnicodeDecodeError as error:
         raise ModelLoadFailed(f"{file} is not UTF-8: {error}") from error
 
 
+def _has_name(entry: object) -> bool:
+    return isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
+
+
 def _named(file: Path, value: object) -> dict[str, str]:
     """One template, a list of {name, template} or a map of both."""
-    if isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
+    if isinstance(value, list) and all(_has_name(entry) for entry in value):
         value = {entry.get("name"): entry.get("template") for entry in value}
     if value is None or isinstance(value, str):
         return {} if value is None else {DEFAULT: value}

@@ -254,10 +254,12 @@ class ModelEngine:
         return capacity(self._limit - used, self._block_bytes)
 
     def _too_little(self) -> str:
+        apart = self._layout.spare + self._sequences * self._per_row
         return (
             f"the memory limit is {self._limit} bytes; weights take {self._loaded.weight_bytes},"
             f" a step {self._transient}, freed buffers {self._cache}, the process itself"
-            f" {self._outside}, which leaves {self.blocks} blocks of {BLOCK} tokens"
+            f" {self._outside}, {self._sequences} rows {apart} besides their tokens, which leaves"
+            f" {self.blocks} blocks of {BLOCK} tokens"
             f" ({self._block_bytes} bytes each); at least {LEAST_BLOCKS} are needed"
         )
 

@@ -13,7 +13,7 @@ from mlxpool.worker import models, quant, zoo
 from mlxpool.worker.files import Content, Files, in_folder, tensors_of
 from mlxpool.worker.fit import Fit, fit
 from mlxpool.worker.headers import Tensor
-from mlxpool.worker.json_files import Folder, read_json
+from mlxpool.worker.json_files import Folder, read_file, read_json, require_size
 from mlxpool.worker.models.base import Plan
 from mlxpool.worker.quant import Quantisation
 from mlxpool.worker.special_tokens import SpecialTokens
@@ -97,6 +97,7 @@ def require_tokenizer(where: Path, files: Folder) -> None:
     """Raises ModelLoadFailed for files without one; `where` is shown."""
     if not (files / "tokenizer.json").is_file():
         raise ModelLoadFailed(f"{where} has no tokenizer.json, the only tokenizer format supported")
+    require_size(files / "tokenizer.json")
 
 
 def known_of(files: Files, config: Mapping[str, Any], contents: Iterable[Content]) -> Quantisation:
@@ -113,7 +114,7 @@ def _digest(files: Files, contents: Mapping[Path, Content]) -> str:
     templates = sorted(file.name for file in (files / _TEMPLATES).glob("*.jinja"))
     for name in (*_DIGESTED, *(f"{_TEMPLATES}/{name}" for name in templates)):
         if (files / name).is_file():
-            _add(digest, name, (files / name).read_bytes())
+            _add(digest, name, read_file(files / name))
     for shard, content in contents.items():
         _add(digest, shard.name, content.raw)
         if shard not in files.digests:

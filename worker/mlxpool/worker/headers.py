@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.json_files import require_file
 
 MAX_HEADER = 100 * 2**20  # bytes; the format's own bound
+MAX_AXES = 32  # of a tensor
+MAX_COUNT = 2**63 - 1  # of anything in a header
 _LENGTH = 8  # bytes of the header's length, in front of it
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16,
@@ -72,6 +75,7 @@ def read_header(file: Path) -> Header:
 
 
 def _header_bytes(file: Path) -> bytes:
+    require_file(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(_LENGTH)
@@ -102,6 +106,8 @@ def _tensor(file: Path, name: str, entry: Any, room: int) -> Tensor:
         raise ModelLoadFailed(f"{where} has dtype {dtype!r}, known are {', '.join(_BITS)}")
     if not _are_counts(shape):
         raise ModelLoadFailed(f"{where} has shape {shape!r}, must be a list of whole numbers")
+    if len(shape) > MAX_AXES:
+        raise ModelLoadFailed(f"{where} has {len(shape)} axes, at most {MAX_AXES} are allowed")
     begin, end = _span(where, entry.get("data_offsets"), room)
     needed = math.prod(shape) * _BITS[dtype] // 8
     if end - begin != needed:
@@ -123,7 +129,9 @@ def _span(where: str, offsets: Any, room: int) -> tuple[int, int]:
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item <= MAX_COUNT for item in value
+    )
 
 
 def _refuse_overlap(file: Path, tensors: dict[str, Tensor]) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from mlxpool.common.errors import ModelLoadFailed
 
+MOST = 256 * 2**20  # bytes of a file beside the weights; tokenizers of large vocabularies have 40
+
 
 class Folder(Protocol):
     """Where files lie by name; a folder's path is one."""
@@ -15,10 +17,30 @@ class Folder(Protocol):
     def __truediv__(self, name: str, /) -> Path: ...
 
 
+def require_file(file: Path) -> None:
+    """Raises ModelLoadFailed for a pipe or a device, which could be read for ever."""
+    if file.exists() and not file.is_file():
+        raise ModelLoadFailed(f"{file} is no regular file, which a model is made of")
+
+
+def require_size(file: Path) -> None:
+    """Raises ModelLoadFailed for a file that is too large to be what its name says."""
+    size = file.stat().st_size
+    if size > MOST:
+        raise ModelLoadFailed(f"{file} has {size} bytes, at most {MOST} are allowed")
+
+
+def read_file(file: Path) -> bytes:
+    """The whole of a small file; see `require_file` and `require_size`."""
+    require_file(file)
+    require_size(file)
+    return file.read_bytes()
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The map that a JSON file holds; raises ModelLoadFailed naming the file."""
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(read_file(file))
     except (ValueError, RecursionError) as error:
         raise ModelLoadFailed(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):

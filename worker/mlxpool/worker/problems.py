@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from tokenizers import Tokenizer
 
-from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.errors import ModelLoadFailed, sendable
 from mlxpool.worker import fit, models
 from mlxpool.worker.chat import Chat
 from mlxpool.worker.files import Files, require_folder, shards_of, tensors_of
@@ -35,7 +35,7 @@ class Problems:
         self.found: dict[str, None] = {}
 
     def add(self, words: Iterable[str]) -> None:
-        self.found.update(dict.fromkeys(words))
+        self.found.update(dict.fromkeys(map(sendable, words)))
 
     def of(
         self, step: Callable[Step, Result], *args: Step.args, **kwargs: Step.kwargs

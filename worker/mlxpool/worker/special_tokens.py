@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.json_files import Folder, optional_json
+
+_ID = re.compile(r"[0-9]{1,10}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, Mapping) else value
         if name.endswith("_token") and isinstance(text, str):
-            names[name] = text
+            names[name] = text.encode(errors="replace").decode()  # half a character is none
     return names
 
 
@@ -77,7 +80,7 @@ def _end_token(path: Folder, text: str | None) -> frozenset[int]:
         return frozenset()
     listed = optional_json(path / "tokenizer_config.json").get("added_tokens_decoder")
     for token, added in listed.items() if isinstance(listed, Mapping) else ():
-        if isinstance(added, Mapping) and added.get("content") == text and token.isdecimal():
+        if isinstance(added, Mapping) and added.get("content") == text and _ID.fullmatch(token):
             return frozenset({int(token)})
     return _in_tokenizer(optional_json(path / "tokenizer.json"), text)  # large: read if need be
 
@@ -87,9 +90,14 @@ def _in_tokenizer(tokenizer: Mapping[str, Any], text: str) -> frozenset[int]:
     added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
     for entry in added if isinstance(added, list) else ():
         if isinstance(entry, Mapping) and entry.get("content") == text:
-            return frozenset({int(entry["id"])})
+            return _id(entry.get("id"))
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if isinstance(vocab, list):  # unigram: [piece, score]
         vocab = {entry[0]: id for id, entry in enumerate(vocab)}
     known = vocab.get(text) if isinstance(vocab, dict) else None
-    return frozenset() if known is None else frozenset({int(known)})
+    return _id(known)
+
+
+def _id(value: Any) -> frozenset[int]:
+    sound = isinstance(value, int) and not isinstance(value, bool)
+    return frozenset({value}) if sound else frozenset()

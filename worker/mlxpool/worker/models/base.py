@@ -7,6 +7,7 @@ A model file is read in two ways: `plan` tells, without MLX, which tensors the w
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -99,6 +100,9 @@ class Recurrent:
 
 
 LayerCache: TypeAlias = KeyValue | Latent | Recurrent
+
+MOST = 2**31 - 1  # of any whole number in config.json; MLX counts so far
+MOST_PARTS = 10_000  # layers of a model, experts of a layer; each has names of its own
 
 STEPS_BACK = 2  # a step ahead that was for nothing, and the one whose token is drawn again
 WINDOW_GROWTH = 256  # tokens between two moves of a window's tokens to the front of their array
@@ -243,14 +247,18 @@ class Plan:
     float32: Callable[[str], bool] = lambda name: False  # tensors kept so, whatever the others are
 
 
-def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number above 0 of config.json; raises ModelLoadFailed naming the key."""
+def integer(
+    config: Mapping[str, Any], key: str, default: int | None = None, most: int = MOST
+) -> int:
+    """A whole number from 1 to `most` of config.json; raises ModelLoadFailed naming the key."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
         raise _unusable(key, f"config.json has no {key!r}, which its model_type needs")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise _unusable(key, f"config.json has {key!r}: {value!r}, must be a whole number above 0")
+    if value > most:
+        raise _unusable(key, f"config.json has {key!r}: {_brief(value)}, must be at most {most}")
     return value
 
 
@@ -262,7 +270,15 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
         raise _unusable(key, f"config.json has no {key!r}, which its model_type needs")
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise _unusable(key, f"config.json has {key!r}: {value!r}, must be a number above 0")
+    if value > sys.float_info.max:
+        raise _unusable(key, f"config.json has {key!r}: {_brief(value)}, must be finite")
     return float(value)
+
+
+def _brief(value: float) -> str:
+    """Without all the digits that a whole number may have."""
+    bits = value.bit_length() if isinstance(value, int) else 0
+    return f"a number of {bits} bits" if bits > 64 else repr(value)
 
 
 def _unusable(key: str, why: str) -> ModelLoadFailed:

@@ -22,6 +22,7 @@ from mlxpool.worker.models.reading import (
     SLIDING,
     Heads,
     flag,
+    layer_count,
     layer_types,
     require,
     windows,
@@ -100,7 +101,7 @@ def _blocks(text: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _types(text: Mapping[str, Any]) -> tuple[str, ...]:
-    layers = integer(text, "num_hidden_layers")
+    layers = layer_count(text)
     every = integer(text, "sliding_window_pattern", integer(text, "_sliding_window_pattern", EVERY))
     types = layer_types(text, layers)
     return types or tuple(SLIDING if (at + 1) % every else FULL for at in range(layers))

@@ -13,7 +13,7 @@ from mlxpool.worker.models.decoder import Decoder
 from mlxpool.worker.models.derived import Derived, Found
 from mlxpool.worker.models.latent import LatentAttention, Sizes
 from mlxpool.worker.models.mixture import CORRECTION, Mixture
-from mlxpool.worker.models.reading import flag, require
+from mlxpool.worker.models.reading import flag, layer_count, require
 from mlxpool.worker.models.rope import rope, yarn_gain
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -74,7 +74,7 @@ def _gain(config: Mapping[str, Any]) -> float:
 def _feeds(config: Mapping[str, Any]) -> tuple[Gated | Mixture, ...]:
     """Of each layer: experts from some layer on and then in every so many, else a dense one."""
     dense = Gated(integer(config, "hidden_size"), integer(config, "intermediate_size"))
-    layers = integer(config, "num_hidden_layers")
+    layers = layer_count(config)
     if not config.get("n_routed_experts"):
         return (dense,) * layers
     mixture = Mixture.of(config)

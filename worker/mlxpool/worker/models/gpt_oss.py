@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.models.base import Layer, Parts, Plan, integer, number
+from mlxpool.worker.models.base import MOST_PARTS, Layer, Parts, Plan, integer, number
 from mlxpool.worker.models.blocks import GroupedQuery, PreNorm, Shapes, linear
 from mlxpool.worker.models.decoder import Decoder
 from mlxpool.worker.models.derived import Derived, Found, Spec, unblocked
@@ -17,6 +17,7 @@ from mlxpool.worker.models.reading import (
     SLIDING,
     Heads,
     flag,
+    layer_count,
     layer_types,
     require,
     windows,
@@ -45,7 +46,7 @@ def plan(config: Mapping[str, Any]) -> Plan:
 
 def _attention(config: Mapping[str, Any]) -> Iterator[GroupedQuery]:
     """Of each layer; where layer_types are not listed, the first has a window, the second none."""
-    layers = integer(config, "num_hidden_layers")
+    layers = layer_count(config)
     types = layer_types(config, layers)
     types = types or tuple(FULL if layer % 2 else SLIDING for layer in range(layers))
     if SLIDING not in types:
@@ -73,7 +74,7 @@ class Experts:
         experts = cls(
             hidden=integer(config, "hidden_size"),
             width=integer(config, "intermediate_size"),
-            count=integer(config, "num_local_experts"),
+            count=integer(config, "num_local_experts", most=MOST_PARTS),
             chosen=integer(config, "num_experts_per_tok"),
             limit=number(config, "swiglu_limit", 7.0),
         )

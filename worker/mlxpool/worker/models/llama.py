@@ -12,6 +12,7 @@ from mlxpool.worker.models.reading import (
     SLIDING,
     Heads,
     flag,
+    layer_count,
     layer_types,
     require,
     windows,
@@ -39,7 +40,7 @@ def _blocks(config: Mapping[str, Any]) -> tuple[Block, ...]:
 
 def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     """A `sliding_window` alone means every layer of a Mistral, and nothing to a Llama."""
-    layers = integer(config, "num_hidden_layers")
+    layers = layer_count(config)
     types = layer_types(config, layers)
     mistral = config.get("model_type") == "mistral"
     if types is None and mistral and config.get("sliding_window") is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.models.base import Layer, Parts, integer, number
+from mlxpool.worker.models.base import MOST_PARTS, Layer, Parts, integer, number
 from mlxpool.worker.models.blocks import Gated, Shapes
 from mlxpool.worker.models.derived import Derived, Found, experts
 from mlxpool.worker.models.reading import flag, require
@@ -45,7 +45,7 @@ class Mixture:
         require(config, "scoring_func", ["sigmoid"])
         mixture = cls(
             hidden=integer(config, "hidden_size"),
-            count=integer(config, "n_routed_experts"),
+            count=integer(config, "n_routed_experts", most=MOST_PARTS),
             chosen=integer(config, "num_experts_per_tok"),
             width=integer(config, "moe_intermediate_size"),
             shared=integer(config, "n_shared_experts") if config.get("n_shared_experts") else 0,

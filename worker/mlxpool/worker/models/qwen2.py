@@ -8,7 +8,16 @@ from typing import Any
 from mlxpool.worker.models.base import Plan, integer, number
 from mlxpool.worker.models.blocks import Block, Gated, GroupedQuery, PreNorm
 from mlxpool.worker.models.decoder import Decoder
-from mlxpool.worker.models.reading import FULL, SLIDING, Heads, flag, layer_types, require, windows
+from mlxpool.worker.models.reading import (
+    FULL,
+    SLIDING,
+    Heads,
+    flag,
+    layer_count,
+    layer_types,
+    require,
+    windows,
+)
 from mlxpool.worker.models.rope import rope
 
 
@@ -34,7 +43,7 @@ def _blocks(config: Mapping[str, Any]) -> tuple[Block, ...]:
 
 def sliding(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The window of each layer; the layers from `max_window_layers` on have one, where any has."""
-    layers = integer(config, "num_hidden_layers")
+    layers = layer_count(config)
     if not flag(config, "use_sliding_window"):
         return (0,) * layers
     types = layer_types(config, layers)

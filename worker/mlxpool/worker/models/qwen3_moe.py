@@ -12,7 +12,7 @@ from mlxpool.worker.models.blocks import Block, Feed, Gated, PreNorm
 from mlxpool.worker.models.decoder import Decoder
 from mlxpool.worker.models.derived import Derived, Found
 from mlxpool.worker.models.qwen3 import attention
-from mlxpool.worker.models.reading import Heads, require
+from mlxpool.worker.models.reading import Heads, layer_count, require
 from mlxpool.worker.models.softmax_mixture import Mixture
 
 
@@ -32,7 +32,7 @@ def _feeds(config: Mapping[str, Any]) -> Iterator[Feed]:
     every, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise ModelLoadFailed(f"config.json has mlp_only_layers {dense!r}, must list layers")
-    for layer in range(integer(config, "num_hidden_layers")):
+    for layer in range(layer_count(config)):
         if layer in dense or (layer + 1) % every:
             yield Gated(integer(config, "hidden_size"), integer(config, "intermediate_size"))
         else:

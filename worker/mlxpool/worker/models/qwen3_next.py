@@ -16,7 +16,7 @@ from mlxpool.worker.models.blocks import Block, Gated, Mixing, PreNorm, Shapes, 
 from mlxpool.worker.models.decoder import Decoder
 from mlxpool.worker.models.delta_net import FLOAT32, DeltaNet
 from mlxpool.worker.models.derived import Derived, Found, changed
-from mlxpool.worker.models.reading import FULL, Heads, flag, layer_types, require
+from mlxpool.worker.models.reading import FULL, Heads, flag, layer_count, layer_types, require
 from mlxpool.worker.models.rope import rope
 from mlxpool.worker.models.softmax_mixture import Mixture
 
@@ -75,7 +75,7 @@ def _experts(config: Mapping[str, Any], normed: bool) -> Mixture:
 
 
 def _kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
-    layers = integer(config, "num_hidden_layers")
+    layers = layer_count(config)
     every = integer(config, "full_attention_interval", EVERY)
     kinds = layer_types(config, layers, (FULL, LINEAR))
     return kinds or tuple(FULL if (at + 1) % every == 0 else LINEAR for at in range(layers))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.models.base import integer
+from mlxpool.worker.models.base import MOST_PARTS, integer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -38,6 +38,11 @@ class Heads:
         if size % 2:
             raise ModelLoadFailed(f"config.json has head_dim {size}, must be even to be rotated")
         return cls(queries, pairs, size)
+
+
+def layer_count(config: Mapping[str, Any]) -> int:
+    """Raises ModelLoadFailed for more layers than any model has."""
+    return integer(config, "num_hidden_layers", most=MOST_PARTS)
 
 
 def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:

@@ -33,12 +33,17 @@ def rope(
         raise ModelLoadFailed(f"config.json has rope_scaling {scaling!r}, must be a map")
     settings = {**config, **scaling}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ModelLoadFailed(
             f"config.json has rope type {kind!r}, must be one of {', '.join(KINDS)}"
         )
     plain = Rope(dims, number(settings, "rope_theta", base), traditional=traditional)
-    return KINDS[kind](plain, settings)
+    try:
+        return KINDS[kind](plain, settings)
+    except (ArithmeticError, ValueError) as error:  # numbers that no file of a model has
+        raise ModelLoadFailed(
+            f"config.json has numbers of which rope type {kind!r} cannot be reckoned: {error}"
+        ) from error
 
 
 def _default(plain: Rope, settings: Settings) -> Rope:
@@ -101,6 +106,7 @@ def _longrope(plain: Rope, settings: Settings) -> Rope:
     if not isinstance(factors, list) or len(factors) != wanted:
         size = len(factors) if isinstance(factors, list) else factors
         raise ModelLoadFailed(f"config.json has long_factor of {size}, must list {wanted} numbers")
+    factors = [number({"long_factor": factor}, "long_factor") for factor in factors]
     trained = integer(settings, "original_max_position_embeddings")
     stretch = integer(settings, "max_position_embeddings") / trained
     gain = math.sqrt(1 + math.log(stretch) / math.log(trained)) if stretch > 1 else 1.0

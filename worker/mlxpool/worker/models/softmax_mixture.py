@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.models.base import Layer, Parts, integer
+from mlxpool.worker.models.base import MOST_PARTS, Layer, Parts, integer
 from mlxpool.worker.models.blocks import Gated, Shapes, linear
 from mlxpool.worker.models.derived import Derived, Found, experts
 from mlxpool.worker.models.reading import flag
@@ -36,7 +36,10 @@ class Mixture:
 
         Raises ModelLoadFailed naming the key that is missing or cannot be used.
         """
-        count, chosen = integer(config, "num_experts"), integer(config, "num_experts_per_tok")
+        count, chosen = (
+            integer(config, "num_experts", most=MOST_PARTS),
+            integer(config, "num_experts_per_tok"),
+        )
         if chosen > count:
             raise ModelLoadFailed(
                 f"config.json has num_experts_per_tok {chosen}, more than num_experts {count}"
