@@ -54,14 +54,14 @@ class Ways:
         self.loaded, self.tokens = loaded, tokens
 
     def engine(self, prefix: str = "off") -> Any:
-        from mlxpool.worker.engine import ModelEngine
+        from mlxpool.worker.engine.engine import ModelEngine
 
         return ModelEngine(self.loaded, prefix=prefix, sequences=WIDTH)
 
     def begin(self, engine: Any, prompt: tuple[int, ...], ids: list[int] | None = None) -> Any:
         """A sequence that is ready for its next token."""
         from mlxpool.common.options import Options
-        from mlxpool.worker.sequence import Sequence
+        from mlxpool.worker.engine.sequence import Sequence
 
         options = Options(temperature=0.0, logprobs=True, top_logprobs=2)
         seq = Sequence(b"", 1, prompt, options, 1, self.tokens, list(ids or []))
@@ -174,8 +174,8 @@ def in_bfloat16(path: Path) -> Path:
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import mlx.core as mx
 
-    from mlxpool.worker.load import inspect, load
-    from mlxpool.worker.tokenizer import Text
+    from mlxpool.worker.prompt.tokenizer import Text
+    from mlxpool.worker.weights.load import inspect, load
 
     loaded = load(inspect(folder), deterministic=arguments.deterministic)
     mx.random.seed(1)
@@ -211,7 +211,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
-    from mlxpool.worker.place import DEMO_FOLDER as DEMO
+    from mlxpool.worker.weights.place import DEMO_FOLDER as DEMO
 
     with tempfile.TemporaryDirectory() as folder:
         figures = measure(arguments, in_bfloat16(Path(folder)) if arguments.random else DEMO)

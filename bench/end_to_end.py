@@ -71,7 +71,7 @@ class InProcess:
 
     def generate(self, prompt: str, tokens: int) -> list[int]:
         from mlxpool.common.options import Options
-        from mlxpool.worker.sequence import Sequence as Job
+        from mlxpool.worker.engine.sequence import Sequence as Job
 
         ids = tuple(self.text.encode(prompt))
         job = Job(b"", 0, ids, Options.parse(GREEDY), 0, tokens)

@@ -76,9 +76,9 @@ def p99(values: Iterable[float]) -> float:
 def our_steps(folder: Path, lengths: Sequence[int], **settings: Any) -> Callable[[], object]:
     """A step of all rows, in the engine without a compute thread."""
     from mlxpool.common.options import Options
-    from mlxpool.worker.engine import ModelEngine
-    from mlxpool.worker.load import inspect, load
-    from mlxpool.worker.sequence import Sequence as Job
+    from mlxpool.worker.engine.engine import ModelEngine
+    from mlxpool.worker.engine.sequence import Sequence as Job
+    from mlxpool.worker.weights.load import inspect, load
 
     deterministic = settings.get("deterministic", False)
     loaded = load(inspect(folder), deterministic=deterministic)
@@ -191,9 +191,9 @@ class Worker:
 
     def begin(self, name: int, tokens: int) -> None:
         from mlxpool.common.options import Options
+        from mlxpool.worker.engine.sequence import Sequence as Job
         from mlxpool.worker.mail import Admit
-        from mlxpool.worker.sequence import Sequence as Job
-        from mlxpool.worker.text import Completion
+        from mlxpool.worker.prompt.text import Completion
 
         greedy = Options(temperature=0.0, ignore_eos=True)
         count = MODEL["max_position_embeddings"] - tokens

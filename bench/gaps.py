@@ -30,11 +30,11 @@ from typing import Any
 import report
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, PoolError
-from mlxpool.worker.files import in_folder
-from mlxpool.worker.folder import inspect
-from mlxpool.worker.place import DEMO_FOLDER as DEMO
-from mlxpool.worker.template_process import NICENESS
-from mlxpool.worker.tokenizer import Text
+from mlxpool.worker.prompt.template_process import NICENESS
+from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.weights.files import in_folder
+from mlxpool.worker.weights.folder import inspect
+from mlxpool.worker.weights.place import DEMO_FOLDER as DEMO
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -59,7 +59,7 @@ def settings(kind: str, size: float) -> dict[str, Any]:
 def tensors(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """name, dtype and shape of each tensor, as stored."""
     from mlxpool.worker import models
-    from mlxpool.worker.quant import parse
+    from mlxpool.worker.weights.quant import parse
 
     layout = parse(config).default
     for name, shape in models.plan(config).shapes.items():
@@ -120,9 +120,9 @@ def _read_over(shard: Path) -> None:
 
 def load(folder: Path) -> dict[str, float]:
     """What a worker does with a model."""
-    from mlxpool.worker.load import inspect
-    from mlxpool.worker.load import load as load_model
     from mlxpool.worker.models import llama, parts  # noqa: F401
+    from mlxpool.worker.weights.load import inspect
+    from mlxpool.worker.weights.load import load as load_model
 
     started = time.perf_counter()
     loaded = load_model(inspect(folder))

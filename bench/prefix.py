@@ -58,8 +58,8 @@ class Ours:
     drawn = 1
 
     def __init__(self, folder: Path, mode: str) -> None:
-        from mlxpool.worker.engine import ModelEngine
-        from mlxpool.worker.load import inspect, load
+        from mlxpool.worker.engine.engine import ModelEngine
+        from mlxpool.worker.weights.load import inspect, load
 
         self.name = mode
         self.engine = ModelEngine(load(inspect(folder)), prefix=mode)
@@ -67,7 +67,7 @@ class Ours:
     def begin(self, prompt: list[int]) -> Any:
         """A sequence whose prompt is computed."""
         from mlxpool.common.options import Options
-        from mlxpool.worker.sequence import Sequence
+        from mlxpool.worker.engine.sequence import Sequence
 
         seq = Sequence(b"", 1, tuple(prompt), Options(temperature=0.0), 1, ANSWER)
         self.engine.admit(seq)

@@ -88,8 +88,8 @@ def our_model(config: dict[str, Any]) -> Any:
     import mlx.core as mx
 
     from mlxpool.worker import models
-    from mlxpool.worker.load import Loaded
     from mlxpool.worker.models.parts import Parts
+    from mlxpool.worker.weights.load import Loaded
 
     plan = models.plan(config)
     weights = {}
@@ -123,8 +123,8 @@ def their_model(config: dict[str, Any]) -> Any:
 
 def our_steps(loaded: Any, streams: int) -> Callable[[], object]:
     from mlxpool.common.options import Options
-    from mlxpool.worker.engine import ModelEngine
-    from mlxpool.worker.sequence import Sequence as Job
+    from mlxpool.worker.engine.engine import ModelEngine
+    from mlxpool.worker.engine.sequence import Sequence as Job
 
     text = SimpleNamespace(piece=lambda token: b"")
     engine = ModelEngine(loaded, text, prefix="off", context=8192, sequences=streams)  # type: ignore[arg-type]
@@ -158,8 +158,8 @@ def their_steps(model: Any, streams: int) -> Callable[[], object]:
 
 def our_prefill(loaded: Any, tokens: int) -> Callable[[], object]:
     from mlxpool.common.options import Options
-    from mlxpool.worker.engine import ModelEngine
-    from mlxpool.worker.sequence import Sequence as Job
+    from mlxpool.worker.engine.engine import ModelEngine
+    from mlxpool.worker.engine.sequence import Sequence as Job
 
     text = SimpleNamespace(piece=lambda token: b"")
     engine = ModelEngine(loaded, text, prefix="off", context=8192, sequences=1)  # type: ignore[arg-type]

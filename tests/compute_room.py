@@ -15,12 +15,12 @@ from mlxpool.common.wire import Delta, unpack_ids
 from mlxpool.worker import catalogue
 from mlxpool.worker.catalogue import Source
 from mlxpool.worker.compute import Compute
+from mlxpool.worker.engine.sequence import Sequence
 from mlxpool.worker.mail import Admit, Drop, Loaded, Opened, Outbound, Rows
 from mlxpool.worker.models.counting import CountingEngine, piece
 from mlxpool.worker.models.faults import Faults
 from mlxpool.worker.progress import Progress, monotonic
-from mlxpool.worker.sequence import Sequence
-from mlxpool.worker.text import Completion
+from mlxpool.worker.prompt.text import Completion
 
 PATIENCE = 60
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxpool.worker.prefix_blocks import BlockPool, BlockRow, BlockStore
-from mlxpool.worker.prefix_cache import PrefixCache, TreeCache
-from mlxpool.worker.prefix_tree import Node
+from mlxpool.worker.prefix.blocks import BlockPool, BlockRow, BlockStore
+from mlxpool.worker.prefix.cache import PrefixCache, TreeCache
+from mlxpool.worker.prefix.tree import Node
 
 CELL = 10  # bytes of a token
 STATE = 70  # bytes of a whole state

@@ -14,7 +14,7 @@ import pytest
 
 from mlxpool.common.config import load
 from mlxpool.common.errors import PoolError
-from mlxpool.worker.check import check
+from mlxpool.worker.weights.check import check
 from pool import Pool, until
 
 pytest.importorskip("mlx.core")

@@ -12,7 +12,7 @@ def small_on_a_gpu() -> Iterator[None]:
     """Each engine of a test would take a quarter of the card for its pool, and there are many."""
     with pytest.MonkeyPatch.context() as patch:
         if _on_cuda():
-            patch.setattr("mlxpool.worker.back_end.SHARE", 0.02)
+            patch.setattr("mlxpool.worker.engine.back_end.SHARE", 0.02)
         yield
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention import (  # noqa: E402
+from mlxpool.worker.engine.attention import (  # noqa: E402
     Scores,
     Span,
     Step,
     seen,
 )
-from mlxpool.worker.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.models.base import (  # noqa: E402
     KeyValue,
     Latent,
@@ -151,7 +151,7 @@ def test_scores_in_parts_are_those_in_one(
     keys, values = mx.random.normal((1, 2, 50, 8)), mx.random.normal((1, 2, 50, 8))
     scores = Scores(8**-0.5, cap=cap)
     whole = seen(q, keys, values, scores, window)
-    monkeypatch.setattr("mlxpool.worker.attention.SCORES", 4 * 50 * 7)
+    monkeypatch.setattr("mlxpool.worker.engine.attention.SCORES", 4 * 50 * 7)
     assert mx.allclose(seen(q, keys, values, scores, window), whole, atol=1e-6)
     ends = mx.arange(20, 50)[:, None]
     seen_by = (mx.arange(50) <= ends) & ((mx.arange(50) > ends - window) | (window == 0))

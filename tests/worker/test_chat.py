@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.worker.chat import DEFAULT, TOOL_USE, Chat
-from mlxpool.worker.sandbox import Template
+from mlxpool.worker.prompt.chat import DEFAULT, TOOL_USE, Chat
+from mlxpool.worker.prompt.sandbox import Template
 from worker_checkpoints import write_json
 
 USER = [{"role": "user", "content": "hi"}]

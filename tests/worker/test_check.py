@@ -14,12 +14,14 @@ import pytest
 
 from mlxpool.common.config import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker import about, needs, rules
+from mlxpool.worker import rules
 from mlxpool.worker.catalogue import open_source
-from mlxpool.worker.check import check, misfits
-from mlxpool.worker.folder import inspect
-from mlxpool.worker.needs import Needs
-from mlxpool.worker.quant import Quant
+from mlxpool.worker.weights import about, needs
+from mlxpool.worker.weights.check import check, misfits
+from mlxpool.worker.weights.folder import inspect
+from mlxpool.worker.weights.needs import Needs
+from mlxpool.worker.weights.place import DEMO_FOLDER
+from mlxpool.worker.weights.quant import Quant
 from worker_checkpoints import EOS, config, random_weights, write_checkpoint, write_json
 from worker_stores import Store, put_in_hub
 
@@ -327,9 +329,8 @@ def test_memory_is_weights_and_keys_and_values(good: Path) -> None:
 
 
 def test_a_cpu_computes_halves_in_four_bytes() -> None:
-    demo = Path(about.__file__).parent / "demo"
-    on_gpu, on_cpu = reckoned(demo, float32=False), reckoned(demo, float32=True)
-    assert on_cpu.weights == 2 * on_gpu.weights == 2 * inspect(demo).weight_bytes
+    on_gpu, on_cpu = reckoned(DEMO_FOLDER, float32=False), reckoned(DEMO_FOLDER, float32=True)
+    assert on_cpu.weights == 2 * on_gpu.weights == 2 * inspect(DEMO_FOLDER).weight_bytes
     assert on_cpu.token == 2 * on_gpu.token
 
 
@@ -354,7 +355,7 @@ def test_why_a_model_does_not_fit(good: Path) -> None:
 
 def ask(*lines: dict[str, Any]) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", "mlxpool.worker.check"],
+        [sys.executable, "-m", "mlxpool.worker.weights.check"],
         input="".join(json.dumps(line) + "\n" for line in lines),
         capture_output=True,
         text=True,
@@ -380,7 +381,7 @@ def test_a_line_for_each_model(good: Path) -> None:
 def test_looking_at_models_for_a_list_imports_no_mlx(good: Path) -> None:
     code = (
         "import sys; from mlxpool.common.config import ModelConfig;"
-        "from mlxpool.worker.check import check; check('m', ModelConfig(path=sys.argv[1]));"
+        "from mlxpool.worker.weights.check import check; check('m', ModelConfig(path=sys.argv[1]));"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'mlx']"
     )
     subprocess.run([sys.executable, "-c", code, str(good)], check=True)
@@ -389,7 +390,8 @@ def test_looking_at_models_for_a_list_imports_no_mlx(good: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not count it elsewhere")
 def test_a_look_in_the_background_is_bounded() -> None:
     code = (
-        "from mlxpool.worker.check import bound_memory; from mlxpool.worker.problems import *;"
+        "from mlxpool.worker.weights.check import bound_memory;"
+        "from mlxpool.worker.weights.problems import *;"
         "problems = Problems(); bound_memory(2**29); problems.of(bytearray, 2**30);"
         "print(*problems.found); bound_memory(2**40)"
     )

@@ -9,8 +9,9 @@ import pytest
 from compute_room import PATIENCE, Room, end_of, ids_of
 from counting_checker import expected_ids, text_of
 from mlxpool.common.wire import Delta
-from mlxpool.worker.blocks import BLOCK, blocks_of
 from mlxpool.worker.compute import OUTBOX
+from mlxpool.worker.engine.blocks import BLOCK, blocks_of
+from mlxpool.worker.engine.sequence import Drawn
 from mlxpool.worker.mail import (
     Drop,
     DropAll,
@@ -22,7 +23,6 @@ from mlxpool.worker.mail import (
 )
 from mlxpool.worker.models.counting import CountingEngine
 from mlxpool.worker.run import Run
-from mlxpool.worker.sequence import Drawn
 from pool import until
 
 

@@ -12,21 +12,21 @@ import pytest
 
 from compute_room import Room, end_of, ids_of
 from mlxpool.common.config import ModelConfig
-from mlxpool.worker.blocks import BLOCK
 from mlxpool.worker.catalogue import Source
+from mlxpool.worker.engine.blocks import BLOCK
+from mlxpool.worker.engine.sequence import Drawn, Sequence
 from mlxpool.worker.mail import Opened
 from mlxpool.worker.models.faults import Faults
-from mlxpool.worker.sequence import Drawn, Sequence
 from pool import until
 from worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine_api import Engine  # noqa: E402
-from mlxpool.worker.layouts import InSlabs  # noqa: E402
-from mlxpool.worker.load import inspect, load  # noqa: E402
-from mlxpool.worker.tokenizer import Text  # noqa: E402
+from mlxpool.worker.engine.api import Engine  # noqa: E402
+from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.layouts import InSlabs  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
+from mlxpool.worker.weights.load import inspect, load  # noqa: E402
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 OPTIONS: list[dict[str, Any]] = [GREEDY, {"temperature": 0.8, "ignore_eos": True}]

@@ -6,8 +6,8 @@ import zlib
 
 from mlxpool.common.config import Counting
 from mlxpool.common.options import Options
+from mlxpool.worker.engine.sequence import Sequence
 from mlxpool.worker.models.counting import CountingEngine, CountingText, splitmix64, token_at
-from mlxpool.worker.sequence import Sequence
 
 
 def test_splitmix64_is_the_published_one() -> None:

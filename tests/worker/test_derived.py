@@ -12,17 +12,17 @@ import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
-from mlxpool.worker.folder import ModelFolder, inspect
 from mlxpool.worker.models import derived
 from mlxpool.worker.models.base import Plan
 from mlxpool.worker.models.derived import Derived, Found, Spec
-from mlxpool.worker.quant import Quant
+from mlxpool.worker.weights.folder import ModelFolder, inspect
+from mlxpool.worker.weights.quant import Quant
 from worker_checkpoints import config, write_checkpoint, write_weights
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.load import load  # noqa: E402
 from mlxpool.worker.models.packed import Packed  # noqa: E402
+from mlxpool.worker.weights.load import load  # noqa: E402
 
 LAYER = "model.layers.0"
 NORM = f"{LAYER}.norm.weight"
@@ -168,7 +168,7 @@ def test_experts_released_as_blocks(checkpoint: Checkpoint) -> None:
 
 
 def test_a_tensor_kept_in_float32(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxpool.worker import load as loading
+    from mlxpool.worker.weights import load as loading
 
     monkeypatch.setattr(loading, "_dtype", lambda _: mx.bfloat16)
     folder = checkpoint.inspect({"a": numbers(2), "b": numbers(2)}, {"a": (2,), "b": (2,)}, _none)

@@ -15,12 +15,12 @@ from mlxpool.common.history import History
 from mlxpool.common.options import Options
 from mlxpool.common.wire import Delta, pack_ids, unpack_ids
 from mlxpool.worker.edge import Edge
+from mlxpool.worker.engine.sequence import Sequence
 from mlxpool.worker.link import HEARD_LIMIT, LONGEST_TURN, Link, Silence
 from mlxpool.worker.mail import Admit, DropAll
 from mlxpool.worker.models.counting import piece
-from mlxpool.worker.prepare import Prepared
-from mlxpool.worker.sequence import Sequence
-from mlxpool.worker.text import Completion
+from mlxpool.worker.prompt.prepare import Prepared
+from mlxpool.worker.prompt.text import Completion
 from pool import until
 from worker_process import TOKEN, WorkerProcess, id_of
 

@@ -16,15 +16,15 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine_api import Engine  # noqa: E402
-from mlxpool.worker.layouts import LAYOUTS, InSlabs  # noqa: E402
-from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.engine.api import Engine  # noqa: E402
+from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.layouts import LAYOUTS, InSlabs  # noqa: E402
+from mlxpool.worker.engine.sequence import Drawn, RowFailed, Sequence  # noqa: E402
+from mlxpool.worker.engine.slabs import Slabs  # noqa: E402
 from mlxpool.worker.models.base import KeyValue  # noqa: E402
-from mlxpool.worker.sequence import Drawn, RowFailed, Sequence  # noqa: E402
-from mlxpool.worker.slabs import Slabs  # noqa: E402
-from mlxpool.worker.tokenizer import Text  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
+from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
 
 MIXTURE: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from mlxpool.common.options import Options
-from mlxpool.worker.place import DEMO_FOLDER as DEMO
-from mlxpool.worker.sequence import Drawn, Sequence
+from mlxpool.worker.engine.sequence import Drawn, Sequence
+from mlxpool.worker.weights.place import DEMO_FOLDER as DEMO
 from worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.models.parts import TILE, Linear, tiled  # noqa: E402
+from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
 
 TIE = 1e-4  # a margin between the two best that rounding may close
 OPTIONS: list[dict[str, Any]] = [

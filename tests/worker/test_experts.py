@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.worker.quant import Quant
+from mlxpool.worker.weights.quant import Quant
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 

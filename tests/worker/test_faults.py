@@ -19,10 +19,10 @@ from mlxpool.common.config import FAULTS, Counting
 from mlxpool.common.history import History
 from mlxpool.common.options import Options
 from mlxpool.common.wire import unpack_ids
+from mlxpool.worker.engine.sequence import RowFailed, Sequence
 from mlxpool.worker.models import faults
 from mlxpool.worker.models.counting import CountingEngine
 from mlxpool.worker.models.faults import LEAK, NO_FAULTS, OF_FRAMES, Faults, Struck
-from mlxpool.worker.sequence import RowFailed, Sequence
 from pool import PATIENCE, until
 from worker_process import WorkerProcess
 

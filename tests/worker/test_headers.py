@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker import headers
-from mlxpool.worker.load import inspect
+from mlxpool.worker.weights import headers
+from mlxpool.worker.weights.load import inspect
 from worker_checkpoints import write_checkpoint, write_raw_safetensors
 
 

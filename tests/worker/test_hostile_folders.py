@@ -14,11 +14,11 @@ from mlxpool.cli.check import lines
 from mlxpool.common import wire
 from mlxpool.common.config import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker import json_files
 from mlxpool.worker.catalogue import open_source
-from mlxpool.worker.chat import MOST_SOURCE
-from mlxpool.worker.check import check
 from mlxpool.worker.models.base import MOST, MOST_PARTS
+from mlxpool.worker.prompt.chat import MOST_SOURCE
+from mlxpool.worker.weights import json_files
+from mlxpool.worker.weights.check import check
 from worker_checkpoints import write_checkpoint, write_json
 
 

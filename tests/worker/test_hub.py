@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker import hub
-from mlxpool.worker.folder import inspect
-from mlxpool.worker.place import files_of
+from mlxpool.worker.weights import hub
+from mlxpool.worker.weights.folder import inspect
+from mlxpool.worker.weights.place import files_of
 from worker_checkpoints import write_checkpoint
 from worker_stores import REVISION, put_in_hub
 

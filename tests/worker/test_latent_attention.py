@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 else:
     mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker import attention
-from mlxpool.worker.attention import Span, Step
-from mlxpool.worker.cache import Row, RowShape
+from mlxpool.worker.engine import attention
+from mlxpool.worker.engine.attention import Span, Step
+from mlxpool.worker.engine.cache import Row, RowShape
 from mlxpool.worker.models.base import Latent
 from mlxpool.worker.models.latent import EXPANDED, LineHeads, Sizes
 from mlxpool.worker.models.parts import Heads

@@ -14,10 +14,10 @@ import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
-from mlxpool.worker.files import in_folder, tensors_of
-from mlxpool.worker.fit import faults
-from mlxpool.worker.load import inspect, load
-from mlxpool.worker.quant import parse
+from mlxpool.worker.weights.files import in_folder, tensors_of
+from mlxpool.worker.weights.fit import faults
+from mlxpool.worker.weights.load import inspect, load
+from mlxpool.worker.weights.quant import parse
 from worker_checkpoints import (
     EOS,
     config,
@@ -52,8 +52,9 @@ def test_inspect_tells_what_the_folder_holds(good: Path) -> None:
 
 def test_inspect_imports_no_mlx(good: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from mlxpool.worker.load import inspect; "
-        "from mlxpool.worker.tokenizer import Text; Text.from_folder(inspect(Path(sys.argv[1]))); "
+        "import sys; from pathlib import Path; from mlxpool.worker.weights.load import inspect; "
+        "from mlxpool.worker.prompt.tokenizer import Text; "
+        "Text.from_folder(inspect(Path(sys.argv[1]))); "
         "assert not [name for name in sys.modules if name.split('.')[0] == 'mlx']"
     )
     subprocess.run([sys.executable, "-c", code, str(good)], check=True)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.folder import ModelFolder, inspect
-from mlxpool.worker.ollama import MODEL
-from mlxpool.worker.place import files_of
-from mlxpool.worker.quant import Quant
-from mlxpool.worker.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.weights.folder import ModelFolder, inspect
+from mlxpool.worker.weights.ollama import MODEL
+from mlxpool.worker.weights.place import files_of
+from mlxpool.worker.weights.quant import Quant
 from worker_checkpoints import config, random_weights, write_checkpoint
 from worker_stores import JSON, TENSOR, Store
 
@@ -207,7 +207,7 @@ def test_a_small_file_with_a_wrong_digest(folder: Path, store: Store) -> None:
 
 def test_weights_with_a_wrong_digest(folder: Path, store: Store) -> None:
     mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
-    from mlxpool.worker.load import load
+    from mlxpool.worker.weights.load import load
 
     layers = store.layers(folder)
     store.write(NAME, layers)
@@ -241,7 +241,7 @@ def test_more_blobs_than_a_process_may_open(folder: Path, store: Store) -> None:
     fds = Path("/proc/self/fd")
     if not fds.is_dir():
         pytest.skip("counts descriptors in /proc")
-    from mlxpool.worker.load import load
+    from mlxpool.worker.weights.load import load
 
     store.write(NAME, store.layers(folder))
     found = opened()

@@ -12,8 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
 import worker_tokenizers as zoo
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.pieces import Pieces
-from mlxpool.worker.text import Completion
+from mlxpool.worker.prompt.pieces import Pieces
+from mlxpool.worker.prompt.text import Completion
 
 FAMILIES: dict[str, Callable[[], Tokenizer]] = {
     "byte level": zoo.byte_level,

@@ -13,15 +13,15 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker import kernels  # noqa: E402
-from mlxpool.worker.blocks import BLOCK  # noqa: E402
-from mlxpool.worker.cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.layouts import InPool  # noqa: E402
-from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.engine import kernels  # noqa: E402
+from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
+from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.layouts import InPool  # noqa: E402
+from mlxpool.worker.engine.pool import Pool, PoolStore  # noqa: E402
+from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
 from mlxpool.worker.models.base import KeyValue, Latent  # noqa: E402
-from mlxpool.worker.pool import Pool, PoolStore  # noqa: E402
-from mlxpool.worker.sequence import Sequence  # noqa: E402
+from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 SHAPE = RowShape((KeyValue(2, 8, 4), Latent(6)), mx.float32, 3000)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.common.errors import OutOfMemory
-from mlxpool.worker.prefix_blocks import BlockPool, BlockRow, Run
-from mlxpool.worker.prefix_cache import TreeCache
+from mlxpool.worker.prefix.blocks import BlockPool, BlockRow, Run
+from mlxpool.worker.prefix.cache import TreeCache
 from prefix_stores import CELL, PagedMemory, cells_of
 
 SIZE = 4

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.worker import prefix_cache, prefix_tree
-from mlxpool.worker.prefix_cache import MODES, PrefixCache, SingleCache, TreeCache
-from mlxpool.worker.prefix_tree import common
+from mlxpool.worker.prefix import cache as prefix_cache
+from mlxpool.worker.prefix import tree as prefix_tree
+from mlxpool.worker.prefix.cache import MODES, PrefixCache, SingleCache, TreeCache
+from mlxpool.worker.prefix.tree import common
 from prefix_stores import CELL, STATE, ListRow, ListStore, check_shape, edges, serve, unique_tokens
 
 Tree = TreeCache[ListRow, list[int], list[int]]

@@ -17,8 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mlxpool.worker import prefix_cache, prefix_tree
-from mlxpool.worker.prefix_cache import TreeCache
+from mlxpool.worker.prefix import cache as prefix_cache
+from mlxpool.worker.prefix import tree as prefix_tree
+from mlxpool.worker.prefix.cache import TreeCache
 from prefix_stores import (
     CELL,
     STATE,

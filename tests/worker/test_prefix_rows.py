@@ -17,15 +17,15 @@ from worker_checkpoints import config, random_weights, write_checkpoint
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker import prefix_cache  # noqa: E402
-from mlxpool.worker.cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.sequence import Sequence as Seq  # noqa: E402
 from mlxpool.worker.models.base import KeyValue  # noqa: E402
-from mlxpool.worker.prefix_cache import TreeCache  # noqa: E402
-from mlxpool.worker.prefix_kinds import Full, Kind, State, Window, can_rewind, lowest  # noqa: E402
-from mlxpool.worker.prefix_rows import RowStore, Whole  # noqa: E402
-from mlxpool.worker.sequence import Sequence as Seq  # noqa: E402
+from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
+from mlxpool.worker.prefix.cache import TreeCache  # noqa: E402
+from mlxpool.worker.prefix.kinds import Full, Kind, State, Window, can_rewind, lowest  # noqa: E402
+from mlxpool.worker.prefix.rows import RowStore, Whole  # noqa: E402
+from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
 
 ROOMY = 10**9
 SLACK = 3  # tokens that a window layer remembers beyond its window: what a chunk needs

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.worker import prefix_tree
-from mlxpool.worker.prefix_tree import Node, Piece, Tree, common
+from mlxpool.worker.prefix import tree as prefix_tree
+from mlxpool.worker.prefix.tree import Node, Piece, Tree, common
 from prefix_stores import CELL, ListStore, cells_of
 
 ListTree = Tree[list[int], list[int]]

@@ -10,7 +10,7 @@ from mlxpool.common.errors import BadRequest, ContextExceeded
 from mlxpool.common.wire import Header, Message, pack_ids, unpack_ids
 from mlxpool.worker.mail import Admit, Opened
 from mlxpool.worker.models.counting import CountingText
-from mlxpool.worker.prepare import Answer, Prepared, Preparer, prepare
+from mlxpool.worker.prompt.prepare import Answer, Prepared, Preparer, prepare
 
 OPENED = Opened("digest", 32, 300, CountingText())
 ID = bytes(16)

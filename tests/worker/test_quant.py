@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.load import inspect
-from mlxpool.worker.quant import MODES, Quant, parse, recognised
+from mlxpool.worker.weights.load import inspect
+from mlxpool.worker.weights.quant import MODES, Quant, parse, recognised
 from worker_checkpoints import config, random_weights, write_checkpoint, write_json
 
 UP = "model.layers.1.mlp.up_proj"

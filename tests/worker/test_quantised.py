@@ -16,14 +16,14 @@ from worker_stores import Store
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention import Span, Step  # noqa: E402
-from mlxpool.worker.cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.engine.attention import Span, Step  # noqa: E402
+from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.models import parts  # noqa: E402
 from mlxpool.worker.models.packed import Packed  # noqa: E402
 from mlxpool.worker.models.parts import Parts, QuantisedLinear, SideBySide  # noqa: E402
-from mlxpool.worker.place import files_of  # noqa: E402
-from mlxpool.worker.quant import Quant  # noqa: E402
+from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.weights.place import files_of  # noqa: E402
+from mlxpool.worker.weights.quant import Quant  # noqa: E402
 
 # What mlx_lm.convert is told: mode, bits, group size, and settings of single modules.
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {

@@ -18,11 +18,12 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker import prefix_cache, sampler  # noqa: E402
-from mlxpool.worker.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
-from mlxpool.worker.sequence import RowFailed, Sequence  # noqa: E402
-from mlxpool.worker.tokenizer import Text  # noqa: E402
+from mlxpool.worker.engine import sampler  # noqa: E402
+from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.sequence import RowFailed, Sequence  # noqa: E402
+from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
+from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_next",

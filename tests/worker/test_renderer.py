@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from mlxpool.common.errors import BadRequest, Internal
-from mlxpool.worker.chat import DEFAULT, Chat
-from mlxpool.worker.renderer import Rendered, Renderer
-from mlxpool.worker.sandbox import Template
-from mlxpool.worker.template_process import MEMORY, NICENESS
+from mlxpool.worker.prompt.chat import DEFAULT, Chat
+from mlxpool.worker.prompt.renderer import Rendered, Renderer
+from mlxpool.worker.prompt.sandbox import Template
+from mlxpool.worker.prompt.template_process import MEMORY, NICENESS
 from pool import PATIENCE, gone, until
 
 Make = Callable[..., Renderer]
@@ -53,7 +53,7 @@ def make() -> Iterator[Make]:
 def children() -> list[psutil.Process]:
     """The processes of templates that this one has."""
     found = psutil.Process().children()
-    return [p for p in found if "mlxpool.worker.template_process" in " ".join(p.cmdline())]
+    return [p for p in found if "mlxpool.worker.prompt.template_process" in " ".join(p.cmdline())]
 
 
 def test_gives_what_the_template_gives_and_stays(make: Make) -> None:
@@ -200,9 +200,9 @@ def test_it_ends_with_a_worker_that_is_killed(tmp_path: Path, busy: bool) -> Non
     script = tmp_path / "worker.py"
     script.write_text(
         f"""
-from mlxpool.worker.chat import Chat
-from mlxpool.worker.renderer import Renderer
-from mlxpool.worker.sandbox import Template
+from mlxpool.worker.prompt.chat import Chat
+from mlxpool.worker.prompt.renderer import Renderer
+from mlxpool.worker.prompt.sandbox import Template
 source = "{{% if messages | length > 1 %}}{LOOP}{{% endif %}}"
 renderer = Renderer(Chat({{"default": Template(source)}}), limit=1000)
 renderer.render([{{}}], [], 0.0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.common.config import BUILTIN
-from mlxpool.worker import catalogue, place, rules
-from mlxpool.worker.folder import inspect
+from mlxpool.worker import catalogue, rules
+from mlxpool.worker.weights import place
+from mlxpool.worker.weights.folder import inspect
 
 
 def test_the_digest_of_the_facts_changes_with_the_files_and_with_the_rules(

@@ -14,10 +14,10 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.engine.sampler import Draw, sample  # noqa: E402
+from mlxpool.worker.engine.sequence import Drawn, Logprob, Sequence  # noqa: E402
+from mlxpool.worker.prompt.text import Completion  # noqa: E402
 from mlxpool.worker.run import Run  # noqa: E402
-from mlxpool.worker.sampler import Draw, sample  # noqa: E402
-from mlxpool.worker.sequence import Drawn, Logprob, Sequence  # noqa: E402
-from mlxpool.worker.text import Completion  # noqa: E402
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 PENALTIES: dict[str, Any] = {"presence_penalty": 0.7, "repeat_penalty": 1.3, "repeat_last_n": 3}

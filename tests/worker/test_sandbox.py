@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.worker.sandbox import Contents, Template
-from mlxpool.worker.template_process import MEMORY
+from mlxpool.worker.prompt.sandbox import Contents, Template
+from mlxpool.worker.prompt.template_process import MEMORY
 from template_features import FEATURES, USER
 
 NOW = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC

@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.common.options import Options
-from mlxpool.worker import scheduler
-from mlxpool.worker.blocks import BLOCK, capacity, first_need, next_need, transient, whole_need
-from mlxpool.worker.scheduler import LEAST_CHUNK, PAUSE, area_of, budget_of, reach
-from mlxpool.worker.sequence import Phase, Sequence
+from mlxpool.worker.engine import scheduler
+from mlxpool.worker.engine.blocks import (
+    BLOCK,
+    capacity,
+    first_need,
+    next_need,
+    transient,
+    whole_need,
+)
+from mlxpool.worker.engine.scheduler import LEAST_CHUNK, PAUSE, area_of, budget_of, reach
+from mlxpool.worker.engine.sequence import Phase, Sequence
 
 AREA = area_of(2048)
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker import compiled  # noqa: E402
-from mlxpool.worker.attention import Span, Step  # noqa: E402
-from mlxpool.worker.batch import Batch, parts_of  # noqa: E402
-from mlxpool.worker.blocks import BLOCK  # noqa: E402
-from mlxpool.worker.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.engine import compiled  # noqa: E402
+from mlxpool.worker.engine.attention import Span, Step  # noqa: E402
+from mlxpool.worker.engine.batch import Batch, parts_of  # noqa: E402
+from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
+from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.engine.slabs import BLOCKS, SlabRow, Slabs  # noqa: E402
 from mlxpool.worker.models.base import KeyValue  # noqa: E402
-from mlxpool.worker.slabs import BLOCKS, SlabRow, Slabs  # noqa: E402
 
 SHAPE = RowShape((KeyValue(2, 4, 4),) * 2, mx.float32, 3000)
 DRAW = np.random.default_rng(0)

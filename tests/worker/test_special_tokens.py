@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.special_tokens import SpecialTokens, token_names
+from mlxpool.worker.prompt.special_tokens import SpecialTokens, token_names
 from worker_checkpoints import write_json
 
 TOKENIZER = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.worker.text import Completion
+from mlxpool.worker.prompt.text import Completion
 
 ALPHABET = ["a", "b", "ab", "c", "é", "こ", "𝄞", "\ufffd"]
 BYTES = [*(char.encode() for char in ALPHABET), b"\xe3", b"\x81", b"\xff", b"\xf0\x9d", b"\x00"]

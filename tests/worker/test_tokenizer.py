@@ -17,12 +17,12 @@ from tokenizers import Tokenizer
 import worker_tokenizers as zoo
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.common.wire import Header, Message
-from mlxpool.worker.chat import Chat
-from mlxpool.worker.load import inspect
 from mlxpool.worker.mail import Opened
-from mlxpool.worker.prepare import prepare
-from mlxpool.worker.sandbox import Template
-from mlxpool.worker.tokenizer import Text
+from mlxpool.worker.prompt.chat import Chat
+from mlxpool.worker.prompt.prepare import prepare
+from mlxpool.worker.prompt.sandbox import Template
+from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.weights.load import inspect
 from worker_checkpoints import BOS, EOS, write_checkpoint, write_json
 
 HI = [{"role": "user", "content": "hi"}]
@@ -165,8 +165,8 @@ def test_the_tokenizers_threads_give_way(good: Path) -> None:
     code = f"""
 import os
 from pathlib import Path
-from mlxpool.worker.load import inspect
-from mlxpool.worker.tokenizer import Text
+from mlxpool.worker.weights.load import inspect
+from mlxpool.worker.prompt.tokenizer import Text
 text = Text.from_folder(inspect(Path({str(good)!r})))
 before = set(os.listdir("/proc/self/task"))
 text.warm_up()

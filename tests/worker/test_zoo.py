@@ -20,14 +20,16 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.config import ModelConfig  # noqa: E402
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker import catalogue, sampler, zoo  # noqa: E402
-from mlxpool.worker.about import quantisation  # noqa: E402
-from mlxpool.worker.check import check  # noqa: E402
-from mlxpool.worker.engine_api import Engine  # noqa: E402
-from mlxpool.worker.folder import ModelFolder, inspect  # noqa: E402
-from mlxpool.worker.prefix_kinds import Full, State  # noqa: E402
-from mlxpool.worker.sequence import RowFailed, Sequence  # noqa: E402
-from mlxpool.worker.zoo_engine import ZooEngine, load  # noqa: E402
+from mlxpool.worker import catalogue  # noqa: E402
+from mlxpool.worker.engine import sampler  # noqa: E402
+from mlxpool.worker.engine.api import Engine  # noqa: E402
+from mlxpool.worker.engine.sequence import RowFailed, Sequence  # noqa: E402
+from mlxpool.worker.engine.zoo_engine import ZooEngine, load  # noqa: E402
+from mlxpool.worker.prefix.kinds import Full, State  # noqa: E402
+from mlxpool.worker.weights import zoo  # noqa: E402
+from mlxpool.worker.weights.about import quantisation  # noqa: E402
+from mlxpool.worker.weights.check import check  # noqa: E402
+from mlxpool.worker.weights.folder import ModelFolder, inspect  # noqa: E402
 
 STEPS = 40
 PROMPTS = (21, 2, 45)  # tokens
@@ -389,7 +391,7 @@ def test_importing_mlx_lm_lowers_no_limit() -> None:
     """In a new process, as here it may be imported already."""
     code = (
         "import resource; before = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
-        "from mlxpool.worker.zoo_engine import limits_kept\n"
+        "from mlxpool.worker.engine.zoo_engine import limits_kept\n"
         "with limits_kept():\n    import mlx_lm\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == before\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))\n"

@@ -24,7 +24,7 @@ from mlxpool.common.config import ModelConfig, PoolConfig, scanned
 
 log = logging.getLogger("mlxpool.broker")
 
-LOOK = ("-m", "mlxpool.worker.check", "--background")
+LOOK = ("-m", "mlxpool.worker.weights.check", "--background")
 LIMIT = 60.0  # seconds for one model; beyond it the disk hangs, or a file is made to
 FRESH = 0.5  # seconds for which a look is new enough
 

@@ -16,7 +16,7 @@ from mlxpool.cli.serve import add_settings, settings_of
 
 SOUND, UNSOUND = 0, 1
 SHOWN = 40  # problems; a wrong size in config.json makes one of every tensor
-WORKER = "mlxpool.worker.check"  # a process of its own: this package knows nothing of models
+WORKER = "mlxpool.worker.weights.check"  # a process: this package knows nothing of models
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:

@@ -22,13 +22,13 @@ import pytest
 
 from mlxpool.common.options import Options
 from mlxpool.worker import models
-from mlxpool.worker.attention import Span, Step
-from mlxpool.worker.cache import Row, RowShape
-from mlxpool.worker.engine import ModelEngine
-from mlxpool.worker.load import Loaded, inspect, load
+from mlxpool.worker.engine.attention import Span, Step
+from mlxpool.worker.engine.cache import Row, RowShape
+from mlxpool.worker.engine.engine import ModelEngine
+from mlxpool.worker.engine.sequence import Drawn, Sequence
 from mlxpool.worker.models.base import Recurrent
-from mlxpool.worker.sequence import Drawn, Sequence
-from mlxpool.worker.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.weights.load import Loaded, inspect, load
 from worker_checkpoints import config, random_weights, write_checkpoint
 
 Weights = Mapping[str, np.ndarray]

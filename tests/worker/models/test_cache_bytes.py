@@ -17,9 +17,9 @@ from worker_checkpoints import write_checkpoint
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.attention import Span, Step  # noqa: E402
-from mlxpool.worker.cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.engine.attention import Span, Step  # noqa: E402
+from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
 
 CHUNK, CHUNKS = 256, 4
 FLOAT = 4  # bytes

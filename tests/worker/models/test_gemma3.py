@@ -16,11 +16,11 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.attention import Span, Step  # noqa: E402
-from mlxpool.worker.cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.load import inspect, load  # noqa: E402
+from mlxpool.worker.engine.attention import Span, Step  # noqa: E402
+from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.models.base import KeyValue  # noqa: E402
 from mlxpool.worker.models.gemma3 import geglu  # noqa: E402
+from mlxpool.worker.weights.load import inspect, load  # noqa: E402
 from worker.models.conformance import (  # noqa: E402
     WAYS,
     Case,

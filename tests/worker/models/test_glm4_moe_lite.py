@@ -15,9 +15,9 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.attention import Span, Step  # noqa: E402
-from mlxpool.worker.cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.load import inspect, load  # noqa: E402
+from mlxpool.worker.engine.attention import Span, Step  # noqa: E402
+from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.weights.load import inspect, load  # noqa: E402
 from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised  # noqa: E402
 
 Weights = dict[str, np.ndarray]

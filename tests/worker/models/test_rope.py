@@ -10,7 +10,7 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
-from mlxpool.worker.attention import Rotation  # noqa: E402
+from mlxpool.worker.engine.attention import Rotation  # noqa: E402
 from mlxpool.worker.models.base import Rope  # noqa: E402
 from mlxpool.worker.models.rope import KINDS, rope, yarn_gain  # noqa: E402
 

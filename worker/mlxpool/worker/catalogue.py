@@ -10,15 +10,15 @@ from mlxpool.common.config import ModelConfig, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
 from mlxpool.common.history import History
 from mlxpool.worker import rules
-from mlxpool.worker.about import require_deterministic
-from mlxpool.worker.engine_api import Engine
-from mlxpool.worker.files import Files
-from mlxpool.worker.folder import inspect
+from mlxpool.worker.engine.api import Engine
 from mlxpool.worker.mail import Opened
 from mlxpool.worker.models.counting import CountingEngine, CountingText
 from mlxpool.worker.models.faults import NO_FAULTS, Faults
-from mlxpool.worker.place import COUNTING, as_files, place_of
-from mlxpool.worker.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.weights.about import require_deterministic
+from mlxpool.worker.weights.files import Files
+from mlxpool.worker.weights.folder import inspect
+from mlxpool.worker.weights.place import COUNTING, as_files, place_of
 
 NO_BACK_END = (
     "MLX has no usable back end here ({error}); on Linux install one of mlxpool[cpu],"
@@ -69,9 +69,9 @@ def _folder(files: Files, config: ModelConfig) -> Source:
             import mlx.core  # noqa: F401
         except ImportError as error:
             raise ModelLoadFailed(NO_BACK_END.format(error=error)) from error
-        from mlxpool.worker import back_end
-        from mlxpool.worker.engine import ModelEngine
-        from mlxpool.worker.load import load as load_weights
+        from mlxpool.worker.engine import back_end
+        from mlxpool.worker.engine.engine import ModelEngine
+        from mlxpool.worker.weights.load import load as load_weights
 
         back_end.say()
         settings: dict[str, Any] = {
@@ -82,7 +82,7 @@ def _folder(files: Files, config: ModelConfig) -> Source:
             "limit": config.memory_limit,
         }
         if folder.in_zoo:
-            from mlxpool.worker import zoo_engine
+            from mlxpool.worker.engine import zoo_engine
 
             model = zoo_engine.load(folder, on_progress)
             return zoo_engine.ZooEngine(model, folder, text, **settings)

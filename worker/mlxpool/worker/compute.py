@@ -15,9 +15,19 @@ from mlxpool.common.config import ModelConfig, WorkerConfig
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.wire import Delta
 from mlxpool.worker import catalogue
-from mlxpool.worker.blocks import BLOCK, blocks_of, first_need, next_need
 from mlxpool.worker.catalogue import Source
-from mlxpool.worker.engine_api import Engine
+from mlxpool.worker.engine.api import Engine
+from mlxpool.worker.engine.blocks import BLOCK, blocks_of, first_need, next_need
+from mlxpool.worker.engine.scheduler import (
+    area_of,
+    budget_of,
+    growing,
+    newest,
+    plan,
+    waiting,
+    with_row,
+)
+from mlxpool.worker.engine.sequence import Drawn, Phase, RowFailed, Sequence
 from mlxpool.worker.mail import (
     Admit,
     Drop,
@@ -33,8 +43,6 @@ from mlxpool.worker.mail import (
 from mlxpool.worker.models.faults import NO_FAULTS, Faults
 from mlxpool.worker.progress import Progress, monotonic
 from mlxpool.worker.run import Run
-from mlxpool.worker.scheduler import area_of, budget_of, growing, newest, plan, waiting, with_row
-from mlxpool.worker.sequence import Drawn, Phase, RowFailed, Sequence
 
 log = logging.getLogger("mlxpool.worker")
 

@@ -39,8 +39,8 @@ from mlxpool.worker.mail import (
     Rows,
     Unusable,
 )
-from mlxpool.worker.prepare import Answer, Prepared, Preparer
 from mlxpool.worker.progress import Progress, monotonic
+from mlxpool.worker.prompt.prepare import Answer, Prepared, Preparer
 from mlxpool.worker.resume import count_of
 from mlxpool.worker.wake import Wake
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlxpool.common.wire import Delta
-from mlxpool.worker.sequence import Sequence
-from mlxpool.worker.text import Completion
+from mlxpool.worker.engine.sequence import Sequence
+from mlxpool.worker.prompt.text import Completion
 
 Key = tuple[bytes, int]  # (id, attempt)
 

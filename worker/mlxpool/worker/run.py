@@ -9,9 +9,9 @@ from typing import Any
 
 from mlxpool.common.errors import DeadlineExceeded
 from mlxpool.common.wire import Delta, pack_ids
+from mlxpool.worker.engine.sequence import Drawn, Phase, Sequence
 from mlxpool.worker.mail import Admit, Key
-from mlxpool.worker.sequence import Drawn, Phase, Sequence
-from mlxpool.worker.text import Completion
+from mlxpool.worker.prompt.text import Completion
 
 
 @dataclass(eq=False, slots=True)

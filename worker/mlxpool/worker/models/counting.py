@@ -19,10 +19,10 @@ from typing import Any
 from mlxpool.common.config import Counting
 from mlxpool.common.messages import joined
 from mlxpool.common.wire import pack_ids
-from mlxpool.worker.engine_api import Memory
+from mlxpool.worker.engine.api import Memory
+from mlxpool.worker.engine.sequence import Drawn, Logprob, RowFailed, Sequence
 from mlxpool.worker.mail import Fits, Prompt, any_size
 from mlxpool.worker.models.faults import NO_FAULTS, Faults, Struck
-from mlxpool.worker.sequence import Drawn, Logprob, RowFailed, Sequence
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker import quant
+from mlxpool.worker.weights import quant
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxpool.worker.quant import NVFP4_RANGE, Quant
+from mlxpool.worker.weights.quant import NVFP4_RANGE, Quant
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from mlxpool.worker.models.columns import by_columns
 from mlxpool.worker.models.derived import STORED
 from mlxpool.worker.models.experts import ExpertMLP, Experts
 from mlxpool.worker.models.packed import Packed, side_by_side
-from mlxpool.worker.quant import FACTORS, Quant
+from mlxpool.worker.weights.quant import FACTORS, Quant
 
 TILE = 8  # tokens of each product where results may not depend on how many there are
 

@@ -1,0 +1,92 @@
+"""What the compute thread asks of a model, with weights or without. No MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Protocol
+
+from mlxpool.worker.engine.sequence import Drawn, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes. `active`, `cache` and `peak` are the allocator's; the others are parts of `active`."""
+
+    weights: int = 0
+    kv: int = 0  # rows of sequences at work
+    prefix: int = 0  # what finished sequences left behind
+    active: int = 0
+    cache: int = 0  # freed by us, not yet by the allocator
+    peak: int = 0  # of `active`, since the start
+    limit: int = 0  # what the process may take; 0: not known
+    device_free: int = 0  # of the machine or the GPU, whoever uses the rest; 0: not known
+
+
+class Engine(Protocol):
+    """A model at work. Called from one thread only."""
+
+    @property
+    def context(self) -> int:
+        """Tokens, prompt and completion."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """The ids that end a completion."""
+
+    @property
+    def chunk(self) -> int:
+        """The largest prefill chunk in tokens."""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of keys and values (blocks.py) there is memory for, prefixes included."""
+
+    def prefix_blocks(self) -> int:
+        """Of these, taken by what finished sequences left behind."""
+
+    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
+        """Drops so much of that; returns the blocks it gave back.
+
+        What rows at work began from goes only with `in_use`, when the rest is not enough.
+        """
+
+    @property
+    def digest(self) -> str:
+        """Of everything that decides which tokens and text a request gives."""
+
+    def admit(self, seq: Sequence) -> None:
+        """Takes a row and what the prefix cache has; sets `seq.cached` and `seq.prefilled`."""
+
+    def prefill(self, seq: Sequence, budget: int) -> int:
+        """Computes one chunk of at most `budget` tokens and adds it to `seq.prefilled`.
+
+        The last token of `seq.tokens` is left for decode. Returns the tokens done, 0 when the
+        sequence is ready for decode.
+        """
+
+    def decode(self, rows: Many[Sequence]) -> list[Drawn]:
+        """One new token for each row, in their order; the caller appends it to `seq.ids`."""
+
+    def release(self, seq: Sequence) -> None:
+        """The sequence ends here, whatever its phase; unknown ones are ignored."""
+
+    def warm_up(self, moved: Callable[[], None]) -> None:
+        """Computes every kind of step once, so that the first request does not pay for it.
+
+        Calls `moved` after each: where kernels are compiled, the first time takes seconds.
+        """
+
+    def memory(self) -> Memory:
+        """Where the bytes are now."""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token stands for."""
+
+    def close(self) -> None:
+        """Gives everything up."""

@@ -1,0 +1,375 @@
+"""One step of a model: a prefill chunk or one token for every running sequence.
+
+On a GPU decode stays one step ahead: step n+1 is built from the tokens of step n before the host
+has read them. A sequence that ends or leaves in between loses its token in flight, and its row is
+trimmed to what the sequence really has. On the CPU there is nothing to hide, so no lookahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
+from mlxpool.common.options import Options
+from mlxpool.worker import rules
+from mlxpool.worker.engine import back_end, sampler
+from mlxpool.worker.engine.api import Memory
+from mlxpool.worker.engine.attention import AnyRow, Span
+from mlxpool.worker.engine.blocks import BLOCK, blocks_of, capacity, transient
+from mlxpool.worker.engine.cache import RowShape
+from mlxpool.worker.engine.draws import draw_of, drawn, last
+from mlxpool.worker.engine.layouts import Layout, layout_of
+from mlxpool.worker.engine.sampler import Sampled
+from mlxpool.worker.engine.scheduler import area_of
+from mlxpool.worker.engine.sequence import Drawn, Sequence
+from mlxpool.worker.prefix import cache as prefix_cache
+from mlxpool.worker.prefix.cache import PrefixCache
+from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.weights.about import require_deterministic
+from mlxpool.worker.weights.load import Loaded
+
+CLEAR_EVERY = 256  # decode steps between two clearings of MLX's cache of free buffers
+CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
+GPU_CACHE = 4 * 1024**3  # the same on a GPU, where getting them again is slow
+LEAST_BLOCKS = 2  # a prompt's and one to go on
+WARM_UP = (64, 256)  # tokens of the chunks that are tried at load
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """Tokens that were drawn on the device: one line for each sequence.
+
+    `lengths` are what each sequence has to have for its token to be its next.
+    """
+
+    lines: Mapping[Sequence, int]
+    lengths: tuple[int, ...]
+    sampled: Sampled
+
+    def without(self, seq: Sequence) -> _Flight:
+        """Its row is gone: should it come back, the next one does not have the token in flight."""
+        lines = {one: line for one, line in self.lines.items() if one is not seq}
+        return _Flight(lines, self.lengths, self.sampled)
+
+    def line(self, seq: Sequence) -> int | None:
+        """Where the next token of `seq` is, if it is here."""
+        line = self.lines.get(seq)
+        return line if line is not None and self.lengths[line] == seq.length else None
+
+    def of(self, rows: Many[Sequence]) -> dict[Sequence, int]:
+        """The lines of those of `rows` whose next token is here."""
+        lines = ((seq, self.line(seq)) for seq in rows)
+        return {seq: line for seq, line in lines if line is not None}
+
+
+class ModelEngine:
+    """The Engine (engine/api.py) of a loaded model; lives in one thread."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        text: Text | None = None,
+        *,
+        context: int | None = None,
+        prefix: str = "tree",
+        prefix_bytes: int = 0,
+        lookahead: bool | None = None,
+        layout: str | None = None,
+        sequences: int = 8,
+        limit: int = 0,
+        blocks: int | None = None,
+    ) -> None:
+        """`context` bounds the model's own; `lookahead` None means: on a GPU; `layout` None means
+        what is best here, see layouts.py.
+
+        `limit` is what the process may take, in bytes, see back_end.limit_of; `blocks` None means:
+        what it leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
+        """
+        folder, plan = loaded.folder, loaded.folder.plan
+        self.context = min(folder.context, context or folder.context)
+        self.vocab_size = plan.vocab_size
+        self.eos = folder.eos_ids
+        self.chunk = min(back_end.chunk(), self.context)
+        self.digest = rules.digest_of(folder.digest)
+        self._loaded = loaded
+        self._model = loaded.model
+        self._text = text or Text.from_folder(folder)
+        shape = RowShape(plan.caches, loaded.dtype, self.context, self.chunk)
+        if loaded.deterministic:
+            require_deterministic(folder)
+        self._limit = back_end.limit_of(limit)
+        self._prefix_bytes = prefix_bytes or prefix_cache.default_budget(
+            self._limit, loaded.weight_bytes
+        )
+        self._rows: dict[Sequence, AnyRow] = {}
+        self._block_bytes = BLOCK * max(shape.token_bytes, 1)
+        self._per_row = shape.fixed_bytes
+        self._transient = 0
+        self._outside = back_end.outside_mlx()
+        self._cache = min(GPU_CACHE if back_end.on_gpu() else CACHE, self._limit // 16)
+        self._fixed = blocks
+        self._sequences = sequences
+        prefixes = 0 if prefix == "off" else self._prefix_bytes // self._block_bytes
+        self._layout = self._laid_out(layout, shape, prefixes)
+        self._prefix: PrefixCache[AnyRow] = prefix_cache.build(
+            prefix, self._layout.store, self._prefix_bytes
+        )
+        self.blocks = self._capacity()
+        self._lookahead = back_end.on_gpu() if lookahead is None else lookahead
+        self._flight: _Flight | None = None
+        self._steps = 0
+
+    def _laid_out(self, name: str | None, shape: RowShape, prefixes: int) -> Layout:
+        """A pool gets what all sequences and `prefixes` blocks need, as far as memory goes."""
+        most = self._sequences * blocks_of(self.context) + prefixes
+        room = self._fixed if self._fixed is not None else min(most, self._room(spare=0))
+        return layout_of(
+            name,
+            shape,
+            self._model,
+            max(room, LEAST_BLOCKS),
+            exact=self._loaded.deterministic,
+            on_gpu=back_end.on_gpu(),
+        )
+
+    def admit(self, seq: Sequence) -> None:
+        """See Engine.admit."""
+        self._rows[seq], seq.prefilled = self._prefix.begin(seq.tokens, seq.restore_at)
+        if not seq.preempted:
+            seq.cached = seq.prefilled
+
+    def prefill(self, seq: Sequence, budget: int) -> int:
+        """See Engine.prefill; what is done survives a later failure."""
+        row = self._rows[seq]
+        stop = self._prefix.next_stop(row)
+        end = seq.length - 1 if stop is None else min(stop, seq.length - 1)
+        count = min(budget, self.chunk, end - seq.prefilled)
+        if count <= 0:
+            return 0
+        if row.offset < seq.prefilled:
+            raise OutOfMemory(f"{seq.prefilled} tokens were lost with a step that failed")
+        ids = seq.between(seq.prefilled, seq.prefilled + count)
+        with self._losing([seq]):
+            self._layout.forward([Span(row, count)], mx.array(ids, dtype=mx.int32), logits=False)
+            mx.eval(row.arrays())
+        seq.prefilled += count
+        if seq.prefilled == stop:
+            self._prefix.budget = self._prefix_budget()
+            self._prefix.keep(row, seq.tokens)
+        if not back_end.on_gpu():
+            mx.clear_cache()
+        return count
+
+    def decode(self, rows: Many[Sequence]) -> list[Drawn]:
+        """See Engine.decode. Raises RowFailed when the logits of a row are no numbers."""
+        with self._losing(rows):
+            flights = self._flights(rows)
+            self._flight = self._ahead(flights, rows) if self._lookahead else None
+            for flight in flights:
+                mx.eval(*flight.sampled.arrays())
+        self._clear_sometimes()
+        found = [one for flight in flights for one in drawn(flight.sampled, flight.of(rows))]
+        by_sequence = {one.sequence: one for one in found}
+        return [by_sequence[seq] for seq in rows]
+
+    def release(self, seq: Sequence) -> None:
+        """See Engine.release."""
+        row = self._rows.pop(seq, None)
+        if self._flight is not None:
+            self._flight = self._flight.without(seq)
+        if row is not None:
+            # A token in flight is nobody's. Of a preempted one that returns the last is drawn from
+            # again, and a state that has it already could not be cut back then.
+            row.trim(seq.length - 1 if self._layout.store.stateful else seq.length)
+            self._prefix.budget = self._prefix_budget()
+            self._prefix.close(row, seq.tokens)
+
+    def _prefix_budget(self) -> int:
+        """Its own, or what of the capacity no row has allocated."""
+        return min(self._prefix_bytes, self._left())
+
+    def _left(self) -> int:
+        whole = self.blocks * self._block_bytes
+        return max(0, self._layout.left(self._rows.values(), whole))
+
+    def prefix_blocks(self) -> int:
+        """See Engine.prefix_blocks."""
+        return -(-self._prefix.nbytes // self._block_bytes)
+
+    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
+        """See Engine.shrink."""
+        before = self.prefix_blocks()
+        self._prefix.shrink(self._prefix.nbytes - (before - blocks) * self._block_bytes)
+        if in_use and before - self.prefix_blocks() < blocks:
+            self._prefix.clear()
+        mx.clear_cache()
+        return before - self.prefix_blocks()
+
+    def warm_up(self, moved: Callable[[], None] = lambda: None) -> None:
+        """See Engine.warm_up. Measures what a prefill chunk needs for a while, too."""
+        small, large = (self._warm(min(n, self.context - 2), moved) for n in WARM_UP)
+        if small[0] < large[0]:
+            self._transient = transient(small, large, self.chunk, area_of(self.chunk))
+        self._prefix.clear()
+        mx.set_cache_limit(self._cache)
+        mx.clear_cache()
+        self._outside = back_end.outside_mlx()
+        self.blocks = self._capacity()
+        if self.blocks < LEAST_BLOCKS:
+            raise ModelLoadFailed(self._too_little())
+
+    def _warm(self, size: int, moved: Callable[[], None]) -> tuple[int, int]:
+        """A chunk of `size` tokens, a decode step of each width; the chunk's tokens and bytes."""
+        rows = [_trial(max(size, 1) + 1)] + [_trial(1) for _ in range(self._sequences - 1)]
+        for seq in rows:
+            row = self._rows[seq] = self._layout.store.new_row()
+            self._layout.reserve(row, seq.length + 1)  # what rows take is no transient
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        self.prefill(rows[0], size)
+        peak = mx.get_peak_memory() - before
+        for width in range(1, len(rows) + 1):
+            self.decode(rows[:width])
+            moved()
+        for seq in rows:
+            self._layout.store.release(self._rows.pop(seq))
+        self._flight = None
+        return size, peak
+
+    def _capacity(self) -> int:
+        """Blocks that the limit leaves beside weights, a step's transient and what is not MLX's."""
+        if self._fixed is not None:
+            return self._fixed
+        room = self._room(self._layout.spare)
+        return min(room, self._layout.blocks) if self._layout.holds_tree else room
+
+    def _room(self, spare: int) -> int:
+        """Blocks for which there is memory."""
+        used = self._loaded.weight_bytes + self._transient + self._cache
+        used += self._outside + spare + self._sequences * self._per_row
+        return capacity(self._limit - used, self._block_bytes)
+
+    def _too_little(self) -> str:
+        apart = self._layout.spare + self._sequences * self._per_row
+        return (
+            f"the memory limit is {self._limit} bytes; weights take {self._loaded.weight_bytes},"
+            f" a step {self._transient}, freed buffers {self._cache}, the process itself"
+            f" {self._outside}, {self._sequences} rows {apart} besides their tokens, which leaves"
+            f" {self.blocks} blocks of {BLOCK} tokens"
+            f" ({self._block_bytes} bytes each); at least {LEAST_BLOCKS} are needed"
+        )
+
+    def memory(self) -> Memory:
+        """See Engine.memory. What the process takes beside MLX may grow; then fewer blocks fit."""
+        if back_end.outside_mlx() > self._outside:
+            back_end.trim()
+            self._outside = max(self._outside, back_end.outside_mlx())
+            self.blocks = self._capacity()
+        return Memory(
+            weights=self._loaded.weight_bytes,
+            kv=sum(row.nbytes for row in self._rows.values()),
+            prefix=self._prefix.nbytes,
+            active=mx.get_active_memory(),
+            cache=mx.get_cache_memory(),
+            peak=mx.get_peak_memory(),
+            limit=self._limit,
+            device_free=back_end.device_memory()[1],
+        )
+
+    @property
+    def prefix(self) -> PrefixCache[AnyRow]:
+        """The prefix cache, for its counters."""
+        return self._prefix
+
+    def piece(self, token: int) -> bytes:
+        """See Engine.piece."""
+        return self._text.piece(token)
+
+    def close(self) -> None:
+        """See Engine.close."""
+        self._flight = None
+        self._rows.clear()
+        self._prefix.clear()
+        mx.synchronize()
+        mx.clear_cache()
+
+    def _one_each(self, rows: Many[Sequence], ids: mx.array) -> mx.array:
+        """Logits [R, vocabulary] of one token `ids` [R] for each row."""
+        return self._layout.decode([self._rows[seq] for seq in rows], ids)
+
+    @contextmanager
+    def _losing(self, hit: Many[Sequence]) -> Iterator[None]:
+        """A pass that fails half-way leaves nothing that could be read in what it wrote to.
+
+        In some layouts that is every row: those that were not hit find their tokens gone.
+        """
+        try:
+            yield
+        except Exception:
+            self._flight = None
+            for seq in list(self._rows) if self._layout.together else hit:
+                self._rows[seq].release()
+            if self._layout.together and self._layout.holds_tree:
+                self._prefix.clear()
+            self._layout.spoil()
+            raise
+
+    def _flights(self, rows: Many[Sequence]) -> list[_Flight]:
+        """Where the next token of each row is drawn: in the step ahead, else in a new one."""
+        ahead = self._flight
+        fresh = [seq for seq in rows if ahead is None or ahead.line(seq) is None]
+        used = [ahead] if ahead is not None and len(fresh) < len(rows) else []
+        return [*used, self._step(fresh)] if fresh else used
+
+    def _step(self, rows: Many[Sequence]) -> _Flight:
+        """One step from what the host knows."""
+        for seq in rows:
+            self._rows[seq].trim(seq.length - 1)  # a token in flight that was never fetched
+            assert self._rows[seq].offset == seq.length - 1, "decode before prefill was done"
+        ids = mx.array([last(seq) for seq in rows], dtype=mx.int32)
+        return self._draw(rows, self._one_each(rows, ids), ahead=0)
+
+    def _ahead(self, flights: Many[_Flight], rows: Many[Sequence]) -> _Flight | None:
+        """The step after `flights`, started on the device; without rows that surely end."""
+        going = [seq for seq in rows if self._goes_on(seq)]
+        order: list[Sequence] = []
+        parts: list[mx.array] = []
+        for flight in flights:
+            here = flight.of(going)
+            order += here
+            if here:
+                parts.append(flight.sampled.tokens[mx.array(list(here.values()))])
+        if not order:
+            return None
+        ids = mx.concatenate(parts)
+        logits = self._one_each(order, ids)
+        ahead = self._draw(order, logits, ahead=1, pending=ids)
+        mx.async_eval(*ahead.sampled.arrays())  # type: ignore[no-untyped-call]
+        return ahead
+
+    def _goes_on(self, seq: Sequence) -> bool:
+        """Whether a token may follow the one that is being drawn."""
+        return seq.length + 1 < self.context and len(seq.ids) + 1 < seq.max_tokens
+
+    def _draw(
+        self, rows: Many[Sequence], logits: mx.array, *, ahead: int, pending: mx.array | None = None
+    ) -> _Flight:
+        sampled = sampler.sample(logits, [draw_of(seq, ahead) for seq in rows], pending)
+        lines = {seq: line for line, seq in enumerate(rows)}
+        return _Flight(lines, tuple(seq.length + ahead for seq in rows), sampled)
+
+    def _clear_sometimes(self) -> None:
+        self._steps += 1
+        if self._steps % CLEAR_EVERY == 0:
+            mx.clear_cache()
+
+
+def _trial(tokens: int) -> Sequence:
+    """A sequence nobody asked for."""
+    return Sequence(b"", 0, (0,) * tokens, Options(), 0, 1)

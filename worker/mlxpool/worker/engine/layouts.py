@@ -1,0 +1,191 @@
+"""How the rows of an engine lie in memory: each by itself, in slabs, or in a pool with the tree."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from mlxpool.worker.engine.attention import AnyRow, Span, Step
+from mlxpool.worker.engine.batch import Batch
+from mlxpool.worker.engine.blocks import BLOCK
+from mlxpool.worker.engine.cache import Row, RowShape
+from mlxpool.worker.engine.exact import ExactStep
+from mlxpool.worker.engine.pool import Pool, PoolBatch, PoolStore, gathered
+from mlxpool.worker.engine.slabs import BLOCKS, SlabRow, Slabs
+from mlxpool.worker.models.base import KeyValue, LayerCache, Model, Recurrent
+from mlxpool.worker.prefix.kinds import Full, Kind, State, Window
+from mlxpool.worker.prefix.rows import RowStore
+
+log = logging.getLogger("mlxpool.worker")
+
+LAYOUTS = ("rows", "slabs", "pool")
+
+
+class Layout(Protocol):
+    """What the engine asks of it. Rows are those of its own store."""
+
+    store: Any  # a Store (prefix/store.py)
+    spare: int  # bytes of the capacity that may be allocated and not used
+    together: bool  # whether a pass that fails half-way may have spoilt every row
+    holds_tree: bool  # whether what the prefix cache keeps lies in it, too
+    blocks: int  # it has, where it holds the tree
+
+    def left(self, rows: Iterable[AnyRow], whole: int) -> int:
+        """Bytes of a capacity of `whole` that rows have not taken; these are all there are."""
+
+    def reserve(self, row: Any, tokens: int) -> None:
+        """Memory for so many tokens, where it is not taken anyway."""
+
+    def forward(self, spans: Sequence[Span], ids: mx.array, *, logits: bool) -> mx.array:
+        """Builds one pass over `ids` [T]; rows are longer from here on, nothing is computed yet."""
+
+    def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
+        """Logits [R, vocabulary] of one token `ids` [R] for each row."""
+
+    def spoil(self) -> None:
+        """A pass failed half-way: what it wrote into may not be used again."""
+
+
+class InRows:
+    """Each row has arrays of its own; every kind of layer."""
+
+    spare = 0
+    together = False
+    holds_tree = False
+    blocks = 0
+
+    def __init__(self, shape: RowShape, model: Model, *, exact: bool) -> None:
+        self._model = model
+        self._step = ExactStep if exact else Step
+        self._fixed = shape.fixed_bytes
+        self.store: Any = RowStore(partial(Row, shape), kinds_of(shape))
+
+    def left(self, rows: Iterable[AnyRow], whole: int) -> int:
+        """See Layout."""
+        return whole - sum(max(0, row.nbytes - self._fixed) for row in rows)
+
+    def reserve(self, row: AnyRow, tokens: int) -> None:
+        """See Layout."""
+
+    def forward(self, spans: Sequence[Span], ids: mx.array, *, logits: bool) -> mx.array:
+        """See Layout."""
+        step = self._step(spans, logits=logits)
+        out = self._model(ids, step)
+        step.done()
+        return out
+
+    def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
+        """See Layout."""
+        return self.forward([Span(row, 1) for row in rows], ids, logits=True)
+
+    def spoil(self) -> None:
+        """See Layout."""
+
+
+class InSlabs(InRows):
+    """Blocks of rows beside each other, for the CPU: see slabs.py."""
+
+    together = True
+
+    def __init__(self, shape: RowShape, model: Model, *, exact: bool) -> None:
+        super().__init__(shape, model, exact=exact)
+        self.slabs = Slabs(shape)
+        self.store = RowStore(partial(SlabRow, self.slabs), kinds_of(shape))
+        # Of the last slab, one block may be in use.
+        self.spare = (BLOCKS - 1) * BLOCK * shape.token_bytes
+        self._exact = exact
+        self._batch = Batch(model)
+
+    def left(self, rows: Iterable[AnyRow], whole: int) -> int:
+        """See Layout. Of what is there with the slabs' unused ends, too."""
+        return min(super().left(rows, whole), whole + self.spare - self.slabs.nbytes)
+
+    def reserve(self, row: Any, tokens: int) -> None:
+        """See Layout."""
+        row.reserve(tokens)
+        mx.eval(row.arrays())
+
+    def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
+        """See Layout."""
+        return super().decode(rows, ids) if self._exact else self._batch(rows, ids)
+
+    def spoil(self) -> None:
+        """See Layout."""
+        self.slabs.spoil()
+
+
+class InPool(InRows):
+    """Blocks that rows and tree share, for CUDA: see pool.py."""
+
+    holds_tree = True
+
+    def __init__(
+        self, shape: RowShape, model: Model, blocks: int, *, exact: bool, in_place: bool
+    ) -> None:
+        super().__init__(shape, model, exact=exact)
+        self.pool = Pool(shape, blocks, in_place=in_place)
+        self.store = PoolStore(self.pool)
+        self.together = not in_place
+        self.blocks = blocks
+        self._exact = exact
+        self._batch = PoolBatch(model, self.pool)
+
+    def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
+        """See Layout."""
+        return super().decode(rows, ids) if self._exact else self._batch(rows, ids)
+
+    def spoil(self) -> None:
+        """See Layout."""
+        if self.together:
+            self.pool.renew()
+
+
+def layout_of(
+    name: str | None, shape: RowShape, model: Model, blocks: int, *, exact: bool, on_gpu: bool
+) -> Layout:
+    """The layout of this name; None: a pool of `blocks` on a CUDA GPU, slabs on a CPU, for models
+    that can have them, and rows.
+    """
+    in_place = shape.paged and on_gpu and mx.cuda.is_available() and writes(shape)
+    if name is None:
+        name = "rows"
+        if shape.plain and not on_gpu:
+            name = "slabs"
+        elif in_place and not exact:
+            name = "pool"
+    if name == "pool":
+        return InPool(shape, model, blocks, exact=exact, in_place=in_place)
+    return (InSlabs if name == "slabs" else InRows)(shape, model, exact=exact)
+
+
+def writes(shape: RowShape) -> bool:
+    """Whether our kernels compile and write here; if not, the log says why."""
+    try:
+        pool = Pool(shape, 1, in_place=True)
+        here = mx.array([[0]], dtype=mx.int32)
+        for layer, arrays in enumerate(pool.arrays):
+            fresh = tuple(mx.ones((1, array.shape[1], array.shape[3])) for array in arrays)
+            table = pool.write(layer, fresh, mx.array([1], dtype=mx.int32), here)
+            found = gathered(arrays, table)
+            if not all(bool(mx.all(one[0, :, 1] == 1).item()) for one in found):
+                raise RuntimeError("what was written is not there")
+    except (RuntimeError, ValueError) as error:
+        log.warning("our CUDA kernels do not work here, rows have arrays of their own: %s", error)
+        return False
+    return True
+
+
+def kinds_of(shape: RowShape) -> list[Kind]:
+    """How the prefix cache keeps each layer."""
+    return [_kind(layer, cache) for layer, cache in enumerate(shape.caches)]
+
+
+def _kind(layer: int, cache: LayerCache) -> Kind:
+    if isinstance(cache, Recurrent):
+        return State(layer)
+    window = cache.window if isinstance(cache, KeyValue) else 0
+    return Window(layer, window) if window else Full(layer)

@@ -1,0 +1,290 @@
+"""Keys and values on CUDA: one pool of blocks for each layer, which rows and the tree share.
+
+A row is a table of blocks (prefix/blocks.py). On a GPU our kernels (kernels.py) write into the pool
+and read it by the table; elsewhere, and for what they do not serve, MLX's own operations do the
+same more slowly, which is how this is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import mlx.core as mx
+
+from mlxpool.worker.engine import kernels
+from mlxpool.worker.engine.attention import Rotation, Scores, weighed
+from mlxpool.worker.engine.blocks import BLOCK, blocks_of
+from mlxpool.worker.engine.cache import Arrays, RowShape
+from mlxpool.worker.engine.compiled import Compiled
+from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Model, Rope, Scan
+from mlxpool.worker.prefix.blocks import BlockPool, BlockRow, BlockStore
+
+WIDE = 8  # blocks; a step's tables are as wide as a multiple of it, so that few passes are compiled
+
+
+class Pool:
+    """`arrays`: for each layer keys and values, or lines: [blocks, heads, BLOCK, size] each."""
+
+    def __init__(self, shape: RowShape, blocks: int, *, in_place: bool) -> None:
+        """`in_place`: by our kernels."""
+        self.shape = shape
+        self.blocks = blocks
+        self.in_place = in_place
+        self.renew()
+
+    def renew(self) -> None:
+        """Nothing is in it any more."""
+        self.arrays: list[Arrays] = []  # the old ones go first
+        self.arrays = [self._zeros(cache) for cache in self.shape.caches]
+        self._pending: list[mx.array] = []  # writes in place that nobody has waited for
+        mx.eval(self.arrays)
+
+    def _zeros(self, cache: object) -> Arrays:
+        match cache:
+            case Latent(dim):
+                shapes = [(1, dim)]
+            case KeyValue(heads, key_dim, value_dim, 0):
+                shapes = [(heads, key_dim), (heads, value_dim)]
+            case _:
+                raise TypeError(f"a pool of blocks has no place for {cache}")
+        return tuple(
+            mx.zeros((self.blocks, heads, BLOCK, size), dtype=self.shape.dtype)
+            for heads, size in shapes
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes."""
+        return sum(array.nbytes for arrays in self.arrays for array in arrays)
+
+    def copy(self, source: int, target: int) -> None:
+        """One block in every layer; done when this returns."""
+        slots = mx.arange(target * BLOCK, (target + 1) * BLOCK, dtype=mx.int32)
+        for layer, arrays in enumerate(self.arrays):
+            block = tuple(mx.contiguous(array[source].swapaxes(0, 1)) for array in arrays)
+            mx.eval(block)
+            self.write(layer, block, slots, slots)
+        mx.eval(self.written())
+
+    def written(self) -> list[mx.array]:
+        """What has to be evaluated for all that was written to be there."""
+        pending, self._pending = self._pending, []
+        return pending or [array for arrays in self.arrays for array in arrays]
+
+    def write(self, layer: int, fresh: Arrays, slots: mx.array, table: mx.array) -> mx.array:
+        """Puts arrays [n, heads, size] at tokens `slots` [n].
+
+        Returns `table` for those who read what was written, see kernels.py.
+        """
+        for array, new in zip(self.arrays[layer], fresh, strict=True):
+            if self.in_place:
+                done = kernels.write(array, new, slots)
+                self._pending.append(done)
+                table = table + done
+            else:
+                array[slots // BLOCK, :, slots % BLOCK] = new.astype(array.dtype)
+        return table
+
+
+def gathered(arrays: Arrays, table: mx.array) -> Arrays:
+    """The blocks of tables [R, B] one behind the other: arrays [R, heads, B * BLOCK, size]."""
+    found = []
+    for array in arrays:
+        _, heads, _, size = array.shape
+        blocks = array[table].swapaxes(1, 2)
+        found.append(blocks.reshape(table.shape[0], heads, -1, size))
+    return tuple(found)
+
+
+class PoolRow(BlockRow):
+    """The cache of one sequence; same face as cache.Row."""
+
+    __slots__ = ("_place", "_store", "pool")
+
+    def __init__(self, pool: Pool, store: PoolStore) -> None:
+        super().__init__(store.block_bytes)
+        self.pool = pool
+        self._store = store
+        self._place: tuple[tuple[int, int], mx.array, mx.array] | None = None
+
+    @property
+    def shape(self) -> RowShape:
+        return self.pool.shape
+
+    def reserve(self, tokens: int) -> None:
+        """Takes blocks until there are enough, and its own copy of one that is written into."""
+        if tokens > self.shape.capacity:
+            raise ValueError(
+                f"a row of {self.shape.capacity} tokens was asked to hold {tokens}; "
+                "the caller has to end a sequence at the context"
+            )
+        self._store.reserve(self, tokens)
+
+    def write(self, layer: int, *new: mx.array) -> Arrays:
+        """Puts arrays [1, heads, n, size] behind `offset`; returns all up to there and them."""
+        end = self.offset + new[0].shape[2]
+        slots, table = self._placed(end)
+        fresh = tuple(array[0].swapaxes(0, 1) for array in new)
+        table = self.pool.write(layer, fresh, slots, table)
+        return tuple(array[:, :, :end] for array in gathered(self.pool.arrays[layer], table))
+
+    def _placed(self, end: int) -> tuple[mx.array, mx.array]:
+        """The slots of tokens [offset, end) and the table [1, B] up to there."""
+        if self._place is None or self._place[0] != (self.offset, end):
+            self.reserve(end)
+            slots = [self.slot(at) for at in range(self.offset, end)]
+            table = [self.table[: blocks_of(end)]]
+            arrays = mx.array(slots, dtype=mx.int32), mx.array(table, dtype=mx.int32)
+            self._place = ((self.offset, end), *arrays)
+        return self._place[1:]
+
+    def slot(self, token: int) -> int:
+        """Where a token is, in the pool's tokens."""
+        return self.table[token // BLOCK] * BLOCK + token % BLOCK
+
+    def advance(self, count: int) -> None:
+        """`count` more tokens are written in every layer."""
+        self.offset += count
+        self._place = None
+
+    def trim(self, to: int) -> None:
+        """Forgets the tokens from `to` on; `to` not above `offset` forgets nothing less."""
+        self._place = None
+        self._store.rewind(self, max(to, 0))
+
+    def release(self) -> None:
+        """Gives every block back."""
+        self._place = None
+        self._store.release(self)
+
+    def arrays(self) -> list[mx.array]:
+        """What has to be evaluated for its memory to be written."""
+        return self.pool.written()
+
+
+class PoolStore(BlockStore):
+    """The prefix cache's store of such rows."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.block_bytes = BLOCK * pool.shape.token_bytes
+        super().__init__(BlockPool(pool.blocks), BLOCK, self.block_bytes, pool.copy)
+        self._memory = pool
+
+    def new_row(self) -> PoolRow:
+        """See Store."""
+        return PoolRow(self._memory, self)
+
+
+class PoolStep:
+    """A Step (models/base.py) of one token for each row; arrays are of one compiled pass."""
+
+    logits = True
+
+    def __init__(
+        self, pool: Pool, positions: mx.array, slots: mx.array, table: mx.array, longest: int
+    ) -> None:
+        """positions and slots [R] of the new tokens, table [R, B] of the rows' blocks."""
+        self._rotation = Rotation(positions)
+        self._pool, self._slots, self._table = pool, slots, table
+        self._lengths = positions + 1
+        self._longest = longest
+
+    def wanted(self, x: mx.array) -> mx.array:
+        """See Step.wanted."""
+        return x
+
+    def rope(self, x: mx.array, rope: Rope) -> mx.array:
+        """See Step.rope."""
+        return self._rotation(x, rope)
+
+    def attend(
+        self,
+        layer: int,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scale: float,
+        *,
+        sinks: mx.array | None = None,
+        cap: float = 0.0,
+    ) -> mx.array:
+        """See Step.attend."""
+        pool, scores = self._pool, Scores(scale, sinks, cap)
+        served = kernels.serves(q.shape[1], k.shape[1], k.shape[2], v.shape[2], pool.shape.dtype)
+        if pool.in_place and served and sinks is None and not cap:
+            pools = cast("tuple[mx.array, mx.array]", pool.arrays[layer])
+            return kernels.attend(
+                q, (k, v), pools, self._table, self._lengths, scale, self._longest
+            )
+        table = pool.write(layer, (k, v), self._slots, self._table)
+        keys, values = gathered(pool.arrays[layer], table)
+        return self._seen(q, keys, values, scores)
+
+    def attend_latent(
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
+    ) -> mx.array:
+        """See Step.attend_latent."""
+        table = self._pool.write(layer, (line[:, None],), self._slots, self._table)
+        (lines,) = gathered(self._pool.arrays[layer], table)
+        read = self._seen(heads.absorbed(q), lines, lines[..., : heads.rank], Scores(scale))
+        return heads.opened(read)
+
+    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
+        """See Step.recur."""
+        raise NotImplementedError("a pool of blocks has no states, see RowShape.paged")
+
+    def _seen(self, q: mx.array, keys: mx.array, values: mx.array, scores: Scores) -> mx.array:
+        """q [R, H, D], keys [R, KV, L, D], values [R, KV, L, V] -> [R, H, V]."""
+        inside = mx.arange(keys.shape[2])[None] < self._lengths[:, None]
+        return weighed(q[:, :, None], keys, values, scores, inside[:, None, None, None])[:, :, 0]
+
+
+class PoolBatch:
+    """Decodes rows of a pool with a model, compiled once for each number of rows and blocks."""
+
+    def __init__(self, model: Model, pool: Pool) -> None:
+        self._model, self._pool = model, pool
+        self._pass = Compiled(self._one_pass)
+
+    def __call__(self, rows: Sequence[PoolRow], ids: mx.array) -> mx.array:
+        """Logits [R, vocabulary] of one token `ids` [R] for each row; the rows are longer then."""
+        for row in rows:
+            row.reserve(row.offset + 1)
+        longest = max(row.offset for row in rows) + 1
+        width = -(-blocks_of(longest) // WIDE) * WIDE
+        table = [[*row.table[:width], *[0] * (width - len(row.table))] for row in rows]
+        positions = mx.array([row.offset for row in rows], dtype=mx.int32)
+        slots = mx.array([row.slot(row.offset) for row in rows], dtype=mx.int32)
+        tables = mx.array(table, dtype=mx.int32)
+        kind = (len(rows), width, self._pool.blocks)
+        logits, written = self._pass(
+            kind, ids, positions, slots, tables, width * BLOCK, self._pool.arrays
+        )
+        if not self._pool.in_place:
+            self._pool.arrays = written
+        for row in rows:
+            row.advance(1)
+        return logits
+
+    def _one_pass(
+        self,
+        ids: mx.array,
+        positions: mx.array,
+        slots: mx.array,
+        table: mx.array,
+        longest: int,
+        arrays: list[Arrays],
+    ) -> tuple[mx.array, list[Arrays]]:
+        pool = _View(self._pool, arrays)
+        logits = self._model(ids, PoolStep(pool, positions, slots, table, longest))
+        return logits, [] if pool.in_place else pool.arrays
+
+
+class _View(Pool):
+    """The pool as a pass sees it: with these arrays."""
+
+    def __init__(self, pool: Pool, arrays: list[Arrays]) -> None:
+        self.shape, self.blocks, self.in_place = pool.shape, pool.blocks, pool.in_place
+        self.arrays = [tuple(one) for one in arrays]
+        self._pending = []

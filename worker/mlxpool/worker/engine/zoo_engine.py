@@ -1,0 +1,285 @@
+"""An engine around the model code of mlx-lm: rows one after the other, each with its own caches.
+
+mlx-lm is imported here alone, when a worker loads such a model, and never before.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
+from mlxpool.common.options import Options
+from mlxpool.worker import rules
+from mlxpool.worker.engine import back_end, sampler
+from mlxpool.worker.engine.api import Memory
+from mlxpool.worker.engine.blocks import BLOCK, blocks_of, capacity, transient
+from mlxpool.worker.engine.draws import draw_of, drawn, last
+from mlxpool.worker.engine.scheduler import area_of
+from mlxpool.worker.engine.sequence import Drawn, Sequence
+from mlxpool.worker.engine.zoo_rows import ZooRow, class_of, flat
+from mlxpool.worker.prefix import cache as prefix_cache
+from mlxpool.worker.prefix.rows import RowStore
+from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.weights.folder import ModelFolder
+from mlxpool.worker.weights.load import Progress
+from mlxpool.worker.weights.zoo import features_of, kinds_of
+
+CHUNK = 2048  # tokens
+CPU_CHUNK = 512  # tokens, as in engine.py
+AT_ONCE = 16  # tensors that are read between two reports of progress
+CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
+LEAST_BLOCKS = 2  # a prompt's and one to go on
+WARM_UP = (BLOCK, 2 * BLOCK)  # tokens of the chunks that are measured at load
+
+
+@contextmanager
+def limits_kept() -> Iterator[None]:
+    """mlx-lm lowers the limit of open files when it is imported, for good: here it cannot."""
+    setrlimit = resource.setrlimit
+    resource.setrlimit = lambda *wanted: None
+    try:
+        yield
+    finally:
+        resource.setrlimit = setrlimit
+
+
+def load(folder: ModelFolder, on_progress: Progress = lambda tensors, size: None) -> Any:
+    """mlx-lm's model with its weights in memory, in float32 on the CPU.
+
+    Raises ModelLoadFailed in mlx-lm's words.
+    """
+    with limits_kept():
+        from mlx_lm.utils import load_model
+    from mlx.utils import tree_flatten
+
+    try:
+        model, _ = load_model(folder.path, lazy=True)
+    except Exception as error:  # whatever the code of a model raises
+        raise ModelLoadFailed(
+            f"{folder.path}: mlx-lm cannot load model_type {folder.model_type!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not back_end.on_gpu():
+        model.set_dtype(mx.float32)
+    weights = [array for _, array in tree_flatten(model.parameters())]
+    for end in range(AT_ONCE, len(weights) + AT_ONCE, AT_ONCE):
+        try:
+            mx.eval(*weights[end - AT_ONCE : end])
+        except (RuntimeError, OSError) as error:
+            raise ModelLoadFailed(f"{folder.path} cannot be read: {error}") from error
+        on_progress(len(weights[:end]), sum(array.nbytes for array in weights[:end]))
+    return model
+
+
+class ZooEngine:
+    """The Engine (engine/api.py) of a model of mlx-lm's; lives in one thread."""
+
+    def __init__(
+        self,
+        model: Any,
+        folder: ModelFolder,
+        text: Text | None = None,
+        *,
+        context: int | None = None,
+        prefix: str = "tree",
+        prefix_bytes: int = 0,
+        sequences: int = 8,
+        limit: int = 0,
+        blocks: int | None = None,
+    ) -> None:
+        """See ModelEngine, which takes the same."""
+        from mlx.utils import tree_flatten
+        from mlx_lm.models.cache import make_prompt_cache
+
+        self.context = min(folder.context, context or folder.context)
+        self.vocab_size = folder.plan.vocab_size
+        self.eos = folder.eos_ids
+        self.chunk = min(CHUNK if back_end.on_gpu() else CPU_CHUNK, self.context)
+        self.digest = rules.digest_of(folder.digest)
+        self._model = model
+        self._text = text or Text.from_folder(folder)
+        self._new_row = partial(ZooRow, partial(make_prompt_cache, model))
+        self._weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        self._limit = back_end.limit_of(limit)
+        self._prefix_bytes = prefix_bytes or prefix_cache.default_budget(self._limit, self._weights)
+        kinds = kinds_of(class_of(cache) for cache in flat(self._new_row().caches))
+        self._prefix = prefix_cache.build(
+            "off" if kinds is None else prefix,
+            RowStore(self._new_row, kinds or ()),
+            self._prefix_bytes,
+        )
+        self.features = features_of("off" if kinds is None else prefix)
+        self._rows: dict[Sequence, ZooRow] = {}
+        self._sequences = sequences
+        self._block_bytes, self._per_row, self._transient = BLOCK, 0, 0  # measured in warm_up
+        self._outside = back_end.outside_mlx()
+        self._cache = min(CACHE, self._limit // 16)
+        self._fixed = blocks
+        self.blocks = self._capacity()
+
+    def admit(self, seq: Sequence) -> None:
+        """See Engine.admit."""
+        self._rows[seq], seq.prefilled = self._prefix.begin(seq.tokens, seq.restore_at)
+        if not seq.preempted:
+            seq.cached = seq.prefilled
+
+    def prefill(self, seq: Sequence, budget: int) -> int:
+        """See Engine.prefill."""
+        row = self._rows[seq]
+        stop = self._prefix.next_stop(row)
+        end = seq.length - 1 if stop is None else min(stop, seq.length - 1)
+        count = min(budget, self.chunk, end - seq.prefilled)
+        if count <= 0:
+            return 0
+        self._require(row, seq.prefilled)
+        with self._losing([seq]):
+            ids = seq.between(seq.prefilled, seq.prefilled + count)
+            self._model(mx.array([ids], dtype=mx.int32), cache=row.caches)
+            row.advance(count)
+            mx.eval(row.arrays())
+        seq.prefilled += count
+        if seq.prefilled == stop:
+            self._prefix.budget = self._prefix_budget()
+            self._prefix.keep(row, seq.tokens)
+        mx.clear_cache()
+        return count
+
+    def decode(self, rows: Many[Sequence]) -> list[Drawn]:
+        """See Engine.decode. A row's logits stay until its token is taken."""
+        with self._losing(rows):
+            logits = mx.concatenate([self._logits(seq) for seq in rows])
+            sampled = sampler.sample(logits, [draw_of(seq) for seq in rows])
+            mx.eval(*sampled.arrays(), *(self._rows[seq].arrays() for seq in rows))
+        return drawn(sampled, {seq: line for line, seq in enumerate(rows)})
+
+    def _logits(self, seq: Sequence) -> mx.array:
+        """[1, vocabulary], after all tokens of the sequence."""
+        row = self._rows[seq]
+        if row.logits is None or row.offset != seq.length:
+            self._require(row, seq.length - 1)
+            ids = mx.array([[last(seq)]], dtype=mx.int32)
+            logits = self._model(ids, cache=row.caches)[:, -1, : self.vocab_size]
+            row.advance(1)
+            row.logits = logits
+        return row.logits
+
+    def _require(self, row: ZooRow, tokens: int) -> None:
+        if row.offset < tokens:
+            raise OutOfMemory(f"{tokens} tokens were lost with a step that failed")
+        assert row.offset == tokens, f"a row of {row.offset} tokens was taken for one of {tokens}"
+
+    @contextmanager
+    def _losing(self, hit: Many[Sequence]) -> Iterator[None]:
+        """A pass that fails half-way leaves nothing of the rows that it wrote to."""
+        try:
+            yield
+        except Exception:
+            for seq in hit:
+                self._rows[seq].release()
+            raise
+
+    def release(self, seq: Sequence) -> None:
+        """See Engine.release."""
+        row = self._rows.pop(seq, None)
+        if row is not None:
+            self._prefix.budget = self._prefix_budget()
+            self._prefix.close(row, seq.tokens)
+
+    def _prefix_budget(self) -> int:
+        """Its own, or what of the capacity no row has allocated."""
+        rows = sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
+        return min(self._prefix_bytes, max(0, self.blocks * self._block_bytes - rows))
+
+    def prefix_blocks(self) -> int:
+        """See Engine.prefix_blocks."""
+        return -(-self._prefix.nbytes // self._block_bytes)
+
+    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
+        """See Engine.shrink."""
+        before = self.prefix_blocks()
+        self._prefix.shrink(self._prefix.nbytes - (before - blocks) * self._block_bytes)
+        if in_use and before - self.prefix_blocks() < blocks:
+            self._prefix.clear()
+        mx.clear_cache()
+        return before - self.prefix_blocks()
+
+    def warm_up(self, moved: Callable[[], None] = lambda: None) -> None:
+        """See Engine.warm_up. What mlx-lm's caches take can only be seen; they grow by blocks."""
+        small, large = (self._warm(min(n, self.context - 2), moved) for n in WARM_UP)
+        grown, more = large[1] - small[1], blocks_of(large[0]) - blocks_of(small[0])
+        self._block_bytes = max(1, grown // more if more else small[1])
+        self._per_row = max(0, small[1] - self._block_bytes)
+        if small[0] < large[0]:
+            chunks = (small[0], small[2]), (large[0], large[2])
+            self._transient = transient(*chunks, self.chunk, area_of(self.chunk))
+        mx.set_cache_limit(self._cache)
+        mx.clear_cache()
+        self._outside = back_end.outside_mlx()
+        self.blocks = self._capacity()
+        if self.blocks < LEAST_BLOCKS:
+            raise ModelLoadFailed(
+                f"the memory limit is {self._limit} bytes; weights take {self._weights}, a step "
+                f"{self._transient}, which leaves {self.blocks} blocks of {BLOCK} tokens; at least "
+                f"{LEAST_BLOCKS} are needed"
+            )
+
+    def _warm(self, size: int, moved: Callable[[], None]) -> tuple[int, int, int]:
+        """A chunk of `size` tokens and a token more: tokens, the row's bytes, a step's bytes."""
+        seq = Sequence(b"", 0, (0,) * (max(size, 1) + 1), Options(), 0, 1)
+        row = self._rows[seq] = self._new_row()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        self.prefill(seq, size)
+        peak, taken = mx.get_peak_memory() - before, row.nbytes
+        self.decode([seq])
+        moved()
+        del self._rows[seq]
+        return size, taken, peak
+
+    def _capacity(self) -> int:
+        """Blocks that the limit leaves beside weights, a step's transient and what is not MLX's."""
+        if self._fixed is not None:
+            return self._fixed
+        used = self._weights + self._transient + self._cache + self._outside
+        return capacity(self._limit - used - self._sequences * self._per_row, self._block_bytes)
+
+    def memory(self) -> Memory:
+        """See Engine.memory."""
+        if back_end.outside_mlx() > self._outside:
+            back_end.trim()
+            self._outside = max(self._outside, back_end.outside_mlx())
+            self.blocks = self._capacity()
+        return Memory(
+            weights=self._weights,
+            kv=sum(row.nbytes for row in self._rows.values()),
+            prefix=self._prefix.nbytes,
+            active=mx.get_active_memory(),
+            cache=mx.get_cache_memory(),
+            peak=mx.get_peak_memory(),
+            limit=self._limit,
+            device_free=back_end.device_memory()[1],
+        )
+
+    @property
+    def prefix(self) -> prefix_cache.PrefixCache[ZooRow]:
+        """The prefix cache, for its counters."""
+        return self._prefix
+
+    def piece(self, token: int) -> bytes:
+        """See Engine.piece."""
+        return self._text.piece(token)
+
+    def close(self) -> None:
+        """See Engine.close."""
+        self._rows.clear()
+        self._prefix.clear()
+        mx.synchronize()
+        mx.clear_cache()

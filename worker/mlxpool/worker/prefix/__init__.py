@@ -1,0 +1,1 @@
+"""What finished sequences leave behind for later prompts that begin alike."""

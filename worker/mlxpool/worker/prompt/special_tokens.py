@@ -1,0 +1,103 @@
+"""Which tokens begin and end a text, from every file that may say so. No MLX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.weights.json_files import Folder, optional_json
+
+_ID = re.compile(r"[0-9]{1,10}")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """What the files of a folder say about the beginning and the end of texts."""
+
+    eos_ids: frozenset[int]
+    bos_token: str | None
+    add_bos: bool | None  # None: tokenizer_config.json does not say
+
+    @classmethod
+    def read(cls, path: Folder, config: Mapping[str, Any]) -> SpecialTokens:
+        """`config` is config.json. Raises ModelLoadFailed naming the file and the value."""
+        names = token_names(path)
+        add_bos = optional_json(path / "tokenizer_config.json").get("add_bos_token")
+        return cls(
+            eos_ids=_end_ids(path, config) | _end_token(path, names.get("eos_token")),
+            bos_token=names.get("bos_token"),
+            add_bos=add_bos if isinstance(add_bos, bool) else None,
+        )
+
+
+def token_names(path: Folder) -> dict[str, str]:
+    """bos_token, eos_token and the like: name -> literal text.
+
+    tokenizer_config.json has the last word, special_tokens_map.json what it leaves out.
+    """
+    older = _texts(optional_json(path / "special_tokens_map.json"))
+    return older | _texts(optional_json(path / "tokenizer_config.json"))
+
+
+def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(text, str):
+            names[name] = text.encode(errors="replace").decode()  # half a character is none
+    return names
+
+
+def _end_ids(path: Folder, config: Mapping[str, Any]) -> frozenset[int]:
+    """What the first of generation_config.json, config.json and its text_config says.
+
+    The others are not added: where they differ, they are older, and such an id may be a word.
+    """
+    inner = config.get("text_config")
+    sources = (
+        (path / "generation_config.json", optional_json(path / "generation_config.json")),
+        (path / "config.json", config),
+        (path / "config.json", inner if isinstance(inner, Mapping) else {}),
+    )
+    for file, source in sources:
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(token) is not int or token < 0 for token in ids):
+            raise ModelLoadFailed(
+                f"{file}: eos_token_id is {value!r:.60}, must be a token id or a list of them"
+            )
+        if ids:
+            return frozenset(ids)
+    return frozenset()
+
+
+def _end_token(path: Folder, text: str | None) -> frozenset[int]:
+    """The id of the tokenizer's own eos_token: often the mark at the end of a chat's turn."""
+    if text is None:
+        return frozenset()
+    listed = optional_json(path / "tokenizer_config.json").get("added_tokens_decoder")
+    for token, added in listed.items() if isinstance(listed, Mapping) else ():
+        if isinstance(added, Mapping) and added.get("content") == text and _ID.fullmatch(token):
+            return frozenset({int(token)})
+    return _in_tokenizer(optional_json(path / "tokenizer.json"), text)  # large: read if need be
+
+
+def _in_tokenizer(tokenizer: Mapping[str, Any], text: str) -> frozenset[int]:
+    """Whether the rest of the file can be read is for `tokenizers` to say."""
+    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, Mapping) and entry.get("content") == text:
+            return _id(entry.get("id"))
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    if isinstance(vocab, list):  # unigram: [piece, score]
+        vocab = {entry[0]: id for id, entry in enumerate(vocab)}
+    known = vocab.get(text) if isinstance(vocab, dict) else None
+    return _id(known)
+
+
+def _id(value: Any) -> frozenset[int]:
+    sound = isinstance(value, int) and not isinstance(value, bool)
+    return frozenset({value}) if sound else frozenset()

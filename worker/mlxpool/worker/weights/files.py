@@ -1,0 +1,139 @@
+"""A model's files by name, wherever they lie: in a folder, or as the blobs of a store."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.weights import foreign
+from mlxpool.worker.weights.headers import Header, Tensor, read_header
+from mlxpool.worker.weights.json_files import read_json
+from mlxpool.worker.weights.quant import Quant
+
+_SHOWN = 3  # names in an error that could list thousands
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What one safetensors file holds: its tensors by the model's names for them.
+
+    `layouts` of the modules whose quantisation the file itself tells.
+    """
+
+    raw: bytes  # the header
+    tensors: Mapping[str, Tensor]
+    layouts: Mapping[str, Quant] = field(default_factory=dict)
+
+
+def as_stored(headers: Mapping[Path, Header]) -> dict[Path, Content]:
+    """For files that use the model's own names."""
+    return {file: Content(header.raw, header.tensors) for file, header in headers.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """`where` is shown in errors; `named` files lie elsewhere than in the folder `where`.
+
+    `files / "config.json"` is where that file is, or would be, as with a folder's path.
+    """
+
+    where: Path
+    shards: tuple[Path, ...]
+    named: Mapping[str, Path] = field(default_factory=dict)
+    read: Callable[[Mapping[Path, Header]], dict[Path, Content]] = as_stored
+    digests: Mapping[Path, str] = field(default_factory=dict)  # sha256 in hex, of shards that tell
+    cure: str = "download it again"  # for a shard that is not what its digest says
+
+    def __truediv__(self, name: str) -> Path:
+        return self.named.get(name, self.where / name)
+
+    def contents(self) -> dict[Path, Content]:
+        """Of each shard; raises ModelLoadFailed for a header that is unsound."""
+        return self.read({shard: read_header(shard) for shard in self.shards})
+
+    def verify(self, shard: Path) -> None:
+        """Reads the whole of it; raises ModelLoadFailed where it is not what its digest says."""
+        digest = self.digests.get(shard)
+        if digest is not None and sha256(shard) != digest:
+            raise ModelLoadFailed(f"{shard} does not have the digest that is its name: {self.cure}")
+
+
+def sha256(file: Path) -> str:
+    """The digest of a whole file, in hex; lets other threads run meanwhile."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def tensors_of(contents: Mapping[Path, Content]) -> dict[str, Tensor]:
+    """All tensors by name; raises ModelLoadFailed for a name in two files."""
+    found: dict[str, Tensor] = {}
+    for content in contents.values():
+        for name, tensor in content.tensors.items():
+            if name in found:
+                raise ModelLoadFailed(
+                    f"tensor {name!r} is in both {found[name].file} and {tensor.file}"
+                )
+            found[name] = tensor
+    return found
+
+
+def in_folder(path: Path) -> Files:
+    """The files of a Hugging Face folder; raises ModelLoadFailed where there is none at `path`."""
+    require_folder(path)
+    return Files(path, shards_of(path))
+
+
+def require_folder(path: Path) -> None:
+    """Raises ModelLoadFailed saying what is there instead of a model's folder."""
+    if not path.exists():
+        raise ModelLoadFailed(f"{path} does not exist")
+    if path.is_file():
+        foreign.refuse_file(path)
+    if not (path / "config.json").is_file():
+        foreign.refuse_folder(path)
+
+
+def shards_of(path: Path) -> tuple[Path, ...]:
+    """The weights' files; raises ModelLoadFailed naming one that is missing."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed(index)
+    shards = tuple(sorted(path.glob("model*.safetensors")))
+    if not shards:
+        _refuse_weightless(path)
+    return shards
+
+
+def _indexed(index: Path) -> tuple[Path, ...]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadFailed(f"{index} has no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise ModelLoadFailed(f"{index} names the shard {name!r}, must be a plain file name")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ModelLoadFailed(
+            f"{index} names {listed('shard', missing)}, which"
+            f" {'are' if len(missing) > 1 else 'is'} missing; download again"
+        )
+    return tuple(index.parent / name for name in names)
+
+
+def _refuse_weightless(path: Path) -> None:
+    if any(path.glob("*.gguf")):
+        foreign.refuse_folder(path)
+    others = [*path.glob("*.bin"), *path.glob("*.pth")]
+    also = "; it has PyTorch files, which are not read: convert them" if others else ""
+    raise ModelLoadFailed(f"{path} has no model*.safetensors{also}")
+
+
+def listed(kind: str, names: list[str]) -> str:
+    """The first of these names of tensors or shards, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"the {kind}{'s' if len(names) > 1 else ''} {shown}{more}"

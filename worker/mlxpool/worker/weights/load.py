@@ -1,0 +1,210 @@
+"""A checked model -> a model in memory. `inspect` needs no MLX, `load` imports it.
+
+`load` has to run in the thread that will use the model: MLX's streams belong to threads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.models.base import Model
+from mlxpool.worker.models.derived import Derived
+from mlxpool.worker.weights.folder import ModelFolder, inspect
+from mlxpool.worker.weights.headers import Tensor
+from mlxpool.worker.weights.quant import FACTORS, FLOATS
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+__all__ = ["Loaded", "ModelFolder", "inspect", "load"]
+
+HASHERS = 4  # threads that compare digests
+Progress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model whose weights are in memory, computing in one dtype."""
+
+    folder: ModelFolder
+    model: Model
+    dtype: mx.Dtype
+    weight_bytes: int  # in memory
+    deterministic: bool = False  # its results do not depend on what is computed beside them
+
+
+def load(
+    folder: ModelFolder,
+    on_progress: Progress = lambda tensors, size: None,
+    *,
+    deterministic: bool = False,
+) -> Loaded:
+    """Reads the weights layer by layer, `on_progress` after each.
+
+    Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or are not what
+    the digests say that a store has of them.
+    """
+    from mlxpool.worker.models.parts import Parts
+
+    dtype = _dtype(folder)
+    weights: dict[str, mx.array] = {}
+    for layer, tensors, size in _layers_read(folder, dtype):
+        weights.update(layer)
+        on_progress(tensors, size)
+    weight_bytes = sum(array.nbytes for array in weights.values())  # build takes them out
+    parts = Parts(weights, folder.fit.layouts, dtype, exact=deterministic)
+    return Loaded(
+        folder=folder,
+        model=folder.plan.build(parts),
+        dtype=dtype,
+        weight_bytes=weight_bytes,
+        deterministic=deterministic,
+    )
+
+
+def _dtype(folder: ModelFolder) -> mx.Dtype:
+    """float32 on the CPU, where halves are slower; else what most of the floats are."""
+    import mlx.core as mx
+
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return mx.float32
+    sizes: Counter[str] = Counter({"BF16": 0})
+    for tensor in folder.tensors.values():
+        if tensor.dtype in FLOATS:
+            sizes[tensor.dtype] += tensor.nbytes
+    known = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+    return known[sizes.most_common(1)[0][0]]
+
+
+def _layers_read(
+    folder: ModelFolder, dtype: mx.Dtype
+) -> Iterator[tuple[dict[str, mx.array], int, int]]:
+    """Each layer's weights, with the tensors and bytes read till then."""
+    reader = _Reader(folder)
+    for names in _layers(folder):
+        reader.verify(names)
+        layer: dict[str, mx.array] = {}
+        for made in reader.made(names):
+            layer.update(_evaluated(folder, made, dtype))
+        yield layer, reader.tensors, reader.size
+
+
+class _Reader:
+    """The weights of a folder, made of its files one step after the other.
+
+    A file is opened with the first of its tensors and closed with the last: a store keeps each
+    tensor in a file of its own, more than a process may have open.
+    """
+
+    def __init__(self, folder: ModelFolder) -> None:
+        self._files = folder.files
+        self._tensors = folder.tensors
+        self._derived = {name: one for one in folder.fit.derived for name in one.makes}
+        self._opened: dict[Path, dict[str, mx.array]] = {}
+        self._left = Counter(tensor.file for tensor in folder.tensors.values())
+        self.tensors, self.size = 0, 0  # read till now
+
+    def verify(self, names: Sequence[str]) -> None:
+        """Compare the digests of the files that these weights are read from next."""
+        if not self._files.digests:
+            return
+        sources = [one for name in names for one in self._sources(name)]
+        files = {self._tensors[source].file for source in sources} - set(self._opened)
+        with ThreadPoolExecutor(HASHERS) as pool:
+            for _ in pool.map(self._files.verify, files):
+                pass
+
+    def _sources(self, name: str) -> Sequence[str]:
+        one = self._of(name)
+        return (name,) if one is None else one.sources
+
+    def made(self, names: Sequence[str]) -> Iterator[dict[str, mx.array]]:
+        """The stored ones of these weights, not yet read, then each derived one with its kin."""
+        yield {name: self._stored(self._tensors[name]) for name in names if not self._of(name)}
+        done: list[Derived] = []
+        for name in names:
+            one = self._of(name)
+            if one is not None and not any(one is other for other in done):
+                done.append(one)
+                arrays = one.make([self._stored(self._tensors[source]) for source in one.sources])
+                yield dict(zip(one.makes, arrays, strict=True))
+
+    def _of(self, name: str) -> Derived | None:
+        return self._derived.get(name)
+
+    def _stored(self, tensor: Tensor) -> mx.array:
+        file = tensor.file
+        if file not in self._opened:
+            self._opened[file] = _open(file)
+        array = self._opened[file].pop(tensor.stored, None)
+        shape = None if array is None else array.shape
+        if array is None or shape != tensor.shape:
+            raise ModelLoadFailed(
+                f"{file} changed while it was read: tensor {tensor.stored!r} has shape {shape}, "
+                f"had {tensor.shape}; load again"
+            )
+        self._left[file] -= 1
+        if not self._left[file]:
+            del self._opened[file]
+        self.tensors += 1
+        self.size += tensor.nbytes
+        return array
+
+
+def _open(file: Path) -> dict[str, mx.array]:
+    """Every tensor of a file, not yet read: MLX does that when it is evaluated."""
+    import mlx.core as mx
+
+    try:
+        found = mx.load(str(file), format="safetensors")
+    except (RuntimeError, OSError) as error:
+        raise ModelLoadFailed(f"{file} cannot be read: {error}") from error
+    assert isinstance(found, dict)
+    return found
+
+
+def _evaluated(
+    folder: ModelFolder, arrays: dict[str, mx.array], dtype: mx.Dtype
+) -> dict[str, mx.array]:
+    """The arrays in memory, floats in `dtype`; only they hold the stored ones, so these go."""
+    import mlx.core as mx
+
+    def cast(name: str, array: mx.array) -> mx.array:
+        if not mx.issubdtype(array.dtype, mx.floating):
+            return array
+        wide = name.rpartition(".")[2] in FACTORS or folder.plan.float32(name)
+        return array.astype(mx.float32 if wide else dtype)
+
+    cast_ones = {name: cast(name, arrays[name]) for name in list(arrays)}
+    arrays.clear()
+    try:
+        mx.eval(list(cast_ones.values()))
+    except (RuntimeError, OSError) as error:
+        raise ModelLoadFailed(
+            f"{folder.path}: {next(iter(cast_ones))!r} or near: {error}"
+        ) from error
+    for name, array in cast_ones.items():
+        asked = folder.fit.weights[name].shape
+        if array.shape != asked:
+            raise ModelLoadFailed(
+                f"{folder.path}: {name!r} was made with shape {array.shape}, must have {asked}"
+            )
+    return cast_ones
+
+
+def _layers(folder: ModelFolder) -> Iterator[list[str]]:
+    """The weights' names in the order of use, those of one layer together."""
+    for _, names in groupby(folder.fit.weights, key=_layer_of):
+        yield list(names)
+
+
+def _layer_of(name: str) -> str:
+    _, layers, rest = name.partition(".layers.")
+    return rest.partition(".")[0] if layers else name
