@@ -35,7 +35,6 @@ from mlxpool.common.wire import Header
 from pool import PATIENCE, Pool
 
 MODEL = '[models.m]\npath = "builtin:counting"\n[models.m.counting]\nstep_us = 2000\n'
-GOAL = 2.0
 BATCH = 200  # messages in one write
 CROWD = 1000
 

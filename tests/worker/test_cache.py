@@ -11,18 +11,14 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.engine.attention import (  # noqa: E402
-    Scores,
-    Span,
-    Step,
-    seen,
-)
+from mlxpool.worker.engine.attention import Span, Step, seen  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.models.base import (  # noqa: E402
     KeyValue,
     Latent,
     LayerCache,
     Recurrent,
+    Scores,
     window_room,
 )
 

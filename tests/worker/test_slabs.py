@@ -18,7 +18,7 @@ from mlxpool.worker.engine.batch import Batch, parts_of  # noqa: E402
 from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.slabs import BLOCKS, SlabRow, Slabs  # noqa: E402
-from mlxpool.worker.models.base import KeyValue  # noqa: E402
+from mlxpool.worker.models.base import KeyValue, Scores  # noqa: E402
 
 SHAPE = RowShape((KeyValue(2, 4, 4),) * 2, mx.float32, 3000)
 DRAW = np.random.default_rng(0)
@@ -140,7 +140,7 @@ class Attention:
     def __call__(self, tokens: Any, step: Any) -> Any:
         x = self.table[tokens].reshape(-1, self.heads, 4)
         for layer in range(len(SHAPE.caches)):
-            x = x + step.attend(layer, x, x[:, :2], x[:, -2:], 0.5)
+            x = x + step.attend(layer, x, x[:, :2], x[:, -2:], Scores(0.5))
         return x.reshape(x.shape[0], -1)
 
 

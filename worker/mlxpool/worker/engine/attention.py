@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlxpool.worker.engine.cache import Row
 from mlxpool.worker.engine.slabs import SlabRow
-from mlxpool.worker.models.base import KeyValue, LatentHeads, Rope, Scan
+from mlxpool.worker.models.base import KeyValue, LatentHeads, Rope, Scan, Scores
 
 AnyRow = Row | SlabRow
 FUSED = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
@@ -122,21 +122,11 @@ class Step:
         """x [T, H, D] rotated by each token's own position."""
         return self._rotation(x, rope)
 
-    def attend(
-        self,
-        layer: int,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        scale: float,
-        *,
-        sinks: mx.array | None = None,
-        cap: float = 0.0,
-    ) -> mx.array:
+    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
         """See models.base.Step; k and v go into each row's cache."""
 
         def one(row: AnyRow, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-            return self.attend_row(row, layer, q, k, v, Scores(scale, sinks, cap))
+            return self.attend_row(row, layer, q, k, v, scores)
 
         return self._by_row(one, q, k, v)
 
@@ -203,15 +193,6 @@ class Step:
         """Every layer has written: the rows are longer now."""
         for span in self.spans:
             span.row.advance(span.count)
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How products of queries and keys become scores, see models.base.Step.attend."""
-
-    scale: float
-    sinks: mx.array | None = None
-    cap: float = 0.0
 
 
 def seen(

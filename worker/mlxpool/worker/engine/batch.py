@@ -16,7 +16,7 @@ from mlxpool.worker.engine.attention import Rotation, bent
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of
 from mlxpool.worker.engine.compiled import Compiled
 from mlxpool.worker.engine.slabs import Slab, SlabRow
-from mlxpool.worker.models.base import LatentHeads, Model, Rope, Scan
+from mlxpool.worker.models.base import LatentHeads, Model, Rope, Scan, Scores
 
 NARROW = 64  # tokens; blocks are read as far as the fullest of them goes, in steps of this
 NEVER = -1e30  # a score that counts for nothing, yet is finite: whole blocks may have no other
@@ -122,34 +122,24 @@ class BatchStep:
         """See Step.rope."""
         return self._rotation(x, rope)
 
-    def attend(
-        self,
-        layer: int,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        scale: float,
-        *,
-        sinks: mx.array | None = None,
-        cap: float = 0.0,
-    ) -> mx.array:
+    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
         """See Step.attend."""
-        if sinks is not None:
+        if scores.sinks is not None:
             raise NotImplementedError("no known model has sinks and no windows")
         rows, heads, size = q.shape
         pairs = k.shape[1]
-        q = (q * scale).reshape(rows, pairs, heads // pairs, size).swapaxes(0, 1)
+        q = (q * scores.scale).reshape(rows, pairs, heads // pairs, size).swapaxes(0, 1)
         k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
-        scores, values = [], []
+        found, values = [], []
         for reading, (slab_keys, slab_values) in zip(self._readings, self.slabs, strict=True):
             if reading.writes:
                 _write(slab_keys, layer, reading, k)
                 _write(slab_values, layer, reading, v)
             asked = q if self._member is None else q[:, reading.owner]
             keys = _read(slab_keys[layer], reading)
-            scores.append(bent(asked @ keys.swapaxes(-1, -2), cap) + reading.mask)
+            found.append(bent(asked @ keys.swapaxes(-1, -2), scores.cap) + reading.mask)
             values.append(_read(slab_values[layer], reading))
-        out = _simple(scores, values) if self._member is None else self._weighed(scores, values)
+        out = _simple(found, values) if self._member is None else self._weighed(found, values)
         return out.reshape(rows, heads, -1)
 
     def attend_latent(

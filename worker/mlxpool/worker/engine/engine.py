@@ -24,6 +24,7 @@ from mlxpool.worker.engine.blocks import BLOCK, blocks_of, capacity, transient
 from mlxpool.worker.engine.cache import RowShape
 from mlxpool.worker.engine.draws import draw_of, drawn, last
 from mlxpool.worker.engine.layouts import Layout, layout_of
+from mlxpool.worker.engine.room import PrefixRoom
 from mlxpool.worker.engine.sampler import Sampled
 from mlxpool.worker.engine.scheduler import area_of
 from mlxpool.worker.engine.sequence import Drawn, Sequence
@@ -119,6 +120,7 @@ class ModelEngine:
         self._prefix: PrefixCache[AnyRow] = prefix_cache.build(
             prefix, self._layout.store, self._prefix_bytes
         )
+        self._prefix_room = PrefixRoom(self._prefix, self._prefix_bytes, self._block_bytes)
         self.blocks = self._capacity()
         self._lookahead = back_end.on_gpu() if lookahead is None else lookahead
         self._flight: _Flight | None = None
@@ -159,7 +161,7 @@ class ModelEngine:
             mx.eval(row.arrays())
         seq.prefilled += count
         if seq.prefilled == stop:
-            self._prefix.budget = self._prefix_budget()
+            self._prefix_room.bound(self._left())
             self._prefix.keep(row, seq.tokens)
         if not back_end.on_gpu():
             mx.clear_cache()
@@ -186,29 +188,22 @@ class ModelEngine:
             # A token in flight is nobody's. Of a preempted one that returns the last is drawn from
             # again, and a state that has it already could not be cut back then.
             row.trim(seq.length - 1 if self._layout.store.stateful else seq.length)
-            self._prefix.budget = self._prefix_budget()
+            self._prefix_room.bound(self._left())
             self._prefix.close(row, seq.tokens)
 
-    def _prefix_budget(self) -> int:
-        """Its own, or what of the capacity no row has allocated."""
-        return min(self._prefix_bytes, self._left())
-
     def _left(self) -> int:
-        whole = self.blocks * self._block_bytes
-        return max(0, self._layout.left(self._rows.values(), whole))
+        """Bytes of the capacity that no row has taken."""
+        return self._layout.left(self._rows.values(), self.blocks * self._block_bytes)
 
     def prefix_blocks(self) -> int:
         """See Engine.prefix_blocks."""
-        return -(-self._prefix.nbytes // self._block_bytes)
+        return self._prefix_room.blocks()
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         """See Engine.shrink."""
-        before = self.prefix_blocks()
-        self._prefix.shrink(self._prefix.nbytes - (before - blocks) * self._block_bytes)
-        if in_use and before - self.prefix_blocks() < blocks:
-            self._prefix.clear()
+        freed = self._prefix_room.shrink(blocks, in_use=in_use)
         mx.clear_cache()
-        return before - self.prefix_blocks()
+        return freed
 
     def warm_up(self, moved: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Measures what a prefill chunk needs for a while, too."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlxpool.worker.engine.attention import AnyRow, Scores, Step, bent
+from mlxpool.worker.engine.attention import AnyRow, Step, bent
 from mlxpool.worker.engine.blocks import BLOCK
+from mlxpool.worker.models.base import Scores
 from mlxpool.worker.models.parts import TILE, padded
 
 NEVER = -1e30  # a score that counts for nothing, yet is finite

@@ -13,11 +13,11 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.engine import kernels
-from mlxpool.worker.engine.attention import Rotation, Scores, weighed
+from mlxpool.worker.engine.attention import Rotation, weighed
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of
 from mlxpool.worker.engine.cache import Arrays, RowShape
 from mlxpool.worker.engine.compiled import Compiled
-from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Model, Rope, Scan
+from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Model, Rope, Scan, Scores
 from mlxpool.worker.prefix.blocks import BlockPool, BlockRow, BlockStore
 
 WIDE = 8  # blocks; a step's tables are as wide as a multiple of it, so that few passes are compiled
@@ -198,24 +198,14 @@ class PoolStep:
         """See Step.rope."""
         return self._rotation(x, rope)
 
-    def attend(
-        self,
-        layer: int,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        scale: float,
-        *,
-        sinks: mx.array | None = None,
-        cap: float = 0.0,
-    ) -> mx.array:
+    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
         """See Step.attend."""
-        pool, scores = self._pool, Scores(scale, sinks, cap)
+        pool = self._pool
         served = kernels.serves(q.shape[1], k.shape[1], k.shape[2], v.shape[2], pool.shape.dtype)
-        if pool.in_place and served and sinks is None and not cap:
+        if pool.in_place and served and scores.sinks is None and not scores.cap:
             pools = cast("tuple[mx.array, mx.array]", pool.arrays[layer])
             return kernels.attend(
-                q, (k, v), pools, self._table, self._lengths, scale, self._longest
+                q, (k, v), pools, self._table, self._lengths, scores.scale, self._longest
             )
         table = pool.write(layer, (k, v), self._slots, self._table)
         keys, values = gathered(pool.arrays[layer], table)

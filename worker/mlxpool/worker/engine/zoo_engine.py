@@ -21,6 +21,7 @@ from mlxpool.worker.engine import back_end, sampler
 from mlxpool.worker.engine.api import Memory
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of, capacity, transient
 from mlxpool.worker.engine.draws import draw_of, drawn, last
+from mlxpool.worker.engine.room import PrefixRoom
 from mlxpool.worker.engine.scheduler import area_of
 from mlxpool.worker.engine.sequence import Drawn, Sequence
 from mlxpool.worker.engine.zoo_rows import ZooRow, class_of, flat
@@ -108,17 +109,20 @@ class ZooEngine:
         self._new_row = partial(ZooRow, partial(make_prompt_cache, model))
         self._weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         self._limit = back_end.limit_of(limit)
-        self._prefix_bytes = prefix_bytes or prefix_cache.default_budget(self._limit, self._weights)
+        most = prefix_bytes or prefix_cache.default_budget(self._limit, self._weights)
         kinds = kinds_of(class_of(cache) for cache in flat(self._new_row().caches))
         self._prefix = prefix_cache.build(
             "off" if kinds is None else prefix,
             RowStore(self._new_row, kinds or ()),
-            self._prefix_bytes,
+            most,
         )
+        self._prefix_room = PrefixRoom(
+            self._prefix, most, BLOCK
+        )  # measured in warm_up, as the next
         self.features = features_of("off" if kinds is None else prefix)
         self._rows: dict[Sequence, ZooRow] = {}
         self._sequences = sequences
-        self._block_bytes, self._per_row, self._transient = BLOCK, 0, 0  # measured in warm_up
+        self._per_row, self._transient = 0, 0
         self._outside = back_end.outside_mlx()
         self._cache = min(CACHE, self._limit // 16)
         self._fixed = blocks
@@ -146,7 +150,7 @@ class ZooEngine:
             mx.eval(row.arrays())
         seq.prefilled += count
         if seq.prefilled == stop:
-            self._prefix.budget = self._prefix_budget()
+            self._prefix_room.bound(self._left())
             self._prefix.keep(row, seq.tokens)
         mx.clear_cache()
         return count
@@ -189,33 +193,30 @@ class ZooEngine:
         """See Engine.release."""
         row = self._rows.pop(seq, None)
         if row is not None:
-            self._prefix.budget = self._prefix_budget()
+            self._prefix_room.bound(self._left())
             self._prefix.close(row, seq.tokens)
 
-    def _prefix_budget(self) -> int:
-        """Its own, or what of the capacity no row has allocated."""
+    def _left(self) -> int:
+        """Bytes of the capacity that no row has taken."""
         rows = sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
-        return min(self._prefix_bytes, max(0, self.blocks * self._block_bytes - rows))
+        return self.blocks * self._prefix_room.block_bytes - rows
 
     def prefix_blocks(self) -> int:
         """See Engine.prefix_blocks."""
-        return -(-self._prefix.nbytes // self._block_bytes)
+        return self._prefix_room.blocks()
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         """See Engine.shrink."""
-        before = self.prefix_blocks()
-        self._prefix.shrink(self._prefix.nbytes - (before - blocks) * self._block_bytes)
-        if in_use and before - self.prefix_blocks() < blocks:
-            self._prefix.clear()
+        freed = self._prefix_room.shrink(blocks, in_use=in_use)
         mx.clear_cache()
-        return before - self.prefix_blocks()
+        return freed
 
     def warm_up(self, moved: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. What mlx-lm's caches take can only be seen; they grow by blocks."""
         small, large = (self._warm(min(n, self.context - 2), moved) for n in WARM_UP)
         grown, more = large[1] - small[1], blocks_of(large[0]) - blocks_of(small[0])
-        self._block_bytes = max(1, grown // more if more else small[1])
-        self._per_row = max(0, small[1] - self._block_bytes)
+        self._prefix_room.block_bytes = max(1, grown // more if more else small[1])
+        self._per_row = max(0, small[1] - self._prefix_room.block_bytes)
         if small[0] < large[0]:
             chunks = (small[0], small[2]), (large[0], large[2])
             self._transient = transient(*chunks, self.chunk, area_of(self.chunk))
@@ -249,7 +250,9 @@ class ZooEngine:
         if self._fixed is not None:
             return self._fixed
         used = self._weights + self._transient + self._cache + self._outside
-        return capacity(self._limit - used - self._sequences * self._per_row, self._block_bytes)
+        return capacity(
+            self._limit - used - self._sequences * self._per_row, self._prefix_room.block_bytes
+        )
 
     def memory(self) -> Memory:
         """See Engine.memory."""

@@ -113,6 +113,19 @@ def window_room(window: int, chunk: int) -> int:
     return window + max(chunk, WINDOW_GROWTH)
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How products of queries and keys become scores: multiplied by `scale`.
+
+    `sinks` [H] are scores that take their part of the softmax and give nothing. Scores are bent to
+    stay below `cap`: cap * tanh(score / cap), 0: they are not.
+    """
+
+    scale: float
+    sinks: mx.array | None = None
+    cap: float = 0.0
+
+
 class LatentHeads(Protocol):
     """How the heads of a Latent layer read its lines, in two ways that give the same.
 
@@ -146,22 +159,8 @@ class Step(Protocol):
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array: ...
 
-    def attend(
-        self,
-        layer: int,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        scale: float,
-        *,
-        sinks: mx.array | None = None,
-        cap: float = 0.0,
-    ) -> mx.array:
-        """q [T, H, D], k [T, KV, D], v [T, KV, V] -> [T, H, V], for a KeyValue layer.
-
-        `sinks` [H] are scores that take their part of the softmax and give nothing; scores are
-        bent to stay below `cap`: cap * tanh(score / cap), 0: they are not.
-        """
+    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
+        """q [T, H, D], k [T, KV, D], v [T, KV, V] -> [T, H, V], for a KeyValue layer."""
 
     def attend_latent(
         self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads

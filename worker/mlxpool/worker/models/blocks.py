@@ -18,6 +18,7 @@ from mlxpool.worker.models.base import (
     LayerCache,
     Parts,
     Rope,
+    Scores,
     Shape,
     Step,
 )
@@ -106,13 +107,13 @@ class GroupedQuery:
 class _Attention:
     def __init__(self, spec: GroupedQuery, parts: Parts, name: str, layer: int) -> None:
         self.spec, self.layer = spec, layer
-        self.scale = spec.scale or spec.heads.size**-0.5
         self.qkv = parts.joined([f"{name}.{one}_proj" for one in "qkv"])
         self.norms = None
         if spec.norm_eps:
             q_norm = parts.norm(f"{name}.q_norm", spec.norm_eps)
             self.norms = q_norm, parts.norm(f"{name}.k_norm", spec.norm_eps)
-        self.sinks = parts.array(f"{name}.sinks") if spec.sinks else None
+        sinks = parts.array(f"{name}.sinks") if spec.sinks else None
+        self.scores = Scores(spec.scale or spec.heads.size**-0.5, sinks, spec.cap)
         self.o = parts.linear(f"{name}.o_proj")
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
@@ -120,8 +121,7 @@ class _Attention:
         both = heads.queries + heads.pairs
         every = self.qkv(x).reshape(x.shape[0], both + heads.pairs, heads.size)
         q, k = self._rotated(every[:, :both], step)
-        v, scale = every[:, both:], self.scale
-        out = step.attend(self.layer, q, k, v, scale, sinks=self.sinks, cap=self.spec.cap)
+        out = step.attend(self.layer, q, k, every[:, both:], self.scores)
         return self.o(out.reshape(x.shape[0], -1))
 
     def _rotated(self, qk: mx.array, step: Step) -> tuple[mx.array, mx.array]:

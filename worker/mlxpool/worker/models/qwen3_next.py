@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.worker.models.base import KeyValue, Parts, Plan, Rope, Step, integer, number
+from mlxpool.worker.models.base import KeyValue, Parts, Plan, Rope, Scores, Step, integer, number
 from mlxpool.worker.models.blocks import Block, Gated, Mixing, PreNorm, Shapes, linear
 from mlxpool.worker.models.decoder import Decoder
 from mlxpool.worker.models.delta_net import FLOAT32, DeltaNet
@@ -138,13 +138,15 @@ class GatedAttention:
         k_norm = parts.norm(f"{name}.k_norm", self.eps)
         o = parts.linear(f"{name}.o_proj")
 
+        scores = Scores(size**-0.5)
+
         def mixer(x: mx.array, step: Step) -> mx.array:
             every = qkv(x).reshape(x.shape[0], -1, size)
             asked = every[:, : 2 * queries].reshape(x.shape[0], queries, 2 * size)
             k, v = mx.split(every[:, 2 * queries :], 2, axis=1)
             q = step.rope(q_norm(asked[..., :size]), self.rope)
             k = step.rope(k_norm(k), self.rope)
-            out = step.attend(layer, q, k, v, size**-0.5) * mx.sigmoid(asked[..., size:])
+            out = step.attend(layer, q, k, v, scores) * mx.sigmoid(asked[..., size:])
             return o(out.reshape(x.shape[0], -1))
 
         return mixer
