@@ -14,30 +14,23 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
 from mlxpool.common.options import Options
-from mlxpool.worker import rules
 from mlxpool.worker.engine import back_end, sampler
-from mlxpool.worker.engine.api import Memory
 from mlxpool.worker.engine.attention import AnyRow, Span
-from mlxpool.worker.engine.blocks import BLOCK, blocks_of, capacity, transient
+from mlxpool.worker.engine.blocks import BLOCK, blocks_of, transient
 from mlxpool.worker.engine.cache import RowShape
 from mlxpool.worker.engine.draws import draw_of, drawn, last
 from mlxpool.worker.engine.layouts import Layout, layout_of
-from mlxpool.worker.engine.room import PrefixRoom
+from mlxpool.worker.engine.row_engine import LEAST_BLOCKS, RowEngine
 from mlxpool.worker.engine.sampler import Sampled
 from mlxpool.worker.engine.scheduler import area_of
 from mlxpool.worker.engine.sequence import Drawn, Sequence
 from mlxpool.worker.prefix import cache as prefix_cache
-from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.about import require_deterministic
 from mlxpool.worker.weights.load import Loaded
 
 CLEAR_EVERY = 256  # decode steps between two clearings of MLX's cache of free buffers
-CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
-GPU_CACHE = 4 * 1024**3  # the same on a GPU, where getting them again is slow
-LEAST_BLOCKS = 2  # a prompt's and one to go on
 WARM_UP = (64, 256)  # tokens of the chunks that are tried at load
 
 
@@ -68,7 +61,7 @@ class _Flight:
         return {seq: line for seq, line in lines if line is not None}
 
 
-class ModelEngine:
+class ModelEngine(RowEngine[AnyRow]):
     """The Engine (engine/api.py) of a loaded model; lives in one thread."""
 
     def __init__(
@@ -91,36 +84,27 @@ class ModelEngine:
         `limit` is what the process may take, in bytes, see back_end.limit_of; `blocks` None means:
         what it leaves. `prefix_bytes` 0: a quarter of what the weights leave of the limit.
         """
-        folder, plan = loaded.folder, loaded.folder.plan
-        self.context = min(folder.context, context or folder.context)
-        self.vocab_size = plan.vocab_size
-        self.eos = folder.eos_ids
-        self.chunk = min(back_end.chunk(), self.context)
-        self.digest = rules.digest_of(folder.digest)
-        self._loaded = loaded
-        self._model = loaded.model
-        self._text = text or Text.from_folder(folder)
-        shape = RowShape(plan.caches, loaded.dtype, self.context, self.chunk)
+        folder = loaded.folder
+        super().__init__(
+            folder,
+            text,
+            weights=loaded.weight_bytes,
+            context=context,
+            prefix_bytes=prefix_bytes,
+            sequences=sequences,
+            limit=limit,
+            blocks=blocks,
+        )
         if loaded.deterministic:
             require_deterministic(folder)
-        self._limit = back_end.limit_of(limit)
-        self._prefix_bytes = prefix_bytes or prefix_cache.default_budget(
-            self._limit, loaded.weight_bytes
-        )
-        self._rows: dict[Sequence, AnyRow] = {}
+        self._loaded = loaded
+        self._model = loaded.model
+        shape = RowShape(folder.plan.caches, loaded.dtype, self.context, self.chunk)
         self._block_bytes = BLOCK * max(shape.token_bytes, 1)
         self._per_row = shape.fixed_bytes
-        self._transient = 0
-        self._outside = back_end.outside_mlx()
-        self._cache = min(GPU_CACHE if back_end.on_gpu() else CACHE, self._limit // 16)
-        self._fixed = blocks
-        self._sequences = sequences
         prefixes = 0 if prefix == "off" else self._prefix_bytes // self._block_bytes
         self._layout = self._laid_out(layout, shape, prefixes)
-        self._prefix: PrefixCache[AnyRow] = prefix_cache.build(
-            prefix, self._layout.store, self._prefix_bytes
-        )
-        self._prefix_room = PrefixRoom(self._prefix, self._prefix_bytes, self._block_bytes)
+        self._prefix = prefix_cache.build(prefix, self._layout.store, self._prefix_bytes)
         self.blocks = self._capacity()
         self._lookahead = back_end.on_gpu() if lookahead is None else lookahead
         self._flight: _Flight | None = None
@@ -129,7 +113,7 @@ class ModelEngine:
     def _laid_out(self, name: str | None, shape: RowShape, prefixes: int) -> Layout:
         """A pool gets what all sequences and `prefixes` blocks need, as far as memory goes."""
         most = self._sequences * blocks_of(self.context) + prefixes
-        room = self._fixed if self._fixed is not None else min(most, self._room(spare=0))
+        room = self._fixed if self._fixed is not None else min(most, self._room())
         return layout_of(
             name,
             shape,
@@ -139,33 +123,10 @@ class ModelEngine:
             on_gpu=back_end.on_gpu(),
         )
 
-    def admit(self, seq: Sequence) -> None:
-        """See Engine.admit."""
-        self._rows[seq], seq.prefilled = self._prefix.begin(seq.tokens, seq.restore_at)
-        if not seq.preempted:
-            seq.cached = seq.prefilled
-
-    def prefill(self, seq: Sequence, budget: int) -> int:
-        """See Engine.prefill; what is done survives a later failure."""
-        row = self._rows[seq]
-        stop = self._prefix.next_stop(row)
-        end = seq.length - 1 if stop is None else min(stop, seq.length - 1)
-        count = min(budget, self.chunk, end - seq.prefilled)
-        if count <= 0:
-            return 0
-        if row.offset < seq.prefilled:
-            raise OutOfMemory(f"{seq.prefilled} tokens were lost with a step that failed")
-        ids = seq.between(seq.prefilled, seq.prefilled + count)
-        with self._losing([seq]):
-            self._layout.forward([Span(row, count)], mx.array(ids, dtype=mx.int32), logits=False)
-            mx.eval(row.arrays())
-        seq.prefilled += count
-        if seq.prefilled == stop:
-            self._prefix_room.bound(self._left())
-            self._prefix.keep(row, seq.tokens)
-        if not back_end.on_gpu():
-            mx.clear_cache()
-        return count
+    def _compute(self, row: AnyRow, ids: list[int]) -> None:
+        tokens = mx.array(ids, dtype=mx.int32)
+        self._layout.forward([Span(row, len(ids))], tokens, logits=False)
+        mx.eval(row.arrays())
 
     def decode(self, rows: Many[Sequence]) -> list[Drawn]:
         """See Engine.decode. Raises RowFailed when the logits of a row are no numbers."""
@@ -181,42 +142,24 @@ class ModelEngine:
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
-        row = self._rows.pop(seq, None)
         if self._flight is not None:
             self._flight = self._flight.without(seq)
+        row = self._rows.get(seq)
         if row is not None:
             # A token in flight is nobody's. Of a preempted one that returns the last is drawn from
             # again, and a state that has it already could not be cut back then.
             row.trim(seq.length - 1 if self._layout.store.stateful else seq.length)
-            self._prefix_room.bound(self._left())
-            self._prefix.close(row, seq.tokens)
+        super().release(seq)
 
     def _left(self) -> int:
-        """Bytes of the capacity that no row has taken."""
         return self._layout.left(self._rows.values(), self.blocks * self._block_bytes)
-
-    def prefix_blocks(self) -> int:
-        """See Engine.prefix_blocks."""
-        return self._prefix_room.blocks()
-
-    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
-        """See Engine.shrink."""
-        freed = self._prefix_room.shrink(blocks, in_use=in_use)
-        mx.clear_cache()
-        return freed
 
     def warm_up(self, moved: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Measures what a prefill chunk needs for a while, too."""
         small, large = (self._warm(min(n, self.context - 2), moved) for n in WARM_UP)
         if small[0] < large[0]:
             self._transient = transient(small, large, self.chunk, area_of(self.chunk))
-        self._prefix.clear()
-        mx.set_cache_limit(self._cache)
-        mx.clear_cache()
-        self._outside = back_end.outside_mlx()
-        self.blocks = self._capacity()
-        if self.blocks < LEAST_BLOCKS:
-            raise ModelLoadFailed(self._too_little())
+        self._settle()
 
     def _warm(self, size: int, moved: Callable[[], None]) -> tuple[int, int]:
         """A chunk of `size` tokens, a decode step of each width; the chunk's tokens and bytes."""
@@ -238,61 +181,18 @@ class ModelEngine:
         return size, peak
 
     def _capacity(self) -> int:
-        """Blocks that the limit leaves beside weights, a step's transient and what is not MLX's."""
         if self._fixed is not None:
             return self._fixed
         room = self._room(self._layout.spare)
         return min(room, self._layout.blocks) if self._layout.holds_tree else room
 
-    def _room(self, spare: int) -> int:
-        """Blocks for which there is memory."""
-        used = self._loaded.weight_bytes + self._transient + self._cache
-        used += self._outside + spare + self._sequences * self._per_row
-        return capacity(self._limit - used, self._block_bytes)
-
-    def _too_little(self) -> str:
-        apart = self._layout.spare + self._sequences * self._per_row
-        return (
-            f"the memory limit is {self._limit} bytes; weights take {self._loaded.weight_bytes},"
-            f" a step {self._transient}, freed buffers {self._cache}, the process itself"
-            f" {self._outside}, {self._sequences} rows {apart} besides their tokens, which leaves"
-            f" {self.blocks} blocks of {BLOCK} tokens"
-            f" ({self._block_bytes} bytes each); at least {LEAST_BLOCKS} are needed"
-        )
-
-    def memory(self) -> Memory:
-        """See Engine.memory. What the process takes beside MLX may grow; then fewer blocks fit."""
-        if back_end.outside_mlx() > self._outside:
-            back_end.trim()
-            self._outside = max(self._outside, back_end.outside_mlx())
-            self.blocks = self._capacity()
-        return Memory(
-            weights=self._loaded.weight_bytes,
-            kv=sum(row.nbytes for row in self._rows.values()),
-            prefix=self._prefix.nbytes,
-            active=mx.get_active_memory(),
-            cache=mx.get_cache_memory(),
-            peak=mx.get_peak_memory(),
-            limit=self._limit,
-            device_free=back_end.device_memory()[1],
-        )
-
-    @property
-    def prefix(self) -> PrefixCache[AnyRow]:
-        """The prefix cache, for its counters."""
-        return self._prefix
-
-    def piece(self, token: int) -> bytes:
-        """See Engine.piece."""
-        return self._text.piece(token)
+    def _too_little(self, spare: int = 0) -> str:
+        return super()._too_little(self._layout.spare)
 
     def close(self) -> None:
         """See Engine.close."""
         self._flight = None
-        self._rows.clear()
-        self._prefix.clear()
-        mx.synchronize()
-        mx.clear_cache()
+        super().close()
 
     def _one_each(self, rows: Many[Sequence], ids: mx.array) -> mx.array:
         """Logits [R, vocabulary] of one token `ids` [R] for each row."""

@@ -16,12 +16,10 @@ import mlx.core as mx
 
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
 from mlxpool.common.options import Options
-from mlxpool.worker import rules
 from mlxpool.worker.engine import back_end, sampler
-from mlxpool.worker.engine.api import Memory
-from mlxpool.worker.engine.blocks import BLOCK, blocks_of, capacity, transient
+from mlxpool.worker.engine.blocks import BLOCK, blocks_of, transient
 from mlxpool.worker.engine.draws import draw_of, drawn, last
-from mlxpool.worker.engine.room import PrefixRoom
+from mlxpool.worker.engine.row_engine import RowEngine
 from mlxpool.worker.engine.scheduler import area_of
 from mlxpool.worker.engine.sequence import Drawn, Sequence
 from mlxpool.worker.engine.zoo_rows import ZooRow, class_of, flat
@@ -32,11 +30,7 @@ from mlxpool.worker.weights.folder import ModelFolder
 from mlxpool.worker.weights.load import Progress
 from mlxpool.worker.weights.zoo import features_of, kinds_of
 
-CHUNK = 2048  # tokens
-CPU_CHUNK = 512  # tokens, as in engine.py
 AT_ONCE = 16  # tensors that are read between two reports of progress
-CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
-LEAST_BLOCKS = 2  # a prompt's and one to go on
 WARM_UP = (BLOCK, 2 * BLOCK)  # tokens of the chunks that are measured at load
 
 
@@ -79,7 +73,7 @@ def load(folder: ModelFolder, on_progress: Progress = lambda tensors, size: None
     return model
 
 
-class ZooEngine:
+class ZooEngine(RowEngine[ZooRow]):
     """The Engine (engine/api.py) of a model of mlx-lm's; lives in one thread."""
 
     def __init__(
@@ -99,61 +93,29 @@ class ZooEngine:
         from mlx.utils import tree_flatten
         from mlx_lm.models.cache import make_prompt_cache
 
-        self.context = min(folder.context, context or folder.context)
-        self.vocab_size = folder.plan.vocab_size
-        self.eos = folder.eos_ids
-        self.chunk = min(CHUNK if back_end.on_gpu() else CPU_CHUNK, self.context)
-        self.digest = rules.digest_of(folder.digest)
-        self._model = model
-        self._text = text or Text.from_folder(folder)
-        self._new_row = partial(ZooRow, partial(make_prompt_cache, model))
-        self._weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-        self._limit = back_end.limit_of(limit)
-        most = prefix_bytes or prefix_cache.default_budget(self._limit, self._weights)
-        kinds = kinds_of(class_of(cache) for cache in flat(self._new_row().caches))
-        self._prefix = prefix_cache.build(
-            "off" if kinds is None else prefix,
-            RowStore(self._new_row, kinds or ()),
-            most,
+        super().__init__(
+            folder,
+            text,
+            weights=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
+            context=context,
+            prefix_bytes=prefix_bytes,
+            sequences=sequences,
+            limit=limit,
+            blocks=blocks,
         )
-        self._prefix_room = PrefixRoom(
-            self._prefix, most, BLOCK
-        )  # measured in warm_up, as the next
-        self.features = features_of("off" if kinds is None else prefix)
-        self._rows: dict[Sequence, ZooRow] = {}
-        self._sequences = sequences
-        self._per_row, self._transient = 0, 0
-        self._outside = back_end.outside_mlx()
-        self._cache = min(CACHE, self._limit // 16)
-        self._fixed = blocks
+        self._model = model
+        self._new_row = partial(ZooRow, partial(make_prompt_cache, model))
+        kinds = kinds_of(class_of(cache) for cache in flat(self._new_row().caches))
+        mode = "off" if kinds is None else prefix
+        store = RowStore(self._new_row, kinds or ())
+        self._prefix = prefix_cache.build(mode, store, self._prefix_bytes)
+        self.features = features_of(mode)
         self.blocks = self._capacity()
 
-    def admit(self, seq: Sequence) -> None:
-        """See Engine.admit."""
-        self._rows[seq], seq.prefilled = self._prefix.begin(seq.tokens, seq.restore_at)
-        if not seq.preempted:
-            seq.cached = seq.prefilled
-
-    def prefill(self, seq: Sequence, budget: int) -> int:
-        """See Engine.prefill."""
-        row = self._rows[seq]
-        stop = self._prefix.next_stop(row)
-        end = seq.length - 1 if stop is None else min(stop, seq.length - 1)
-        count = min(budget, self.chunk, end - seq.prefilled)
-        if count <= 0:
-            return 0
-        self._require(row, seq.prefilled)
-        with self._losing([seq]):
-            ids = seq.between(seq.prefilled, seq.prefilled + count)
-            self._model(mx.array([ids], dtype=mx.int32), cache=row.caches)
-            row.advance(count)
-            mx.eval(row.arrays())
-        seq.prefilled += count
-        if seq.prefilled == stop:
-            self._prefix_room.bound(self._left())
-            self._prefix.keep(row, seq.tokens)
-        mx.clear_cache()
-        return count
+    def _compute(self, row: ZooRow, ids: list[int]) -> None:
+        self._model(mx.array([ids], dtype=mx.int32), cache=row.caches)
+        row.advance(len(ids))
+        mx.eval(row.arrays())
 
     def decode(self, rows: Many[Sequence]) -> list[Drawn]:
         """See Engine.decode. A row's logits stay until its token is taken."""
@@ -189,47 +151,16 @@ class ZooEngine:
                 self._rows[seq].release()
             raise
 
-    def release(self, seq: Sequence) -> None:
-        """See Engine.release."""
-        row = self._rows.pop(seq, None)
-        if row is not None:
-            self._prefix_room.bound(self._left())
-            self._prefix.close(row, seq.tokens)
-
-    def _left(self) -> int:
-        """Bytes of the capacity that no row has taken."""
-        rows = sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
-        return self.blocks * self._prefix_room.block_bytes - rows
-
-    def prefix_blocks(self) -> int:
-        """See Engine.prefix_blocks."""
-        return self._prefix_room.blocks()
-
-    def shrink(self, blocks: int, *, in_use: bool = False) -> int:
-        """See Engine.shrink."""
-        freed = self._prefix_room.shrink(blocks, in_use=in_use)
-        mx.clear_cache()
-        return freed
-
     def warm_up(self, moved: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. What mlx-lm's caches take can only be seen; they grow by blocks."""
         small, large = (self._warm(min(n, self.context - 2), moved) for n in WARM_UP)
         grown, more = large[1] - small[1], blocks_of(large[0]) - blocks_of(small[0])
-        self._prefix_room.block_bytes = max(1, grown // more if more else small[1])
-        self._per_row = max(0, small[1] - self._prefix_room.block_bytes)
+        self._block_bytes = max(1, grown // more if more else small[1])
+        self._per_row = max(0, small[1] - self._block_bytes)
         if small[0] < large[0]:
             chunks = (small[0], small[2]), (large[0], large[2])
             self._transient = transient(*chunks, self.chunk, area_of(self.chunk))
-        mx.set_cache_limit(self._cache)
-        mx.clear_cache()
-        self._outside = back_end.outside_mlx()
-        self.blocks = self._capacity()
-        if self.blocks < LEAST_BLOCKS:
-            raise ModelLoadFailed(
-                f"the memory limit is {self._limit} bytes; weights take {self._weights}, a step "
-                f"{self._transient}, which leaves {self.blocks} blocks of {BLOCK} tokens; at least "
-                f"{LEAST_BLOCKS} are needed"
-            )
+        self._settle()
 
     def _warm(self, size: int, moved: Callable[[], None]) -> tuple[int, int, int]:
         """A chunk of `size` tokens and a token more: tokens, the row's bytes, a step's bytes."""
@@ -244,45 +175,3 @@ class ZooEngine:
         moved()
         del self._rows[seq]
         return size, taken, peak
-
-    def _capacity(self) -> int:
-        """Blocks that the limit leaves beside weights, a step's transient and what is not MLX's."""
-        if self._fixed is not None:
-            return self._fixed
-        used = self._weights + self._transient + self._cache + self._outside
-        return capacity(
-            self._limit - used - self._sequences * self._per_row, self._prefix_room.block_bytes
-        )
-
-    def memory(self) -> Memory:
-        """See Engine.memory."""
-        if back_end.outside_mlx() > self._outside:
-            back_end.trim()
-            self._outside = max(self._outside, back_end.outside_mlx())
-            self.blocks = self._capacity()
-        return Memory(
-            weights=self._weights,
-            kv=sum(row.nbytes for row in self._rows.values()),
-            prefix=self._prefix.nbytes,
-            active=mx.get_active_memory(),
-            cache=mx.get_cache_memory(),
-            peak=mx.get_peak_memory(),
-            limit=self._limit,
-            device_free=back_end.device_memory()[1],
-        )
-
-    @property
-    def prefix(self) -> prefix_cache.PrefixCache[ZooRow]:
-        """The prefix cache, for its counters."""
-        return self._prefix
-
-    def piece(self, token: int) -> bytes:
-        """See Engine.piece."""
-        return self._text.piece(token)
-
-    def close(self) -> None:
-        """See Engine.close."""
-        self._rows.clear()
-        self._prefix.clear()
-        mx.synchronize()
-        mx.clear_cache()
