@@ -17,13 +17,12 @@ import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.files import in_folder
 from mlxpool.worker.weights.folder import inspect
 from mlxpool.worker.weights.place import DEMO_FOLDER as DEMO
+from peers import beside, gaps_between
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -90,35 +90,17 @@ PEERS: dict[str, Callable[[Client], None]] = {
 }
 
 
-@contextmanager
-def beside(name: str, run_dir: Path) -> Iterator[None]:
-    """The peer at work, in a process of its own."""
-    command = [sys.executable, __file__, "--play", name, "--run-dir", str(run_dir)]
-    child = subprocess.Popen(command)
-    try:
-        time.sleep(1.0)
-        yield
-        if child.poll() is not None:
-            raise SystemExit(f"the peer {name!r} ended by itself: there is no figure")
-    finally:
-        child.kill()
-        child.wait()
+def at_work(name: str, run_dir: Path) -> AbstractContextManager[None]:
+    return beside(name, [sys.executable, __file__, "--play", name, "--run-dir", str(run_dir)])
 
 
 def gaps_of(client: Client, tokens: int, number: int) -> list[float]:
     """Milliseconds between the deltas of one stream."""
-    found: list[float] = []
-    last = 0.0
     prompt = [number + 1] * 100
     with client.stream(
         "m", tokens=prompt, max_tokens=tokens, temperature=0, ignore_eos=True
     ) as stream:
-        for _ in stream:
-            now = time.perf_counter()
-            if last:
-                found.append(1000 * (now - last))
-            last = now
-    return found
+        return gaps_between(stream)
 
 
 def p99(client: Client, tokens: int) -> float:
@@ -143,7 +125,7 @@ def measure(pool: Pool, rounds: int, tokens: int) -> dict[str, Any]:
             pairs = []
             for _ in range(rounds):
                 quiet = p99(client, tokens)
-                with beside(name, pool.run_dir):
+                with at_work(name, pool.run_dir):
                     pairs.append((quiet, p99(client, tokens)))
             figures[name] = {
                 "quiet_ms": [quiet for quiet, _ in pairs],

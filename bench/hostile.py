@@ -14,13 +14,12 @@ import argparse
 import itertools
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -32,6 +31,7 @@ from chaos.raw_zmtp import MORE, RawZmtp, frame, message
 from mlxpool.client import Client
 from mlxpool.common import sockets, wire
 from mlxpool.common.wire import Header
+from peers import beside, gaps_between
 from pool import PATIENCE, Pool
 
 MODEL = '[models.m]\npath = "builtin:counting"\n[models.m.counting]\nstep_us = 2000\n'
@@ -128,31 +128,15 @@ PEERS: dict[str, Callable[[str], None]] = {
 # ---- measuring -----------------------------------------------------------------------------------
 
 
-@contextmanager
-def beside(name: str, endpoint: str) -> Iterator[None]:
-    """The peer at work, in a process of its own."""
-    child = subprocess.Popen([sys.executable, __file__, "--play", name, "--endpoint", endpoint])
-    try:
-        time.sleep(0.5)
-        yield
-        if child.poll() is not None:
-            raise SystemExit(f"the peer {name!r} ended by itself: there is no figure")
-    finally:
-        child.kill()
-        child.wait()
+def at_work(name: str, endpoint: str) -> AbstractContextManager[None]:
+    command = [sys.executable, __file__, "--play", name, "--endpoint", endpoint]
+    return beside(name, command, start=0.5)
 
 
 def gaps(client: Client, tokens: int) -> list[float]:
     """Milliseconds between the deltas of one stream."""
-    found: list[float] = []
-    last = 0.0
     with client.stream("m", "quiet", max_tokens=tokens, seed=1) as stream:
-        for _ in stream:
-            now = time.perf_counter()
-            if last:
-                found.append(1000 * (now - last))
-            last = now
-    return found
+        return gaps_between(stream)
 
 
 def p99(values: list[float]) -> float:
@@ -186,7 +170,7 @@ def measure(pool: Pool, options: argparse.Namespace) -> None:
             quiet, loud, peak = [], [], 0.0
             for _ in range(options.rounds):
                 quiet.append(p99(gaps(client, options.tokens)))
-                with beside(name, endpoint):
+                with at_work(name, endpoint):
                     loud.append(p99(gaps(client, options.tokens)))
                     peak = max(peak, broker.memory_info().rss / 1e6)
             ratios = [b / a for a, b in zip(quiet, loud, strict=True)]

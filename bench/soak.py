@@ -44,12 +44,8 @@ class Soak(Storm):
         self.idle = self._idle()
 
     def _reader(self, client: Any) -> None:
-        number = 0
         while time.monotonic() < self.end_at:
-            number += 1
-            self.todo.put(number)
-            self.todo.put(None)
-            super()._reader(client)
+            self._stream(client, next(self.numbers))
             time.sleep(PAUSE)
 
     def _sample(self) -> None:

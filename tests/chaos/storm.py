@@ -7,8 +7,8 @@ restart by the operator, cut of the clients' tcp connections, SIGKILL of the bro
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import queue
 import random
 import signal
 import statistics
@@ -36,7 +36,10 @@ WEIGHTS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How large the storm is. `pause` is the mean time between two faults, seconds."""
+    """How large the storm is. `pause` is the mean time between two faults, seconds.
+
+    At least `streams`: new ones are begun until all faults have struck, however fast the machine.
+    """
 
     streams: int = 300
     faults: int = 25
@@ -77,7 +80,7 @@ class Storm:
         self.faults: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.expected: dict[str, list[int]] = {}
-        self.todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self.numbers = itertools.count()
         self.over = threading.Event()
 
     def run(self) -> Outcome:
@@ -99,11 +102,8 @@ class Storm:
             self.pool.client(connect_timeout=PATIENCE),
             Client(endpoint=relay.endpoint, connect_timeout=PATIENCE),
         ]
-        for number in range(self.plan.streams):
-            self.todo.put(number)
         threads = []
         for number in range(self.plan.at_once):
-            self.todo.put(None)
             work = (clients[number % 2],)
             threads.append(threading.Thread(target=self._reader, args=work, daemon=True))
         striker = threading.Thread(target=self._strike_until_over, args=(relay,), daemon=True)
@@ -119,17 +119,23 @@ class Storm:
     # ---- streams -------------------------------------------------------------------------------
 
     def _reader(self, client: Client) -> None:
-        while (number := self.todo.get()) is not None:
-            prompt, seed = f"storm {number}", 10_000 + number
-            count = 1 + (number * 7919) % self.plan.tokens
-            stream = client.stream("m", prompt, max_tokens=count, seed=seed)
-            self.expected[stream.id.hex()] = expected_ids(prompt, seed, count)
-            try:
-                stream.read()
-            except PoolError as error:
-                self.errors[error.code] += 1
+        while (number := next(self.numbers)) < self.plan.streams or self._faults_to_come():
+            self._stream(client, number)
+
+    def _stream(self, client: Client, number: int) -> None:
+        prompt, seed = f"storm {number}", 10_000 + number
+        count = 1 + (number * 7919) % self.plan.tokens
+        stream = client.stream("m", prompt, max_tokens=count, seed=seed)
+        self.expected[stream.id.hex()] = expected_ids(prompt, seed, count)
+        try:
+            stream.read()
+        except PoolError as error:
+            self.errors[error.code] += 1
 
     # ---- faults --------------------------------------------------------------------------------
+
+    def _faults_to_come(self) -> bool:
+        return self.faults.total() < self.plan.faults
 
     def _strike_until_over(self, relay: Relay) -> None:
         strikes: dict[str, Callable[[], None]] = {
@@ -142,7 +148,7 @@ class Storm:
             "broker": self._kill_broker,
         }
         names, weights = list(WEIGHTS), list(WEIGHTS.values())
-        while self.faults.total() < self.plan.faults and not self.over.is_set():
+        while self._faults_to_come() and not self.over.is_set():
             self.over.wait(self.random.expovariate(1 / self.plan.pause))
             name = self.random.choices(names, weights)[0]
             with contextlib.suppress(PoolError, ValueError, ProcessLookupError):

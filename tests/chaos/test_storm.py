@@ -14,8 +14,8 @@ def test_a_storm(tmp_path: Path, seed: int) -> None:
     outcome = Storm(Plan(streams=250, faults=25, seed=seed), tmp_path).run()
     assert outcome.findings.sound, outcome.figures
     assert not outcome.hit_twice_and_not_done, outcome.figures
-    assert outcome.findings.streams == 250
-    assert outcome.faults.total() > 5, "the streams were over before the storm began"
+    assert outcome.findings.streams >= 250
+    assert outcome.faults.total() == 25, outcome.figures
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mlx_lm_peer
+import zoo_peer
 from worker_checkpoints import EOS, config, write_checkpoint, write_json, write_tokenizer
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -63,37 +64,8 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-# In a process of its own, which makes the checkpoints too: their tensors only mlx-lm knows.
-PEER = """
-import json, sys
-import mlx.core as mx
-import numpy as np
-from pathlib import Path
-from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import _get_classes, load_model
 
-def answer(model, prompt, steps):
-    cache, ids, lines = make_prompt_cache(model), [], []
-    logits = model(mx.array([prompt]), cache=cache)
-    for _ in range(steps):
-        lines.append(np.array(logits[0, -1]))
-        ids.append(int(mx.argmax(logits[0, -1]).item()))
-        logits = model(mx.array([[ids[-1]]]), cache=cache)
-    return np.stack(lines), ids
-
-job = json.load(sys.stdin)
-for path, settings in job["models"].items():
-    Model, Args = _get_classes(config=settings)
-    model = Model(Args.from_dict(settings))
-    mx.random.seed(3)
-    noise = lambda p: p + mx.random.normal(p.shape) * (0.7 * p.shape[-1] ** -0.5)
-    model.update(tree_map(noise, model.parameters()))
-    mx.save_safetensors(path + "/model.safetensors", dict(tree_flatten(model.parameters())))
-    answers = [answer(model, prompt, job["steps"]) for prompt in job["prompts"]]
-    logits, ids = zip(*answers)
-    np.savez(path + "/peer.npz", logits=np.stack(logits), ids=np.array(ids))
-"""
+PEER = Path(zoo_peer.__file__)
 
 
 def prompt_of(size: int) -> tuple[int, ...]:
@@ -122,12 +94,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
         write_tokenizer(path)
     models = {str(path): CASES[case] for case, path in paths.items()}
     job = {"models": models, "prompts": [prompt_of(size) for size in PROMPTS], "steps": STEPS}
-    done = subprocess.run(
-        [sys.executable, "-c", PEER], input=json.dumps(job), text=True, capture_output=True
-    )
-    if done.returncode and "No module named 'mlx_lm'" in done.stderr:
-        pytest.skip("mlx-lm is not installed")
-    assert done.returncode == 0, done.stderr
+    mlx_lm_peer.ask(job, PEER)
     found = {}
     for case, path in paths.items():
         folder, peer = inspect(path), np.load(path / "peer.npz")

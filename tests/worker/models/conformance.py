@@ -7,9 +7,6 @@ engine answer them and compares: logits within CLOSE of the greatest one, and ev
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -20,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import mlx_lm_peer
 from mlxpool.common.options import Options
 from mlxpool.worker import models
 from mlxpool.worker.engine.attention import Span, Step
@@ -37,31 +35,6 @@ STEPS = 64
 PROMPTS = (23, 2, 270)  # tokens; the first is split and cut in most ways
 CLOSE = 1e-4
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}  # group, bits
-PEER = """
-import json, sys
-import mlx.core as mx
-import numpy as np
-from pathlib import Path
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_model
-
-def answer(model, prompt, steps):
-    cache, ids, lines = make_prompt_cache(model), [], []
-    logits = model(mx.array([prompt]), cache=cache)
-    for _ in range(steps):
-        lines.append(np.array(logits[0, -1]))
-        ids.append(int(mx.argmax(logits[0, -1]).item()))
-        logits = model(mx.array([[ids[-1]]]), cache=cache)
-    return np.stack(lines), ids
-
-job = json.load(sys.stdin)
-for path in job["paths"]:
-    model, _ = load_model(Path(path))
-    model.set_dtype(mx.float32)
-    answers = [answer(model, prompt, job["steps"]) for prompt in job["prompts"]]
-    logits, ids = zip(*answers)
-    np.savez(Path(path) / "peer.npz", logits=np.stack(logits), ids=np.array(ids))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +161,7 @@ def _write(path: Path, case: Case, seed: int) -> Path:
 
 
 def _run_peer(paths: list[str], prompts: list[list[int]]) -> None:
-    job = {"paths": paths, "prompts": prompts, "steps": STEPS}
-    done = subprocess.run(
-        [sys.executable, "-c", PEER], input=json.dumps(job), text=True, capture_output=True
-    )
-    if done.returncode and "No module named 'mlx_lm'" in done.stderr:
-        pytest.skip("mlx-lm is not installed")
-    assert done.returncode == 0, done.stderr
+    mlx_lm_peer.ask({"paths": paths, "prompts": prompts, "steps": STEPS})
 
 
 def alone(checked: Checked) -> None:
