@@ -46,8 +46,9 @@ format: $(READY)          ## put the code in form
 demo-model: $(READY)      ## train the embedded model again
 	$(BIN)/python examples/train_demo_model.py
 
-bench: $(READY)           ## measure; prints what docs/benchmarks.md holds
-	$(BIN)/python bench/end_to_end.py
+bench: $(READY)           ## measure the embedded model here; `mlxpool bench --help` for the rest
+	$(BIN)/mlxpool bench engine
+	$(BIN)/mlxpool bench end-to-end
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist

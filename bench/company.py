@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import report
+from mlxpool.bench import report
 from mlxpool.broker.blas import preload
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 WIDTH = 8  # requests at once in company
-TEXT = Path(__file__).read_text() + (Path(__file__).parent / "report.py").read_text()
+TEXT = Path(__file__).read_text() + Path(report.__file__).read_text()
 RANDOM: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -217,7 +217,7 @@ def main() -> None:
         figures = measure(arguments, in_bfloat16(Path(folder)) if arguments.random else DEMO)
     print(report.versions(), report.machine(), sep="; ")
     print(say(figures))
-    report.write(arguments.json, figures)
+    report.save(arguments.json, figures)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import report
+from mlxpool.bench import report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -143,7 +143,7 @@ def main() -> int:
     rows = list(_rows(given.kills, given.brokers))
     print(report.machine())
     print(report.table(("what", "figures"), rows))
-    report.write(given.json, {"deaths": [list(row) for row in rows]})
+    report.save(given.json, {"deaths": [list(row) for row in rows]})
     return 0
 
 

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import report
+from mlxpool.bench import report
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, PoolError
 from mlxpool.worker.prompt.template_process import NICENESS
@@ -193,7 +193,7 @@ def main() -> None:
     lines = [(name, report.spread(values, 2)) for name, values in cost.items()]
     print()
     print(report.table(("256 KiB of", "the preparing thread's processor time, ms"), lines))
-    report.write(options.json, {**figures, "held_ms": cost})
+    report.save(options.json, {**figures, "held_ms": cost})
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import psutil
 
-import report
 from chaos.raw_zmtp import MORE, RawZmtp, frame, message
+from mlxpool.bench import report
 from mlxpool.client import Client
 from mlxpool.common import sockets, wire
 from mlxpool.common.wire import Header
@@ -182,7 +182,7 @@ def measure(pool: Pool, options: argparse.Namespace) -> None:
     print(f"{options.tokens} tokens, {options.rounds} rounds: median (minimum - maximum)\n")
     head = ("beside the stream", "alone, p99 ms", "beside it, p99 ms", "ratio", "broker, MB")
     print(report.table(head, rows))
-    report.write(options.json, figures)
+    report.save(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import psutil
 
-import end_to_end
-import report
+from mlxpool.bench import report
+from mlxpool.bench.pools import serving
 from mlxpool.cli.ops import ask
 from mlxpool.client import Client
 
 REPEATS = 9
+SETTINGS = '[models.bench]\npath = "builtin:demo"\n'
 
 
 def idle_cost(run_dir: Path, seconds: float) -> dict[str, float]:
@@ -73,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         run_dir = Path(folder)
-        with end_to_end.pool(run_dir, "builtin:demo"):
+        with serving(run_dir, SETTINGS):
             cost = idle_cost(run_dir, options.seconds)
             mlxpool = str(Path(sys.executable).with_name("mlxpool"))
             ps = times_of([mlxpool, "--run-dir", folder, "ps"])
@@ -83,7 +84,7 @@ def main() -> None:
     rows.append(("import mlxpool.client, ms", report.spread(imports)))
     rows.append(("mlxpool ps, ms, whole process", report.spread(ps)))
     print(report.table(("idle pool, embedded model loaded", "measured"), rows))
-    report.write(options.json, {**cost, "import_ms": imports, "ps_ms": ps})
+    report.save(options.json, {**cost, "import_ms": imports, "ps_ms": ps})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-import report
+from mlxpool.bench import report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -190,7 +190,7 @@ def main() -> None:
             folder = write(Path(root) / "model", kind, options.gigabytes * 1e9)
             figures[kind] = measure(folder, options.rounds)
     show(figures, options.rounds)
-    report.write(options.json, figures)
+    report.save(options.json, figures)
 
 
 if __name__ == "__main__":

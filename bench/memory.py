@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-import report
+from mlxpool.bench import report
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import PoolError
 
@@ -185,7 +185,7 @@ def main() -> int:
     print(report.table(("memory", "measured"), rows))
     for fault in faults:
         print(f"fault: {fault}")
-    report.write(options.json, {**found, "faults": faults})
+    report.save(options.json, {**found, "faults": faults})
     return 1 if faults else 0
 
 

@@ -8,15 +8,15 @@ asked for, and 50 streams of 100 tokens a second, with and without somebody who 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -27,8 +27,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric, UntypedMetricFamily
 from prometheus_client.registry import Collector
 
-import report
-from broker import DETOUR, HERE, Counter, _count, _p99
+from mlxpool.bench import report
+from mlxpool.bench.broker import Cost, Counter, cost_of, ended
+from mlxpool.bench.firehose import Flood, environment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -41,7 +42,7 @@ from mlxpool.broker.snapshot import Snapshot
 from mlxpool.common import sockets, wire
 from mlxpool.common.config import ModelConfig, PoolConfig
 from mlxpool.common.wire import Header
-from pool import Pool, with_path
+from pool import Pool
 
 ABOUT = {
     "state": "ready", "uptime_s": 1.0, "links": 1, "front_shut": 0, "turned_out": 0,
@@ -149,12 +150,10 @@ OTHER = '\n[models.model-{n}]\npath = "builtin:counting"\nmemory_limit = "600MB"
 
 
 @contextmanager
-def pool(plan: Mapping[str, float], models: int, folder: Path) -> Iterator[Pool]:
-    """As bench/broker.py's, with further models that there is no memory for: none is started."""
-    (folder / "sitecustomize.py").write_text(DETOUR.format(firehose=str(HERE / "firehose.py")))
-    environment = {"PYTHONPATH": with_path(folder), "FIREHOSE": json.dumps(plan)}
+def pool(flood: Flood, models: int, folder: Path) -> Iterator[Pool]:
+    """A firehose, with further models that there is no memory for: none is started."""
     config = CONFIG + "".join(OTHER.format(n=n) for n in range(models - 3))
-    with Pool(folder, config, environment=environment) as running:
+    with Pool(folder, config, environment=environment(folder, flood)) as running:
         yield running
 
 
@@ -189,23 +188,23 @@ class Scraper:
         return [float(line) for line in said.split("\n")[:-1]]
 
 
-def stream(plan: Mapping[str, float], models: int, pause: float) -> tuple[list[float], list[float]]:
-    """One round: the delays of all deltas and the times of all scrapes, ms; `pause` 0: none."""
-    with tempfile.TemporaryDirectory() as name, pool(plan, models, Path(name)) as running:
+def stream(flood: Flood, models: int, pause: float) -> tuple[Cost, list[float]]:
+    """One round: what it cost, and the times of all scrapes, ms; `pause` 0: none."""
+    with tempfile.TemporaryDirectory() as name, pool(flood, models, Path(name)) as running:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         counter = Counter(context, sockets.ipc(running.run_dir, "front"))
-        counter.ask(int(plan["streams"]), int(plan["tokens"]), batch=True)
+        counter.ask(flood.streams, flood.tokens, batch=True)
         ask_others(counter, models)
         url = running.ask("ps")["broker"]["metrics"]
         scraper = Scraper(url, pause) if pause else None
         assert running.process is not None
         # The others end, too: each for want of a worker.
-        ends = int(plan["streams"]) + models - 3
-        result = _count([counter], ends, running.process.pid, delays=True)
+        over = partial(ended, [counter], flood.streams + models - 3)
+        cost = cost_of([counter], over, running.process.pid, delays=True)
         times = scraper.stop() if scraper is not None else []
         counter.socket.close(linger=0)
         context.term()
-        return result["delays"], times
+        return cost, times
 
 
 def ask_others(counter: Counter, models: int) -> None:
@@ -225,12 +224,12 @@ def main() -> int:
     options.add_argument("--json", type=Path, help="write the figures to this file")
     given = options.parse_args()
     rows = costs(given.models, 50)
-    plan = {"streams": 50, "rows": 50, "tokens": int(100 * given.seconds), "rate": 100}
+    flood = Flood(streams=50, rows=50, tokens=int(100 * given.seconds), rate=100)
     quiet, scraped, times = [], [], []
     for _ in range(given.rounds):
-        quiet.append(_p99({"delays": stream(plan, given.models, 0.0)[0]}))
-        delays, took = stream(plan, given.models, given.pause)
-        scraped.append(_p99({"delays": delays}))
+        quiet.append(stream(flood, given.models, 0.0)[0].delay(0.99))
+        cost, took = stream(flood, given.models, given.pause)
+        scraped.append(cost.delay(0.99))
         times += took
     rows += [
         (
@@ -243,7 +242,7 @@ def main() -> int:
     print(report.machine())
     print(report.versions())
     print(report.table(("what", "median (min - max)"), rows))
-    report.write(given.json, {"scrape": [list(row) for row in rows]})
+    report.save(given.json, {"scrape": [list(row) for row in rows]})
     return 0
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-import report
+from mlxpool.bench import report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -104,7 +104,7 @@ def main() -> int:
     rows.append(("sizes when idle", str(soak.idle)))
     print(report.machine())
     print(report.table(("what", f"{given.minutes:g} minutes"), rows))
-    report.write(given.json, {"soak": dict(rows)})
+    report.save(given.json, {"soak": dict(rows)})
     return 0 if outcome.findings.sound else 1
 
 

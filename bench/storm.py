@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import report
+from mlxpool.bench import report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -43,7 +43,7 @@ def main() -> int:
     print(report.machine())
     rows = [(key, json.dumps(value)) for key, value in outcome.figures.items()]
     print(report.table(("what", f"seed {plan.seed}"), rows))
-    report.write(given.json, {"chaos": outcome.figures})
+    report.save(given.json, {"chaos": outcome.figures})
     return 0 if outcome.findings.sound and not outcome.hit_twice_and_not_done else 1
 
 

@@ -1,44 +1,38 @@
 """How much of each prompt the prefix cache gives back, beside mlx-lm's server cache.
 
-    python bench/prefix.py [--conversations 8] [--turns 10] [--tokens 4000] [--json FILE]
-
 Conversations take turns, each with its own history behind a common system prompt; every answer
 goes into the next prompt. Each request is asked of the tree, the single entry and mlx-lm (its
 LRUPromptCache as its server uses it: nearest entry, generate, insert) one after the other, on the
-same small random model. Reusable is what some earlier sequence of the same contestant began with,
-but for the last token of the prompt. Stored bytes are set against those of the unique tokens.
+same model. Reusable is what some earlier sequence of the same contestant began with, but for the
+last token of the prompt. Stored bytes are set against those of the unique tokens.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-import report
-from mlxpool.broker.blas import preload
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from mlxpool.bench import mlx_lm
+from mlxpool.bench.lines import OURS, Line
+from mlxpool.bench.ours import Ours
 
 SYSTEM = 100  # tokens in front of every conversation
 ANSWER = 40  # tokens
-MODEL: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-}
-TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, keys and values, heads, their size, float32
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`tokens` are those of a conversation at its end."""
+
+    conversations: int = 8
+    turns: int = 10
+    tokens: int = 4000
+    peers: bool = True
 
 
 class Contestant(Protocol):
@@ -52,17 +46,14 @@ class Contestant(Protocol):
         """Bytes of what is kept."""
 
 
-class Ours:
-    """The engine alone, without a broker around it."""
+class Tree:
+    """Our engine alone; `mode` as the setting `prefix_cache` has it."""
 
     drawn = 1
 
-    def __init__(self, folder: Path, mode: str) -> None:
-        from mlxpool.worker.engine.engine import ModelEngine
-        from mlxpool.worker.weights.load import inspect, load
-
-        self.name = mode
-        self.engine = ModelEngine(load(inspect(folder)), prefix=mode)
+    def __init__(self, ours: Ours, mode: str, context: int) -> None:
+        self.name = OURS if mode == "tree" else f"{mode} entry"
+        self.engine = ours.engine(8, context, prefix=mode)
 
     def begin(self, prompt: list[int]) -> Any:
         """A sequence whose prompt is computed."""
@@ -170,17 +161,18 @@ def common(left: Iterable[int], right: Iterable[int]) -> int:
 
 
 def play(
-    contestants: list[Contestant], conversations: int, turns: int, tokens: int
+    contestants: list[Contestant], plan: Plan, vocabulary: int, say: Callable[[str], None]
 ) -> tuple[dict[str, Score], dict[str, list[list[int]]]]:
     """All turns of all conversations; the scores, and the histories at the end."""
     draw = np.random.default_rng(7)
-    said = (tokens - SYSTEM) // turns - ANSWER  # by the user, in each turn
-    system = draw.integers(0, 256, SYSTEM).tolist()
+    said = (plan.tokens - SYSTEM) // plan.turns - ANSWER  # by the user, in each turn
+    system = draw.integers(0, vocabulary - 2, SYSTEM).tolist()
     scores = {one.name: Score() for one in contestants}
-    histories = {one.name: [list(system) for _ in range(conversations)] for one in contestants}
-    for _ in range(turns):
-        for which in range(conversations):
-            words = draw.integers(0, 256, said).tolist()
+    histories = {one.name: [list(system) for _ in range(plan.conversations)] for one in contestants}
+    for turn in range(plan.turns):
+        say(f"turn {turn + 1} of {plan.turns}")
+        for which in range(plan.conversations):
+            words = draw.integers(0, vocabulary - 2, said).tolist()
             for one in contestants:
                 history = histories[one.name][which]
                 history += words
@@ -191,7 +183,7 @@ def play(
     return scores, histories
 
 
-def all_at_once(tree: Ours, histories: list[list[int]]) -> dict[str, int]:
+def all_at_once(tree: Tree, histories: list[list[int]]) -> dict[str, int]:
     """Bytes of tree and rows while every conversation runs."""
     running = [tree.begin([*history, 1, 2, 3]) for history in histories]
     for seq in running:
@@ -202,54 +194,39 @@ def all_at_once(tree: Ours, histories: list[list[int]]) -> dict[str, int]:
     return {"prefix": memory.prefix, "rows": memory.kv}
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(folder: Path, plan: Plan, say: Callable[[str], None]) -> Iterator[Line]:
     """One company of conversations."""
-    from worker_checkpoints import write_checkpoint
-
-    with tempfile.TemporaryDirectory() as made:
-        folder = write_checkpoint(Path(made) / "model", **MODEL)
-        tree = Ours(folder, "tree")
-        contestants: list[Contestant] = [tree, Ours(folder, "single"), Theirs(folder)]
-        size = (options.conversations, options.turns, options.tokens)
-        scores, histories = play(contestants, *size)
-        rows = [line(one, scores[one.name]) for one in contestants]
-        together = all_at_once(tree, histories["tree"])
-    head = ("cache", "found of reusable prompt tokens", "stored, MB", "stored / unique tokens")
-    print(report.table((*head, "until first tokens, s"), rows))
-    print(
-        f"\nall {options.conversations} at once: tree {together['prefix'] / 1e6:.1f} MB,"
-        f" rows {together['rows'] / 1e6:.1f} MB\n"
-    )
-    shares = {name: score.share() for name, score in scores.items()}
-    stored = {one.name: one.stored() for one in contestants}
-    return {"shares": shares, "stored": stored, "at_once": together}
+    say("loading the model")
+    ours = Ours(folder)
+    context = plan.tokens + SYSTEM + 4 * ANSWER
+    tree = Tree(ours, "tree", context)
+    contestants: list[Contestant] = [tree, Tree(ours, "single", context)]
+    if plan.peers and mlx_lm.installed():
+        contestants.append(Theirs(folder))
+    scores, histories = play(contestants, plan, ours.vocabulary, say)
+    together = all_at_once(tree, histories[OURS])
+    yield from _lines(contestants, scores, ours.token_bytes)
+    sides = {part: (size / 1e6,) for part, size in together.items()}
+    name = f"all {plan.conversations} conversations at once"
+    yield Line("memory at work", name, "MB", sides, compared=False)
 
 
-def line(one: Contestant, score: Score) -> tuple[str, ...]:
-    stored, unique = one.stored(), score.unique_tokens() * TOKEN_BYTES
-    return (
-        one.name,
-        f"{100 * score.share():.1f} % of {score.reusable:,}",
-        f"{stored / 1e6:.1f}",
-        f"{stored / unique:.3f}",
-        f"{score.first:.1f}",
-    )
+def _lines(
+    contestants: Sequence[Contestant], scores: dict[str, Score], token_bytes: int
+) -> Iterator[Line]:
+    Figure = Callable[[Contestant, Score], float]
 
+    def line(name: str, unit: str, digits: int, figure: Figure) -> Line:
+        sides = {one.name: (figure(one, scores[one.name]),) for one in contestants}
+        return Line("prefix cache", name, unit, sides, digits=digits, compared=unit == "s")
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--conversations", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=4000, help="of a conversation at its end")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    environment = preload()
-    if environment and "MLXPOOL_BENCH" not in os.environ:  # OpenBLAS has to be there at the start
-        os.environ.update(environment, MLXPOOL_BENCH="1")
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-    print(f"{report.versions()}; {report.machine()}\n")
-    report.write(options.json, measure(options))
+    def share(one: Contestant, score: Score) -> float:
+        return one.stored() / (score.unique_tokens() * token_bytes)
 
-
-if __name__ == "__main__":
-    main()
+    reusable = ", ".join(f"{one.name} {scores[one.name].reusable:,}" for one in contestants)
+    found = line("found of reusable prompt tokens", "%", 1, lambda _, score: 100 * score.share())
+    yield replace(found, note=f"Reusable prompt tokens: {reusable}.")
+    yield line("stored", "MB", 1, lambda one, _: one.stored() / 1e6)
+    yield line("stored / unique tokens", "", 3, share)
+    times = line("until first tokens, all requests", "s", 1, lambda _, score: score.first)
+    yield replace(times, less_is_better=True)

@@ -1,14 +1,13 @@
-"""The engine against mlx-lm 0.32 in one process: decode, a prompt that enters, cancels.
+"""A long prompt that enters among streams, and cancels, beside mlx-lm 0.32 in one process.
 
-    python bench/engine.py [--rounds 7] [--steps 24] [--json FILE]
+    python bench/entering.py [--rounds 7] [--json FILE]
 
 Both run the same random model of the embedded one's size with a context of 16,384, in float32,
-with the same BLAS. Decode is measured in pairs, a burst of steps of one and then of the other, and
-the ratio is that of tokens/s within a pair. A long prompt enters while eight streams decode: the
-gaps are those between two tokens of the running streams from its arrival to its first token, ours
-through the compute thread with its queues, theirs in a bare loop. Cancels are timed from the
-message to the end of the stream, which comes after its row is free; their bound is two steps, one
-chunk and 5 ms, of steps and chunks as long as this run's 99th percentile.
+with the same BLAS. A long prompt enters while eight streams decode: the gaps are those between two
+tokens of the running streams from its arrival to its first token, ours through the compute thread
+with its queues, theirs in a bare loop. Cancels are timed from the message to the end of the stream,
+which comes after its row is free; their bound is two steps, one chunk and 5 ms, of steps and chunks
+as long as this run's 99th percentile. Decode by itself: `mlxpool bench engine`.
 """
 
 from __future__ import annotations
@@ -23,31 +22,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import report
+from mlxpool.bench import checkpoint, report
+from mlxpool.bench.shapes import SHAPES
 from mlxpool.broker.blas import preload
 from mlxpool.worker.progress import Progress, monotonic
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
-MODEL: dict[str, Any] = {
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 320,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 16384,
-    "tie_word_embeddings": True,
-}
-MIXED = (100, 300, 500, 700, 900, 1100, 1300, 1500)
-CASES = {"1 stream at 128": (128,), "8 at 128": (128,) * 8, "8 at 100 to 1,500": MIXED}
+SHAPE = "small"
+MODEL = SHAPES[SHAPE]
 ENTERING = 4000  # tokens
 FOR_EVER = 10**6  # tokens
 DRAW = np.random.default_rng(0)
@@ -58,87 +44,8 @@ def prompt(tokens: int) -> list[int]:
     return ids
 
 
-def millis(step: Callable[[], object], steps: int) -> float:
-    """The mean of some steps."""
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    return (time.perf_counter() - started) / steps * 1000
-
-
 def p99(values: Iterable[float]) -> float:
     return float(np.percentile(list(values), 99))
-
-
-# ---- decode ------------------------------------------------------------------------------------
-
-
-def our_steps(folder: Path, lengths: Sequence[int], **settings: Any) -> Callable[[], object]:
-    """A step of all rows, in the engine without a compute thread."""
-    from mlxpool.common.options import Options
-    from mlxpool.worker.engine.engine import ModelEngine
-    from mlxpool.worker.engine.sequence import Sequence as Job
-    from mlxpool.worker.weights.load import inspect, load
-
-    deterministic = settings.get("deterministic", False)
-    loaded = load(inspect(folder), deterministic=deterministic)
-    engine = ModelEngine(loaded, prefix="off")
-    greedy = Options(temperature=0.0, ignore_eos=True)
-    jobs = [Job(b"", 0, tuple(prompt(n)), greedy, 0, FOR_EVER) for n in lengths]
-    for job in jobs:
-        engine.admit(job)
-        while engine.prefill(job, engine.chunk):
-            pass
-
-    def step() -> None:
-        for drawn in engine.decode(jobs):
-            drawn.sequence.ids.append(drawn.token)
-
-    return step
-
-
-def their_steps(model: Any, lengths: Sequence[int]) -> Callable[[], object]:
-    """A step of generate_step for one row, of BatchGenerator for more."""
-    import mlx.core as mx
-    from mlx_lm.generate import BatchGenerator, generate_step
-
-    if len(lengths) == 1:
-        tokens: Any = generate_step(mx.array(prompt(lengths[0])), model, max_tokens=FOR_EVER)
-        next(tokens)
-        return partial(next, tokens)
-    batch: Any = BatchGenerator(model, max_tokens=FOR_EVER)
-    batch.insert([prompt(n) for n in lengths])
-    while len(batch.next()[1]) < len(lengths):
-        pass
-    return partial(batch.next)
-
-
-def decode(folder: Path, model: Any, rounds: int, steps: int) -> dict[str, Any]:
-    """Milliseconds a step of each and the ratios, for every case."""
-    figures = {}
-    for name, lengths in CASES.items():
-        ours, theirs = our_steps(folder, lengths), their_steps(model, lengths)
-        for side in (ours, theirs):
-            millis(side, 8)
-        pairs = [(millis(ours, steps), millis(theirs, steps)) for _ in range(rounds)]
-        figures[name] = {
-            "ours_ms": [one for one, _ in pairs],
-            "theirs_ms": [other for _, other in pairs],
-            "ratio": [other / one for one, other in pairs],
-        }
-    return figures
-
-
-def price(folder: Path, rounds: int, steps: int) -> dict[str, list[float]]:
-    """How much longer a step takes with `deterministic = true`."""
-    figures = {}
-    for name, lengths in CASES.items():
-        plain = our_steps(folder, lengths)
-        exact = our_steps(folder, lengths, deterministic=True)
-        for side in (plain, exact):
-            millis(side, 8)
-        figures[name] = [millis(exact, steps) / millis(plain, steps) for _ in range(rounds)]
-    return figures
 
 
 # ---- a compute thread --------------------------------------------------------------------------
@@ -339,13 +246,6 @@ def show(figures: dict[str, Any], rounds: int) -> None:
     blas = "on" if "blas" in os.environ.get("LD_PRELOAD", "") else "absent"
     print(f"{report.versions()}; {report.machine()}; OpenBLAS {blas}")
     print(f"{rounds} rounds: median (minimum - maximum)\n")
-    decode_lines = [
-        (name, *(report.spread(found[key], 2) for key in ("ours_ms", "theirs_ms", "ratio")))
-        for name, found in figures["decode"].items()
-    ]
-    print(report.table(("decode", "ours, ms a step", "mlx-lm, ms", "ratio"), decode_lines), "\n")
-    prices = [(name, report.spread(found, 2)) for name, found in figures["price"].items()]
-    print(report.table(("with deterministic = true", "times as long a step"), prices), "\n")
     names = ("p99", "quiet", "alone", "beside")
     head = ("4,000 tokens enter, seconds", "p99 gap", "p99 quiet", "first token alone", "beside 8")
     entries = [
@@ -365,26 +265,21 @@ def show_cancels(found: dict[str, float]) -> str:
 def summary(figures: dict[str, Any]) -> dict[str, float]:
     """The medians that the targets are about."""
     ours, theirs = figures["ours"], figures["theirs"]
-    ratios = {name: statistics.median(one["ratio"]) for name, one in figures["decode"].items()}
     gaps = [one["p99"] / other["p99"] for one, other in zip(ours, theirs, strict=True)]
     return {
-        **ratios,
         "gap, ours / theirs": statistics.median(gaps),
         "first token, beside / alone": statistics.median(o["beside"] / o["alone"] for o in ours),
     }
 
 
-def measure(folder: Path, rounds: int, steps: int) -> dict[str, Any]:
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
     import mlx.core as mx
     from mlx_lm import load
 
     model = load(str(folder))[0]
     if mx.default_device().type == mx.DeviceType.cpu:
         model.set_dtype(mx.float32)
-    figures: dict[str, Any] = {
-        "decode": decode(folder, model, rounds, steps),
-        "price": price(folder, rounds, steps),
-    }
+    figures: dict[str, Any] = {}
     worker = Worker(folder)
     our_entry(worker), their_entry(model)  # the first of anything is slower
     pairs = [(our_entry(worker), their_entry(model)) for _ in range(rounds)]
@@ -397,27 +292,25 @@ def measure(folder: Path, rounds: int, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=24, help="decode steps of a burst")
     parser.add_argument("--only", choices=("cancel",), help="leave the rest out")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
     from mlxpool.worker.__main__ import SWITCH_INTERVAL
-    from worker_checkpoints import write_checkpoint
 
     sys.setswitchinterval(SWITCH_INTERVAL)
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as root:
-        folder = write_checkpoint(Path(root) / "model", **MODEL)
+        folder = checkpoint.write(Path(root) / "model", SHAPE)
         if options.only:
             print(show_cancels(cancels(Worker(folder), 4 * options.rounds)))
             return
-        figures = measure(folder, options.rounds, options.steps)
+        figures = measure(folder, options.rounds)
     show(figures, options.rounds)
     print()
     for name, value in figures["summary"].items():
         print(f"{name}: {value:.2f}")
-    report.write(options.json, figures)
+    report.save(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,23 @@
 """A worker that only talks: rows as fast as the broker takes them, or at a fixed pace.
 
-Started in the place of a worker (bench/broker.py); FIREHOSE holds {streams, rows, tokens, rate}:
-it waits for so many requests, then sends `rows` rows a frame, one token each, `tokens` in all for
-each stream, at `rate` frames a second (0: no limit). The text of a row is the time it was sent.
+Started wherever the broker would start a worker (`environment`), or by itself at the bare relay:
+
+    python -m mlxpool.bench.firehose ENDPOINT   # FIREHOSE holds the Flood
+
+It waits for as many requests as the flood has streams, then sends. The text of a row is the time at
+which it was sent.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from itertools import cycle, islice
+from pathlib import Path
 
 import msgpack
 import zmq
@@ -22,12 +28,37 @@ from mlxpool.common.wire import Header
 
 VARIABLE = "FIREHOSE"
 FACTS = {"digest": "firehose", "context": 1 << 30, "max_tokens": 1 << 30, "prompt_tokens": 1}
+DETOUR = f"""\
+import os
+
+if "{WORKER_VARIABLE}" in os.environ:
+    from mlxpool.bench import firehose
+
+    firehose.serve()
+"""
 
 
-def main() -> None:
-    """Serve one round, then stay until somebody ends it."""
+@dataclass(frozen=True, slots=True)
+class Flood:
+    """So many tokens for each stream, one in each row of a frame; `rate` 0 frames/s: no limit."""
+
+    streams: int
+    rows: int
+    tokens: int
+    rate: float = 0.0
+
+
+def environment(folder: Path, flood: Flood) -> dict[str, str]:
+    """What a broker has to be started with for its workers to be firehoses."""
+    (folder / "sitecustomize.py").write_text(DETOUR)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, VARIABLE: json.dumps(asdict(flood))}
+
+
+def serve() -> None:
+    """Serve one round after the other, until somebody ends it."""
     config = WorkerConfig.from_environment(os.environ[WORKER_VARIABLE])
-    plan = json.loads(os.environ[VARIABLE])
+    flood = Flood(**json.loads(os.environ[VARIABLE]))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = sockets.dealer(context, config.endpoint)
     hello = {"slot": config.slot, "token": config.token, "digest": "firehose", "context": 1 << 30}
@@ -38,24 +69,24 @@ def main() -> None:
         message = wire.decode(socket.recv_multipart(), max_body=wire.MAX_BACK_BODY)
         if message.kind == wire.WELCOME:
             epoch = message.header.epoch
-            credit = {"sequences": plan["streams"], "works": 0}
+            credit = {"sequences": flood.streams, "works": 0}
             socket.send_multipart(wire.encode(Header(wire.CREDIT, None, epoch), credit))
         elif message.kind == wire.WORK:
             runs.append((message.header.id or b"", message.header.attempt))
-            if len(runs) == plan["streams"]:
-                talk(socket, epoch, runs, plan)
+            if len(runs) == flood.streams:
+                talk(socket, epoch, runs, flood)
                 runs = []
 
 
 def talk(
-    socket: zmq.Socket[bytes], epoch: int, runs: list[tuple[bytes, int]], plan: dict[str, float]
+    socket: zmq.Socket[bytes], epoch: int, runs: list[tuple[bytes, int]], flood: Flood
 ) -> None:
     """All frames of one round."""
     header = wire.encode(Header(wire.DELTAS, None, epoch))[0]
-    blob = bytes(4 * int(plan["rows"]))
-    pause = 1 / plan["rate"] if plan["rate"] else 0.0
+    blob = bytes(4 * flood.rows)
+    pause = 1 / flood.rate if flood.rate else 0.0
     due = time.monotonic()
-    for rows in frames(runs, int(plan["rows"]), int(plan["tokens"])):
+    for rows in frames(runs, flood):
         if pause:
             due += pause
             time.sleep(max(0.0, due - time.monotonic()))
@@ -66,22 +97,31 @@ def talk(
         socket.send_multipart([header, body, blob[: 4 * len(rows)]])
 
 
-def frames(runs: list[tuple[bytes, int]], rows: int, tokens: int) -> Iterator[list[list[object]]]:
+def frames(runs: list[tuple[bytes, int]], flood: Flood) -> Iterator[list[list[object]]]:
     """Rows of one token, the streams in turn; facts with the first, the end with the last."""
     places = {run: 0 for run in runs}
     turn = cycle(runs)
-    for _ in range(len(runs) * tokens // rows):
+    for _ in range(len(runs) * flood.tokens // flood.rows):
         frame = []
-        for run in islice(turn, rows):
+        for run in islice(turn, flood.rows):
             pos = places[run]
             places[run] += 1
             row: list[object] = [*run, pos, "", 1]
             if pos == 0:
                 row += [None, FACTS]
-            elif pos == tokens - 1:
+            elif pos == flood.tokens - 1:
                 row += [None, None, {"reason": "length", "text": "", "usage": {}}]
             frame.append(row)
         yield frame
+
+
+def main() -> None:
+    """Talk at the bare relay, then stay until somebody ends it."""
+    flood = Flood(**json.loads(os.environ[VARIABLE]))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = sockets.dealer(context, sys.argv[1])
+    talk(socket, 1, [(os.urandom(16), number) for number in range(flood.streams)], flood)
+    time.sleep(600)
 
 
 if __name__ == "__main__":

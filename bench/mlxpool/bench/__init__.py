@@ -1,0 +1,1 @@
+"""What `mlxpool bench` measures: engine, end to end, broker, prefix cache; peers in turn."""

@@ -1,0 +1,235 @@
+"""What the broker itself costs, beside a bare relay of the same frames in the same run.
+
+A worker that only talks (firehose.py) sends tokens, clients that only count take them. The peer
+(relay.py) is the least that any broker does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import psutil
+import zmq
+
+from mlxpool.bench.firehose import Flood, environment
+from mlxpool.bench.lines import OURS, Line
+from mlxpool.bench.pools import serving, started
+from mlxpool.common import sockets, wire
+from mlxpool.common.wire import Header
+
+PATIENCE_MS = 60_000
+RELAY = "bare relay"
+SETTINGS = """\
+[pool]
+beat_limit = 1000
+[models.m]
+path = "builtin:counting"
+sequences = 4096
+"""
+SINGLE = Flood(streams=16, rows=1, tokens=4000)
+BATCHED = Flood(streams=16, rows=16, tokens=60_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`seconds` is the length of a paced round."""
+
+    rounds: int = 5
+    seconds: float = 5.0
+
+    @property
+    def paced(self) -> Flood:
+        """50 streams of 100 tokens a second."""
+        return Flood(streams=50, rows=50, tokens=int(100 * self.seconds), rate=100)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one round: tokens a second, processor time of a token, its share of a core, delays."""
+
+    per_s: float
+    cpu_us: float
+    share: float
+    delays_ms: Sequence[float]
+
+    def delay(self, share: float) -> float:
+        return sorted(self.delays_ms)[int(share * (len(self.delays_ms) - 1))]
+
+
+class Counter:
+    """A client that asks for streams and counts the ids that come."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self.socket = sockets.dealer(context, endpoint)
+        self.ids = 0
+        self.ended = 0
+        self.delays: list[float] = []
+
+    def ask(self, streams: int, tokens: int, *, batch: bool) -> None:
+        for _ in range(streams):
+            body = {
+                "model": "m", "prompt": "x", "batch": batch, "window": 1 << 20,
+                "options": {"max_tokens": tokens},
+            }  # fmt: skip
+            header = Header(wire.GENERATE, os.urandom(16), 0, 1)
+            self.socket.send_multipart(wire.encode(header, body))
+
+    def read(self, *, delays: bool) -> None:
+        """Everything that is there."""
+        while True:
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) > 2:
+                self.ids += len(parts[2]) // 4
+                if delays:
+                    self._note(wire.decode(parts))
+            elif wire.decode(parts).kind in (wire.DONE, wire.ERROR):
+                self.ended += 1
+
+    def _note(self, message: wire.Message) -> None:
+        now = time.monotonic_ns()
+        texts = [row[3] for row in message.body.get("rows", [])] or [message.body["text"]]
+        self.delays += [(now - int(stamp)) / 1e6 for text in texts for stamp in text.split()]
+
+
+def through_broker(flood: Flood, clients: int, *, batch: bool, delays: bool = False) -> Cost:
+    """One round; with `batch` a frame carries the rows of all of a client's streams."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxpool-")))
+        broker = stack.enter_context(serving(folder, SETTINGS, environment(folder, flood)))
+        counters = stack.enter_context(_counters(sockets.ipc(folder, "front"), clients))
+        for counter in counters:
+            counter.ask(flood.streams // clients, flood.tokens, batch=batch)
+        over = partial(ended, counters, flood.streams)
+        return cost_of(counters, over, broker.pid, delays=delays)
+
+
+def through_relay(flood: Flood, *, delays: bool = False) -> Cost:
+    """The same frames, forwarded as they are: a worker's, with all rows."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxpool-")))
+        front, back = f"ipc://{folder}/front", f"ipc://{folder}/back"
+        python = [sys.executable, "-m"]
+        command = [*python, "mlxpool.bench.relay", front, back]
+        relay = stack.enter_context(started(command, folder / "relay.log"))
+        counters = stack.enter_context(_counters(front, 1))
+        counters[0].socket.send(b"hello")
+        command = [*python, "mlxpool.bench.firehose", back]
+        stack.enter_context(started(command, folder / "talker.log", environment(folder, flood)))
+        came = partial(_came, counters, flood.streams * flood.tokens)
+        return cost_of(counters, came, relay.pid, delays=delays)
+
+
+@contextmanager
+def _counters(endpoint: str, count: int) -> Iterator[list[Counter]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    counters = [Counter(context, endpoint) for _ in range(count)]
+    try:
+        yield counters
+    finally:
+        context.destroy(linger=0)
+
+
+def ended(counters: Sequence[Counter], streams: int) -> bool:
+    """Whether so many streams are over."""
+    return sum(counter.ended for counter in counters) >= streams
+
+
+def _came(counters: Sequence[Counter], tokens: int) -> bool:
+    return counters[0].ids >= tokens
+
+
+def cost_of(
+    counters: Sequence[Counter], over: Callable[[], bool], pid: int, *, delays: bool
+) -> Cost:
+    """From the first token that came to the end."""
+    poller = zmq.Poller()
+    for counter in counters:
+        poller.register(counter.socket, zmq.POLLIN)
+    process = psutil.Process(pid)
+    _read_until(lambda: any(one.ids for one in counters), counters, poller, delays=False)
+    start, before, had = time.monotonic(), process.cpu_times(), sum(one.ids for one in counters)
+    _read_until(over, counters, poller, delays=delays)
+    seconds, after = time.monotonic() - start, process.cpu_times()
+    ids = sum(one.ids for one in counters) - had
+    cpu = (after.user - before.user) + (after.system - before.system)
+    waits = [delay for one in counters for delay in one.delays]
+    return Cost(ids / seconds, cpu / ids * 1e6, cpu / seconds, waits)
+
+
+def _read_until(
+    over: Callable[[], bool], counters: Sequence[Counter], poller: zmq.Poller, *, delays: bool
+) -> None:
+    while not over():
+        if not poller.poll(PATIENCE_MS):
+            came = sum(counter.ids for counter in counters)
+            raise SystemExit(f"no token came for {PATIENCE_MS // 1000} s; {came:,} had come before")
+        for counter in counters:
+            counter.read(delays=delays)
+
+
+# ---- lines ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Rounds:
+    """What all rounds of one flood gave."""
+
+    found: dict[str, list[Cost]] = field(default_factory=dict)
+
+    def add(self, name: str, cost: Cost) -> None:
+        self.found.setdefault(name, []).append(cost)
+
+    def of(self, figure: Callable[[Cost], float]) -> dict[str, tuple[float, ...]]:
+        return {name: tuple(map(figure, costs)) for name, costs in self.found.items()}
+
+
+def measure(plan: Plan, say: Callable[[str], None]) -> Iterator[Line]:
+    """The lines, each when it is known."""
+    single, batched, paced, alone = Rounds(), Rounds(), Rounds(), Rounds()
+    for number in range(plan.rounds):
+        say(f"as fast as it goes, round {number + 1} of {plan.rounds}")
+        single.add(OURS, through_broker(SINGLE, 1, batch=False))
+        single.add(RELAY, through_relay(SINGLE))
+        batched.add(OURS, through_broker(BATCHED, 4, batch=True))
+    for number in range(plan.rounds):
+        say(f"at a pace, round {number + 1} of {plan.rounds}")
+        paced.add(OURS, through_broker(plan.paced, 2, batch=True, delays=True))
+        alone.add(OURS, through_broker(plan.paced, 2, batch=False, delays=True))
+        relayed = through_relay(plan.paced, delays=True)
+        paced.add(RELAY, relayed)
+        alone.add(RELAY, relayed)
+    yield Line("broker", "one row a frame", "worker frames/s", single.of(_per_s), digits=0)
+    yield _less("processor time", "one row a frame", "us a token", single, lambda one: one.cpu_us)
+    yield Line("broker", "16 rows a frame, 4 clients", "tokens/s", batched.of(_per_s), digits=0)
+    yield _less("processor time", "16 rows a frame", "us a token", batched, lambda one: one.cpu_us)
+    for name, rounds in (("batch", paced), ("no batch", alone)):
+        group = "50 streams of 100 tokens/s"
+        yield _less(group, name, "share of a core", rounds, lambda one: one.share)
+        for share in (0.5, 0.99):
+            shown = f"{name}, p{100 * share:.0f}"
+            yield _less(f"{group}, worker to client", shown, "ms", rounds, _delay(share))
+
+
+def _less(
+    group: str, name: str, unit: str, rounds: Rounds, figure: Callable[[Cost], float]
+) -> Line:
+    return Line(group, name, unit, rounds.of(figure), less_is_better=True, digits=3)
+
+
+def _per_s(cost: Cost) -> float:
+    return cost.per_s
+
+
+def _delay(share: float) -> Callable[[Cost], float]:
+    return lambda one: one.delay(share)

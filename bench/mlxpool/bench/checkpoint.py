@@ -1,0 +1,136 @@
+"""A model folder of a named shape with random weights, which every contestant reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlxpool.bench.shapes import SHAPES
+from mlxpool.worker.weights.quant import MODES
+
+SHARD = 2 * 1024**3  # bytes of weights in one file
+SPECIAL = ("<s>", "</s>")
+BYTES = 256
+
+
+def write(
+    folder: Path, shape: str, *, layers: int = 0, quantise: str = "", dtype: str = "bfloat16"
+) -> Path:
+    """The folder, written. `layers` 0: as many as the shape has; `quantise`: a mode of quant.py.
+
+    Raises ValueError for a shape or a mode that does not exist.
+    """
+    config = config_of(shape, layers, quantise)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", {**config, "torch_dtype": dtype})
+    last = config["vocab_size"] - 1
+    _write_json(folder / "generation_config.json", {"bos_token_id": last - 1, "eos_token_id": last})
+    _write_tokenizer(folder, config["vocab_size"])
+    _write_weights(folder, config, dtype)
+    return folder
+
+
+def config_of(shape: str, layers: int = 0, quantise: str = "") -> dict[str, Any]:
+    """config.json of a shape."""
+    if shape not in SHAPES:
+        raise ValueError(f"there is no shape {shape!r}; there are {', '.join(SHAPES)}")
+    config = dict(SHAPES[shape])
+    if layers:
+        config["num_hidden_layers"] = layers
+    if quantise:
+        if quantise not in MODES:
+            raise ValueError(f"there is no mode {quantise!r}; there are {', '.join(MODES)}")
+        mode = MODES[quantise]
+        setting = {"group_size": mode.groups[0], "bits": mode.bits[0], "mode": quantise}
+        config["quantization"] = config["quantization_config"] = setting
+    return config
+
+
+def _write_weights(folder: Path, config: Mapping[str, Any], dtype: str) -> None:
+    import mlx.core as mx
+
+    files: list[dict[str, Any]] = [{}]
+    room = SHARD
+    for name, array in _weights(config, getattr(mx, dtype)):
+        mx.eval(array)
+        if room < array.nbytes and files[-1]:
+            _save(folder, files)
+            files.append({})
+            room = SHARD
+        files[-1][name] = array
+        room -= array.nbytes
+    _save(folder, files)
+    index = {name: _file(number) for number, one in enumerate(files) for name in one}
+    _write_json(folder / "model.safetensors.index.json", {"weight_map": index})
+
+
+def _weights(config: Mapping[str, Any], dtype: Any) -> Iterator[tuple[str, Any]]:
+    """Names and arrays, as a converted folder has them."""
+    import mlx.core as mx
+
+    from mlxpool.worker import models
+
+    setting = config.get("quantization")
+    plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
+    mx.random.seed(0)
+    for name, shape in models.plan(plain).shapes.items():
+        noise = mx.random.normal(shape, dtype=dtype) * (shape[-1] ** -0.5)
+        module = name.removesuffix(".weight")
+        if "norm" in name:
+            yield name, 1 + noise / 10
+        elif setting and name != module and len(shape) > 1 and shape[-1] % 64 == 0:
+            parts = mx.quantize(noise, **setting)
+            for part, array in zip(("weight", "scales", "biases"), parts, strict=False):
+                yield f"{module}.{part}", array
+        else:
+            yield name, noise
+
+
+def _save(folder: Path, files: list[dict[str, Any]]) -> None:
+    """The last of the files; its arrays are let go."""
+    import mlx.core as mx
+
+    names = dict.fromkeys(files[-1])
+    mx.save_safetensors(str(folder / _file(len(files) - 1)), files[-1])
+    files[-1] = names
+    mx.clear_cache()
+
+
+def _file(number: int) -> str:
+    return f"model-{number + 1:05}.safetensors"
+
+
+def _write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """The 256 bytes, made-up words for the other ids, and the two special tokens at the end."""
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    chars = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [_word(number) for number in range(vocabulary - BYTES - len(SPECIAL))]
+    tokenizer = Tokenizer(BPE({text: i for i, text in enumerate([*chars, *words])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL[0],
+        "eos_token": SPECIAL[1],
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _word(number: int) -> str:
+    """A space and letters, as byte-level vocabularies write them; each number another."""
+    letters = ""
+    while True:
+        number, digit = divmod(number, 26)
+        letters += chr(ord("a") + digit)
+        if not number:
+            return f"Ġ{letters}-"
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=1), encoding="utf-8")

@@ -1,0 +1,325 @@
+"""`mlxpool bench`: the command line of the measurements. Imports nothing heavy until it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlxpool.bench.lines import Figures, Line
+
+Say = Callable[[str], None]
+RESTARTED = "MLXPOOL_BENCH"  # set once OpenBLAS has been put in front
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """`bench` and what it can measure."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure this machine: engine, end to end, broker, prefix cache",
+        description="Measures in rounds, beside peers where they are installed, and prints tables"
+        " with ratios. Needs no running pool: it starts its own.",
+    )
+    kinds = bench.add_subparsers(dest="kind", metavar="WHAT", required=True)
+    _add_engine(kinds, common)
+    _add_end_to_end(kinds, common)
+    _add_broker(kinds, common)
+    _add_prefix(kinds, common)
+    _add_report(kinds, common)
+
+
+def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
+    parser = _kind(kinds, common, "engine", "decode and prefill, in one process, beside mlx-lm")
+    _model(parser)
+    _counts(parser, "--streams", [1, 8], "rows that decode at once")
+    _counts(parser, "--prompt", [128], "tokens of their prompts, which the rows take in turn")
+    _counts(parser, "--prefill", [], "tokens of prompts whose prefill is timed", many="*")
+    parser.add_argument("--turn", type=int, default=0, help="tokens of a conversation's first turn")
+    parser.add_argument(
+        "--sampled",
+        nargs="*",
+        choices=("top_k", "top_p"),
+        default=[],
+        help="decode again with temperature 0.8 and top_p 0.9, with and without top_k 40",
+    )
+    parser.add_argument("--steps", type=int, default=24, help="decode steps of a burst (24)")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="with the model setting of this name"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="where a decode step's time goes, and nothing else"
+    )
+    parser.set_defaults(run=run, measure=_engine)
+
+
+def _add_end_to_end(kinds: Any, common: argparse.ArgumentParser) -> None:
+    text = "through broker, worker and client, beside the engine alone and mlx_lm.server"
+    parser = _kind(kinds, common, "end-to-end", text)
+    _model(parser)
+    _counts(parser, "--streams", [1, 8], "streams at once")
+    parser.add_argument("--prompt", type=int, default=128, help="bytes of a prompt (128)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a completion (128)")
+    parser.add_argument("--clients", type=int, default=4, help="client processes at most (4)")
+    parser.set_defaults(run=run, measure=_end_to_end)
+
+
+def _add_broker(kinds: Any, common: argparse.ArgumentParser) -> None:
+    parser = _kind(kinds, common, "broker", "the broker without a model, beside a bare relay")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a paced round (5)")
+    parser.set_defaults(run=run, measure=_broker)
+
+
+def _add_prefix(kinds: Any, common: argparse.ArgumentParser) -> None:
+    parser = _kind(kinds, common, "prefix", "what the prefix cache gives back, beside mlx-lm's")
+    _model(parser)
+    parser.add_argument("--conversations", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=4000, help="of a conversation at its end")
+    parser.set_defaults(run=run, measure=_prefix)
+
+
+def _add_report(kinds: Any, common: argparse.ArgumentParser) -> None:
+    parser = kinds.add_parser("report", parents=[common], help="the tables of saved figures")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="as --out wrote them")
+    parser.set_defaults(run=report)
+
+
+def _kind(
+    kinds: Any, common: argparse.ArgumentParser, name: str, text: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = kinds.add_parser(
+        name, parents=[common], help=text, description=text[0].upper() + text[1:] + "."
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of everything (5)")
+    parser.add_argument("--no-peers", action="store_true", help="without anything but mlxpool")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="figures as JSON, tables, and pictures there"
+    )
+    return parser
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", default="", metavar="PATH", help="a folder or a reference")
+    which.add_argument(
+        "--shape", default="", help="random weights of a known shape: small, llama-3.1-8b, …"
+    )
+    parser.add_argument("--layers", type=int, default=0, help="of the shape (default: all)")
+    parser.add_argument("--quantise", default="", metavar="MODE", help="affine, mxfp4, …")
+
+
+def _counts(
+    parser: argparse.ArgumentParser, name: str, default: list[int], text: str, many: str = "+"
+) -> None:
+    shown = " ".join(map(str, default)) or "none"
+    parser.add_argument(name, type=int, nargs=many, default=default, help=f"{text} ({shown})")
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, save."""
+    _check(options)
+    _with_openblas()
+    from mlxpool.bench import report as pages
+    from mlxpool.bench.lines import Figures
+
+    lines: list[Line] = []
+    about, found = options.measure(options, _say)
+    for line in found:
+        lines.append(line)
+        _say(pages.short(line))
+    figures = Figures(
+        options.kind, about, pages.machine(), pages.versions(), _command(), tuple(lines)
+    )
+    if options.out is not None:
+        _save(figures, options.out)
+    print(json.dumps(figures.as_json()) if options.json else pages.markdown(figures), end="")
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """Print saved figures as tables."""
+    from mlxpool.bench import report as pages
+
+    found = [pages.read(file) for file in options.files]
+    if options.json:
+        print(json.dumps([one.as_json() for one in found]))
+    else:
+        print("\n".join(map(pages.markdown, found)), end="")
+    return 0
+
+
+def _save(figures: Figures, folder: Path) -> None:
+    from mlxpool.bench import pictures
+    from mlxpool.bench import report as pages
+
+    folder.mkdir(parents=True, exist_ok=True)
+    pages.write(folder / f"{figures.what}.json", figures)
+    (folder / f"{figures.what}.md").write_text(pages.markdown(figures), encoding="utf-8")
+    try:
+        for file in pictures.draw(figures, folder):
+            _say(f"wrote {file}")
+    except ImportError as error:
+        _say(str(error))
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises ValueError naming a count that is out of its bounds."""
+    for name in ("rounds", "steps", "streams", "prompt", "prefill", "tokens", "clients", "turns"):
+        value = getattr(options, name, None)
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and one < 1:
+                raise ValueError(f"--{name} {one} must be at least 1")
+
+
+def _engine(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]:
+    from mlxpool.bench import engine, profile
+
+    plan = engine.Plan(
+        streams=options.streams,
+        prompts=options.prompt,
+        prefill=options.prefill,
+        turn=options.turn,
+        sampled=options.sampled,
+        rounds=options.rounds,
+        steps=options.steps,
+        peers=not options.no_peers,
+        deterministic=options.deterministic,
+    )
+
+    def lines() -> Iterator[Line]:
+        with _folder(options, say) as folder:
+            if options.profile:
+                length, rounds, steps = plan.prompts[0], plan.rounds, plan.steps
+                yield from profile.measure(folder, plan.streams, length, rounds, steps)
+            else:
+                yield from engine.measure(folder, plan, say)
+
+    settings = "deterministic, " if options.deterministic else ""
+    about = f"{_named(options)}, {settings}greedy, {plan.rounds} rounds of {plan.steps} steps."
+    return about, lines()
+
+
+def _end_to_end(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]:
+    from mlxpool.bench import end_to_end
+
+    plan = end_to_end.Plan(
+        streams=options.streams,
+        prompt=options.prompt,
+        tokens=options.tokens,
+        clients=options.clients,
+        rounds=options.rounds,
+        peers=not options.no_peers,
+    )
+
+    def lines() -> Iterator[Line]:
+        with _folder(options, say) as folder, _run_dir() as run_dir:
+            yield from end_to_end.measure(folder, plan, run_dir, say)
+
+    about = (
+        f"{_named(options)}, greedy, prompts of {plan.prompt} bytes, {plan.tokens} tokens each,"
+        f" at most {plan.clients} clients, {plan.rounds} rounds."
+    )
+    return about, lines()
+
+
+def _broker(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]:
+    from mlxpool.bench import broker
+
+    plan = broker.Plan(rounds=options.rounds, seconds=options.seconds)
+    return f"No model; {plan.rounds} rounds.", broker.measure(plan, say)
+
+
+def _prefix(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]:
+    from mlxpool.bench import prefix
+
+    plan = prefix.Plan(
+        conversations=options.conversations,
+        turns=options.turns,
+        tokens=options.tokens,
+        peers=not options.no_peers,
+    )
+
+    def lines() -> Iterator[Line]:
+        with _folder(options, say) as folder:
+            yield from prefix.measure(folder, plan, say)
+
+    about = (
+        f"{_named(options)}; {plan.conversations} conversations over {plan.turns} turns,"
+        f" each growing to {plan.tokens:,} tokens."
+    )
+    return about, lines()
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+@contextmanager
+def _folder(options: argparse.Namespace, say: Say) -> Iterator[Path]:
+    """The model's folder; one of a shape is made, and gone afterwards."""
+    if not options.shape:
+        yield _folder_of(options.model)
+        return
+    from mlxpool.bench import checkpoint
+
+    with tempfile.TemporaryDirectory(prefix="mlxpool-bench-") as made:
+        say(f"writing random weights of {options.shape}")
+        shape = {"layers": options.layers, "quantise": options.quantise}
+        yield checkpoint.write(Path(made) / options.shape, options.shape, **shape)
+
+
+def _folder_of(path: str) -> Path:
+    from mlxpool.common.config import ModelConfig
+    from mlxpool.worker.weights import place
+
+    found = place.place_of(ModelConfig(path=path or place.DEMO))
+    if not isinstance(found, Path):
+        raise ValueError(f"{path} is no folder; peers can read nothing else")
+    return found
+
+
+def _named(options: argparse.Namespace) -> str:
+    if not options.shape:
+        return options.model or "The embedded model"
+    layers = f", {options.layers} layers" if options.layers else ""
+    quantised = f", {options.quantise}" if options.quantise else ""
+    return f"Random weights of the shape {options.shape}{layers}{quantised}"
+
+
+@contextmanager
+def _run_dir() -> Iterator[Path]:
+    """Short, for the paths of its sockets have to fit."""
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as made:
+        yield Path(made)
+
+
+def _with_openblas() -> None:
+    """Start again with OpenBLAS in front, as the broker starts its workers."""
+    from mlxpool.broker.blas import preload
+
+    environment = preload()
+    if environment and RESTARTED not in os.environ:
+        command = [sys.executable, "-m", "mlxpool.cli.main", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **environment, RESTARTED: "1"})
+
+
+def _command() -> str:
+    """As it was given, but for where the figures go."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        words = words[:at] + words[at + 2 :]
+    return " ".join(["mlxpool", *words])
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,147 @@
+"""Our engine in this process, without a compute thread around it: steps to be timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.common.options import Options
+from mlxpool.worker.engine.cache import RowShape
+from mlxpool.worker.engine.engine import ModelEngine
+from mlxpool.worker.engine.sequence import Sequence as Job
+from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.weights.load import inspect, load
+
+FOR_EVER = 10**6  # tokens
+SPARE = 4096  # tokens of a row's context beyond its prompt
+ENDING = 256  # the same where only a first token follows
+GREEDY: Mapping[str, Any] = {"temperature": 0.0}
+
+
+def prompt(tokens: int, vocabulary: int, seed: int = 0) -> list[int]:
+    """Random ids; none of the special ones at the end of the vocabulary."""
+    draw = np.random.default_rng([seed, tokens])
+    ids: list[int] = draw.integers(0, vocabulary - 2, tokens).tolist()
+    return ids
+
+
+class Ours:
+    """A loaded model, with a fresh engine for everything that is measured."""
+
+    def __init__(self, folder: Path, *, deterministic: bool = False) -> None:
+        self._loaded = load(inspect(folder), deterministic=deterministic)
+        self.vocabulary = self._loaded.folder.plan.vocab_size
+        self.longest = self._loaded.folder.context
+        self.weight_bytes = self._loaded.weight_bytes
+        self.model, self.dtype = self._loaded.model, self._loaded.dtype
+
+    @cached_property
+    def text(self) -> Text:
+        """The folder's tokenizer."""
+        return Text.from_folder(self._loaded.folder)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values."""
+        plan = self._loaded.folder.plan
+        return RowShape(plan.caches, self.dtype, self.longest, 1).token_bytes
+
+    def engine(self, streams: int, context: int, prefix: str = "off") -> ModelEngine:
+        """One with room for so many rows."""
+        context = min(context, self.longest)
+        return ModelEngine(self._loaded, prefix=prefix, context=context, sequences=streams)
+
+    def running(
+        self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
+    ) -> tuple[ModelEngine, list[Job]]:
+        """Rows with prompts of these lengths, ready to decode; each has its own seed."""
+        engine = self.engine(len(lengths), max(lengths) + SPARE)
+        settings = Options.parse({**options, "ignore_eos": True})
+        jobs = []
+        for number, length in enumerate(lengths):
+            ids = tuple(prompt(length, self.vocabulary, number))
+            jobs.append(Job(b"", 0, ids, settings, number, FOR_EVER))
+            _enter(engine, jobs[-1])
+        return engine, jobs
+
+    def steps(
+        self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
+    ) -> Callable[[], object]:
+        """A token for each row with every call."""
+        engine, jobs = self.running(lengths, options)
+
+        def step() -> None:
+            for drawn in engine.decode(jobs):
+                drawn.sequence.ids.append(drawn.token)
+
+        return step
+
+    def prefill(self, tokens: int) -> Callable[[], object]:
+        """A prompt up to its first token with every call, of which nothing stays."""
+        engine = self.engine(1, tokens + ENDING)
+        ids = tuple(prompt(tokens, self.vocabulary))
+
+        def once() -> None:
+            self._first(engine, ids)
+
+        return once
+
+    def turn(self, tokens: int, said: int = 32) -> Callable[[], tuple[float, float]]:
+        """Seconds until the first token of a conversation of `tokens`: cold, and its next turn."""
+        engine = self.engine(1, tokens + said + SPARE, prefix="tree")
+        rounds = iter(range(FOR_EVER))
+
+        def once() -> tuple[float, float]:
+            ids = prompt(tokens + said, self.vocabulary, next(rounds))
+            cold = _seconds(lambda: self._first(engine, tuple(ids[:tokens])))
+            return cold, _seconds(lambda: self._first(engine, tuple(ids)))
+
+        return once
+
+    def _first(self, engine: ModelEngine, ids: tuple[int, ...]) -> None:
+        job = Job(b"", 0, ids, Options.parse(GREEDY), 0, 2)
+        _enter(engine, job)
+        engine.decode([job])
+        engine.release(job)
+
+
+class Plain(Ours):
+    """Ours without `deterministic`, as somebody to be measured beside."""
+
+    NAME = "not deterministic"
+
+    def steps_by_name(self, lengths: Sequence[int]) -> Mapping[str, Callable[[], object]]:
+        """See Ours.steps."""
+        return {self.NAME: self.steps(lengths)}
+
+    def prefills(self, tokens: int) -> Mapping[str, Callable[[], object]]:
+        """See Ours.prefill."""
+        return {self.NAME: self.prefill(tokens)}
+
+
+def _enter(engine: ModelEngine, job: Job) -> None:
+    engine.admit(job)
+    while engine.prefill(job, engine.chunk):
+        pass
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    mx.synchronize()
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def burst(step: Callable[[], object], steps: int) -> float:
+    """Mean seconds of some steps; what was queued before is done before the clock starts."""
+    mx.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - started) / steps

@@ -1,0 +1,48 @@
+"""A pool that is measured: `mlxpool serve` in a process of its own, ended with the block."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+START = 600.0  # seconds that anything may take to start
+
+
+@contextmanager
+def started(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose output goes to `log`."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def serving(
+    run_dir: Path, settings: str, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A broker that answers, with these settings as its TOML."""
+    from mlxpool.client import Client
+
+    file = run_dir / "mlxpool.toml"
+    file.write_text(settings, encoding="utf-8")
+    command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(run_dir), "serve"]
+    log = run_dir / "broker.log"
+    with started([*command, "--config", str(file)], log, environment) as process:
+        with Client(run_dir, connect_timeout=START) as client:
+            client.models()
+        yield process

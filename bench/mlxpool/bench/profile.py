@@ -1,0 +1,169 @@
+"""Where the time of a decode step goes: the host's part, and the model's parts by themselves.
+
+The host builds a step, waits for the device and reads the tokens; with lookahead it builds the next
+step while the device computes. The parts are timed alone, so on a GPU their sum leaves out what
+runs beside each other.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+
+from mlxpool.bench.lines import OURS, Line
+from mlxpool.bench.ours import Ours, burst
+from mlxpool.worker.engine import draws, sampler
+from mlxpool.worker.engine import engine as engine_room
+from mlxpool.worker.models.parts import Embedding, Linear, QuantisedEmbedding, QuantisedLinear
+
+PARTS = (Linear, QuantisedLinear)
+EMBEDDINGS = (Embedding, QuantisedEmbedding)
+SHOWN = 12  # Python functions
+
+
+def measure(
+    folder: Path, streams: Sequence[int], length: int, rounds: int, steps: int
+) -> Iterator[Line]:
+    """Milliseconds of a step and of its parts, for each number of streams."""
+    ours = Ours(folder)
+    for count in streams:
+        yield from _of_step(ours, [length] * count, rounds, steps)
+
+
+def _of_step(ours: Ours, lengths: Sequence[int], rounds: int, steps: int) -> Iterator[Line]:
+    from mlxpool.common.options import Options
+
+    count = len(lengths)
+    rows = [sampler.Draw(Options.parse({"temperature": 0}), 0, 0) for _ in lengths]
+    logits = mx.random.normal((count, ours.vocabulary)).astype(ours.dtype)
+    products, head = layers_of(ours.model), _head_of(ours.model)
+    alone: dict[str, Callable[[], object]] = {
+        "linear layers alone": partial(_products, products, count, ours.dtype),
+        "logits alone": partial(_products, head, count, ours.dtype),
+        "greedy sampler alone": lambda: mx.eval(*sampler.sample(logits, rows).arrays()),
+    }
+    host = _host(ours, lengths, rounds, steps)
+    found = {**host, **{name: _bursts(work, rounds, steps) for name, work in alone.items()}}
+    group = f"a decode step, {count} stream{'s' * (count > 1)}"
+    for name, times in found.items():
+        sides = {OURS: tuple(1000 * one for one in times)}
+        yield Line(group, name, "ms", sides, at=count, digits=3, compared=False)
+    yield _python(ours, lengths, steps, group)
+
+
+def _bursts(work: Callable[[], object], rounds: int, steps: int) -> list[float]:
+    burst(work, steps)
+    return [burst(work, steps) for _ in range(rounds)]
+
+
+def _host(ours: Ours, lengths: Sequence[int], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of a step; of it, building and reading. The rest is waiting for the device."""
+    engine, jobs = ours.running(lengths)
+    spent: defaultdict[str, float] = defaultdict(float)
+
+    def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def around(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            found = work(*arguments)
+            spent[name] += time.perf_counter() - started
+            return found
+
+        return around
+
+    def step() -> None:
+        for drawn in engine.decode(jobs):
+            drawn.sequence.ids.append(drawn.token)
+
+    for name in ("_ahead", "_step"):
+        setattr(engine, name, timed("of it, the host builds", getattr(engine, name)))
+    found: dict[str, list[float]] = {}
+    with mock.patch.object(engine_room, "drawn", timed("of it, the host reads", draws.drawn)):
+        burst(step, steps)
+        for _ in range(rounds):
+            spent.clear()
+            found.setdefault("whole step", []).append(burst(step, steps))
+            for name, total in spent.items():
+                found.setdefault(name, []).append(total / steps)
+    return found
+
+
+def _python(ours: Ours, lengths: Sequence[int], steps: int, group: str) -> Line:
+    """The host's functions that take most; the profiler makes Python some times slower."""
+    step = ours.steps(lengths)
+    burst(step, steps)
+    profile = cProfile.Profile()
+    profile.enable()
+    burst(step, steps)
+    profile.disable()
+    text = io.StringIO()
+    stats = pstats.Stats(profile, stream=text)
+    stats.strip_dirs().sort_stats("tottime").print_stats(SHOWN)
+    rows = text.getvalue().partition("   ncalls")[2].rstrip().splitlines()
+    note = "\n".join(["       ncalls" + rows[0], *(f"    {row}" for row in rows[1:])])
+    seconds = stats.total_tt / steps  # type: ignore[attr-defined]
+    sides = {OURS: (1000 * seconds,)}
+    return Line(group, "under Python's profiler", "ms", sides, note=note, compared=False, digits=3)
+
+
+# ---- the model's parts ---------------------------------------------------------------------------
+
+
+def layers_of(model: object) -> list[Any]:
+    """Every linear layer of a model, wherever it keeps them, but for the logits'."""
+    head = _head_of(model)
+    return [part for part in _walk(model, PARTS) if not any(part is one for one in head)]
+
+
+def _head_of(model: object) -> list[Any]:
+    """What makes the logits: a layer of its own, or the embedding again."""
+    own = getattr(model, "head", None)
+    if isinstance(own, PARTS):
+        return [own]
+    return [part.as_linear for part in _walk(model, EMBEDDINGS)][:1]
+
+
+def _walk(part: object, kinds: tuple[type, ...], seen: set[int] | None = None) -> Iterator[Any]:
+    seen = set() if seen is None else seen
+    if id(part) in seen or isinstance(part, mx.array):
+        return
+    seen.add(id(part))
+    if isinstance(part, kinds):
+        yield part
+    for inner in _inside(part):
+        yield from _walk(inner, kinds, seen)
+
+
+def _inside(part: object) -> Sequence[object]:
+    if isinstance(part, list | tuple):
+        return part
+    if isinstance(part, dict):
+        return list(part.values())
+    if is_dataclass(part):
+        return [getattr(part, one.name) for one in fields(part)]
+    if type(part).__module__.startswith("mlxpool."):
+        return list(vars(part).values()) if hasattr(part, "__dict__") else []
+    return []
+
+
+def _products(layers: Sequence[Any], rows: int, dtype: mx.Dtype) -> None:
+    """All of them with lines of zeros: what these weights cost at the least."""
+    mx.eval([layer(mx.zeros((rows, width(layer)), dtype=dtype)) for layer in layers])
+
+
+def width(layer: Any) -> int:
+    """The numbers of a line that goes in."""
+    weight = getattr(layer, "__self__", layer).weight
+    if isinstance(weight, mx.array):
+        return int(weight.shape[-1])
+    return int(weight.scales.shape[-1]) * int(weight.layout.group)

@@ -1,0 +1,124 @@
+"""Figures as tables for a page, and as a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from mlxpool.bench.lines import OURS, Figures, Line
+
+PACKAGES = ("mlxpool", "mlx", "mlx-lm", "pyzmq", "msgpack", "tokenizers")
+
+
+def versions() -> str:
+    """Of what plays a part, as far as it is installed."""
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def machine() -> str:
+    """Cores, architecture, Python, the GPU if MLX uses one."""
+    found = (
+        f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()},"
+        f" Python {platform.python_version()}"
+    )
+    try:
+        import mlx.core as mx
+    except ImportError:
+        return f"{found}; no MLX"
+    if mx.default_device().type == mx.DeviceType.cpu:
+        blas = "on" if "blas" in os.environ.get("LD_PRELOAD", "") else "absent"
+        return f"{found}; no GPU; OpenBLAS {blas}"
+    return f"{found}; {mx.device_info().get('device_name', 'a GPU')}"
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """`median (minimum - maximum)`; one value alone as it is."""
+    middle = f"{statistics.median(values):,.{digits}f}"
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({min(values):,.{digits}f} - {max(values):,.{digits}f})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def markdown(figures: Figures) -> str:
+    """The command, what it ran on, and a table for each group."""
+    parts = [
+        f"    {figures.command}",
+        f"{figures.about}\n{figures.versions}; {figures.machine}.\n"
+        "Median (minimum - maximum); a ratio is that of one round, above 1 is better.",
+        *map(_table_of, grouped(figures.lines)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def grouped(lines: Sequence[Line]) -> Iterator[list[Line]]:
+    """Lines of one table, in the order in which they came."""
+    order = list(dict.fromkeys(line.group for line in lines))
+    by_table = sorted(lines, key=lambda line: order.index(line.group))
+    for _, found in groupby(by_table, key=lambda line: line.group):
+        yield list(found)
+
+
+def _table_of(lines: Sequence[Line]) -> str:
+    sides = list(dict.fromkeys(side for line in lines for side in line.sides))
+    compared = any(line.ratios() for line in lines)
+    mixed = len({line.unit for line in lines}) > 1
+    title = lines[0].group if mixed else f"{lines[0].group}, {lines[0].unit}"
+    head = [title, *sides, *(["ratio"] if compared else [])]
+    rows = [_row(line, sides, compared=compared, unit=mixed) for line in lines]
+    notes = dict.fromkeys(line.note for line in lines if line.note)
+    return "\n\n".join([table(head, rows), *notes])
+
+
+def _row(line: Line, sides: Sequence[str], *, compared: bool, unit: bool) -> list[str]:
+    cells = [spread(line.sides[side], line.digits) if side in line.sides else "" for side in sides]
+    ratios = line.ratios()
+    last = [f"**{spread(ratios, 2)}**" if ratios else ""] if compared else []
+    name = f"{line.name}, {line.unit}" if unit and line.unit else line.name
+    return [name, *cells, *last]
+
+
+def short(line: Line) -> str:
+    """One line of it, for a terminal while the next is measured."""
+    sides = ", ".join(f"{side} {spread(found, line.digits)}" for side, found in line.sides.items())
+    ratios = line.ratios()
+    ending = f"; ratio {spread(ratios, 2)}" if ratios and OURS in line.sides else ""
+    return f"{line.group}, {line.name}: {sides} {line.unit}{ending}"
+
+
+def write(file: Path, figures: Figures) -> None:
+    """As JSON."""
+    file.write_text(json.dumps(figures.as_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def read(file: Path) -> Figures:
+    """What `write` wrote. Raises ValueError where a file is something else."""
+    try:
+        return Figures.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file} has no figures of `mlxpool bench --out`: {error}") from error
+
+
+def save(path: Path | None, figures: Mapping[str, Any]) -> None:
+    """Figures of another form as JSON, beside versions and machine."""
+    if path is not None:
+        whole = {"versions": versions(), "machine": machine(), **figures}
+        path.write_text(json.dumps(whole, indent=1) + "\n")
