@@ -19,11 +19,12 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.worker.engine.attention import Span, Step  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.models import parts  # noqa: E402
-from mlxpool.worker.models.packed import Packed  # noqa: E402
+from mlxpool.worker.models.packed import CPU_MANY, Packed  # noqa: E402
 from mlxpool.worker.models.parts import Parts, QuantisedLinear, SideBySide  # noqa: E402
 from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.weights.needs import grown, opens  # noqa: E402
 from mlxpool.worker.weights.place import files_of  # noqa: E402
-from mlxpool.worker.weights.quant import Quant  # noqa: E402
+from mlxpool.worker.weights.quant import MODES, Quant  # noqa: E402
 
 # What mlx_lm.convert is told: mode, bits, group size, and settings of single modules.
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
@@ -116,6 +117,43 @@ def test_deterministic_models_have_the_same_numbers(case: str, quantised: dict[s
     peer = np.load(quantised[case] / "peer.npy")
     loaded = load(inspect(quantised[case]), deterministic=True)
     assert np.abs(logits_of(loaded) - peer).max() < 1e-4 * np.abs(peer).max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opened_models_have_the_same_numbers_in_the_memory_reckoned(
+    case: str, quantised: dict[str, Path]
+) -> None:
+    peer, folder = np.load(quantised[case] / "peer.npy"), inspect(quantised[case])
+    packed, opened = load(folder), load(folder, opened=True)
+    assert np.abs(logits_of(opened) - peer).max() < 1e-4 * np.abs(peer).max()
+    numbers = sum(int(np.prod(shape)) for shape in folder.plan.shapes.values())
+    assert opened.weight_bytes == 4 * numbers
+    assert packed.weight_bytes + grown(folder, 4) == opened.weight_bytes
+
+
+def test_weights_are_opened_on_a_cpu_where_they_leave_room(quantised: dict[str, Path]) -> None:
+    folder = inspect(quantised["affine 4"])
+    needed = load(folder, opened=True).weight_bytes
+    assert opens(folder, limit=4 * needed, float32=True)
+    assert not opens(folder, limit=4 * needed - 4, float32=True)
+    assert not opens(folder, limit=4 * needed, float32=False)
+    assert not opens(inspect(quantised["affine 4"].parent / "plain"), limit=10**12, float32=True)
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("transpose", [True, False])
+def test_a_product_is_the_same_however_many_lines_it_has(mode: str, transpose: bool) -> None:
+    bits, group = MODES[mode].bits[0], MODES[mode].groups[0]
+    numbers = mx.random.normal((64, 128), key=mx.random.key(2))
+    arrays = dict(
+        zip(("weight", "scales", "biases"), mx.quantize(numbers, group, bits, mode), strict=False)
+    )
+    layout = Quant(mode, bits, group)
+    weight = Packed.of({f"a.{kind}": one for kind, one in arrays.items()}, "a", layout)
+    lines = mx.random.normal((CPU_MANY + 2, 128 if transpose else 64), key=mx.random.key(3))
+    whole = weight(lines, transpose=transpose)
+    single = mx.concatenate([weight(one[None], transpose=transpose) for one in lines])
+    assert np.abs(np.array(whole - single)).max() < 1e-5 * np.abs(np.array(single)).max()
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -12,11 +12,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.common.options import Options
+from mlxpool.worker.engine import back_end
 from mlxpool.worker.engine.cache import RowShape
 from mlxpool.worker.engine.engine import ModelEngine
 from mlxpool.worker.engine.sequence import Sequence as Job
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.load import inspect, load
+from mlxpool.worker.weights.needs import opens
 
 FOR_EVER = 10**6  # tokens
 SPARE = 4096  # tokens of a row's context beyond its prompt
@@ -35,7 +37,10 @@ class Ours:
     """A loaded model, with a fresh engine for everything that is measured."""
 
     def __init__(self, folder: Path, *, deterministic: bool = False) -> None:
-        self._loaded = load(inspect(folder), deterministic=deterministic)
+        found = inspect(folder)
+        limit, float32 = back_end.limit_of(0), not back_end.on_gpu()
+        opened = opens(found, limit=limit, float32=float32)
+        self._loaded = load(found, deterministic=deterministic, opened=opened)
         self.vocabulary = self._loaded.folder.plan.vocab_size
         self.longest = self._loaded.folder.context
         self.weight_bytes = self._loaded.weight_bytes

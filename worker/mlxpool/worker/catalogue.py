@@ -18,6 +18,7 @@ from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.about import require_deterministic
 from mlxpool.worker.weights.files import Files
 from mlxpool.worker.weights.folder import inspect
+from mlxpool.worker.weights.needs import opens
 from mlxpool.worker.weights.place import COUNTING, as_files, place_of
 
 NO_BACK_END = (
@@ -86,7 +87,16 @@ def _folder(files: Files, config: ModelConfig) -> Source:
 
             model = zoo_engine.load(folder, on_progress)
             return zoo_engine.ZooEngine(model, folder, text, **settings)
-        loaded = load_weights(folder, on_progress, deterministic=config.deterministic)
+        loaded = load_weights(
+            folder,
+            on_progress,
+            deterministic=config.deterministic,
+            opened=opens(
+                folder,
+                limit=back_end.limit_of(config.memory_limit),
+                float32=not back_end.on_gpu(),
+            ),
+        )
         return ModelEngine(loaded, text, **settings)
 
     opened = Opened(rules.digest_of(folder.digest), context, folder.plan.vocab_size, text)

@@ -9,6 +9,13 @@ import mlx.core as mx
 
 from mlxpool.worker.weights.quant import NVFP4_RANGE, Quant
 
+MANY, CPU_MANY = 6, 8  # lines from which on a plain product of opened numbers is faster
+
+
+def many() -> int:
+    """As many lines as are worth it to open a weight for one product (docs/benchmarks.md)."""
+    return MANY if mx.default_device().type == mx.DeviceType.gpu else CPU_MANY
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -36,6 +43,9 @@ class Packed:
 
     def __call__(self, x: mx.array, *, transpose: bool = True) -> mx.array:
         """x [..., in] @ weight.T -> [..., out]; without `transpose` x [..., out] -> [..., in]."""
+        if x.shape[-2] >= many():
+            numbers = self.dense(x.dtype)
+            return x @ (numbers.swapaxes(-1, -2) if transpose else numbers)
         layout = self.layout
         out = mx.quantized_matmul(
             x,

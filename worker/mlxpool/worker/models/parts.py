@@ -144,9 +144,9 @@ def tiled(x: mx.array, weight: mx.array) -> mx.array:
 class Parts:
     """The parts of a model whose weights are these, computed in `dtype`.
 
-    `layouts` says which modules have a quantised weight, and how. `exact`: see `tiled`; quantised
-    weights are then turned into numbers once, here, for their own products come in no tiles. Each
-    part takes its weights out, so that they are not there twice.
+    `layouts` says which modules have a quantised weight, and how; `opened`: these are turned into
+    numbers once, here. `exact`: see `tiled`; they are opened then, too, for their own products come
+    in no tiles. Each part takes its weights out, so that they are not there twice.
     """
 
     def __init__(
@@ -156,11 +156,13 @@ class Parts:
         dtype: mx.Dtype,
         *,
         exact: bool = False,
+        opened: bool = False,
     ) -> None:
         self._weights = weights
         self._layouts = layouts
         self._dtype = dtype
         self._exact = exact
+        self._opened = opened or exact
 
     def linear(self, name: str) -> Layer:
         return self.joined([name])
@@ -221,7 +223,7 @@ class Parts:
 
     def _are_numbers(self, names: Sequence[str]) -> bool:
         """Whether the weights are computed with as plain numbers."""
-        return self._exact or not any(self._layouts.get(name) for name in names)
+        return self._opened or not any(self._layouts.get(name) for name in names)
 
     def _joined_weight(self, names: Sequence[str]) -> mx.array | Packed | None:
         """The weights [..., out, in] as one along `out`; None where they stay apart.

@@ -78,6 +78,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         limit=limit,
         chunk=back_end.chunk(),
         float32=not back_end.on_gpu(),
+        deterministic=config.deterministic,
     )
     why = [*misfits(need, limit, pool, config.memory_limit or folder.weight_bytes)]
     machine = {

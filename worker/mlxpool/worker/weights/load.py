@@ -18,6 +18,7 @@ from mlxpool.worker.models.base import Model
 from mlxpool.worker.models.derived import Derived
 from mlxpool.worker.weights.folder import ModelFolder, inspect
 from mlxpool.worker.weights.headers import Tensor
+from mlxpool.worker.weights.needs import grown
 from mlxpool.worker.weights.quant import FACTORS, FLOATS
 
 if TYPE_CHECKING:
@@ -45,8 +46,11 @@ def load(
     on_progress: Progress = lambda tensors, size: None,
     *,
     deterministic: bool = False,
+    opened: bool = False,
 ) -> Loaded:
     """Reads the weights layer by layer, `on_progress` after each.
+
+    `opened`: quantised weights become numbers once, see needs.opens; `deterministic` implies it.
 
     Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or are not what
     the digests say that a store has of them.
@@ -59,7 +63,9 @@ def load(
         weights.update(layer)
         on_progress(tensors, size)
     weight_bytes = sum(array.nbytes for array in weights.values())  # build takes them out
-    parts = Parts(weights, folder.fit.layouts, dtype, exact=deterministic)
+    if opened or deterministic:
+        weight_bytes += grown(folder, dtype.size)
+    parts = Parts(weights, folder.fit.layouts, dtype, exact=deterministic, opened=opened)
     return Loaded(
         folder=folder,
         model=folder.plan.build(parts),

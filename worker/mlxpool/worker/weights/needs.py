@@ -7,11 +7,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mlxpool.worker.models.derived import STORED, Spec
 from mlxpool.worker.prefix.cache import default_budget
 from mlxpool.worker.weights.folder import ModelFolder
 from mlxpool.worker.weights.headers import Tensor
 
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
+OPENED = 0.25  # of its limit a worker may take for quantised weights turned into numbers
+PACKED = {"U32": 4, "U8": 1}
 NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
@@ -51,13 +54,16 @@ def needs(
     limit: int,
     chunk: int,
     float32: bool,
+    deterministic: bool = False,
 ) -> Needs:
     """`limit` is what a worker may take; `float32`: it computes with 4 bytes, as on a CPU.
 
     `chunk` are the tokens of a prompt that are read at once.
     """
     width = 4 if float32 else FLOATS[main_dtype(folder.tensors.values())]
-    weights = sum(_in_memory(tensor, width) for tensor in folder.tensors.values())
+    weights = _weight_bytes(folder, width)
+    if deterministic or opens(folder, limit=limit, float32=float32):
+        weights += grown(folder, width)
     token = sum(cache.token_bytes(width) for cache in folder.plan.caches)
     fixed = sum(cache.fixed_bytes(width, chunk) for cache in folder.plan.caches)
     sequence = fixed + token * context
@@ -72,6 +78,37 @@ def needs(
         all_sequences=sequence * sequences,
         prefix_cache=0 if prefix_cache == "off" else cache,
     )
+
+
+def opens(folder: ModelFolder, *, limit: int, float32: bool) -> bool:
+    """Whether quantised weights become numbers once, at load, instead of in every product.
+
+    On a CPU, whose BLAS knows plain numbers only, where these leave room for the rest.
+    """
+    if not float32 or not folder.fit.layouts:
+        return False
+    width = FLOATS["F32"]
+    return _weight_bytes(folder, width) + grown(folder, width) <= OPENED * limit
+
+
+def grown(folder: ModelFolder, width: int) -> int:
+    """Bytes more once quantised weights are numbers of `width` bytes."""
+    return sum(_grown(folder, module, width) for module in folder.fit.layouts)
+
+
+def _weight_bytes(folder: ModelFolder, width: int) -> int:
+    return sum(_in_memory(tensor, width) for tensor in folder.tensors.values())
+
+
+def _grown(folder: ModelFolder, module: str, width: int) -> int:
+    specs = folder.fit.weights
+    names = (f"{module}.{kind}" for kind in STORED if kind != "bias")
+    packed = sum(_spec_bytes(specs[name], width) for name in names if name in specs)
+    return math.prod(folder.plan.shapes[f"{module}.weight"]) * width - packed
+
+
+def _spec_bytes(spec: Spec, width: int) -> int:
+    return math.prod(spec.shape) * (width if spec.dtype in FLOATS else PACKED[spec.dtype])
 
 
 def main_dtype(tensors: Iterable[Tensor]) -> str:
