@@ -50,12 +50,22 @@ def sides(found: Figures) -> Iterator[set[str]]:
 def test_the_engine_with_everything_there_is_to_ask(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
     words = ["--model", str(tiny), "--rounds", "2", "--steps", "2", "--streams", "1", "2"]
-    words += ["--prompt", "5", "9", "--prefill", "12", "--turn", "40", "--sampled", "top_k"]
+    words += [
+        "--prompt",
+        "5",
+        "9",
+        "--prefill",
+        "12",
+        "--turn",
+        "40",
+        "--sampled",
+        "top_k",
+    ]
     found = figures("engine", *words, "--out", str(tmp_path))
     assert by_group(found) == {
         "decode, prompts of 5 and 9": ["1 stream", "2 streams"],
         "memory": ["weights read, 1 stream"],
-        "sampled: temperature 0.8, top_k 40, top_p 0.9": ["1 streams", "2 streams"],
+        "sampled: temperature 0.8, top_k 40, top_p 0.9": ["1 stream", "2 streams"],
         "prefill": ["12 tokens"],
         "first token": ["next turn of 40 tokens"],
     }
@@ -66,6 +76,14 @@ def test_the_engine_with_everything_there_is_to_ask(tiny: Path, tmp_path: Path) 
     assert pictures and all(file.read_bytes().startswith(PNG) for file in pictures)
     saved = bench("report", str(tmp_path / "engine.json"))
     assert saved.stdout == (tmp_path / "engine.md").read_text()
+
+
+def test_the_peer_as_it_is_installed_has_a_process_of_its_own(tiny: Path) -> None:
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+    words = ["--model", str(tiny), "--rounds", "1", "--steps", "2", "--streams", "1", "2"]
+    found = figures("engine", *words, "--prefill", "8", "--as-installed")
+    decode, _, _, prefill = found.lines
+    assert set(decode.sides) == set(prefill.sides) == {OURS, "mlx-lm as installed"}
 
 
 def test_a_profile_names_the_parts_of_a_step(tiny: Path) -> None:

@@ -54,6 +54,11 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
         "--deterministic", action="store_true", help="with the model setting of this name"
     )
     parser.add_argument(
+        "--as-installed",
+        action="store_true",
+        help="beside mlx-lm as it comes: without OpenBLAS, in the dtype of the files",
+    )
+    parser.add_argument(
         "--profile", action="store_true", help="where a decode step's time goes, and nothing else"
     )
     parser.set_defaults(run=run, measure=_engine)
@@ -194,6 +199,7 @@ def _engine(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]
         steps=options.steps,
         peers=not options.no_peers,
         deterministic=options.deterministic,
+        as_installed=options.as_installed,
     )
 
     def lines() -> Iterator[Line]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mlxpool.bench.lines import OURS, Line, in_turn
 
 if TYPE_CHECKING:
-    from mlxpool.bench.ours import Ours
+    from mlxpool.bench.ours import Burst, Ours
 
 SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
     "top_k": {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
@@ -27,7 +27,8 @@ WARM = 8  # steps that are not counted
 class Plan:
     """What is measured; lengths and tokens are counted in tokens.
 
-    `prompts` are the lengths of the rows' prompts, which streams take in turn.
+    `prompts` are the lengths of the rows' prompts, which streams take in turn. `as_installed`:
+    beside mlx-lm as it comes (mlx_lm.AsInstalled).
     """
 
     streams: Sequence[int] = (1, 8)
@@ -39,6 +40,7 @@ class Plan:
     steps: int = 24
     peers: bool = True
     deterministic: bool = False
+    as_installed: bool = False
 
 
 def measure(folder: Path, plan: Plan, say: Callable[[str], None]) -> Iterator[Line]:
@@ -51,14 +53,14 @@ def measure(folder: Path, plan: Plan, say: Callable[[str], None]) -> Iterator[Li
     say("copying memory")
     bandwidth = _copy_bandwidth(plan.rounds)
     for streams in plan.streams:
-        say(f"decode, {streams} streams")
+        say(f"decode, {counted(streams)}")
         line = _decode(ours, others, plan, streams)
         yield line
         if streams == 1:
             yield _reading(line, ours.weight_bytes, bandwidth)
     for name in plan.sampled:
         for streams in plan.streams:
-            say(f"{name}, {streams} streams")
+            say(f"{name}, {counted(streams)}")
             yield _sampled(ours, plan, name, streams)
     for tokens in plan.prefill:
         say(f"prefill of {tokens:,} tokens")
@@ -69,23 +71,30 @@ def measure(folder: Path, plan: Plan, say: Callable[[str], None]) -> Iterator[Li
 
 
 class Other(Protocol):
-    """Somebody who is measured beside us, in one way or several."""
+    """Somebody who is measured beside us, in one way or several, each under its name."""
 
-    def steps_by_name(self, lengths: Sequence[int]) -> Mapping[str, Callable[[], object]]:
-        """A token for each row with every call."""
+    def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
+        """Steps that give a token for each row."""
 
-    def prefills(self, tokens: int) -> Mapping[str, Callable[[], object]]:
-        """A prompt up to its first token with every call."""
+    def prefills(self, tokens: int) -> Mapping[str, Burst]:
+        """Prompts up to their first token."""
 
 
-def _others(folder: Path, plan: Plan) -> Other | None:
+def _others(folder: Path, plan: Plan) -> list[Other]:
     """Who is measured beside us: mlx-lm; where we are deterministic, ourselves when we are not."""
     from mlxpool.bench import mlx_lm
     from mlxpool.bench.ours import Plain
 
     if plan.deterministic:
-        return Plain(folder)
-    return mlx_lm.Theirs(folder) if plan.peers and mlx_lm.installed() else None
+        return [Plain(folder)]
+    if not plan.peers or not mlx_lm.installed():
+        return []
+    return [mlx_lm.AsInstalled(folder) if plan.as_installed else mlx_lm.Theirs(folder)]
+
+
+def counted(streams: int) -> str:
+    """As tables say it."""
+    return f"{streams} stream" if streams == 1 else f"{streams} streams"
 
 
 def lengths_of(streams: int, prompts: Sequence[int]) -> list[int]:
@@ -93,58 +102,58 @@ def lengths_of(streams: int, prompts: Sequence[int]) -> list[int]:
     return list(islice(cycle(prompts), streams))
 
 
-def _decode(ours: Ours, others: Other | None, plan: Plan, streams: int) -> Line:
+def _decode(ours: Ours, others: Sequence[Other], plan: Plan, streams: int) -> Line:
+    from mlxpool.bench.ours import burst
+
     lengths = lengths_of(streams, plan.prompts)
-    steps = {OURS: ours.steps(lengths), **(others.steps_by_name(lengths) if others else {})}
-    found = _bursts(steps, plan, streams)
-    del steps
+    bursts: dict[str, Burst] = {OURS: partial(burst, ours.steps(lengths))}
+    for other in others:
+        bursts |= other.decodes(lengths)
+    found = _rates(bursts, plan, streams)
+    del bursts
     _tidy()
-    name = f"{streams} stream" if streams == 1 else f"{streams} streams"
     shown = " and ".join(f"{n:,}" for n in plan.prompts)
-    return Line(f"decode, prompts of {shown}", name, "tokens/s", found, at=streams)
+    return Line(f"decode, prompts of {shown}", counted(streams), "tokens/s", found, at=streams)
 
 
-def _bursts(
-    steps: Mapping[str, Callable[[], object]], plan: Plan, streams: int
-) -> dict[str, tuple[float, ...]]:
-    """Tokens/s of every contestant in every round."""
-    from mlxpool.bench.ours import burst
-
-    for step in steps.values():
-        burst(step, min(WARM, plan.steps))
-    return in_turn(
-        {name: partial(_rate, step, plan.steps, streams) for name, step in steps.items()},
-        plan.rounds,
-    )
+def _rates(bursts: Mapping[str, Burst], plan: Plan, tokens: int) -> dict[str, tuple[float, ...]]:
+    """Tokens/s of every contestant in every round, `tokens` with each step."""
+    for work in bursts.values():
+        work(min(WARM, plan.steps))
+    contestants = {name: partial(_rate, work, plan.steps, tokens) for name, work in bursts.items()}
+    return in_turn(contestants, plan.rounds)
 
 
-def _rate(step: Callable[[], object], steps: int, tokens: int) -> float:
-    from mlxpool.bench.ours import burst
-
-    return tokens / burst(step, steps)
+def _rate(work: Burst, steps: int, tokens: int) -> float:
+    return tokens / work(steps)
 
 
 def _sampled(ours: Ours, plan: Plan, name: str, streams: int) -> Line:
     """Beside greedy decode of our own."""
+    from mlxpool.bench.ours import burst
+
     lengths = lengths_of(streams, plan.prompts)
-    steps = {OURS: ours.steps(lengths, SAMPLINGS[name]), "greedy": ours.steps(lengths)}
-    found = _bursts(steps, plan, streams)
-    del steps
+    bursts: dict[str, Burst] = {
+        OURS: partial(burst, ours.steps(lengths, SAMPLINGS[name])),
+        "greedy": partial(burst, ours.steps(lengths)),
+    }
+    found = _rates(bursts, plan, streams)
+    del bursts
     _tidy()
     shown = ", ".join(f"{key} {value}" for key, value in SAMPLINGS[name].items())
-    return Line(f"sampled: {shown}", f"{streams} streams", "tokens/s", found, at=streams)
+    return Line(f"sampled: {shown}", counted(streams), "tokens/s", found, at=streams)
 
 
-def _prefill(ours: Ours, others: Other | None, plan: Plan, tokens: int) -> Line:
-    works = {OURS: ours.prefill(tokens), **(others.prefills(tokens) if others else {})}
-    found = _bursts(works, _one_step(plan), tokens)
-    del works
+def _prefill(ours: Ours, others: Sequence[Other], plan: Plan, tokens: int) -> Line:
+    from mlxpool.bench.ours import burst
+
+    bursts: dict[str, Burst] = {OURS: partial(burst, ours.prefill(tokens))}
+    for other in others:
+        bursts |= other.prefills(tokens)
+    found = _rates(bursts, replace(plan, steps=1), tokens)
+    del bursts
     _tidy()
     return Line("prefill", f"{tokens:,} tokens", "tokens/s", found, at=tokens)
-
-
-def _one_step(plan: Plan) -> Plan:
-    return Plan(rounds=plan.rounds, steps=1)
 
 
 def _turn(ours: Ours, plan: Plan) -> Line:

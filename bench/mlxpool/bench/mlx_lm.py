@@ -1,7 +1,17 @@
-"""mlx-lm in this process, as its own server uses it: the peer of the engine's figures."""
+"""mlx-lm, as its own server uses it: the peer of the engine's figures.
+
+In this process, with the BLAS that this one has; and as it comes (`AsInstalled`):
+
+    python -m mlxpool.bench.mlx_lm FOLDER   # one job as JSON a line, mean seconds a line
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -10,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.bench.ours import FOR_EVER, prompt
+from mlxpool.bench.ours import FOR_EVER, Burst, burst, prompt
 
 NAME = "mlx-lm"
 
@@ -21,24 +31,24 @@ def installed() -> bool:
 
 
 class Theirs:
-    """A loaded model; float32 on a CPU, where that is faster for both."""
+    """A loaded model; float32 on a CPU, where that is faster for both, unless `as_stored`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, as_stored: bool = False) -> None:
         from mlx_lm.utils import load_model
 
         self._model: Any = load_model(folder)[0]
-        if mx.default_device().type == mx.DeviceType.cpu:
+        if mx.default_device().type == mx.DeviceType.cpu and not as_stored:
             self._model.set_dtype(mx.float32)
         mx.eval(self._model.parameters())
         self._vocabulary = int(self._model.args.vocab_size)
 
-    def steps_by_name(self, lengths: Sequence[int]) -> Mapping[str, Callable[[], object]]:
-        """A token for each row with every call; for one row in both of the ways there are."""
+    def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
+        """See engine.Other; for one row both of the ways there are."""
         prompts = [prompt(n, self._vocabulary, number) for number, n in enumerate(lengths)]
         found = {"BatchGenerator": self._batch(prompts)}
         if len(prompts) == 1:
             found["generate_step"] = self._single(prompts[0])
-        return {f"{NAME} {way}": step for way, step in found.items()}
+        return {f"{NAME} {way}": partial(burst, step) for way, step in found.items()}
 
     def _batch(self, prompts: list[list[int]]) -> Callable[[], object]:
         from mlx_lm.generate import BatchGenerator
@@ -58,10 +68,66 @@ class Theirs:
         next(tokens)
         return partial(next, tokens)
 
-    def prefills(self, tokens: int) -> Mapping[str, Callable[[], object]]:
-        """A prompt up to its first token with every call."""
+    def prefills(self, tokens: int) -> Mapping[str, Burst]:
+        """See engine.Other."""
         from mlx_lm.generate import generate_step
 
         ids = mx.array(prompt(tokens, self._vocabulary))
         once = partial(generate_step, ids, self._model, max_tokens=1)
-        return {f"{NAME} generate_step": lambda: next(iter(once()))}
+        return {f"{NAME} generate_step": partial(burst, lambda: next(iter(once())))}
+
+
+class AsInstalled:
+    """mlx-lm in a process of its own, without OpenBLAS in front, in the dtype of the files."""
+
+    NAME = f"{NAME} as installed"
+
+    def __init__(self, folder: Path) -> None:
+        plain = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "mlxpool.bench.mlx_lm", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=plain,
+        )
+        weakref.finalize(self, _end, self._child)
+
+    def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
+        """See engine.Other."""
+        return {self.NAME: partial(self._burst, {"decode": list(lengths)})}
+
+    def prefills(self, tokens: int) -> Mapping[str, Burst]:
+        """See engine.Other."""
+        return {self.NAME: partial(self._burst, {"prefill": tokens})}
+
+    def _burst(self, job: Mapping[str, Any], steps: int) -> float:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        print(json.dumps({**job, "steps": steps}), file=self._child.stdin, flush=True)
+        answer = self._child.stdout.readline()
+        if not answer:
+            raise SystemExit(f"{self.NAME} ended by itself; see above")
+        return float(answer)
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    child.communicate()
+
+
+def main() -> None:
+    """Play AsInstalled's other side; a job that comes again goes on where it was."""
+    theirs = Theirs(Path(sys.argv[1]), as_stored=True)
+    begun: dict[str, Sequence[Burst]] = {}
+    for line in sys.stdin:
+        job = json.loads(line)
+        steps = job.pop("steps")
+        name = json.dumps(job)
+        if name not in begun:
+            ways = theirs.decodes(job["decode"]) if "decode" in job else None
+            begun = {name: list((ways or theirs.prefills(job["prefill"])).values())}
+        print(min(work(steps) for work in begun[name]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

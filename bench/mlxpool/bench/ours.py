@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from mlxpool.worker.engine.sequence import Sequence as Job
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.load import inspect, load
 from mlxpool.worker.weights.needs import opens
+
+Burst = Callable[[int], float]  # so many steps -> mean seconds of one
 
 FOR_EVER = 10**6  # tokens
 SPARE = 4096  # tokens of a row's context beyond its prompt
@@ -121,13 +123,13 @@ class Plain(Ours):
 
     NAME = "not deterministic"
 
-    def steps_by_name(self, lengths: Sequence[int]) -> Mapping[str, Callable[[], object]]:
-        """See Ours.steps."""
-        return {self.NAME: self.steps(lengths)}
+    def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
+        """See engine.Other."""
+        return {self.NAME: partial(burst, self.steps(lengths))}
 
-    def prefills(self, tokens: int) -> Mapping[str, Callable[[], object]]:
-        """See Ours.prefill."""
-        return {self.NAME: self.prefill(tokens)}
+    def prefills(self, tokens: int) -> Mapping[str, Burst]:
+        """See engine.Other."""
+        return {self.NAME: partial(burst, self.prefill(tokens))}
 
 
 def _enter(engine: ModelEngine, job: Job) -> None:
