@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.bench import broker, checkpoint
+from mlxpool.bench import broker
 from mlxpool.bench.firehose import Flood
 from mlxpool.bench.lines import OURS, Figures
 
@@ -33,7 +33,11 @@ def figures(*words: str) -> Figures:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint.write(tmp_path_factory.mktemp("shapes") / "tiny", "tiny", layers=1)
+    folder = tmp_path_factory.mktemp("shapes") / "tiny"
+    done = bench("checkpoint", "--shape", "tiny", "--layers", "1", str(folder), "--json")
+    told = json.loads(done.stdout)
+    assert told == {"folder": str(folder), "bytes": sum(f.stat().st_size for f in folder.iterdir())}
+    return folder
 
 
 def by_group(found: Figures) -> Mapping[str, list[str]]:
@@ -138,7 +142,7 @@ def test_every_token_of_a_flood_comes_through(batch: bool) -> None:
 def test_help_names_what_can_be_measured() -> None:
     done = bench("--help")
     assert done.returncode == 0
-    for what in ("engine", "end-to-end", "broker", "prefix", "report"):
+    for what in ("engine", "end-to-end", "broker", "prefix", "checkpoint", "report"):
         assert re.search(rf"^ +{what}\b", done.stdout, re.MULTILINE)
 
 
@@ -149,6 +153,7 @@ def test_help_names_what_can_be_measured() -> None:
         (["engine", "--streams", "0"], "--streams 0 must be at least 1"),
         (["engine", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["prefix", "--rounds", "-3"], "--rounds -3 must be at least 1"),
+        (["checkpoint", "--shape", "tiny", "/tmp"], "/tmp is there already"),
         (["report", "/nowhere.json"], "/nowhere.json: No such file"),
     ],
 )

@@ -32,6 +32,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     _add_end_to_end(kinds, common)
     _add_broker(kinds, common)
     _add_prefix(kinds, common)
+    _add_checkpoint(kinds, common)
     _add_report(kinds, common)
 
 
@@ -90,6 +91,14 @@ def _add_prefix(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run, measure=_prefix)
 
 
+def _add_checkpoint(kinds: Any, common: argparse.ArgumentParser) -> None:
+    text = "write a model folder of a known shape with random weights"
+    parser = kinds.add_parser("checkpoint", parents=[common], help=text)
+    _shape(parser, required=True)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="that does not exist yet")
+    parser.set_defaults(run=checkpoint)
+
+
 def _add_report(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser = kinds.add_parser("report", parents=[common], help="the tables of saved figures")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="as --out wrote them")
@@ -113,9 +122,12 @@ def _kind(
 def _model(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", default="", metavar="PATH", help="a folder or a reference")
-    which.add_argument(
-        "--shape", default="", help="random weights of a known shape: small, llama-3.1-8b, …"
-    )
+    _shape(parser, which)
+
+
+def _shape(parser: argparse.ArgumentParser, which: Any = None, *, required: bool = False) -> None:
+    text = "random weights of a known shape: small, llama-3.1-8b, …"
+    (which or parser).add_argument("--shape", default="", required=required, help=text)
     parser.add_argument("--layers", type=int, default=0, help="of the shape (default: all)")
     parser.add_argument("--quantise", default="", metavar="MODE", help="affine, mxfp4, …")
 
@@ -148,6 +160,19 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         _save(figures, options.out)
     print(json.dumps(figures.as_json()) if options.json else pages.markdown(figures), end="")
+    return 0
+
+
+def checkpoint(options: argparse.Namespace) -> int:
+    """Write a folder that `--model` can name."""
+    from mlxpool.bench.checkpoint import write
+
+    if options.folder.exists():
+        raise ValueError(f"{options.folder} is there already; name a folder that is not")
+    write(options.folder, options.shape, layers=options.layers, quantise=options.quantise)
+    size = sum(file.stat().st_size for file in options.folder.iterdir())
+    told = {"folder": str(options.folder), "bytes": size}
+    print(json.dumps(told) if options.json else f"wrote {options.folder}, {size:,} bytes")
     return 0
 
 
