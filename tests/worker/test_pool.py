@@ -18,7 +18,7 @@ from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.layouts import InPool  # noqa: E402
-from mlxpool.worker.engine.pool import Pool, PoolStore  # noqa: E402
+from mlxpool.worker.engine.pool import Pool, PoolStore, lines_for  # noqa: E402
 from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
 from mlxpool.worker.models.base import KeyValue, Latent  # noqa: E402
 from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
@@ -88,6 +88,12 @@ def test_a_full_pool_is_an_error_and_the_row_stays() -> None:
     with pytest.raises(OutOfMemory, match="all 2 blocks"):
         row.write(0, *some(200)[0])
     append((row, other), some(5))
+
+
+def test_steps_come_in_few_widths() -> None:
+    widths = {rows: lines_for(rows) for rows in range(1, 129)}
+    assert all(rows <= lines <= 1.5 * rows for rows, lines in widths.items())
+    assert sorted(set(widths.values())) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
 
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -207,15 +207,15 @@ def test_a_row_that_fails_costs_its_neighbours_nothing(
     for seq in rows:
         prefill(engine, seq)
     decode(engine, rows, 3)
-    sample, drawn = sampler.sample, 0
+    draw, drawn = sampler.draw, 0
 
     def damaged(logits: Any, *others: Any) -> sampler.Sampled:
         nonlocal drawn
         drawn += 1
-        return sample(mx.where(mx.arange(3)[:, None] == 1, mx.nan, logits), *others)
+        return draw(mx.where(mx.arange(3)[:, None] == 1, mx.nan, logits), *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampler, "sample", damaged)
+        patch.setattr(sampler, "draw", damaged)
         with pytest.raises(RowFailed) as failed:
             decode(engine, rows, 3)
     assert drawn and failed.value.sequence is rows[1]

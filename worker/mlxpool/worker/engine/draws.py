@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
+
 from mlxpool.worker.engine import sampler
+from mlxpool.worker.engine.company import has_penalties
 from mlxpool.worker.engine.sampler import Draw, Sampled
 from mlxpool.worker.engine.sequence import Drawn, Logprob, RowFailed, Sequence
 
 
 def draw_of(seq: Sequence, ahead: int = 0) -> Draw:
     """`ahead` tokens are drawn and not yet in `seq.ids`."""
-    history = seq.tokens if sampler.has_penalties(seq.options) else ()
-    return Draw(seq.options, seq.seed, len(seq.ids) + ahead, history)
+    return Draw(seq.options, seq.seed, len(seq.ids) + ahead, history(seq))
+
+
+def history(seq: Sequence) -> Many[int]:
+    """What its penalties look back on."""
+    return seq.tokens if has_penalties(seq.options) else ()
 
 
 def last(seq: Sequence) -> int:

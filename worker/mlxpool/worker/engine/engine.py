@@ -19,7 +19,8 @@ from mlxpool.worker.engine import back_end, sampler
 from mlxpool.worker.engine.attention import AnyRow, Span
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of, transient
 from mlxpool.worker.engine.cache import RowShape
-from mlxpool.worker.engine.draws import draw_of, drawn, last
+from mlxpool.worker.engine.company import Company
+from mlxpool.worker.engine.draws import drawn, history, last
 from mlxpool.worker.engine.layouts import Layout, layout_of
 from mlxpool.worker.engine.row_engine import LEAST_BLOCKS, RowEngine
 from mlxpool.worker.engine.sampler import Sampled
@@ -50,15 +51,14 @@ class _Flight:
         lines = {one: line for one, line in self.lines.items() if one is not seq}
         return _Flight(lines, self.lengths, self.sampled)
 
-    def line(self, seq: Sequence) -> int | None:
-        """Where the next token of `seq` is, if it is here."""
-        line = self.lines.get(seq)
-        return line if line is not None and self.lengths[line] == seq.length else None
-
     def of(self, rows: Many[Sequence]) -> dict[Sequence, int]:
         """The lines of those of `rows` whose next token is here."""
-        lines = ((seq, self.line(seq)) for seq in rows)
-        return {seq: line for seq, line in lines if line is not None}
+        lines, lengths = self.lines, self.lengths
+        return {
+            seq: line
+            for seq in rows
+            if (line := lines.get(seq)) is not None and lengths[line] == seq.length
+        }
 
 
 class ModelEngine(RowEngine[AnyRow]):
@@ -108,6 +108,7 @@ class ModelEngine(RowEngine[AnyRow]):
         self.blocks = self._capacity()
         self._lookahead = back_end.on_gpu() if lookahead is None else lookahead
         self._flight: _Flight | None = None
+        self._company: tuple[list[Sequence], Company] | None = None
         self._steps = 0
 
     def _laid_out(self, name: str | None, shape: RowShape, prefixes: int) -> Layout:
@@ -133,15 +134,18 @@ class ModelEngine(RowEngine[AnyRow]):
         with self._losing(rows):
             flights = self._flights(rows)
             self._flight = self._ahead(flights, rows) if self._lookahead else None
-            for flight in flights:
+            for flight, _ in flights:
                 mx.eval(*flight.sampled.arrays())
         self._clear_sometimes()
-        found = [one for flight in flights for one in drawn(flight.sampled, flight.of(rows))]
+        found = [one for flight, lines in flights for one in drawn(flight.sampled, lines)]
+        if len(flights) == 1:
+            return found
         by_sequence = {one.sequence: one for one in found}
         return [by_sequence[seq] for seq in rows]
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
+        self._company = None
         if self._flight is not None:
             self._flight = self._flight.without(seq)
         row = self._rows.get(seq)
@@ -215,12 +219,15 @@ class ModelEngine(RowEngine[AnyRow]):
             self._layout.spoil()
             raise
 
-    def _flights(self, rows: Many[Sequence]) -> list[_Flight]:
+    def _flights(self, rows: Many[Sequence]) -> list[tuple[_Flight, dict[Sequence, int]]]:
         """Where the next token of each row is drawn: in the step ahead, else in a new one."""
-        ahead = self._flight
-        fresh = [seq for seq in rows if ahead is None or ahead.line(seq) is None]
-        used = [ahead] if ahead is not None and len(fresh) < len(rows) else []
-        return [*used, self._step(fresh)] if fresh else used
+        here = {} if self._flight is None else self._flight.of(rows)
+        used = [(self._flight, here)] if self._flight is not None and here else []
+        if len(here) == len(rows):
+            return used
+        fresh = [seq for seq in rows if seq not in here]
+        flight = self._step(fresh)
+        return [*used, (flight, flight.of(fresh))]
 
     def _step(self, rows: Many[Sequence]) -> _Flight:
         """One step from what the host knows."""
@@ -230,19 +237,21 @@ class ModelEngine(RowEngine[AnyRow]):
         ids = mx.array([last(seq) for seq in rows], dtype=mx.int32)
         return self._draw(rows, self._one_each(rows, ids), ahead=0)
 
-    def _ahead(self, flights: Many[_Flight], rows: Many[Sequence]) -> _Flight | None:
+    def _ahead(
+        self, flights: Many[tuple[_Flight, dict[Sequence, int]]], rows: Many[Sequence]
+    ) -> _Flight | None:
         """The step after `flights`, started on the device; without rows that surely end."""
-        going = [seq for seq in rows if self._goes_on(seq)]
+        going = {seq for seq in rows if self._goes_on(seq)}
         order: list[Sequence] = []
         parts: list[mx.array] = []
-        for flight in flights:
-            here = flight.of(going)
-            order += here
+        for flight, lines in flights:
+            here = [seq for seq in lines if seq in going]
             if here:
-                parts.append(flight.sampled.tokens[mx.array(list(here.values()))])
+                order += here
+                parts.append(_taken(flight.sampled.tokens, [lines[seq] for seq in here]))
         if not order:
             return None
-        ids = mx.concatenate(parts)
+        ids = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         logits = self._one_each(order, ids)
         ahead = self._draw(order, logits, ahead=1, pending=ids)
         mx.async_eval(*ahead.sampled.arrays())  # type: ignore[no-untyped-call]
@@ -250,19 +259,35 @@ class ModelEngine(RowEngine[AnyRow]):
 
     def _goes_on(self, seq: Sequence) -> bool:
         """Whether a token may follow the one that is being drawn."""
-        return seq.length + 1 < self.context and len(seq.ids) + 1 < seq.max_tokens
+        made = len(seq.ids) + 1
+        return made < seq.max_tokens and len(seq.prompt) + made < self.context
 
     def _draw(
         self, rows: Many[Sequence], logits: mx.array, *, ahead: int, pending: mx.array | None = None
     ) -> _Flight:
-        sampled = sampler.sample(logits, [draw_of(seq, ahead) for seq in rows], pending)
-        lines = {seq: line for line, seq in enumerate(rows)}
-        return _Flight(lines, tuple(seq.length + ahead for seq in rows), sampled)
+        company = self._company_of(rows)
+        positions = [len(seq.ids) + ahead for seq in rows] if company.draws else ()
+        histories = list(map(history, rows)) if company.penalised else ()
+        sampled = sampler.draw(logits, company, positions, histories, pending)
+        lengths = tuple([seq.length + ahead for seq in rows])
+        return _Flight(dict(zip(rows, range(len(rows)), strict=True)), lengths, sampled)
+
+    def _company_of(self, rows: Many[Sequence]) -> Company:
+        """The last one, as long as nobody came or left."""
+        if self._company is None or self._company[0] != rows:
+            options, seeds = [seq.options for seq in rows], [seq.seed for seq in rows]
+            self._company = list(rows), Company(options, seeds, self.vocab_size)
+        return self._company[1]
 
     def _clear_sometimes(self) -> None:
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
+
+
+def _taken(tokens: mx.array, lines: list[int]) -> mx.array:
+    """tokens [R] of these lines; as they are where these are all."""
+    return tokens if lines == list(range(tokens.shape[0])) else tokens[mx.array(lines)]
 
 
 def _trial(tokens: int) -> Sequence:

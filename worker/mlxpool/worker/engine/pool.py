@@ -7,6 +7,7 @@ same more slowly, which is how this is tested without a GPU.
 
 from __future__ import annotations
 
+from array import array as Numbers
 from collections.abc import Sequence
 from typing import cast
 
@@ -27,9 +28,9 @@ class Pool:
     """`arrays`: for each layer keys and values, or lines: [blocks, heads, BLOCK, size] each."""
 
     def __init__(self, shape: RowShape, blocks: int, *, in_place: bool) -> None:
-        """`in_place`: by our kernels."""
+        """`in_place`: by our kernels. There is one block more, `spare`, which is nobody's."""
         self.shape = shape
-        self.blocks = blocks
+        self.blocks = self.spare = blocks
         self.in_place = in_place
         self.renew()
 
@@ -49,7 +50,7 @@ class Pool:
             case _:
                 raise TypeError(f"a pool of blocks has no place for {cache}")
         return tuple(
-            mx.zeros((self.blocks, heads, BLOCK, size), dtype=self.shape.dtype)
+            mx.zeros((self.blocks + 1, heads, BLOCK, size), dtype=self.shape.dtype)
             for heads, size in shapes
         )
 
@@ -231,7 +232,10 @@ class PoolStep:
 
 
 class PoolBatch:
-    """Decodes rows of a pool with a model, compiled once for each number of rows and blocks."""
+    """Decodes rows of a pool with a model, compiled once for each of a few widths.
+
+    Lines beyond the rows are nobody's: they write into the pool's spare block and read it.
+    """
 
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model, self._pool = model, pool
@@ -239,42 +243,66 @@ class PoolBatch:
 
     def __call__(self, rows: Sequence[PoolRow], ids: mx.array) -> mx.array:
         """Logits [R, vocabulary] of one token `ids` [R] for each row; the rows are longer then."""
+        count, lines = len(rows), lines_for(len(rows))
         for row in rows:
             row.reserve(row.offset + 1)
         longest = max(row.offset for row in rows) + 1
         width = -(-blocks_of(longest) // WIDE) * WIDE
-        table = [[*row.table[:width], *[0] * (width - len(row.table))] for row in rows]
-        positions = mx.array([row.offset for row in rows], dtype=mx.int32)
-        slots = mx.array([row.slot(row.offset) for row in rows], dtype=mx.int32)
-        tables = mx.array(table, dtype=mx.int32)
-        kind = (len(rows), width, self._pool.blocks)
+        if lines > count:
+            ids = mx.concatenate([ids, mx.zeros((lines - count,), dtype=ids.dtype)])
+        kind = (lines, width, self._pool.blocks)
         logits, written = self._pass(
-            kind, ids, positions, slots, tables, width * BLOCK, self._pool.arrays
+            kind, ids, _places(rows, lines, width, self._pool.spare), width, self._pool.arrays
         )
         if not self._pool.in_place:
             self._pool.arrays = written
         for row in rows:
             row.advance(1)
-        return logits
+        return logits[:count]
 
     def _one_pass(
-        self,
-        ids: mx.array,
-        positions: mx.array,
-        slots: mx.array,
-        table: mx.array,
-        longest: int,
-        arrays: list[Arrays],
+        self, ids: mx.array, places: mx.array, width: int, arrays: list[Arrays]
     ) -> tuple[mx.array, list[Arrays]]:
+        lines = ids.shape[0]
+        positions, slots = places[:lines], places[lines : 2 * lines]
+        table = places[2 * lines :].reshape(lines, width)
         pool = _View(self._pool, arrays)
-        logits = self._model(ids, PoolStep(pool, positions, slots, table, longest))
+        logits = self._model(ids, PoolStep(pool, positions, slots, table, width * BLOCK))
         return logits, [] if pool.in_place else pool.arrays
+
+
+def lines_for(rows: int) -> int:
+    """How many lines a step of so many rows has: a power of two, or one and a half of one."""
+    lines = 1 << (rows - 1).bit_length()
+    return lines * 3 // 4 if rows <= lines * 3 // 4 and lines >= 4 else lines
+
+
+def _places(rows: Sequence[PoolRow], lines: int, width: int, spare: int) -> mx.array:
+    """Positions [lines], slots [lines] and tables [lines, width] of the new tokens, in one array.
+
+    A step's host side: no work here that could be spared for a row.
+    """
+    nobody = lines - len(rows)
+    offsets = [row.offset for row in rows]
+    places = Numbers("i", offsets)
+    places.extend([0] * nobody)
+    at = zip(rows, offsets, strict=True)
+    places.extend([row.table[to // BLOCK] * BLOCK + to % BLOCK for row, to in at])
+    places.extend([spare * BLOCK] * nobody)
+    padding = [spare] * width
+    for row in rows:
+        places.extend(row.table[:width])
+        places.extend(padding[len(row.table) :])
+    for _ in range(nobody):
+        places.extend(padding)
+    return mx.array(memoryview(places))  # type: ignore[arg-type]
 
 
 class _View(Pool):
     """The pool as a pass sees it: with these arrays."""
 
     def __init__(self, pool: Pool, arrays: list[Arrays]) -> None:
-        self.shape, self.blocks, self.in_place = pool.shape, pool.blocks, pool.in_place
+        self.shape, self.in_place = pool.shape, pool.in_place
+        self.blocks = self.spare = pool.blocks
         self.arrays = [tuple(one) for one in arrays]
         self._pending = []

@@ -1,0 +1,108 @@
+"""Rows that are drawn together: what of their options no token changes, made once for as long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import mlx.core as mx
+
+from mlxpool.common.options import Options
+
+LEAST_TEMPERATURE = 1e-7
+ALL_MASS = 2.0  # a top-p that keeps everything, whatever a sum is rounded to
+
+
+def has_penalties(options: Options) -> bool:
+    """Whether a row with these options needs its history."""
+    changed = options.repeat_penalty != 1 or options.presence_penalty or options.frequency_penalty
+    return options.repeat_last_n != 0 and bool(changed)
+
+
+def has_top_p(options: Options) -> bool:
+    return options.temperature > 0 and 0 < options.top_p < 1
+
+
+class Company:
+    """`options` and `seeds` are those of each row, [R]; `size` is that of the vocabulary.
+
+    Columns are [R, 1], to broadcast over the vocabulary.
+    """
+
+    def __init__(self, options: Sequence[Options], seeds: Sequence[int], size: int) -> None:
+        self.options = options
+        self.seeds = seeds
+        self.draws = any(one.temperature > 0 for one in options)
+        self.penalised = any(map(has_penalties, options))
+        self.logprobs = any(one.logprobs for one in options)
+        self.top_logprobs = min(max(one.top_logprobs for one in options), size)
+        self.limits = [_top_k(one, size) for one in options]  # 0: no top-k
+        self.biases = [
+            (line, token, bias)
+            for line, one in enumerate(options)
+            for token, bias in one.logit_bias.items()
+            if token < size
+        ]
+
+    @property
+    def top_p_of_best(self) -> bool:
+        """Whether a row has a top-p, which its top-k makes cheap."""
+        return any(self.limits) and any(map(has_top_p, self.options))
+
+    @property
+    def top_p_of_all(self) -> bool:
+        """Whether a row has a top-p over the whole vocabulary."""
+        rows = zip(self.options, self.limits, strict=True)
+        return any(has_top_p(one) and not limit for one, limit in rows)
+
+    @cached_property
+    def greedy(self) -> mx.array:
+        """[R] whether a row takes the most likely token."""
+        return self._column(lambda o: o.temperature == 0)[:, 0]
+
+    @cached_property
+    def heat(self) -> mx.array:
+        return self._column(lambda o: max(o.temperature, LEAST_TEMPERATURE) if o.temperature else 1)
+
+    @cached_property
+    def min_p(self) -> mx.array:
+        return self._column(lambda o: o.min_p)
+
+    @cached_property
+    def top_p(self) -> mx.array:
+        return self._column(lambda o: o.top_p if has_top_p(o) else ALL_MASS)
+
+    @cached_property
+    def top_k(self) -> mx.array:
+        return mx.array(self.limits)[:, None]
+
+    @cached_property
+    def repeat(self) -> mx.array:
+        return self._column(lambda o: o.repeat_penalty if has_penalties(o) else 1.0)
+
+    @cached_property
+    def presence(self) -> mx.array:
+        return self._column(lambda o: o.presence_penalty)
+
+    @cached_property
+    def frequency(self) -> mx.array:
+        return self._column(lambda o: o.frequency_penalty)
+
+    @cached_property
+    def counted(self) -> mx.array:
+        """[R] whether a row's tokens are counted."""
+        return mx.array([has_penalties(one) for one in self.options])
+
+    @cached_property
+    def bias_arrays(self) -> tuple[mx.array, mx.array, mx.array]:
+        """Lines, tokens, and what is added there."""
+        lines, tokens, biases = zip(*self.biases, strict=True)
+        return mx.array(lines), mx.array(tokens), mx.array(biases)
+
+    def _column(self, of: Callable[[Options], float]) -> mx.array:
+        return mx.array([of(one) for one in self.options])[:, None]
+
+
+def _top_k(options: Options, size: int) -> int:
+    """The row's k, 0 where it filters nothing."""
+    return options.top_k if options.temperature > 0 and options.top_k < size else 0
