@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import tempfile
@@ -25,23 +26,23 @@ FLAGS = (
     "--disable-component-update",
     "--no-first-run",
     "--hide-scrollbars",
-    "about:blank",
 )
 
 
 class Chromium(Closing):
     """Debian's, on loopback, with a profile of its own."""
 
-    def __init__(self, width: int = 1280, height: int = 900) -> None:
+    def __init__(self) -> None:
         """Skips the test where the program is missing."""
         programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
         if not all(programs):
             pytest.skip("chromium is not installed (Debian: chromium, chromium-driver)")
         self._profile = tempfile.TemporaryDirectory(prefix="mlxpool-chromium-")
         options = Options()
+        options.add_argument("about:blank")  # not its own page of news
         options.binary_location = str(programs[0])
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        for flag in (*FLAGS, f"--user-data-dir={self._profile.name}", f"--window-size={width},{height}"):
+        for flag in (*FLAGS, f"--user-data-dir={self._profile.name}"):
             options.add_argument(flag)
         try:
             self.driver = webdriver.Chrome(options, Service(str(programs[1])))
@@ -68,8 +69,9 @@ class Chromium(Closing):
         return self.driver.execute_script(script)
 
     def text(self, selector: str) -> str:
-        """Of the first element that matches; "" without one."""
-        return str(self.run(f"return document.querySelector({json.dumps(selector)})?.innerText || ''"))
+        """Of the first element that matches, as it is seen; "" without one."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        return str(self.run(f"return {found}?.innerText || ''"))
 
     def texts(self, selector: str) -> list[str]:
         """Of every element that matches."""
@@ -78,23 +80,22 @@ class Chromium(Closing):
 
     def shows(self, selector: str, text: str) -> None:
         """Wait until the first element that matches has this text in it."""
-        until(lambda: text in self.text(selector), f"{selector} says {text!r}, not {self.text(selector)!r}")
+        until(lambda: text in self.text(selector), f"{selector} says {text!r}")
 
     def complaints(self) -> list[str]:
         """What the console had since the last call."""
-        return [entry["message"] for entry in self.driver.get_log("browser")]
+        return [entry["message"] for entry in self._log("browser")]
 
-    def requested(self) -> list[str]:
-        """The addresses that were asked for since the last call."""
-        sent = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
-        wanted = "Network.requestWillBeSent"
-        return [m["params"]["request"]["url"] for m in sent if m["method"] == wanted]
+    def events(self) -> list[dict[str, Any]]:
+        """What DevTools told since the last call, each with `method` and `params`."""
+        return [json.loads(entry["message"])["message"] for entry in self._log("performance")]
 
-    def picture(self, *, whole: bool = True) -> bytes:
+    def _log(self, name: str) -> list[dict[str, Any]]:
+        return list(self.driver.get_log(name))  # type: ignore[no-untyped-call]
+
+    def picture(self) -> bytes:
         """A PNG of the page, not only of what fits into the window."""
-        import base64
-
-        taken = self.command("Page.captureScreenshot", captureBeyondViewport=whole)
+        taken = self.command("Page.captureScreenshot", captureBeyondViewport=True)
         return base64.b64decode(taken["data"])
 
     def close(self) -> None:

@@ -116,7 +116,8 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], part: float) -> flo
 def rates(points: Sequence[Point], now: float) -> dict[str, list[float | None]]:
     """Tokens a second of each model that made any, in COLUMNS columns of COLUMN seconds to now.
 
-    None: nothing was noted then. Columns begin at multiples of COLUMN, so a plot of them moves and does not change its shape.
+    None: nothing was noted then. Columns begin at multiples of COLUMN, so that a plot of them moves
+    and does not change its shape.
     """
     last = int(now // COLUMN)
     seconds = [0.0] * COLUMNS
