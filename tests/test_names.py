@@ -13,7 +13,7 @@ import pytest
 import mlxpool.client
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("broker", "client", "common", "worker")
+ROOMS = ("broker", "client", "common", "gateway", "worker")
 
 
 def modules(room: str) -> Iterator[Path]:
