@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -27,7 +28,7 @@ path = "builtin:counting"
 counting.fault = "raise"
 counting.fault_at = 5
 """
-HI = [{"role": "user", "content": "hi"}]
+HI: Any = [{"role": "user", "content": "hi"}]
 LINE = "user: hi\n"  # what the counting model makes of it
 
 
@@ -91,7 +92,7 @@ def test_a_streamed_chat_with_usage(client: openai.OpenAI) -> None:
 
 
 def test_choices_are_streams_of_their_own(client: openai.OpenAI) -> None:
-    ask = {"model": "counting", "messages": HI, "max_tokens": 4, "seed": 7, "n": 3}
+    ask: dict[str, Any] = {"model": "counting", "messages": HI, "max_tokens": 4, "seed": 7, "n": 3}
     whole = client.chat.completions.create(**ask)
     expected = [told(LINE, 7 + number, 4) for number in range(3)]
     assert [choice.message.content for choice in whole.choices] == expected
@@ -106,7 +107,7 @@ def test_choices_are_streams_of_their_own(client: openai.OpenAI) -> None:
 
 def test_a_stop_string_and_logprobs(client: openai.OpenAI) -> None:
     words = told(LINE, 7, 4).split(" ")
-    ask = {
+    ask: dict[str, Any] = {
         "model": "counting", "messages": HI, "seed": 7, "stop": f" {words[3]}", "max_tokens": 9,
         "logprobs": True, "top_logprobs": 1,
     }  # fmt: skip
@@ -140,7 +141,8 @@ def test_completions_of_texts_and_of_ids(client: openai.OpenAI) -> None:
         model="counting", prompt=list(b"hello"), max_tokens=3, seed=7, stream=True
     )
     assert "".join(chunk.choices[0].text for chunk in ids) == told("hello", 7, 3)
-    assert client.completions.create(model="counting", prompt="x").usage.completion_tokens == 16  # type: ignore[union-attr]
+    usual = client.completions.create(model="counting", prompt="x").usage
+    assert usual is not None and usual.completion_tokens == 16
 
 
 def test_fields_of_vllm_go_in_the_extra_body(client: openai.OpenAI) -> None:
@@ -181,7 +183,7 @@ def test_a_prompt_that_does_not_fit(client: openai.OpenAI) -> None:
 
 
 def test_a_failure_before_and_in_the_stream(client: openai.OpenAI) -> None:
-    ask = {"model": "failing", "prompt": "x", "max_tokens": 20}
+    ask: dict[str, Any] = {"model": "failing", "prompt": "x", "max_tokens": 20}
     with pytest.raises(openai.InternalServerError) as caught:
         client.completions.create(**ask)
     assert caught.value.response.headers["x-should-retry"] == "false"
@@ -192,7 +194,7 @@ def test_a_failure_before_and_in_the_stream(client: openai.OpenAI) -> None:
 
 def test_a_full_queue_says_when_to_come_back(pool: Pool, client: openai.OpenAI) -> None:
     """One runs, two wait; the next is refused."""
-    endless = {"model": "slow", "prompt": "x", "max_tokens": 10**6}
+    endless: dict[str, Any] = {"model": "slow", "prompt": "x", "max_tokens": 10**6}
     streams = [client.completions.create(**endless, stream=True)]
     next(iter(streams[0]))
     streams += [client.completions.create(**endless, stream=True) for _ in range(2)]
@@ -211,7 +213,7 @@ def test_a_full_queue_says_when_to_come_back(pool: Pool, client: openai.OpenAI) 
 def test_who_waits_in_the_queue_hears_that_the_stream_is_there(
     pool: Pool, client: openai.OpenAI
 ) -> None:
-    endless = {"model": "slow", "prompt": "x", "max_tokens": 10**6, "stream": True}
+    endless: dict[str, Any] = {"model": "slow", "prompt": "x", "max_tokens": 10**6, "stream": True}
     with client.completions.create(**endless) as first:
         next(iter(first))
         raw = client.completions.with_streaming_response.create(**endless)
@@ -223,7 +225,13 @@ def test_who_waits_in_the_queue_hears_that_the_stream_is_there(
 
 def test_a_client_that_leaves_ends_the_stream(pool: Pool, client: openai.OpenAI) -> None:
     before = pool.ask("stats")["requests"]["cancelled"]
-    ask = {"model": "slow", "messages": HI, "max_tokens": 10**6, "n": 2, "stream": True}
+    ask: dict[str, Any] = {
+        "model": "slow",
+        "messages": HI,
+        "max_tokens": 10**6,
+        "n": 2,
+        "stream": True,
+    }
     with client.chat.completions.create(**ask) as stream:
         until(lambda: next(iter(stream)).choices[0].delta.content, "it runs")
     until(lambda: pool.ask("stats")["requests"]["cancelled"] == before + 2, "both have ended")

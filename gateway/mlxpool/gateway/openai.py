@@ -75,6 +75,9 @@ class OpenAI:
         if asked.tools and formats.get("tools") is None:
             words = f"the chat template of {asked.model!r} knows no tools; leave `tools` out"
             raise bad(words, "tools", "unsupported_parameter")
+        if asked.thinks and formats.get("thinking") is None:
+            words = f"the chat template of {asked.model!r} knows no thinking; leave it out"
+            raise bad(words, "reasoning_effort", "unsupported_parameter")
         async with self._flow(asked, str(row["name"]), formats) as flow:
             frame = _frame(f"chatcmpl-{flow.id}", "chat.completion", asked)
             if asked.stream:

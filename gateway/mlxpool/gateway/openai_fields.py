@@ -110,6 +110,11 @@ class Asked:
     logprobs: bool
     tools: Sequence[Mapping[str, Any]] = ()
 
+    @property
+    def thinks(self) -> bool:
+        """Whether thoughts are asked for."""
+        return bool(self.options.get("think"))
+
     def arguments(self) -> list[dict[str, Any]]:
         """Of each choice, those of one prompt together; of one seed each choice gets the next."""
         every = []
