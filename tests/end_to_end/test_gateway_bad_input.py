@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -175,6 +176,47 @@ def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
 def test_a_prompt_that_is_none(http: httpx.Client, prompt: object) -> None:
     response = http.post("/v1/completions", json={"model": "counting", "prompt": prompt})
     assert refused(response, 400, "bad_request")["param"] == "prompt"
+
+
+HALF = "\\ud800"  # of a character
+
+
+@pytest.mark.parametrize(
+    ("path", "data"),
+    [
+        ("/v1/completions", f'{{"model": "counting", "prompt": "{HALF}", "max_tokens": 1}}'),
+        ("/v1/completions", f'{{"model": "{HALF}", "prompt": "x"}}'),
+        ("/v1/completions", f'{{"model": "counting", "prompt": "x", "stop": "{HALF}"}}'),
+        ("/v1/completions", f'{{"model": "counting", "prompt": "x", "{HALF}": 1}}'),
+        ("/api/generate", f'{{"model": "{HALF}", "prompt": "x"}}'),
+        ("/api/show", f'{{"model": "{HALF}"}}'),
+    ],
+)
+def test_half_a_character(http: httpx.Client, path: str, data: str) -> None:
+    headers = {"content-type": "application/json"}
+    response = http.post(path, content=data.encode(), headers=headers)
+    assert response.status_code in (200, 400, 404), response.text
+
+
+@pytest.mark.parametrize("value", [2**70, [[[[]]]] * 9, float("nan"), {"a": {"b": 1}}])
+def test_keys_of_messages_are_the_templates_but_must_travel(
+    http: httpx.Client, value: object
+) -> None:
+    message = {"role": "user", "content": "x", "more": value}
+    content = json.dumps({**CHAT, "messages": [message]})
+    headers = {"content-type": "application/json"}
+    response = http.post("/v1/chat/completions", content=content, headers=headers)
+    assert response.status_code in (200, 400), response.text
+
+
+@pytest.mark.parametrize("depth", [100, 600])
+def test_a_body_of_many_levels(http: httpx.Client, depth: int) -> None:
+    message = {"role": "user", "content": "x", "more": "DEEP"}
+    content = json.dumps({**CHAT, "messages": [message]})
+    content = content.replace('"DEEP"', "[" * depth + "]" * depth)
+    headers = {"content-type": "application/json"}
+    response = http.post("/v1/chat/completions", content=content, headers=headers)
+    assert response.status_code in (200, 400), response.text
 
 
 def test_an_unknown_model_and_an_unknown_path(http: httpx.Client) -> None:

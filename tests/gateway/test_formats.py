@@ -165,6 +165,12 @@ SAMPLES: list[tuple[str | None, str | None, str, list[Event]]] = [
     (
         "function_xml",
         None,
+        "<function=clock><parameter=a>True</parameter><parameter=b>\n[1]\n</parameter></function>",
+        call("clock", '{"a": true, "b": [1]}'),
+    ),
+    (
+        "function_xml",
+        None,
         "<tool_call><function=weather><parameter=city>\nPar",
         [CallBegin("weather"), CallEnd()],
     ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.messages import LEVELS, check_messages, check_tools
-from mlxpool.common.options import MAX_COUNT, MAX_TOP_LOGPROBS
+from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
 from mlxpool.gateway import fields
 from mlxpool.gateway.faults import bad, unsupported
 
@@ -168,6 +168,8 @@ def _asked(
     if len(prompts) * choices > MOST_CHOICES:
         words = f"{len(prompts)} prompts with {choices} choices each, at most {MOST_CHOICES} in all"
         raise bad(words, "n")
+    if options.get("seed", 0) > MAX_SEED - (choices - 1):
+        raise bad(f"'seed' is {options['seed']}: choice {choices} has none", "seed")
     stream = fields.flag(body, "stream", False)
     return Asked(
         fields.text(body, "model"),
@@ -190,7 +192,8 @@ def _options(body: Mapping[str, Any]) -> dict[str, Any]:
     options |= {} if most is None else {"max_tokens": most}
     session = fields.text(body, "prompt_cache_key", "")
     if len(session) > 256:
-        raise bad(f"'prompt_cache_key' has {len(session)} characters, at most 256", "user")
+        words = f"'prompt_cache_key' has {len(session)} characters, at most 256 are allowed"
+        raise bad(words, "prompt_cache_key")
     return {**options, "session": session} if session else options
 
 

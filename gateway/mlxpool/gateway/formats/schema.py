@@ -6,6 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# Templates show such values as Python writes them, so models write them so too.
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
 
 class Schemas:
     """The parameters of each tool."""
@@ -24,7 +27,7 @@ class Schemas:
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         if kind != "string":
             try:
-                return json.dumps(json.loads(text), ensure_ascii=False)
+                return json.dumps(json.loads(_PYTHON.get(text, text)), ensure_ascii=False)
             except (ValueError, RecursionError):
                 pass
         return json.dumps(text, ensure_ascii=False)
