@@ -93,6 +93,20 @@ def test_keys_are_read_again_and_a_broken_file_changes_nothing(
     assert http.get("/v1/models", headers=other).status_code == 401
 
 
+def test_a_key_has_so_many_requests_at_once(pool: Pool) -> None:
+    body = {"model": "slow", "prompt": "x", "max_tokens": 10**6, "stream": True}
+    with GatewayThread(pool.run_dir, per_key=1) as gateway:
+        url = f"{gateway.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=PATIENCE) as stream:
+            lines = stream.iter_lines()  # who lets go of it closes the connection
+            next(lines)
+            response = httpx.post(url, json=body, timeout=PATIENCE)
+            refused(response, 429, "over_quota")
+            assert response.headers["retry-after"] == "1"
+        models = f"{gateway.url}/v1/models"
+        until(lambda: httpx.get(models, timeout=PATIENCE).status_code == 200, "its place is free")
+
+
 def test_a_body_too_large_with_and_without_its_length(http: httpx.Client) -> None:
     data = b'{"x": "' + b"y" * MOST + b'"}'
     headers = {"content-type": "application/json"}

@@ -52,7 +52,7 @@ def test_every_path_is_named() -> None:
 def test_every_code_is_named_and_every_error_of_the_pool_has_one() -> None:
     codes = {code for _, code in faults.STATUS.values()}
     assert not {code for code in codes if not re.search(rf"\b{code}\b", OPENAI)}
-    assert set(BY_CODE) - set(faults.STATUS) == {"internal", "duplicate_id"}
+    assert set(BY_CODE) - set(faults.STATUS) == {"internal", "duplicate_id"}, "which are 500"
 
 
 def test_every_format_is_named() -> None:

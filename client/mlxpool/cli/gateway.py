@@ -21,7 +21,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     gateway.add_argument(
         "--keys", type=Path, metavar="FILE", help="bearer keys, one a line (none: all may ask)"
     )
-    gateway.add_argument("--front", metavar="ENDPOINT", help="the broker, in place of --run-dir")
+    gateway.add_argument("--endpoint", help="the broker's front, in place of --run-dir")
     gateway.add_argument(
         "--max-body", type=int, default=8 * 2**20, metavar="BYTES", help="of a request (8388608)"
     )
@@ -31,6 +31,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     gateway.add_argument(
         "--deadline", type=float, metavar="SECONDS", help="for a request (default: the pool's own)"
+    )
+    gateway.add_argument(
+        "--per-key", type=int, metavar="N", help="requests at once of one key (default: any number)"
     )
     gateway.add_argument("--log-format", choices=("text", "json"), default="text")
     gateway.set_defaults(run=run)
@@ -50,13 +53,14 @@ def run(options: argparse.Namespace) -> int:
 
     logs.set_up(json_lines=options.log_format == "json")
     settings = Settings(
-        run_dir=None if options.front else options.run_dir,
-        endpoint=options.front,
+        run_dir=None if options.endpoint else options.run_dir,
+        endpoint=options.endpoint,
         host=options.host,
         port=options.port,
         keys=options.keys,
         max_body=options.max_body,
         keep_alive=options.keep_alive,
+        per_key=options.per_key,
         deadline=options.deadline,
     )
     serve.run(settings, _say)

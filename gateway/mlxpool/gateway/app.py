@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,7 +18,7 @@ from mlxpool.common.errors import PoolError
 from mlxpool.gateway import faults
 from mlxpool.gateway.faults import Fault
 from mlxpool.gateway.http import Reply, read_json, unless_gone
-from mlxpool.gateway.keys import Keys
+from mlxpool.gateway.keys import Keys, Places
 from mlxpool.gateway.ollama import Ollama
 from mlxpool.gateway.openai import OpenAI
 from mlxpool.gateway.serving import Serving
@@ -53,6 +54,22 @@ OLLAMA_LATER = {
 }
 
 
+class Door:
+    """Lets in who has a key, and of each no more than its places."""
+
+    def __init__(self, keys: Keys, places: Places) -> None:
+        self._keys = keys
+        self._places = places
+
+    def passed(self, request: Request) -> AbstractContextManager[None]:
+        """For as long as the request takes. Raises Fault."""
+        who = self._keys.who(request.headers.get("authorization"))
+        if who is None:
+            words = "a known key is wanted: Authorization: Bearer KEY"
+            raise Fault(401, words, "invalid_api_key", retry=False)
+        return self._places.taken(who)
+
+
 class Endpoint:
     """One path: the key, the work as long as the sender stays, and faults in its interface's form.
 
@@ -60,9 +77,9 @@ class Endpoint:
     """
 
     def __init__(
-        self, keys: Keys | None, methods: tuple[str, ...], handle: Handle, *, ollama: bool = False
+        self, door: Door | None, methods: tuple[str, ...], handle: Handle, *, ollama: bool = False
     ) -> None:
-        self._keys = keys
+        self._door = door
         self._methods = methods
         self._handle = handle
         self._ollama = ollama
@@ -70,8 +87,12 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, reply = Request(scope, receive), Reply(send)
         try:
-            self._check(request)
-            await self._handle(request, reply)
+            if request.method not in self._methods:
+                path, methods = request.url.path, " and ".join(self._methods)
+                words = f"{path} takes {methods}, not {request.method}"
+                raise Fault(405, words, "method_not_allowed", retry=False)
+            with self._door.passed(request) if self._door else contextlib.nullcontext():
+                await self._handle(request, reply)
         except Fault as fault:
             await self._fail(reply, fault)
         except PoolError as error:
@@ -81,15 +102,6 @@ class Endpoint:
         except Exception:
             log.exception("a request to %s failed", scope["path"])
             await self._fail(reply, Fault(500, "the gateway failed", "internal", retry=False))
-
-    def _check(self, request: Request) -> None:
-        if request.method not in self._methods:
-            words = f"{request.url.path} takes {' and '.join(self._methods)}, not {request.method}"
-            raise Fault(405, words, "method_not_allowed", retry=False)
-        keys = self._keys
-        if keys is not None and not keys.allow(request.headers.get("authorization")):
-            words = "a known key is wanted: Authorization: Bearer KEY"
-            raise Fault(401, words, "invalid_api_key", retry=False)
 
     async def _fail(self, reply: Reply, fault: Fault) -> None:
         if not reply.started:
@@ -104,6 +116,7 @@ class Gateway:
         """Raises ValueError for a file of keys that cannot be used."""
         self.settings = settings
         self.keys = Keys(settings.keys)
+        self._door = Door(self.keys, Places(settings.per_key))
         self.app = Starlette(lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
@@ -122,7 +135,7 @@ class Gateway:
         openai, ollama = OpenAI(serving), Ollama(serving)
         return [
             self._get("/v1/models", openai.models),
-            Route("/v1/models/{name:path}", Endpoint(self.keys, READ, _model(openai))),
+            Route("/v1/models/{name:path}", Endpoint(self._door, READ, _model(openai))),
             self._post("/v1/chat/completions", openai.chat),
             self._post("/v1/completions", openai.completion),
             *(self._later(path, why) for path, why in OPENAI_LATER.items()),
@@ -142,21 +155,21 @@ class Gateway:
         async def handle(_: Request, reply: Reply) -> None:
             await answer(reply)
 
-        return Route(path, Endpoint(self.keys, READ, handle, ollama=ollama))
+        return Route(path, Endpoint(self._door, READ, handle, ollama=ollama))
 
     def _post(self, path: str, answer: Answer, *, ollama: bool = False) -> Route:
         async def handle(request: Request, reply: Reply) -> None:
             body = await read_json(request, self.settings.max_body, any_type=ollama)
             await unless_gone(request.receive, lambda: answer(body, reply))
 
-        return Route(path, Endpoint(self.keys, ("POST",), handle, ollama=ollama))
+        return Route(path, Endpoint(self._door, ("POST",), handle, ollama=ollama))
 
     def _later(self, path: str, why: str, *, ollama: bool = False) -> Route:
         async def handle(request: Request, reply: Reply) -> None:
             words = f"{request.url.path} {NOT_BUILT}: {why}"
             raise Fault(501, words, "not_supported", retry=False)
 
-        return Route(path, Endpoint(self.keys, ANY, handle, ollama=ollama))
+        return Route(path, Endpoint(self._door, ANY, handle, ollama=ollama))
 
 
 def _model(openai: OpenAI) -> Handle:

@@ -22,6 +22,7 @@ STATUS: Mapping[str, tuple[int, str]] = {
     "slow_consumer": (408, "slow_consumer"),
     "poisoned": (400, "poisoned"),
     "queue_full": (429, "queue_full"),
+    "over_quota": (429, "over_quota"),
     "deadline_exceeded": (504, "deadline_exceeded"),
     "worker_lost": (503, "worker_lost"),
     "broker_lost": (503, "broker_lost"),

@@ -1,11 +1,19 @@
-"""Bearer keys, one a line in a file; read again when the process gets SIGHUP."""
+"""Bearer keys, one a line in a file, and how much each may ask at once.
+
+The file is read again when the process gets SIGHUP.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+
+from mlxpool.gateway.faults import Fault
 
 log = logging.getLogger("mlxpool.gateway")
 
@@ -35,14 +43,36 @@ class Keys:
         else:
             log.info("%s has %d keys", self._file, len(self._digests))
 
-    def allow(self, authorization: str | None) -> bool:
-        """Whether a request with this header may go on; takes equally long for every key."""
+    def who(self, authorization: str | None) -> bytes | None:
+        """Who asks with this header, None for nobody known; takes equally long for every key."""
         if self._file is None:
-            return True
+            return b""
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip())
         known = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return any(known) and scheme.lower() == "bearer"
+        return given if any(known) and scheme.lower() == "bearer" else None
+
+
+class Places:
+    """How many requests each has under way."""
+
+    def __init__(self, most: int | None) -> None:
+        """`most` for each; None: any number."""
+        self._most = most
+        self._taken: Counter[bytes] = Counter()
+
+    @contextlib.contextmanager
+    def taken(self, who: bytes) -> Iterator[None]:
+        """A place for a request. Raises Fault when all are taken."""
+        if self._most is not None and self._taken[who] >= self._most:
+            words = f"{self._most} requests of this key are under way, which is all it may have"
+            raise Fault(429, words, "over_quota", retry_after=1.0)
+        self._taken[who] += 1
+        try:
+            yield
+        finally:
+            self._taken[who] -= 1
+            self._taken += Counter()  # forgets whoever has none
 
 
 def _digest(key: str) -> bytes:

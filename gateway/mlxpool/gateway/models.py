@@ -30,7 +30,8 @@ class Models:
 
     async def get(self, name: str) -> Mapping[str, Any]:
         """One of them; NAME:latest is NAME. Raises UnknownModel, and see `all`."""
-        if self._find(name) is None:
+        found = self._find(name)
+        if found is None or found.get("type", "") is None:  # not there, or not looked at
             await self._ask()
         elif time.monotonic() - self._asked_at > FRESH:
             self._start()
