@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,6 +119,15 @@ def test_a_body_too_large_with_and_without_its_length(http: httpx.Client) -> Non
     for content in (data, pieces()):
         response = http.post("/v1/chat/completions", content=content, headers=headers)
         assert f"at most {MOST}" in refused(response, 413, "body_too_large")["message"]
+
+
+def test_a_body_that_does_not_come(pool: Pool) -> None:
+    with GatewayThread(pool.run_dir, body_time=0.1) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        with socket.create_connection((host, int(port)), PATIENCE) as peer:
+            peer.sendall(head + b"content-length: 100\r\n\r\n{")
+            assert b"body_too_slow" in b"".join(iter(lambda: peer.recv(4096), b""))
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,16 @@ def test_channels(served: Served) -> None:
     assert served.asked["think"] == "low" and "tools" not in served.asked
 
 
+def test_thoughts_go_back_as_the_template_of_channels_wants_them(served: Served) -> None:
+    url = served.start(CHANNELS, "<|channel|>final<|message|>Warm.")
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    said: Any = {"role": "assistant", "tool_calls": [call], "reasoning_content": "Hm."}
+    told: Any = {"role": "tool", "tool_call_id": "a", "content": "18"}
+    with openai_client(url) as client:
+        client.chat.completions.create(model="m", messages=[*HI, said, told], tools=TOOLS)
+    assert served.asked["messages"][1]["thinking"] == "Hm."
+
+
 def test_tools_that_are_not_to_be_called_are_not_offered(served: Served) -> None:
     url = served.start(THINKER, CALL)
     with openai_client(url) as client:

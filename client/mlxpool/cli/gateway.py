@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,9 @@ def run(options: argparse.Namespace) -> int:
         per_key=options.per_key,
         deadline=options.deadline,
     )
-    serve.run(settings, _say)
+
+    def say(url: str) -> None:
+        print(json.dumps({"url": url}) if options.json else f"listening on {url}", flush=True)
+
+    serve.run(settings, say)
     return 0
-
-
-def _say(url: str) -> None:
-    print(f"listening on {url}", flush=True)

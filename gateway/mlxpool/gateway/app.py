@@ -159,7 +159,8 @@ class Gateway:
 
     def _post(self, path: str, answer: Answer, *, ollama: bool = False) -> Route:
         async def handle(request: Request, reply: Reply) -> None:
-            body = await read_json(request, self.settings.max_body, any_type=ollama)
+            most, seconds = self.settings.max_body, self.settings.body_time
+            body = await read_json(request, most, seconds, any_type=ollama)
             await unless_gone(request.receive, lambda: answer(body, reply))
 
         return Route(path, Endpoint(self._door, ("POST",), handle, ollama=ollama))

@@ -32,6 +32,7 @@ STATUS: Mapping[str, tuple[int, str]] = {
     "draining": (503, "draining"),
 }
 KINDS = {401: "authentication_error", 404: INVALID, 429: "rate_limit_error"}
+UNREAD = (408, 413)  # the rest of the body may still come: nothing else can on this connection
 PARAMS = {"unknown_model": "model", "context_exceeded": "messages"}
 
 
@@ -64,6 +65,8 @@ class Fault(Exception):
         headers = {} if self.retry else {"x-should-retry": "false"}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
+        if self.status in UNREAD:
+            headers["connection"] = "close"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers

@@ -52,8 +52,10 @@ class Reply:
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
 
-async def read_json(request: Request, most: int, *, any_type: bool) -> dict[str, Any]:
-    """The map in a request's body. Raises Fault: too large, another type, not JSON, no map.
+async def read_json(
+    request: Request, most: int, seconds: float, *, any_type: bool
+) -> dict[str, Any]:
+    """The map in a request's body. Raises Fault: too large, too slow, another type, no JSON map.
 
     `any_type`: a form's type will do too, unless a page in a browser sent it.
     """
@@ -62,7 +64,12 @@ async def read_json(request: Request, most: int, *, any_type: bool) -> dict[str,
     if kind != JSON and not (any_type and not from_page and kind in ("", FORM)):
         words = f"content-type must be {JSON}, got {kind or 'none'}"
         raise Fault(415, words, "unsupported_media_type", retry=False)
-    data = await _read(request, most)
+    try:
+        async with asyncio.timeout(seconds):
+            data = await _read(request, most)
+    except TimeoutError:
+        words = f"the body was not there after {seconds:g} s"
+        raise Fault(408, words, "body_too_slow", retry=False) from None
     try:
         value = json.loads(data)
     except RecursionError:

@@ -119,7 +119,7 @@ class Ollama:
         chat = row.get("chat") or NO_CHAT
         read = chat if "messages" in prompt else NO_CHAT
         arguments = {**prompt, **asked.options, **_think(asked, chat)}
-        ask = Ask(str(row["name"]), self._serving.bounded(arguments), read, asked.tools)
+        ask = Ask(str(row["name"]), self._serving.bounded(arguments, read), read, asked.tools)
         talk = Talk()
         async with self._serving.flow([ask]) as flow:
             if not asked.stream:

@@ -110,8 +110,8 @@ class OpenAI:
         await reply.json(_with_usage({**frame, "choices": choices}, wholes, asked))
 
     def _flow(self, asked: Asked, model: str, formats: Mapping[str, str | None]) -> Flow:
-        bounded = map(self._serving.bounded, asked.arguments())
-        return self._serving.flow([Ask(model, one, formats, asked.tools) for one in bounded])
+        every = [self._serving.bounded(one, formats) for one in asked.arguments()]
+        return self._serving.flow([Ask(model, one, formats, asked.tools) for one in every])
 
     async def _stream(self, flow: Flow, asked: Asked, frames: Frames, reply: Reply) -> None:
         patience = self._serving.settings.keep_alive

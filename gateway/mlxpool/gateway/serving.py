@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxpool.client import AsyncClient, Result
 from mlxpool.common.errors import PoolError
-from mlxpool.gateway import faults
+from mlxpool.gateway import faults, formats
 from mlxpool.gateway.faults import Fault
 from mlxpool.gateway.flow import Ask, Flow, Step
 from mlxpool.gateway.http import Reply
@@ -32,11 +32,16 @@ class Serving:
         except PoolError as error:
             raise faults.of(error) from error
 
-    def bounded(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """With the gateway's own deadline, if it has one."""
-        if self.settings.deadline is None:
-            return dict(arguments)
-        return {**arguments, "deadline_ms": max(1, round(self.settings.deadline * 1000))}
+    def bounded(
+        self, arguments: Mapping[str, Any], chat: Mapping[str, str | None]
+    ) -> dict[str, Any]:
+        """With the gateway's own deadline, if it has one, and messages as the model reads them."""
+        found = dict(arguments)
+        if self.settings.deadline is not None:
+            found["deadline_ms"] = max(1, round(self.settings.deadline * 1000))
+        if "messages" in found:
+            found["messages"] = formats.messages(chat, found["messages"])
+        return found
 
 
 async def steps(flow: Flow, patience: float = FOREVER) -> AsyncIterator[Step | None]:

@@ -18,6 +18,7 @@ class Settings:
     port: int = 8080  # 0: any that is free
     keys: Path | None = None  # a file of bearer keys; None: everybody may ask
     max_body: int = 8 * 2**20  # bytes of a request
+    body_time: float = 30.0  # seconds for a request's body to come
     keep_alive: float = 10.0  # seconds without a word until a stream says that it is there
     deadline: float | None = None  # seconds for a request; None: the pool's own
     per_key: int | None = None  # requests at once of one key, or of all without keys; None: any
@@ -30,7 +31,7 @@ class Settings:
             raise ValueError(
                 f"host {self.host!r} is open to others: name the keys that may ask with --keys FILE"
             )
-        for name in ("max_body", "keep_alive", "deadline", "per_key", "broker_grace"):
+        for name in ("max_body", "body_time", "keep_alive", "deadline", "per_key", "broker_grace"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
                 raise ValueError(f"{name} is {value}, must be above 0 and below 1e9")

@@ -12,7 +12,7 @@ from typing import Any
 from mlxpool.gateway.formats.events import Parser, Plain
 from mlxpool.gateway.formats.function_xml import FunctionXml
 from mlxpool.gateway.formats.glm import Glm
-from mlxpool.gateway.formats.harmony import Harmony
+from mlxpool.gateway.formats.harmony import Harmony, shown
 from mlxpool.gateway.formats.hermes import Hermes
 from mlxpool.gateway.formats.llama_json import LlamaJson
 from mlxpool.gateway.formats.mistral import Mistral
@@ -44,3 +44,10 @@ def parser(
         rest = TOOLS[wanted](tools)
     marks = THINKING.get(chat.get("thinking") or "")
     return rest if marks is None else Thinking(rest, marks, inside=thinks)
+
+
+def messages(
+    chat: Mapping[str, str | None], given: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """A request's messages as the model's templates read them."""
+    return shown(given) if chat.get("thinking") == HARMONY else given

@@ -20,6 +20,7 @@ from mlxpool.gateway.formats.lexer import Lexeme, Lexer
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 TOOLS = "functions."  # before the name of a tool that the request brought
+SAID, SHOWN = "reasoning_content", "thinking"  # thoughts in a request, and in the template
 _TO = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
@@ -98,3 +99,14 @@ class Harmony:
         if self._in is _In.THOUGHTS:
             return [Reasoning(text)]
         return [CallArguments(text) if self._in is _In.CALL else Content(text)]
+
+
+def shown(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages with their thoughts under the template's own name.
+
+    It takes no thoughts beside an answer that calls a tool: there the answer is kept.
+    """
+    return [
+        {**one, SHOWN: one[SAID]} if one.get(SAID) and not one.get("content") else one
+        for one in messages
+    ]
