@@ -255,6 +255,28 @@ def test_a_client_that_leaves_a_whole_answer_ends_it_too(
     until(lambda: pool.ask("stats")["requests"]["live"] == 0, "it was cancelled")
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_killed_worker_is_a_pause(pool: Pool, client: openai.OpenAI, choices: int) -> None:
+    stream = client.completions.create(
+        model="slow", prompt="hello", max_tokens=20, seed=7, n=choices, stream=True
+    )
+    texts = [""] * choices
+    for number, chunk in enumerate(stream):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+        if number == 2:
+            pool.kill_worker("slow/0")
+    assert texts == [told("hello", 7 + number, 20) for number in range(choices)]
+
+
+def test_an_operator_who_cancels_is_an_error(pool: Pool, client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "slow", "prompt": "x", "max_tokens": 10**6, "stream": True}
+    stream = client.completions.create(**ask)
+    first = next(stream)
+    assert pool.cli("cancel", first.id.removeprefix("cmpl-")).returncode == 0
+    with pytest.raises(openai.APIError, match="cancelled by an operator"):
+        list(stream)
+
+
 def test_many_at_once(gateway: GatewayThread) -> None:
     async def ask() -> list[str | None]:
         async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x") as client:

@@ -81,7 +81,7 @@ class Flow:
         """Raises PoolError for a request that cannot travel."""
         self._choices: list[Choice] = []
         self._open = len(asks)
-        self._steps: asyncio.Queue[Step | PoolError] = asyncio.Queue(AHEAD)
+        self._steps: asyncio.Queue[Step | Exception] = asyncio.Queue(AHEAD)
         self._tasks: list[asyncio.Task[None]] = []
         for number, ask in enumerate(asks):
             try:
@@ -129,7 +129,7 @@ class Flow:
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._read(choice)) for choice in self._choices]
         step = await self._steps.get()
-        if isinstance(step, PoolError):
+        if isinstance(step, Exception):
             raise step
         return step
 
@@ -140,7 +140,7 @@ class Flow:
                 await self._steps.put(step)
                 if step.result is not None:
                     return
-        except PoolError as error:
+        except Exception as error:  # whatever it is, somebody waits for it
             await self._steps.put(error)
 
     def close(self) -> None:
