@@ -13,7 +13,7 @@ import pytest
 import mlxpool.client
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("broker", "client", "common", "worker")
+ROOMS = ("broker", "client", "common", "gateway", "worker")
 
 
 def modules(room: str) -> Iterator[Path]:
@@ -43,7 +43,7 @@ def test_the_public_names_of_the_client() -> None:
         ("Client", "cancel close detokenize generate models stream tokenize"),
         ("AsyncClient", "cancel close detokenize generate models stream tokenize"),
         ("Stream", "close id read result"),
-        ("AsyncStream", "close id read result"),
+        ("AsyncStream", "close facts id read ready result"),
     ],
 )
 def test_the_public_names_of_its_classes(of: str, names: str) -> None:

@@ -208,6 +208,8 @@ def test_a_queue_is_bounded_in_bytes_too() -> None:
         ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": ""}], "tools": "x"}, "tools must be a list"),
         ({"prompt": "a", "tools": [{"name": "f"}]}, "tools go with messages"),
+        ({"prompt": "a", "think": False}, "think goes with messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "think": "much"}, "think must be true"),
         ({"window": 0}, "window must be an integer from 1"),
         ({"window": True}, "window"),
         ({"priority": 3}, "priority must be an integer from 0 to 2"),

@@ -205,8 +205,9 @@ def test_timers_of_a_model_that_found_its_twin_do_nothing() -> None:
 
 def test_what_was_found_in_a_model_is_shown() -> None:
     story = pool({"a": HERE}, a=model(context=64))
+    chat = {"tools": "hermes", "thinking": None}
     about = {"type": "llama", "size": 500, "quantisation": "bf16", "context": 128}
-    describe(story, "a", "0123456789abcdef", **about, features=["batching"])
+    describe(story, "a", "0123456789abcdef", **about, features=["batching"], chat=chat)
     assert row(story, "a") == {
         "name": "a",
         "state": "cold",
@@ -216,6 +217,7 @@ def test_what_was_found_in_a_model_is_shown() -> None:
         "size": 500,
         "quantisation": "bf16",
         "features": ["batching"],
+        "chat": {"tools": "hermes", "thinking": None},
         "digest": "0123456789ab",
         "shares": None,
         "error": None,

@@ -68,7 +68,7 @@ def test_keys_of_the_request_and_options_of_the_sampler() -> None:
 
 def test_every_key_of_the_request_is_known() -> None:
     fields = set(Payload.__dataclass_fields__)
-    assert fields >= request.REQUEST_KEYS - {"tools"}, "which are part of the prompt"
+    assert fields >= request.REQUEST_KEYS - {"tools", "think"}, "which are part of the prompt"
 
 
 def test_none_is_not_given() -> None:

@@ -27,7 +27,7 @@ from worker_stores import Store, put_in_hub
 
 MODEL = {
     "type", "size", "parameters", "layers", "context", "vocabulary", "quantisation", "tokenizer",
-    "templates", "eos_ids", "digest", "features",
+    "templates", "chat", "eos_ids", "digest", "features",
 }  # fmt: skip
 MEMORY = {
     "context", "sequences", "weights", "token", "fixed", "sequence", "all_sequences",
@@ -94,6 +94,7 @@ def test_what_a_sound_model_is(good: Path) -> None:
         "quantisation": "f32",
         "tokenizer": "BPE, byte-level",
         "templates": ["default"],
+        "chat": {"tools": None, "thinking": None},
         "eos_ids": [EOS],
         "digest": rules.digest_of(inspect(good).digest),
         "features": ["batching", "tree", "resume", "deterministic"],
@@ -109,7 +110,8 @@ def test_the_digest_is_the_one_that_workers_tell(good: Path) -> None:
 def test_a_model_without_a_template(good: Path) -> None:
     change(good / "tokenizer_config.json", chat_template=None)
     report = of(good)
-    assert (report["problems"], report["model"]["templates"]) == ([], [])
+    model = report["model"]
+    assert (report["problems"], model["templates"], model["chat"]) == ([], [], None)
 
 
 def test_the_built_in_models() -> None:

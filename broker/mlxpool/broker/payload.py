@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.messages import check_messages, check_tools
+from mlxpool.common.messages import check_messages, check_think, check_tools
 from mlxpool.common.options import MAX_SEED, Options
 
 MAX_WINDOW = 1 << 20
@@ -92,8 +92,9 @@ def _prompt(body: Mapping[str, Any], blobs: tuple[bytes, ...]) -> tuple[dict[str
         raise BadRequest(f"give one of prompt, messages, tokens; got {given or 'none'}")
     if given == ["messages"]:
         return _chat(body), 0
-    if body.get("tools"):
-        raise BadRequest(f"tools go with messages, got {given[0]}")
+    for key, words in (("tools", "tools go"), ("think", "think goes")):
+        if body.get(key) not in (None, []):
+            raise BadRequest(f"{words} with messages, got {given[0]}")
     if given == ["prompt"] and isinstance(body["prompt"], str):
         if not body["prompt"]:
             raise BadRequest("the prompt is empty")
@@ -112,7 +113,9 @@ def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """Messages and tools as they came; how templates see them is the worker's."""
     check_messages(body["messages"])
     tools = {"tools": body["tools"]} if check_tools(body.get("tools")) else {}
-    return {"messages": body["messages"], **tools}
+    think = check_think(body.get("think"))
+    more = {} if think is None else {"think": think}
+    return {"messages": body["messages"], **tools, **more}
 
 
 def _resume(

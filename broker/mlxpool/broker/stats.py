@@ -6,6 +6,7 @@ The conservation law: accepted = done + failed + cancelled + live.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 SHORT = 12  # digits of a digest that are shown
 DETAILED = 150  # models whose details fit into one body
 WORDS = 200  # characters of an error that clients are shown of each
-BRIEF = ("name", "state", "queued", "context")
+BRIEF = ("name", "state", "queued", "context", "chat")
 
 
 @dataclass(eq=False, slots=True)
@@ -178,10 +179,16 @@ def _model(fleet: Fleet, name: str, restart_limit: int, now: float) -> dict[str,
         "size": known.about.get("size"),
         "quantisation": known.about.get("quantisation"),
         "features": list(known.about.get("features") or ()),
+        "chat": _chat_of(known.about),
         "digest": digest[:SHORT] or None,
         "shares": None if model.name == name else model.name,
         "error": trouble.message if trouble is not None else _said(model) or known.fault,
     }
+
+
+def _chat_of(about: Mapping[str, Any]) -> dict[str, str | None] | None:
+    chat = about.get("chat")
+    return {key: chat.get(key) for key in ("tools", "thinking")} if chat else None
 
 
 def _said(model: Model) -> str | None:

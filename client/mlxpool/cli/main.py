@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mlxpool.bench import cli as bench
-from mlxpool.cli import check, ops, run, serve
+from mlxpool.cli import check, gateway, ops, run, serve
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
 from mlxpool.common.paths import default_run_dir
 
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for room in (serve, run, check, ops, bench):
+    for room in (serve, run, check, ops, bench, gateway):
         room.add_commands(commands, common)
     return root
 

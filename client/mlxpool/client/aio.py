@@ -40,6 +40,11 @@ class AsyncStream:
         return self._state.id
 
     @property
+    def facts(self) -> Mapping[str, Any]:
+        """What its first worker said of it, there with the first delta (docs/protocol.md)."""
+        return self._state.facts or {}
+
+    @property
     def result(self) -> Result:
         """Raises the stream's error, or RuntimeError while it is not over."""
         if self._state.error is not None:
@@ -66,6 +71,22 @@ class AsyncStream:
         else:
             self._link.took(self._part, len(delta.ids))
         return delta
+
+    async def ready(self) -> list[Delta]:
+        """The deltas that have come, after waiting for the first; none at the end.
+
+        Raises the stream's error. Who stops waiting loses none.
+        """
+        first = await self._next()
+        deltas = [] if first is None else [first]
+        while deltas and not self._queue.empty():
+            delta = self._queue.get_nowait()
+            if delta is None:
+                self._queue.put_nowait(None)  # the end is told the next time
+                break
+            self._link.took(self._part, len(delta.ids))
+            deltas.append(delta)
+        return deltas
 
     async def read(self) -> Result:
         """Read to the end. Raises the stream's error."""

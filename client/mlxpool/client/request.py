@@ -21,6 +21,7 @@ REQUEST_KEYS = frozenset(
         "durable",
         "session",
         "tools",
+        "think",
     }
 )
 FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds on what lies behind a re-send

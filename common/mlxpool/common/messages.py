@@ -1,4 +1,4 @@
-"""The messages and tools of a chat: what a request may say, and the one shape templates see.
+"""Messages, tools and thinking of a chat: what a request may say, the one shape templates see.
 
 The broker checks them and passes on what it got; the worker gives the checked shape to a template.
 """
@@ -15,6 +15,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
 MAX_TOOL_CALLS = 256  # of one message
+LEVELS = ("low", "medium", "high")  # of thinking, for templates that know such
 _TEXTS = ("name", "tool_call_id", "reasoning_content")  # keys that hold text or nothing
 
 
@@ -40,6 +41,16 @@ def check_tools(raw: object) -> list[dict[str, Any]]:
         found = f"{len(raw)}" if _is_list(raw) else _shown(raw)
         raise BadRequest(f"tools must be a list of at most {MAX_TOOLS} maps, got {found}")
     return [_tool(f"tools[{index}]", tool) for index, tool in enumerate(raw)]
+
+
+def check_think(raw: object) -> bool | str | None:
+    """Whether, or how much, the model is to think; None leaves it to the template.
+
+    Raises BadRequest naming the value and what is allowed.
+    """
+    if raw is None or isinstance(raw, bool) or (isinstance(raw, str) and raw in LEVELS):
+        return raw
+    raise BadRequest(f"think must be true, false or one of {', '.join(LEVELS)}, got {_shown(raw)}")
 
 
 def joined(content: object) -> str:

@@ -17,10 +17,14 @@ Key = tuple[bytes, int]  # (id, attempt)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids of a prompt; `restore_at` of them lie before the generation prompt, 0: unknown."""
+    """The ids of a prompt; `restore_at` of them lie before the generation prompt, 0: unknown.
+
+    `thinks`: its end leaves the model within its thoughts.
+    """
 
     ids: list[int]
     restore_at: int = 0
+    thinks: bool = False
 
 
 Fits = Callable[[int], None]  # told how many ids a prompt has; raises if these are too many
@@ -45,7 +49,9 @@ class TextModel(Protocol):
 
     def piece(self, token: int) -> bytes: ...
 
-    def chat(self, messages: Any, tools: Any, now: float, fits: Fits = any_size) -> Prompt: ...
+    def chat(
+        self, messages: Any, tools: Any, now: float, fits: Fits = any_size, think: Any = None
+    ) -> Prompt: ...
 
 
 # ---- to the compute thread ---------------------------------------------------------------------

@@ -149,8 +149,13 @@ class CountingText:
         return piece(token)
 
     def chat(
-        self, messages: Seq[dict[str, Any]], tools: object, now: float, fits: Fits = any_size
+        self,
+        messages: Seq[dict[str, Any]],
+        tools: object,
+        now: float,
+        fits: Fits = any_size,
+        think: object = None,
     ) -> Prompt:
-        """One line for each message."""
+        """One line for each message; it has no thoughts."""
         lines = [f"{m['role']}: {joined(m.get('content'))}\n" for m in messages]
         return Prompt(self.encode("".join(lines), fits))

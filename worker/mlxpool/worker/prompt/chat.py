@@ -12,6 +12,7 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.common.messages import joined
+from mlxpool.worker.prompt import chat_format
 from mlxpool.worker.prompt.sandbox import Contents, Template
 from mlxpool.worker.prompt.special_tokens import token_names
 from mlxpool.worker.weights.json_files import Folder, optional_json, read_file
@@ -56,16 +57,19 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         now: float,
+        think: bool | str | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt text of a chat that `check_messages` and `check_tools` let pass.
+        """The prompt text of a chat that `check_messages`, `check_tools`, `check_think` let pass.
 
-        Raises BadRequest for a model without a template, and see `Template.render`.
+        Raises BadRequest for a model without a template, see `chat_format.variables`, and
+        `Template.render`.
         """
         template = self.template_for(bool(tools))
         shown = [_shown(message, template.contents) for message in messages]
         variables = {
             **self.tokens,
+            **chat_format.variables(think, template.source),
             "messages": shown,
             "tools": list(tools) or None,
             "documents": None,

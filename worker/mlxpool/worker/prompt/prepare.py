@@ -104,6 +104,7 @@ def prepare(
         "max_tokens": max_tokens,
         "prompt_tokens": len(prompt),
         "now": now,
+        **({"thinks": True} if found.thinks else {}),
     }
     if len(resume.ids) > max_tokens:
         raise BadRequest(f"resume has {len(resume.ids)} ids, max_tokens is {max_tokens}")
@@ -170,7 +171,7 @@ def _read_prompt(opened: Opened, message: Message, now: float, fits: Fits) -> Pr
         fits(len(blob) // ID_SIZE)
         return Prompt(unpack_ids(blob))
     if body.get("messages") is not None:
-        return opened.text.chat(body["messages"], body.get("tools"), now, fits)
+        return opened.text.chat(body["messages"], body.get("tools"), now, fits, body.get("think"))
     text = body.get("prompt")
     text = _decoded(_first_blob(message)) if text is True else _text(text)
     return Prompt(opened.text.encode(text, fits))

@@ -63,13 +63,17 @@ class Renderer:
                 ) from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], now: float
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        now: float,
+        think: bool | str | None = None,
     ) -> Rendered:
         """See Chat.render. Raises BadRequest also for a chat that takes more than `limit` seconds
         or MEMORY bytes, and Internal when there is no process to be had.
         """
         self._chat.template_for(bool(tools))
-        chat = packed({"messages": messages, "tools": tools, "now": now})
+        chat = packed({"messages": messages, "tools": tools, "now": now, "think": think})
         for _ in range(TRIES):
             answer = self._answer(chat)
             if answer is not None:

@@ -32,7 +32,7 @@ def serve(worker: socket.socket) -> None:
 
 
 def answer(chat: Chat, request: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """`text` and `end`, see Rendered, of a chat with `messages`, `tools` and `now`; or `error`.
+    """`text` and `end`, see Rendered, or `error`, of the arguments of Chat.render.
 
     `most`: characters of the text.
     """

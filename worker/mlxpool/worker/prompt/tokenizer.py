@@ -12,9 +12,10 @@ from pathlib import Path
 from tokenizers import Encoding, Tokenizer
 
 from mlxpool.common.errors import BadRequest, Internal, ModelLoadFailed
-from mlxpool.common.messages import check_messages, check_tools
+from mlxpool.common.messages import check_messages, check_think, check_tools
 from mlxpool.worker.mail import Fits, Prompt, any_size
 from mlxpool.worker.prompt.chat import Chat
+from mlxpool.worker.prompt.chat_format import opens_thinking
 from mlxpool.worker.prompt.pieces import Pieces
 from mlxpool.worker.prompt.renderer import Rendered, Renderer
 from mlxpool.worker.prompt.template_process import NICENESS
@@ -75,14 +76,24 @@ class Text:
         """The text of these ids alone; bytes that are not UTF-8 become U+FFFD."""
         return self._pieces.whole(ids)
 
-    def chat(self, messages: object, tools: object, now: float, fits: Fits = any_size) -> Prompt:
+    def chat(
+        self,
+        messages: object,
+        tools: object,
+        now: float,
+        fits: Fits = any_size,
+        think: object = None,
+    ) -> Prompt:
         """The prompt of a chat.
 
         Raises BadRequest, see `check_messages` and `Renderer.render`, and what `fits` raises.
         """
-        chat = self._renderer.render(check_messages(messages), check_tools(tools), now)
+        chat = self._renderer.render(
+            check_messages(messages), check_tools(tools), now, check_think(think)
+        )
         ids = self.encode(chat.text, fits)
-        return Prompt(ids, self._restore_at(chat, ids) if chat.end else 0)
+        restore_at = self._restore_at(chat, ids) if chat.end else 0
+        return Prompt(ids, restore_at, opens_thinking(chat.text))
 
     def _restore_at(self, chat: Rendered, ids: list[int]) -> int:
         """How many ids lie before the generation prompt; one that begins before it does not.

@@ -12,6 +12,7 @@ from mlxpool.worker import rules
 from mlxpool.worker.models.base import KeyValue
 from mlxpool.worker.models.counting import CountingEngine
 from mlxpool.worker.prompt.chat import Chat
+from mlxpool.worker.prompt.chat_format import chat_format
 from mlxpool.worker.weights import quant, zoo
 from mlxpool.worker.weights.folder import ModelFolder
 from mlxpool.worker.weights.json_files import read_json
@@ -26,6 +27,7 @@ COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it keeps no keys 
 def about(folder: ModelFolder) -> dict[str, Any]:
     """See docs/models.md, `model`; the values are those of JSON."""
     tokenizer = read_json(folder.files / "tokenizer.json")
+    templates = Chat.from_folder(folder.files).templates
     return {
         "type": folder.model_type,
         "size": folder.weight_bytes,
@@ -35,7 +37,8 @@ def about(folder: ModelFolder) -> dict[str, Any]:
         "vocabulary": folder.plan.vocab_size,
         "quantisation": quantisation(folder),
         "tokenizer": tokenizer_kind(tokenizer),
-        "templates": sorted(Chat.from_folder(folder.files).templates),
+        "templates": sorted(templates),
+        "chat": chat_format(template.source for template in templates.values()),
         "eos_ids": sorted(folder.eos_ids),
         "digest": rules.digest_of(folder.digest),
         "features": list(features(folder)),
@@ -79,6 +82,7 @@ def about_counting(engine: CountingEngine) -> dict[str, Any]:
         "quantisation": None,
         "tokenizer": "bytes",
         "templates": [],
+        "chat": {"tools": None, "thinking": None},
         "eos_ids": [],
         "digest": engine.digest,
         "features": list(COUNTING_FEATURES),

@@ -1,0 +1,37 @@
+"""What a gateway is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Raises ValueError for what cannot be."""
+
+    run_dir: Path | None = None  # of the broker
+    endpoint: str | None = None  # of the broker, in place of a run directory
+    host: str = "127.0.0.1"
+    port: int = 8080  # 0: any that is free
+    keys: Path | None = None  # a file of bearer keys; None: everybody may ask
+    max_body: int = 8 * 2**20  # bytes of a request
+    body_time: float = 30.0  # seconds for a request's body to come
+    keep_alive: float = 10.0  # seconds without a word until a stream says that it is there
+    deadline: float | None = None  # seconds for a request; None: the pool's own
+    per_key: int | None = None  # requests at once of one key, or of all without keys; None: any
+    broker_grace: float = 10.0  # seconds of silence until a request is answered 503
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}, must be from 0 to 65535")
+        if self.keys is None and self.host not in LOOPBACK:
+            raise ValueError(
+                f"host {self.host!r} is open to others: name the keys that may ask with --keys FILE"
+            )
+        for name in ("max_body", "body_time", "keep_alive", "deadline", "per_key", "broker_grace"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e9:
+                raise ValueError(f"{name} is {value}, must be above 0 and below 1e9")

@@ -1,0 +1,347 @@
+"""What must not get through a gateway, sent by hand; and what it does without a pool."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway_thread import GatewayThread
+from pool import PATIENCE, Pool, until, with_path
+
+KEY, OTHER = "k" * 32, "o" * 32
+CONFIG = """
+[models.slow]
+path = "builtin:counting"
+counting.step_us = 20000
+[models.unloadable]
+path = "builtin:counting"
+counting.fault = "raise"
+counting.fault_in = "load"
+"""
+CHAT = {"model": "counting", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+MOST = 2000  # bytes of a body
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(f"# who may ask\n{KEY}\n\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def gateway(pool: Pool, keys: Path) -> Iterator[GatewayThread]:
+    with GatewayThread(pool.run_dir, keys=keys, max_body=MOST) as running:
+        yield running
+
+
+@pytest.fixture
+def http(gateway: GatewayThread) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=gateway.url, headers=headers, timeout=PATIENCE) as made:
+        yield made
+
+
+def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """The error in OpenAI's shape."""
+    error: dict[str, Any] = response.json()["error"]
+    assert (response.status_code, error["code"]) == (status, code), error
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def test_keys(http: httpx.Client) -> None:
+    assert http.get("/v1/models").status_code == 200
+    for given in (f"Bearer {OTHER}", KEY, f"Basic {KEY}", "", "Bearer", f"Bearer {KEY}x"):
+        response = http.get("/v1/models", headers={"authorization": given})
+        refused(response, 401, "invalid_api_key")
+        assert response.headers["www-authenticate"] == "Bearer"
+    assert (
+        http.get("/api/tags", headers={"authorization": ""}).json()["error"].startswith("a known")
+    )
+    assert http.get("/health", headers={"authorization": ""}).json() == {"status": "ok"}
+
+
+def test_keys_are_read_again_and_a_broken_file_changes_nothing(
+    http: httpx.Client, gateway: GatewayThread, keys: Path
+) -> None:
+    other = {"authorization": f"Bearer {OTHER}"}
+    keys.write_text(f"{KEY}\n{OTHER}\n")
+    assert http.get("/v1/models", headers=other).status_code == 401
+    gateway.gateway.keys.reread()
+    assert http.get("/v1/models", headers=other).status_code == 200
+    keys.write_text("short\n")
+    gateway.gateway.keys.reread()
+    assert http.get("/v1/models", headers=other).status_code == 200
+    keys.write_text(KEY)
+    gateway.gateway.keys.reread()
+    assert http.get("/v1/models", headers=other).status_code == 401
+
+
+def test_a_key_has_so_many_requests_at_once(pool: Pool) -> None:
+    body = {"model": "slow", "prompt": "x", "max_tokens": 10**6, "stream": True}
+    with GatewayThread(pool.run_dir, per_key=1) as gateway:
+        url = f"{gateway.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=PATIENCE) as stream:
+            lines = stream.iter_lines()  # who lets go of it closes the connection
+            next(lines)
+            response = httpx.post(url, json=body, timeout=PATIENCE)
+            refused(response, 429, "over_quota")
+            assert response.headers["retry-after"] == "1"
+        models = f"{gateway.url}/v1/models"
+        until(lambda: httpx.get(models, timeout=PATIENCE).status_code == 200, "its place is free")
+
+
+def test_a_body_too_large_with_and_without_its_length(http: httpx.Client) -> None:
+    data = b'{"x": "' + b"y" * MOST + b'"}'
+    headers = {"content-type": "application/json"}
+
+    def pieces() -> Iterator[bytes]:
+        yield data[:500]
+        yield data[500:]
+
+    for content in (data, pieces()):
+        response = http.post("/v1/chat/completions", content=content, headers=headers)
+        assert f"at most {MOST}" in refused(response, 413, "body_too_large")["message"]
+
+
+def test_a_body_that_does_not_come(pool: Pool) -> None:
+    with GatewayThread(pool.run_dir, body_time=0.1) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        with socket.create_connection((host, int(port)), PATIENCE) as peer:
+            peer.sendall(head + b"content-length: 100\r\n\r\n{")
+            assert b"body_too_slow" in b"".join(iter(lambda: peer.recv(4096), b""))
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "code"),
+    [
+        (b"not JSON", 400, "not_json"),
+        (b"", 400, "not_json"),
+        (b"[1]", 400, "not_json"),
+        (b"[" * 1500, 400, "not_json"),
+        (b"\xff\xfe", 400, "not_json"),
+        (b"{}", 400, "bad_request"),
+    ],
+)
+def test_a_body_that_is_no_request(http: httpx.Client, data: bytes, status: int, code: str) -> None:
+    headers = {"content-type": "application/json; charset=utf-8"}
+    refused(http.post("/v1/chat/completions", content=data, headers=headers), status, code)
+
+
+def test_another_type_of_body(http: httpx.Client) -> None:
+    headers = {"content-type": "text/plain"}
+    response = http.post("/v1/chat/completions", content=b"{}", headers=headers)
+    refused(response, 415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"temprature": 1}, "temprature", "unknown_parameter"),
+        ({"messages": []}, "messages", "bad_request"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", None),
+        ({"model": 5}, "model", "bad_request"),
+        ({"stream": "yes"}, "stream", "bad_request"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "bad_request"),
+        ({"max_tokens": 0}, "max_tokens", "bad_request"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "bad_request"),
+        ({"seed": -1}, "seed", "bad_request"),
+        ({"n": 33}, "n", "bad_request"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "bad_request"),
+        ({"stop": [""]}, "stop", "bad_request"),
+        ({"store": True}, "store", "unsupported_parameter"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_parameter"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "unknown_parameter"),
+        ({"tools": [{"type": "web"}]}, "tools", "bad_request"),
+        ({"prompt": "x"}, "prompt", "unsupported_parameter"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "reasoning_effort", None),
+    ],
+)
+def test_a_field_that_is_not_honoured_is_named(
+    http: httpx.Client, change: dict[str, Any], param: str | None, code: str | None
+) -> None:
+    response = http.post("/v1/chat/completions", json={**CHAT, **change})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert code in (None, error["code"])
+    assert response.headers["x-should-retry"] == "false"
+
+
+def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
+    harmless = {
+        "user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True,
+        "response_format": {"type": "text"}, "tools": None, "n": None, "stop": None,
+        "tool_choice": "auto", "service_tier": "auto", "prompt_cache_key": "s",
+    }  # fmt: skip
+    response = http.post("/v1/chat/completions", json={**CHAT, **harmless})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], [""], [1, "x"], [-1], 5, [[]], {"a": 1}])
+def test_a_prompt_that_is_none(http: httpx.Client, prompt: object) -> None:
+    response = http.post("/v1/completions", json={"model": "counting", "prompt": prompt})
+    assert refused(response, 400, "bad_request")["param"] == "prompt"
+
+
+HALF = "\\ud800"  # of a character
+
+
+@pytest.mark.parametrize(
+    ("path", "data"),
+    [
+        ("/v1/completions", f'{{"model": "counting", "prompt": "{HALF}", "max_tokens": 1}}'),
+        ("/v1/completions", f'{{"model": "{HALF}", "prompt": "x"}}'),
+        ("/v1/completions", f'{{"model": "counting", "prompt": "x", "stop": "{HALF}"}}'),
+        ("/v1/completions", f'{{"model": "counting", "prompt": "x", "{HALF}": 1}}'),
+        ("/api/generate", f'{{"model": "{HALF}", "prompt": "x"}}'),
+        ("/api/show", f'{{"model": "{HALF}"}}'),
+    ],
+)
+def test_half_a_character(http: httpx.Client, path: str, data: str) -> None:
+    headers = {"content-type": "application/json"}
+    response = http.post(path, content=data.encode(), headers=headers)
+    assert response.status_code in (200, 400, 404), response.text
+
+
+@pytest.mark.parametrize("value", [2**70, [[[[]]]] * 9, float("nan"), {"a": {"b": 1}}])
+def test_keys_of_messages_are_the_templates_but_must_travel(
+    http: httpx.Client, value: object
+) -> None:
+    message = {"role": "user", "content": "x", "more": value}
+    content = json.dumps({**CHAT, "messages": [message]})
+    headers = {"content-type": "application/json"}
+    response = http.post("/v1/chat/completions", content=content, headers=headers)
+    assert response.status_code in (200, 400), response.text
+
+
+@pytest.mark.parametrize("depth", [100, 600])
+def test_a_body_of_many_levels(http: httpx.Client, depth: int) -> None:
+    message = {"role": "user", "content": "x", "more": "DEEP"}
+    content = json.dumps({**CHAT, "messages": [message]})
+    content = content.replace('"DEEP"', "[" * depth + "]" * depth)
+    headers = {"content-type": "application/json"}
+    response = http.post("/v1/chat/completions", content=content, headers=headers)
+    assert response.status_code in (200, 400), response.text
+
+
+def test_an_unknown_model_and_an_unknown_path(http: httpx.Client) -> None:
+    for path, body in [
+        ("/v1/chat/completions", {**CHAT, "model": "none"}),
+        ("/v1/completions", {"model": "none", "prompt": "x"}),
+    ]:
+        assert refused(http.post(path, json=body), 404, "model_not_found")["param"] == "model"
+    refused(http.get("/v1/nothing"), 404, "unknown_url")
+    refused(http.get("/v1/completions"), 405, "method_not_allowed")
+    refused(http.post("/v1/embeddings", json={}), 501, "not_supported")
+
+
+def test_a_deadline_that_passes(pool: Pool) -> None:
+    body = {"model": "slow", "prompt": "x", "max_tokens": 10**6}
+    with GatewayThread(pool.run_dir, deadline=0.1) as gateway:
+        response = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=PATIENCE)
+        refused(response, 504, "deadline_exceeded")
+
+
+def test_a_model_that_cannot_be_loaded(http: httpx.Client) -> None:
+    body = {"model": "unloadable", "prompt": "x"}
+    refused(http.post("/v1/completions", json=body), 503, "model_load_failed")
+
+
+def test_no_broker(tmp_path: Path) -> None:
+    with GatewayThread(tmp_path, broker_grace=0.5) as gateway:
+        response = httpx.post(f"{gateway.url}/v1/chat/completions", json=CHAT, timeout=PATIENCE)
+        refused(response, 503, "broker_lost")
+        assert httpx.get(f"{gateway.url}/health", timeout=PATIENCE).status_code == 503
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "mlxpool.cli.main", *arguments]
+
+
+def test_the_command_serves_rereads_its_keys_and_ends(pool: Pool, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    process = subprocess.Popen(
+        command("--run-dir", str(pool.run_dir), "gateway", "--port", "0", "--keys", str(keys)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().removeprefix("listening on ").strip()
+        headers = {"authorization": f"Bearer {OTHER}"}
+
+        def status() -> int:
+            return httpx.get(f"{url}/v1/models", headers=headers, timeout=PATIENCE).status_code
+
+        assert status() == 401
+        keys.write_text(OTHER)
+        process.send_signal(signal.SIGHUP)
+        until(lambda: status() == 200, "the new key is known")
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--host", "0.0.0.0"], "name the keys that may ask with --keys FILE"),
+        (["--port", "70000"], "port is 70000, must be from 0 to 65535"),
+        (["--keys", "/nowhere/keys"], "the keys in /nowhere/keys cannot be read"),
+    ],
+)
+def test_a_command_that_cannot_be(arguments: list[str], words: str) -> None:
+    done = subprocess.run(
+        command("gateway", *arguments), capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stdout) == (2, "") and words in done.stderr
+
+
+def test_a_port_in_use(gateway: GatewayThread) -> None:
+    port = gateway.url.rpartition(":")[2]
+    done = subprocess.run(
+        command("gateway", "--port", port), capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
+
+
+def test_without_the_extra_the_cure_is_named(tmp_path: Path) -> None:
+    (tmp_path / "starlette.py").write_text("raise ModuleNotFoundError(name='starlette')")
+    done = subprocess.run(
+        command("gateway"),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env={**os.environ, "PYTHONPATH": with_path(tmp_path)},
+    )
+    assert done.returncode == 2
+    assert "the gateway needs starlette: pip install 'mlxpool[gateway]'" in done.stderr

@@ -1,0 +1,179 @@
+"""Ollama's own client against a gateway before a running pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+
+from counting_checker import expected_ids, text_of
+from gateway_thread import GatewayThread
+from pool import Pool, until
+from worker_checkpoints import write_checkpoint
+
+pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    "{% if enable_thinking is false %}{% else %}<think>\n{% endif %}{# <tool_call> #}"
+)
+HI = [{"role": "user", "content": "hi"}]
+LINE = "user: hi\n"  # what the counting model makes of it
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    root = tmp_path_factory.mktemp("models")
+    write_checkpoint(root / "thinker", tokenizer_config={"chat_template": TEMPLATE})
+    write_checkpoint(root / "bare", tokenizer_config={"chat_template": None})
+    tables = [f'[models.{name}]\npath = "{root / name}"' for name in ("thinker", "bare")]
+    with Pool(tmp_path_factory.mktemp("pool"), "\n".join(tables)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(pool: Pool) -> Iterator[GatewayThread]:
+    with GatewayThread(pool.run_dir) as running:
+        yield running
+
+
+@pytest.fixture
+def client(gateway: GatewayThread) -> Iterator[ollama.Client]:
+    with ollama.Client(host=gateway.url) as made:
+        yield made
+
+
+def info(client: ollama.Client, name: str) -> Mapping[str, Any]:
+    """What is known of a model, once the pool has looked at its files."""
+    found = client.show(name).modelinfo
+    return found if found and found["general.architecture"] else {}
+
+
+def test_a_whole_answer(client: ollama.Client) -> None:
+    answer = client.generate("counting", "hello", options={"num_predict": 4, "seed": 7})
+    assert answer.response == text_of(expected_ids("user: hello\n", 7, 4))
+    assert (answer.done, answer.done_reason) == (True, "length")
+    assert (answer.eval_count, answer.prompt_eval_count) == (4, len("user: hello\n"))
+    assert answer.total_duration and answer.total_duration >= (answer.eval_duration or 0) > 0
+
+
+def test_raw_text_and_a_system_message(client: ollama.Client) -> None:
+    options = {"num_predict": 3, "seed": 7}
+    raw = client.generate("counting", "hello", raw=True, options=options)
+    assert raw.response == text_of(expected_ids("hello", 7, 3))
+    led = client.generate("counting:latest", "hello", system="Be.", options=options)
+    assert led.response == text_of(expected_ids("system: Be.\nuser: hello\n", 7, 3))
+
+
+def test_a_streamed_chat(client: ollama.Client) -> None:
+    parts = list(client.chat("counting", HI, stream=True, options={"num_predict": 5, "seed": 7}))
+    text = "".join(part.message.content or "" for part in parts)
+    assert text == text_of(expected_ids(LINE, 7, 5))
+    assert [part.done for part in parts] == [*[False] * (len(parts) - 1), True]
+    assert parts[-1].eval_count == 5 and parts[0].created_at
+
+
+def test_logprobs(client: ollama.Client) -> None:
+    answer = client.chat("counting", HI, options={"num_predict": 2, "seed": 7}, logprobs=True)
+    assert answer.logprobs is not None
+    assert "".join(one.token for one in answer.logprobs) == answer.message.content
+
+
+def test_a_model_is_loaded_by_asking_nothing_of_it(client: ollama.Client) -> None:
+    assert client.generate("bare").done_reason == "load"
+    assert "bare" in [model.model for model in client.ps().models]
+    assert next(iter(client.chat("bare", stream=True))).done_reason == "load"
+
+
+def test_what_models_there_are(client: ollama.Client) -> None:
+    assert {model.model for model in client.list().models} == {
+        "demo", "counting", "thinker", "bare",
+    }  # fmt: skip
+    until(lambda: info(client, "thinker"), "the model was looked at")
+    shown = client.show("thinker")
+    assert shown.capabilities == ["completion", "tools", "thinking"]
+    assert shown.details is not None and shown.details.family == "llama"
+    assert info(client, "thinker")["llama.context_length"] == 512
+    with pytest.raises(ollama.ResponseError, match="no model 'none'") as caught:
+        client.show("none")
+    assert caught.value.status_code == 404
+
+
+def test_thinking_is_split_from_the_answer(client: ollama.Client) -> None:
+    """The prompt opens the thoughts, and random weights never close them."""
+    until(lambda: info(client, "thinker"), "the model was looked at")
+    options = {"num_predict": 12, "seed": 3}
+    for think in (True, None, "low"):
+        thought = client.chat("thinker", HI, think=think, options=options).message
+        assert thought.thinking and not thought.content
+    said = client.chat("thinker", HI, think=False, options=options).message
+    assert said.content and not said.thinking
+    with pytest.raises(ollama.ResponseError, match="does not support thinking"):
+        client.chat("counting", HI, think=True)
+
+
+def test_a_model_without_a_template(client: ollama.Client) -> None:
+    until(lambda: info(client, "bare"), "the model was looked at")
+    assert client.generate("bare", "hello", options={"num_predict": 3}).prompt_eval_count == 5
+    with pytest.raises(ollama.ResponseError, match="no chat template"):
+        client.generate("bare", "hello", system="x")
+    with pytest.raises(ollama.ResponseError, match="no chat template"):
+        client.chat("bare", HI)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"format": "json"}, "'format' is not supported"),
+        ({"keep_alive": 5}, "'keep_alive' is not supported"),
+        ({"images": ["aGk="]}, "'images' is not supported"),
+        ({"suffix": "x"}, "'suffix' is not supported"),
+        ({"template": "x"}, "'template' is not supported"),
+        ({"context": [1]}, "'context' is not supported"),
+        ({"options": {"num_ctx": 10**6}}, "num_ctx is 1000000, the context of the model is 131072"),
+        ({"options": {"num_thread": 3}}, "'options.num_thread' is not supported"),
+        ({"options": {"temperature": -1}}, "option 'options.temperature' is -1"),
+        ({"options": {"bogus": 1}}, "unknown field 'options.bogus'"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(
+    client: ollama.Client, more: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ollama.ResponseError, match=words) as caught:
+        client.generate("counting", "x", **more)  # type: ignore[call-overload]
+    assert caught.value.status_code == 400
+
+
+def test_a_context_that_the_model_has_is_taken(client: ollama.Client) -> None:
+    options = {"num_ctx": 4096, "num_predict": 1}
+    assert client.generate("counting", "x", options=options).eval_count == 1
+
+
+def test_what_is_not_built_says_so(client: ollama.Client, gateway: GatewayThread) -> None:
+    for call in (
+        lambda: client.embed("counting", "x"),
+        lambda: client.embeddings("counting", "x"),
+        lambda: client.pull("x"),
+        lambda: client.push("x"),
+        lambda: client.create("x", from_="y"),
+        lambda: client.copy("x", "y"),
+        lambda: client.delete("x"),
+    ):
+        with pytest.raises(ollama.ResponseError, match="is not supported by mlxpool") as caught:
+            call()
+        assert caught.value.status_code == 501
+    assert httpx.get(f"{gateway.url}/api/version").json() == {"version": version("mlxpool")}
+    assert httpx.get(gateway.url).status_code == 200
+
+
+def test_curl_needs_no_content_type_and_a_page_in_a_browser_does(gateway: GatewayThread) -> None:
+    body = '{"model": "counting", "prompt": "x", "stream": false, "options": {"num_predict": 1}}'
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    url = f"{gateway.url}/api/generate"
+    assert httpx.post(url, content=body, headers=headers).status_code == 200
+    headers["origin"] = "http://elsewhere"
+    assert httpx.post(url, content=body, headers=headers).status_code == 415

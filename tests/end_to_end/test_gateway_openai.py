@@ -1,0 +1,293 @@
+"""OpenAI's own client against a gateway before a running pool, on the counting model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from counting_checker import expected_ids, text_of
+from gateway_thread import GatewayThread
+from pool import Pool, until
+
+CONFIG = """
+[pool]
+queue_limit = 2
+[models.small]
+path = "builtin:counting"
+context = 64
+[models.slow]
+path = "builtin:counting"
+sequences = 1
+counting.step_us = 20000
+[models.failing]
+path = "builtin:counting"
+counting.fault = "raise"
+counting.fault_at = 5
+"""
+HI: Any = [{"role": "user", "content": "hi"}]
+LINE = "user: hi\n"  # what the counting model makes of it
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(pool: Pool) -> Iterator[GatewayThread]:
+    with GatewayThread(pool.run_dir, keep_alive=0.2) as running:
+        yield running
+
+
+@pytest.fixture
+def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def told(prompt: str, seed: int, count: int) -> str:
+    return text_of(expected_ids(prompt, seed, count))
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert {model.id for model in client.models.list()} == {
+        "demo", "counting", "small", "slow", "failing",
+    }  # fmt: skip
+    assert client.models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError, match="no model 'smal'") as caught:
+        client.models.retrieve("smal")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+def test_a_whole_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="counting", messages=HI, max_completion_tokens=5, seed=7, user="u"
+    )
+    (choice,) = answer.choices
+    assert choice.message.content == told(LINE, 7, 5)
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+    assert answer.usage is not None and answer.object == "chat.completion"
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (len(LINE), len(LINE) + 5)
+
+
+def test_a_streamed_chat_with_usage(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="counting", messages=HI, max_tokens=5, seed=7, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    *parts, last = chunks
+    assert parts[0].choices[0].delta.role == "assistant"
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert text == told(LINE, 7, 5)
+    reasons = [part.choices[0].finish_reason for part in parts]
+    assert reasons[-1] == "length" and not any(reasons[:-1])
+    assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 5
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_choices_are_streams_of_their_own(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "counting", "messages": HI, "max_tokens": 4, "seed": 7, "n": 3}
+    whole = client.chat.completions.create(**ask)
+    expected = [told(LINE, 7 + number, 4) for number in range(3)]
+    assert [choice.message.content for choice in whole.choices] == expected
+    assert whole.usage is not None and whole.usage.completion_tokens == 12
+    assert whole.usage.prompt_tokens == len(LINE)
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == expected
+
+
+def test_a_stop_string_and_logprobs(client: openai.OpenAI) -> None:
+    words = told(LINE, 7, 4).split(" ")
+    ask: dict[str, Any] = {
+        "model": "counting", "messages": HI, "seed": 7, "stop": f" {words[3]}", "max_tokens": 9,
+        "logprobs": True, "top_logprobs": 1,
+    }  # fmt: skip
+    (choice,) = client.chat.completions.create(**ask).choices
+    assert (choice.message.content, choice.finish_reason) == (" ".join(words[:3]), "stop")
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    tokens = [one.token for one in choice.logprobs.content]
+    assert tokens == [f"{word} " for word in words[:4]]
+    assert bytes(choice.logprobs.content[0].bytes or []) == f"{words[0]} ".encode()
+    assert choice.logprobs.content[0].top_logprobs[0].token == tokens[0]
+    streamed = [
+        one.token
+        for chunk in client.chat.completions.create(**ask, stream=True)
+        for choice in chunk.choices
+        for one in (choice.logprobs.content if choice.logprobs else None) or []
+    ]
+    assert streamed == tokens
+
+
+def test_completions_of_texts_and_of_ids(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="counting", prompt=["hello", "you"], max_tokens=3, seed=7, logprobs=1
+    )
+    assert [choice.text for choice in answer.choices] == [told("hello", 7, 3), told("you", 7, 3)]
+    assert answer.usage is not None and answer.usage.prompt_tokens == 8
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    assert logprobs.text_offset == [0, *(len("".join(logprobs.tokens[:n])) for n in (1, 2))]
+    ids = client.completions.create(
+        model="counting", prompt=list(b"hello"), max_tokens=3, seed=7, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in ids) == told("hello", 7, 3)
+    usual = client.completions.create(model="counting", prompt="x").usage
+    assert usual is not None and usual.completion_tokens == 16
+
+
+def test_fields_of_vllm_go_in_the_extra_body(client: openai.OpenAI) -> None:
+    extra = {"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True}
+    answer = client.chat.completions.create(
+        model="counting", messages=HI, max_tokens=2, seed=7, logit_bias={"5": -100},
+        presence_penalty=0.5, frequency_penalty=0.5, temperature=0.3, top_p=0.5, extra_body=extra,
+    )  # fmt: skip
+    assert answer.choices[0].message.content == told(LINE, 7, 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("response_format", {"type": "json_object"}, "response_format"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}], "tools"),
+        ("tool_choice", "required", "tool_choice"),
+        ("temperature", 300, "temperature"),
+        ("top_logprobs", 2, "top_logprobs"),
+        ("n", 0, "n"),
+        ("reasoning_effort", "much", "reasoning_effort"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(
+    client: openai.OpenAI, field: str, value: object, param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="counting", messages=HI, extra_body={field: value})
+    assert caught.value.param == param
+
+
+def test_a_prompt_that_does_not_fit(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="the context of the model is 64") as caught:
+        client.completions.create(model="small", prompt="x" * 70)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError):  # before the first word a stream has a status too
+        client.completions.create(model="small", prompt="x" * 70, stream=True)
+
+
+def test_a_failure_before_and_in_the_stream(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "failing", "prompt": "x", "max_tokens": 20}
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.completions.create(**ask)
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    with pytest.raises(openai.APIError) as streamed:
+        list(client.completions.create(**ask, stream=True))
+    assert type(streamed.value) is openai.APIError and streamed.value.code == "internal"
+
+
+def test_a_full_queue_says_when_to_come_back(pool: Pool, client: openai.OpenAI) -> None:
+    """One runs, two wait; the next is refused."""
+    endless: dict[str, Any] = {"model": "slow", "prompt": "x", "max_tokens": 10**6}
+    streams = [client.completions.create(**endless, stream=True)]
+    next(iter(streams[0]))
+    streams += [client.completions.create(**endless, stream=True) for _ in range(2)]
+    try:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(**endless)
+        assert caught.value.code == "queue_full"
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert "x-should-retry" not in caught.value.response.headers
+    finally:
+        for stream in streams:
+            stream.close()
+    until(lambda: pool.ask("stats")["requests"]["live"] == 0, "all were cancelled")
+
+
+def test_who_waits_in_the_queue_hears_that_the_stream_is_there(
+    pool: Pool, client: openai.OpenAI
+) -> None:
+    endless: dict[str, Any] = {"model": "slow", "prompt": "x", "max_tokens": 10**6, "stream": True}
+    with client.completions.create(**endless) as first:
+        next(iter(first))
+        raw = client.completions.with_streaming_response.create(**endless)
+        with raw as waiting:
+            assert waiting.status_code == 200
+            assert next(iter(waiting.iter_lines())) == ": waiting"
+    until(lambda: pool.ask("stats")["requests"]["live"] == 0, "both were cancelled")
+
+
+def test_a_client_that_leaves_ends_the_stream(pool: Pool, client: openai.OpenAI) -> None:
+    before = pool.ask("stats")["requests"]["cancelled"]
+    ask: dict[str, Any] = {
+        "model": "slow",
+        "messages": HI,
+        "max_tokens": 10**6,
+        "n": 2,
+        "stream": True,
+    }
+    with client.chat.completions.create(**ask) as stream:
+        until(lambda: next(iter(stream)).choices[0].delta.content, "it runs")
+    until(lambda: pool.ask("stats")["requests"]["cancelled"] == before + 2, "both have ended")
+    assert pool.ask("stats")["requests"]["live"] == 0
+
+
+def test_a_client_that_leaves_a_whole_answer_ends_it_too(
+    pool: Pool, gateway: GatewayThread
+) -> None:
+    async def ask_and_leave() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x") as client:
+            asked = asyncio.create_task(
+                client.completions.create(model="slow", prompt="x", max_tokens=10**6)
+            )
+            while pool.ask("stats")["requests"]["live"] == 0:
+                await asyncio.sleep(0.01)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    asyncio.run(ask_and_leave())
+    until(lambda: pool.ask("stats")["requests"]["live"] == 0, "it was cancelled")
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_killed_worker_is_a_pause(pool: Pool, client: openai.OpenAI, choices: int) -> None:
+    stream = client.completions.create(
+        model="slow", prompt="hello", max_tokens=20, seed=7, n=choices, stream=True
+    )
+    texts = [""] * choices
+    for number, chunk in enumerate(stream):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+        if number == 2:
+            pool.kill_worker("slow/0")
+    assert texts == [told("hello", 7 + number, 20) for number in range(choices)]
+
+
+def test_an_operator_who_cancels_is_an_error(pool: Pool, client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "slow", "prompt": "x", "max_tokens": 10**6, "stream": True}
+    stream = client.completions.create(**ask)
+    first = next(stream)
+    assert pool.cli("cancel", first.id.removeprefix("cmpl-")).returncode == 0
+    with pytest.raises(openai.APIError, match="cancelled by an operator"):
+        list(stream)
+
+
+def test_many_at_once(gateway: GatewayThread) -> None:
+    async def ask() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x") as client:
+            answers = await asyncio.gather(
+                *(
+                    client.chat.completions.create(
+                        model="counting", messages=HI, max_tokens=9, seed=seed
+                    )
+                    for seed in range(2)
+                )
+            )
+            return [answer.choices[0].message.content for answer in answers]
+
+    assert asyncio.run(ask()) == [told(LINE, seed, 9) for seed in range(2)]

@@ -1,0 +1,210 @@
+"""Tool calls and thoughts through the gateway. A broker by hand says what a trained model would."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ollama
+import openai
+import pytest
+
+from fake_broker import FACTS, PATIENCE, USAGE, FakeBroker
+from gateway_thread import GatewayThread
+from mlxpool.common import wire
+from mlxpool.common.wire import Message, pack_ids
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+HI: Any = [{"role": "user", "content": "Paris?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+THINKER = {"tools": "hermes", "thinking": "tags"}
+UNREADABLE = "called 'weather' with arguments that are no JSON map: 5"
+CHANNELS = {"tools": "harmony", "thinking": "harmony"}
+
+
+class Model:
+    """A pool with the one model `m`, which answers one request with these pieces of text."""
+
+    def __init__(
+        self, run_dir: Path, chat: dict[str, str], pieces: Sequence[str], thinks: bool
+    ) -> None:
+        self._broker = FakeBroker(run_dir).open()
+        self._chat, self._pieces, self._thinks = chat, pieces, thinks
+        self.asked: Message | None = None
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        broker = self._broker
+        models = broker.receive(wire.MODELS).header.id
+        row = {"name": "m", "state": "ready", "context": 64, "type": "x", "chat": self._chat}
+        broker.say(wire.MODELS, models, {"models": [row]}, attempt=0)
+        request = broker.accept()
+        self.asked = next(one for one in broker.seen if one.kind == wire.GENERATE)
+        facts = {**FACTS, "thinks": True} if self._thinks else FACTS
+        for pos, text in enumerate(self._pieces):
+            body = {"text": text, "n": 1, "facts": facts}
+            broker.say(wire.DELTA, request, body, pack_ids([pos]), pos=pos)
+        usage = {**USAGE, "prompt_tokens": 3, "completion_tokens": len(self._pieces)}
+        body = {"text": "", "reason": "stop", "usage": usage, "timings_ms": {}, "attempts": 1}
+        broker.say(wire.DONE, request, body, pos=len(self._pieces))
+
+    def close(self) -> None:
+        self._thread.join(PATIENCE)
+        self._broker.close()
+
+
+class Served:
+    """Starts models behind a gateway."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory(prefix="mlxpool-")
+        self._model: Model | None = None
+        self._gateway: GatewayThread | None = None
+
+    def start(self, chat: dict[str, str], *pieces: str, thinks: bool = False) -> str:
+        """The gateway's URL."""
+        run_dir = Path(self._folder.name)
+        self._model = Model(run_dir, chat, pieces, thinks)
+        self._gateway = GatewayThread(run_dir)
+        return self._gateway.url
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The body of the pool's request."""
+        assert self._model is not None and self._model.asked is not None
+        return dict(self._model.asked.body)
+
+    def close(self) -> None:
+        for part in (self._model, self._gateway):
+            if part is not None:
+                part.close()
+        self._folder.cleanup()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.close()
+
+
+def openai_client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_call_and_thoughts_in_a_whole_answer(served: Served) -> None:
+    url = served.start(THINKER, "A place.\n</thi", f"nk>\n\nI look.\n{CALL}", thinks=True)
+    with openai_client(url) as client:
+        answer = client.chat.completions.create(model="m", messages=HI, tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
+    assert getattr(choice.message, "reasoning_content", None) == "A place."
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function" and len(call.id) == 9
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "weather",
+        {"city": "Paris"},
+    )
+    assert served.asked["tools"] == TOOLS and served.asked["messages"] == HI
+
+
+def test_a_call_in_a_stream(served: Served) -> None:
+    url = served.start(THINKER, *CALL)
+    names, ids, arguments, reasons = [], set(), "", []
+    with openai_client(url) as client:
+        stream = client.chat.completions.create(
+            model="m", messages=HI, tools=TOOLS, stream=True, reasoning_effort="none"
+        )
+        for chunk in stream:
+            (choice,) = chunk.choices
+            reasons.append(choice.finish_reason)
+            assert not choice.delta.content
+            for part in choice.delta.tool_calls or []:
+                assert part.index == 0 and part.function is not None
+                ids.add(part.id)
+                names.append(part.function.name)
+                arguments += part.function.arguments or ""
+    assert [name for name in names if name] == ["weather"] and len(ids - {None}) == 1
+    assert json.loads(arguments) == {"city": "Paris"} and reasons[-1] == "tool_calls"
+    assert served.asked["think"] is False
+
+
+def test_channels(served: Served) -> None:
+    url = served.start(
+        CHANNELS,
+        "<|channel|>analysis<|message|>Hm",
+        ".<|end|><|start|>assistant<|channel|>final<|mess",
+        "age|>Yes.",
+    )
+    with openai_client(url) as client:
+        (choice,) = client.chat.completions.create(
+            model="m", messages=HI, reasoning_effort="low"
+        ).choices
+    assert (choice.message.content, choice.finish_reason) == ("Yes.", "stop")
+    assert getattr(choice.message, "reasoning_content", None) == "Hm."
+    assert served.asked["think"] == "low" and "tools" not in served.asked
+
+
+def test_thoughts_go_back_as_the_template_of_channels_wants_them(served: Served) -> None:
+    url = served.start(CHANNELS, "<|channel|>final<|message|>Warm.")
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    said: Any = {"role": "assistant", "tool_calls": [call], "reasoning_content": "Hm."}
+    told: Any = {"role": "tool", "tool_call_id": "a", "content": "18"}
+    with openai_client(url) as client:
+        client.chat.completions.create(model="m", messages=[*HI, said, told], tools=TOOLS)
+    assert served.asked["messages"][1]["thinking"] == "Hm."
+
+
+def test_tools_that_are_not_to_be_called_are_not_offered(served: Served) -> None:
+    url = served.start(THINKER, CALL)
+    with openai_client(url) as client:
+        answer = client.chat.completions.create(
+            model="m", messages=HI, tools=TOOLS, tool_choice="none"
+        )
+    assert answer.choices[0].message.content == CALL and "tools" not in served.asked
+
+
+def test_a_call_through_ollamas_client(served: Served) -> None:
+    url = served.start(THINKER, "<think>Hm.</think>", CALL[:20], CALL[20:])
+    with ollama.Client(host=url) as client:
+        parts = list(client.chat("m", HI, tools=TOOLS, think="high", stream=True))
+    assert "".join(part.message.thinking or "" for part in parts) == "Hm."
+    (call,) = [call for part in parts for call in part.message.tool_calls or []]
+    assert (call.function.name, call.function.arguments) == ("weather", {"city": "Paris"})
+    assert not any(part.message.content for part in parts) and parts[-1].done_reason == "stop"
+    assert served.asked["think"] is True  # tags know no levels
+
+
+def test_what_was_said_goes_back_to_the_template(served: Served) -> None:
+    url = served.start(THINKER, "Fine.")
+    call = {"function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "tool_name": "weather", "content": "18 degrees"},
+    ]
+    with ollama.Client(host=url) as client:
+        assert client.chat("m", messages).message.content == "Fine."
+    _, said, told = served.asked["messages"]
+    assert said["reasoning_content"] == "Hm." and said["tool_calls"] == [call]
+    assert told["name"] == "weather" and told["role"] == "tool"
+
+
+def test_arguments_that_are_no_map_end_ollamas_stream(served: Served) -> None:
+    url = served.start(THINKER, CALL.replace('{"city": "Paris"}', "5"))
+    with ollama.Client(host=url) as client, pytest.raises(ollama.ResponseError, match=UNREADABLE):
+        client.chat("m", HI, tools=TOOLS)

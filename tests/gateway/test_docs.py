@@ -1,0 +1,60 @@
+"""docs/gateway.md names every field, path and code that the gateway knows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mlxpool.common.errors import BY_CODE
+from mlxpool.gateway import app, faults, formats, ollama_fields, openai_fields
+
+DOCS = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text("utf-8")
+OPENAI, _, REST = DOCS.partition("## From Ollama's client")
+OLLAMA = REST.partition("## Tools")[0]
+
+
+def quoted(text: str) -> set[str]:
+    return set(re.findall(r"`([\w.]+)`", text))
+
+
+OPENAI_FIELDS = {
+    *openai_fields.CHAT,
+    *openai_fields.COMPLETION,
+    *openai_fields.SAMPLING,
+    *openai_fields.ACCEPTED,
+    *openai_fields.CHAT_REFUSED,
+    *openai_fields.COMPLETION_REFUSED,
+}
+OLLAMA_FIELDS = {
+    *ollama_fields.GENERATE,
+    *ollama_fields.CHAT,
+    *ollama_fields.GENERATE_REFUSED,
+    *ollama_fields.OPTIONS,
+    *ollama_fields.OPTIONS_REFUSED,
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "section"),
+    [(OPENAI_FIELDS, OPENAI), (OLLAMA_FIELDS, OLLAMA)],
+    ids=["openai", "ollama"],
+)
+def test_every_field_is_named(names: set[str], section: str) -> None:
+    assert not names - quoted(section)
+
+
+def test_every_path_is_named() -> None:
+    assert all(path.partition("/{")[0] in OLLAMA for path in app.OLLAMA_LATER)
+
+
+def test_every_code_is_named_and_every_error_of_the_pool_has_one() -> None:
+    codes = {code for _, code in faults.STATUS.values()}
+    assert not {code for code in codes if not re.search(rf"\b{code}\b", OPENAI)}
+    assert set(BY_CODE) - set(faults.STATUS) == {"internal", "duplicate_id"}, "which are 500"
+
+
+def test_every_format_is_named() -> None:
+    for name in (*formats.TOOLS, *formats.THINKING):
+        assert f"| {name} |" in DOCS
