@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from mlxpool.cli import check, ops, run, serve
+from mlxpool.cli import chat, check, completion, ops, run, serve, settings, top
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
-from mlxpool.common.paths import default_run_dir
+from mlxpool.common.paths import run_dir_of
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 
@@ -47,8 +47,8 @@ def parser() -> argparse.ArgumentParser:
         "--run-dir",
         type=Path,
         default=argparse.SUPPRESS,
-        help="the broker's run directory (default: $MLXPOOL_RUN_DIR, $XDG_RUNTIME_DIR/mlxpool,"
-        " ~/.mlxpool/run)",
+        help="the broker's run directory (default: $MLXPOOL_RUN_DIR, run_dir of the settings,"
+        " $XDG_RUNTIME_DIR/mlxpool, ~/.mlxpool/run)",
     )
     common.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="machine-readable output"
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for room in (serve, run, check, ops):
+    for room in (serve, run, chat, check, ops, top, settings, completion):
         room.add_commands(commands, common)
     return root
 
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = _parsed(arguments)
     options.run_dir_flag = getattr(options, "run_dir", None)
-    options.run_dir = options.run_dir_flag or default_run_dir()
+    options.run_dir = run_dir_of(options.run_dir_flag)
     options.json = getattr(options, "json", False)
     command: Callable[[argparse.Namespace], int] = options.run
     try:
