@@ -9,15 +9,36 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from mlxpool.cli import chat, check, completion, ops, run, serve, settings, top
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
 from mlxpool.common.paths import run_dir_of
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
+
+# Which module of this package has a command. Only that one is imported, so that `ps` is quick.
+ROOMS = {
+    "serve": "serve",
+    "run": "run",
+    "chat": "chat",
+    "check": "check",
+    "ps": "ops",
+    "top": "top",
+    "stats": "ops",
+    "models": "ops",
+    "requests": "ops",
+    "load": "ops",
+    "unload": "ops",
+    "drain": "ops",
+    "restart": "ops",
+    "cancel": "ops",
+    "stop": "ops",
+    "config": "settings",
+    "completion": "completion",
+}
 
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
 EPILOG = """\
@@ -40,8 +61,8 @@ class Version(argparse.Action):
         parser.exit()
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The whole command line, or as much of it as these arguments need."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--run-dir",
@@ -62,9 +83,18 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for room in (serve, run, chat, check, ops, top, settings, completion):
-        room.add_commands(commands, common)
+    room = ROOMS.get(_command(arguments))
+    for name in [room] if room else dict.fromkeys(ROOMS.values()):
+        import_module(f"mlxpool.cli.{name}").add_commands(commands, common)
     return root
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command that is asked for; "" when only argparse can tell."""
+    rest = list(arguments)
+    while rest and (rest[0] in ("--json", "--run-dir") or rest[0].startswith("--run-dir=")):
+        rest = rest[2:] if rest[0] == "--run-dir" else rest[1:]
+    return rest[0] if rest else ""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -94,11 +124,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:
-    root = parser()
-    options, rest = root.parse_known_args(arguments)
-    if rest and not run.take_prompt(options, rest):
+    given = sys.argv[1:] if arguments is None else arguments
+    root = parser(given)
+    options, rest = root.parse_known_args(given)
+    if rest and not _takes(options, rest):
         root.error(f"unrecognized arguments: {' '.join(rest)}")
     return options
+
+
+def _takes(options: argparse.Namespace, rest: list[str]) -> bool:
+    """Whether `run` can do with what argparse has left over."""
+    from mlxpool.cli.run import take_prompt
+
+    return take_prompt(options, rest)
 
 
 def _words(error: OSError) -> str:
