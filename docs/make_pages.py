@@ -28,7 +28,6 @@ BEGIN, END = "<!-- made by docs/make_pages.py -->\n", "<!-- until here -->\n"
 SECTION = re.compile(r"^\[([^\]]+)\]")
 LINE = re.compile(r"^(?P<off># )?(?P<key>\w+) = (?P<value>.*?)(?:\s{2,}#\s*(?P<text>.*))?$")
 NO_BOUND = 2**31 - 1  # what is as high as this is there to catch nonsense
-NO_VARIABLE = frozenset({"front"})  # a list
 
 
 def tables() -> str:
@@ -62,7 +61,8 @@ def _row(section: str, match: re.Match[str]) -> str:
     default = "" if match["off"] or key == "path" else f"`{match['value']}`"
     cells = [f"`{key}`", default, _bounds(key), (match["text"] or "").replace("|", "\\|")]
     if section == "pool":
-        cells.insert(1, "" if key in NO_VARIABLE else f"`MLXPOOL_{key.upper()}`")
+        variable = config.variables().get(key)
+        cells.insert(1, f"`{variable}`" if variable else "")
     return f"| {' | '.join(cells)} |"
 
 

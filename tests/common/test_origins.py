@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from mlxpool.common import origins, paths
-from mlxpool.common.config import PoolConfig
+from mlxpool.common.config import NO_SETTINGS, PoolConfig, variables
 
 FILE = """\
 [pool]
@@ -89,13 +90,27 @@ def test_models_of_the_models_folder(tmp_path: Path) -> None:
 def test_every_setting_is_told() -> None:
     told = found(None)
     pool = {key.removeprefix("pool.") for key in told if key.startswith("pool.")}
-    assert pool == set(PoolConfig.__dataclass_fields__) - {"models"}
+    assert pool == set(PoolConfig.__dataclass_fields__) - set(NO_SETTINGS)
 
 
 def test_variables_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLXPOOL_QUEUE_LIMTI", "1")
     monkeypatch.setenv("MLXPOOL_CONFIG", "/x")
     assert origins.strangers() == {"MLXPOOL_QUEUE_LIMTI": "MLXPOOL_QUEUE_LIMIT"}
+
+
+def test_every_variable_of_the_code_is_known() -> None:
+    """One that is forgotten here would be called a stranger."""
+    root = Path(__file__).parents[2]
+    read = {
+        name
+        for room in ("broker", "client", "common", "worker")
+        for file in (root / room).rglob("*.py")
+        for name in re.findall(r"\bMLXPOOL_[A-Z][A-Z_]*[A-Z]\b", file.read_text("utf-8"))
+    }
+    known = {*variables().values(), *origins.OTHERS}
+    assert read - known - {"MLXPOOL_NAME"} == set()
+    assert set(origins.OTHERS) - {"MLXPOOL_HYPOTHESIS"} <= read
 
 
 # ---- the places ----------------------------------------------------------------------------------

@@ -13,10 +13,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mlxpool.common.config import BUILTIN, ModelConfig, PoolConfig, load
+from mlxpool.common.config import (
+    BUILTIN,
+    NO_SETTINGS,
+    ModelConfig,
+    PoolConfig,
+    load,
+    variables,
+)
 
 DEFAULT = "default"
-_NO_SETTINGS = ("models", "within")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ def settings(
     told = _Told(str(path), table, lines)
     return [
         *_pool(loaded, flags, told),
+        *_entries(loaded, told),
         *(one for name in loaded.models for one in _model(loaded, name, folders, told)),
     ]
 
@@ -64,15 +71,27 @@ class _Told:
 
 
 def _pool(loaded: PoolConfig, flags: Mapping[str, Any], told: _Told) -> Iterator[Setting]:
-    for name in (field.name for field in fields(loaded) if field.name not in _NO_SETTINGS):
-        variable = f"MLXPOOL_{name.upper()}"
+    known = variables()
+    for name in (field.name for field in fields(loaded) if field.name not in NO_SETTINGS):
         if flags.get(name) is not None:
             origin = f"--{name.replace('_', '-')}"
-        elif name != "front" and os.environ.get(variable):
-            origin = f"${variable}"
+        elif name in known and os.environ.get(known[name]):
+            origin = f"${known[name]}"
         else:
             origin = told.of("pool", name) or DEFAULT
         yield Setting(f"pool.{name}", _plain(getattr(loaded, name)), origin)
+
+
+def _entries(loaded: PoolConfig, told: _Told) -> Iterator[Setting]:
+    """Sections of the file that have a name each, but for models."""
+    for name in (field.name for field in fields(loaded) if field.name != "models"):
+        entries = getattr(loaded, name)
+        if not isinstance(entries, Mapping):
+            continue
+        for entry, table in entries.items():
+            for key, value in _flat(asdict(table)):
+                origin = told.of(name, entry, *key) or DEFAULT
+                yield Setting(_dotted(name, entry, *key), _plain(value), origin)
 
 
 def _model(
@@ -96,7 +115,7 @@ def _model(
 
 def _flat(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
     for key, value in table.items():
-        if key in _NO_SETTINGS:
+        if key in NO_SETTINGS:
             continue
         if isinstance(value, Mapping):
             yield from _flat(value, (*above, key))
@@ -141,8 +160,7 @@ def strangers() -> dict[str, str]:
     """Variables MLXPOOL_* of the environment that nothing reads, and the nearest that is read."""
     import difflib
 
-    known = [f"MLXPOOL_{field.name.upper()}" for field in fields(PoolConfig)]
-    known = [name for name in known if name not in ("MLXPOOL_MODELS", "MLXPOOL_FRONT")] + OTHERS
+    known = [*variables().values(), *OTHERS]
     odd = [n for n in os.environ if n.startswith("MLXPOOL_") and n not in known]
     return {name: next(iter(difflib.get_close_matches(name, known, 1)), "") for name in sorted(odd)}
 
