@@ -7,7 +7,7 @@ EXTRA ?= $(if $(filter Linux,$(shell uname -s)),cpu,)
 COMMA := ,
 READY := $(VENV)/.ready-$(EXTRA)
 
-.PHONY: all demo test chaos soak check format demo-model bench clean
+.PHONY: all demo test chaos soak check format pages demo-model bench clean
 
 all: check test
 
@@ -42,6 +42,9 @@ check: $(READY)           ## format, lint, types, import rules
 format: $(READY)          ## put the code in form
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+pages: $(READY)           ## make the pages of docs/ that come from the code again
+	$(BIN)/python docs/make_pages.py
 
 demo-model: $(READY)      ## train the embedded model again
 	$(BIN)/python examples/train_demo_model.py

@@ -384,3 +384,33 @@ def test_a_table_is_as_wide_as_its_cells() -> None:
 def test_every_command_is_documented() -> None:
     actions = [a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction)]
     assert {c.dest for c in actions[0]._choices_actions} == set(actions[0].choices)
+
+
+def test_every_command_is_found_in_its_room() -> None:
+    """A command alone, with its room only, and among all the others."""
+    whole = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert set(whole.choices) == set(cli.ROOMS)
+    for name in cli.ROOMS:
+        for before in ([], ["--json"], ["--run-dir", "serve"], ["--run-dir=x", "--json"]):
+            root = cli.parser([*before, name, "x"])
+            own = next(a for a in root._actions if isinstance(a, argparse._SubParsersAction))
+            assert name in own.choices and len(own.choices) < len(whole.choices)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["nonsense", "ps"], ["--run-dir"]])
+def test_help_and_errors_know_every_command(arguments: list[str]) -> None:
+    root = cli.parser(arguments)
+    own = next(a for a in root._actions if isinstance(a, argparse._SubParsersAction))
+    assert set(own.choices) == set(cli.ROOMS)
+
+
+def test_ps_imports_little() -> None:
+    """What it does not need it does not wait for."""
+    code = (
+        "import sys\nfrom mlxpool.cli import ops\nops.ask = lambda *a, **k: sys.exit(0)\n"
+        "import atexit; atexit.register(lambda: print(*sys.modules))\n"
+        "from mlxpool.cli.main import main; main(['ps', '--run-dir', '/a'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    heavy = {"mlx", "asyncio", "subprocess", "rich", "shtab", "tomllib", "mlxpool.client", "numpy"}
+    assert done.returncode == 0 and not heavy & set(done.stdout.split())

@@ -1,4 +1,4 @@
-"""The admin socket: what operations ask, and `load`, `unload`, `cancel`, `stop`. Local only."""
+"""The admin socket: what operations ask, `watch`, and what changes the pool. Local only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from mlxpool.broker import events as ev
-from mlxpool.broker import stats
+from mlxpool.broker import picture, stats
 from mlxpool.broker.peers import Peers
+from mlxpool.broker.watchers import MOST, Watchers
 from mlxpool.broker.workers import Model, Slot
 from mlxpool.common import wire
-from mlxpool.common.errors import BadRequest, Draining, Internal, PoolError
+from mlxpool.common.errors import BadRequest, Draining, Internal, PoolError, QueueFull
 from mlxpool.common.wire import Header, Message
 
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ AT_ONCE = 64  # messages answered before the other sockets get their turn
 
 
 class Admin:
-    """Answers one message with one message, of the same kind or `error`."""
+    """Answers one message with one message, of the same kind or `error`; `watch` with many."""
 
     def __init__(self, broker: Broker, socket: zmq.Socket[bytes]) -> None:
         self.broker = broker
         self.socket = socket
         self.peers = Peers(socket)
+        self.watchers = Watchers(self.peers, self._picture)
 
     def serve(self, now: float) -> None:
         """Answer everything that waits."""
@@ -42,15 +44,33 @@ class Admin:
             if received is None:
                 return
             peer, parts = received
+            kind, ident = _asked(parts)
             answer = partial(self._send, peer.number, parts)
-            if _asks_for_models(parts):
+            if kind == wire.WATCH and self.watchers.takes(peer.number):
+                self._guarded(partial(self.watchers.admit, peer.number, ident), now)
+            elif kind == wire.MODELS:
                 self.broker.library.after_look(answer, now)
             else:
                 answer(now)
 
     def _send(self, number: int, parts: list[bytes], now: float) -> None:
         self.peers.send(number, self._reply(parts, now))
-        self.peers.forget(number)
+        if number not in self.watchers:
+            self.peers.forget(number)
+
+    def tell(self, now: float) -> None:
+        """Send those who watch the picture that is due."""
+        self._guarded(self.watchers.serve, now)
+
+    def _guarded(self, step: Callable[[float], None], now: float) -> None:
+        try:
+            step(now)
+        except Exception:  # operations must not be able to end the pool
+            self.broker.core.counters.internal_errors += 1
+            log.exception("a picture failed")
+
+    def _picture(self, now: float) -> Mapping[str, Any]:
+        return picture.take(self.broker.core, self.broker.about(now), now)
 
     def _reply(self, parts: list[bytes], now: float) -> list[bytes]:
         request_id = None
@@ -88,6 +108,10 @@ class Admin:
 
     def stats(self, message: Message, now: float) -> Mapping[str, Any]:
         return {"broker": self.broker.about(now), **stats.stats(self.broker.core, now)}
+
+    def watch(self, message: Message, now: float) -> Mapping[str, Any]:
+        """Only who is one too many comes here."""
+        raise QueueFull(f"{MOST} others watch the pool already", retry_after_ms=5000)
 
     def models(self, message: Message, now: float) -> Mapping[str, Any]:
         return {"models": self.broker.core.model_list(now)}
@@ -176,16 +200,19 @@ class Admin:
         return {"state": "stopping"}
 
 
-def _asks_for_models(parts: list[bytes]) -> bool:
+def _asked(parts: list[bytes]) -> tuple[str, bytes | None]:
+    """Kind and id; an empty kind for what cannot be read, which is refused where it is answered."""
     try:
-        return wire.decode(parts).kind == wire.MODELS
+        message = wire.decode(parts)
     except (wire.Garbage, PoolError):
-        return False
+        return "", None
+    return message.kind, message.header.id
 
 
 COMMANDS: dict[str, Callable[[Admin, Message, float], Mapping[str, Any]]] = {
     "ps": Admin.ps,
     "stats": Admin.stats,
+    "watch": Admin.watch,
     "models": Admin.models,
     "requests": Admin.requests,
     "load": Admin.load,

@@ -182,7 +182,7 @@ class Broker:
     def _timeout_ms(self, now: float) -> int:
         wake = min(self.core.next_wake(), self.supervisor.next_wake(), self._sweep_at)
         wake = min(wake, self.guard.look_at, self.library.next_wake())
-        wake = min(wake, self.notify.next_wake())
+        wake = min(wake, self.notify.next_wake(), self.admin.watchers.next_wake())
         if self.front.full or self.back.full:
             wake = min(wake, now + RETRY)
         if self.door.shut:
@@ -197,6 +197,7 @@ class Broker:
         self.door.watch(now)
         self.guard.watch(self.core, now)
         self.back.retry()
+        self.admin.tell(now)
         for number in self.front.retry():
             self.perform(ev.LinkLost(number), now)
         if now >= self._sweep_at:

@@ -145,8 +145,13 @@ def ps(core: Core, now: float) -> dict[str, Any]:
         {"path": core.fleet.names.known[row["name"]].config.path, **row}
         for row in core.model_list(now)
     ]
+    return {"workers": workers(core, now), "models": models}
+
+
+def workers(core: Core, now: float) -> list[dict[str, Any]]:
+    """Every slot that has or had a worker, and what its last beat said."""
     used = [slot for slot in core.fleet.slots.values() if slot.worker or slot.last_exit]
-    return {"workers": [_worker(slot, now) for slot in used], "models": models}
+    return [_worker(slot, now) for slot in used]
 
 
 def models(fleet: Fleet, restart_limit: int, now: float) -> list[dict[str, Any]]:
@@ -220,6 +225,7 @@ def _worker(slot: Slot, now: float) -> dict[str, Any]:
         "cause": worker.cause or worker.suspicion or None,
         "beat_age_ms": round(since * 1000),
         "progress": beat.get("progress", 0),
+        "tokens": worker.made,
         "running": beat.get("running", 0),
         "waiting": beat.get("waiting", 0),
         "step_ms": beat.get("step_ms", 0),

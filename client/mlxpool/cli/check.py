@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -54,6 +53,8 @@ def look(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises ValueError for a name that is in no settings and no path either.
     """
+    import subprocess
+
     settings = settings_of(options)
     spec = settings.models.get(options.name) or _by_path(options.name, settings.models)
     if options.context is not None:

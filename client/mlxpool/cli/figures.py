@@ -1,7 +1,8 @@
-"""How the command line writes tables, sizes and times."""
+"""How the command line writes tables, sizes and times, and reads numbers."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 
@@ -32,3 +33,10 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes = seconds / 60
     return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.0f} h"
+
+
+def count(text: str) -> int:
+    """A number of things. Raises ArgumentTypeError below 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)

@@ -9,16 +9,38 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from mlxpool.bench import cli as bench
-from mlxpool.cli import check, gateway, ops, run, serve
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
-from mlxpool.common.paths import default_run_dir
+from mlxpool.common.paths import run_dir_of
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
+
+# Which module of this package has a command. Only that one is imported, so that `ps` is quick.
+ROOMS = {
+    "serve": "serve",
+    "run": "run",
+    "chat": "chat",
+    "check": "check",
+    "ps": "ops",
+    "top": "top",
+    "stats": "ops",
+    "models": "ops",
+    "requests": "ops",
+    "load": "ops",
+    "unload": "ops",
+    "drain": "ops",
+    "restart": "ops",
+    "cancel": "ops",
+    "stop": "ops",
+    "gateway": "gateway",
+    "bench": "bench",
+    "config": "settings",
+    "completion": "completion",
+}
 
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
 EPILOG = """\
@@ -41,15 +63,15 @@ class Version(argparse.Action):
         parser.exit()
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The whole command line, or as much of it as these arguments need."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--run-dir",
         type=Path,
         default=argparse.SUPPRESS,
-        help="the broker's run directory (default: $MLXPOOL_RUN_DIR, $XDG_RUNTIME_DIR/mlxpool,"
-        " ~/.mlxpool/run)",
+        help="the broker's run directory (default: $MLXPOOL_RUN_DIR, run_dir of the settings,"
+        " $XDG_RUNTIME_DIR/mlxpool, ~/.mlxpool/run)",
     )
     common.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="machine-readable output"
@@ -63,16 +85,25 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for room in (serve, run, check, ops, bench, gateway):
-        room.add_commands(commands, common)
+    room = ROOMS.get(_command(arguments))
+    for name in [room] if room else dict.fromkeys(ROOMS.values()):
+        import_module(f"mlxpool.cli.{name}").add_commands(commands, common)
     return root
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command that is asked for; "" when only argparse can tell."""
+    rest = list(arguments)
+    while rest and (rest[0] in ("--json", "--run-dir") or rest[0].startswith("--run-dir=")):
+        rest = rest[2:] if rest[0] == "--run-dir" else rest[1:]
+    return rest[0] if rest else ""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = _parsed(arguments)
     options.run_dir_flag = getattr(options, "run_dir", None)
-    options.run_dir = options.run_dir_flag or default_run_dir()
+    options.run_dir = run_dir_of(options.run_dir_flag)
     options.json = getattr(options, "json", False)
     command: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -95,11 +126,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:
-    root = parser()
-    options, rest = root.parse_known_args(arguments)
-    if rest and not run.take_prompt(options, rest):
+    given = sys.argv[1:] if arguments is None else arguments
+    root = parser(given)
+    options, rest = root.parse_known_args(given)
+    if rest and not _takes(options, rest):
         root.error(f"unrecognized arguments: {' '.join(rest)}")
     return options
+
+
+def _takes(options: argparse.Namespace, rest: list[str]) -> bool:
+    """Whether `run` can do with what argparse has left over."""
+    from mlxpool.cli.run import take_prompt
+
+    return take_prompt(options, rest)
 
 
 def _words(error: OSError) -> str:

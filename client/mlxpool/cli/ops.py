@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from mlxpool.cli.figures import duration, size, table
+from mlxpool.cli.figures import count, duration, size, table
 from mlxpool.common import sockets, wire
 from mlxpool.common.errors import BadRequest, BrokerLost, from_body
 from mlxpool.common.wire import Header
@@ -25,19 +25,28 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Everything that operations ask."""
     for name, text, action in (
         ("ps", "workers: state, phase, memory", ps),
-        ("stats", "counters since the broker's start", stats),
         ("models", "the models that can be asked for", models),
         ("requests", "live requests and their ids", requests),
         ("stop", "end the broker for good: its streams end (to restart it, send SIGTERM)", stop),
     ):
         commands.add_parser(name, parents=[common], help=text).set_defaults(run=action)
-    for name, text, action in (
-        ("load", "start a model's workers now", load),
-        ("unload", "end a model's workers and the streams they run", unload),
-    ):
-        sub = commands.add_parser(name, parents=[common], help=text)
-        sub.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
-        sub.set_defaults(run=action)
+    sub = commands.add_parser("stats", parents=[common], help="counters since the broker's start")
+    sub.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
+    sub.add_argument(
+        "--count", type=count, default=0, metavar="N", help="with --watch: end after N pictures"
+    )
+    sub.set_defaults(run=stats)
+    sub = commands.add_parser("load", parents=[common], help="start a model's workers now")
+    sub.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
+    sub.add_argument(
+        "--wait", action="store_true", help="until it is loaded; exit code 1 if it cannot be"
+    )
+    sub.set_defaults(run=load)
+    sub = commands.add_parser(
+        "unload", parents=[common], help="end a model's workers and the streams they run"
+    )
+    sub.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
+    sub.set_defaults(run=unload)
     sub = commands.add_parser(
         "drain",
         parents=[common],
@@ -81,7 +90,7 @@ def ask(
             wire.encode(Header(kind, ident or os.urandom(wire.ID_BYTES)), body or {})
         )
         if not socket.poll(TIMEOUT_MS):
-            raise BrokerLost(_nobody(run_dir, endpoint))
+            raise BrokerLost(nobody(run_dir, endpoint))
         message = wire.decode(socket.recv_multipart(), max_body=wire.MAX_BLOB)
     finally:
         socket.close(linger=0)
@@ -91,7 +100,7 @@ def ask(
     return message.body
 
 
-def _nobody(run_dir: Path, endpoint: str) -> str:
+def nobody(run_dir: Path, endpoint: str) -> str:
     """Why nobody answers, as far as the lock tells."""
     try:
         pid = int((run_dir / "lock").read_text())
@@ -147,15 +156,36 @@ def _worker_row(worker: Mapping[str, Any]) -> Sequence[str]:
 
 
 def stats(options: argparse.Namespace) -> int:
-    """Counters, one a line."""
-    answer = ask(options.run_dir, "stats")
+    """Counters, one a line; with --watch a page each second."""
+    if not options.watch:
+        answer = ask(options.run_dir, "stats")
+        return _show(options, answer, _counters(answer))
+    from mlxpool.cli.screen import screen
+    from mlxpool.cli.watch import pictures
+
+    if options.json:
+        for picture in pictures(options.run_dir, options.count):
+            print(json.dumps(_of_stats(picture)), flush=True)
+        return 0
+    with screen() as shown:
+        for picture in pictures(options.run_dir, options.count):
+            shown.show(_counters(_of_stats(picture)))
+    return 0
+
+
+def _of_stats(picture: Mapping[str, Any]) -> dict[str, Any]:
+    """What `stats` answers, from a picture of `watch`."""
+    return {"broker": picture["broker"], **picture["stats"]}
+
+
+def _counters(answer: Mapping[str, Any]) -> str:
     lines = []
     for name, value in answer.items():
         if isinstance(value, Mapping):
             lines += [f"{f'{name}.{key}':<24} {entry}" for key, entry in value.items()]
         else:
             lines.append(f"{name:<24} {value}")
-    return _show(options, answer, "\n".join(lines))
+    return "\n".join(lines)
 
 
 def models(options: argparse.Namespace) -> int:
@@ -200,7 +230,11 @@ def requests(options: argparse.Namespace) -> int:
 
 def load(options: argparse.Namespace) -> int:
     answer = ask(options.run_dir, "load", {"model": options.model})
-    return _show(options, answer, f"{answer['model']}: starting")
+    if not options.wait:
+        return _show(options, answer, f"{answer['model']}: starting")
+    from mlxpool.cli.loading import wait_for
+
+    return _show(options, answer, f"{wait_for(options.run_dir, options.model)}: loaded")
 
 
 def unload(options: argparse.Namespace) -> int:

@@ -41,22 +41,39 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     run_parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message"
     )
-    for name, (kind, text) in FLAGS.items():
-        run_parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
-    run_parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
-    )
-    run_parser.add_argument(
-        "--logprobs", action="store_true", default=None, help="report each token's, with --json"
-    )
-    run_parser.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on past the model's own end"
-    )
-    run_parser.add_argument(
-        "--deadline", type=_seconds, metavar="SECONDS", help="give up after this time"
-    )
+    add_options(run_parser)
     run_parser.add_argument("--quiet", action="store_true", help="no figures on standard error")
     run_parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is drawn, and when it ends: `run` and `chat` have the same."""
+    for name, (kind, text) in FLAGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )
+    parser.add_argument(
+        "--logprobs", action="store_true", default=None, help="report each token's, with --json"
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="go on past the model's own end"
+    )
+    parser.add_argument(
+        "--deadline", type=_seconds, metavar="SECONDS", help="give up after this time"
+    )
+
+
+def asked_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `generate` that were given."""
+    from mlxpool.common.options import CHECKS
+
+    asked = {name: getattr(options, name) for name in CHECKS if hasattr(options, name)}
+    if options.deadline is not None:
+        asked["deadline_ms"] = max(1, round(options.deadline * 1000))
+    if options.top_logprobs:
+        asked["logprobs"] = True
+    return asked
 
 
 def take_prompt(options: argparse.Namespace, rest: list[str]) -> bool:
@@ -81,15 +98,11 @@ def _seconds(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Print the completion to standard output, the figures to standard error."""
     # Here and not above: the other commands start faster without.
+    from mlxpool.cli.loading import Waiting
     from mlxpool.client import Client
-    from mlxpool.common.options import CHECKS
 
     prompt = _standard_input() if options.prompt in (None, "-") else options.prompt
-    asked = {name: getattr(options, name) for name in CHECKS if hasattr(options, name)}
-    if options.deadline is not None:
-        asked["deadline_ms"] = max(1, round(options.deadline * 1000))
-    if options.top_logprobs:
-        asked["logprobs"] = True
+    asked = asked_of(options)
     messages = [{"role": "user", "content": prompt}] if options.chat else None
     show = _print_json if options.json else _print_text
     started = time.monotonic()
@@ -98,10 +111,12 @@ def run(options: argparse.Namespace) -> int:
         client.stream(
             options.model, None if options.chat else prompt, messages=messages, **asked
         ) as stream,
+        Waiting(options.run_dir, options.model) as waiting,
     ):
         shown = False
         try:
             for delta in stream:
+                waiting.close()
                 show(delta)
                 shown = True
         except BaseException:
@@ -119,8 +134,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _standard_input() -> str:
+    return as_utf8(sys.stdin.buffer.read())
+
+
+def as_utf8(read: bytes) -> str:
+    """What standard input said. Raises ValueError for what is no text."""
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return read.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is not UTF-8: {error}") from None
 

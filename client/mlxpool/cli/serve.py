@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.common.paths import config_file
+
 if TYPE_CHECKING:
     from mlxpool.common.config import PoolConfig
 
@@ -27,7 +29,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """The flags that say which models there are."""
-    parser.add_argument("--config", type=Path, help="TOML file (deploy/mlxpool.toml shows all)")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML (default: $MLXPOOL_CONFIG, $XDG_CONFIG_HOME/mlxpool/mlxpool.toml,"
+        " /etc/mlxpool/mlxpool.toml; deploy/mlxpool.toml shows all settings)",
+    )
     parser.add_argument("--models-dir", help="each folder in it with a config.json is a model")
     parser.add_argument(
         "--model",
@@ -55,13 +63,22 @@ def settings_of(options: argparse.Namespace) -> PoolConfig:
     """The pool's settings; a flag beats the environment, which beats the file."""
     from mlxpool.common import config
 
-    flags = {
+    return config.load(config_file(options.config), flags_of(options), folders_of(options))
+
+
+def flags_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of [pool] that flags give; None: not given."""
+    return {
         "run_dir": options.run_dir_flag,
         "models_dir": options.models_dir,
         "front": getattr(options, "front", None),
         "log_format": getattr(options, "log_format", None),
     }
-    return config.load(options.config, flags, dict(map(_named_folder, options.model)))
+
+
+def folders_of(options: argparse.Namespace) -> dict[str, str]:
+    """The paths of the models that flags name."""
+    return dict(map(_named_folder, options.model))
 
 
 def _named_folder(text: str) -> tuple[str, str]:

@@ -114,7 +114,10 @@ class AsyncStream:
 
 
 class AsyncClient:
-    """As `Client`, with coroutines; `stream` is no coroutine, its iteration is."""
+    """As `Client`, with coroutines; `stream` is no coroutine, its iteration is.
+
+    Its calls wait as long as the pool does: bound them with `asyncio.timeout`.
+    """
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class AsyncClient:
         tokens: Sequence[int] | None = None,
         **options: Any,
     ) -> AsyncStream:
-        """Start a completion. Options, `tools` too: see docs/protocol.md, `generate`."""
+        """Start a completion, as `Client.stream` does; raises what it raises."""
         body, blobs = request.generate(model, prompt, messages, tokens, options)
         stream = AsyncStream(self._link, StreamState(os.urandom(wire.ID_BYTES)))
         self._link.open(stream._part, body, blobs)
@@ -164,7 +167,7 @@ class AsyncClient:
         return str(message.body["text"])
 
     async def cancel(self, request_id: bytes) -> dict[str, Any]:
-        """Cancel any of this owner's requests; returns its fate {state, pos}."""
+        """Cancel any of this owner's requests by its 16 bytes; returns its fate {state, pos}."""
         return dict((await self._call(wire.CANCEL, {}, ident=request_id)).body)
 
     async def _call(

@@ -114,14 +114,18 @@ class Client(Closing):
         tokens: Sequence[int] | None = None,
         **options: Any,
     ) -> Stream:
-        """Start a completion. Options, `tools` too: see docs/protocol.md, `generate`."""
+        """Start a completion of one of prompt, messages ({role, content} each) or token ids.
+
+        Options, `tools` too: see docs/protocol.md, `generate`. Raises BadRequest for what cannot be
+        sent; every other error ends the stream and is raised where it is read.
+        """
         body, blobs = request.generate(model, prompt, messages, tokens, options)
         stream = Stream(self._link, StreamState(os.urandom(wire.ID_BYTES)))
         self._link.open(stream._part, body, blobs)
         return stream
 
     def generate(self, model: str, prompt: str | None = None, **options: Any) -> Result:
-        """A whole completion; takes what `stream` takes."""
+        """A whole completion; takes what `stream` takes, and raises the stream's error."""
         with self.stream(model, prompt, **options) as stream:
             return stream.read()
 
@@ -130,18 +134,24 @@ class Client(Closing):
         return list(self._call(wire.MODELS, {}).body["models"])
 
     def tokenize(self, model: str, text: str) -> list[int]:
-        """The ids of a text, as the model would read it as a prompt."""
+        """The ids of a text, as the model would read it as a prompt. Loads the model if need be.
+
+        Raises UnknownModel, or DeadlineExceeded without an answer in 60 s.
+        """
         value, blobs = request.text(text)
         message = self._call(wire.TOKENIZE, {"model": model, "text": value}, blobs)
         return wire.unpack_ids(message.blobs[0]) if message.blobs else []
 
     def detokenize(self, model: str, ids: Sequence[int]) -> str:
-        """The text of these ids."""
+        """The text of these ids. Raises what `tokenize` does."""
         message = self._call(wire.DETOKENIZE, {"model": model}, [wire.pack_ids(ids)])
         return str(message.body["text"])
 
     def cancel(self, request_id: bytes) -> dict[str, Any]:
-        """Cancel any of this owner's requests; returns its fate {state, pos}."""
+        """Cancel any of this owner's requests by its 16 bytes.
+
+        Returns its fate: the state it was in, `unknown` if there is none, and `pos`, the ids sent.
+        """
         return dict(self._call(wire.CANCEL, {}, ident=request_id).body)
 
     def _call(

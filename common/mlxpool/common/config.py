@@ -175,13 +175,15 @@ def _table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def _environment() -> dict[str, str]:
+def variables() -> dict[str, str]:
+    """The settings of [pool] that the environment may give, and their variables."""
     names = {f.name for f in fields(PoolConfig)} - {"models", "front"}
-    return {
-        name: os.environ[f"MLXPOOL_{name.upper()}"]
-        for name in names
-        if os.environ.get(f"MLXPOOL_{name.upper()}")
-    }
+    return {name: f"MLXPOOL_{name.upper()}" for name in sorted(names)}
+
+
+def _environment() -> dict[str, str]:
+    given = {name: os.environ.get(variable, "") for name, variable in variables().items()}
+    return {name: value for name, value in given.items() if value}
 
 
 def scanned(models_dir: Path | None) -> dict[str, ModelConfig]:
@@ -219,11 +221,11 @@ def _unknown(key: str, known: tuple[str, ...], where: str) -> str:
     return f"{where}: unknown key {key!r}{hint}"
 
 
-_NO_SETTINGS = ("models", "within")
+NO_SETTINGS = ("models", "within")
 
 
 def _build(kind: Any, table: Mapping[str, Any], where: str) -> Any:
-    known = {f.name: str(f.type) for f in fields(kind) if f.name not in _NO_SETTINGS}
+    known = {f.name: str(f.type) for f in fields(kind) if f.name not in NO_SETTINGS}
     values = {}
     for key, value in table.items():
         if key not in known:

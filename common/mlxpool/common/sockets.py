@@ -5,6 +5,7 @@ Why each option has its value stands in docs/protocol.md (Sockets).
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        raise OSError(error.errno, f"cannot bind {endpoint}: {error.strerror}") from None
+        cure = "; another process has it: give another port" * (error.errno == errno.EADDRINUSE)
+        raise OSError(error.errno, f"cannot bind {endpoint}: {error.strerror}{cure}") from None
     finally:
         os.umask(before)
 

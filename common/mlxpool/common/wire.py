@@ -45,6 +45,8 @@ FATE, PONG, TOKENS = "fate", "pong", "tokens"
 HELLO, BEAT, CREDIT, YIELD, BYE = "hello", "beat", "credit", "yield", "bye"
 # back: broker -> worker
 WELCOME, HEARD, WHO, WORK, DRAIN, STOP = "welcome", "heard", "who", "work", "drain", "stop"
+# admin: the one kind that is answered more than once
+WATCH = "watch"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,110 @@
+"""`mlxpool config`: the settings as they count, where each comes from, what is wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.cli.figures import table
+from mlxpool.cli.serve import add_settings, flags_of, folders_of
+from mlxpool.common.paths import config_file
+
+if TYPE_CHECKING:
+    from mlxpool.common.origins import Setting
+
+SOUND, UNSOUND = 0, 1
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """`config show` and `config check`."""
+    config = commands.add_parser(
+        "config", help="the settings: what they are, whether they are sound"
+    )
+    verbs = config.add_subparsers(dest="verb", metavar="VERB", required=True)
+    parser = verbs.add_parser(
+        "show",
+        parents=[common],
+        help="every setting as it counts",
+        description="The settings that `mlxpool serve` with the same flags, here and now, would"
+        " have: flag > environment > file > default. As TOML.",
+    )
+    parser.add_argument("--origin", action="store_true", help="and where each comes from")
+    add_settings(parser)
+    parser.set_defaults(run=show)
+    parser = verbs.add_parser(
+        "check",
+        parents=[common],
+        help="whether a broker could start with them",
+        description="Exit code 0: the settings are sound; 1: something is missing or unread;"
+        " 2: a broker would refuse them.",
+    )
+    add_settings(parser)
+    parser.set_defaults(run=check)
+
+
+def _settings(options: argparse.Namespace) -> list[Setting]:
+    from mlxpool.common import origins
+
+    return origins.settings(config_file(options.config), flags_of(options), folders_of(options))
+
+
+def show(options: argparse.Namespace) -> int:
+    """Print them; what is printed as TOML can be read as TOML."""
+    found = _settings(options)
+    if options.json:
+        file = config_file(options.config)
+        answer = {"file": str(file) if file else None, "settings": [asdict(one) for one in found]}
+        print(json.dumps(answer))
+    else:
+        print("\n".join(as_toml(found, origin=options.origin)))
+    return SOUND
+
+
+def as_toml(found: Sequence[Setting], *, origin: bool) -> Iterator[str]:
+    """A section for each table; the origin as a comment."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for one in found:
+        section, _, key = one.key.rpartition(".")
+        # TOML has no null: what is not set is shown as a comment.
+        text = f"{key} = {_value(one.value)}" if one.value is not None else f"# {key} is not set"
+        sections.setdefault(section, []).append((text, f"# {one.origin}" if origin else ""))
+    for number, (section, lines) in enumerate(sections.items()):
+        if number:
+            yield ""
+        yield f"[{section}]"
+        yield from table(lines).splitlines()
+
+
+def _value(value: Any) -> str:
+    """JSON is TOML for what settings are made of, but for what it does to other alphabets."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Say what a broker would stumble over. Raises ConfigError for what it would refuse."""
+    from mlxpool.cli.serve import settings_of
+    from mlxpool.common import origins, sockets
+
+    loaded = settings_of(options)
+    sockets.ipc(loaded.run_dir, "admin")
+    problems = [
+        f"models.{name}.path: there is no {path}"
+        for name, path in origins.missing(loaded.models).items()
+    ]
+    problems += [
+        f"${name} is read by nobody" + (f"; did you mean ${near}?" if near else "")
+        for name, near in origins.strangers().items()
+    ]
+    file = config_file(options.config)
+    if options.json:
+        models = sorted(loaded.models)
+        answer = {"file": str(file) if file else None, "models": models, "problems": problems}
+        print(json.dumps(answer))
+    else:
+        print(f"file: {file or 'none'}")
+        print(f"models: {', '.join(sorted(loaded.models))}")
+        print("\n".join(problems) if problems else "nothing is wrong with them")
+    return UNSOUND if problems else SOUND

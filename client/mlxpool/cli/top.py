@@ -1,0 +1,144 @@
+"""`mlxpool top`: the pool, live. In colours with rich (extra `cli`), plain without."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from mlxpool.cli import top_rows
+from mlxpool.cli.figures import count, table
+from mlxpool.cli.top_rows import HEAD, KEPT, ORDERS, Order, Picture, Row
+
+GLANCE = 0.1  # seconds between two looks at the keyboard
+KEYS = "q quit, s next column, r turn round, or a column: " + " ".join(
+    f"{order.key} {order.name}" for order in ORDERS
+)
+COLOURS = {"ready": "green", "suspect": "yellow", "broken": "red", "failed": "red"}
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """`top`."""
+    parser = commands.add_parser(
+        "top",
+        parents=[common],
+        help="workers and their work, live",
+        description=f"A picture each second. Keys: {KEYS}.",
+    )
+    parser.add_argument(
+        "--sort",
+        choices=[order.name for order in ORDERS],
+        default=ORDERS[0].name,
+        help="the column to begin with (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--count", type=count, default=0, metavar="N", help="end after N pictures (default: never)"
+    )
+    parser.set_defaults(run=run)
+
+
+class View:
+    """What the keys have chosen, and the pictures of the last minute."""
+
+    def __init__(self, sort: str) -> None:
+        self.history: deque[Picture] = deque(maxlen=KEPT)
+        self.order = next(order for order in ORDERS if order.name == sort)
+        self.turned = False
+
+    def press(self, keys: str) -> bool:
+        """Obey; False for the end."""
+        for key in keys:
+            if key in "qQ\x03\x04":
+                return False
+            if key == "s":
+                self._sort(ORDERS[(ORDERS.index(self.order) + 1) % len(ORDERS)])
+            elif key == "r":
+                self.turned = not self.turned
+            else:
+                self._sort(next((order for order in ORDERS if order.key == key), self.order))
+        return True
+
+    def _sort(self, order: Order) -> None:
+        if order != self.order:
+            self.order, self.turned = order, False
+
+    def rows(self) -> list[Row]:
+        return top_rows.ordered(top_rows.rows(self.history), self.order, turned=self.turned)
+
+    def page(self, columns: int, lines: int, *, live: bool) -> str:
+        """As text that fits; a terminal is told which keys there are."""
+        if not self.history:
+            return "waiting for the broker's first picture"
+        shown = self.rows()[: max(1, lines - 4)]
+        arrow = "falling" if self.order.falling is not self.turned else "rising"
+        head = [top_rows.summary(self.history), f"sorted by {self.order.name}, {arrow}"]
+        body = _drawn(shown, columns, live).splitlines()
+        keys = [KEYS[:columns]] if live else []
+        return "\n".join([*(line[:columns] for line in head), *body, *keys])
+
+
+def run(options: argparse.Namespace) -> int:
+    """Until `q`, Ctrl-C or the last picture that was asked for."""
+    # Here and not above: the other commands start faster without.
+    from mlxpool.cli.screen import screen
+    from mlxpool.cli.watch import Watch, pictures
+
+    view = View(options.sort)
+    if options.json:
+        for picture in pictures(options.run_dir, options.count):
+            view.history.append(picture)
+            print(json.dumps(as_json(view)), flush=True)
+        return 0
+    left = options.count
+    with Watch(options.run_dir) as watch, screen() as shown:
+        while True:
+            newest, keys = watch.next(GLANCE), shown.pressed()
+            if not view.press(keys):
+                return 0
+            if newest is not None:
+                view.history.append(newest)
+                left -= 1
+            if newest is not None or keys:
+                shown.show(view.page(*shown.room, live=shown.live))
+            if newest is not None and left == 0:
+                return 0
+
+
+def as_json(view: View) -> dict[str, Any]:
+    """One line of `top --json`."""
+    newest = view.history[-1]
+    return {
+        "uptime_s": newest["broker"]["uptime_s"],
+        "requests": newest["stats"]["requests"],
+        "queued": newest["stats"]["queued"],
+        "rows": [row.as_json() for row in view.rows()],
+    }
+
+
+def _drawn(rows: Sequence[Row], columns: int, colours: bool) -> str:
+    lines = [top_rows.cells(row) for row in rows]
+    if colours and importlib.util.find_spec("rich") is not None:
+        return _in_colours(lines, columns)
+    return "\n".join(line[:columns] for line in table([HEAD, *lines]).splitlines())
+
+
+def _in_colours(lines: Sequence[Sequence[str]], columns: int) -> str:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, name in enumerate(HEAD):
+        drawn.add_column(name, no_wrap=True, justify="left" if number < 3 else "right")
+    state = HEAD.index("STATE")
+    for line in lines:
+        cells = [Text(cell) for cell in line]
+        cells[state].stylize(COLOURS.get(line[state], ""))
+        drawn.add_row(*cells)
+    console = Console(width=columns)
+    with console.capture() as captured:
+        console.print(drawn)
+    return captured.get()

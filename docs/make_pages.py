@@ -1,0 +1,183 @@
+"""Makes what the pages say of the code from the code: `python docs/make_pages.py`.
+
+docs/python-api.md is made whole, from the public docstrings of mlxpool.client; the tables of
+docs/configuration.md are, from deploy/mlxpool.toml and the bounds of the settings. A test compares
+both pages with what this makes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlxpool.client
+from mlxpool.common import config
+from mlxpool.common.errors import BY_CODE
+
+DOCS = Path(__file__).parent
+SETTINGS = DOCS.parent / "deploy" / "mlxpool.toml"
+BEGIN, END = "<!-- made by docs/make_pages.py -->\n", "<!-- until here -->\n"
+
+# ---- docs/configuration.md -----------------------------------------------------------------------
+
+SECTION = re.compile(r"^\[([^\]]+)\]")
+LINE = re.compile(r"^(?P<off># )?(?P<key>\w+) = (?P<value>.*?)(?:\s{2,}#\s*(?P<text>.*))?$")
+NO_BOUND = 2**31 - 1  # what is as high as this is there to catch nonsense
+
+
+def tables() -> str:
+    """A table for each section of deploy/mlxpool.toml."""
+    parts: list[str] = []
+    section = ""
+    for line in SETTINGS.read_text("utf-8").splitlines():
+        if (match := SECTION.match(line)) is not None:
+            section = match[1]
+            if section not in SHOWN:
+                continue
+            pool = section == "pool"
+            parts += ["", f"### {SHOWN[section]}", "", "| key | default | bounds | is |"]
+            parts += ["|---|---|---|---|"]
+            if pool:
+                parts[-2:] = ["| key | variable | default | bounds | is |", "|---|---|---|---|---|"]
+        elif section in SHOWN and (match := LINE.match(line)) is not None:
+            parts.append(_row(section, match))
+    return "\n".join(parts) + "\n\n"
+
+
+SHOWN = {
+    "pool": "`[pool]`",
+    "models.demo": "`[models.NAME]`",
+    "models.counting.counting": '`[models.NAME.counting]`, for `path = "builtin:counting"` only',
+}
+
+
+def _row(section: str, match: re.Match[str]) -> str:
+    key = match["key"]
+    default = "" if match["off"] or key == "path" else f"`{match['value']}`"
+    cells = [f"`{key}`", default, _bounds(key), (match["text"] or "").replace("|", "\\|")]
+    if section == "pool":
+        variable = config.variables().get(key)
+        cells.insert(1, f"`{variable}`" if variable else "")
+    return f"| {' | '.join(cells)} |"
+
+
+def _bounds(key: str) -> str:
+    if key in config._CHOICES:
+        return ", ".join(f'`"{choice}"`' for choice in config._CHOICES[key])
+    if key not in config._BOUNDS:
+        return ""
+    low, high = config._BOUNDS[key]
+    if high >= NO_BOUND:
+        return f"at least {low:,g}"
+    return f"{low:,g} to {int(high):,}"
+
+
+def configuration() -> str:
+    """The page, with its tables as they have to be."""
+    page = (DOCS / "configuration.md").read_text("utf-8")
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + tables() + END + after
+
+
+# ---- docs/python-api.md --------------------------------------------------------------------------
+
+HEAD = """\
+# The Python API
+
+What `from mlxpool.client import …` gives; everything else may change without notice. Made from the
+docstrings by docs/make_pages.py.
+
+[quickstart.md](quickstart.md) has a first program, [examples.md](examples.md) whole ones;
+[protocol.md](protocol.md) lists the options of `stream` and `generate`.
+"""
+ERRORS = """
+## Errors
+
+Each is a `PoolError` with `code`, `message`, `details`, `retryable` (the same request can succeed
+later) and `retry_after_ms`. They are in `mlxpool.common.errors`; [protocol.md](protocol.md#errors)
+says what to do about each.
+
+| class | code | retryable |
+|---|---|---|
+"""
+
+
+def python_api() -> str:
+    """The page, whole."""
+    parts = [HEAD]
+    for name in sorted(mlxpool.client.__all__):
+        parts += _of_class(name, getattr(mlxpool.client, name))
+    rows = [
+        f"| `{kind.__name__}` | `{code}` | {'yes' if kind.retryable else 'no'} |"
+        for code, kind in sorted(BY_CODE.items())
+    ]
+    return "\n".join(parts) + ERRORS + "\n".join(rows) + "\n"
+
+
+def _of_class(name: str, kind: type[Any]) -> Iterator[str]:
+    yield f"## {name}\n"
+    if not (dataclasses.is_dataclass(kind) or name in NOT_MADE):
+        yield f"`{name}{_signature(kind)}`\n"
+    yield f"{_text(kind)}\n"
+    if dataclasses.is_dataclass(kind):
+        said = dict(COMMENT.findall(inspect.getsource(kind)))
+        yield "| field | type | default | is |\n|---|---|---|---|"
+        fields = dataclasses.fields(kind)
+        yield "\n".join(_field(each, said.get(each.name, "")) for each in fields) + "\n"
+    for key, value in vars(kind).items():
+        if key.startswith("_") or not _is_documented(value):
+            continue
+        if isinstance(value, property):
+            yield f"### {name}.{key}\n\n{_text(value)}\n"
+        else:
+            word = "await " if inspect.iscoroutinefunction(value) else ""
+            yield f"### {name}.{key}\n\n`{word}{key}{_signature(value)}`\n\n{_text(value)}\n"
+
+
+NOT_MADE = frozenset({"Stream", "AsyncStream"})  # a client makes them
+
+
+def _is_documented(value: object) -> bool:
+    return bool(isinstance(value, property) or inspect.isfunction(value)) and bool(
+        inspect.getdoc(value)
+    )
+
+
+def _signature(value: Any) -> str:
+    whole = inspect.signature(value)
+    kept = [p for p in whole.parameters.values() if p.name != "self"]
+    return str(whole.replace(parameters=kept)).replace("'", "").removesuffix(" -> None")
+
+
+def _text(value: object) -> str:
+    return inspect.getdoc(value) or ""
+
+
+COMMENT = re.compile(r"^    (\w+): .*?  # (.*)$", re.M)
+
+
+def _field(field: dataclasses.Field[Any], said: str) -> str:
+    default = ""
+    if field.default is not dataclasses.MISSING:
+        default = f"`{field.default!r}`"
+    kind = str(field.type).replace("|", "\\|")
+    return f"| `{field.name}` | `{kind}` | {default} | {said} |"
+
+
+PAGES = {"configuration.md": configuration, "python-api.md": python_api}
+
+
+def main() -> None:
+    tomllib.loads(SETTINGS.read_text("utf-8"))  # a broken file makes no page
+    for name, make in PAGES.items():
+        (DOCS / name).write_text(make(), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Complete a file of prompts: so many at once, with progress, and go on where it was interrupted.
+
+    python examples/batch_job.py MODEL PROMPTS.jsonl ANSWERS.jsonl [--run-dir DIR] [--at-once 16]
+
+A line of PROMPTS is {"prompt": "…"}, with options of docs/protocol.md beside it if you like. A
+line of ANSWERS is {"line": 0, "text": "…", "reason": "…", "tokens": 12}, or {"line": 0,
+"error": "…"}, in the order in which they end. Started again, it does the lines that ANSWERS lacks
+or has as errors.
+Line n has the seed SEED + n unless it names one, so the answers do not depend on interruptions.
+
+Exit code 0: every line is answered; 1: some failed; 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from mlxpool.client import AsyncClient, PoolError
+
+TRIES = 5  # of a line that the pool could not take; each waits as long as the pool says
+PAUSE = 1.0  # seconds, if it does not say
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """The file's lines. Raises SystemExit naming the line that is none."""
+    prompts = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines()):
+        try:
+            asked = json.loads(line)
+            asked["prompt"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SystemExit(f'{path}:{number + 1}: must be {{"prompt": …}}: {error!r}') from None
+        prompts.append(asked)
+    return prompts
+
+
+def read_answers(path: Path) -> list[dict[str, Any]]:
+    """The answers that are there and whole: the last line of a killed job may be half of one."""
+    if not path.exists():
+        return []
+    whole = path.read_text("utf-8", errors="replace").split("\n")[:-1]
+    answers = [json.loads(line) for line in whole]
+    return [answer for answer in answers if "error" not in answer]
+
+
+class Progress:
+    """One line on standard error: written over on a terminal, once at the end elsewhere."""
+
+    def __init__(self, done: int, total: int) -> None:
+        self.before, self.done, self.total = done, done, total
+        self.failed = self.tokens = 0
+        self.started = time.monotonic()
+
+    def count(self, answer: Mapping[str, Any]) -> None:
+        self.done += 1
+        self.failed += "error" in answer
+        self.tokens += answer.get("tokens", 0)
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{self}", end="", file=sys.stderr, flush=True)
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self.started
+        done = self.done - self.before
+        left = (self.total - self.done) * seconds / done if done else 0.0
+        return (
+            f"{self.done} of {self.total} lines, {self.failed} failed,"
+            f" {self.tokens / seconds:.0f} tokens/s, {left:.0f} s left"
+        )
+
+    def end(self) -> None:
+        print(f"\r\x1b[K{self}" if sys.stderr.isatty() else self, file=sys.stderr)
+
+
+async def answer(
+    client: AsyncClient, model: str, number: int, asked: Mapping[str, Any], seed: int
+) -> dict[str, Any]:
+    """One line's answer. What the pool could not take yet is tried again."""
+    options = {"seed": seed + number, **asked}
+    tries = 0
+    while True:
+        try:
+            result = await client.generate(model, **options)
+        except PoolError as error:
+            tries += 1
+            if not error.retryable or tries == TRIES:
+                return {"line": number, "error": error.code, "message": error.message}
+            wait = error.retry_after_ms
+            await asyncio.sleep(PAUSE if wait is None else wait / 1000)
+        else:
+            made = {"text": result.text, "reason": result.reason, "tokens": len(result.ids)}
+            return {"line": number, **made}
+
+
+async def work(
+    client: AsyncClient, given: argparse.Namespace, left: list[int], out: IO[str], show: Progress
+) -> None:
+    """One of those that take the next line until there is none."""
+    while left:
+        number = left.pop()
+        line = await answer(client, given.model, number, given.lines[number], given.seed)
+        out.write(json.dumps(line) + "\n")
+        out.flush()  # so that nothing is done twice, whatever happens to us
+        show.count(line)
+
+
+async def run(given: argparse.Namespace, left: list[int], out: IO[str], show: Progress) -> None:
+    async with AsyncClient(given.run_dir) as client, asyncio.TaskGroup() as workers:
+        for _ in range(min(given.at_once, len(left))):
+            workers.create_task(work(client, given, left, out, show))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Complete a file of prompts.")
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("prompts", metavar="PROMPTS", type=Path)
+    parser.add_argument("answers", metavar="ANSWERS", type=Path)
+    parser.add_argument("--run-dir", metavar="DIR")
+    parser.add_argument("--at-once", type=int, default=16, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    given.lines = read_prompts(given.prompts)
+    known = read_answers(given.answers)
+    done = {line["line"] for line in known}
+    left = [number for number in reversed(range(len(given.lines))) if number not in done]
+    show = Progress(len(done), len(given.lines))
+    fresh = given.answers.with_suffix(".new")  # without half a line, and without errors
+    fresh.write_text("".join(json.dumps(line) + "\n" for line in known), "utf-8")
+    fresh.replace(given.answers)
+    try:
+        with given.answers.open("a", encoding="utf-8") as out:
+            asyncio.run(run(given, left, out, show))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        show.end()
+    return 1 if show.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Kill workers while a text is written, and see that it goes on unbroken.
+
+    python examples/chaos_demo.py [--kills 3] [--tokens 240]
+
+Starts a broker of its own with the embedded model. The same completion is asked for twice: once in
+peace, once while its worker is killed (SIGKILL) again and again. Exit code 0: both are the same,
+token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from mlxpool.cli.ops import ask
+from mlxpool.client import Client, Result
+from mlxpool.common.errors import BrokerLost
+
+PROMPT = '''class Stack:
+    """A last-in, first-out collection."""
+
+    def __init__(self):
+'''
+# deterministic: no bit of a token depends on whether its text was read or written.
+SETTINGS = """
+[pool]
+restart_delay = 0.1
+[models.demo]
+path = "builtin:demo"
+deterministic = true
+"""
+START = 60.0  # seconds the broker may take to answer
+
+
+@contextlib.contextmanager
+def broker(folder: Path) -> Iterator[None]:
+    """A broker with its run directory in `folder`, for as long as the block lasts."""
+    (folder / "mlxpool.toml").write_text(SETTINGS)
+    command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(folder), "serve"]
+    with (folder / "broker.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--config", str(folder / "mlxpool.toml")], stdout=log, stderr=log
+        )
+    try:
+        end = time.monotonic() + START
+        while not answers(folder):
+            if process.poll() is not None or time.monotonic() > end:
+                raise SystemExit((folder / "broker.log").read_text())
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def answers(folder: Path) -> bool:
+    """Whether the broker answers."""
+    try:
+        return bool(ask(folder, "ps"))
+    except BrokerLost:
+        return False
+
+
+def kill_worker(folder: Path) -> None:
+    """SIGKILL to the worker that is there, or comes next."""
+    while not (pids := [w["pid"] for w in ask(folder, "ps")["workers"] if w["pid"]]):
+        time.sleep(0.01)
+    os.kill(pids[0], signal.SIGKILL)
+    print(f"⟨worker {pids[0]} killed⟩", end="", file=sys.stderr, flush=True)
+
+
+def written(folder: Path, tokens: int, kills: int) -> Result:
+    """The completion, its worker killed so many times at equal distances."""
+    due = [tokens * (number + 1) // (kills + 1) for number in range(kills)]
+    with (
+        Client(folder) as client,
+        client.stream("demo", PROMPT, max_tokens=tokens, seed=7, ignore_eos=True) as stream,
+    ):
+        for delta in stream:
+            print(delta.text, end="", flush=True)
+            if due and delta.pos + len(delta.ids) >= due[0]:
+                due.pop(0)
+                kill_worker(folder)
+        print()
+        return stream.result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Kill workers while a text is written.")
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=240)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as name, broker(Path(name)):
+        folder = Path(name)
+        print("--- in peace", file=sys.stderr)
+        peace = written(folder, given.tokens, 0)
+        print("--- under fire", file=sys.stderr)
+        fire = written(folder, given.tokens, given.kills)
+    same = peace.ids == fire.ids and peace.text == fire.text and len(fire.ids) == given.tokens
+    verdict = "the same as in peace" if same else "NOT the same as in peace"
+    print(
+        f"--- {given.kills} workers killed, {fire.attempts} had a part in it;"
+        f" {len(fire.ids)} tokens, {verdict}",
+        file=sys.stderr,
+    )
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

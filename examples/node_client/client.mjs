@@ -1,0 +1,190 @@
+// A client of an mlxpool broker: one connection for any number of streams.
+
+import { randomBytes } from "node:crypto";
+import { decode, encode } from "@msgpack/msgpack";
+import { Dealer } from "zeromq";
+
+import { PoolError, State } from "./stream.mjs";
+
+const PING = 1; // seconds between two signs of life
+const SILENCE = 3; // seconds without any frame until a new connection is tried
+const GRACE = 60; // seconds without any frame until streams end with broker_lost
+const TICK = 100; // milliseconds
+const LINGER = 1000; // milliseconds in which the last cancels may leave
+const BIG = { useBigInt64: true }; // boot, link and seed have 63 bits
+
+const now = () => performance.now() / 1000;
+const hex = (id) => Buffer.from(id).toString("hex");
+
+/** `new Client("ipc:///run/user/1000/mlxpool/front.ipc")`; `close()` ends it. */
+export class Client {
+  #endpoint;
+  #socket = null;
+  #sent = Promise.resolve(); // a socket takes one message at a time
+  #streams = new Map();
+  #heardAt = now();
+  #freshAt = -Infinity;
+  #pingAt = -Infinity;
+  #turnedAt = now();
+  #timer;
+
+  constructor(endpoint) {
+    this.#endpoint = endpoint;
+    this.#timer = setInterval(() => this.#tick(), TICK);
+    this.#connect();
+  }
+
+  /** Start a completion: `for await (const delta of client.stream("demo", "def main():"))`. */
+  stream(model, prompt, options = {}) {
+    const state = new State(randomBytes(16), { model, prompt, options });
+    const stream = new Stream(state, {
+      read: (count) => this.#say("ack", null, 0, { have: [[state.id, count]] }),
+      leave: () => this.#cancel(state),
+      forget: () => this.#streams.delete(hex(state.id)),
+    });
+    this.#streams.set(hex(state.id), stream);
+    this.#send(state);
+    return stream;
+  }
+
+  /** End the connection; open streams are cancelled, and end with broker_lost here. */
+  async close() {
+    clearInterval(this.#timer);
+    for (const { state } of this.#streams.values()) this.#say("cancel", state.id, 0, {});
+    this.#endAll("the client was closed");
+    await this.#sent;
+    this.#socket.linger = LINGER;
+    this.#socket.close();
+  }
+
+  #connect() {
+    this.#socket?.close();
+    this.#socket = new Dealer({ linger: 0, sendHighWaterMark: 1000, receiveHighWaterMark: 1000 });
+    this.#socket.connect(this.#endpoint);
+    this.#freshAt = now();
+    this.#listen(this.#socket);
+  }
+
+  async #listen(socket) {
+    try {
+      for await (const parts of socket) this.#receive(parts);
+    } catch (error) {
+      if (!socket.closed) throw error; // else it was replaced while it waited
+    }
+  }
+
+  /** A message: the header [version, kind, id, epoch, attempt, pos], the body, blobs. */
+  #say(kind, id, attempt, body, blobs = []) {
+    const header = encode([1, kind, id, 0, attempt, 0], BIG);
+    const parts = [header, encode(body, BIG), ...blobs];
+    const socket = this.#socket;
+    const send = () => (socket.closed ? undefined : socket.send(parts));
+    this.#sent = this.#sent.then(send).catch(() => {}); // what is lost is noticed and sent again
+  }
+
+  #send(state) {
+    const [body, blobs] = state.sending(now());
+    this.#say("generate", state.id, state.attempt, body, blobs);
+  }
+
+  #cancel(state) {
+    state.cancelled = true;
+    state.due = Infinity;
+    this.#say("cancel", state.id, 0, {});
+    this.#streams.delete(hex(state.id));
+  }
+
+  #receive(parts) {
+    this.#heardAt = now();
+    const [, kind, id, , attempt, pos] = decode(parts[0], BIG);
+    const body = parts.length > 1 ? decode(parts[1], BIG) : {};
+    if (kind === "pong") {
+      for (const { state } of this.#streams.values()) {
+        state.heardOf(body.boot, body.link, this.#heardAt);
+      }
+    } else if (kind === "error" && id === null) {
+      this.#about(body, attempt);
+    } else if (id !== null) {
+      const stream = this.#streams.get(hex(id));
+      const delta = stream?.state.take(kind, attempt, pos, body, parts[2], this.#heardAt);
+      stream?.push(delta);
+    }
+  }
+
+  /** An error that is about a stream without being its terminal, but for these two. */
+  #about(body, attempt) {
+    const stream = body.about ? this.#streams.get(hex(body.about)) : undefined;
+    if (stream === undefined) return;
+    const newest = attempt === stream.state.attempt && body.code === "duplicate_id";
+    if (newest || stream.state.boot === null) stream.fail(body.code, body.message);
+  }
+
+  #tick() {
+    const time = now();
+    if (time - this.#turnedAt > 1) this.#heardAt += time - this.#turnedAt; // we were stopped
+    this.#turnedAt = time;
+    if (time - this.#heardAt > GRACE) {
+      this.#endAll(`no broker was heard at ${this.#endpoint} for ${GRACE} s`);
+    }
+    if (time - Math.max(this.#heardAt, this.#freshAt) > SILENCE) {
+      this.#connect();
+      for (const { state } of this.#streams.values()) state.due = time;
+    }
+    if (time - this.#pingAt >= PING && this.#streams.size > 0) {
+      this.#pingAt = time;
+      this.#say("ping", null, 0, {});
+    }
+    for (const { state } of this.#streams.values()) if (time >= state.due) this.#send(state);
+  }
+
+  #endAll(message) {
+    for (const stream of [...this.#streams.values()]) stream.fail("broker_lost", message);
+  }
+}
+
+/** Deltas {text, ids, pos} as they come. Leaving the loop cancels the rest; `result` is the end. */
+class Stream {
+  #deltas = [];
+  #wake = () => {};
+  #calls;
+
+  constructor(state, calls) {
+    this.state = state;
+    this.#calls = calls;
+  }
+
+  /** `done`'s body, once the loop is over. */
+  get result() {
+    return this.state.end;
+  }
+
+  push(delta) {
+    if (delta !== null && delta.text + delta.ids !== "") this.#deltas.push(delta);
+    if (this.state.end !== null) this.#calls.forget();
+    this.#wake();
+  }
+
+  fail(code, message) {
+    this.state.end ??= new PoolError(code, message);
+    this.push(null);
+  }
+
+  async *[Symbol.asyncIterator]() {
+    let read = 0;
+    try {
+      for (;;) {
+        while (this.#deltas.length > 0) {
+          const delta = this.#deltas.shift();
+          yield delta;
+          read += delta.ids.length;
+          if (this.state.end === null) this.#calls.read(read);
+        }
+        if (this.state.end instanceof PoolError) throw this.state.end;
+        if (this.state.end !== null) return;
+        await new Promise((resolve) => (this.#wake = resolve));
+      }
+    } finally {
+      if (this.state.end === null) this.#calls.leave();
+    }
+  }
+}

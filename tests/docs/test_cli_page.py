@@ -1,0 +1,156 @@
+"""docs/cli.md: every command with its options, and JSON of the shape it gives."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from json_shapes import faults
+from mlxpool.cli.main import parser
+from pool import Pool
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
+SECTIONS = {
+    part.partition("\n")[0]: part.partition("\n")[2] for part in PAGE.split("\n## ") if part
+}
+OF_ALL = ("--help", "-h", "--run-dir", "--json", "--version")
+
+
+def commands(above: argparse.ArgumentParser, words: str = "mlxpool") -> dict[str, Any]:
+    """Every command that can be given, with its parser."""
+    found: dict[str, Any] = {}
+    for action in above._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                found |= commands(inner, f"{words} {name}")
+    return found or {words: above}
+
+
+COMMANDS = commands(parser())
+
+
+def shapes(section: str) -> list[Any]:
+    return [json.loads(block) for block in re.findall(r"```json\n(.*?)```", section, re.S)]
+
+
+def test_every_command_has_a_section_and_no_other() -> None:
+    assert {name for name in SECTIONS if name.startswith("mlxpool ")} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_there_and_no_other(name: str) -> None:
+    own = {text for action in COMMANDS[name]._actions for text in action.option_strings}
+    own -= set(OF_ALL)
+    told = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]*)", SECTIONS[name])) - set(OF_ALL)
+    if "those of `run`" in SECTIONS[name]:
+        told |= own & {text for a in COMMANDS["mlxpool run"]._actions for text in a.option_strings}
+        told -= {"--chat", "--quiet"}
+    assert told == own
+
+
+# ---- JSON ----------------------------------------------------------------------------------------
+
+CONFIG = """
+[models.broken]
+path = "/nowhere/at/all"
+
+[models.slow]
+path = "builtin:counting"
+counting.step_us = 20000
+"""
+NO_JSON = {"mlxpool serve"}
+# In this order, for one changes what the next one finds. ID is that of a live request.
+TRIED: tuple[tuple[str, ...], ...] = (
+    ("load", "counting", "--wait"),
+    ("run", "counting", "hello", "--max-tokens", "3", "--logprobs"),
+    ("run", "counting", "hello", "--max-tokens", "3"),
+    ("chat", "counting", "--max-tokens", "3"),
+    ("chat", "nobody"),
+    ("ps",),
+    ("top", "--count", "2"),
+    ("stats",),
+    ("stats", "--watch", "--count", "1"),
+    ("models",),
+    ("check", "demo"),
+    ("check", "counting"),
+    ("check", "broken"),
+    ("requests",),
+    ("restart", "counting/0"),
+    ("cancel", "ID"),
+    ("drain", "counting"),
+    ("unload", "slow"),
+    ("config", "show"),
+    ("config", "check"),
+    ("completion", "bash"),
+    ("ps",),
+    ("stop",),
+)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
+    """What each command printed, by its name."""
+    found: dict[str, list[Any]] = {}
+    with (
+        Pool(tmp_path_factory.mktemp("pool"), CONFIG) as pool,
+        pool.client() as client,
+        client.stream("slow", "x") as stream,
+    ):
+        pool.environment["MLXPOOL_CONFIG"] = str(pool.config)
+        deltas = iter(stream)
+        next(deltas)
+        for words in TRIED:
+            arguments = [stream.id.hex() if word == "ID" else word for word in words]
+            done = pool.cli(*arguments, "--json", stdin="hello\n")
+            name = next(n for n in COMMANDS if f"mlxpool {' '.join(words)} ".startswith(f"{n} "))
+            found.setdefault(name, []).extend(map(json.loads, done.stdout.splitlines()))
+        stream.close()
+        assert pool.process is not None
+        pool.process.wait(timeout=60)
+        pool.process = None
+    yield found
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - NO_JSON))
+def test_json_has_the_shape_that_the_page_gives(name: str, answers: dict[str, list[Any]]) -> None:
+    known = shapes(SECTIONS[name])
+    assert known and answers[name]
+    for value in answers[name]:
+        wrong = sorted((list(faults(value, shape)) for shape in known), key=len)
+        assert not wrong[0], "\n".join(wrong[0])
+    for shape in known:
+        assert any(not list(faults(value, shape)) for value in answers[name]), shape
+
+
+def test_an_error_has_the_shape_that_the_page_gives(tmp_path: Path) -> None:
+    with Pool(tmp_path) as pool:
+        done = pool.cli("run", "nobody", "x", "--json")
+    assert list(faults(json.loads(done.stdout), shapes(SECTIONS["JSON"])[0])) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "shape", "count"),
+    [
+        ({"a": 1}, {"a": "integer"}, 0),
+        ({"a": True}, {"a": "integer"}, 1),
+        ({"a": 1.5}, {"a": "integer"}, 1),
+        ({"a": 1}, {"a": "number"}, 0),
+        ({"a": None}, {"a": "string"}, 1),
+        ({"a": None}, {"a": "string or null"}, 0),
+        ({}, {"a": "string"}, 1),
+        ({}, {"a?": "string"}, 0),
+        ({"b": 1}, {"a?": "string"}, 1),
+        ({"b": "x"}, {"*": "integer"}, 1),
+        ([1, "x"], ["integer"], 1),
+        ({}, ["any"], 1),
+        ("x", {"a": "any"}, 1),
+    ],
+)
+def test_a_shape_is_more_than_a_wish(value: Any, shape: Any, count: int) -> None:
+    assert len(list(faults(value, shape))) == count

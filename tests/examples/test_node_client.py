@@ -1,0 +1,117 @@
+"""The Node client gets the tokens it should, whatever is lost."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from counting_checker import expected_ids, text_of
+from fake_broker import FakeBroker
+from fake_losses import lose_everything_once
+from pool import PATIENCE, Pool, until
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "node_client"
+CONFIG = """
+[models.slow]
+path = "builtin:counting"
+counting.step_us = 5000
+
+[models.failing]
+path = "builtin:counting"
+counting = { fault = "raise", fault_at = 3 }
+"""
+
+if not shutil.which("node"):
+    pytest.skip("nodejs is not installed", allow_module_level=True)
+if not shutil.which("npm"):
+    pytest.skip("npm is not installed", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def main(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command, its packages installed beside a copy of it."""
+    folder = tmp_path_factory.mktemp("node") / "client"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("node_modules"))
+    install = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+    done = subprocess.run(install, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+    if done.returncode:
+        pytest.skip(f"the packages of node_client are not installed: {done.stderr[-500:]}")
+    return ["node", str(folder / "main.mjs")]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
+        yield running
+
+
+def complete(main: list[str], pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*main, str(pool.run_dir), *arguments], capture_output=True, text=True, timeout=PATIENCE
+    )
+
+
+@pytest.mark.parametrize("count", [1, 40, 1500])
+def test_it_prints_the_completion(main: list[str], pool: Pool, count: int) -> None:
+    """1,500 tokens are more than the window: without acks they would not all come."""
+    done = complete(main, pool, "counting", "hello", "--max-tokens", str(count), "--seed", "7")
+    expected = text_of(expected_ids("hello", 7, count)) + "\n"
+    assert (done.returncode, done.stdout) == (0, expected), done.stderr
+
+
+def test_it_says_why_it_failed(main: list[str], pool: Pool) -> None:
+    unknown = complete(main, pool, "nobody", "hello")
+    assert unknown.returncode == 1 and "unknown_model: " in unknown.stderr
+    midway = complete(main, pool, "failing", "hello", "--max-tokens", "9", "--seed", "7")
+    assert midway.returncode == 1 and "internal: " in midway.stderr
+    assert midway.stdout == text_of(expected_ids("hello", 7, 3))
+    wrong = complete(main, pool, "counting", "hello", "--max-tokens", "x")
+    assert wrong.returncode == 1 and "bad_request: " in wrong.stderr
+
+
+def test_a_killed_worker_is_not_seen(main: list[str], pool: Pool) -> None:
+    command = [*main, str(pool.run_dir), "slow", "hello", "--max-tokens", "300", "--seed", "7"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
+    try:
+        assert process.stdout is not None
+        begun = process.stdout.read(20)
+        pool.kill_worker("slow/0")
+        rest, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (begun + rest).decode() == text_of(expected_ids("hello", 7, 300)) + "\n"
+
+
+def test_ctrl_c_ends_it_and_the_stream(main: list[str], pool: Pool) -> None:
+    command = [*main, str(pool.run_dir), "slow", "hello", "--max-tokens", "100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read(5)
+        process.send_signal(2)
+        _, said = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 1 and b"broker_lost: the client was closed" in said
+    until(lambda: pool.ask("stats")["requests"]["live"] == 0, "its stream is cancelled")
+
+
+def test_it_goes_on_whatever_is_lost(main: list[str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
+        broker = FakeBroker(Path(folder)).open()
+        client = subprocess.Popen([*main, folder, "m", "hello"], stdout=subprocess.PIPE)
+        try:
+            lose_everything_once(broker)
+            printed, _ = client.communicate(timeout=PATIENCE)
+            assert (client.returncode, printed) == (0, b"xxxxxx\n")
+        finally:
+            client.kill()
+            client.communicate()
+            broker.close()

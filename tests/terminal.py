@@ -1,0 +1,85 @@
+"""A command on a terminal of its own, for tests: what it shows, keys for it, its end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Mapping, Sequence
+
+from mlxpool.common.closing import Closing
+
+PATIENCE = 60.0  # seconds; this only bounds a failure
+LINES, COLUMNS = 40, 160
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
+
+
+class Terminal(Closing):
+    """The command is ended at the latest by `close`."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._mine, its = pty.openpty()
+        fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+        self.shown = ""  # all of it, without colours and movements
+        self.raw = ""
+
+        def own_terminal() -> None:  # Ctrl-C becomes SIGINT for the command alone
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=its,
+                stdout=its,
+                stderr=its,
+                env={**environment, "TERM": "xterm", "PYTHONUNBUFFERED": "1"},
+                preexec_fn=own_terminal,
+            )
+        except BaseException:
+            os.close(self._mine)
+            raise
+        finally:
+            os.close(its)
+
+    def until(self, text: str, *, after: int = 0) -> int:
+        """Read until `text` is shown behind position `after`; where it ends."""
+        end = time.monotonic() + PATIENCE
+        while (at := self.shown.find(text, after)) < 0:
+            assert time.monotonic() < end, f"never shown: {text!r}; shown: {self.shown[-2000:]!r}"
+            assert self._read(0.1), f"it ended without {text!r}; shown: {self.shown[-2000:]!r}"
+        return at + len(text)
+
+    def _read(self, seconds: float) -> bool:
+        """False at the end."""
+        if not select.select([self._mine], [], [], seconds)[0]:
+            return True
+        try:
+            new = os.read(self._mine, 65536)
+        except OSError:  # nobody has the other end any more
+            return False
+        self.raw += new.decode(errors="replace")
+        self.shown = ESCAPES.sub("", self.raw)
+        return bool(new)
+
+    def send(self, keys: str) -> None:
+        os.write(self._mine, keys.encode())
+
+    def ended(self) -> int:
+        """Read to the end; the exit code."""
+        end = time.monotonic() + PATIENCE
+        while self._read(0.1):
+            assert time.monotonic() < end, f"it goes on; shown: {self.shown[-2000:]!r}"
+        return self.process.wait(timeout=PATIENCE)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._mine)
