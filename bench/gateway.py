@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import report
+from mlxpool.bench import report
 from mlxpool.cli.ops import ask
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import BrokerLost
@@ -193,7 +193,7 @@ def main() -> None:
         run_dir = Path(folder)
         with serving(run_dir, config) as port:
             found = asyncio.run(measure(options, run_dir, port))
-    report.write(options.json, {**found, **show(options, found)})
+    report.save(options.json, {**found, **show(options, found)})
 
 
 if __name__ == "__main__":
