@@ -13,10 +13,14 @@ import pytest
 
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
+from json_shapes import faults
 from mlxpool.bench import broker
 from mlxpool.bench.firehose import Flood
 from mlxpool.bench.lines import OURS, Figures
 
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
+SECTIONS = PAGE[PAGE.index("## mlxpool bench engine") : PAGE.index("## mlxpool bench report")]
+SHAPES = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", SECTIONS, re.S)]
 PNG = b"\x89PNG"
 
 
@@ -28,7 +32,9 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 def figures(*words: str) -> Figures:
     done = bench(*words, "--json")
     assert done.returncode == 0, done.stderr
-    return Figures.from_json(json.loads(done.stdout))
+    found = json.loads(done.stdout)
+    assert list(faults(found, SHAPES[0])) == []
+    return Figures.from_json(found)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shapes") / "tiny"
     done = bench("checkpoint", "--shape", "tiny", "--layers", "1", str(folder), "--json")
     told = json.loads(done.stdout)
+    assert list(faults(told, SHAPES[1])) == []
     assert told == {"folder": str(folder), "bytes": sum(f.stat().st_size for f in folder.iterdir())}
     return folder
 

@@ -217,6 +217,7 @@ def test_what_was_found_in_a_model_is_shown() -> None:
         "size": 500,
         "quantisation": "bf16",
         "features": ["batching"],
+        "layout": None,
         "chat": {"tools": "hermes", "thinking": None},
         "digest": "0123456789ab",
         "shares": None,

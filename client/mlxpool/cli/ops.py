@@ -193,7 +193,8 @@ def models(options: argparse.Namespace) -> int:
     answer = ask(options.run_dir, "models")
     rows = [_model_row(model) for model in answer["models"]]
     head = (
-        "NAME", "STATE", "TYPE", "SIZE", "QUANTISATION", "CONTEXT", "QUEUED", "DIGEST", "SUPPORTS",
+        "NAME", "STATE", "TYPE", "SIZE", "QUANTISATION", "CONTEXT", "QUEUED", "LAYOUT", "DIGEST",
+        "SUPPORTS",
     )  # fmt: skip
     notes = [
         f"{model['name']} {verb} {model[key]}"
@@ -213,6 +214,7 @@ def _model_row(model: Mapping[str, Any]) -> Sequence[str]:
         model.get("quantisation") or "-",
         str(model["context"] or "-"),
         str(model["queued"]),
+        model.get("layout") or "-",
         model.get("digest") or "-",
         " ".join(model.get("features") or ()) or "-",
     )

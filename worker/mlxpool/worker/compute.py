@@ -102,6 +102,7 @@ class Compute(threading.Thread):
         self._post(source.opened)
         engine = source.load(self._loaded_so_far)
         engine.warm_up(self.progress.moved)
+        self.progress.layout = engine.layout
         self._report(engine, 0.0)
         self._post(Loaded(source.sequences))
         return engine, source.sequences

@@ -382,6 +382,7 @@ class Edge:
             "step_ms": progress.step_ms,
             "running": progress.running,
             "waiting": progress.waiting + len(self.preparing),
+            "layout": progress.layout,
             "memory": {**progress.memory, "rss": self.process.memory_info().rss},
             "prefix": progress.prefix,
         }

@@ -33,6 +33,7 @@ class Progress:
         self.running = 0
         self.waiting = 0
         self.preemptions = 0  # rows that had to give way, since the start
+        self.layout = ""  # of the engine, see Engine.layout
         self.memory: dict[str, int] = {}
         self.prefix: dict[str, int] = {}
         self.block = block or Block.private()

@@ -60,6 +60,10 @@ class Engine(Protocol):
     def digest(self) -> str:
         """Of everything that decides which tokens and text a request gives."""
 
+    @property
+    def layout(self) -> str:
+        """How it computes, in a few words for operators; "" where there is nothing to say."""
+
     def admit(self, seq: Sequence) -> None:
         """Takes a row and what the prefix cache has; sets `seq.cached` and `seq.prefilled`."""
 

@@ -111,6 +111,11 @@ class ModelEngine(RowEngine[AnyRow]):
         self._company: tuple[list[Sequence], Company] | None = None
         self._steps = 0
 
+    @property
+    def layout(self) -> str:
+        """See Engine.layout."""
+        return self._layout.name
+
     def _laid_out(self, name: str | None, shape: RowShape, prefixes: int) -> Layout:
         """A pool gets what all sequences and `prefixes` blocks need, as far as memory goes."""
         most = self._sequences * blocks_of(self.context) + prefixes

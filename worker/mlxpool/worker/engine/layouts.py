@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlxpool.worker.engine import kernels
 from mlxpool.worker.engine.attention import AnyRow, Span, Step
 from mlxpool.worker.engine.batch import Batch
 from mlxpool.worker.engine.blocks import BLOCK
@@ -28,6 +29,7 @@ LAYOUTS = ("rows", "slabs", "pool")
 class Layout(Protocol):
     """What the engine asks of it. Rows are those of its own store."""
 
+    name: str  # for operators
     store: Any  # a Store (prefix/store.py)
     spare: int  # bytes of the capacity that may be allocated and not used
     together: bool  # whether a pass that fails half-way may have spoilt every row
@@ -53,6 +55,7 @@ class Layout(Protocol):
 class InRows:
     """Each row has arrays of its own; every kind of layer."""
 
+    name = "rows"
     spare = 0
     together = False
     holds_tree = False
@@ -89,6 +92,7 @@ class InRows:
 class InSlabs(InRows):
     """Blocks of rows beside each other, for the CPU: see slabs.py."""
 
+    name = "slabs"
     together = True
 
     def __init__(self, shape: RowShape, model: Model, *, exact: bool) -> None:
@@ -129,6 +133,11 @@ class InPool(InRows):
         super().__init__(shape, model, exact=exact)
         self.pool = Pool(shape, blocks, in_place=in_place)
         self.store = PoolStore(self.pool)
+        self.name = "pool"
+        if in_place and _attends(shape):
+            self.name = "pool, own kernels"
+        elif in_place:
+            log.warning("no kernel of ours attends for these heads: a step gathers what it reads")
         self.together = not in_place
         self.blocks = blocks
         self._exact = exact
@@ -160,6 +169,15 @@ def layout_of(
     if name == "pool":
         return InPool(shape, model, blocks, exact=exact, in_place=in_place)
     return (InSlabs if name == "slabs" else InRows)(shape, model, exact=exact)
+
+
+def _attends(shape: RowShape) -> bool:
+    """Whether decode reads every layer by one of our kernels."""
+    return all(
+        isinstance(cache, KeyValue)
+        and kernels.serves(cache.heads, cache.heads, cache.key_dim, cache.value_dim, shape.dtype)
+        for cache in shape.caches
+    )
 
 
 def writes(shape: RowShape) -> bool:

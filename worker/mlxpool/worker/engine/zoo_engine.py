@@ -112,6 +112,8 @@ class ZooEngine(RowEngine[ZooRow]):
         self.features = features_of(mode)
         self.blocks = self._capacity()
 
+    layout = "mlx-lm's code"
+
     def _compute(self, row: ZooRow, ids: list[int]) -> None:
         self._model(mx.array([ids], dtype=mx.int32), cache=row.caches)
         row.advance(len(ids))

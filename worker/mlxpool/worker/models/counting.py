@@ -73,6 +73,8 @@ class CountingEngine:
             time.sleep(self.settings.load_ms / 1000 / LOAD_STEPS)
             on_progress(shard + 1, self.settings.load_bytes * (shard + 1) // LOAD_STEPS)
 
+    layout = ""
+
     def admit(self, seq: Sequence) -> None:
         self.rows.append(seq)
 
