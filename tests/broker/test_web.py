@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from select import select
 
@@ -19,11 +20,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import snapshots
 from core_harness import Story
-from mlxpool.broker import web
+from mlxpool.broker import past, visits, web
+from mlxpool.broker.page import PAGE
 from mlxpool.broker.snapshot import Snapshot
+from mlxpool.broker.visits import Stage
 from mlxpool.broker.web import Web
 from mlxpool.common.closing import Closing
 from mlxpool.common.config import ConfigError, host_port, load
+from pool import until
 
 
 class Loop(Closing):
@@ -50,7 +54,9 @@ class Loop(Closing):
 
 
 @pytest.fixture
-def server() -> Iterator[Web]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    """Asks the loop for nothing by itself."""
+    monkeypatch.setattr(past, "STEP", 3600.0)
     with Web("127.0.0.1:0") as running:
         yield running
 
@@ -111,7 +117,7 @@ def test_not_ready_while_no_model_can_be_had(server: Web, story: Story) -> None:
 def test_a_path_that_is_not_there(server: Web, loop: Loop) -> None:
     status, _, text = get(server, "/metric")
     assert status == 404
-    assert "'/metric'" in text and "/metrics, /healthz, /readyz, /stats" in text
+    assert "'/metric'" in text and "/, /metrics, /healthz, /readyz, /stats, /status.json" in text
     assert loop.left == 0, "the loop was bothered"
 
 
@@ -149,7 +155,7 @@ def test_an_old_snapshot_is_not_given_out(
         assert loop.left == count
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/stats"])
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/stats", "/status.json"])
 def test_a_loop_that_is_stuck_is_told(
     server: Web, loop: Loop, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,21 +169,117 @@ def test_a_loop_that_is_stuck_is_told(
     assert get(server, path)[0] == 200
 
 
-def test_peers_that_say_nothing_leave_room_for_others(server: Web, loop: Loop) -> None:
-    host, port = host_port(server.url.removeprefix("http://"))
+def connect(server: Web, said: bytes = b"") -> socket.socket:
+    """A connection that has sent so much, in no hurry for more."""
+    peer = socket.create_connection(host_port(server.url.removeprefix("http://")), timeout=60)
+    peer.sendall(said)
+    return peer
+
+
+def test_a_crowd_that_says_nothing_keeps_nobody_out(server: Web, loop: Loop) -> None:
     with ExitStack() as silent:
-        for _ in range(web.AT_ONCE - 1):
-            silent.enter_context(socket.create_connection((host, port)))
+        crowd = [silent.enter_context(connect(server)) for _ in range(3 * visits.AT_ONCE)]
+        for path in ("/healthz", "/metrics", "/healthz"):
+            assert get(server, path)[0] == 200
+        assert crowd[0].recv(1) == b"", "the oldest was shut"
+
+
+def test_a_crowd_that_says_too_little_keeps_nobody_out(server: Web, loop: Loop) -> None:
+    with ExitStack() as slow:
+        for _ in range(2 * visits.AT_ONCE):
+            slow.enter_context(connect(server, b"GET /healthz HTTP/1.0\r\nX-Slow: "))
         assert get(server, "/healthz")[0] == 200
 
 
-def test_too_many_peers_are_turned_away(server: Web, loop: Loop) -> None:
-    host, port = host_port(server.url.removeprefix("http://"))
-    with ExitStack() as silent:
-        for _ in range(web.AT_ONCE):
-            silent.enter_context(socket.create_connection((host, port)))
-        with pytest.raises((urllib.error.URLError, ConnectionError)):
-            get(server, "/healthz")
+def test_who_takes_no_answer_gives_way(
+    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer larger than the buffers of a connection, which nobody reads."""
+    answer = (HTTPStatus.OK, "text/plain", bytes(32 * 1024 * 1024))
+    monkeypatch.setitem(web.PATHS, "/metrics", lambda server, snapshot: answer)
+    with ExitStack() as greedy:
+        for _ in range(2 * visits.AT_ONCE):
+            greedy.enter_context(connect(server, b"GET /metrics HTTP/1.0\r\n\r\n"))
+        assert get(server, "/healthz")[0] == 200
+
+
+def test_while_all_wait_for_the_loop_a_further_one_is_turned_away(
+    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end by themselves, in PATIENCE."""
+    monkeypatch.setattr(web, "PATIENCE", 60.0)
+    loop.turning = False
+    with ExitStack() as waiting:
+        peers = [
+            waiting.enter_context(connect(server, b"GET /stats HTTP/1.0\r\n\r\n"))
+            for _ in range(visits.AT_ONCE)
+        ]
+        open_now = server._server.visits._open
+        until(lambda: [v.stage for v in open_now.values()].count(Stage.MAKING) == len(peers), "all")
+        with connect(server) as further:
+            assert further.recv(1) == b""
+        loop.turning = True
+        for peer in peers:
+            assert peer.makefile("rb").readline() == b"HTTP/1.0 200 OK\r\n"
+
+
+def test_a_slow_connection_has_its_time(
+    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visits, "LONGEST", 0.0)
+    with connect(server, b"GET /hea") as peer:
+        assert peer.recv(1) == b""
+    until(lambda: not len(server._server.visits), "it is counted no more")
+
+
+def test_the_page(server: Web, loop: Loop) -> None:
+    with urllib.request.urlopen(server.url, timeout=60) as answer:
+        assert answer.read() == PAGE
+        policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert loop.left == 0, "the loop was bothered"
+
+
+def test_the_page_is_there_while_the_loop_is_stuck(server: Web, loop: Loop) -> None:
+    loop.turning = False
+    assert get(server, "/")[0] == 200
+
+
+def test_what_the_page_shows(server: Web, loop: Loop) -> None:
+    status, kind, text = get(server, "/status.json")
+    assert (status, kind) == (200, "application/json")
+    assert [model["name"] for model in json.loads(text)["models"]] == ["m", "other"]
+
+
+def test_the_past_is_noted_while_nobody_looks(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(past, "STEP", 0.01)
+    with Web("127.0.0.1:0") as server, Loop(server, snapshots.of(story)):
+        until(lambda: len(server._server.past.points) > 2, "points")
+
+
+def test_the_past_goes_on_after_a_stuck_loop(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past, "STEP", 0.01)
+    monkeypatch.setattr(web, "PATIENCE", 0.01)
+    monkeypatch.setattr(web, "FRESH", 0.0)
+    with Web("127.0.0.1:0") as server, Loop(server, snapshots.of(story)) as loop:
+        points = server._server.past.points
+        until(lambda: len(points) > 2, "points")
+        loop.turning = False
+        assert get(server, "/healthz")[0] == 503
+        loop.turning = True
+        before = len(points)
+        until(lambda: len(points) > before, "further points")
+
+
+def test_an_end_waits_for_no_loop(server: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop itself ends it, so nobody answers any more."""
+    monkeypatch.setattr(web, "PATIENCE", 3600.0)
+    with connect(server, b"GET /stats HTTP/1.0\r\n\r\n") as peer:
+        until(lambda: server.desk.bell in select([server.desk.bell], [], [], 0)[0], "it waits")
+        server.close()
+        assert peer.makefile("rb").read().endswith(b"the broker is ending\n")
 
 
 @pytest.mark.parametrize("junk", [b"\r\n\r\n", b"\x16\x03\x01\x00", b"GET\r\n\r\n", b"x" * 70_000])
@@ -201,7 +303,7 @@ def test_it_leaves_nothing_behind(story: Story) -> None:
         url = server.url
         assert sys.getswitchinterval() == pytest.approx(web.SWITCH)
     assert sys.getswitchinterval() == before
-    assert "web" not in {thread.name for thread in threading.enumerate()}
+    assert not {"web", "past"} & {thread.name for thread in threading.enumerate()}
     with pytest.raises(urllib.error.URLError, match="refused"):
         urllib.request.urlopen(url, timeout=60)
 

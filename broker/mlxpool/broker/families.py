@@ -158,7 +158,8 @@ def _version() -> str:
         return "unknown"
 
 
-_BUILD = (_version(), platform.python_version(), zmq.__version__, zmq.zmq_version())
+VERSION = _version()
+_BUILD = (VERSION, platform.python_version(), zmq.__version__, zmq.zmq_version())
 _MODEL, _WORKER = ("model",), ("model", "worker")
 
 

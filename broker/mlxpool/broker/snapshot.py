@@ -14,6 +14,8 @@ from mlxpool.broker.workers import Model, Slot
 if TYPE_CHECKING:
     from mlxpool.broker.core import Core
 
+WORD = 20  # characters of a phase, which a worker says of itself
+
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
@@ -33,13 +35,23 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A slot: its restarts, and what the last beat of its worker said."""
+    """A slot: its restarts, and what the last beat of its worker said. Times are seconds."""
 
     slot: str
     model: str
+    state: str  # "none": nobody fills it
+    phase: str
+    running: int  # requests the broker has given to it
+    uptime: float
     restarts: int
+    last_exit: str
     memory: Mapping[str, int]  # bytes; empty without a beat
     prefix: Mapping[str, int]
+
+    @property
+    def taken(self) -> int:
+        """Bytes. What is resident lacks a device of its own, `active` lacks other memory."""
+        return max(self.memory.get("active", 0), self.memory.get("rss", 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,7 @@ class Snapshot:
     models: tuple[ModelView, ...]
     workers: tuple[WorkerView, ...]
     lag: float
+    memory_limit: int  # bytes that all workers may take together
 
     @property
     def state(self) -> str:
@@ -63,8 +76,9 @@ def take(core: Core, about: Mapping[str, Any], lag: float, now: float) -> Snapsh
     return Snapshot(
         {"broker": about, **stats(core, now)},
         tuple(_model(core, model, now) for model in models),
-        tuple(_worker(slot) for slot in slots if slot.worker or slot.last_exit),
+        tuple(_worker(slot, now) for slot in slots if slot.worker or slot.last_exit),
         lag,
+        core.fleet.memory,
     )
 
 
@@ -96,10 +110,25 @@ def _frozen(figures: Figures) -> dict[str, Frozen]:
     }
 
 
-def _worker(slot: Slot) -> WorkerView:
-    beat = slot.worker.beat if slot.worker is not None else {}
-    memory, prefix = _integers(beat.get("memory")), _integers(beat.get("prefix"))
-    return WorkerView(slot.name, slot.model, slot.restarts, memory, prefix)
+def _worker(slot: Slot, now: float) -> WorkerView:
+    worker = slot.worker
+    if worker is None:
+        return WorkerView(
+            slot.name, slot.model, "none", "", 0, 0.0, slot.restarts, slot.last_exit, {}, {}
+        )
+    beat = worker.beat
+    return WorkerView(
+        slot.name,
+        slot.model,
+        worker.state.value,
+        str(beat.get("phase", "boot"))[:WORD],
+        len(worker.places),
+        now - worker.started_at,
+        slot.restarts,
+        slot.last_exit,
+        _integers(beat.get("memory")),
+        _integers(beat.get("prefix")),
+    )
 
 
 def _integers(value: object) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""`/metrics`, `/healthz`, `/readyz` and `/stats` over HTTP, on threads of their own.
+"""The status page, `/metrics`, `/healthz`, `/readyz` and `/stats` over HTTP, on own threads.
 
 These threads and the broker's loop share one thing, the newest snapshot. A thread that finds it too
 old rings; the loop answers in its next turn and never waits for anybody.
@@ -18,8 +18,13 @@ from socketserver import TCPServer
 from time import monotonic
 from typing import Any
 
+from mlxpool.broker import past
 from mlxpool.broker.metrics import CONTENT_TYPE, Writer
+from mlxpool.broker.page import PAGE, POLICY
+from mlxpool.broker.past import Past
 from mlxpool.broker.snapshot import Snapshot
+from mlxpool.broker.status import status
+from mlxpool.broker.visits import AT_ONCE, LONGEST, Stage, Visits
 from mlxpool.common.closing import Closing
 from mlxpool.common.config import host_port
 
@@ -27,15 +32,13 @@ log = logging.getLogger("mlxpool.broker")
 
 FRESH = 0.25  # seconds for which a snapshot is given out again: the bound of what the loop does
 PATIENCE = 2.0  # seconds until a loop that does not answer counts as stuck
-AT_ONCE = 8  # connections; each is a descriptor that clients cannot have
-SLOW = 5.0  # seconds for one read or write of a connection
 SHUT_WITHIN = 0.1  # seconds
 # A thread that writes text may keep the interpreter for so long while the loop wants it, seconds.
 SWITCH = 0.0005
 
 
 class Stuck(Exception):
-    """The loop did not answer in PATIENCE."""
+    """The loop did not answer in PATIENCE, or never will."""
 
 
 class Desk:
@@ -48,6 +51,7 @@ class Desk:
         self._changed = threading.Condition()
         self._latest: Snapshot | None = None
         self._at = 0.0
+        self._over = False
 
     def leave(self, snapshot: Snapshot) -> None:
         """The loop's part, after the bell rang."""
@@ -62,18 +66,27 @@ class Desk:
         with self._changed:
             if self._latest is None or asked - self._at > FRESH:
                 self._ring()
-                if not self._changed.wait_for(lambda: self._at >= asked, PATIENCE):
+                came = self._changed.wait_for(lambda: self._over or self._at >= asked, PATIENCE)
+                if self._over:
+                    raise Stuck("the broker is ending")
+                if not came:
                     raise Stuck(f"the broker's loop has not answered for {PATIENCE:g} s")
             assert self._latest is not None
             return self._latest
 
     def _ring(self) -> None:
+        if self._over:
+            return
         try:
             self._rope.send(b"!")
         except BlockingIOError:  # it has been ringing for long
             pass
 
     def close(self) -> None:
+        """Whoever waits is told at once."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
         self.bell.close()
         self._rope.close()
 
@@ -96,10 +109,15 @@ class Web(Closing):
             ) from None
         self._switch = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(SHUT_WITHIN,), name="web", daemon=True
+        self._over = threading.Event()
+        self._threads = (
+            threading.Thread(
+                target=self._server.serve_forever, args=(SHUT_WITHIN,), name="web", daemon=True
+            ),
+            threading.Thread(target=self._remember, name="past", daemon=True),
         )
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         log.info("metrics", extra={"url": self.url})
 
     @property
@@ -109,11 +127,21 @@ class Web(Closing):
         text = host.decode() if isinstance(host, bytes | bytearray) else str(host)
         return f"http://[{text}]:{port}" if ":" in text else f"http://{text}:{port}"
 
+    def _remember(self) -> None:
+        """Note the figures, so that a page has the last minutes; a stuck loop leaves a gap."""
+        while not self._over.wait(past.STEP):
+            try:
+                self._server.past.note(self.desk.newest(), monotonic())
+            except Stuck:
+                continue
+
     def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._over.set()
         self.desk.close()
+        self._server.shutdown()
+        for thread in self._threads:
+            thread.join()
+        self._server.server_close()
         sys.setswitchinterval(self._switch)
 
 
@@ -128,7 +156,8 @@ class _Server(ThreadingHTTPServer):
         self.desk = desk
         self.writer = Writer()
         self.writing = threading.Lock()  # of `writer`: one scrape's work at a time
-        self._free = threading.BoundedSemaphore(AT_ONCE)
+        self.past = Past()
+        self.visits = Visits()
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -137,7 +166,7 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = "mlxpool", int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
+        if self.visits.enter(request, monotonic()):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -146,7 +175,11 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self.visits.leave(request)
+
+    def service_actions(self) -> None:
+        """Every SHUT_WITHIN, and after each connection."""
+        self.visits.hurry(monotonic())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A peer that went away is no news; anything else is ours."""
@@ -184,11 +217,27 @@ def readyz(server: _Server, snapshot: Snapshot) -> Answer:
     return HTTPStatus.OK, _TEXT, b"ready\n"
 
 
+def status_json(server: _Server, snapshot: Snapshot) -> Answer:
+    """What the page shows."""
+    told = json.dumps(status(snapshot, server.past, monotonic()), separators=(",", ":"))
+    return HTTPStatus.OK, "application/json", told.encode()
+
+
 PATHS: dict[str, Callable[[_Server, Snapshot], Answer]] = {
     "/metrics": metrics,
     "/healthz": healthz,
     "/readyz": readyz,
     "/stats": stats,
+    "/status.json": status_json,
+}
+HOME = "/"  # the status page: it is there even when the loop is not, and says so
+
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
 }
 
 
@@ -196,7 +245,7 @@ class _Handler(BaseHTTPRequestHandler):
     """One request for each connection."""
 
     server: _Server
-    timeout = SLOW
+    timeout = LONGEST
     server_version, sys_version = "mlxpool", ""
 
     def do_GET(self) -> None:
@@ -206,10 +255,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(*self._answer(), head=True)
 
     def _answer(self) -> Answer:
-        path = PATHS.get(self.path.partition("?")[0])
+        asked = self.path.partition("?")[0]
+        if asked == HOME:
+            return HTTPStatus.OK, "text/html; charset=utf-8", PAGE
+        path = PATHS.get(asked)
         if path is None:
-            known = f"there is no {self.path!r:.80}; known: {', '.join(PATHS)}\n"
+            known = f"there is no {self.path!r:.80}; known: {HOME}, {', '.join(PATHS)}\n"
             return HTTPStatus.NOT_FOUND, _TEXT, known.encode()
+        self.server.visits.turn(self.connection, Stage.MAKING)
         try:
             return path(self.server, self.server.desk.newest())
         except Stuck as stuck:
@@ -219,7 +272,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.server.visits.turn(self.connection, Stage.TAKING)
         self.end_headers()
         if not head:
             self.wfile.write(body)

@@ -1,0 +1,154 @@
+"""The status page of a running pool, in a real browser."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from chromium import Chromium
+from pool import Pool, until
+
+HOSTILE = "<img src=x onerror=document.title=1><b>bold</b>"
+CONFIG = f"""
+[pool]
+metrics = "127.0.0.1:{{port}}"
+[models.slow]
+path = "builtin:counting"
+counting.step_us = 20000
+[models."{HOSTILE}"]
+path = "builtin:counting"
+"""
+MOST = 100_000  # bytes that the page loads until it shows its first figures
+ALARM = "#alarm:not([hidden])"
+FIGURE = "#cards .figure"  # of the first card: tokens a second
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool"), CONFIG.format(port=0)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    with Chromium() as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Chromium, pool: Pool) -> Chromium:
+    """The page, freshly opened, with its first figures."""
+    browser.events()
+    browser.complaints()
+    browser.open(url(pool))
+    browser.shows("#state", "ready")
+    return browser
+
+
+def url(pool: Pool) -> str:
+    return f"{pool.ask('ps')['broker']['metrics']}/"
+
+
+@contextmanager
+def reader(pool: Pool, name: str) -> Iterator[None]:
+    """Somebody who reads a long stream of this model."""
+    command = [*pool.command(), "run", name, "hello", "--max-tokens", "100000"]
+    process = subprocess.Popen(command, env=pool.environment, stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def model(page: Chromium, name: str) -> list[str]:
+    """The cells of a model's row; [] without one."""
+    rows = page.run(
+        "return Array.from(document.querySelectorAll('#models tbody tr'),"
+        " (row) => Array.from(row.cells, (cell) => cell.innerText))"
+    )
+    return next((list(row) for row in rows if row[0] == name), [])
+
+
+def test_figures_change_while_streams_run(page: Chromium, pool: Pool) -> None:
+    assert model(page, "counting")[1] == "cold"
+    seen: set[str] = set()
+
+    def three_figures() -> bool:
+        seen.add(page.text(FIGURE))
+        return len(seen) > 2
+
+    with reader(pool, "slow"):
+        until(lambda: model(page, "slow")[1] == "ready", "the model is ready")
+        until(lambda: model(page, "slow")[4] == "1", "its request runs")
+        until(lambda: "slow/0" in page.texts("#workers tbody td.name"), "its worker is there")
+        until(lambda: not page.text(FIGURE).startswith("0 "), "tokens a second")
+        until(three_figures, "the figures change")
+        assert all(figure.endswith(" tokens/s") for figure in seen)
+        page.open(url(pool))
+        page.shows(FIGURE, "tokens/s")
+        line = page.run("return document.querySelector('#cards .line').getAttribute('d')")
+        assert line.count("L") > 2, "a page just opened has what was before"
+
+
+def test_names_made_of_html_are_names(page: Chromium, pool: Pool) -> None:
+    with pool.client() as client:
+        client.generate(HOSTILE, "hello", max_tokens=3)
+    until(lambda: model(page, HOSTILE)[1:2] == ["ready"], "its row")
+    assert f"{HOSTILE}/0" in page.texts("#workers tbody td.name")
+    assert page.run("return document.querySelectorAll('main img, main b').length") == 0
+    assert page.run("return document.title") == "ready · mlxpool"
+    assert page.complaints() == []
+
+
+def test_it_asks_only_its_own_broker_and_for_little(page: Chromium, pool: Pool) -> None:
+    until(lambda: "as of" in page.text("#told"), "first figures")
+    loaded = 0
+    for message in page.events():
+        if message["method"] == "Network.requestWillBeSent":
+            asked = urllib.parse.urlsplit(message["params"]["request"]["url"])
+            base = urllib.parse.urlsplit(url(pool))
+            assert asked.scheme == "data" or asked.netloc == base.netloc, asked
+        elif message["method"] == "Network.loadingFinished":
+            loaded += int(message["params"]["encodedDataLength"])
+    assert 10_000 < loaded <= MOST
+    assert page.complaints() == []
+
+
+@pytest.mark.parametrize("width", [360, 820, 1280])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_and_can_be_read(browser: Chromium, pool: Pool, width: int, dark: bool) -> None:
+    browser.open(url(pool), dark=dark, width=width, height=800)
+    browser.shows("#state", "ready")
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    light = browser.run(
+        "const [r, g, b] = getComputedStyle(document.body).color.match(/[0-9.]+/g);"
+        "return Number(r) + Number(g) + Number(b) > 380"
+    )
+    assert light is dark, "light text on a dark ground, and the other way round"
+    assert browser.complaints() == []
+
+
+def test_a_broker_that_is_killed_and_comes_back(browser: Chromium, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with Pool(tmp_path, CONFIG.format(port=port)) as pool:
+        browser.open(url(pool))
+        browser.shows("#state", "ready")
+        assert not browser.text(ALARM)
+        pool.kill()
+        browser.shows("#state", "no answer")
+        browser.shows(ALARM, "The broker does not answer")
+        assert "What is below was so at" in browser.text(ALARM)
+        assert model(browser, "slow"), "the last figures stay"
+        assert browser.run("return document.title") == "no answer · mlxpool"
+        pool.start()
+        browser.shows("#state", "ready")
+        until(lambda: not browser.text(ALARM), "the alarm is over")
+    browser.complaints()  # the browser told of the refused connections
