@@ -27,6 +27,7 @@ from mlxpool.broker.door import PERIOD, Door, backlog_of
 from mlxpool.broker.guard import Guard
 from mlxpool.broker.lag import Lag
 from mlxpool.broker.library import Library
+from mlxpool.broker.notify import Notify
 from mlxpool.broker.peers import Peer, Peers
 from mlxpool.broker.premises import BUILTIN, footprints, lock, places, raise_descriptor_limit
 from mlxpool.broker.supervisor import TICK, Child, Supervisor
@@ -57,6 +58,7 @@ class Broker:
 
     def __init__(self, config: PoolConfig) -> None:
         check_run_dir(config.run_dir)
+        self.notify = Notify.from_environment()
         self.descriptors = raise_descriptor_limit()
         self.config = config
         self.lock = lock(config.run_dir)
@@ -119,6 +121,7 @@ class Broker:
         try:
             log.info("broker ready", extra={"run_dir": self.config.run_dir, "pid": os.getpid()})
             ready()
+            self.notify.ready()
             self._open()
             while not (self.stopping and not self.supervisor.children):
                 self.turn()
@@ -162,6 +165,7 @@ class Broker:
         if self.web is not None and self.web.desk.bell.fileno() in readable:
             self.web.desk.leave(snapshot.take(self.core, self.about(now), self.lag.worst(now), now))
         self._keep_house(now)
+        self.notify.turned(self._status, now)
         self.lag.note(time.monotonic() - now, now)
 
     def _hear_ours(self, readable: Collection[Any], now: float) -> None:
@@ -178,6 +182,7 @@ class Broker:
     def _timeout_ms(self, now: float) -> int:
         wake = min(self.core.next_wake(), self.supervisor.next_wake(), self._sweep_at)
         wake = min(wake, self.guard.look_at, self.library.next_wake())
+        wake = min(wake, self.notify.next_wake())
         if self.front.full or self.back.full:
             wake = min(wake, now + RETRY)
         if self.door.shut:
@@ -458,6 +463,7 @@ class Broker:
         """End every stream, then the workers; the loop ends with the last of them."""
         if not self.stopping:
             self.stopping = True
+            self.notify.stopping()
             self.perform(ev.Shutdown(final), now)
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -485,12 +491,20 @@ class Broker:
         for name in ("front", "back", "admin"):
             (self.config.run_dir / f"{name}.ipc").unlink(missing_ok=True)
         os.close(self.lock)
+        self.notify.close()
         log.info("broker stopped")
 
     def _state(self) -> str:
         if self.stopping:
             return "stopping"
         return "draining" if self.core.stopping else "ready"
+
+    def _status(self) -> str:
+        """A line for the service manager."""
+        fleet = self.core.fleet
+        busy = sum(bool(model.workers) for model in fleet.models.values())
+        told = f"{self._state()}: workers {len(fleet.by_epoch)}, models with workers {busy}"
+        return f"{told}, streams {len(self.core.requests)}"
 
     def about(self, now: float) -> Mapping[str, Any]:
         """The broker's own line in `ps`."""

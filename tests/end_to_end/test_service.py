@@ -1,0 +1,62 @@
+"""A broker as a service of systemd: what its manager hears, and what it no longer hears."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from manager_socket import Manager
+from pool import Pool, until
+
+WATCHDOG = 0.2  # seconds
+CONFIG = """
+[pool]
+metrics = "127.0.0.1:0"
+"""
+
+
+def service(tmp_path: Path, manager: Manager) -> Pool:
+    environment = {
+        "NOTIFY_SOCKET": manager.address,
+        "WATCHDOG_USEC": str(int(WATCHDOG * 1e6)),
+    }
+    return Pool(tmp_path, CONFIG, environment=environment)
+
+
+def test_a_life(tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    def hears(word: str) -> bool:
+        heard.extend(manager.heard())
+        return any(said.startswith(word) for said in heard)
+
+    with Manager(str(tmp_path / "notify")) as manager:
+        with service(tmp_path, manager) as pool:
+            until(lambda: hears("WATCHDOG=1"), "a watchdog")
+            assert heard[0] == "READY=1", "it was bound before it said anything"
+            until(lambda: hears("STATUS=ready: workers 0"), "a status")
+            with pool.client() as client:
+                client.generate("counting", "hello", max_tokens=3)
+            worker = int(pool.worker("counting/0")["pid"])
+            variables = Path(f"/proc/{worker}/environ").read_bytes()
+            assert b"NOTIFY_SOCKET" not in variables and b"WATCHDOG_USEC" not in variables
+            assert not hears("STOPPING=1")
+        assert hears("STOPPING=1")
+
+
+def test_a_frozen_loop_sends_no_watchdog(tmp_path: Path) -> None:
+    with Manager(str(tmp_path / "notify")) as manager, service(tmp_path, manager) as pool:
+        until(lambda: "WATCHDOG=1" in manager.heard(), "a watchdog")
+        assert pool.process is not None
+        os.kill(pool.process.pid, signal.SIGSTOP)
+        try:
+            stat = Path(f"/proc/{pool.process.pid}/stat")
+            until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
+            manager.heard()
+            time.sleep(5 * WATCHDOG)
+            assert manager.heard() == []
+        finally:
+            os.kill(pool.process.pid, signal.SIGCONT)
+        until(lambda: "WATCHDOG=1" in manager.heard(), "it goes on")
