@@ -1,0 +1,29 @@
+"""Command lines of deployment files, read as `mlxpool` itself would read them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import pytest
+
+from mlxpool.cli.main import parser
+
+
+def verbs(root: argparse.ArgumentParser) -> set[str]:
+    """The commands that there are."""
+    (commands,) = (a for a in root._actions if isinstance(a, argparse._SubParsersAction))
+    return set(commands.choices)
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """What `mlxpool ARGUMENTS` means; fails with argparse's words for a flag that is not there."""
+    root = parser()
+    given = [a for a in arguments if a in verbs(root) or a in ("serve", "broker", "worker")]
+    assert given, f"no command in {arguments}"
+    if given[0] not in verbs(root):
+        pytest.skip(f"mlxpool has no command {given[0]!r} yet")
+    try:
+        return root.parse_args(list(arguments))
+    except SystemExit as error:
+        raise AssertionError(f"mlxpool does not understand {arguments}") from error

@@ -1,0 +1,109 @@
+"""The units: sound and tight by systemd's own judgement, and true to the command line."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from command_lines import parsed
+from mlxpool.broker.edge import LATE
+from mlxpool.common.config import PoolConfig
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "systemd"
+BROKERS = ("mlxpool.service", "mlxpool-broker.service")
+UNITS = (*BROKERS, "mlxpool-worker@.service")
+PROGRAM = "/opt/mlxpool/current/bin/mlxpool"
+# The most that `systemd-analyze security` may find exposed, in tenths, of 100.
+EXPOSED = {"mlxpool.service": 14, "mlxpool-broker.service": 12, "mlxpool-worker@.service": 14}
+
+
+def settings(unit: str) -> dict[str, list[str]]:
+    """Every value of each key, without regard to sections: no key is in two of them."""
+    found: dict[str, list[str]] = {}
+    for line in (FOLDER / unit).read_text("utf-8").splitlines():
+        if "=" in line and not line.startswith("#"):
+            key, _, value = line.partition("=")
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def one(unit: str, key: str) -> str:
+    (value,) = settings(unit)[key]
+    return value
+
+
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("systemd-analyze is not installed (Debian: systemd)")
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def placed(unit: str, folder: Path, text: str | None = None) -> str:
+    """A copy whose program is there; a template has an instance."""
+    text = (FOLDER / unit).read_text("utf-8") if text is None else text
+    path = folder / unit.replace("@.", "@demo.")
+    path.write_text(text.replace(PROGRAM, "/bin/true"))
+    return str(path)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_systemd_finds_no_fault(unit: str, tmp_path: Path) -> None:
+    done = analyze("verify", "--man=no", placed(unit, tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_systemd_would_find_one(tmp_path: Path) -> None:
+    text = (FOLDER / BROKERS[0]).read_text("utf-8").replace("Restart=on-", "Restrat=on-")
+    done = analyze("verify", "--man=no", placed(BROKERS[0], tmp_path, text))
+    assert "Restrat" in done.stderr
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_little_is_exposed(unit: str, tmp_path: Path) -> None:
+    most = f"--threshold={EXPOSED[unit]}"
+    done = analyze("security", "--offline=yes", "--no-pager", most, placed(unit, tmp_path))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_command_is_one_of_ours(unit: str) -> None:
+    line = one(unit, "ExecStart").replace("%I", "org/name").replace("%i", "org-name")
+    program, *arguments = shlex.split(re.sub(r"\$\{(\w+)\}", r"of-\1", line))
+    assert program == PROGRAM
+    options = parsed(arguments)
+    assert options.config == Path("/etc/mlxpool/mlxpool.toml")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_run_directory_is_the_one_that_systemd_makes(unit: str) -> None:
+    (run_dir,) = re.findall(r"--run-dir (\S+)", one(unit, "ExecStart"))
+    assert run_dir == f"/run/{one(unit, 'RuntimeDirectory')}"
+    assert one(unit, "RuntimeDirectoryMode") == "0700"
+
+
+@pytest.mark.parametrize("unit", BROKERS)
+def test_times_fit_those_of_the_broker(unit: str) -> None:
+    assert float(one(unit, "WatchdogSec")) / 2 > 10 * LATE, "a late turn is no hang"
+    assert float(one(unit, "TimeoutStopSec")) > 2 * PoolConfig().stop_grace
+    assert one(unit, "Type") == "notify" and one(unit, "NotifyAccess") == "main"
+
+
+def test_the_worker_finds_what_its_unit_asks_for() -> None:
+    told = (FOLDER / "worker.env").read_text("utf-8")
+    given = dict(line.split("=", 1) for line in told.splitlines() if not line.startswith("#"))
+    unit = "mlxpool-worker@.service"
+    assert set(re.findall(r"\$\{(\w+)\}", one(unit, "ExecStart"))) == set(given)
+    assert one(unit, "EnvironmentFile") == "/etc/mlxpool/worker.env"
+    assert given["MLXPOOL_BACK_ENDPOINT"].startswith("tcp://")
+
+
+def test_the_user_is_the_one_that_is_made() -> None:
+    (made,) = re.findall(r"^u (\S+) ", (FOLDER / "sysusers.conf").read_text("utf-8"), re.MULTILINE)
+    for unit in UNITS:
+        assert one(unit, "User") == one(unit, "Group") == made
