@@ -1,0 +1,242 @@
+"""The manifests: each fits Kubernetes's schema strictly, and they fit each other and mlxpool."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from command_lines import parsed
+from mlxpool.common.config import PoolConfig, host_port, load
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "k8s"
+VERSION = "1.33"
+PLACES = sorted(path.parent for path in FOLDER.rglob("kustomization.yaml"))
+CONFIG = FOLDER / "base" / "mlxpool.toml"
+# Of kinds that Kubernetes itself does not know: the keys that there may be below `spec`.
+KUSTOMIZATION = {
+    "apiVersion", "kind", "namespace", "labels", "resources", "configMapGenerator", "images",
+    "patches",
+}  # fmt: skip
+SCALED_OBJECT = {
+    "scaleTargetRef", "pollingInterval", "cooldownPeriod", "minReplicaCount", "maxReplicaCount",
+    "triggers",
+}  # fmt: skip
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text("utf-8")))
+
+
+def kustomization(place: Path) -> dict[str, Any]:
+    (told,) = documents(place / "kustomization.yaml")
+    return told
+
+
+def patches(place: Path) -> list[str]:
+    """Files that are only parts of something."""
+    return [patch["path"] for patch in kustomization(place).get("patches", []) if "path" in patch]
+
+
+def own(place: Path) -> Iterator[dict[str, Any]]:
+    """What a place adds to those it builds on."""
+    for name in kustomization(place)["resources"]:
+        if (place / name).is_file():
+            yield from documents(place / name)
+
+
+EVERY = [document for place in PLACES for document in own(place)]
+
+
+def named(kind: str, name: str) -> dict[str, Any]:
+    (found,) = [d for d in EVERY if d["kind"] == kind and d["metadata"]["name"] == name]
+    return found
+
+
+def check(document: dict[str, Any]) -> None:
+    """Raises for a field that is unknown, missing or of a wrong type."""
+    if document["apiVersion"] == "keda.sh/v1alpha1":
+        check_scaled_object(document)
+    else:
+        kubernetes_validate.validate(document, VERSION, strict=True)
+
+
+def check_scaled_object(document: dict[str, Any]) -> None:
+    """KEDA's own kind, of which no schema comes with Python's packages."""
+    assert document["kind"] == "ScaledObject"
+    spec = document["spec"]
+    assert set(spec) <= SCALED_OBJECT
+    assert named("Deployment", spec["scaleTargetRef"]["name"])
+    assert 0 <= spec["minReplicaCount"] <= spec["maxReplicaCount"]
+    for trigger in spec["triggers"]:
+        assert trigger["type"] == "metrics-api"
+        assert set(trigger["metadata"]) == {"url", "valueLocation", "targetValue"}
+        assert all(isinstance(value, str) for value in trigger["metadata"].values())
+
+
+@pytest.mark.parametrize("document", EVERY, ids=lambda d: f"{d['kind']}-{d['metadata']['name']}")
+def test_each_fits_its_schema(document: dict[str, Any]) -> None:
+    check(document)
+
+
+@pytest.mark.parametrize("fault", [{"replica": 1}, {"replicas": "one"}])
+def test_a_fault_would_be_found(fault: dict[str, Any]) -> None:
+    broken = named("Deployment", "mlxpool-worker-demo")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check({**broken, "spec": {**broken["spec"], **fault}})
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+def test_a_kustomization_names_what_is_there(place: Path) -> None:
+    told = kustomization(place)
+    assert set(told) <= KUSTOMIZATION
+    for name in (*told["resources"], *patches(place)):
+        assert (place / name).exists(), name
+    for generator in told.get("configMapGenerator", []):
+        assert all((place / name).is_file() for name in generator["files"])
+    listed = {*told["resources"], *patches(place), "kustomization.yaml"}
+    assert {path.name for path in place.glob("*.yaml")} <= listed, "a file that nobody uses"
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+def test_what_kustomize_makes_of_it_fits_too(place: Path) -> None:
+    program = shutil.which("kubectl")
+    if program is None:
+        pytest.skip("no kubectl here; Debian's is too old for `kubectl kustomize`")
+    done = subprocess.run(
+        [program, "kustomize", str(place)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    made = list(yaml.safe_load_all(done.stdout))
+    for document in made:
+        check(document)
+        assert document["metadata"].get("namespace", "mlxpool") == "mlxpool"
+    images = [
+        container["image"]
+        for document in made
+        if document["kind"] in ("Deployment", "StatefulSet")
+        for container in containers(document)
+    ]
+    assert images and all(image.startswith("registry.example/mlxpool:0.1.0-") for image in images)
+
+
+def pod(document: dict[str, Any]) -> dict[str, Any]:
+    return dict(document["spec"]["template"]["spec"])
+
+
+def containers(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod(document).get("initContainers", []), *pod(document)["containers"]]
+
+
+RUNNING = [document for document in EVERY if document["kind"] in ("Deployment", "StatefulSet")]
+
+
+@pytest.mark.parametrize("document", RUNNING, ids=lambda d: d["metadata"]["name"])
+def test_it_may_do_little(document: dict[str, Any]) -> None:
+    assert pod(document)["automountServiceAccountToken"] is False
+    context = pod(document)["securityContext"]
+    assert context["runAsNonRoot"] is True and context["runAsUser"] == 10001
+    for container in containers(document):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert container["resources"]["limits"]["memory"]
+
+
+@pytest.mark.parametrize("document", RUNNING, ids=lambda d: d["metadata"]["name"])
+def test_what_is_mounted_is_there(document: dict[str, Any]) -> None:
+    volumes = {volume["name"] for volume in pod(document)["volumes"]}
+    mounted = {m["name"] for c in containers(document) for m in c["volumeMounts"]}
+    assert mounted == volumes
+    labels = document["spec"]["template"]["metadata"]["labels"]
+    assert document["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+@pytest.mark.parametrize("document", RUNNING, ids=lambda d: d["metadata"]["name"])
+def test_its_command_is_one_of_ours(document: dict[str, Any]) -> None:
+    (container,) = pod(document)["containers"]
+    parsed(container["args"])
+
+
+def broker() -> dict[str, Any]:
+    (container,) = pod(named("StatefulSet", "mlxpool-broker"))["containers"]
+    return dict(container)
+
+
+def test_the_brokers_probes() -> None:
+    paths = {
+        name: broker()[f"{name}Probe"]["httpGet"]["path"] for name in ("liveness", "readiness")
+    }
+    assert paths == {"liveness": "/healthz", "readiness": "/readyz"}
+
+
+def ports(container: dict[str, Any]) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in container["ports"]}
+
+
+def test_the_ports_are_those_of_the_settings() -> None:
+    pool = tomllib.loads(CONFIG.read_text("utf-8"))["pool"]
+    (front,), (back,) = pool["front"], pool["back"]
+    http = host_port(pool["metrics"])[1]
+    assert ports(broker()) == {
+        "front": int(front.rpartition(":")[2]),
+        "back": int(back.rpartition(":")[2]),
+        "http": http,
+    }
+    for document in EVERY:
+        if document["kind"] == "Service":
+            for port in document["spec"]["ports"]:
+                assert port["port"] == ports(broker())[port["targetPort"]]
+    (trigger,) = named("ScaledObject", "mlxpool-worker-demo")["spec"]["triggers"]
+    assert f":{http}/stats" in trigger["metadata"]["url"]
+
+
+def test_the_files_that_the_settings_name_are_mounted() -> None:
+    pool = tomllib.loads(CONFIG.read_text("utf-8"))["pool"]
+    mounts = {mount["mountPath"] for mount in broker()["volumeMounts"]}
+    assert str(Path(pool["secret_key"]).parent) in mounts
+    assert str(Path(broker()["args"][2]).parent) in mounts
+    assert Path(broker()["args"][2]).name == CONFIG.name
+
+
+def test_a_broker_understands_its_settings() -> None:
+    known = {field.name for field in fields(PoolConfig)}
+    table = tomllib.loads(CONFIG.read_text("utf-8"))
+    missing = set(table["pool"]) - known
+    if missing:
+        pytest.skip(f"mlxpool has no settings {sorted(missing)} yet")
+    config = load(CONFIG)
+    assert {name: getattr(config, name) for name in ("metrics", "log_format")} == {
+        name: table["pool"][name] for name in ("metrics", "log_format")
+    }
+
+
+def test_policies_and_budgets_choose_pods_that_are_there() -> None:
+    labels = [document["spec"]["template"]["metadata"]["labels"] for document in RUNNING]
+    for document in EVERY:
+        if document["kind"] not in ("NetworkPolicy", "PodDisruptionBudget"):
+            continue
+        selector = document["spec"].get("podSelector", document["spec"].get("selector"))
+        wanted = selector.get("matchLabels", {}).items()
+        assert any(wanted <= each.items() for each in labels), document["metadata"]["name"]
+
+
+def test_the_figure_that_scales_is_one_of_the_stats(tmp_path: Path) -> None:
+    from core_harness import Story
+    from mlxpool.broker.stats import stats
+
+    (trigger,) = named("ScaledObject", "mlxpool-worker-demo")["spec"]["triggers"]
+    value: Any = stats(Story().core, 0.0)
+    for key in trigger["metadata"]["valueLocation"].split("."):
+        value = value[key]
+    assert value == 0
