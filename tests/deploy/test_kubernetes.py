@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 from command_lines import parsed
+from core_harness import Story
+from mlxpool.broker.stats import stats
 from mlxpool.common.config import PoolConfig, host_port, load
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "k8s"
@@ -174,10 +176,8 @@ def broker() -> dict[str, Any]:
 
 
 def test_the_brokers_probes() -> None:
-    paths = {
-        name: broker()[f"{name}Probe"]["httpGet"]["path"] for name in ("liveness", "readiness")
-    }
-    assert paths == {"liveness": "/healthz", "readiness": "/readyz"}
+    assert broker()["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+    assert broker()["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
 
 
 def ports(container: dict[str, Any]) -> dict[str, int]:
@@ -231,10 +231,7 @@ def test_policies_and_budgets_choose_pods_that_are_there() -> None:
         assert any(wanted <= each.items() for each in labels), document["metadata"]["name"]
 
 
-def test_the_figure_that_scales_is_one_of_the_stats(tmp_path: Path) -> None:
-    from core_harness import Story
-    from mlxpool.broker.stats import stats
-
+def test_the_figure_that_scales_is_one_of_the_stats() -> None:
     (trigger,) = named("ScaledObject", "mlxpool-worker-demo")["spec"]["triggers"]
     value: Any = stats(Story().core, 0.0)
     for key in trigger["metadata"]["valueLocation"].split("."):

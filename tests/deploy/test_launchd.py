@@ -31,7 +31,7 @@ TYPES = {
 @pytest.fixture
 def agent() -> dict[str, object]:
     """As it is installed."""
-    return plistlib.loads(FILE.read_bytes().replace(b"@HOME@", HOME.encode()))
+    return dict(plistlib.loads(FILE.read_bytes().replace(b"@HOME@", HOME.encode())))
 
 
 def test_its_keys_and_their_types(agent: dict[str, object]) -> None:
