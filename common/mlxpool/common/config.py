@@ -91,7 +91,7 @@ class PoolConfig:
     fresh_limit: float = 120.0  # in the first use of a shape
     worker_log_bytes: int = 8 * 1024 * 1024  # a worker's log is cut to half at its next start
     log_format: str = "text"  # text | json
-    metrics: str = ""  # HOST:PORT of the status page, /metrics and others; "": none
+    metrics: str = ""  # HOST:PORT of /metrics, /healthz, /readyz and /stats; "": none
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
 
 
