@@ -25,7 +25,7 @@ def test_a_pool_at_work(story: Story) -> None:
     past.note(snapshots.of(story), START + 2)
     told = status(snapshots.of(story, pid=7), past, START + 3)
     assert told["broker"] == {"state": "ready", "pid": 7, "uptime_s": 1.5, "links": 2}
-    assert told["requests"]["live"] == 2
+    assert (told["requests"]["live"], told["tokens"]) == (2, 6)
     (busy, cold), (row,) = told["models"], told["workers"]
     assert (busy["name"], busy["state"], busy["running"], busy["waiting"]) == ("m", "ready", 1, 1)
     assert (busy["accepted"], busy["tokens"], busy["now"]) == (2, 6, 3.0)

@@ -31,6 +31,7 @@ def status(snapshot: Snapshot, past: Past, now: float) -> dict[str, Any]:
         "lag_s": round(snapshot.lag, 4),
         "requests": snapshot.stats["requests"],
         "resumed": snapshot.stats["resumed"],
+        "tokens": snapshot.stats["tokens"]["generated"],
         "memory_limit": snapshot.memory_limit,
         "step_s": STEP,
         "column_s": COLUMN,
