@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
+from selenium.webdriver import ActionChains
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
@@ -81,6 +82,11 @@ class Chromium(Closing):
     def shows(self, selector: str, text: str) -> None:
         """Wait until the first element that matches has this text in it."""
         until(lambda: text in self.text(selector), f"{selector} says {text!r}")
+
+    def point_at(self, selector: str) -> None:
+        """Move the mouse to the middle of the first element that matches."""
+        found = self.driver.find_element("css selector", selector)
+        ActionChains(self.driver).move_to_element(found).perform()
 
     def complaints(self) -> list[str]:
         """What the console had since the last call."""
