@@ -22,35 +22,11 @@ import snapshots
 from core_harness import Story
 from mlxpool.broker import past, visits, web
 from mlxpool.broker.page import PAGE
-from mlxpool.broker.snapshot import Snapshot
 from mlxpool.broker.visits import Stage
 from mlxpool.broker.web import Web
-from mlxpool.common.closing import Closing
 from mlxpool.common.config import ConfigError, host_port, load
 from pool import until
-
-
-class Loop(Closing):
-    """Leaves a snapshot whenever the bell rings, while it is `turning`."""
-
-    def __init__(self, server: Web, snapshot: Snapshot) -> None:
-        self.server, self.snapshot = server, snapshot
-        self.left = 0
-        self.turning = True
-        self.over = False
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        bell = self.server.desk.bell
-        while not self.over:
-            if select([bell], [], [], 0.01)[0] and self.turning:
-                self.left += 1
-                self.server.desk.leave(self.snapshot)
-
-    def close(self) -> None:
-        self.over = True
-        self.thread.join()
+from web_loop import Loop
 
 
 @pytest.fixture

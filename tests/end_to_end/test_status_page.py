@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
+import snapshots
 from chromium import Chromium
+from core_harness import Story
+from mlxpool.broker import web
+from mlxpool.broker.web import Web
 from pool import Pool, until
+from web_loop import Loop
 
 HOSTILE = "<img src=x onerror=document.title=1><b>bold</b>"
 CONFIG = f"""
@@ -162,3 +167,19 @@ def test_a_broker_that_is_killed_and_comes_back(browser: Chromium, tmp_path: Pat
         browser.shows("#state", "ready")
         until(lambda: not browser.text(ALARM), "the alarm is over")
     browser.complaints()  # the browser told of the refused connections
+
+
+def test_a_broker_whose_loop_is_stuck(browser: Chromium, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its HTTP threads still answer, and say so."""
+    with Web("127.0.0.1:0") as server, Loop(server, snapshots.of(Story())) as loop:
+        browser.open(server.url)
+        browser.shows("#state", "ready")
+        monkeypatch.setattr(web, "FRESH", 0.0)
+        monkeypatch.setattr(web, "PATIENCE", 0.2)
+        loop.turning = False
+        browser.shows(ALARM, "No figures from the broker (the broker's loop has not answered")
+        browser.shows("#state", "no answer")
+        monkeypatch.setattr(web, "PATIENCE", 60.0)
+        loop.turning = True
+        browser.shows("#state", "ready")
+    browser.complaints()  # the browser told of the status 503

@@ -24,7 +24,7 @@ from mlxpool.broker.page import PAGE, POLICY
 from mlxpool.broker.past import Past
 from mlxpool.broker.snapshot import Snapshot
 from mlxpool.broker.status import status
-from mlxpool.broker.visits import AT_ONCE, LONGEST, Stage, Visits
+from mlxpool.broker.visits import LONGEST, Stage, Visits
 from mlxpool.common.closing import Closing
 from mlxpool.common.config import host_port
 
@@ -32,6 +32,7 @@ log = logging.getLogger("mlxpool.broker")
 
 FRESH = 0.25  # seconds for which a snapshot is given out again: the bound of what the loop does
 PATIENCE = 2.0  # seconds until a loop that does not answer counts as stuck
+BACKLOG = 128  # connections the kernel keeps until they are let in; one too many waits a second
 SHUT_WITHIN = 0.1  # seconds
 # A thread that writes text may keep the interpreter for so long while the loop wants it, seconds.
 SWITCH = 0.0005
@@ -149,7 +150,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_port = False
-    request_queue_size = AT_ONCE
+    request_queue_size = BACKLOG
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily, desk: Desk) -> None:
         self.address_family = family
