@@ -10,7 +10,7 @@ import snapshots
 from core_harness import Story
 from mlxpool.broker import past
 from mlxpool.broker.figures import FIRST_TOKEN, Histogram
-from mlxpool.broker.past import COLUMN, COLUMNS, POINTS, Past, Point, quantile, rates
+from mlxpool.broker.past import COLUMN, COLUMNS, POINTS, Column, Past, quantile, recent
 
 
 def noted(story: Story, *seconds: float) -> Past:
@@ -19,10 +19,6 @@ def noted(story: Story, *seconds: float) -> Past:
     for at in seconds:
         ring.note(snapshots.of(story), at)
     return ring
-
-
-def point(at: float, seconds: float = 2.0, **made: int) -> Point:
-    return Point(at, seconds, made, past._NONE, None, None, 0, 0, 0)
 
 
 def test_tokens_a_second(story: Story) -> None:
@@ -77,23 +73,36 @@ def test_a_clock_that_stands_makes_no_point(story: Story) -> None:
     assert len(noted(story, 1.0, 1.0, 3.0).points) == 1
 
 
+def columns(*points: tuple[float, str, int]) -> list[Column]:
+    """Of points two seconds long: when, which model, how many tokens."""
+    ring = Past()
+    for at, name, made in points:
+        ring._into_column(at, 2.0, {name: made})
+    return list(ring.columns)
+
+
 def test_columns_begin_at_fixed_times() -> None:
-    points = [point(at, m=10) for at in (1001.0, 1003.0, 1011.0)]
+    found = columns((1001.0, "m", 10), (1003.0, "m", 30), (1011.0, "m", 10))
     for now in (1012.0, 1019.9):
-        columns = rates(points, now)["m"]
-        assert columns[-2:] == [5.0, 5.0]
-        assert set(columns[:-2]) == {None}
-    assert rates(points, 1020.0)["m"][-3:] == [5.0, 5.0, None]
+        plot = recent(found, "m", now)
+        assert plot == [None] * (COLUMNS - 2) + [10.0, 5.0]
+    assert recent(found, "m", 1020.0)[-3:] == [10.0, 5.0, None]
 
 
 def test_columns_of_a_model_that_paused_and_of_the_too_old() -> None:
-    points = [point(1.0, m=2), point(COLUMN * COLUMNS + 1, other=4)]
-    found = rates(points, COLUMN * COLUMNS + 2)
-    assert found.keys() == {"other"}
-    points.append(point(COLUMN * COLUMNS + 3, m=2))
-    found = rates(points, COLUMN * COLUMNS + 4)
-    assert found["m"][-1] == 0.5
-    assert found["other"][-1] == 1.0
+    late = COLUMN * COLUMNS
+    found = columns((1.0, "m", 2), (late + 1, "other", 4))
+    assert recent(found, "m", late + 2) == []
+    assert recent(found, "other", late + 2)[-1] == 2.0
+    found = columns((1.0, "m", 2), (late + 1, "other", 4), (late + 3, "m", 2))
+    assert recent(found, "m", late + 4)[-1] == 0.5
+    assert recent(found, "other", late + 4)[-1] == 1.0
+    assert recent(found, "nobody", late + 4) == []
+
+
+def test_columns_do_not_grow() -> None:
+    found = columns(*((COLUMN * place, "m", 1) for place in range(2 * COLUMNS)))
+    assert len(found) == COLUMNS
 
 
 def test_no_quantile_of_nothing() -> None:

@@ -1,13 +1,13 @@
 """The last minutes of the pool, so that a status page just opened has them: a bounded ring.
 
-Owned by the thread that notes; others may read. Size: POINTS points, each with one entry for every
-model that made tokens in its STEP seconds.
+Owned by the thread that notes; others may copy its lists. Size: POINTS points and COLUMNS columns,
+each with one entry for every model that made tokens in its time.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import add, sub
@@ -50,11 +50,24 @@ class Point:
         return sum(self.made.values()) / self.seconds
 
 
+@dataclass(eq=False, slots=True)
+class Column:
+    """Several points, for the plots of single models.
+
+    It begins at a multiple of COLUMN, so that a plot moves and does not change its shape.
+    """
+
+    number: int  # its beginning / COLUMN
+    seconds: float  # that its points stand for
+    made: Counter[str]
+
+
 class Past:
     """The ring. The first `note` only sets the counters that the next one subtracts."""
 
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=POINTS)
+        self.columns: deque[Column] = deque(maxlen=COLUMNS)
         self._at: float | None = None
         self._tokens: dict[str, int] = {}
         self._first: dict[str, Frozen] = {}
@@ -65,6 +78,7 @@ class Past:
         made, first = self._made(snapshot), self._firsts(snapshot)
         if before is None or at <= before:
             return
+        self._into_column(at, at - before, made)
         window = [first, *(p.first for p in islice(reversed(self.points), RECENT - 1))]
         recent = [sum(column) for column in zip(*window, strict=True)]
         self.points.append(
@@ -80,6 +94,14 @@ class Past:
                 sum(worker.taken for worker in snapshot.workers),
             )
         )
+
+    def _into_column(self, at: float, seconds: float, made: Mapping[str, int]) -> None:
+        number = int(at // COLUMN)
+        if self.columns and self.columns[-1].number == number:
+            self.columns[-1].seconds += seconds
+            self.columns[-1].made.update(made)
+        else:  # whole before it is seen: readers divide by its seconds
+            self.columns.append(Column(number, seconds, Counter(made)))
 
     def _made(self, snapshot: Snapshot) -> dict[str, int]:
         now = {model.name: model.counts["tokens"] for model in snapshot.models}
@@ -113,23 +135,17 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], part: float) -> flo
     return bounds[-1] if sum(counts) else None
 
 
-def rates(points: Sequence[Point], now: float) -> dict[str, list[float | None]]:
-    """Tokens a second of each model that made any, in COLUMNS columns of COLUMN seconds to now.
+def recent(columns: Iterable[Column], model: str, now: float) -> list[float | None]:
+    """Tokens a second of a model in COLUMNS columns to now, the newest last; [] if it made none.
 
-    None: nothing was noted then. Columns begin at multiples of COLUMN, so that a plot of them moves
-    and does not change its shape.
+    None: nothing was noted then.
     """
-    last = int(now // COLUMN)
-    seconds = [0.0] * COLUMNS
-    made: dict[str, list[int]] = {}
-    for point in points:
-        column = COLUMNS - 1 - (last - int(point.at // COLUMN))
-        if not 0 <= column < COLUMNS:
-            continue
-        seconds[column] += point.seconds
-        for name, count in point.made.items():
-            made.setdefault(name, [0] * COLUMNS)[column] += count
-    return {
-        name: [count / time if time else None for count, time in zip(counts, seconds, strict=True)]
-        for name, counts in made.items()
-    }
+    found: list[float | None] = [None] * COLUMNS
+    first, made = int(now // COLUMN) - COLUMNS + 1, False
+    for column in columns:
+        place = column.number - first
+        if 0 <= place < COLUMNS:
+            count = column.made.get(model, 0)
+            found[place] = count / column.seconds
+            made = made or count > 0
+    return found if made else []

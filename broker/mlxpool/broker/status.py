@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from mlxpool.broker.families import VERSION
-from mlxpool.broker.past import COLUMN, STEP, Past, Point, rates
+from mlxpool.broker.past import COLUMN, STEP, Past, Point, recent
 from mlxpool.broker.snapshot import ModelView, Snapshot, WorkerView
 
 SHOWN = 40  # models, and workers: the page stays small however large the pool is
@@ -20,7 +20,7 @@ Row = TypeVar("Row", ModelView, WorkerView)
 def status(snapshot: Snapshot, past: Past, now: float) -> dict[str, Any]:
     """Times are seconds, memory is bytes, rates a second's; `now` is on the clock of `past`."""
     points = list(past.points)
-    recent = rates(points, now)
+    columns = list(past.columns)
     last = points[-1].rates if points else {}
     models = _first(snapshot.models, lambda model: model.running + model.waiting)
     workers = _first(snapshot.workers, lambda worker: worker.running)
@@ -37,7 +37,8 @@ def status(snapshot: Snapshot, past: Past, now: float) -> dict[str, Any]:
         "column_s": COLUMN,
         "past": _past(points, now),
         "models": [
-            _model(model, last.get(model.name, 0.0), recent.get(model.name, [])) for model in models
+            _model(model, last.get(model.name, 0.0), recent(columns, model.name, now))
+            for model in models
         ],
         "models_hidden": len(snapshot.models) - len(models),
         "workers": [_worker(worker) for worker in workers],
@@ -75,7 +76,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def _model(model: ModelView, rate: float, recent: Sequence[float | None]) -> dict[str, Any]:
+def _model(model: ModelView, rate: float, made: Sequence[float | None]) -> dict[str, Any]:
     ends = model.outcomes
     done = sum(ends.get(reason, 0) for reason in ("stop", "length"))
     cancelled = ends.get("cancelled", 0)
@@ -88,7 +89,7 @@ def _model(model: ModelView, rate: float, recent: Sequence[float | None]) -> dic
         "failed": sum(ends.values()) - done - cancelled,
         "tokens": model.counts["tokens"],
         "now": round(rate, 1),
-        "recent": [_rounded(each, 1) for each in recent],
+        "recent": [_rounded(each, 1) for each in made],
     }
 
 
