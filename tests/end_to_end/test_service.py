@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+import urllib.request
 from pathlib import Path
+
+import pytest
 
 from manager_socket import Manager
 from pool import Pool, until
@@ -60,3 +65,25 @@ def test_a_frozen_loop_sends_no_watchdog(tmp_path: Path) -> None:
         finally:
             os.kill(pool.process.pid, signal.SIGCONT)
         until(lambda: "WATCHDOG=1" in manager.heard(), "it goes on")
+
+
+# As MemoryDenyWriteExecute=yes and NoNewPrivileges=yes of mlxpool-broker.service make it.
+TIGHT = """
+import ctypes, os, sys
+MDWE, NO_NEW_PRIVILEGES = 65, 38
+control = ctypes.CDLL(None, use_errno=True).prctl
+assert control(NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
+if control(MDWE, 1, 0, 0, 0) != 0:
+    sys.exit("no such kernel")
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_a_broker_that_may_run_no_memory_it_wrote(tmp_path: Path) -> None:
+    prefix = (sys.executable, "-c", TIGHT)
+    if b"no such" in subprocess.run([*prefix, "/bin/true"], capture_output=True).stderr:
+        pytest.skip("this kernel cannot forbid it: Linux 6.3 or newer can")
+    with Pool(tmp_path, CONFIG, prefix=prefix) as pool, pool.client() as client:
+        assert client.generate("counting", "hello", max_tokens=3).reason == "length"
+        with urllib.request.urlopen(pool.ask("ps")["broker"]["metrics"], timeout=60) as page:
+            assert page.status == 200
