@@ -79,16 +79,16 @@ class Past:
         if before is None or at <= before:
             return
         self._into_column(at, at - before, made)
-        window = [first, *(p.first for p in islice(reversed(self.points), RECENT - 1))]
-        recent = [sum(column) for column in zip(*window, strict=True)]
+        minute = [first, *(p.first for p in islice(reversed(self.points), RECENT - 1))]
+        lately = [sum(bucket) for bucket in zip(*minute, strict=True)]
         self.points.append(
             Point(
                 at,
                 at - before,
                 made,
                 first,
-                quantile(FIRST_TOKEN, recent, 0.5),
-                quantile(FIRST_TOKEN, recent, 0.95),
+                quantile(FIRST_TOKEN, lately, 0.5),
+                quantile(FIRST_TOKEN, lately, 0.95),
                 sum(model.running for model in snapshot.models),
                 sum(model.waiting for model in snapshot.models),
                 sum(worker.taken for worker in snapshot.workers),
