@@ -107,9 +107,9 @@ class Endpoint:
             await self._fail(reply, fault)
         except PoolError as error:
             await self._fail(reply, faults.of(error))
-        except OSError:  # the sender has left while something was written
-            pass
-        except Exception:
+        except Exception as error:
+            if reply.started and isinstance(error, OSError):
+                return  # the sender has left while something was written
             log.exception("a request to %s failed", scope["path"])
             await self._fail(reply, Fault(500, "the gateway failed", "internal", retry=False))
 
