@@ -97,7 +97,7 @@ class Connection:
         body = {"model": "bench", "prompt": "hello", "max_tokens": tokens, "stream": True}
         data = json.dumps(body).encode()
         head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             f"content-length: {len(data)}\r\n\r\n"
         )
         started = time.perf_counter()

@@ -94,6 +94,22 @@ def test_keys_are_read_again_and_a_broken_file_changes_nothing(
     assert http.get("/v1/models", headers=other).status_code == 401
 
 
+def test_without_keys_nobody_comes_in_by_another_name(pool: Pool, http: httpx.Client) -> None:
+    with GatewayThread(pool.run_dir) as gateway:
+        url = f"{gateway.url}/v1/models"
+        for host in (
+            "elsewhere.example",
+            "elsewhere.example:80",
+            "127.0.0.1.elsewhere",
+            "[::2]",
+            ":",
+        ):
+            refused(httpx.get(url, headers={"host": host}), 403, "host_not_allowed")
+        for host in ("localhost", "localhost:80", "127.0.0.1", "[::1]:80", "[::1]"):
+            assert httpx.get(url, headers={"host": host}, timeout=PATIENCE).status_code == 200
+    assert http.get("/v1/models", headers={"host": "elsewhere.example"}).status_code == 200
+
+
 def test_a_key_has_so_many_requests_at_once(pool: Pool) -> None:
     body = {"model": "slow", "prompt": "x", "max_tokens": 10**6, "stream": True}
     with GatewayThread(pool.run_dir, per_key=1) as gateway:
@@ -124,9 +140,9 @@ def test_a_body_too_large_with_and_without_its_length(http: httpx.Client) -> Non
 def test_a_body_that_does_not_come(pool: Pool) -> None:
     with GatewayThread(pool.run_dir, body_time=0.1) as gateway:
         host, _, port = gateway.url.removeprefix("http://").partition(":")
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
         with socket.create_connection((host, int(port)), PATIENCE) as peer:
-            peer.sendall(head + b"content-length: 100\r\n\r\n{")
+            peer.sendall(head + b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{")
             assert b"body_too_slow" in b"".join(iter(lambda: peer.recv(4096), b""))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -275,6 +277,16 @@ def test_an_operator_who_cancels_is_an_error(pool: Pool, client: openai.OpenAI) 
     assert pool.cli("cancel", first.id.removeprefix("cmpl-")).returncode == 0
     with pytest.raises(openai.APIError, match="cancelled by an operator"):
         list(stream)
+
+
+def test_the_example_of_the_documentation(
+    gateway: GatewayThread, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert "http://127.0.0.1:8080/v1" in code
+    exec(code.replace("http://127.0.0.1:8080/v1", f"{gateway.url}/v1") + "\nclient.close()", {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_many_at_once(gateway: GatewayThread) -> None:

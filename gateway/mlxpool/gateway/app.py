@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +23,7 @@ from mlxpool.gateway.keys import Keys, Places
 from mlxpool.gateway.ollama import Ollama
 from mlxpool.gateway.openai import OpenAI
 from mlxpool.gateway.serving import Serving
-from mlxpool.gateway.settings import Settings
+from mlxpool.gateway.settings import LOOPBACK, Settings
 
 log = logging.getLogger("mlxpool.gateway")
 
@@ -30,6 +31,7 @@ Work = Coroutine[Any, Any, None]
 Handle = Callable[[Request, Reply], Work]
 Answer = Callable[[Mapping[str, Any], Reply], Work]
 
+HOST = re.compile(r"\[?([^\]]*?)\]?(?::\d+)?")  # a name or an address, and a port
 READ = ("GET", "HEAD")
 ANY = (*READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 NOT_BUILT = "is not supported by mlxpool"
@@ -55,7 +57,11 @@ OLLAMA_LATER = {
 
 
 class Door:
-    """Lets in who has a key, and of each no more than its places."""
+    """Lets in who has a key, and of each no more than its places.
+
+    Without keys it is for this machine alone, and a page in a browser must not come in by a name
+    that somebody else has given to this address.
+    """
 
     def __init__(self, keys: Keys, places: Places) -> None:
         self._keys = keys
@@ -63,6 +69,10 @@ class Door:
 
     def passed(self, request: Request) -> AbstractContextManager[None]:
         """For as long as the request takes. Raises Fault."""
+        host = HOST.fullmatch(request.headers.get("host", ""))
+        if not self._keys.wanted and (host is None or host[1] not in LOOPBACK):
+            words = f"without keys it is asked as {' or '.join(LOOPBACK)} only; see --keys"
+            raise Fault(403, words, "host_not_allowed", retry=False)
         who = self._keys.who(request.headers.get("authorization"))
         if who is None:
             words = "a known key is wanted: Authorization: Bearer KEY"
@@ -97,9 +107,9 @@ class Endpoint:
             await self._fail(reply, fault)
         except PoolError as error:
             await self._fail(reply, faults.of(error))
-        except OSError:  # the sender has left while something was written
-            pass
-        except Exception:
+        except Exception as error:
+            if reply.started and isinstance(error, OSError):
+                return  # the sender has left while something was written
             log.exception("a request to %s failed", scope["path"])
             await self._fail(reply, Fault(500, "the gateway failed", "internal", retry=False))
 

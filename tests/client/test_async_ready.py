@@ -1,0 +1,79 @@
+"""Deltas taken together: none is lost to an end behind them, nor to who stops waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from fake_broker import CALM, FACTS, FakeBroker
+from mlxpool.client import AsyncClient
+from mlxpool.common.errors import Internal
+
+
+@pytest.fixture
+def broker() -> Iterator[FakeBroker]:
+    with TemporaryDirectory(prefix="mlxpool-") as folder:
+        made = FakeBroker(Path(folder)).open()
+        yield made
+        made.close()
+
+
+def test_what_has_come_is_taken_together_and_then_the_error(broker: FakeBroker) -> None:
+    def speak() -> None:
+        request = broker.accept()
+        for pos in range(3):
+            broker.tokens(request, pos, facts=FACTS)
+        broker.error(request, "internal")
+
+    async def read() -> None:
+        async with AsyncClient(broker.run_dir, pace=CALM) as client:
+            stream = client.stream("m", "x")
+            await asyncio.to_thread(speak)
+            ids: list[int] = []
+            with pytest.raises(Internal):
+                while deltas := await stream.ready():
+                    assert stream.facts["prompt_tokens"] == FACTS["prompt_tokens"]
+                    ids += [token for delta in deltas for token in delta.ids]
+            assert ids == [0, 1, 2]
+            assert await stream.ready() == []
+
+    asyncio.run(read())
+
+
+def test_deltas_that_are_there_come_in_one_list(broker: FakeBroker) -> None:
+    def speak() -> None:
+        request = broker.accept()
+        for pos in range(3):
+            broker.tokens(request, pos)
+        broker.done(request, 3)
+
+    async def read() -> None:
+        async with AsyncClient(broker.run_dir, pace=CALM) as client:
+            stream = client.stream("m", "x")
+            assert stream.facts == {}
+            await asyncio.to_thread(speak)
+            while stream._queue.qsize() < 4:  # three deltas and the end
+                await asyncio.sleep(0.001)
+            assert [delta.pos for delta in await stream.ready()] == [0, 1, 2]
+            assert await stream.ready() == [] and stream.result.reason == "stop"
+
+    asyncio.run(read())
+
+
+def test_who_stops_waiting_loses_nothing(broker: FakeBroker) -> None:
+    async def read() -> None:
+        async with AsyncClient(broker.run_dir, pace=CALM) as client:
+            stream = client.stream("m", "x")
+            request = await asyncio.to_thread(broker.accept)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.001):
+                    await stream.ready()
+            broker.tokens(request, 0)
+            broker.done(request, 1)
+            assert [delta.pos for delta in await stream.ready()] == [0]
+
+    asyncio.run(read())
