@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,12 +83,13 @@ def _of_console(block: Block) -> Iterator[Step]:
         yield Step("\n".join(command), "\n".join(printed), begun)
 
 
-def run(page: str, folder: Path, environment: Mapping[str, str]) -> list[tuple[Step, int, str]]:
-    """Run the page's steps in one shell; each with its exit code and what it printed.
+def run(
+    wanted: Sequence[Step], folder: Path, environment: Mapping[str, str]
+) -> list[tuple[Step, int, str]]:
+    """Run a page's steps in one shell; each with its exit code and what it printed.
 
     Whatever a step started in the background is ended.
     """
-    wanted = list(steps(page))
     parts = [f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"']
     for number, step in enumerate(wanted):
         parts.append(f"exec > out.{number} 2>&1\n{step.command}\necho $? > code.{number}")

@@ -12,8 +12,10 @@ import doc_blocks
 from doc_blocks import RUN, Block, Step, agrees, blocks, steps
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("quickstart.md", "configuration.md")
-NOT_RUN = {"json", "js", "toml", ""}  # shapes, excerpts, tables
+PAGES = ("docs/quickstart.md", "docs/configuration.md", "README.md")
+SERVE = Step("mlxpool serve 2> broker.log &", None, 0)
+BEFORE = {"README.md": [SERVE]}  # what a page takes for granted
+NOT_RUN = {"json", "toml", ""}  # shapes, excerpts, pictures
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -24,20 +26,21 @@ def test_a_page_does_what_it_says(name: str, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as short:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MLXPOOL_")}
         environment |= {"XDG_RUNTIME_DIR": short, "HOME": str(tmp_path), "XDG_CONFIG_HOME": short}
-        done = doc_blocks.run((ROOT / "docs" / name).read_text("utf-8"), tmp_path, environment)
+        wanted = [*BEFORE.get(name, []), *steps((ROOT / name).read_text("utf-8"))]
+        done = doc_blocks.run(wanted, tmp_path, environment)
         log = tmp_path / "broker.log"
         said = log.read_text() if log.exists() else ""
     assert done, "the page has no blocks that are run"
     for step, code, printed in done:
-        where = f"docs/{name}:{step.line}: {step.command}\n{printed}\n{said}"
+        where = f"{name}:{step.line}: {step.command}\n{printed}\n{said}"
         assert code == 0, where
         assert step.printed is None or agrees(printed, step.printed), where
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_block_is_run_or_says_why_not(name: str) -> None:
-    for block in blocks((ROOT / "docs" / name).read_text("utf-8")):
-        assert block.reason or block.kind in RUN | NOT_RUN, f"docs/{name}:{block.line}"
+    for block in blocks((ROOT / name).read_text("utf-8")):
+        assert block.reason or block.kind in RUN | NOT_RUN, f"{name}:{block.line}"
 
 
 # ---- the runner ----------------------------------------------------------------------------------
@@ -73,7 +76,7 @@ def test_blocks_and_steps() -> None:
 
 def test_what_a_page_prints_and_how_it_ends(tmp_path: Path) -> None:
     page = "```console\n$ x=5\n$ echo $x; false\n$ ls nothing\n```\n```python\nprint(1 / 0)\n```"
-    done = doc_blocks.run(page, tmp_path, os.environ)
+    done = doc_blocks.run(list(steps(page)), tmp_path, os.environ)
     assert [code for _, code, _ in done] == [0, 1, 2, 1]
     assert done[1][2] == "5\n" and "ZeroDivisionError" in done[3][2]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from counting_checker import expected_ids, text_of
+from doc_blocks import blocks
 from fake_broker import FakeBroker
 from fake_losses import lose_everything_once
 from pool import PATIENCE, Pool, until
@@ -115,3 +116,17 @@ def test_it_goes_on_whatever_is_lost(main: list[str]) -> None:
             client.kill()
             client.communicate()
             broker.close()
+
+
+def test_the_program_of_the_page(main: list[str], pool: Pool) -> None:
+    """docs/examples.md, against this pool."""
+    pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
+    page = (EXAMPLE.parents[1] / "docs" / "examples.md").read_text("utf-8")
+    [program] = (block.text for block in blocks(page) if block.kind == "js")
+    usual = "ipc:///run/user/1000/mlxpool/front.ipc"
+    assert usual in program
+    script = Path(main[1]).with_name("page.mjs")
+    script.write_text(program.replace(usual, f"ipc://{pool.run_dir}/front.ipc"), "utf-8")
+    done = subprocess.run(["node", str(script)], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert "completion_tokens: 40" in done.stdout or "stop {" in done.stdout

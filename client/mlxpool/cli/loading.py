@@ -91,15 +91,14 @@ class Line:
 
     def show(self, text: str) -> None:
         if self._live:
+            self._shown = True  # before: Ctrl-C may come at any moment
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
-            self._shown = True
 
     def clear(self) -> None:
         if self._shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
-            self._shown = False
 
 
 def wait_for(run_dir: Path, name: str) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
@@ -23,6 +24,14 @@ from mlxpool.common.config import (
 )
 
 DEFAULT = "default"
+# Read elsewhere: by the command line, by workers, by tests.
+OTHERS = [
+    "MLXPOOL_CONFIG",
+    "MLXPOOL_HISTORY",
+    "MLXPOOL_HYPOTHESIS",
+    "MLXPOOL_OPENBLAS",
+    "MLXPOOL_WORKER",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,21 +167,9 @@ def _parts(text: str) -> tuple[str, ...]:
 
 def strangers() -> dict[str, str]:
     """Variables MLXPOOL_* of the environment that nothing reads, and the nearest that is read."""
-    import difflib
-
     known = [*variables().values(), *OTHERS]
     odd = [n for n in os.environ if n.startswith("MLXPOOL_") and n not in known]
     return {name: next(iter(difflib.get_close_matches(name, known, 1)), "") for name in sorted(odd)}
-
-
-# Read elsewhere: by the command line, by workers, by tests.
-OTHERS = [
-    "MLXPOOL_CONFIG",
-    "MLXPOOL_HISTORY",
-    "MLXPOOL_HYPOTHESIS",
-    "MLXPOOL_OPENBLAS",
-    "MLXPOOL_WORKER",
-]
 
 
 def missing(loaded: Mapping[str, ModelConfig]) -> dict[str, str]:
