@@ -59,6 +59,7 @@ class Pool(Closing):
         arguments: tuple[str, ...] = (),
         prefix: tuple[str, ...] = (),
         log_path: Path | None = None,
+        verb: str = "serve",
     ) -> None:
         """`prefix` goes before the broker's command, such as a shell that sets a limit."""
         self.tmp_path = tmp_path
@@ -67,6 +68,7 @@ class Pool(Closing):
         self.config = tmp_path / "mlxpool.toml"
         self.config.write_text(config)
         self.prefix = prefix
+        self.verb = verb
         self.log_path = log_path or tmp_path / "broker.log"
         self.environment = {**os.environ, **(environment or {})}
         self.arguments = arguments
@@ -83,7 +85,7 @@ class Pool(Closing):
                 [
                     *self.prefix,
                     *self.command(),
-                    "serve",
+                    self.verb,
                     "--config",
                     str(self.config),
                     *self.arguments,

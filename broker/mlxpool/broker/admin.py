@@ -1,4 +1,4 @@
-"""The admin socket: what operations ask, and `load`, `unload`, `cancel`, `stop`. Local only."""
+"""The admin socket: what operations ask, and `load`, `unload`, `cancel`, `stop`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import zmq
-
 from mlxpool.broker import events as ev
 from mlxpool.broker import stats
+from mlxpool.broker.guard import cut
 from mlxpool.broker.peers import Peers
 from mlxpool.broker.workers import Model, Slot
 from mlxpool.common import wire
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxpool.broker")
 
-CHANGING = frozenset({"load", "unload", "drain", "restart", "cancel", "stop"})
+CHANGING = frozenset({"load", "unload", "drain", "restart", "cancel", "reload", "stop"})
 MAX_GRACE_MS = 24 * 3600 * 1000
 AT_ONCE = 64  # messages answered before the other sockets get their turn
 
@@ -30,10 +29,10 @@ AT_ONCE = 64  # messages answered before the other sockets get their turn
 class Admin:
     """Answers one message with one message, of the same kind or `error`."""
 
-    def __init__(self, broker: Broker, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, broker: Broker, peers: Peers) -> None:
         self.broker = broker
-        self.socket = socket
-        self.peers = Peers(socket)
+        self.peers = peers
+        self.socket = peers.socket
 
     def serve(self, now: float) -> None:
         """Answer everything that waits."""
@@ -42,6 +41,11 @@ class Admin:
             if received is None:
                 return
             peer, parts = received
+            if not peer.admitted:
+                self.broker.core.counters.auth_failures += 1
+                self.peers.forget(peer.number)
+                cut(peer.descriptor)
+                continue
             answer = partial(self._send, peer.number, parts)
             if _asks_for_models(parts):
                 self.broker.library.after_look(answer, now)
@@ -164,6 +168,12 @@ class Admin:
             )
         return value / 1000
 
+    def reload(self, message: Message, now: float) -> Mapping[str, Any]:
+        """Read models, limits and keys anew; what came of it stands in the log."""
+        if not self.broker.reloader.begin():
+            raise BadRequest("this broker was not started from settings that can be read again")
+        return {"state": "reloading"}
+
     def cancel(self, message: Message, now: float) -> Mapping[str, Any]:
         if message.header.id is None:
             raise BadRequest("cancel needs the request's id")
@@ -193,5 +203,6 @@ COMMANDS: dict[str, Callable[[Admin, Message, float], Mapping[str, Any]]] = {
     "drain": Admin.drain,
     "restart": Admin.restart,
     "cancel": Admin.cancel,
+    "reload": Admin.reload,
     "stop": Admin.stop,
 }

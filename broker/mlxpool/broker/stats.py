@@ -150,7 +150,7 @@ def ps(core: Core, now: float) -> dict[str, Any]:
 
 def models(fleet: Fleet, restart_limit: int, now: float) -> list[dict[str, Any]]:
     """Every name and what is known of its model, as `mlxpool models --json` prints them."""
-    return [_model(fleet, name, restart_limit, now) for name in fleet.names.known]
+    return [_model(fleet, name, restart_limit, now) for name in fleet.names.offered()]
 
 
 def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from mlxpool.cli import check, ops, run, serve
+from mlxpool.cli import alone, check, dial, keygen, ops, run, serve
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
 from mlxpool.common.paths import default_run_dir
 
@@ -61,8 +61,14 @@ def parser() -> argparse.ArgumentParser:
         parents=[common],
     )
     root.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
+    dialling = argparse.ArgumentParser(add_help=False, parents=[common])
+    dial.add_flags(dialling)
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for room in (serve, run, check, ops):
+    serve.add_commands(commands, common)
+    alone.add_commands(commands, common, dialling)
+    for room in (run, ops):
+        room.add_commands(commands, dialling)
+    for room in (check, keygen):
         room.add_commands(commands, common)
     return root
 
@@ -73,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.run_dir_flag = getattr(options, "run_dir", None)
     options.run_dir = options.run_dir_flag or default_run_dir()
     options.json = getattr(options, "json", False)
+    options.place = dial.place_of(options, "admin")
     command: Callable[[argparse.Namespace], int] = options.run
     try:
         return command(options)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from mlxpool.cli.dial import Place
 from mlxpool.cli.figures import duration, size, table
 from mlxpool.common import sockets, wire
-from mlxpool.common.errors import BadRequest, BrokerLost, from_body
+from mlxpool.common.errors import BadRequest, BrokerLost, Unauthorized, from_body
+from mlxpool.common.handshake import Handshake
 from mlxpool.common.wire import Header
 
 TIMEOUT_MS = 2000
@@ -28,6 +32,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         ("stats", "counters since the broker's start", stats),
         ("models", "the models that can be asked for", models),
         ("requests", "live requests and their ids", requests),
+        ("reload", "have the broker read models, limits and keys anew, as SIGHUP does", reload),
         ("stop", "end the broker for good: its streams end (to restart it, send SIGTERM)", stop),
     ):
         commands.add_parser(name, parents=[common], help=text).set_defaults(run=action)
@@ -70,20 +75,32 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def ask(
-    run_dir: Path, kind: str, body: Mapping[str, Any] | None = None, ident: bytes | None = None
+    where: Path | Place,
+    kind: str,
+    body: Mapping[str, Any] | None = None,
+    ident: bytes | None = None,
 ) -> dict[str, Any]:
-    """One admin command. Raises BrokerLost naming the endpoint when nobody answers."""
-    endpoint = sockets.ipc(run_dir, "admin")
+    """One admin command, to the broker of a run directory or to one elsewhere.
+
+    Raises BrokerLost naming the endpoint when nobody answers, Unauthorized naming the key that is
+    not let in.
+    """
+    place = Place(where) if isinstance(where, Path) else where
+    endpoint, credentials = place.of_socket("admin"), place.credentials()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = sockets.dealer(context, endpoint)
+    socket = sockets.dealer(context, endpoint, credentials)
+    handshake = Handshake(socket, endpoint, credentials)
     try:
         socket.send_multipart(
             wire.encode(Header(kind, ident or os.urandom(wire.ID_BYTES)), body or {})
         )
-        if not socket.poll(TIMEOUT_MS):
-            raise BrokerLost(_nobody(run_dir, endpoint))
+        if not _answered(socket, handshake):
+            if handshake.trouble:
+                raise Unauthorized(handshake.trouble)
+            raise BrokerLost(_nobody(place.run_dir, endpoint))
         message = wire.decode(socket.recv_multipart(), max_body=wire.MAX_BLOB)
     finally:
+        handshake.close()
         socket.close(linger=0)
         context.term()
     if message.kind == wire.ERROR:
@@ -91,8 +108,24 @@ def ask(
     return message.body
 
 
+def _answered(socket: zmq.Socket[bytes], handshake: Handshake) -> bool:
+    """Wait for an answer; False after TIMEOUT_MS, or when there will be none."""
+    poller = zmq.Poller()
+    for source in (socket, handshake.monitor):
+        poller.register(source, zmq.POLLIN)
+    end = time.monotonic() + TIMEOUT_MS / 1000
+    while (left := end - time.monotonic()) > 0 and not handshake.hopeless:
+        ready = dict(poller.poll(math.ceil(left * 1000)))
+        if socket in ready:
+            return True
+        handshake.succeeded()
+    return False
+
+
 def _nobody(run_dir: Path, endpoint: str) -> str:
     """Why nobody answers, as far as the lock tells."""
+    if endpoint.startswith("tcp:"):
+        return f"no broker answers at {endpoint}; is it its admin endpoint?"
     try:
         pid = int((run_dir / "lock").read_text())
         os.kill(pid, 0)
@@ -111,7 +144,7 @@ def _show(options: argparse.Namespace, answer: Mapping[str, Any], text: str) -> 
 
 def ps(options: argparse.Namespace) -> int:
     """One line for each worker."""
-    answer = ask(options.run_dir, "ps")
+    answer = ask(options.place, "ps")
     rows = [_worker_row(worker) for worker in answer["workers"]]
     head = (
         "SLOT", "PID", "STATE", "PHASE", "FOR", "RUN", "WAIT", "WEIGHTS", "KV", "ACTIVE", "RSS",
@@ -148,7 +181,7 @@ def _worker_row(worker: Mapping[str, Any]) -> Sequence[str]:
 
 def stats(options: argparse.Namespace) -> int:
     """Counters, one a line."""
-    answer = ask(options.run_dir, "stats")
+    answer = ask(options.place, "stats")
     lines = []
     for name, value in answer.items():
         if isinstance(value, Mapping):
@@ -160,7 +193,7 @@ def stats(options: argparse.Namespace) -> int:
 
 def models(options: argparse.Namespace) -> int:
     """One line for each model."""
-    answer = ask(options.run_dir, "models")
+    answer = ask(options.place, "models")
     rows = [_model_row(model) for model in answer["models"]]
     head = (
         "NAME", "STATE", "TYPE", "SIZE", "QUANTISATION", "CONTEXT", "QUEUED", "DIGEST", "SUPPORTS",
@@ -190,7 +223,7 @@ def _model_row(model: Mapping[str, Any]) -> Sequence[str]:
 
 def requests(options: argparse.Namespace) -> int:
     """One line for each live request."""
-    answer = ask(options.run_dir, "requests")
+    answer = ask(options.place, "requests")
     rows = [
         (r["id"], r["model"], r["state"], str(r["tokens"]), duration(r["age_s"]))
         for r in answer["requests"]
@@ -199,12 +232,12 @@ def requests(options: argparse.Namespace) -> int:
 
 
 def load(options: argparse.Namespace) -> int:
-    answer = ask(options.run_dir, "load", {"model": options.model})
+    answer = ask(options.place, "load", {"model": options.model})
     return _show(options, answer, f"{answer['model']}: starting")
 
 
 def unload(options: argparse.Namespace) -> int:
-    answer = ask(options.run_dir, "unload", {"model": options.model})
+    answer = ask(options.place, "unload", {"model": options.model})
     return _show(options, answer, f"{answer['model']}: stopping")
 
 
@@ -214,13 +247,13 @@ def drain(options: argparse.Namespace) -> int:
         body["slot" if SLOT.search(options.target) else "model"] = options.target
     if options.timeout is not None:
         body["timeout_ms"] = round(options.timeout * 1000)
-    answer = ask(options.run_dir, "drain", body)
+    answer = ask(options.place, "drain", body)
     text = f"{answer['draining']}: draining, {duration(answer['timeout_ms'] / 1000)} at most"
     return _show(options, answer, text)
 
 
 def restart(options: argparse.Namespace) -> int:
-    answer = ask(options.run_dir, "restart", {"slot": options.slot})
+    answer = ask(options.place, "restart", {"slot": options.slot})
     return _show(options, answer, f"{answer['slot']}: restarting")
 
 
@@ -232,11 +265,16 @@ def cancel(options: argparse.Namespace) -> int:
         ident = b""
     if len(ident) != wire.ID_BYTES:
         raise BadRequest(f"ID must be {2 * wire.ID_BYTES} hexadecimal digits, got {options.id!r}")
-    answer = ask(options.run_dir, "cancel", {}, ident)
+    answer = ask(options.place, "cancel", {}, ident)
     _show(options, answer, f"{options.id}: was {answer['state']}, {answer['pos']} tokens sent")
     return 1 if answer["state"] == "unknown" else 0
 
 
+def reload(options: argparse.Namespace) -> int:
+    answer = ask(options.place, "reload")
+    return _show(options, answer, "the broker reads its settings; its log says what changes")
+
+
 def stop(options: argparse.Namespace) -> int:
-    answer = ask(options.run_dir, "stop")
+    answer = ask(options.place, "stop")
     return _show(options, answer, "the broker is stopping")
