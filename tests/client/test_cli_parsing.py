@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.dial import Place
 from mlxpool.cli import check, figures, ops, run
 from mlxpool.cli import main as cli
+from mlxpool.cli.dial import Place
 from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
 

@@ -100,7 +100,8 @@ class DialIn:
         here = self.broker.back.by_number
         for remote in list(self.remotes.by_slot.values()):
             peer = here.get(remote.number)
-            if peer is not None and peer.descriptor in ended:
+            # None: something that was sent to it meanwhile has found it gone.
+            if peer is None or peer.descriptor in ended:
                 self.broker.read_all(DRY, now)
                 self._ended(remote.slot, "its connection ended", now)
 

@@ -511,7 +511,7 @@ class Broker:
                 action.header, action.body, action.blobs, max_body=wire.MAX_BACK_BODY
             )
             if not self.back.send(number, parts) and self.back.overflowed(number):
-                self.supervisor.stop(action.slot, now)  # it takes nothing any more
+                self.stop_worker(ev.StopWorker(action.slot), now)  # it takes nothing any more
             # Else the connection is gone: the worker says hello again, or the judge notices.
 
     def start_worker(self, action: ev.StartWorker, now: float) -> None:

@@ -368,9 +368,7 @@ class Link:
         known = self._watch.heard_at > -math.inf
         advice = "" if known else "; start one with `mlxpool serve`"
         silence = f"no broker answers at {self.endpoint} for {self._watch.silent:.0f} s"
-        self._end_all(
-            Unauthorized(port.trouble) if port.trouble else BrokerLost(silence + advice)
-        )
+        self._end_all(Unauthorized(port.trouble) if port.trouble else BrokerLost(silence + advice))
         port.replace()  # or a broker that comes later would find what nobody waits for
         self._watch.idle()
 

@@ -37,8 +37,8 @@ class Keyring:
 
     def name(self, public: str, role: str) -> str | None:
         """The name of a key, if it has this role."""
-        name, has = self._known.get(public, ("", ""))
-        return name if has == role else None
+        known = self._known.get(public)
+        return known[0] if known is not None and known[1] == role else None
 
     def owner(self, user: str, role: str) -> str:
         """Who a connection's id is, as requests and quotas know him; "": nobody for this role."""
