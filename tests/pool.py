@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -74,7 +74,7 @@ class Pool(Closing):
         self.arguments = arguments
         self.process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> Self:
         self.start()
         return self
 

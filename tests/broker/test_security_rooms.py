@@ -1,4 +1,4 @@
-"""The pure parts of what guards a pool: allow-list, quotas, what a reload changes, beats as looks."""
+"""The pure parts of what guards a pool: allow-list, rates, what a reload changes, beats."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_an_open_umask_opens_no_key(tmp_path: Path) -> None:
 def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
     path = keys.write(keys.make("alice", "client"), tmp_path)
     text = path.read_text()
-    with pytest.raises(BadKey, match="there is a key .*alice.key already"):
+    with pytest.raises(BadKey, match=r"there is a key .*alice\.key already"):
         keys.write(keys.make("alice", "worker"), tmp_path)
     assert path.read_text() == text
 
@@ -62,7 +62,7 @@ def test_an_unknown_role_and_a_key_of_another_role(tmp_path: Path) -> None:
     with pytest.raises(BadKey, match="the role is 'boss'"):
         keys.make("alice", "boss")
     path = keys.write(keys.make("alice", "client"), tmp_path)
-    with pytest.raises(BadKey, match="role 'client', 'server' is needed.*--role server"):
+    with pytest.raises(BadKey, match=r"role 'client', 'server' is needed.*--role server"):
         keys.read(path, "server")
 
 

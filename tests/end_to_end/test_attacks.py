@@ -104,7 +104,7 @@ def test_nobody_there_is_no_matter_of_keys(secure: SecurePool) -> None:
             key=secure.keys.path("alice"),
             connect_timeout=0.3,
         ) as client,
-        pytest.raises(BrokerLost, match="no broker answers at tcp://127.0.0.1:1"),
+        pytest.raises(BrokerLost, match=r"no broker answers at tcp://127\.0\.0\.1:1"),
     ):
         client.generate("counting", "hello", max_tokens=3)
 
