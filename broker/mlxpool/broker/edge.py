@@ -311,7 +311,8 @@ class Broker:
             )
             header = wire.header_of(parts)
             message = None if header is None else Message(header, {}, ())
-            self._refuse(peer, error, None if header is None else header.id, message, now)
+            self.core.counters.rejected[error.code] += 1
+            self._complain(peer, error, None if header is None else header.id, message, now)
         return False
 
     def _turn_away(self, peers: Peers, peer: Peer) -> None:
@@ -353,8 +354,19 @@ class Broker:
         message: Message | None,
         now: float,
     ) -> None:
-        """Answer what could not be read; it ends no stream that is live."""
+        """Answer what could not be read."""
         self.core.counters.bad_frames += 1
+        self._complain(peer, error, about, message, now)
+
+    def _complain(
+        self,
+        peer: Peer,
+        error: PoolError,
+        about: bytes | None,
+        message: Message | None,
+        now: float,
+    ) -> None:
+        """Say what is wrong; it ends no stream that is live."""
         self.perform(ev.Heard(peer.number), now)
         live = about is None or about in self.core.requests
         attempt = message.header.attempt if message is not None else 0
