@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +13,7 @@ import zmq
 
 from bystander import Bystander
 from counting_checker import expected_ids
-from mlxpool.client import Client
+from mlxpool.client import AsyncClient, Client
 from mlxpool.common import sockets, wire
 from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized
 from mlxpool.common.keys import Credentials
@@ -57,6 +60,45 @@ def test_a_key_on_the_list_is_served(secure: SecurePool) -> None:
         result = client.generate("counting", "hello", seed=3, max_tokens=20)
     assert list(result.ids) == expected_ids("hello", 3, 20)
     assert secure.log().count("owner=key:alice")
+
+
+def test_asyncio_dials_with_keys_as_well(secure: SecurePool) -> None:
+    async def ask() -> list[int]:
+        endpoint, key = secure.endpoint("front"), secure.keys.path("alice")
+        async with AsyncClient(endpoint=endpoint, server_key=secure.server_key, key=key) as client:
+            return list((await client.generate("counting", "hello", seed=3, max_tokens=5)).ids)
+
+    assert asyncio.run(ask()) == expected_ids("hello", 3, 5)
+
+
+def test_the_command_line_takes_flags_or_the_environment(
+    secure: SecurePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("run", "counting", "hello", "--max-tokens", "3", "--seed", "3", "--json")
+    done = secure.cli(*asked, *secure.flags("alice", "front"))
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("MLXPOOL_ENDPOINT", secure.endpoint("front"))
+    monkeypatch.setenv("MLXPOOL_ADMIN_ENDPOINT", secure.endpoint("admin"))
+    monkeypatch.setenv("MLXPOOL_SERVER_KEY", secure.server_key)
+    command = (sys.executable, "-m", "mlxpool.cli.main")
+    for verb, key, code in (
+        (asked, "alice", 0),
+        (asked, "chief", 1),
+        (("ps",), "chief", 0),
+        (("ps",), "alice", 1),
+    ):
+        monkeypatch.setenv("MLXPOOL_KEY", str(secure.keys.path(key)))
+        ended = subprocess.run([*command, *verb], capture_output=True, text=True, timeout=60)
+        assert ended.returncode == code, ended.stderr
+        assert code == 0 or f"refuses the key '{key}'" in ended.stderr
+
+
+def test_a_key_that_others_can_read_is_not_used(secure: SecurePool) -> None:
+    secure.keys.make("open", "client")
+    secure.keys.path("open").chmod(0o640)
+    done = secure.cli("run", "counting", "hello", *secure.flags("open", "front"))
+    assert done.returncode == 2
+    assert "mode 0640" in done.stderr and "chmod 600" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["hand", "chief", "stranger"])

@@ -211,3 +211,23 @@ def test_a_worker_that_is_restarted_comes_again_until_it_is_sent_away(
         until(lambda: (now := workers(shared)) and before not in now, "a fresh one is there")
         assert shared.cli("unload", "counting").returncode == 0
         assert worker.wait() == 0
+
+
+def test_a_worker_that_hangs_is_cut_off_and_comes_again(tmp_path: Path) -> None:
+    """The broker judges it by its beats, far from its process; its supervisor's limits are long."""
+    limits = "step_limit = 0.5\nprefill_limit = 0.5\nfresh_limit = 0.5"
+    fault = 'fault = "lock"\nfault_at = 5\nfault_times = 1\n'
+    with (
+        broker(tmp_path, pool=limits) as secure,
+        RemoteWorker(
+            tmp_path / "one",
+            "counting",
+            *secure.flags("hand", "back"),
+            config=SLOW.format(500) + fault,
+        ),
+        secure.dial("alice") as client,
+    ):
+        result = client.generate("counting", "hello", seed=5, max_tokens=50)
+        assert list(result.ids) == expected_ids("hello", 5, 50)
+        assert result.attempts == 2
+        assert "why=hung in decode" in secure.log()

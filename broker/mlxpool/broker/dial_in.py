@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxpool.broker")
 
+NAMES = 10_000  # models that there may be before workers bring no more
 DRY = 64  # turns of reading, at most, before a worker's end is told
 
 
@@ -33,10 +34,12 @@ class DialIn:
         """A worker without a slot of ours introduced itself; False when it may not."""
         broker, name = self.broker, model_of(message)
         known = self.remotes.known(peer.number, str(message.body.get("token")))
-        if name is None or not self._may(peer) or len(self.remotes.by_slot) >= MOST:
+        if name is None or not self._may(peer) or not self._room_for(name):
             return False
+        if known is not None and known.model != name:
+            return False  # one connection, one model
         body = {k: v for k, v in message.body.items() if k != "token"}
-        if known is not None and known.model == name:
+        if known is not None:
             self._lay_down(known.slot, peer.number)
             remote = self.remotes.add(known.slot, name, peer.number)
             event: ev.Event = ev.WorkerHello(remote.slot, body, remote.token)
@@ -48,6 +51,7 @@ class DialIn:
         slot = broker.core.fleet.slots.get(remote.slot)
         if slot is None or slot.worker is None:
             self.remotes.by_slot.pop(remote.slot, None)
+            self._lay_down(remote.slot, peer.number)
         else:
             broker.epochs[peer.number] = slot.worker.epoch
         return True
@@ -57,6 +61,10 @@ class DialIn:
         if peer.user.startswith(KEY):
             return peer.admitted
         return not self.broker.config.local_workers and peer.owner == f"{UID}{os.getuid()}"
+
+    def _room_for(self, name: str) -> bool:
+        known = self.broker.core.fleet.names.known
+        return len(self.remotes.by_slot) < MOST and (name in known or len(known) < NAMES)
 
     def _lay_down(self, slot: str, fresh: int = 0) -> Peer | None:
         """The slot's connection counts no more; returns its peer, if it is another than `fresh`."""

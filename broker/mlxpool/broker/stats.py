@@ -217,6 +217,8 @@ def _worker(slot: Slot, now: float) -> dict[str, Any]:
         "waiting": beat.get("waiting", 0),
         "step_ms": beat.get("step_ms", 0),
         "uptime_s": round(now - worker.started_at, 3),
+        "remote": worker.remote,
+        "host": worker.hello.get("host"),
         "load_s": round(worker.ready_at - worker.started_at, 3) if worker.ready_at else None,
         "context": worker.hello.get("context"),
         "memory": beat.get("memory", {}),

@@ -52,6 +52,7 @@ def run_worker(options: argparse.Namespace) -> int:
     from mlxpool.broker.outpost import Outpost
     from mlxpool.broker.supervisor import Dial
     from mlxpool.common import logs
+    from mlxpool.common.config import check_run_dir
 
     place = place_of(options, "back")
     place.credentials()  # a key that cannot be used is told here and not by every worker
@@ -66,5 +67,6 @@ def run_worker(options: argparse.Namespace) -> int:
         raise ValueError(f"--orphan-grace must be 0 or more, got {options.orphan_grace:g}")
     logs.set_up(json_lines=config.log_format == "json")
     dial = Dial(place.server_key or "", place.key or "", options.orphan_grace)
+    check_run_dir(config.run_dir)
     own = replace(config, run_dir=config.run_dir / "remote")  # no broker may sweep it away
     return Outpost(own, place.of_socket("back"), options.name, model, dial).run()

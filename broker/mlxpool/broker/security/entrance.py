@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import zmq
@@ -11,6 +12,8 @@ from mlxpool.broker.security.keyring import Keyring
 from mlxpool.broker.security.zap import Zap
 from mlxpool.common import keys
 from mlxpool.common.config import PoolConfig
+
+log = logging.getLogger("mlxpool.broker")
 
 ROLES = {"front": "client", "back": "worker", "admin": "admin"}
 
@@ -27,6 +30,8 @@ class Entrance:
         """Raises BadKey. Make it before any socket is bound."""
         self.key = keys.read(config.secret_key, "server") if config.secret_key else None
         self.keyring = Keyring(config.keys)
+        if config.keys and self.key is None:
+            log.warning("keys are listed, but without secret_key nobody is asked for one")
         self.zap = Zap(context, self.keyring, on_refusal) if self.key else None
 
     def domain(self, socket: str) -> str:
