@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -59,6 +59,7 @@ class Pool(Closing):
         arguments: tuple[str, ...] = (),
         prefix: tuple[str, ...] = (),
         log_path: Path | None = None,
+        verb: str = "serve",
     ) -> None:
         """`prefix` goes before the broker's command, such as a shell that sets a limit."""
         self.tmp_path = tmp_path
@@ -67,12 +68,13 @@ class Pool(Closing):
         self.config = tmp_path / "mlxpool.toml"
         self.config.write_text(config)
         self.prefix = prefix
+        self.verb = verb
         self.log_path = log_path or tmp_path / "broker.log"
         self.environment = {**os.environ, **(environment or {})}
         self.arguments = arguments
         self.process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -83,7 +85,7 @@ class Pool(Closing):
                 [
                     *self.prefix,
                     *self.command(),
-                    "serve",
+                    self.verb,
                     "--config",
                     str(self.config),
                     *self.arguments,

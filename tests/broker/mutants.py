@@ -224,8 +224,8 @@ MUTANTS = (
     _broker(
         "pinned models are evicted",
         "policy",
-        " and m.workers and m.config.keep_alive >= 0]\n",
-        " and m.workers]\n",
+        " and m.own and m.config.keep_alive >= 0]\n",
+        " and m.own]\n",
     ),
     Mutant(
         "a kill from outside is taken for its own",

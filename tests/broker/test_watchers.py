@@ -162,7 +162,8 @@ def test_one_too_many_is_refused() -> None:
         tempfile.TemporaryDirectory(prefix="mlxpool-") as folder,
         RawPeer(Path(folder), "a") as peer,
     ):
-        admin = Admin(cast(Broker, None), sockets.router(context, sockets.ipc(Path(folder), "a")))
+        socket = sockets.router(context, sockets.ipc(Path(folder), "a"))
+        admin = Admin(cast(Broker, None), Peers(socket))
         try:
             admin.watchers._of.update((n, Watcher(ID, math.inf)) for n in range(100, 100 + MOST))
             peer.say(Header(wire.WATCH, ID))
@@ -179,7 +180,7 @@ def test_a_picture_that_fails_ends_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken = SimpleNamespace(core=SimpleNamespace(counters=Counters()))
-    admin = Admin(cast(Broker, broken), cast("zmq.Socket[bytes]", None))
+    admin = Admin(cast(Broker, broken), Peers(cast("zmq.Socket[bytes]", None)))
     admin._guarded(partial(admin.watchers.admit, 1, ID), 1.0)  # this broker has no figures
     assert broken.core.counters.internal_errors == 1
     assert "a picture failed" in caplog.text

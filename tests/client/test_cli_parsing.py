@@ -16,6 +16,7 @@ import pytest
 
 from mlxpool.cli import check, figures, ops, run
 from mlxpool.cli import main as cli
+from mlxpool.cli.dial import Place
 from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
 
@@ -44,12 +45,12 @@ class Asked:
 
     def __call__(
         self,
-        run_dir: Path,
+        where: Place,
         kind: str,
         body: Mapping[str, Any] | None = None,
         ident: bytes | None = None,
     ) -> dict[str, Any]:
-        self.calls.append((run_dir, kind, dict(body or {}), ident))
+        self.calls.append((where.run_dir, kind, dict(body or {}), ident))
         if isinstance(self.answer, BaseException):
             raise self.answer
         return dict(self.answer)

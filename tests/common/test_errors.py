@@ -20,6 +20,7 @@ CLIENTS = {
 }
 POOLS = {
     "queue_full",
+    "over_quota",
     "deadline_exceeded",
     "worker_lost",
     "broker_lost",

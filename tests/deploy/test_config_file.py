@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.common.config import BUILTIN, Counting, ModelConfig, PoolConfig, load
+from mlxpool.common.config import BUILTIN, Counting, KeyConfig, ModelConfig, PoolConfig, load
 
 FILE = Path(__file__).parents[2] / "deploy" / "mlxpool.toml"
-SHOWN_AS_COMMENT = {"run_dir", "models_dir"}  # their defaults depend on the machine
+SHOWN_AS_COMMENT = {"run_dir", "models_dir", "secret_key"}  # their defaults depend on the machine
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def names(kind: type) -> set[str]:
 
 def test_it_names_every_setting() -> None:
     table = tomllib.loads(FILE.read_text("utf-8"))
-    assert set(table["pool"]) == names(PoolConfig) - {"models"} - SHOWN_AS_COMMENT
+    assert set(table["pool"]) == names(PoolConfig) - {"models", "keys"} - SHOWN_AS_COMMENT
     assert set(table["models"]["demo"]) == names(ModelConfig) - {"counting", "within"}
     assert set(table["models"]["counting"]["counting"]) == names(Counting)
 
@@ -36,6 +36,12 @@ def test_it_names_every_setting() -> None:
 @pytest.mark.parametrize("name", sorted(SHOWN_AS_COMMENT))
 def test_it_shows_the_others_as_comments(name: str) -> None:
     assert f"\n# {name} = " in FILE.read_text("utf-8")
+
+
+def test_it_shows_a_key_as_a_comment() -> None:
+    text = FILE.read_text("utf-8")
+    assert "\n#   [keys.alice]\n" in text
+    assert all(f"\n#   {name} = " in text for name in names(KeyConfig))
 
 
 def test_every_value_is_the_default() -> None:

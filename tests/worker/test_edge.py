@@ -125,6 +125,7 @@ def test_what_is_unsent_belongs_to_its_epoch(tmp_path: Path) -> None:
         assert wire.decode(hello).body == {"slot": "a/0", "token": "next"}
     finally:
         link.unsent.clear()
+        link.handshake.close()
         link.socket.close(linger=0)
         link.context.term()
 

@@ -10,9 +10,10 @@ from mlxpool.common import config, logs
 
 
 def main() -> int:
-    settings = config.load(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    settings = config.load(path)
     logs.set_up(json_lines=settings.log_format == "json")
-    Broker(settings).run()
+    Broker(settings, lambda: config.load(path)).run()
     return 0
 
 

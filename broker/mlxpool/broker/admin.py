@@ -1,4 +1,4 @@
-"""The admin socket: what operations ask, `watch`, and what changes the pool. Local only."""
+"""The admin socket: what operations ask, `watch`, and what changes the pool."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import zmq
-
 from mlxpool.broker import events as ev
 from mlxpool.broker import picture, stats
+from mlxpool.broker.guard import cut
 from mlxpool.broker.peers import Peers
 from mlxpool.broker.watchers import MOST, Watchers
 from mlxpool.broker.workers import Model, Slot
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxpool.broker")
 
-CHANGING = frozenset({"load", "unload", "drain", "restart", "cancel", "stop"})
+CHANGING = frozenset({"load", "unload", "drain", "restart", "cancel", "reload", "stop"})
 MAX_GRACE_MS = 24 * 3600 * 1000
 AT_ONCE = 64  # messages answered before the other sockets get their turn
 
@@ -31,10 +30,10 @@ AT_ONCE = 64  # messages answered before the other sockets get their turn
 class Admin:
     """Answers one message with one message, of the same kind or `error`; `watch` with many."""
 
-    def __init__(self, broker: Broker, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, broker: Broker, peers: Peers) -> None:
         self.broker = broker
-        self.socket = socket
-        self.peers = Peers(socket)
+        self.peers = peers
+        self.socket = peers.socket
         self.watchers = Watchers(self.peers, self._picture)
 
     def serve(self, now: float) -> None:
@@ -44,6 +43,11 @@ class Admin:
             if received is None:
                 return
             peer, parts = received
+            if not peer.admitted:
+                self.broker.core.counters.auth_failures += 1
+                self.peers.forget(peer.number)
+                cut(peer.descriptor)
+                continue
             kind, ident = _asked(parts)
             answer = partial(self._send, peer.number, parts)
             if kind == wire.WATCH and self.watchers.takes(peer.number):
@@ -188,6 +192,12 @@ class Admin:
             )
         return value / 1000
 
+    def reload(self, message: Message, now: float) -> Mapping[str, Any]:
+        """Read models, limits and keys anew; what came of it stands in the log."""
+        if not self.broker.reloader.begin():
+            raise BadRequest("this broker was not started from settings that can be read again")
+        return {"state": "reloading"}
+
     def cancel(self, message: Message, now: float) -> Mapping[str, Any]:
         if message.header.id is None:
             raise BadRequest("cancel needs the request's id")
@@ -220,5 +230,6 @@ COMMANDS: dict[str, Callable[[Admin, Message, float], Mapping[str, Any]]] = {
     "drain": Admin.drain,
     "restart": Admin.restart,
     "cancel": Admin.cancel,
+    "reload": Admin.reload,
     "stop": Admin.stop,
 }

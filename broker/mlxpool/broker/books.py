@@ -6,7 +6,7 @@ below it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from mlxpool.broker import events as ev
 from mlxpool.broker.fleet import Fleet
 from mlxpool.broker.requests import Request, State, Tombstone
+from mlxpool.broker.security.quotas import Rates
 from mlxpool.broker.stats import Counters
 from mlxpool.broker.timers import Timers
 from mlxpool.broker.workers import Model, Question
@@ -61,6 +62,8 @@ class Books:
         self.requests: dict[bytes, Request] = {}
         self.tombstones: OrderedDict[bytes, Tombstone] = OrderedDict()
         self.links: dict[int, Link] = {}
+        self.owned: Counter[str] = Counter()  # owner -> live requests
+        self.cancels = Rates()
         self.poisoned: OrderedDict[bytes, float] = OrderedDict()  # digest -> until
         self.asked: dict[bytes, tuple[Question, int]] = {}  # id -> the call, its worker's epoch
         self.counters = Counters()

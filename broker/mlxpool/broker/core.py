@@ -20,6 +20,7 @@ from mlxpool.common.errors import (
     DeadlineExceeded,
     Draining,
     ModelLoadFailed,
+    Unauthorized,
     WorkerLost,
 )
 from mlxpool.common.wire import Header
@@ -88,6 +89,13 @@ class Core(Taking):
         self.fleet.hello(worker, event.body, event.token, now)
         self._go_on(worker, now)
 
+    def on_dialled(self, event: ev.WorkerDialled, now: float) -> None:
+        if self.stopping:
+            return  # the next broker will hear of it
+        pid = event.body.get("pid")
+        self.fleet.dialled(event.slot, event.model, pid if isinstance(pid, int) else 0, now)
+        self.on_hello(ev.WorkerHello(event.slot, event.body, event.token), now)
+
     def on_bye(self, event: ev.WorkerBye, now: float) -> None:
         worker = self.fleet.worker(event.epoch)
         if worker is not None:
@@ -146,10 +154,18 @@ class Core(Taking):
             self._heard(event.link, now)
             header = Header(wire.FATE, event.id, self.boot, 0, fate["pos"])
             self._emit(event.link, header, fate)
+        if event.owner is not None and self.config.quota_cancels:
+            self.cancels.spend(event.owner, 1, self.config.quota_cancels, now)
         request = self.requests.get(event.id)
         if request is not None and event.owner in (None, request.owner):
             self._cancel(request, now)
             self.tombstones[event.id] = replace(self.tombstones[event.id], final=True)
+
+    def on_revoked(self, event: ev.Revoked, now: float) -> None:
+        error = Unauthorized(f"{event.owner} was revoked: nothing of it is served any more")
+        for request in list(self.requests.values()):
+            if request.owner == event.owner:
+                self._fail(request, error, now)
 
     # ---- time ----------------------------------------------------------------------------------
 
@@ -235,6 +251,23 @@ class Core(Taking):
     def on_model_described(self, event: ev.ModelDescribed, now: float) -> None:
         self.fleet.described(event.name, event.about)
 
+    def on_model_gone(self, event: ev.ModelGone, now: float) -> None:
+        """What was accepted goes on for `grace`, as in a drain; new requests know no such model."""
+        model = self.fleet.gone(event.name)
+        if model is not None:
+            self._drain_model(model, event.grace, now)
+
+    def on_model_changed(self, event: ev.ModelChanged, now: float) -> None:
+        """New settings hold for new workers; the old ones finish, or hand over after `grace`."""
+        for worker in self.fleet.changed(event.name, event.config, event.place, event.need):
+            model = self.fleet.models[worker.model]
+            worker.replace = self.fleet.slots[worker.slot] in self.fleet.own_slots(model)
+            self._drain_worker(worker.slot, event.grace, now)
+
+    def on_reload(self, event: ev.Reload, now: float) -> None:
+        self.config = self.fleet.config = event.config
+        self.fleet.memory = event.memory
+
     # ---- operations ----------------------------------------------------------------------------
 
     def on_load(self, event: ev.Load, now: float) -> None:
@@ -300,6 +333,8 @@ HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     ev.Spawned: Core.on_spawned,
     ev.SpawnFailed: Core.on_spawn_failed,
     ev.WorkerHello: Core.on_hello,
+    ev.WorkerDialled: Core.on_dialled,
+    ev.Revoked: Core.on_revoked,
     ev.WorkerDeltas: Core.on_deltas,
     ev.WorkerBeat: Core.on_beat,
     ev.WorkerCredit: Core.on_credit,
@@ -311,6 +346,9 @@ HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     ev.Late: Core.on_late,
     ev.ModelFound: Core.on_model_found,
     ev.ModelDescribed: Core.on_model_described,
+    ev.ModelGone: Core.on_model_gone,
+    ev.ModelChanged: Core.on_model_changed,
+    ev.Reload: Core.on_reload,
     ev.Load: Core.on_load,
     ev.Unload: Core.on_unload,
     ev.Drain: Core.on_drain,

@@ -133,6 +133,9 @@ class Delivery(Books):
             self._send_chunk(request, request.unread.popleft())
         self._send(request, kind, body, pos=request.sent)
         del self.requests[request.id]
+        self.owned.subtract([request.owner])
+        if not self.owned[request.owner]:
+            del self.owned[request.owner]
         self.timers.clear(request.id)
         self.links[request.link].ids.discard(request.id)
         self._bury(request, now)

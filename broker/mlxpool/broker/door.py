@@ -12,6 +12,7 @@ import os
 import zmq
 
 from mlxpool.common import sockets
+from mlxpool.common.keys import KeyPair
 
 log = logging.getLogger("mlxpool.broker")
 
@@ -29,9 +30,15 @@ def backlog_of(limit: int) -> int:
 class Door:
     """Owned by the broker's one thread, like the socket it guards."""
 
-    def __init__(self, socket: zmq.Socket[bytes], first: str, limit: int) -> None:
-        """`first` is bound already; `limit` is how many descriptors this process may have."""
+    def __init__(
+        self, socket: zmq.Socket[bytes], first: str, limit: int, key: KeyPair | None = None
+    ) -> None:
+        """`first` is bound already; `limit` is how many descriptors this process may have.
+
+        With a `key` tcp speaks CURVE.
+        """
         self.socket = socket
+        self.key = key
         self.endpoints = [first]
         self.limit = limit
         self.shut = False
@@ -42,8 +49,7 @@ class Door:
 
     def bind(self, endpoint: str) -> None:
         """One more endpoint. Raises OSError naming it."""
-        sockets.bind(self.socket, endpoint)
-        self.endpoints.append(self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.endpoints.append(sockets.bind(self.socket, endpoint, self.key))
 
     def somebody_came(self) -> None:
         """The monitor is readable: connections were accepted."""
@@ -83,7 +89,7 @@ class Door:
 
     def _open(self, used: int) -> None:
         for endpoint in self.endpoints:
-            sockets.bind(self.socket, endpoint)
+            sockets.bind(self.socket, endpoint, self.key)
         self.shut = False
         log.info("front open again", extra={"used": used, "of": self.limit})
 

@@ -14,6 +14,7 @@ import signal
 import socket as sockets_of_the_system
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,18 +24,30 @@ from mlxpool.broker import events as ev
 from mlxpool.broker import record, snapshot, system
 from mlxpool.broker.admin import Admin
 from mlxpool.broker.core import Core
+from mlxpool.broker.dial_in import DialIn
 from mlxpool.broker.door import PERIOD, Door, backlog_of
-from mlxpool.broker.guard import Guard
+from mlxpool.broker.guard import Guard, cut
 from mlxpool.broker.lag import Lag
 from mlxpool.broker.library import Library
 from mlxpool.broker.notify import Notify
 from mlxpool.broker.peers import Peer, Peers
-from mlxpool.broker.premises import BUILTIN, footprints, lock, places, raise_descriptor_limit
+from mlxpool.broker.premises import (
+    BUILTIN,
+    footprints,
+    lock,
+    places,
+    raise_descriptor_limit,
+    without_workers,
+)
+from mlxpool.broker.reload import Reloader
+from mlxpool.broker.security.entrance import Entrance
+from mlxpool.broker.security.keyring import KEY
+from mlxpool.broker.security.quotas import Rates, milliseconds
 from mlxpool.broker.supervisor import TICK, Child, Supervisor
 from mlxpool.broker.web import Web
 from mlxpool.common import sockets, wire
 from mlxpool.common.config import PoolConfig, check_run_dir
-from mlxpool.common.errors import BadRequest, PoolError
+from mlxpool.common.errors import BadRequest, OverQuota, PoolError
 from mlxpool.common.history import History
 from mlxpool.common.wire import Delta, Header, Message
 
@@ -48,6 +61,8 @@ GATHER = 512  # rows after which the core has them
 RETRY = 0.01  # seconds until a full peer is tried again
 FORGET = 20.0  # seconds after which a silent connection without streams is forgotten
 SHARE = 0.8  # of the machine's memory, for all workers, when no limit is set
+SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, cancel
+RELOADED = 255  # no signal's number: settings have been read anew
 LATE = 1.0  # seconds that a turn may take before it counts as our own lateness
 
 SPOKEN_BY_CLIENTS = frozenset({wire.PING, wire.MODELS, wire.TOKENIZE, wire.DETOKENIZE})
@@ -56,9 +71,12 @@ SPOKEN_BY_CLIENTS = frozenset({wire.PING, wire.MODELS, wire.TOKENIZE, wire.DETOK
 class Broker:
     """Build it, `run` it; it ends at SIGTERM, SIGINT or the admin's `stop`."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, reread: Callable[[], PoolConfig] | None = None) -> None:
+        """`reread` makes the settings anew for a reload; without it they stay as they are."""
         check_run_dir(config.run_dir)
         self.notify = Notify.from_environment()
+        if not config.local_workers:
+            config = without_workers(config)
         self.descriptors = raise_descriptor_limit()
         self.config = config
         self.lock = lock(config.run_dir)
@@ -70,17 +88,18 @@ class Broker:
         self.history = History("broker")
         self.started_at = time.monotonic()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.entrance = Entrance(config, self.context, self._refused)
         front, back, admin = (sockets.ipc(config.run_dir, n) for n in ("front", "back", "admin"))
         for name in ("front", "back", "admin"):
             (config.run_dir / f"{name}.ipc").unlink(missing_ok=True)
-        self.back = Peers(sockets.router(self.context, back))
-        self.admin = Admin(self, sockets.router(self.context, admin))
-        self.front = Peers(
-            sockets.router(self.context, front, backlog=backlog_of(self.descriptors))
-        )
-        self.door = Door(self.front.socket, front, self.descriptors)
+        self.endpoints: dict[str, list[str]] = {}  # beside those of the run directory
+        self.back = self._peers("back", back, config.back)
+        self.admin = Admin(self, self._peers("admin", admin, config.admin))
+        self.front = self._peers("front", front, backlog=backlog_of(self.descriptors))
+        self.door = Door(self.front.socket, front, self.descriptors, self.entrance.key)
         for endpoint in config.front:
             self.door.bind(endpoint)
+        self.dial_in = DialIn(self)
         self.guard = Guard(self.door, self.front)
         self.supervisor = Supervisor(config, back)
         self.worker_peers: dict[str, int] = {}  # slot -> number of its welcomed connection
@@ -89,19 +108,25 @@ class Broker:
         self.signals, self._signal_end = sockets_of_the_system.socketpair()
         self.signals.setblocking(False)
         self._signal_end.setblocking(False)
-        self.library = Library(config)
+        # Models that others serve have no files here.
+        self.library = Library(config if config.local_workers else replace(config, models={}))
+        self.reloader = Reloader(self, reread, lambda: self._signal_end.send(bytes([RELOADED])))
         self.poller = zmq.Poller()
         for source in (
             self.back.socket,
             self.front.socket,
             self.admin.socket,
             self.door.monitor,
+            self.dial_in.remotes.monitor,
             self.signals,
             self.library.news,
         ):
             self.poller.register(source, zmq.POLLIN)
         if self.web is not None:
             self.poller.register(self.web.desk.bell, zmq.POLLIN)
+        if self.entrance.zap is not None:
+            self.poller.register(self.entrance.zap.socket, zmq.POLLIN)
+        self.bytes = Rates()  # that clients send
         self._rows: list[Delta] = []  # taken from the socket, not yet by the core
         self._noticed: dict[int, float] = {}  # descriptors of dead workers -> since when
         self._rows_of = 0  # the epoch of their worker
@@ -111,11 +136,28 @@ class Broker:
         for pid in self.supervisor.sweep():
             log.warning("ended a worker of an earlier broker", extra={"pid": pid})
 
+    def _peers(
+        self,
+        name: str,
+        first: str,
+        further: tuple[str, ...] = (),
+        *,
+        backlog: int = sockets.BACKLOG,
+    ) -> Peers:
+        domain = self.entrance.domain(name)
+        socket = sockets.router(self.context, first, backlog=backlog, domain=domain)
+        self.endpoints[name] = [sockets.bind(socket, e, self.entrance.key) for e in further]
+        return Peers(socket, self.entrance.gate(name))
+
+    def _refused(self) -> None:
+        self.core.counters.auth_failures += 1
+
     # ---- the loop ------------------------------------------------------------------------------
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until told to stop; `ready` is called once the sockets are bound."""
-        before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
+        heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {n: signal.signal(n, self._on_signal) for n in heard}
         # Workers inherit this: asked for its stacks before it can answer, one must not die of it.
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
@@ -134,7 +176,7 @@ class Broker:
         """Start what has to be there without being asked for."""
         # The built-in models are looked at when somebody wants to know.
         own = (m for m in self.config.models.values() if not m.path.startswith(BUILTIN))
-        self.library.open(look=any(own))
+        self.library.open(look=self.config.local_workers and any(own))
         for name, model in self.config.models.items():
             if model.pin:
                 self.perform(ev.Load(self.core.fleet.model(name).name), time.monotonic())
@@ -155,6 +197,8 @@ class Broker:
             self.door.watch(now)
         if self.back.socket in readable:
             self._read(self.back, self._from_worker, now)
+        if self.dial_in.remotes.monitor in readable:
+            self.dial_in.somebody_left(now)
         for descriptor in readable.keys() & self.watches.keys():
             self._worker_ended(int(descriptor), now)
         if self.front.socket in readable:
@@ -169,11 +213,13 @@ class Broker:
         self.lag.note(time.monotonic() - now, now)
 
     def _hear_ours(self, readable: Collection[Any], now: float) -> None:
-        """Operations, signals and the librarian."""
+        """Operations, signals, the librarian, and whoever wants to come in."""
+        if self.entrance.zap is not None and self.entrance.zap.socket in readable:
+            self.entrance.zap.serve(now)
         if self.admin.socket in readable:
             self.admin.serve(now)
         if self.signals.fileno() in readable:
-            self._stop_signal(now)
+            self._hear_signals(now)
         if self.library.news.fileno() in readable:
             for event in self.library.take():
                 self.perform(event, now)
@@ -183,6 +229,7 @@ class Broker:
         wake = min(self.core.next_wake(), self.supervisor.next_wake(), self._sweep_at)
         wake = min(wake, self.guard.look_at, self.library.next_wake())
         wake = min(wake, self.notify.next_wake(), self.admin.watchers.next_wake())
+        wake = min(wake, self.dial_in.remotes.next_wake())
         if self.front.full or self.back.full:
             wake = min(wake, now + RETRY)
         if self.door.shut:
@@ -194,6 +241,7 @@ class Broker:
         if self.supervisor.due(now):
             for slot in list(self.supervisor.children):
                 self.perform(ev.Looked(slot, self.supervisor.look(slot), TICK), now)
+        self.dial_in.watch(now)
         self.door.watch(now)
         self.guard.watch(self.core, now)
         self.back.retry()
@@ -233,6 +281,11 @@ class Broker:
     # ---- clients -------------------------------------------------------------------------------
 
     def _from_client(self, peer: Peer, parts: list[bytes], now: float) -> None:
+        if not peer.admitted:
+            self._turn_away(self.front, peer)
+            return
+        if self.config.quota_bytes and not self._affords(peer, parts, now):
+            return
         try:
             message = wire.decode(parts)
             event = self._client_event(peer, message)
@@ -245,6 +298,34 @@ class Broker:
                 self.library.after_look(partial(self.perform, event), now)
             else:
                 self.perform(event, now)
+
+    def _affords(self, peer: Peer, parts: list[bytes], now: float) -> bool:
+        """Whether it may send so many bytes; if not, that was answered. Nothing but the header of
+        a message that is too much is decoded. What only keeps streams going passes for long.
+        """
+        limit, size = self.config.quota_bytes, sum(map(len, parts))
+        wait, broke = (ask(peer.owner, limit, now) for ask in (self.bytes.wait, self.bytes.broke))
+        self.bytes.spend(peer.owner, size, limit, now)
+        if not wait or (size <= SMALL and not broke):
+            return True
+        if not broke:
+            error = OverQuota(
+                f"{peer.owner} sends more than {limit} bytes a second (quota_bytes), {size} more"
+                " are too many now; send less, or wait",
+                details={"owner": peer.owner, "value": size, "bound": limit},
+                retry_after_ms=milliseconds(wait),
+            )
+            header = wire.header_of(parts)
+            message = None if header is None else Message(header, {}, ())
+            self.core.counters.rejected[error.code] += 1
+            self._complain(peer, error, None if header is None else header.id, message, now)
+        return False
+
+    def _turn_away(self, peers: Peers, peer: Peer) -> None:
+        """Its key counts no more: what it says is dropped, and the connection ended."""
+        self.core.counters.auth_failures += 1
+        peers.forget(peer.number)
+        cut(peer.descriptor)
 
     def _client_event(self, peer: Peer, message: Message) -> ev.Event:
         header, kind = message.header, message.kind
@@ -279,8 +360,19 @@ class Broker:
         message: Message | None,
         now: float,
     ) -> None:
-        """Answer what could not be read; it ends no stream that is live."""
+        """Answer what could not be read."""
         self.core.counters.bad_frames += 1
+        self._complain(peer, error, about, message, now)
+
+    def _complain(
+        self,
+        peer: Peer,
+        error: PoolError,
+        about: bytes | None,
+        message: Message | None,
+        now: float,
+    ) -> None:
+        """Say what is wrong; it ends no stream that is live."""
         self.perform(ev.Heard(peer.number), now)
         live = about is None or about in self.core.requests
         attempt = message.header.attempt if message is not None else 0
@@ -291,6 +383,9 @@ class Broker:
     # ---- workers -------------------------------------------------------------------------------
 
     def _from_worker(self, peer: Peer, parts: list[bytes], now: float) -> None:
+        if not peer.admitted:
+            self._turn_away(self.back, peer)
+            return
         try:
             message = wire.decode(parts, max_body=wire.MAX_BACK_BODY)
             if message.kind == wire.HELLO:
@@ -345,6 +440,8 @@ class Broker:
         child = self.supervisor.children.get(slot)
         token = str(message.body.get("token"))
         if child is None or not child.opens(token):
+            if self.dial_in.hello(peer, message, now):
+                return
             self.core.counters.auth_failures += 1
             log.warning("hello refused", extra={"slot": slot, "peer": peer.owner})
             return
@@ -382,6 +479,12 @@ class Broker:
         if worker is None or worker.said_bye or worker.error is not None:
             return True
         return not self.supervisor.left_by_itself(slot)
+
+    def read_all(self, turns: int, now: float) -> None:
+        """What workers have sent until now, within bounds."""
+        for _ in range(turns):
+            if self._read_dry(now):
+                return
 
     def _read_dry(self, now: float) -> bool:
         """What a dead worker managed to send is read before its death is told, within bounds."""
@@ -426,12 +529,12 @@ class Broker:
                 action.header, action.body, action.blobs, max_body=wire.MAX_BACK_BODY
             )
             if not self.back.send(number, parts) and self.back.overflowed(number):
-                self.supervisor.stop(action.slot, now)  # it takes nothing any more
+                self.stop_worker(ev.StopWorker(action.slot), now)  # it takes nothing any more
             # Else the connection is gone: the worker says hello again, or the judge notices.
 
     def start_worker(self, action: ev.StartWorker, now: float) -> None:
         try:
-            model = self.core.fleet.names.known[action.model].config
+            model = self.core.fleet.models[action.model].config
             child = self.supervisor.start(action.slot, action.model, model)
         except OSError as error:
             why = f"cannot start the worker of {action.model!r}: {error}"
@@ -443,7 +546,8 @@ class Broker:
         self.perform(ev.Spawned(action.slot, child.process.pid), now)
 
     def stop_worker(self, action: ev.StopWorker, now: float) -> None:
-        self.supervisor.stop(action.slot, now, at_once=action.at_once)
+        if not self.dial_in.stop(action.slot, now):
+            self.supervisor.stop(action.slot, now, at_once=action.at_once)
 
     def forget_link(self, action: ev.ForgetLink, now: float) -> None:
         self.front.forget(action.link)
@@ -470,22 +574,50 @@ class Broker:
     def _on_signal(self, number: int, frame: object) -> None:
         self._signal_end.send(bytes([number]))
 
-    def _stop_signal(self, now: float) -> None:
-        numbers = self.signals.recv(16)
-        log.info("signal", extra={"number": numbers[0]})
-        if self.stopping or len(numbers) > 1:  # asked twice: do not wait for anybody
+    def _hear_signals(self, now: float) -> None:
+        numbers = self.signals.recv(64)
+        for number in set(numbers) - {RELOADED}:
+            log.info("signal", extra={"number": number})
+        if RELOADED in numbers:
+            self.reloader.take(now)
+        if signal.SIGHUP in numbers:
+            self.reloader.begin()
+        ends = [number for number in numbers if number in (signal.SIGTERM, signal.SIGINT)]
+        if ends and (self.stopping or len(ends) > 1):  # asked twice: do not wait for anybody
             self.supervisor.close()
-        self.stop(now, final=False)  # whoever sends signals may start the next one
+        if ends:
+            self.stop(now, final=False)  # whoever sends signals may start the next one
+
+    def use(self, config: PoolConfig, now: float) -> None:
+        """Settings that were read anew, in all but models; keys that are no more are cut off."""
+        self.config = self.supervisor.config = config
+        memory = config.memory_limit or int(SHARE * system.memory_of_machine())
+        self.perform(ev.Reload(config, memory), now)
+        for public, name in self.entrance.keyring.replace(config.keys).items():
+            self._revoke(public, name, now)
+
+    def _revoke(self, public: str, name: str, now: float) -> None:
+        log.warning("key revoked", extra={"key": name, "public": public})
+        self.perform(ev.Revoked(f"{KEY}{name}"), now)
+        self.dial_in.revoked(public, now)
+        for peers in (self.front, self.back, self.admin.peers):
+            for peer in list(peers.by_number.values()):
+                if peer.user == f"{KEY}{public}":
+                    peers.forget(peer.number)
+                    cut(peer.descriptor)
 
     def close(self) -> None:
         """Free everything: children, sockets, the lock."""
+        self.reloader.close()
         self.library.close()
         self.supervisor.close()
         if self.web is not None:
             self.web.close()
         self.door.close()
+        self.dial_in.remotes.close()
         for source in (self.front.socket, self.back.socket, self.admin.socket):
             source.close()
+        self.entrance.close()
         self.context.term()
         self.signals.close()
         self._signal_end.close()
@@ -519,6 +651,7 @@ class Broker:
             "front_shut": self.door.times_shut,
             "turned_out": self.guard.turned_out,
             "descriptors": self.descriptors,
+            "endpoints": {**self.endpoints, "front": self.door.endpoints[1:]},
             "metrics": None if self.web is None else self.web.url,
         }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.broker.judge import Sample
-from mlxpool.common.config import ModelConfig
+from mlxpool.common.config import ModelConfig, PoolConfig
 from mlxpool.common.wire import Delta, Header
 
 # ---- what can happen -------------------------------------------------------------------------
@@ -89,6 +89,27 @@ class WorkerHello:
     slot: str
     body: Mapping[str, Any]
     token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDialled:
+    """A worker of another supervisor came by itself, as its key allows (checked by the edge).
+
+    It serves `model`, by whatever name it says, and fills `slot`; `token` opens its next
+    connection.
+    """
+
+    slot: str
+    model: str
+    body: Mapping[str, Any]
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """An owner may do nothing here any more: his streams end now."""
+
+    owner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +205,33 @@ class ModelDescribed:
 
 
 @dataclass(frozen=True, slots=True)
+class Reload:
+    """The settings are these from now on; models come by ModelFound, and go by ModelGone."""
+
+    config: PoolConfig
+    memory: int  # bytes that all workers may take
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGone:
+    """Nobody can ask for this name any more; what it has accepted ends within `grace` seconds."""
+
+    name: str
+    grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChanged:
+    """A model has other settings: its workers are replaced, their streams have `grace` seconds."""
+
+    name: str
+    config: ModelConfig
+    place: str
+    need: int
+    grace: float
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     model: str
 
@@ -234,6 +282,8 @@ Event = (
     | Spawned
     | SpawnFailed
     | WorkerHello
+    | WorkerDialled
+    | Revoked
     | WorkerDeltas
     | WorkerBeat
     | WorkerCredit
@@ -245,6 +295,9 @@ Event = (
     | Late
     | ModelFound
     | ModelDescribed
+    | Reload
+    | ModelGone
+    | ModelChanged
     | Load
     | Unload
     | Drain

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxpool.broker.events import Action, DumpStacks, Note, StartWorker, StopWorker, ToWorker
 from mlxpool.broker.judge import Verdict
-from mlxpool.broker.names import Names
+from mlxpool.broker.names import SHARED, Names
 from mlxpool.broker.policy import restart_delay, to_evict
 from mlxpool.broker.timers import Timers
 from mlxpool.broker.workers import FENCED, Model, Slot, Worker, WorkerState
@@ -46,11 +46,56 @@ class Fleet:
         `place` is where its files are ("": it has no twin), `need` the bytes of a worker at least.
         """
         if name in self.names.known:
+            self._take_back(name, config)
             return
         if self.names.add(name, config, place) == name:
             self._found(name, need)
         else:
             self._fit(self.models[self.names.known[name].model])
+
+    def _take_back(self, name: str, config: ModelConfig) -> None:
+        """A name that was gone can be asked for again."""
+        known = self.names.known[name]
+        if known.gone:
+            known.gone, known.config = False, config
+            model = self.models[known.model]
+            model.closed = False
+            self._fit(model)
+
+    def gone(self, name: str) -> Model | None:
+        """Nobody can ask for this name any more; its model, if it has no other name."""
+        known = self.names.known.get(name)
+        if known is None or known.gone:
+            return None
+        known.gone = True
+        model = self.models[known.model]
+        self._fit(model)
+        members = self.names.members(model.name)
+        return model if all(self.names.known[member].gone for member in members) else None
+
+    def changed(self, name: str, config: ModelConfig, place: str, need: int) -> list[Worker]:
+        """A name has other settings; returns the workers that were started with the old ones."""
+        known = self.names.known.get(name)
+        if known is None or known.gone:
+            return []
+        before, known.config, known.place = known.config, config, place
+        model = self.models[known.model]
+        renewed = any(getattr(before, key) != getattr(config, key) for key in (*SHARED, "path"))
+        if renewed:
+            known.about = {}
+            model.floor = model.need = config.memory_limit or need
+            model.failures, model.retry_at, model.last_error = 0, 0.0, None
+        for stray in self.names.strays(model.name):
+            self.names.known[stray].model = stray
+            self._found(stray, self.models[model.name].floor)
+        self._fit(model)
+        kept = self.own_slots(model)
+        own = [slot for slot in model.slots if slot.worker is not None and not slot.remote]
+        return [slot.worker for slot in own if slot.worker and (renewed or slot not in kept)]
+
+    def own_slots(self, model: Model) -> list[Slot]:
+        """The slots that we fill: fewer than there are when replicas were taken away."""
+        return [slot for slot in model.slots if not slot.remote][: model.config.replicas]
 
     def described(self, name: str, about: Mapping[str, Any]) -> None:
         """What a look at its files has found; they may turn out to be another name's, or no more.
@@ -98,7 +143,8 @@ class Fleet:
     def _fit(self, model: Model) -> None:
         """As many slots as the one asks for that asks for most."""
         model.config = self.names.config_of(model.name)
-        for number in range(len(model.slots), model.config.replicas):
+        own = sum(not slot.remote for slot in model.slots)
+        for number in range(len(model.slots), len(model.slots) + model.config.replicas - own):
             slot = Slot(f"{model.name}/{number}", model.name)
             model.slots.append(slot)
             self.slots[slot.name] = slot
@@ -107,7 +153,7 @@ class Fleet:
         """The model that a name means. Raises UnknownModel naming the nearest name."""
         model = self.names.model_of(name)
         if model is None:
-            known = self.names.known
+            known = self.names.offered()
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {_few(known)}"
             raise UnknownModel(f"there is no model {name!r:.80}; {hint}")
@@ -152,7 +198,7 @@ class Fleet:
             self.timers.set(("restart", model.name), model.retry_at)
             return
         model.last_error = None
-        for slot in model.slots:
+        for slot in self.own_slots(model):
             if slot.worker is not None:
                 continue
             if model.failures >= self.config.restart_limit and model.workers:
@@ -163,20 +209,20 @@ class Fleet:
             self.out.append(StartWorker(slot.name, model.name))
 
     def used(self) -> int:
-        """Bytes that all workers take, also those that are ending."""
-        return sum(model.need * len(model.workers) for model in self.models.values())
+        """Bytes that all workers of ours take, also those that are ending."""
+        return sum(model.need * len(model.own) for model in self.models.values())
 
     def _make_room(self, model: Model, now: float) -> bool:
         """Whether one more worker fits. Idle models make room for a first one, not for a second."""
         missing = self.used() + model.need - self.memory
         if missing <= 0:
             return True
-        leaving = (w for m in self.models.values() for w in m.workers if _ends(w))
+        leaving = (w for m in self.models.values() for w in m.own if _ends(w))
         missing -= sum(self.models[worker.model].need for worker in leaving)
         if missing > 0 and not model.workers:
             others = (m for m in self.models.values() if m is not model)
             for idle in to_evict(others, missing):
-                self.unload(idle, f"evicted for {model.name}")
+                self.unload(idle, f"evicted for {model.name}", remote=False)
         return False  # what ends tells us, and the model is wanted again
 
     def starved(self) -> list[Model]:
@@ -190,24 +236,57 @@ class Fleet:
             model.idle_since = 0.0
         elif model.idle_since == 0.0:
             model.idle_since = now
-            if model.config.keep_alive >= 0:
+            if model.config.keep_alive >= 0 and model.own:
                 self.timers.set(("model", model.name), now + model.config.keep_alive)
             for other in self.starved():
                 self.want(other, now)
 
     def timer(self, model: Model, now: float) -> None:
         """The model's timer came: start what waited for it, or unload what was idle."""
-        missing = any(slot.worker is None for slot in model.slots)
+        missing = any(slot.worker is None for slot in self.own_slots(model))
         if model.idle_since and 0 <= model.config.keep_alive <= now - model.idle_since + 1e-9:
-            self.unload(model, "idle")
+            self.unload(model, "idle", remote=False)
         elif model.wanted and missing and now >= model.retry_at:
             self.want(model, now)
 
-    def unload(self, model: Model, why: str) -> None:
-        """End the model's workers; what they run is moved or ended by the caller."""
+    def unload(self, model: Model, why: str, *, remote: bool = True) -> None:
+        """End the model's workers, those that dialled in only if `remote`.
+
+        What they run is moved or ended by the caller.
+        """
         model.wanted, model.idle_since = False, 0.0
-        for worker in model.workers:
+        for worker in model.workers if remote else model.own:
             self.dismiss(worker, why)
+
+    # ---- workers that dial in ------------------------------------------------------------------
+
+    def place_for(self, name: str) -> str:
+        """The slot that a worker of this model fills when it dials in; not made yet."""
+        known = self.names.model_of(name)
+        slots = [] if known is None else self.models[known].slots
+        free = (slot.name for slot in slots if slot.remote and slot.worker is None)
+        return next(free, f"{known or name}/{len(slots)}")
+
+    def dialled(self, slot_name: str, name: str, pid: int, now: float) -> None:
+        """A worker dialled in. A model that nobody has named is served as long as it is there."""
+        if name not in self.names.known:
+            self.add(name, ModelConfig(replicas=0))
+        model = self.model(name)
+        slot = self.slots.get(slot_name)
+        if slot is None:
+            slot = Slot(slot_name, model.name, remote=True)
+            model.slots.append(slot)
+            self.slots[slot_name] = slot
+        slot.worker = Worker(slot_name, model.name, pid, started_at=now, remote=True)
+
+    def _exited_remote(self, slot: Slot, worker: Worker) -> None:
+        """Its own supervisor counts its failures and starts the next one."""
+        if not worker.dismissed:
+            slot.restarts += 1
+        if worker.said_bye and not worker.cause:
+            slot.last_exit = "it left"
+        level = "info" if worker.dismissed or worker.said_bye else "warning"
+        self._note(level, "worker ended", worker, cause=slot.last_exit)
 
     # ---- workers -------------------------------------------------------------------------------
 
@@ -242,7 +321,7 @@ class Fleet:
         """What a worker takes is known best from itself; a set limit stays what was set."""
         model = self.models[worker.model]
         memory = worker.beat.get("memory")
-        if isinstance(memory, Mapping) and not model.config.memory_limit:
+        if isinstance(memory, Mapping) and not model.config.memory_limit and not worker.remote:
             taken = memory.get("active", 0)
             most = max(model.need, taken if isinstance(taken, int) else 0)
             # It holds keys and values, too: what fitted once is never too large for the pool.
@@ -306,6 +385,9 @@ class Fleet:
         worker.move("exit")
         self.by_epoch.pop(worker.epoch, None)
         slot.worker, slot.last_exit = None, worker.cause or cause
+        if worker.remote:
+            self._exited_remote(slot, worker)
+            return worker
         model = self.models[slot.model]
         if worker.proven:
             model.failures = 0

@@ -111,23 +111,41 @@ def _accepted(endpoints: set[str]) -> Iterator[tuple[int, socket.socket]]:
         except OSError:  # no socket, or closed by now
             continue
         try:
-            if _endpoint(found) in endpoints:
+            if _endpoints(found) & endpoints:
                 yield int(name), found
         finally:
             found.detach()
 
 
-def _endpoint(found: socket.socket) -> str:
+def _endpoints(found: socket.socket) -> set[str]:
+    """On which endpoints a connection may have come in: one for all addresses is one of them."""
     try:
         if found.type != socket.SOCK_STREAM or _listens(found):
-            return ""
+            return set()
         own = found.getsockname()
     except OSError:
-        return ""
+        return set()
     if isinstance(own, tuple):
         host = f"[{own[0]}]" if ":" in own[0] else own[0]
-        return f"tcp://{host}:{own[1]}"
-    return f"ipc://{own}"
+        return {f"tcp://{each}:{own[1]}" for each in (host, "0.0.0.0", "[::]")}
+    return {f"ipc://{own}"}
+
+
+def cut(descriptor: int) -> None:
+    """End a connection by its descriptor; one that is none any more is left alone."""
+    if descriptor < 0:
+        return
+    try:
+        found = socket.socket(fileno=descriptor)
+    except OSError:
+        return
+    try:
+        if _endpoints(found):
+            found.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it has just gone by itself
+        pass
+    finally:
+        found.detach()
 
 
 def _listens(found: socket.socket) -> bool:

@@ -11,7 +11,9 @@ from mlxpool.broker import stats
 from mlxpool.broker.delivery import Delivery
 from mlxpool.broker.payload import Payload
 from mlxpool.broker.policy import choose_worker, prefix_keys, remember, same_facts
+from mlxpool.broker.queue import tokens_of
 from mlxpool.broker.requests import Request, State, Tombstone
+from mlxpool.broker.security.quotas import milliseconds
 from mlxpool.broker.workers import Model, Question, Worker, WorkerState
 from mlxpool.common import wire
 from mlxpool.common.errors import (
@@ -19,6 +21,7 @@ from mlxpool.common.errors import (
     Draining,
     DuplicateId,
     ModelUnavailable,
+    OverQuota,
     Poisoned,
     PoolError,
     QueueFull,
@@ -88,7 +91,9 @@ class Intake(Delivery):
         if before is None:
             self._check_open(model, payload.model)
             # What was accepted once is not refused for want of room, within reason.
-            self._check_queue(model, payload, RESUMED if payload.resume_ids else 1)
+            factor = RESUMED if payload.resume_ids else 1
+            self._check_quota(event.owner, payload, factor, now)
+            self._check_queue(model, payload, factor)
             self._check_poison(digest)
         else:
             _check_ids(before, payload)
@@ -99,6 +104,7 @@ class Intake(Delivery):
             self._take_over(before, request)
         else:
             self.counters.accept(request)
+            self.owned[request.owner] += 1
         self.tombstones.pop(request.id, None)
         self.requests[request.id] = request
         self.links[event.link].ids.add(request.id)
@@ -136,6 +142,38 @@ class Intake(Delivery):
                 f" model {payload.model!r}, at most {limit} and {most}; retry later",
                 retry_after_ms=RETRY_QUEUE_MS,
             )
+
+    def _check_quota(self, owner: str, payload: Payload, factor: int, now: float) -> None:
+        """One owner's share of the pool; it holds for first sendings, as the queue's bounds do."""
+        config = self.config
+        live, most = self.owned[owner], factor * config.quota_requests
+        if 0 < most <= live:
+            raise OverQuota(
+                f"{owner} has {live} live requests, at most {most} (quota_requests); wait until one"
+                " ends",
+                details={"owner": owner, "value": live, "bound": most},
+                retry_after_ms=RETRY_QUEUE_MS,
+            )
+        most = factor * config.quota_tokens
+        if most and (waiting := self._tokens_waiting(owner)) + tokens_of(payload) > most:
+            raise OverQuota(
+                f"{owner} has about {waiting} tokens of prompt waiting, with this request more than"
+                f" {most} (quota_tokens); wait until some are read",
+                details={"owner": owner, "value": waiting, "bound": most},
+                retry_after_ms=RETRY_QUEUE_MS,
+            )
+        wait = self.cancels.wait(owner, config.quota_cancels, now)
+        if wait:
+            raise OverQuota(
+                f"{owner} cancels more than {config.quota_cancels} requests a second"
+                " (quota_cancels); cancel less, or wait",
+                details={"owner": owner, "bound": config.quota_cancels},
+                retry_after_ms=milliseconds(wait),
+            )
+
+    def _tokens_waiting(self, owner: str) -> int:
+        queues = (model.queue for model in self.fleet.models.values())
+        return sum(tokens_of(r.payload) for queue in queues for r in queue if r.owner == owner)
 
     def _new_request(
         self, event: ev.Generate, payload: Payload, model: Model, digest: bytes, now: float

@@ -64,6 +64,7 @@ class Librarian(threading.Thread):
         self._asked = self._begun = self._done = 0  # looks
         self._done_at = 0.0
         self._closing = False
+        self._models: Mapping[str, ModelConfig] | None = None  # to be known from the next look on
         self._process: subprocess.Popen[str] | None = None
 
     # ---- on the broker's thread ------------------------------------------------------------
@@ -77,6 +78,13 @@ class Librarian(threading.Thread):
                 self._asked += 1
                 self._wanted.notify()
             return self._asked
+
+    def reload(self, models: Mapping[str, ModelConfig]) -> None:
+        """The settings name these models now; a look at them follows."""
+        with self._wanted:
+            self._models = models
+            self._asked += 1
+            self._wanted.notify()
 
     @property
     def done(self) -> int:
@@ -113,6 +121,10 @@ class Librarian(threading.Thread):
 
     def _scan(self) -> None:
         """Find what is new, and every model whose files are not those that were last looked at."""
+        with self._wanted:
+            models, self._models = self._models, None
+        if models is not None:
+            self._known = dict(models)
         for name, config in scanned(self._models_dir).items():
             if name not in self._known:
                 self._known[name] = config

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mlxpool.broker import events as ev
 from mlxpool.broker.librarian import Librarian
-from mlxpool.common.config import PoolConfig
+from mlxpool.common.config import ModelConfig, PoolConfig
 
 PATIENCE = 1.5  # seconds for which `models` waits for a look
 MOST = 1000  # who may wait at once; further ones get what is known
@@ -46,6 +46,10 @@ class Library:
         self._librarian.start()
         if look:
             self._librarian.look()
+
+    def reload(self, models: Mapping[str, ModelConfig]) -> None:
+        """The settings name these models now."""
+        self._librarian.reload(models)
 
     def after_look(self, answer: Callable[[float], None], now: float) -> None:
         """Answer when what is on the disk is known, at the latest after PATIENCE."""

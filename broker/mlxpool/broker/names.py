@@ -31,6 +31,7 @@ class Name:
     place: str  # where its files are; "": unlike any other
     model: str  # the name under which it runs
     about: Mapping[str, Any] = field(default_factory=dict)
+    gone: bool = False  # taken out of the settings: nobody can ask for it any more
 
     @property
     def digest(self) -> str:
@@ -59,7 +60,11 @@ class Names:
     def model_of(self, name: str) -> str | None:
         """The name that it runs as; None for an unknown one."""
         known = self.known.get(name)
-        return None if known is None else known.model
+        return None if known is None or known.gone else known.model
+
+    def offered(self) -> list[str]:
+        """The names that can be asked for, in the order in which they came."""
+        return [name for name, known in self.known.items() if not known.gone]
 
     def members(self, model: str) -> list[str]:
         """The names that run as `model`, in the order in which they came."""
@@ -87,7 +92,8 @@ class Names:
 
     def config_of(self, model: str) -> ModelConfig:
         """Its own settings, with the most that any member asks for."""
-        configs = [self.known[name].config for name in self.members(model)]
+        members = [self.known[name] for name in self.members(model)]
+        configs = [known.config for known in members if not known.gone] or [members[0].config]
         forever = any(config.keep_alive < 0 for config in configs)
         return replace(
             self.known[model].config,

@@ -7,6 +7,7 @@ next frame or when the loop asks for it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
@@ -15,6 +16,8 @@ from mlxpool.common.wire import MAX_PARTS
 
 SKIP = 1024  # parts read in one go of a message with more than the protocol has
 MAX_BACKLOG = 16 * 1024 * 1024  # bytes queued here for one peer, beyond what libzmq holds
+
+Gate = Callable[[str], str]  # the id that a handshake gave -> the owner; "": nobody for this socket
 
 
 @dataclass(eq=False, slots=True)
@@ -26,6 +29,8 @@ class Peer:
     heard_at: float
     owner: str
     descriptor: int = -1  # of our end, as long as the connection lives; -1: unknown
+    user: str = ""  # the id that the handshake gave it, where one is asked for
+    admitted: bool = True  # whether its newest message counts
     backlog: deque[list[bytes]] = field(default_factory=deque)
     backlog_bytes: int = 0
 
@@ -33,10 +38,13 @@ class Peer:
 class Peers:
     """Owned by the broker's one I/O thread, like its socket."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], gate: Gate | None = None) -> None:
+        """With a `gate` every message says whose it is, by the handshake of its connection."""
         self.socket = socket
+        self.gate = gate
         self.by_name: dict[bytes, Peer] = {}
         self.by_number: dict[int, Peer] = {}
+        self._by_descriptor: dict[int, Peer] = {}
         self.full: set[int] = set()  # numbers with a backlog
         self._overflow = 0  # the newest number given up for its backlog
         self._long: tuple[Peer, list[bytes]] | None = None  # too many parts, not all read yet
@@ -55,9 +63,9 @@ class Peers:
         except zmq.Again:
             return None
         peer = self.by_name.get(name)
-        if peer is None:  # only a frame knows whence it came
+        if peer is None or self.gate is not None:  # only a frame knows whence it came
             frame = socket.recv(copy=False)
-            peer = self._meet(name, frame, now)
+            peer = self._sender(name, peer, frame, now)
             parts = [frame.bytes]
         else:
             parts = [socket.recv()]
@@ -78,10 +86,28 @@ class Peers:
             self.socket.recv()
         return None
 
+    def _sender(self, name: bytes, known: Peer | None, frame: zmq.Frame, now: float) -> Peer:
+        """Names of connections are what peers say they are: who has taken one over is new here."""
+        if self.gate is None:
+            return known or self._meet(name, frame, now)
+        user = _user(frame)
+        if known is not None and known.user != user:
+            self.forget(known.number)
+            known = None
+        peer = known or self._meet(name, frame, now)
+        owner = self.gate(user)
+        peer.user, peer.admitted, peer.owner = user, bool(owner), owner or peer.owner
+        return peer
+
     def _meet(self, name: bytes, frame: zmq.Frame, now: float) -> Peer:
         self._count += 1
         peer = Peer(name, self._count, now, _owner(frame), _descriptor(frame))
         self.by_name[name] = self.by_number[peer.number] = peer
+        before = self._by_descriptor.get(peer.descriptor)
+        if before is not None:  # its connection has ended, or the number would not be free
+            before.descriptor = -1
+        if peer.descriptor >= 0:
+            self._by_descriptor[peer.descriptor] = peer
         return peer
 
     def send(self, number: int, parts: list[bytes]) -> bool:
@@ -144,6 +170,8 @@ class Peers:
         peer = self.by_number.pop(number, None)
         if peer is not None:
             del self.by_name[peer.name]
+            if self._by_descriptor.get(peer.descriptor) is peer:
+                del self._by_descriptor[peer.descriptor]
             self.full.discard(number)
 
 
@@ -156,6 +184,13 @@ def _owner(frame: zmq.Frame) -> str:
     if address.startswith("localhost:"):
         return f"uid:{address.split(':')[1]}"
     return f"host:{address}"
+
+
+def _user(frame: zmq.Frame) -> str:
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
 
 
 def _descriptor(frame: zmq.Frame) -> int:

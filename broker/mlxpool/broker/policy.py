@@ -105,11 +105,11 @@ def company_of(charge: float, group: int) -> int:
 
 def to_evict(models: Iterable[Model], missing: int) -> list[Model]:
     """Idle models whose workers free so many bytes, the least recently used first; [] if not."""
-    idle = [m for m in models if m.idle_since and m.workers and m.config.keep_alive >= 0]
+    idle = [m for m in models if m.idle_since and m.own and m.config.keep_alive >= 0]
     chosen, freed = [], 0
     for model in sorted(idle, key=lambda m: m.idle_since):
         if freed >= missing:
             break
         chosen.append(model)
-        freed += model.need * len(model.workers)
+        freed += model.need * len(model.own)
     return chosen if freed >= missing else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 from mlxpool.common.catalogue import way_out
@@ -49,6 +50,15 @@ def raise_descriptor_limit() -> int:
             " raise it with ulimit -n"
         )
     return hard
+
+
+def without_workers(config: PoolConfig) -> PoolConfig:
+    """The settings of a broker that starts no worker: its models are served by those who dial in.
+
+    Nobody looks for models on its disk.
+    """
+    models = {name: replace(model, replicas=0) for name, model in config.models.items()}
+    return replace(config, models=models, models_dir=None)
 
 
 def footprints(config: PoolConfig) -> dict[str, int]:

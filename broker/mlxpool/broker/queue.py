@@ -10,6 +10,7 @@ from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
+from mlxpool.broker.payload import Payload
 from mlxpool.broker.requests import Request
 
 PRIORITIES = 3
@@ -23,7 +24,12 @@ def cost(request: Request) -> int:
     """What a request counts for in its owner's share: tokens to read and to write."""
     wanted = request.payload.options.max_tokens
     write = wanted if wanted > 0 else OPEN_ENDED
-    return min(MAX_COST, 1 + request.payload.size // BYTES_PER_TOKEN + write)
+    return min(MAX_COST, tokens_of(request.payload) + write)
+
+
+def tokens_of(payload: Payload) -> int:
+    """About how many tokens its prompt has: nothing here can count those of a text."""
+    return 1 + payload.size // BYTES_PER_TOKEN
 
 
 class Lane:

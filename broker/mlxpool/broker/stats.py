@@ -156,7 +156,7 @@ def workers(core: Core, now: float) -> list[dict[str, Any]]:
 
 def models(fleet: Fleet, restart_limit: int, now: float) -> list[dict[str, Any]]:
     """Every name and what is known of its model, as `mlxpool models --json` prints them."""
-    return [_model(fleet, name, restart_limit, now) for name in fleet.names.known]
+    return [_model(fleet, name, restart_limit, now) for name in fleet.names.offered()]
 
 
 def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -231,6 +231,8 @@ def _worker(slot: Slot, now: float) -> dict[str, Any]:
         "waiting": beat.get("waiting", 0),
         "step_ms": beat.get("step_ms", 0),
         "uptime_s": round(now - worker.started_at, 3),
+        "remote": worker.remote,
+        "host": worker.hello.get("host"),
         "load_s": round(worker.ready_at - worker.started_at, 3) if worker.ready_at else None,
         "context": worker.hello.get("context"),
         "layout": beat.get("layout") or None,

@@ -8,7 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mlxpool.broker import system
@@ -55,6 +55,15 @@ class Child:
 
 
 @dataclass(frozen=True, slots=True)
+class Dial:
+    """How a worker gets to a broker elsewhere; the fields are those of WorkerConfig."""
+
+    server_key: str = ""
+    key: str = ""
+    orphan_grace: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """How a worker ended. `own`: by itself, not by a signal from outside."""
 
@@ -66,9 +75,18 @@ class End:
 class Supervisor:
     """Owns the child processes. Lives in the broker's one thread."""
 
-    def __init__(self, config: PoolConfig, endpoint: str, *, portable: bool = False) -> None:
+    def __init__(
+        self,
+        config: PoolConfig,
+        endpoint: str,
+        *,
+        portable: bool = False,
+        dial: Dial | None = None,
+    ) -> None:
+        """With `dial` the workers are those of a broker elsewhere, and write where we do."""
         self.config = config
         self.endpoint = endpoint
+        self.dial = dial
         self.portable = portable or not hasattr(os, "pidfd_open")
         self.children: dict[str, Child] = {}
         self.started: dict[str, int] = {}  # slot -> workers it has had
@@ -107,6 +125,8 @@ class Supervisor:
             dump,
             number,
         )
+        if self.dial is not None:
+            settings = replace(settings, dials=True, token="", **asdict(self.dial))
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "mlxpool.worker"],
@@ -133,6 +153,8 @@ class Supervisor:
         return child
 
     def _log(self, slot: str) -> int:
+        if self.dial is not None:
+            return os.dup(sys.stderr.fileno())
         path = self.log_path(slot)
         keep = b""
         if path.exists() and path.stat().st_size > self.config.worker_log_bytes:

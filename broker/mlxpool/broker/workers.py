@@ -78,6 +78,7 @@ class Worker:
     yielding: bool = False  # was told to hand back what it runs
     dismissed: bool = False  # was told to go
     replace: bool = False  # its slot is filled again at once
+    remote: bool = False  # it dialled in: another supervisor starts and ends it
     error: Mapping[str, Any] | None = None  # why it said it cannot serve
 
     def move(self, event: str) -> None:
@@ -125,6 +126,7 @@ class Slot:
     worker: Worker | None = None
     restarts: int = 0
     last_exit: str = ""
+    remote: bool = False  # for workers that dial in; none is started here
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,11 @@ class Model:
     @property
     def workers(self) -> list[Worker]:
         return [slot.worker for slot in self.slots if slot.worker is not None]
+
+    @property
+    def own(self) -> list[Worker]:
+        """The workers that we started and can end."""
+        return [worker for worker in self.workers if not worker.remote]
 
     @property
     def settled(self) -> bool:

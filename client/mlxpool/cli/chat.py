@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     asked = runs.asked_of(options)
     conversation = Conversation(options.system or "")
     code = 0
-    with Client(options.run_dir, broker_grace=runs.BROKER_GRACE) as client:
+    with runs.client_of(options, Client) as client:
         for line in lines():
             if line.startswith("/") and not line.startswith("//"):
                 said = conversation.command(line)
@@ -130,7 +130,7 @@ def answer(
     parts: list[str] = []
     stream = client.stream(options.model, messages=conversation.messages(text), **asked)
     try:
-        with stream, Waiting(options.run_dir, options.model) as waiting:
+        with stream, Waiting(runs.admin_of(options), options.model) as waiting:
             for delta in stream:
                 waiting.close()
                 parts.append(delta.text)

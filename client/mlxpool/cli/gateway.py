@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mlxpool.cli.dial import place_of
+
 MISSING = "the gateway needs {name}: pip install 'mlxpool[gateway]'"
 
 
@@ -22,7 +24,6 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     gateway.add_argument(
         "--keys", type=Path, metavar="FILE", help="bearer keys, one a line (none: all may ask)"
     )
-    gateway.add_argument("--endpoint", help="the broker's front, in place of --run-dir")
     gateway.add_argument(
         "--max-body", type=int, default=8 * 2**20, metavar="BYTES", help="of a request (8388608)"
     )
@@ -53,9 +54,12 @@ def run(options: argparse.Namespace) -> int:
     from mlxpool.gateway.settings import Settings
 
     logs.set_up(json_lines=options.log_format == "json")
+    place = place_of(options, "front")
     settings = Settings(
-        run_dir=None if options.endpoint else options.run_dir,
-        endpoint=options.endpoint,
+        run_dir=None if place.endpoint else place.run_dir,
+        endpoint=place.endpoint,
+        server_key=place.server_key,
+        key=place.key,
         host=options.host,
         port=options.port,
         keys=options.keys,

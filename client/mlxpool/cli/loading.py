@@ -9,9 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from mlxpool.cli.dial import Place
 from mlxpool.cli.figures import duration, size
 from mlxpool.cli.ops import ask
 from mlxpool.common.closing import Closing
@@ -56,19 +56,21 @@ def _share(worker: Mapping[str, Any], model: Mapping[str, Any]) -> str:
 class Waiting(Closing):
     """A line about the load, from another thread, until the first thing comes or `close`."""
 
-    def __init__(self, run_dir: Path, model: str) -> None:
-        self._run_dir, self._model = run_dir, model
+    def __init__(self, place: Place | None, model: str) -> None:
+        """`place` of the admin socket; None: nobody knows where it is, and nothing is said."""
+        self._place, self._model = place, model
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        if sys.stderr.isatty():
+        if place is not None and sys.stderr.isatty():
             self._thread = threading.Thread(target=self._tell, name="loading", daemon=True)
             self._thread.start()
 
     def _tell(self) -> None:
+        assert self._place is not None
         line, seconds = Line(), FIRST
         while not self._over.wait(seconds):
             try:
-                line.show(words(ask(self._run_dir, "ps"), self._model))
+                line.show(words(ask(self._place, "ps"), self._model))
             except (PoolError, OSError, ValueError):
                 pass  # who waits hears of it in another way
             seconds = PERIOD
@@ -101,7 +103,7 @@ class Line:
             sys.stderr.flush()
 
 
-def wait_for(run_dir: Path, name: str) -> str:
+def wait_for(place: Place, name: str) -> str:
     """Until a worker of the model is ready; returns its name.
 
     Raises ModelLoadFailed with the worker's reason, Draining when nobody will start it any more,
@@ -110,10 +112,10 @@ def wait_for(run_dir: Path, name: str) -> str:
     line, begun = Line(), False
     try:
         while True:
-            seen = ask(run_dir, "ps")
+            seen = ask(place, "ps")
             model = _row_of(seen, name)
             if seen["broker"]["state"] != "ready":
-                raise Draining(f"the broker of {run_dir} is {seen['broker']['state']}")
+                raise Draining(f"the broker of {place.run_dir} is {seen['broker']['state']}")
             if model.get("state") == "drained":
                 raise Draining(f"{name} is drained; `mlxpool load {name}` opens it again")
             if model.get("state") in FAILED:

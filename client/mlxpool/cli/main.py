@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from mlxpool.cli import dial
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
 from mlxpool.common.paths import run_dir_of
 
@@ -22,6 +23,8 @@ OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 # Which module of this package has a command. Only that one is imported, so that `ps` is quick.
 ROOMS = {
     "serve": "serve",
+    "broker": "alone",
+    "worker": "alone",
     "run": "run",
     "chat": "chat",
     "check": "check",
@@ -35,12 +38,18 @@ ROOMS = {
     "drain": "ops",
     "restart": "ops",
     "cancel": "ops",
+    "reload": "ops",
     "stop": "ops",
+    "keygen": "keygen",
     "gateway": "gateway",
     "bench": "bench",
     "config": "settings",
     "completion": "completion",
 }
+
+DIALLING = frozenset(
+    {"run", "chat", "ops", "top", "gateway"}
+)  # rooms that take keys and an endpoint
 
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
 EPILOG = """\
@@ -84,10 +93,13 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         parents=[common],
     )
     root.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
+    dialling = argparse.ArgumentParser(add_help=False, parents=[common])
+    dial.add_flags(dialling)
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     room = ROOMS.get(_command(arguments))
     for name in [room] if room else dict.fromkeys(ROOMS.values()):
-        import_module(f"mlxpool.cli.{name}").add_commands(commands, common)
+        parents = dialling if name in DIALLING else common
+        import_module(f"mlxpool.cli.{name}").add_commands(commands, parents)
     return root
 
 
@@ -105,6 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.run_dir_flag = getattr(options, "run_dir", None)
     options.run_dir = run_dir_of(options.run_dir_flag)
     options.json = getattr(options, "json", False)
+    options.place = dial.place_of(options, "admin")
     command: Callable[[argparse.Namespace], int] = options.run
     try:
         return command(options)

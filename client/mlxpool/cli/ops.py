@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from mlxpool.cli.dial import Place
 from mlxpool.cli.figures import count, duration, size, table
 from mlxpool.common import sockets, wire
-from mlxpool.common.errors import BadRequest, BrokerLost, from_body
+from mlxpool.common.errors import BadRequest, BrokerLost, Unauthorized, from_body
+from mlxpool.common.handshake import Handshake
 from mlxpool.common.wire import Header
 
 TIMEOUT_MS = 2000
@@ -27,6 +31,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         ("ps", "workers: state, phase, memory", ps),
         ("models", "the models that can be asked for", models),
         ("requests", "live requests and their ids", requests),
+        ("reload", "have the broker read models, limits and keys anew, as SIGHUP does", reload),
         ("stop", "end the broker for good: its streams end (to restart it, send SIGTERM)", stop),
     ):
         commands.add_parser(name, parents=[common], help=text).set_defaults(run=action)
@@ -79,20 +84,32 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def ask(
-    run_dir: Path, kind: str, body: Mapping[str, Any] | None = None, ident: bytes | None = None
+    where: Path | Place,
+    kind: str,
+    body: Mapping[str, Any] | None = None,
+    ident: bytes | None = None,
 ) -> dict[str, Any]:
-    """One admin command. Raises BrokerLost naming the endpoint when nobody answers."""
-    endpoint = sockets.ipc(run_dir, "admin")
+    """One admin command, to the broker of a run directory or to one elsewhere.
+
+    Raises BrokerLost naming the endpoint when nobody answers, Unauthorized naming the key that is
+    not let in.
+    """
+    place = Place(where) if isinstance(where, Path) else where
+    endpoint, credentials = place.of_socket("admin"), place.credentials()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = sockets.dealer(context, endpoint)
+    socket = sockets.dealer(context, endpoint, credentials)
+    handshake = Handshake(socket, endpoint, credentials)
     try:
         socket.send_multipart(
             wire.encode(Header(kind, ident or os.urandom(wire.ID_BYTES)), body or {})
         )
-        if not socket.poll(TIMEOUT_MS):
-            raise BrokerLost(nobody(run_dir, endpoint))
+        if not _answered(socket, handshake):
+            if handshake.trouble:
+                raise Unauthorized(handshake.trouble)
+            raise BrokerLost(nobody(place.run_dir, endpoint))
         message = wire.decode(socket.recv_multipart(), max_body=wire.MAX_BLOB)
     finally:
+        handshake.close()
         socket.close(linger=0)
         context.term()
     if message.kind == wire.ERROR:
@@ -100,8 +117,24 @@ def ask(
     return message.body
 
 
+def _answered(socket: zmq.Socket[bytes], handshake: Handshake) -> bool:
+    """Wait for an answer; False after TIMEOUT_MS, or when there will be none."""
+    poller = zmq.Poller()
+    for source in (socket, handshake.monitor):
+        poller.register(source, zmq.POLLIN)
+    end = time.monotonic() + TIMEOUT_MS / 1000
+    while (left := end - time.monotonic()) > 0 and not handshake.hopeless:
+        ready = dict(poller.poll(math.ceil(left * 1000)))
+        if socket in ready:
+            return True
+        handshake.succeeded()
+    return False
+
+
 def nobody(run_dir: Path, endpoint: str) -> str:
     """Why nobody answers, as far as the lock tells."""
+    if endpoint.startswith("tcp:"):
+        return f"no broker answers at {endpoint}; is it its admin endpoint?"
     try:
         pid = int((run_dir / "lock").read_text())
         os.kill(pid, 0)
@@ -120,7 +153,7 @@ def _show(options: argparse.Namespace, answer: Mapping[str, Any], text: str) -> 
 
 def ps(options: argparse.Namespace) -> int:
     """One line for each worker."""
-    answer = ask(options.run_dir, "ps")
+    answer = ask(options.place, "ps")
     rows = [_worker_row(worker) for worker in answer["workers"]]
     head = (
         "SLOT", "PID", "STATE", "PHASE", "FOR", "RUN", "WAIT", "WEIGHTS", "KV", "ACTIVE", "RSS",
@@ -158,17 +191,17 @@ def _worker_row(worker: Mapping[str, Any]) -> Sequence[str]:
 def stats(options: argparse.Namespace) -> int:
     """Counters, one a line; with --watch a page each second."""
     if not options.watch:
-        answer = ask(options.run_dir, "stats")
+        answer = ask(options.place, "stats")
         return _show(options, answer, _counters(answer))
     from mlxpool.cli.screen import screen
     from mlxpool.cli.watch import pictures
 
     if options.json:
-        for picture in pictures(options.run_dir, options.count):
+        for picture in pictures(options.place, options.count):
             print(json.dumps(_of_stats(picture)), flush=True)
         return 0
     with screen() as shown:
-        for picture in pictures(options.run_dir, options.count):
+        for picture in pictures(options.place, options.count):
             shown.show(_counters(_of_stats(picture)))
     return 0
 
@@ -190,7 +223,7 @@ def _counters(answer: Mapping[str, Any]) -> str:
 
 def models(options: argparse.Namespace) -> int:
     """One line for each model."""
-    answer = ask(options.run_dir, "models")
+    answer = ask(options.place, "models")
     rows = [_model_row(model) for model in answer["models"]]
     head = (
         "NAME", "STATE", "TYPE", "SIZE", "QUANTISATION", "CONTEXT", "QUEUED", "LAYOUT", "DIGEST",
@@ -222,7 +255,7 @@ def _model_row(model: Mapping[str, Any]) -> Sequence[str]:
 
 def requests(options: argparse.Namespace) -> int:
     """One line for each live request."""
-    answer = ask(options.run_dir, "requests")
+    answer = ask(options.place, "requests")
     rows = [
         (r["id"], r["model"], r["state"], str(r["tokens"]), duration(r["age_s"]))
         for r in answer["requests"]
@@ -231,16 +264,16 @@ def requests(options: argparse.Namespace) -> int:
 
 
 def load(options: argparse.Namespace) -> int:
-    answer = ask(options.run_dir, "load", {"model": options.model})
+    answer = ask(options.place, "load", {"model": options.model})
     if not options.wait:
         return _show(options, answer, f"{answer['model']}: starting")
     from mlxpool.cli.loading import wait_for
 
-    return _show(options, answer, f"{wait_for(options.run_dir, options.model)}: loaded")
+    return _show(options, answer, f"{wait_for(options.place, options.model)}: loaded")
 
 
 def unload(options: argparse.Namespace) -> int:
-    answer = ask(options.run_dir, "unload", {"model": options.model})
+    answer = ask(options.place, "unload", {"model": options.model})
     return _show(options, answer, f"{answer['model']}: stopping")
 
 
@@ -250,13 +283,13 @@ def drain(options: argparse.Namespace) -> int:
         body["slot" if SLOT.search(options.target) else "model"] = options.target
     if options.timeout is not None:
         body["timeout_ms"] = round(options.timeout * 1000)
-    answer = ask(options.run_dir, "drain", body)
+    answer = ask(options.place, "drain", body)
     text = f"{answer['draining']}: draining, {duration(answer['timeout_ms'] / 1000)} at most"
     return _show(options, answer, text)
 
 
 def restart(options: argparse.Namespace) -> int:
-    answer = ask(options.run_dir, "restart", {"slot": options.slot})
+    answer = ask(options.place, "restart", {"slot": options.slot})
     return _show(options, answer, f"{answer['slot']}: restarting")
 
 
@@ -268,11 +301,16 @@ def cancel(options: argparse.Namespace) -> int:
         ident = b""
     if len(ident) != wire.ID_BYTES:
         raise BadRequest(f"ID must be {2 * wire.ID_BYTES} hexadecimal digits, got {options.id!r}")
-    answer = ask(options.run_dir, "cancel", {}, ident)
+    answer = ask(options.place, "cancel", {}, ident)
     _show(options, answer, f"{options.id}: was {answer['state']}, {answer['pos']} tokens sent")
     return 1 if answer["state"] == "unknown" else 0
 
 
+def reload(options: argparse.Namespace) -> int:
+    answer = ask(options.place, "reload")
+    return _show(options, answer, "the broker reads its settings; its log says what changes")
+
+
 def stop(options: argparse.Namespace) -> int:
-    answer = ask(options.run_dir, "stop")
+    answer = ask(options.place, "stop")
     return _show(options, answer, "the broker is stopping")

@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.cli.dial import Place, place_of
+
 if TYPE_CHECKING:
-    from mlxpool.client import Delta, Result
+    from mlxpool.client import Client, Delta, Result
 
 BROKER_GRACE = 10.0  # seconds; somebody sits before the screen and waits
 
@@ -107,11 +109,11 @@ def run(options: argparse.Namespace) -> int:
     show = _print_json if options.json else _print_text
     started = time.monotonic()
     with (
-        Client(options.run_dir, broker_grace=BROKER_GRACE) as client,
+        client_of(options, Client) as client,
         client.stream(
             options.model, None if options.chat else prompt, messages=messages, **asked
         ) as stream,
-        Waiting(options.run_dir, options.model) as waiting,
+        Waiting(admin_of(options), options.model) as waiting,
     ):
         shown = False
         try:
@@ -131,6 +133,23 @@ def run(options: argparse.Namespace) -> int:
         if not options.quiet:
             print(figures(result, time.monotonic() - started), file=sys.stderr)
     return int(result.reason == "cancelled")  # by somebody else: the text is not whole
+
+
+def admin_of(options: argparse.Namespace) -> Place | None:
+    """Where to ask how far a load is; None where the flags name the front of a broker elsewhere."""
+    return None if getattr(options, "endpoint", None) else options.place
+
+
+def client_of(options: argparse.Namespace, kind: type[Client]) -> Client:
+    """A client of the broker that the flags name."""
+    place = place_of(options, "front")
+    return kind(
+        place.run_dir,
+        place.endpoint,
+        server_key=place.server_key,
+        key=place.key,
+        broker_grace=BROKER_GRACE,
+    )
 
 
 def _standard_input() -> str:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from mlxpool.common.config import PoolConfig
 
 
+FLAGS = ("front", "back", "admin", "secret_key", "log_format", "local_workers")
+
+
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """`serve`."""
     serve = commands.add_parser(
@@ -20,11 +23,22 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         help="run a broker; workers start with the first request for their model",
     )
     add_settings(serve)
-    serve.add_argument(
-        "--front", action="append", metavar="ENDPOINT", help="further endpoint for clients"
-    )
-    serve.add_argument("--log-format", choices=("text", "json"))
+    add_endpoints(serve)
     serve.set_defaults(run=run)
+
+
+def add_endpoints(parser: argparse.ArgumentParser) -> None:
+    """Where a broker listens beside its run directory, and the key that tcp needs."""
+    for name, whom in (
+        ("front", "clients"),
+        ("back", "workers that dial in"),
+        ("admin", "operators"),
+    ):
+        parser.add_argument(
+            f"--{name}", action="append", metavar="ENDPOINT", help=f"further endpoint for {whom}"
+        )
+    parser.add_argument("--secret-key", metavar="FILE", help="the broker's own key: tcp is CURVE")
+    parser.add_argument("--log-format", choices=("text", "json"))
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     settings = settings_of(options)
     logs.set_up(json_lines=settings.log_format == "json")
 
-    Broker(settings).run()
+    Broker(settings, lambda: settings_of(options)).run()
     return 0
 
 
@@ -71,8 +85,7 @@ def flags_of(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "run_dir": options.run_dir_flag,
         "models_dir": options.models_dir,
-        "front": getattr(options, "front", None),
-        "log_format": getattr(options, "log_format", None),
+        **{name: getattr(options, name, None) for name in FLAGS},
     }
 
 

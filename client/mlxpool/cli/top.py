@@ -88,12 +88,12 @@ def run(options: argparse.Namespace) -> int:
 
     view = View(options.sort)
     if options.json:
-        for picture in pictures(options.run_dir, options.count):
+        for picture in pictures(options.place, options.count):
             view.history.append(picture)
             print(json.dumps(as_json(view)), flush=True)
         return 0
     left = options.count
-    with Watch(options.run_dir) as watch, screen() as shown:
+    with Watch(options.place) as watch, screen() as shown:
         while True:
             newest, keys = watch.next(GLANCE), shown.pressed()
             if not view.press(keys):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import zmq
 
+from mlxpool.cli.dial import Place
 from mlxpool.cli.ops import nobody
 from mlxpool.common import sockets, wire
 from mlxpool.common.closing import Closing
@@ -24,11 +24,11 @@ SILENCE = 5.0  # seconds without a picture after which nobody is there any more
 class Watch(Closing):
     """One connection that asks again by itself."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._endpoint = sockets.ipc(run_dir, "admin")
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._endpoint = place.of_socket("admin")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.dealer(self._context, self._endpoint)
+        self._socket = sockets.dealer(self._context, self._endpoint, place.credentials())
         self._id = os.urandom(wire.ID_BYTES)
         self._asked_at = float("-inf")
         self._lost_at = time.monotonic() + FIRST
@@ -46,7 +46,7 @@ class Watch(Closing):
                 return self._take()
             now = time.monotonic()
             if now > self._lost_at:
-                raise BrokerLost(nobody(self._run_dir, self._endpoint))
+                raise BrokerLost(nobody(self._place.run_dir, self._endpoint))
             if now >= end:
                 return None
 
@@ -68,9 +68,9 @@ class Watch(Closing):
         self._context.term()
 
 
-def pictures(run_dir: Path, count: int = 0) -> Iterator[dict[str, Any]]:
+def pictures(place: Place, count: int = 0) -> Iterator[dict[str, Any]]:
     """So many pictures, a second apart; 0: for ever."""
-    with Watch(run_dir) as watch:
+    with Watch(place) as watch:
         seen = 0
         while not count or seen < count:
             picture = watch.next(SILENCE + 1)

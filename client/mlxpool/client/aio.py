@@ -17,6 +17,7 @@ from mlxpool.client.resend import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result, StreamState
 from mlxpool.common import wire
 from mlxpool.common.errors import PoolError
+from mlxpool.common.keys import Credentials
 from mlxpool.common.wire import Message
 
 
@@ -124,12 +125,14 @@ class AsyncClient:
         run_dir: str | Path | None = None,
         endpoint: str | None = None,
         *,
+        server_key: str | None = None,
+        key: str | Path | None = None,
         connect_timeout: float = CONNECT_GRACE,
         broker_grace: float = BROKER_GRACE,
         pace: Pace | None = None,
     ) -> None:
         pace = replace(pace or Pace(), broker_grace=broker_grace, connect_grace=connect_timeout)
-        self._link = Link(run_dir, endpoint, pace)
+        self._link = Link(run_dir, endpoint, pace, Credentials.of(server_key, key))
 
     def stream(
         self,

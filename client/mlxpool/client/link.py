@@ -21,8 +21,9 @@ from mlxpool.client.port import Port
 from mlxpool.client.resend import Course, Pace, Step, Watch
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common import sockets, wire
-from mlxpool.common.errors import BrokerLost, PoolError
+from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized
 from mlxpool.common.history import History
+from mlxpool.common.keys import Credentials
 from mlxpool.common.paths import default_run_dir
 from mlxpool.common.wire import Header, Message
 
@@ -59,8 +60,10 @@ class Link:
         run_dir: str | Path | None = None,
         endpoint: str | None = None,
         pace: Pace | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         """Raises ValueError for a run directory whose path is too long for a socket."""
+        self._credentials = credentials
         self.endpoint = endpoint or sockets.ipc(Path(run_dir or default_run_dir()), "front")
         self.pace = pace or Pace()
         self._watch = Watch(self.pace, time.monotonic())
@@ -151,7 +154,7 @@ class Link:
             if self._closing:
                 raise BrokerLost("the client is closed")
             if self._port is None:
-                self._port = Port(self.endpoint)
+                self._port = Port(self.endpoint, self._credentials)
             port = self._port
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -184,6 +187,8 @@ class Link:
         self._watch.turn(now)
         if port.connected() and waiting:
             self._ping(port)  # its `pong` tells whether streams have to be sent again
+        if port.refusal and waiting:
+            self._end_all(Unauthorized(port.refusal))
         if not waiting:
             self._watch.idle()
             self._ping_at, self._tick_at = now + self.pace.ping, now + self.pace.tick
@@ -338,7 +343,7 @@ class Link:
 
     def _tick(self, port: Port) -> None:
         watch = self._watch
-        if watch.lost:
+        if watch.lost or (port.hopeless and watch.heard_at == -math.inf):
             self._give_up(port)
         elif watch.move_due and self._gains():
             self._move(port)
@@ -362,11 +367,8 @@ class Link:
     def _give_up(self, port: Port) -> None:
         known = self._watch.heard_at > -math.inf
         advice = "" if known else "; start one with `mlxpool serve`"
-        self._end_all(
-            BrokerLost(
-                f"no broker answers at {self.endpoint} for {self._watch.silent:.0f} s{advice}"
-            )
-        )
+        silence = f"no broker answers at {self.endpoint} for {self._watch.silent:.0f} s"
+        self._end_all(Unauthorized(port.trouble) if port.trouble else BrokerLost(silence + advice))
         port.replace()  # or a broker that comes later would find what nobody waits for
         self._watch.idle()
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 import zmq
 
 from mlxpool.common import sockets
+from mlxpool.common.handshake import Handshake
+from mlxpool.common.keys import Credentials
 
 RETRY = 0.01  # seconds until a full socket is tried again
 AT_ONCE = 1000  # messages read before something else gets its turn
@@ -18,13 +20,14 @@ AT_ONCE = 1000  # messages read before something else gets its turn
 class Port:
     """A DEALER that can be replaced. All but `nudge` belongs to one thread."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, credentials: Credentials | None = None) -> None:
         """Raises OSError for a malformed endpoint."""
         self.endpoint = endpoint
+        self._credentials = credentials
         self._unsent: deque[Sequence[bytes]] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._socket = sockets.dealer(self._context, endpoint)
+            self._socket = sockets.dealer(self._context, endpoint, credentials)
         except OSError:
             self._context.term()
             raise
@@ -37,15 +40,14 @@ class Port:
 
     def _watch(self) -> None:
         """Have the poll tell of frames, and of the moment when somebody is there to read ours."""
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        for source in (self._socket, self._monitor):
+        self._handshake = Handshake(self._socket, self.endpoint, self._credentials)
+        for source in (self._socket, self._handshake.monitor):
             self._poller.register(source, zmq.POLLIN)
 
     def _close(self, linger: int) -> None:
-        for source in (self._socket, self._monitor):
+        for source in (self._socket, self._handshake.monitor):
             self._poller.unregister(source)
-        self._socket.disable_monitor()
-        self._monitor.close()
+        self._handshake.close()
         self._socket.close(linger=linger)
 
     def nudge(self) -> None:
@@ -68,7 +70,9 @@ class Port:
         self.flush()
 
     def send(self, parts: Sequence[bytes]) -> None:
-        """Send, behind what is not sent yet."""
+        """Send, behind what is not sent yet; who was refused tries once more."""
+        if self.refusal:
+            self.replace()
         self._unsent.append(parts)
         self.flush()
 
@@ -91,18 +95,27 @@ class Port:
 
     def connected(self) -> bool:
         """Whether a connection has come about since the last call: perhaps to another broker."""
-        found = False
-        try:
-            while self._monitor.recv_multipart(zmq.NOBLOCK):
-                found = True
-        except zmq.Again:
-            pass
-        return found
+        return self._handshake.succeeded()
+
+    @property
+    def refusal(self) -> str:
+        """Why the broker wants nothing to do with us, as of the last `connected`; "": it does."""
+        return self._handshake.refusal
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether who has never spoken to this broker need not try any longer."""
+        return self._handshake.hopeless
+
+    @property
+    def trouble(self) -> str:
+        """Why the newest try to connect failed, where that is known."""
+        return self._handshake.trouble
 
     def replace(self) -> None:
         """A new connection; what the old one has not sent or not given is dropped."""
         try:
-            fresh = sockets.dealer(self._context, self.endpoint)
+            fresh = sockets.dealer(self._context, self.endpoint, self._credentials)
         except OSError:
             return  # out of descriptors: the old one may still come back
         self._close(linger=0)

@@ -18,6 +18,7 @@ from mlxpool.client.stream import Delta, Result, StreamState
 from mlxpool.common import wire
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, PoolError
+from mlxpool.common.keys import Credentials
 from mlxpool.common.wire import Message
 
 CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait for the model's load
@@ -87,8 +88,11 @@ class Client(Closing):
     """One connection to a broker, for any number of threads and streams.
 
     `run_dir` names a local broker's run directory (default: the usual one), `endpoint` any front
-    endpoint. Errors are those of mlxpool.common.errors; BrokerLost when no broker answers within
-    `connect_timeout` seconds, or falls silent for `broker_grace`. A stream outlives its connection
+    endpoint. An endpoint that speaks CURVE needs `server_key`, the broker's public key (text or a
+    file), and `key`, the file of a key that the broker knows; BadKey when they cannot be used.
+    Errors are those of mlxpool.common.errors; BrokerLost when no broker answers within
+    `connect_timeout` seconds, or falls silent for `broker_grace`; Unauthorized when it refuses the
+    key. A stream outlives its connection
     and its broker, unless it was asked for with durable=False; `pace` says how soon it is sent
     again.
     """
@@ -98,12 +102,14 @@ class Client(Closing):
         run_dir: str | Path | None = None,
         endpoint: str | None = None,
         *,
+        server_key: str | None = None,
+        key: str | Path | None = None,
         connect_timeout: float = CONNECT_GRACE,
         broker_grace: float = BROKER_GRACE,
         pace: Pace | None = None,
     ) -> None:
         pace = replace(pace or Pace(), broker_grace=broker_grace, connect_grace=connect_timeout)
-        self._link = Link(run_dir, endpoint, pace)
+        self._link = Link(run_dir, endpoint, pace, Credentials.of(server_key, key))
 
     def stream(
         self,

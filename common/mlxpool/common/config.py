@@ -12,11 +12,13 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mlxpool.common import endpoints
 from mlxpool.common.catalogue import fault_of_name, scan
+from mlxpool.common.keys import NAME, PEERS, PUBLIC
 from mlxpool.common.paths import default_run_dir
 
 
@@ -64,11 +66,27 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyConfig:
+    """`[keys.NAME]`: who may come in over tcp, and as what."""
+
+    role: str  # client | worker | admin
+    public: str  # 40 characters, as `mlxpool keygen` prints it
+
+
+@dataclass(frozen=True, slots=True)
 class PoolConfig:
     """`[pool]`."""
 
     run_dir: Path = field(default_factory=default_run_dir)
     front: tuple[str, ...] = ()  # further endpoints for clients; front.ipc is always there
+    back: tuple[str, ...] = ()  # for workers that dial in
+    admin: tuple[str, ...] = ()  # for operations; admin.ipc is always there
+    secret_key: Path | None = None  # the broker's key file: every tcp endpoint speaks CURVE
+    local_workers: bool = True  # false: workers dial in, none is started here
+    quota_requests: int = 0  # live requests of one peer; 0: no limit, as for the next three
+    quota_tokens: int = 0  # tokens of prompt that one peer may have waiting
+    quota_bytes: int = 0  # bytes a second that one peer may send
+    quota_cancels: int = 0  # cancels a second of one peer
     models_dir: Path | None = None  # each folder in it with a config.json is a model by its name
     queue_limit: int = 512  # requests waiting for one model
     queue_bytes: int = 256 * 1024 * 1024  # prompts waiting for one model
@@ -93,6 +111,7 @@ class PoolConfig:
     log_format: str = "text"  # text | json
     metrics: str = ""  # HOST:PORT of /metrics, /healthz, /readyz and /stats; "": none
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
+    keys: Mapping[str, KeyConfig] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +127,10 @@ class WorkerConfig:
     block_fd: int = -1  # of the progress block; -1: none
     dump_fd: int = -1  # of the file for stack dumps; -1: standard error
     incarnation: int = 0  # how many workers the slot had before
+    dials: bool = False  # another supervisor's: it has no slot, and asks for one by the model
+    server_key: str = ""  # the broker's public key; "": no CURVE
+    key: str = ""  # the file of its own key
+    orphan_grace: float = 60.0  # seconds without a broker, then it ends
 
     def to_environment(self) -> str:
         """The value of WORKER_VARIABLE."""
@@ -128,6 +151,9 @@ BUILTIN = {
 }
 
 
+SECTIONS = ("pool", "models", "keys")
+
+
 def load(
     path: Path | None,
     flags: Mapping[str, Any] | None = None,
@@ -140,9 +166,9 @@ def load(
     Raises ConfigError naming the key, its value and the bound.
     """
     table = _read(path) if path else {}
-    unknown = set(table) - {"pool", "models"}
+    unknown = set(table) - set(SECTIONS)
     if unknown:
-        raise ConfigError(_unknown(sorted(unknown)[0], ("pool", "models"), str(path)))
+        raise ConfigError(_unknown(sorted(unknown)[0], SECTIONS, str(path)))
     pool = dict(_table(table, "pool"))
     pool.update(_environment())
     pool.update({key: value for key, value in (flags or {}).items() if value is not None})
@@ -156,7 +182,26 @@ def load(
         raise ConfigError(f"pool.models_dir: there is no folder {config.models_dir}")
     for more in (BUILTIN, scanned(config.models_dir)):
         models = {**models, **{name: more[name] for name in more if name not in models}}
-    return replace(config, models=models)
+    return replace(config, models=models, keys=_keys(_table(table, "keys")))
+
+
+def _keys(table: Mapping[str, Any]) -> dict[str, KeyConfig]:
+    """The allow-list. Raises ConfigError, also for a key that stands there under two names."""
+    names: dict[str, str] = {}
+    keys: dict[str, KeyConfig] = {}
+    for name in table:
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"[keys.{name!r:.80}]: a name that `mlxpool keygen` would not give")
+        key: KeyConfig = _build(KeyConfig, _table(table, name), f"keys.{name}")
+        if not PUBLIC.fullmatch(key.public):
+            raise ConfigError(
+                f"keys.{name}.public is {key.public!r:.80}, must be the 40 characters that"
+                " `mlxpool keygen` prints"
+            )
+        if names.setdefault(key.public, name) != name:
+            raise ConfigError(f"keys.{name} and keys.{names[key.public]} have the same public key")
+        keys[name] = key
+    return keys
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -177,7 +222,7 @@ def _table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def variables() -> dict[str, str]:
     """The settings of [pool] that the environment may give, and their variables."""
-    names = {f.name for f in fields(PoolConfig)} - {"models", "front"}
+    names = {f.name for f in fields(PoolConfig)} - {"models", "keys", "front", "back", "admin"}
     return {name: f"MLXPOOL_{name.upper()}" for name in sorted(names)}
 
 
@@ -221,7 +266,7 @@ def _unknown(key: str, known: tuple[str, ...], where: str) -> str:
     return f"{where}: unknown key {key!r}{hint}"
 
 
-NO_SETTINGS = ("models", "within")
+NO_SETTINGS = ("models", "keys", "within")
 
 
 def _build(kind: Any, table: Mapping[str, Any], where: str) -> Any:
@@ -236,9 +281,16 @@ def _build(kind: Any, table: Mapping[str, Any], where: str) -> Any:
             values[key] = _build(Counting, value, f"{where}.counting")
         else:
             values[key] = _convert(key, known[key], value, f"{where}.{key}")
+    missing = [f.name for f in fields(kind) if _needed(f) and f.name not in values]
+    if missing:
+        raise ConfigError(f"{where}.{missing[0]} is missing")
     built = kind(**values)
     _validate(built, where)
     return built
+
+
+def _needed(setting: Field[Any]) -> bool:
+    return setting.default is MISSING and setting.default_factory is MISSING
 
 
 def _convert(key: str, annotation: str, value: Any, where: str) -> Any:
@@ -251,6 +303,7 @@ def _convert(key: str, annotation: str, value: Any, where: str) -> Any:
             else _int(value, where)
         )
     if annotation == "bool":
+        value = {"true": True, "false": False}.get(value, value) if key in _IN_THE_AIR else value
         if isinstance(value, bool):
             return value
         raise ConfigError(f"{where} must be true or false, got {value!r}")
@@ -272,6 +325,7 @@ def _int(value: Any, where: str) -> int:
     return value
 
 
+_IN_THE_AIR = ("local_workers",)  # true or false as text: so it comes from the environment
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -325,6 +379,10 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "drain_grace": (0.0, 10**6),
     "poison_life": (0.0, 10**7),
     "beat_limit": (0.1, 10**6),
+    "quota_requests": (0, 10**6),
+    "quota_tokens": (0, 2**40),
+    "quota_bytes": (0, 2**40),
+    "quota_cancels": (0, 10**6),
     "load_limit": (0.1, 10**6),
     "prefill_limit": (0.1, 10**6),
     "step_limit": (0.1, 10**6),
@@ -349,10 +407,10 @@ FAULTS = (
     "late",  # a frame again after those that followed it (in send)
     "stale",  # a frame again with the epoch before (in send)
 )
-_LOCAL = r"ipc://.+|tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):(\d+|\*)"
 _CHOICES: dict[str, tuple[str, ...]] = {
     "prefix_cache": ("tree", "single", "off"),
     "log_format": ("text", "json"),
+    "role": PEERS,
     "fault": FAULTS,
     "fault_in": ("load", "accept", "prefill", "decode", "end", "after_end", "send"),
 }
@@ -374,16 +432,23 @@ def _validate(built: Any, where: str) -> None:
             raise ConfigError(f"{where}.{name} is {check(name)}, must be from {low:g} to {high:g}")
         if name in _CHOICES and check(name) not in _CHOICES[name]:
             raise ConfigError(f"{where}.{name} is {check(name)!r}, must be of {_CHOICES[name]}")
-    for endpoint in getattr(built, "front", ()):
-        if not re.fullmatch(_LOCAL, endpoint):
-            raise ConfigError(
-                f"{where}.front: {endpoint!r} must be tcp://127.0.0.1:PORT, tcp://[::1]:PORT or"
-                " ipc://PATH: tcp has no encryption yet, so it stays on this machine"
-            )
+    if isinstance(built, PoolConfig):
+        _check_endpoints(built, where)
     if getattr(built, "metrics", ""):
         host_port(built.metrics, f"{where}.metrics")
     if isinstance(built, ModelConfig) and not built.path:
         raise ConfigError(f"{where}.path is missing: a folder, a reference, or builtin:demo")
+
+
+def _check_endpoints(pool: PoolConfig, where: str) -> None:
+    """Plain tcp is for clients of this machine alone."""
+    for name in ("front", "back", "admin"):
+        for endpoint in getattr(pool, name):
+            fault = endpoints.fault(
+                endpoint, secured=pool.secret_key is not None, local=name == "front"
+            )
+            if fault is not None:
+                raise ConfigError(f"{where}.{name}: {endpoint!r} {fault}")
 
 
 def check_run_dir(run_dir: Path) -> None:

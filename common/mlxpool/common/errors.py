@@ -13,6 +13,7 @@
     │   └── Poisoned                 poisoned
     └── PoolFault              the pool could not do it this time
         ├── QueueFull                queue_full            (retryable)
+        ├── OverQuota                over_quota            (retryable)
         ├── DeadlineExceeded         deadline_exceeded
         ├── WorkerLost               worker_lost           (retryable)
         ├── BrokerLost               broker_lost           (retryable)
@@ -119,6 +120,11 @@ class Poisoned(ClientFault):
 
 class QueueFull(PoolFault):
     code = "queue_full"
+    retryable = True
+
+
+class OverQuota(PoolFault):
+    code = "over_quota"
     retryable = True
 
 

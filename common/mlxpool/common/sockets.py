@@ -11,6 +11,7 @@ from pathlib import Path
 
 import zmq
 
+from mlxpool.common.keys import Credentials, KeyPair
 from mlxpool.common.wire import MAX_FRAME
 
 HIGH_WATER = 1000  # messages for each peer; never 0, which would be without bound
@@ -26,14 +27,19 @@ MAX_PATH = 107  # bytes of a Unix socket's path
 
 
 def router(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, backlog: int = BACKLOG
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    *,
+    backlog: int = BACKLOG,
+    domain: str = "",
 ) -> zmq.Socket[bytes]:
     """A bound ROUTER that reports unknown and full peers instead of dropping silently.
 
     It has no heartbeats: libzmq aborts the process when one meets a peer that went while its input
     was full (libzmq#4364). On tcp the kernel frees the descriptors of hosts that vanished. So many
-    connections as `backlog` may wait to be accepted, all at once if the process was stopped. Raises
-    OSError naming the endpoint when it cannot be bound.
+    connections as `backlog` may wait to be accepted, all at once if the process was stopped. With a
+    `domain` the context's ZAP handler is asked about every connection and has to be there before.
+    Raises OSError naming the endpoint when it cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
     _common(socket)
@@ -42,6 +48,9 @@ def router(
     socket.setsockopt(zmq.BACKLOG, backlog)
     for option, value in KEEPALIVE.items():
         socket.setsockopt(option, value)
+    if domain:
+        socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     try:
         bind(socket, endpoint)
     except OSError:
@@ -50,9 +59,17 @@ def router(
     return socket
 
 
-def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Bind one more endpoint. Raises OSError naming it."""
+def bind(socket: zmq.Socket[bytes], endpoint: str, key: KeyPair | None = None) -> str:
+    """Bind one more endpoint; with a `key`, tcp speaks CURVE. Raises OSError naming it.
+
+    Returns it as it is, with the port that was free where none was named.
+    """
     before = os.umask(0o077)
+    secure = key is not None and endpoint.startswith("tcp:")
+    # libzmq copies a socket's options at each bind: one ROUTER has plain and secure endpoints.
+    socket.setsockopt(zmq.CURVE_SERVER, int(secure))
+    if secure and key is not None:
+        socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -60,12 +77,21 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
         raise OSError(error.errno, f"cannot bind {endpoint}: {error.strerror}{cure}") from None
     finally:
         os.umask(before)
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """A connecting DEALER that redials for ever. Raises OSError for a malformed endpoint."""
+def dealer(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, credentials: Credentials | None = None
+) -> zmq.Socket[bytes]:
+    """A connecting DEALER that redials until it is refused. Raises OSError for a bad endpoint."""
     socket = context.socket(zmq.DEALER)
     _common(socket)
+    for option, value in KEEPALIVE.items():
+        socket.setsockopt(option, value)
+    if credentials is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, credentials.server.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, credentials.own.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, credentials.own.secret.encode())
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
     try:

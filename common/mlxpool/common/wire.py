@@ -176,6 +176,14 @@ def decode(parts: Sequence[bytes], *, max_body: int = MAX_BODY) -> Message:
     return Message(header, body, tuple(parts[2:]))
 
 
+def header_of(parts: Sequence[bytes]) -> Header | None:
+    """The header alone of what is not to be decoded; None when it has none."""
+    try:
+        return _decode_header(parts[0]) if parts else None
+    except Garbage:
+        return None
+
+
 @lru_cache(maxsize=256)  # a worker's frames all have the same header
 def _decode_header(part: bytes) -> Header:
     if len(part) > MAX_HEADER:

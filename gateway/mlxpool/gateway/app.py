@@ -133,7 +133,11 @@ class Gateway:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         settings = self.settings
         async with AsyncClient(
-            settings.run_dir, settings.endpoint, broker_grace=settings.broker_grace
+            settings.run_dir,
+            settings.endpoint,
+            server_key=settings.server_key,
+            key=settings.key,
+            broker_grace=settings.broker_grace,
         ) as client:
             serving = Serving(settings, client)
             app.router.routes[:] = self.routes(serving)

@@ -14,6 +14,8 @@ class Settings:
 
     run_dir: Path | None = None  # of the broker
     endpoint: str | None = None  # of the broker, in place of a run directory
+    server_key: str | None = None  # the broker's public key, or a file with it
+    key: str | None = None  # the file of our own key
     host: str = "127.0.0.1"
     port: int = 8080  # 0: any that is free
     keys: Path | None = None  # a file of bearer keys; None: everybody may ask

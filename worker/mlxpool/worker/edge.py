@@ -19,8 +19,10 @@ import zmq
 
 from mlxpool.common import wire
 from mlxpool.common.config import WorkerConfig
+from mlxpool.common.ends import AGAIN, ALONE, REFUSED
 from mlxpool.common.errors import Internal, TooLarge
 from mlxpool.common.history import History
+from mlxpool.common.keys import Credentials
 from mlxpool.common.progress import Block
 from mlxpool.common.wire import Delta, Message
 from mlxpool.worker.catalogue import faults_of
@@ -58,7 +60,9 @@ class Edge:
         self.history = History(f"worker-{config.slot}")
         faults = faults_of(config, self.history)
         self.faults = FrameFaults(faults)
-        self.link = Link(config.endpoint, config.token, self.history)
+        credentials = Credentials.of(config.server_key, config.key)
+        self.link = Link(config.endpoint, config.token, self.history, credentials)
+        self.trouble = ""  # with the connection, as it was told last
         self.wake = Wake()
         self.mail: deque[Outbound | Prepared | Answer] = deque()
         block = Block.open(config.block_fd) if config.block_fd >= 0 else Block.private()
@@ -106,6 +110,8 @@ class Edge:
         if self.link.silent_too_long(now) and self.exit_code is None:
             self._redial(poller, now)
         self.link.turn(now)
+        if self.config.dials:
+            self._look_at_link()
         self._leave(now)
         self._beat(now)
         self.link.flush()
@@ -115,6 +121,21 @@ class Edge:
         due = self.beat_at + BEAT if self.link.epoch else now + BEAT
         due = min(due, self.leave_at, self.link.next_wake(now))
         return math.ceil(max(0.0, due - now) * 1000)
+
+    def _look_at_link(self) -> None:
+        """A worker of another supervisor ends when its key is refused, or it stays alone."""
+        handshake = self.link.handshake
+        handshake.succeeded()
+        if handshake.trouble != self.trouble:
+            self.trouble = handshake.trouble
+            if self.trouble:
+                log.error(self.trouble)
+        if handshake.refusal:
+            self._end(REFUSED)
+        elif self.link.alone_too_long(self.config.orphan_grace):
+            alone = {"endpoint": self.link.endpoint, "seconds": self.config.orphan_grace}
+            log.error("no broker answers", extra=alone)
+            self._end(ALONE)
 
     def _redial(self, poller: zmq.Poller, now: float) -> None:
         log.warning("the broker says nothing: calling it again")
@@ -199,7 +220,8 @@ class Edge:
 
     def _hello(self, digest: str, context: int) -> None:
         hello = {
-            "slot": self.config.slot,
+            "slot": "" if self.config.dials else self.config.slot,
+            "model": self.config.name,
             "pid": os.getpid(),
             "start_time": self.process.create_time(),
             "host": platform.node(),
@@ -279,7 +301,7 @@ class Edge:
         elif kind == wire.WHO:
             self._who()
         elif kind == wire.STOP:
-            self._end(0)
+            self._end(AGAIN if message.body.get("again") else 0)
         elif kind == wire.HEARD:
             pass  # that it came is all it says
         elif header.epoch != self.link.epoch or not self.link.epoch:
@@ -386,6 +408,9 @@ class Edge:
             "memory": {**progress.memory, "rss": self.process.memory_info().rss},
             "prefix": progress.prefix,
         }
+        if self.config.dials:  # whoever cannot read the progress block is told what is in it
+            look = progress.block.read()
+            body["look"] = [look.tokens, look.fresh, look.usual_token_ns, look.usual_step_ns]
         self._send(wire.BEAT, body)
 
     def _send(

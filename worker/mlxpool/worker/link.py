@@ -16,7 +16,9 @@ import zmq
 
 from mlxpool.common import sockets, wire
 from mlxpool.common.errors import PoolError
+from mlxpool.common.handshake import Handshake
 from mlxpool.common.history import History
+from mlxpool.common.keys import Credentials
 from mlxpool.common.wire import Header, Message
 
 log = logging.getLogger("mlxpool.worker")
@@ -32,34 +34,52 @@ LONGEST_TURN = 2.0  # seconds that one turn of the edge's loop counts for at mos
 class Silence:
     """How long the broker has been silent, in time in which we could have heard it."""
 
-    seconds: float = 0.0
+    seconds: float = 0.0  # since we heard it, or called it anew
+    alone: float = 0.0  # since we heard it
     turned: float = 0.0
 
     def turn(self, now: float) -> bool:
         """One more turn of the loop, after everything was read: whether it is too long."""
-        self.seconds += min(now - self.turned, LONGEST_TURN) if self.turned else 0.0
+        passed = min(now - self.turned, LONGEST_TURN) if self.turned else 0.0
+        self.seconds += passed
+        self.alone += passed
         self.turned = now
         return self.seconds >= HEARD_LIMIT
 
-    def heard(self) -> None:
+    def called(self) -> None:
+        """It is given time to answer."""
         self.seconds = 0.0
+
+    def heard(self) -> None:
+        self.seconds = self.alone = 0.0
 
 
 class Link:
     """Lives in the edge's thread. `epoch` 0: no welcome yet."""
 
-    def __init__(self, endpoint: str, token: str, history: History) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        token: str,
+        history: History,
+        credentials: Credentials | None = None,
+    ) -> None:
         self.endpoint = endpoint
+        self.credentials = credentials
         self.history = history
         self.token = token  # the newest that the broker gave
         self.epoch = 0
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = sockets.dealer(self.context, endpoint)
+        self._dial()
         self.silence = Silence()
         self.unsent: deque[list[bytes]] = deque()
         self._hello: Mapping[str, Any] | None = None
         self._hello_at = 0.0
         self._hello_due = NEVER
+
+    def _dial(self) -> None:
+        self.socket = sockets.dealer(self.context, self.endpoint, self.credentials)
+        self.handshake = Handshake(self.socket, self.endpoint, self.credentials)
 
     # ---- hello and its answers -----------------------------------------------------------------
 
@@ -92,9 +112,10 @@ class Link:
     def redial(self, now: float) -> bool:
         """A new connection, the old one having gone silent. Whether an epoch has ended by it."""
         had, self.epoch = self.epoch, 0
+        self.handshake.close()
         self.socket.close(linger=0)
-        self.socket = sockets.dealer(self.context, self.endpoint)
-        self.silence.heard()
+        self._dial()
+        self.silence.called()
         self._say_hello(now)
         return bool(had)
 
@@ -122,6 +143,10 @@ class Link:
         """Asked once a turn, after the socket was read."""
         too_long = self.silence.turn(now)
         return too_long and self.introduced
+
+    def alone_too_long(self, limit: float) -> bool:
+        """Whether nothing was heard for so many seconds of our own time, though we have called."""
+        return self.introduced and self.silence.alone >= limit
 
     # ---- frames --------------------------------------------------------------------------------
 
@@ -169,5 +194,6 @@ class Link:
 
     def close(self) -> None:
         self.flush()
+        self.handshake.close()
         self.socket.close()
         self.context.term()

@@ -1,0 +1,1 @@
+"""Who may come in, as what, and how much of it."""

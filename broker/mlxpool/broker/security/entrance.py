@@ -1,0 +1,47 @@
+"""The broker's own key, the allow-list, and the ZAP handler: what the sockets are made with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from mlxpool.broker.peers import Gate
+from mlxpool.broker.security.keyring import Keyring
+from mlxpool.broker.security.zap import Zap
+from mlxpool.common import keys
+from mlxpool.common.config import PoolConfig
+
+log = logging.getLogger("mlxpool.broker")
+
+ROLES = {"front": "client", "back": "worker", "admin": "admin"}
+
+
+class Entrance:
+    """Without a secret key it lets everything be as it is on ipc and on the loopback."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        context: zmq.Context[zmq.Socket[bytes]],
+        on_refusal: Callable[[], None],
+    ) -> None:
+        """Raises BadKey. Make it before any socket is bound."""
+        self.key = keys.read(config.secret_key, "server") if config.secret_key else None
+        self.keyring = Keyring(config.keys)
+        if config.keys and self.key is None:
+            log.warning("keys are listed, but without secret_key nobody is asked for one")
+        self.zap = Zap(context, self.keyring, on_refusal) if self.key else None
+
+    def domain(self, socket: str) -> str:
+        """The ZAP domain of one of the pool's sockets; "" when nobody is asked."""
+        return ROLES[socket] if self.key else ""
+
+    def gate(self, socket: str) -> Gate | None:
+        """Who a message's sender is; None when every connection counts."""
+        return self.keyring.gate(ROLES[socket]) if self.key else None
+
+    def close(self) -> None:
+        if self.zap is not None:
+            self.zap.close()

@@ -1,0 +1,33 @@
+"""Which endpoints a broker may bind, and when they need CURVE. Pure."""
+
+from __future__ import annotations
+
+import re
+
+_IPC = re.compile(r"ipc://.+")
+_TCP = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(\d{1,5}|\*)")
+_LOOPBACK = re.compile(r"tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5}|\*)")
+
+
+def fault(endpoint: str, *, secured: bool, local: bool) -> str | None:
+    """Why it cannot be bound, in words; None when it can.
+
+    `secured`: there is a secret key, so every tcp endpoint speaks CURVE. `local`: plain tcp is
+    allowed on the loopback.
+    """
+    if _IPC.fullmatch(endpoint):
+        return None
+    if not _TCP.fullmatch(endpoint) or _port(endpoint) > 65535:
+        return "must be tcp://HOST:PORT or ipc://PATH"
+    if secured or (local and _LOOPBACK.fullmatch(endpoint)):
+        return None
+    only = "plain tcp is for 127.0.0.1 and [::1] alone" if local else "tcp is never plain here"
+    return (
+        f"needs encryption: {only}; make a key with `mlxpool keygen NAME --role server`"
+        " and name its file in pool.secret_key"
+    )
+
+
+def _port(endpoint: str) -> int:
+    port = endpoint.rpartition(":")[2]
+    return 0 if port == "*" else int(port)

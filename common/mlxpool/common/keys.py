@@ -1,0 +1,156 @@
+"""CURVE keys: made, kept in files that only their owner can read, and read again.
+
+A secret key is named by the path of its file, everywhere; a public key may also stand as text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+ROLES = ("client", "worker", "admin", "server")
+PEERS = ROLES[:-1]  # those that an allow-list can name
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+PUBLIC = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # 32 bytes in Z85
+LARGEST = 4096  # bytes of a key file
+
+
+class BadKey(ValueError):
+    """A key or its file cannot be used; the message names it and says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """`public` and `secret` are 40 characters of Z85."""
+
+    name: str
+    role: str
+    public: str
+    secret: str = field(repr=False)
+
+
+def default_folder() -> Path:
+    """Where `mlxpool keygen` puts keys."""
+    return Path.home() / ".mlxpool" / "keys"
+
+
+def make(name: str, role: str) -> KeyPair:
+    """A new pair. Raises BadKey for a name that cannot be a file's, and for an unknown role."""
+    if not NAME.fullmatch(name):
+        raise BadKey(
+            f"a key's name has letters, digits, dots, dashes and underlines, at most 64;"
+            f" got {name!r:.80}"
+        )
+    if role not in ROLES:
+        raise BadKey(f"the role is {role!r:.40}, must be of {ROLES}")
+    public, secret = zmq.curve_keypair()
+    return KeyPair(name, role, public.decode(), secret.decode())
+
+
+def write(pair: KeyPair, folder: Path) -> Path:
+    """Write NAME.key, 0600, in a folder that is 0700 if it is made here. Returns its path.
+
+    Raises BadKey when there is such a file already: a key is never overwritten.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / f"{pair.name}.key"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise BadKey(f"there is a key {path} already; give another name, or move it away") from None
+    with os.fdopen(descriptor, "w") as file:
+        os.fchmod(descriptor, 0o600)  # whatever the umask left out
+        file.write(
+            f'name = "{pair.name}"\nrole = "{pair.role}"\n'
+            f'public = "{pair.public}"\nsecret = "{pair.secret}"\n'
+        )
+    return path
+
+
+def read(path: Path, role: str = "") -> KeyPair:
+    """The pair of a key file; `role` is the one it has to have, "" for any.
+
+    Raises BadKey naming the file, and its mode when others can read it.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(LARGEST)
+    except OSError as error:
+        raise BadKey(f"cannot read the key {path}: {error.strerror}") from None
+    if mode & 0o077:
+        raise BadKey(
+            f"the key {path} can be read by others (mode {mode:04o}): chmod 600 it, and make a new"
+            " one if somebody may have seen it"
+        )
+    pair = _parse(path, text)
+    if role and pair.role != role:
+        raise BadKey(
+            f"the key {path} has the role {pair.role!r}, {role!r} is needed here;"
+            f" make one with: mlxpool keygen NAME --role {role}"
+        )
+    return pair
+
+
+def _parse(path: Path, text: bytes) -> KeyPair:
+    try:
+        table = tomllib.loads(text.decode("utf-8"))
+        pair = KeyPair(*(str(table[key]) for key in ("name", "role", "public", "secret")))
+    except (ValueError, KeyError):
+        raise BadKey(f"{path} is no key that `mlxpool keygen` made") from None
+    if not PUBLIC.fullmatch(pair.public) or not _belongs(pair):
+        raise BadKey(f"{path} is damaged: its public and its secret key do not belong together")
+    return pair
+
+
+def _belongs(pair: KeyPair) -> bool:
+    try:
+        return zmq.curve_public(pair.secret.encode()).decode() == pair.public
+    except (zmq.ZMQError, ValueError):
+        return False
+
+
+def public_of(text: str) -> str:
+    """A public key that is given as text, or by the path of a file that holds just it.
+
+    Raises BadKey.
+    """
+    if PUBLIC.fullmatch(text):
+        return text
+    try:
+        with Path(text).expanduser().open() as file:
+            found = file.read(LARGEST).strip()
+    except (OSError, ValueError):
+        raise BadKey(
+            f"{text!r:.80} is neither a public key of 40 characters nor a file that can be read"
+        ) from None
+    if not PUBLIC.fullmatch(found):
+        raise BadKey(f"the file {text} holds no public key of 40 characters")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What one who dials over CURVE needs: the broker's public key and a pair of his own."""
+
+    server: str
+    own: KeyPair
+
+    @classmethod
+    def of(cls, server_key: str | None, key: str | Path | None) -> Credentials | None:
+        """None when neither is given. Raises BadKey when only one is, or one cannot be used."""
+        if not server_key and not key:
+            return None
+        if not key:
+            raise BadKey("a server key needs a key of one's own beside it; give one with --key")
+        if not server_key:
+            raise BadKey(
+                f"the key {key} needs the broker's public key beside it; give it with --server-key"
+            )
+        return cls(public_of(str(server_key)), read(Path(key).expanduser()))

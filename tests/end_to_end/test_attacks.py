@@ -1,0 +1,342 @@
+"""Every attack of docs/security.md on a broker that speaks CURVE, beside a stream that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from bystander import Bystander
+from counting_checker import expected_ids
+from mlxpool.client import AsyncClient, Client
+from mlxpool.common import sockets, wire
+from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized
+from mlxpool.common.keys import Credentials
+from mlxpool.common.wire import Header
+from pool import until
+from secure_pool import SLOW, SecurePool
+
+ALL = ("alice", "bob", "hand", "chief")
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecurePool]:
+    with SecurePool(tmp_path_factory.mktemp("secure"), models=SLOW.format(1000)) as pool:
+        yield pool
+
+
+@pytest.fixture
+def bystander(secure: SecurePool) -> Iterator[Bystander]:
+    with Bystander(lambda: secure.dial("bob")) as one:
+        yield one
+        one.unmoved()
+
+
+def peer(secure: SecurePool, name: str, socket: str) -> zmq.Socket[bytes]:
+    """A bare DEALER with this key; the caller closes it."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    credentials = Credentials.of(secure.server_key, secure.keys.path(name))
+    return sockets.dealer(context, secure.endpoint(socket), credentials)
+
+
+def say(socket: zmq.Socket[bytes], parts: list[bytes]) -> None:
+    """Send, if libzmq has not given the connection up: then nothing can be sent at all."""
+    with contextlib.suppress(zmq.Again):
+        socket.send_multipart(parts, zmq.NOBLOCK)
+
+
+def generate(prompt: str, **options: object) -> list[bytes]:
+    body = {"model": "counting", "prompt": prompt, "options": {"max_tokens": 3, **options}}
+    return wire.encode(Header(wire.GENERATE, bytes(range(16))), body)
+
+
+def test_a_key_on_the_list_is_served(secure: SecurePool) -> None:
+    with secure.dial("alice") as client:
+        result = client.generate("counting", "hello", seed=3, max_tokens=20)
+    assert list(result.ids) == expected_ids("hello", 3, 20)
+    assert secure.log().count("owner=key:alice")
+
+
+def test_asyncio_dials_with_keys_as_well(secure: SecurePool) -> None:
+    async def ask() -> list[int]:
+        endpoint, key = secure.endpoint("front"), secure.keys.path("alice")
+        async with AsyncClient(endpoint=endpoint, server_key=secure.server_key, key=key) as client:
+            return list((await client.generate("counting", "hello", seed=3, max_tokens=5)).ids)
+
+    assert asyncio.run(ask()) == expected_ids("hello", 3, 5)
+
+
+def test_the_command_line_takes_flags_or_the_environment(
+    secure: SecurePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("run", "counting", "hello", "--max-tokens", "3", "--seed", "3", "--json")
+    done = secure.cli(*asked, *secure.flags("alice", "front"))
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("MLXPOOL_ENDPOINT", secure.endpoint("front"))
+    monkeypatch.setenv("MLXPOOL_ADMIN_ENDPOINT", secure.endpoint("admin"))
+    monkeypatch.setenv("MLXPOOL_SERVER_KEY", secure.server_key)
+    command = (sys.executable, "-m", "mlxpool.cli.main")
+    for verb, key, code in (
+        (asked, "alice", 0),
+        (asked, "chief", 1),
+        (("ps",), "chief", 0),
+        (("ps",), "alice", 1),
+    ):
+        monkeypatch.setenv("MLXPOOL_KEY", str(secure.keys.path(key)))
+        ended = subprocess.run([*command, *verb], capture_output=True, text=True, timeout=60)
+        assert ended.returncode == code, ended.stderr
+        assert code == 0 or f"refuses the key '{key}'" in ended.stderr
+
+
+def test_a_key_that_others_can_read_is_not_used(secure: SecurePool) -> None:
+    secure.keys.make("open", "client")
+    secure.keys.path("open").chmod(0o640)
+    done = secure.cli("run", "counting", "hello", *secure.flags("open", "front"))
+    assert done.returncode == 2
+    assert "mode 0640" in done.stderr and "chmod 600" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["hand", "chief", "stranger"])
+def test_a_key_of_another_role_or_of_nobody_is_refused(
+    secure: SecurePool, bystander: Bystander, name: str
+) -> None:
+    if name not in secure.keys.pairs:
+        secure.keys.make(name, "client")
+    before = secure.ask("stats")["auth_failures"]
+    with secure.dial(name) as client, pytest.raises(Unauthorized) as raised:
+        client.generate("counting", "hello", max_tokens=3)
+    for part in (secure.endpoint("front"), repr(name), "allow-list", f"[keys.{name}]"):
+        assert part in str(raised.value)
+    assert secure.ask("stats")["auth_failures"] > before
+    assert "connection refused" in secure.log()
+
+
+def test_without_a_key_nobody_comes_in(secure: SecurePool, bystander: Bystander) -> None:
+    with (
+        Client(endpoint=secure.endpoint("front"), connect_timeout=60) as client,
+        pytest.raises(Unauthorized, match="takes no connection without a key"),
+    ):
+        client.generate("counting", "hello", max_tokens=3)
+
+
+def test_a_wrong_server_key_is_told(secure: SecurePool, bystander: Bystander) -> None:
+    wrong = secure.keys.pairs["bob"].public
+    with (
+        Client(
+            endpoint=secure.endpoint("front"),
+            server_key=wrong,
+            key=secure.keys.path("alice"),
+            connect_timeout=60,
+        ) as client,
+        pytest.raises(Unauthorized, match="does not answer to the server key"),
+    ):
+        client.generate("counting", "hello", max_tokens=3)
+
+
+def test_nobody_there_is_no_matter_of_keys(secure: SecurePool) -> None:
+    with (
+        Client(
+            endpoint="tcp://127.0.0.1:1",
+            server_key=secure.server_key,
+            key=secure.keys.path("alice"),
+            connect_timeout=0.3,
+        ) as client,
+        pytest.raises(BrokerLost, match=r"no broker answers at tcp://127\.0\.0\.1:1"),
+    ):
+        client.generate("counting", "hello", max_tokens=3)
+
+
+def test_who_was_refused_is_let_in_once_his_key_is_on_the_list(
+    secure: SecurePool, bystander: Bystander
+) -> None:
+    secure.keys.make("late", "client")
+    with secure.dial("late") as client:
+        with pytest.raises(Unauthorized):
+            client.generate("counting", "hello", max_tokens=3)
+        secure.write(*ALL, "late")
+        secure.reload()
+        assert len(client.generate("counting", "hello", max_tokens=3).ids) == 3
+    secure.write(*ALL)
+    secure.reload()
+
+
+def test_a_revoked_key_is_cut_at_once(secure: SecurePool, bystander: Bystander) -> None:
+    with secure.dial("alice") as client:
+        stream = client.stream("counting", "mine", seed=1, max_tokens=10**6)
+        deltas = iter(stream)
+        next(deltas)
+        raw = peer(secure, "alice", "front")
+        raw.send_multipart(wire.encode(Header(wire.PING)))
+        assert raw.poll(60_000)
+        raw.recv_multipart()
+        secure.write("bob", "hand", "chief")
+        secure.reload()
+        assert not [r for r in secure.ask("requests")["requests"] if r["owner"] == "key:alice"]
+        with pytest.raises(Unauthorized):
+            for _ in deltas:
+                pass
+        with pytest.raises(Unauthorized, match="refuses the key 'alice'"):
+            client.generate("counting", "again", max_tokens=3)
+        accepted = secure.ask("stats")["requests"]["accepted"]
+        say(raw, generate("late"))
+        assert not raw.poll(200)
+        raw.close(linger=0)
+        assert secure.ask("stats")["requests"]["accepted"] == accepted
+    secure.write(*ALL)
+    secure.reload()
+
+
+def test_a_revoked_keys_frames_are_dropped_though_its_connection_stands(
+    secure: SecurePool, bystander: Bystander
+) -> None:
+    """What came before the cut and is read after it must not count either."""
+    raw = peer(secure, "alice", "front")
+    raw.send_multipart(wire.encode(Header(wire.PING)))
+    assert raw.poll(60_000)
+    accepted = secure.ask("stats")["requests"]["accepted"]
+    secure.write("bob", "hand", "chief")
+    words = "key revoked key=alice"
+    before = secure.log().count(words)
+    secure.ask("reload")
+    until(lambda: secure.log().count(words) > before, "the key is revoked")
+    for _ in range(50):
+        say(raw, generate("late"))
+    assert not [r for r in secure.ask("requests")["requests"] if r["owner"] == "key:alice"]
+    raw.close(linger=0)
+    secure.write(*ALL)
+    secure.reload()
+    assert secure.ask("stats")["requests"]["accepted"] <= accepted + 50
+
+
+def test_a_client_cannot_take_over_the_name_of_a_connection(
+    secure: SecurePool, bystander: Bystander
+) -> None:
+    """A routing id is what a peer says it is; an owner is not."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    for name in ("alice", "bob"):
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, b"shared name")
+        own = secure.keys.pairs[name]
+        socket.setsockopt(zmq.CURVE_SERVERKEY, secure.server_key.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+        socket.connect(secure.endpoint("front"))
+        ident = name.encode().ljust(16, b"-")
+        body = {"model": "counting", "prompt": name, "options": {"max_tokens": 10**6}}
+        socket.send_multipart(wire.encode(Header(wire.GENERATE, ident), body))
+        assert socket.poll(60_000)
+        rows = {r["id"]: r["owner"] for r in secure.ask("requests")["requests"]}
+        assert rows[ident.hex()] == f"key:{name}"
+        secure.cli("cancel", ident.hex())
+        socket.close(linger=0)
+
+
+@pytest.mark.parametrize("name", ["alice", "chief"])
+def test_only_a_workers_key_opens_the_back(
+    secure: SecurePool, bystander: Bystander, name: str
+) -> None:
+    raw = peer(secure, name, "back")
+    raw.send_multipart(wire.encode(Header(wire.HELLO), {"slot": "", "model": "counting"}))
+    assert not raw.poll(300)
+    raw.close(linger=0)
+    assert len([w for w in secure.ask("ps")["workers"] if w["state"] != "none"]) == 1
+
+
+def test_a_worker_cannot_take_the_slot_of_a_local_one(
+    secure: SecurePool, bystander: Bystander
+) -> None:
+    """Its key lets it serve, but a slot with a process of the broker's needs that one's token."""
+    raw = peer(secure, "hand", "back")
+    epoch = secure.worker("counting/0")["epoch"]
+    for body in ({"slot": "counting/0"}, {"slot": "counting/0", "token": "guess"}):
+        raw.send_multipart(wire.encode(Header(wire.HELLO), {**body, "model": "counting"}))
+        raw.send_multipart(wire.encode(Header(wire.DELTAS, None, epoch), {"rows": []}))
+    while raw.poll(300):  # `who` answers the frame without an epoch; nothing welcomes it
+        assert wire.decode(raw.recv_multipart(), max_body=wire.MAX_BACK_BODY).kind == wire.WHO
+    raw.close(linger=0)
+    assert secure.worker("counting/0")["epoch"] == epoch
+
+
+def test_a_worker_that_lies_harms_only_itself(secure: SecurePool, bystander: Bystander) -> None:
+    """Rows of requests that it was never given are dropped."""
+    raw = peer(secure, "hand", "back")
+    hello = {"slot": "", "model": "other", "pid": 1, "digest": "x", "context": 100}
+    raw.send_multipart(wire.encode(Header(wire.HELLO), hello))
+    assert raw.poll(60_000)
+    welcome = wire.decode(raw.recv_multipart(), max_body=wire.MAX_BACK_BODY)
+    assert welcome.kind == wire.WELCOME
+    victim = bystander.stream.id
+    row = wire.Delta(victim, 1, len(bystander.ids), "lie", wire.pack_ids([1]))
+    body, blob = wire.pack_deltas([row])
+    raw.send_multipart(wire.encode(Header(wire.DELTAS, None, welcome.header.epoch), body, (blob,)))
+    raw.send_multipart([b"\xc1", b"garbage"])
+    bystander.unmoved()
+    raw.close(linger=0)
+    until(lambda: not secure.worker("other/0").get("pid"), "its connection is gone")
+
+
+@pytest.mark.parametrize("name", ["alice", "hand"])
+def test_only_an_operators_key_opens_the_admin_socket(
+    secure: SecurePool, bystander: Bystander, name: str
+) -> None:
+    done = secure.cli("unload", "counting", *secure.flags(name, "admin"))
+    assert done.returncode == 1
+    assert f"refuses the key '{name}'" in done.stderr
+    assert secure.endpoint("admin") in done.stderr
+
+
+def test_an_operator_far_away_asks_as_one_here(secure: SecurePool) -> None:
+    done = secure.cli("ps", "--json", *secure.flags("chief", "admin"))
+    assert done.returncode == 0, done.stderr
+    assert '"state": "ready"' in done.stdout
+
+
+def test_admin_commands_on_the_front_are_no_commands(
+    secure: SecurePool, bystander: Bystander
+) -> None:
+    raw = peer(secure, "alice", "front")
+    raw.send_multipart(wire.encode(Header("stop", bytes(16))))
+    assert raw.poll(60_000)
+    answer = wire.decode(raw.recv_multipart())
+    assert (answer.kind, answer.body["code"]) == (wire.ERROR, "bad_request")
+    raw.close(linger=0)
+
+
+def test_strangers_requests_cannot_be_cancelled(secure: SecurePool, bystander: Bystander) -> None:
+    with secure.dial("alice") as client:
+        assert client.cancel(bystander.stream.id)["state"] == "unknown"
+
+
+def test_what_is_too_large_is_refused_before_it_is_read(
+    secure: SecurePool, bystander: Bystander
+) -> None:
+    with secure.dial("alice") as client, pytest.raises(PoolError) as raised:
+        client.generate("counting", tokens=[1] * (2 * wire.MAX_BLOB), max_tokens=1)
+    assert raised.value.code == "too_large"
+    raw = peer(secure, "alice", "front")
+    raw.send_multipart([*generate("x")[:1], b"\x90" * (wire.MAX_BODY + 1)])
+    assert raw.poll(60_000)
+    assert wire.decode(raw.recv_multipart()).body["code"] == "too_large"
+    raw.close(linger=0)
+
+
+def test_a_port_scanner_and_a_silent_caller_hold_up_nobody(
+    secure: SecurePool, bystander: Bystander
+) -> None:
+    import socket
+
+    host, _, port = secure.endpoint("front").removeprefix("tcp://").rpartition(":")
+    callers = [socket.create_connection((host, int(port))) for _ in range(20)]
+    for number, caller in enumerate(callers):
+        if number % 2:
+            caller.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
+    bystander.unmoved()
+    with secure.dial("alice") as client:
+        assert len(client.generate("counting", "hello", max_tokens=3).ids) == 3
+    for caller in callers:
+        caller.close()
