@@ -19,25 +19,25 @@ from mlxpool.common.paths import run_dir_of
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 
-# Which module of this package has a command. Only that one is imported, so that `ps` is quick.
+# Which module has a command. Only that one is imported, so that `ps` is quick.
 ROOMS = {
-    "serve": "serve",
-    "run": "run",
-    "chat": "chat",
-    "check": "check",
-    "ps": "ops",
-    "top": "top",
-    "stats": "ops",
-    "models": "ops",
-    "requests": "ops",
-    "load": "ops",
-    "unload": "ops",
-    "drain": "ops",
-    "restart": "ops",
-    "cancel": "ops",
-    "stop": "ops",
-    "config": "settings",
-    "completion": "completion",
+    "serve": "mlxpool.cli.serve",
+    "run": "mlxpool.cli.run",
+    "chat": "mlxpool.cli.chat",
+    "check": "mlxpool.cli.check",
+    "ps": "mlxpool.cli.ops",
+    "top": "mlxpool.cli.top",
+    "stats": "mlxpool.cli.ops",
+    "models": "mlxpool.cli.ops",
+    "requests": "mlxpool.cli.ops",
+    "load": "mlxpool.cli.ops",
+    "unload": "mlxpool.cli.ops",
+    "drain": "mlxpool.cli.ops",
+    "restart": "mlxpool.cli.ops",
+    "cancel": "mlxpool.cli.ops",
+    "stop": "mlxpool.cli.ops",
+    "config": "mlxpool.cli.settings",
+    "completion": "mlxpool.cli.completion",
 }
 
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
@@ -85,7 +85,7 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     room = ROOMS.get(_command(arguments))
     for name in [room] if room else dict.fromkeys(ROOMS.values()):
-        import_module(f"mlxpool.cli.{name}").add_commands(commands, common)
+        import_module(name).add_commands(commands, common)
     return root
 
 
