@@ -15,6 +15,7 @@ from json_shapes import faults
 from mlxpool.cli.main import parser
 from pool import Pool
 
+pytestmark = pytest.mark.timeout(600)  # a fixture runs every command
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
 SECTIONS = {
     part.partition("\n")[0]: part.partition("\n")[2] for part in PAGE.split("\n## ") if part
