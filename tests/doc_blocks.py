@@ -21,7 +21,7 @@ from pathlib import Path
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 REASON = re.compile(r"<!-- not run: (.+) -->\s*\Z")
 RUN = frozenset({"console", "python"})
-PATIENCE = 100  # seconds for a whole page; this only bounds a failure
+PATIENCE = 500  # seconds for a whole page; this only bounds a failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,14 @@ from json_shapes import faults
 from mlxpool.cli.main import parser
 from pool import Pool
 
+pytestmark = pytest.mark.timeout(600)  # a fixture runs every command
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
 SECTIONS = {
     part.partition("\n")[0]: part.partition("\n")[2] for part in PAGE.split("\n## ") if part
 }
-OF_ALL = ("--help", "-h", "--run-dir", "--json", "--version")
+OF_ALL = (
+    "--help", "-h", "--run-dir", "--json", "--version", "--endpoint", "--server-key", "--key"
+)  # fmt: skip
 
 
 def commands(above: argparse.ArgumentParser, words: str = "mlxpool") -> dict[str, Any]:
@@ -65,7 +68,8 @@ path = "builtin:counting"
 counting.step_us = 20000
 """
 # What serves prints nothing; tests/bench looks at the rest.
-NO_JSON = {"mlxpool serve", "mlxpool gateway", *(n for n in COMMANDS if " bench " in n)}
+SERVING = {f"mlxpool {name}" for name in ("serve", "broker", "worker", "gateway")}
+NO_JSON = {*SERVING, *(n for n in COMMANDS if " bench " in n)}
 # In this order, for one changes what the next one finds. ID is that of a live request.
 TRIED: tuple[tuple[str, ...], ...] = (
     ("load", "counting", "--wait"),
@@ -89,6 +93,8 @@ TRIED: tuple[tuple[str, ...], ...] = (
     ("config", "show"),
     ("config", "check"),
     ("completion", "bash"),
+    ("keygen", "somebody", "--role", "client", "--folder", "KEYS"),
+    ("reload",),
     ("ps",),
     ("stop",),
 )
@@ -107,7 +113,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
         deltas = iter(stream)
         next(deltas)
         for words in TRIED:
-            arguments = [stream.id.hex() if word == "ID" else word for word in words]
+            made = {"ID": stream.id.hex(), "KEYS": str(pool.run_dir / "keys")}
+            arguments = [made.get(word, word) for word in words]
             done = pool.cli(*arguments, "--json", stdin="hello\n")
             name = next(n for n in COMMANDS if f"mlxpool {' '.join(words)} ".startswith(f"{n} "))
             found.setdefault(name, []).extend(map(json.loads, done.stdout.splitlines()))

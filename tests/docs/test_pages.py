@@ -11,6 +11,7 @@ import pytest
 import doc_blocks
 from doc_blocks import RUN, Block, Step, agrees, blocks, steps
 
+pytestmark = pytest.mark.timeout(600)  # a page is many processes, one after the other
 ROOT = Path(__file__).parents[2]
 PAGES = ("docs/quickstart.md", "docs/configuration.md", "README.md")
 SERVE = Step("mlxpool serve 2> broker.log &", None, 0)

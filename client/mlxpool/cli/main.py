@@ -20,36 +20,35 @@ from mlxpool.common.paths import run_dir_of
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 
-# Which module of this package has a command. Only that one is imported, so that `ps` is quick.
+# Which module has a command. Only that one is imported, so that `ps` is quick.
 ROOMS = {
-    "serve": "serve",
-    "broker": "alone",
-    "worker": "alone",
-    "run": "run",
-    "chat": "chat",
-    "check": "check",
-    "ps": "ops",
-    "top": "top",
-    "stats": "ops",
-    "models": "ops",
-    "requests": "ops",
-    "load": "ops",
-    "unload": "ops",
-    "drain": "ops",
-    "restart": "ops",
-    "cancel": "ops",
-    "reload": "ops",
-    "stop": "ops",
-    "keygen": "keygen",
-    "gateway": "gateway",
-    "bench": "bench",
-    "config": "settings",
-    "completion": "completion",
+    "serve": "mlxpool.cli.serve",
+    "broker": "mlxpool.cli.alone",
+    "worker": "mlxpool.cli.alone",
+    "run": "mlxpool.cli.run",
+    "chat": "mlxpool.cli.chat",
+    "check": "mlxpool.cli.check",
+    "ps": "mlxpool.cli.ops",
+    "top": "mlxpool.cli.top",
+    "stats": "mlxpool.cli.ops",
+    "models": "mlxpool.cli.ops",
+    "requests": "mlxpool.cli.ops",
+    "load": "mlxpool.cli.ops",
+    "unload": "mlxpool.cli.ops",
+    "drain": "mlxpool.cli.ops",
+    "restart": "mlxpool.cli.ops",
+    "cancel": "mlxpool.cli.ops",
+    "reload": "mlxpool.cli.ops",
+    "stop": "mlxpool.cli.ops",
+    "keygen": "mlxpool.cli.keygen",
+    "gateway": "mlxpool.cli.gateway",
+    "bench": "mlxpool.bench.cli",
+    "config": "mlxpool.cli.settings",
+    "completion": "mlxpool.cli.completion",
 }
 
-DIALLING = frozenset(
-    {"run", "chat", "ops", "top", "gateway"}
-)  # rooms that take keys and an endpoint
+# Those that take keys and an endpoint.
+DIALLING = frozenset(f"mlxpool.cli.{name}" for name in ("run", "chat", "ops", "top", "gateway"))
 
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
 EPILOG = """\
@@ -98,8 +97,7 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     room = ROOMS.get(_command(arguments))
     for name in [room] if room else dict.fromkeys(ROOMS.values()):
-        parents = dialling if name in DIALLING else common
-        import_module(f"mlxpool.cli.{name}").add_commands(commands, parents)
+        import_module(name).add_commands(commands, dialling if name in DIALLING else common)
     return root
 
 

@@ -26,10 +26,16 @@ from mlxpool.common.config import (
 DEFAULT = "default"
 # Read elsewhere: by the command line, by workers, by tests.
 OTHERS = [
+    "MLXPOOL_ADMIN_ENDPOINT",
+    "MLXPOOL_BACK_ENDPOINT",
+    "MLXPOOL_BENCH",
     "MLXPOOL_CONFIG",
+    "MLXPOOL_ENDPOINT",
     "MLXPOOL_HISTORY",
     "MLXPOOL_HYPOTHESIS",
+    "MLXPOOL_KEY",
     "MLXPOOL_OPENBLAS",
+    "MLXPOOL_SERVER_KEY",
     "MLXPOOL_WORKER",
 ]
 
