@@ -86,16 +86,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, li
 
 
 def shown(figures: Mapping[str, Mapping[str, list[float]]]) -> str:
-    """The table; each ratio is the median of those within a round."""
+    """The table; ratios are those within a round."""
     base = next(iter(figures.values()))["tokens_s"]
     rows = []
     for way, values in figures.items():
-        ratio = statistics.median(a / b for a, b in zip(values["tokens_s"], base, strict=True))
+        ratios = [a / b for a, b in zip(values["tokens_s"], base, strict=True)]
         rows.append(
             (
                 way,
                 report.spread(values["tokens_s"], 0),
-                f"{ratio:.2f}",
+                report.spread(ratios, 2),
                 report.spread(values["first_answer_ms"]),
             )
         )

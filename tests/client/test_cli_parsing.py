@@ -308,11 +308,11 @@ def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert main(["models", "--run-dir", "/a"]) == OK
     head, good, bad, *notes = capsys.readouterr().out.splitlines()
     assert head.split()[:6] == ["NAME", "STATE", "TYPE", "SIZE", "QUANTISATION", "CONTEXT"]
-    assert head.split()[6:] == ["QUEUED", "DIGEST", "SUPPORTS"]
+    assert head.split()[6:] == ["QUEUED", "LAYOUT", "DIGEST", "SUPPORTS"]
     assert good.split() == [
-        "demo", "cold", "llama", "5.0", "GB", "bf16", "-", "2", "0123", "batching", "tree"
+        "demo", "cold", "llama", "5.0", "GB", "bf16", "-", "2", "-", "0123", "batching", "tree"
     ]  # fmt: skip
-    assert bad.split() == ["bad", "failed", "-", "-", "-", "-", "2", "-", "-"]
+    assert bad.split() == ["bad", "failed", "-", "-", "-", "-", "2", "-", "-", "-"]
     assert notes == ["bad cannot be had: no config.json", "demo shares the workers of other"]
 
 

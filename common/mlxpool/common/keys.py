@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,6 +99,8 @@ def read(path: Path, role: str = "") -> KeyPair:
 
 def _parse(path: Path, text: bytes) -> KeyPair:
     try:
+        import tomllib  # here and not above: only who has a key pays for it
+
         table = tomllib.loads(text.decode("utf-8"))
         pair = KeyPair(*(str(table[key]) for key in ("name", "role", "public", "secret")))
     except (ValueError, KeyError):
