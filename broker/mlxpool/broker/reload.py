@@ -105,6 +105,7 @@ class Reloader:
         if self._thread is not None:
             self._again = True
             return True
+        self.broker.notify.reloading()
         self._thread = threading.Thread(
             target=self._read, args=(self._reread,), name="reload", daemon=True
         )
@@ -137,6 +138,7 @@ class Reloader:
         except Exception:  # a bug of ours costs one reload, never the pool
             self.broker.core.counters.internal_errors += 1
             log.exception("not reloaded as a whole")
+        self.broker.notify.ready()
         if self._again:
             self._again = False
             self.begin()
