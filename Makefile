@@ -5,19 +5,24 @@ BIN := $(VENV)/bin
 # The MLX back end: cpu on Linux, nothing more on a Mac; `make demo EXTRA=cuda13` on an NVIDIA GPU.
 EXTRA ?= $(if $(filter Linux,$(shell uname -s)),cpu,)
 COMMA := ,
+SERVES := $(VENV)/.serves-$(EXTRA)
 READY := $(VENV)/.ready-$(EXTRA)
 
 .PHONY: all demo test chaos soak check format pages demo-model bench clean
 
 all: check test
 
-$(READY): pyproject.toml
+$(SERVES): pyproject.toml  # what a pool needs
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"mlxpool needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}; use make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.$(if $(EXTRA),[$(EXTRA)])'
+	@touch $@
+
+$(READY): $(SERVES)        # and what its tests need besides
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev$(if $(EXTRA),$(COMMA)$(EXTRA))]'
 	@touch $@
 
-demo: $(READY)            ## a broker, a worker and a completion on the embedded model
+demo: $(SERVES)           ## a broker, a worker and a completion on the embedded model
 	@$(BIN)/python examples/demo.py
 
 test: $(READY)            ## the whole test suite

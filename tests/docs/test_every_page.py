@@ -50,7 +50,7 @@ def test_our_command_line_understands_it(page: Path, words: list[str]) -> None:
 
 @pytest.mark.parametrize(("page", "words"), the([one for one in EVERY if one[1][0] == "make"]))
 def test_there_is_such_a_target(page: Path, words: list[str]) -> None:
-    assert [word for word in words[1:] if "=" not in word][0] in TARGETS
+    assert next(word for word in words[1:] if "=" not in word) in TARGETS
 
 
 @pytest.mark.parametrize(("page", "words"), the([one for one in EVERY if one[1][0] == "python"]))

@@ -30,16 +30,22 @@ def installed() -> bool:
     return find_spec("mlx_lm") is not None
 
 
+def loaded(folder: Path, *, as_stored: bool = False) -> Any:
+    """The model; float32 on a CPU, where that is faster for both, unless `as_stored`."""
+    from mlx_lm.utils import load_model
+
+    model: Any = load_model(folder)[0]
+    if mx.default_device().type == mx.DeviceType.cpu and not as_stored:
+        model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    return model
+
+
 class Theirs:
-    """A loaded model; float32 on a CPU, where that is faster for both, unless `as_stored`."""
+    """A loaded model, see `loaded`."""
 
     def __init__(self, folder: Path, *, as_stored: bool = False) -> None:
-        from mlx_lm.utils import load_model
-
-        self._model: Any = load_model(folder)[0]
-        if mx.default_device().type == mx.DeviceType.cpu and not as_stored:
-            self._model.set_dtype(mx.float32)
-        mx.eval(self._model.parameters())
+        self._model = loaded(folder, as_stored=as_stored)
         self._vocabulary = int(self._model.args.vocab_size)
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:

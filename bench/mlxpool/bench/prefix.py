@@ -95,9 +95,8 @@ class Theirs:
 
     def __init__(self, folder: Path) -> None:
         from mlx_lm.models.cache import LRUPromptCache
-        from mlx_lm.utils import load_model
 
-        self._model, _ = load_model(folder)
+        self._model = mlx_lm.loaded(folder)
         self._cache = LRUPromptCache(10)
 
     def ask(self, prompt: list[int]) -> tuple[int, list[int], float]:
