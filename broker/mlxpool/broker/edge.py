@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -44,12 +44,14 @@ from mlxpool.broker.security.entrance import Entrance
 from mlxpool.broker.security.keyring import KEY
 from mlxpool.broker.security.quotas import Rates, milliseconds
 from mlxpool.broker.supervisor import TICK, Child, Supervisor
-from mlxpool.broker.web import Web
 from mlxpool.common import sockets, wire
 from mlxpool.common.config import PoolConfig, check_run_dir
 from mlxpool.common.errors import BadRequest, OverQuota, PoolError
 from mlxpool.common.history import History
 from mlxpool.common.wire import Delta, Header, Message
+
+if TYPE_CHECKING:
+    from mlxpool.broker.web import Web
 
 log = logging.getLogger("mlxpool.broker")
 requests_log = logging.getLogger("mlxpool.request")  # one line for each that ends
@@ -80,7 +82,7 @@ class Broker:
         self.descriptors = raise_descriptor_limit()
         self.config = config
         self.lock = lock(config.run_dir)
-        self.web = Web(config.metrics) if config.metrics else None
+        self.web = _web(config.metrics) if config.metrics else None
         self.lag = Lag()
         self.boot = secrets.randbits(63) or 1
         memory = config.memory_limit or int(SHARE * system.memory_of_machine())
@@ -654,6 +656,13 @@ class Broker:
             "endpoints": {**self.endpoints, "front": self.door.endpoints[1:]},
             "metrics": None if self.web is None else self.web.url,
         }
+
+
+def _web(address: str) -> Web:
+    """Not imported above: without it a broker is back sooner after its death."""
+    from mlxpool.broker.web import Web
+
+    return Web(address)
 
 
 PERFORM: dict[type, Callable[[Broker, Any, float], None]] = {
