@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
+import tomllib
 from pathlib import Path
 
 import pytest
+import zmq
 
 from mlxpool.cli.main import main
 from mlxpool.common import endpoints, keys
@@ -129,6 +132,31 @@ def test_keygen_prints_what_the_config_needs(
     }
     assert main(["keygen", "alice", "--role", "client", *folder]) == 2
     assert "already" in capsys.readouterr().err
+
+
+def test_a_name_with_a_dot_is_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keygen", "a.c", "--role", "client", "--folder", str(tmp_path)]) == 0
+    assert list(tomllib.loads(capsys.readouterr().out)["keys"]) == ["a.c"]
+
+
+def test_no_public_key_looks_like_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = [(b"-" + b"a" * 39, b"s" * 40), (b"b" * 40, b"t" * 40)]
+    monkeypatch.setattr(zmq, "curve_keypair", lambda: drawn.pop(0))
+    assert keys.make("alice", "client").public == "b" * 40
+
+
+def test_a_key_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    pair = keys.make("alice", "client")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fchmod", full)
+        with pytest.raises(BadKey, match=r"alice\.key: No space left"):
+            keys.write(pair, tmp_path)
+    assert keys.read(keys.write(pair, tmp_path)) == pair
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,61 @@ def test_the_command_serves_rereads_its_keys_and_ends(pool: Pool, tmp_path: Path
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "stream", "last"),
+    [
+        (
+            "/v1/completions",
+            True,
+            b'event: error\ndata: {"error":{"message":"the gateway is ending"',
+        ),
+        ("/v1/completions", False, b'{"error": {"message": "the gateway is ending"'),
+        ("/api/generate", True, b'{"error": "the gateway is ending"}\n'),
+    ],
+)
+def test_what_outlasts_a_gateway_is_told(
+    pool: Pool, tmp_path: Path, path: str, stream: bool, last: bytes
+) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            command("--run-dir", str(pool.run_dir), "gateway", "--port", "0"),
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+        )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().removeprefix("listening on ").strip()
+        asked = {"model": "slow", "prompt": "x", "stream": stream, "max_tokens": 10**5}
+        before = pool.ask("stats")["requests"]["accepted"]
+        with ThreadPoolExecutor(1) as pool_of_one:
+            answer = pool_of_one.submit(httpx.post, url + path, json=asked, timeout=PATIENCE)
+            until(lambda: pool.ask("stats")["requests"]["accepted"] > before, "it is asked")
+            process.terminate()
+            assert last in answer.result().content  # whole: httpx refuses half a body
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+    assert "Traceback" not in log.read_text()
+    until(lambda: pool.ask("stats")["requests"]["live"] == 0, "its request is cancelled")
+
+
+def test_a_body_whose_sender_leaves_is_no_failure(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with GatewayThread(pool.run_dir) as gateway:
+        host, port = gateway.url.removeprefix("http://").split(":")
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n"
+        with socket.create_connection((host, int(port)), PATIENCE) as peer:
+            peer.sendall((head + "Content-Type: application/json\r\n\r\n{}").encode())
+        assert httpx.get(f"{gateway.url}/v1/models", timeout=PATIENCE).status_code == 200
+    assert "failed" not in caplog.text
 
 
 @pytest.mark.parametrize(

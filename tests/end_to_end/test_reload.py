@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bystander import Bystander
+from mlxpool.broker.reload import Reloader
+from mlxpool.common.config import PoolConfig
 from mlxpool.common.errors import OverQuota, UnknownModel
 from pool import Pool, until
 
@@ -57,6 +62,21 @@ def test_everything_that_can_change_changes_beside_a_stream(tmp_path: Path) -> N
         until(lambda: pool.worker("extra/0")["state"] == "none", "its worker has ended")
         assert "extra" not in [model["name"] for model in pool.ask("models")["models"]]
         bystander.unmoved()
+
+
+def test_settings_that_lose_the_brokers_key_change_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a file does that is read while somebody writes it."""
+    broker: Any = SimpleNamespace(
+        config=PoolConfig(secret_key=tmp_path / "broker.key"),
+        notify=SimpleNamespace(reloading=lambda: None),
+    )
+    read = threading.Event()
+    reloader = Reloader(broker, PoolConfig, read.set)
+    assert reloader.begin() and read.wait(60)
+    assert reloader._found is None
+    assert "not reloaded: nothing has changed" in caplog.text
 
 
 def test_a_removed_model_finishes_what_it_has_and_can_come_back(tmp_path: Path) -> None:

@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING
 
 from mlxpool.broker import events as ev
 from mlxpool.broker.premises import footprints, places, without_workers
-from mlxpool.common.config import ModelConfig, PoolConfig
+from mlxpool.common.config import ConfigError, ModelConfig, PoolConfig
 
 if TYPE_CHECKING:
     from mlxpool.broker.edge import Broker
 
 log = logging.getLogger("mlxpool.broker")
+
+NO_KEY = (
+    "the settings have no secret_key any more, which this broker cannot be without: was the file"
+    " read while it was written? Write another one and mv it into its place"
+)
 
 FIXED = (  # what sockets, folders and threads were made with: a restart is needed to change it
     "run_dir",
@@ -115,6 +120,8 @@ class Reloader:
     def _read(self, reread: Callable[[], PoolConfig]) -> None:
         try:
             config = reread()
+            if self.broker.config.secret_key and not config.secret_key:
+                raise ConfigError(NO_KEY)
             if not self.broker.config.local_workers:
                 config = without_workers(config)
             self._found = Reread(config, footprints(config), places(config))

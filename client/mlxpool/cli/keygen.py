@@ -35,11 +35,12 @@ def run(options: argparse.Namespace) -> int:
     pair = keys.make(options.name, options.role)
     path = keys.write(pair, options.folder or keys.default_folder())
     answer = {"name": pair.name, "role": pair.role, "public": pair.public, "path": str(path)}
-    print(json.dumps(answer) if options.json else _words(pair.name, pair.role, pair.public, path))
+    section = keys.section(pair.name)
+    print(json.dumps(answer) if options.json else _words(section, pair.role, pair.public, path))
     return 0
 
 
-def _words(name: str, role: str, public: str, path: Path) -> str:
+def _words(section: str, role: str, public: str, path: Path) -> str:
     if role == "server":
         return (
             f"# {path} is the secret key; for the broker's config:\n[pool]\n"
@@ -48,5 +49,5 @@ def _words(name: str, role: str, public: str, path: Path) -> str:
         )
     return (
         f"# {path} is the secret key; for the broker's config:\n"
-        f'[keys.{name}]\nrole = "{role}"\npublic = "{public}"'
+        f'{section}\nrole = "{role}"\npublic = "{public}"'
     )

@@ -10,7 +10,7 @@ import struct
 
 import zmq
 
-from mlxpool.common.keys import Credentials
+from mlxpool.common.keys import Credentials, section
 
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -76,7 +76,7 @@ def refused(endpoint: str, credentials: Credentials | None) -> str:
     return (
         f"the broker at {endpoint} refuses the key {own.name!r} ({own.role},"
         f" {own.public[:_SHOWN]}…): it is not in the allow-list, was revoked, or its role is not"
-        f" for this endpoint; add it to the broker's config as [keys.{own.name}] and reload that"
+        f" for this endpoint; add it to the broker's config as {section(own.name)} and reload that"
     )
 
 

@@ -49,13 +49,16 @@ def make(name: str, role: str) -> KeyPair:
     if role not in ROLES:
         raise BadKey(f"the role is {role!r:.40}, must be of {ROLES}")
     public, secret = zmq.curve_keypair()
+    while public.startswith(b"-"):  # a command line takes it for a flag
+        public, secret = zmq.curve_keypair()
     return KeyPair(name, role, public.decode(), secret.decode())
 
 
 def write(pair: KeyPair, folder: Path) -> Path:
     """Write NAME.key, 0600, in a folder that is 0700 if it is made here. Returns its path.
 
-    Raises BadKey when there is such a file already: a key is never overwritten.
+    Raises BadKey when there is such a file already, for a key is never overwritten, and when it
+    cannot be written.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{pair.name}.key"
@@ -63,13 +66,22 @@ def write(pair: KeyPair, folder: Path) -> Path:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise BadKey(f"there is a key {path} already; give another name, or move it away") from None
-    with os.fdopen(descriptor, "w") as file:
-        os.fchmod(descriptor, 0o600)  # whatever the umask left out
-        file.write(
-            f'name = "{pair.name}"\nrole = "{pair.role}"\n'
-            f'public = "{pair.public}"\nsecret = "{pair.secret}"\n'
-        )
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            os.fchmod(descriptor, 0o600)  # whatever the umask left out
+            file.write(
+                f'name = "{pair.name}"\nrole = "{pair.role}"\n'
+                f'public = "{pair.public}"\nsecret = "{pair.secret}"\n'
+            )
+    except OSError as error:
+        path.unlink()
+        raise BadKey(f"cannot write the key {path}: {error.strerror}") from None
     return path
+
+
+def section(name: str) -> str:
+    """The head of its table in the broker's config."""
+    return f'[keys."{name}"]' if "." in name else f"[keys.{name}]"
 
 
 def read(path: Path, role: str = "") -> KeyPair:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -10,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -22,6 +24,7 @@ from mlxpool.gateway.http import Reply, read_json, unless_gone
 from mlxpool.gateway.keys import Keys, Places
 from mlxpool.gateway.ollama import Ollama
 from mlxpool.gateway.openai import OpenAI
+from mlxpool.gateway.openai_answers import sse
 from mlxpool.gateway.serving import Serving
 from mlxpool.gateway.settings import LOOPBACK, Settings
 
@@ -70,7 +73,7 @@ class Door:
     def passed(self, request: Request) -> AbstractContextManager[None]:
         """For as long as the request takes. Raises Fault."""
         host = HOST.fullmatch(request.headers.get("host", ""))
-        if not self._keys.wanted and (host is None or host[1] not in LOOPBACK):
+        if not self._keys.wanted and (host is None or host[1].lower() not in LOOPBACK):
             words = f"without keys it is asked as {' or '.join(LOOPBACK)} only; see --keys"
             raise Fault(403, words, "host_not_allowed", retry=False)
         who = self._keys.who(request.headers.get("authorization"))
@@ -107,11 +110,24 @@ class Endpoint:
             await self._fail(reply, fault)
         except PoolError as error:
             await self._fail(reply, faults.of(error))
+        except ClientDisconnect:  # the sender has left before it said all
+            pass
+        except asyncio.CancelledError:  # the gateway ends, and this has had its time
+            await self._cut_off(reply)
         except Exception as error:
             if reply.started and isinstance(error, OSError):
                 return  # the sender has left while something was written
             log.exception("a request to %s failed", scope["path"])
             await self._fail(reply, Fault(500, "the gateway failed", "internal", retry=False))
+
+    async def _cut_off(self, reply: Reply) -> None:
+        """The last word of a request whose end the gateway does not live to see."""
+        fault = Fault(503, "the gateway is ending", "draining", retry_after=1.0)
+        await self._fail(reply, fault)
+        if reply.streaming:
+            line = (json.dumps(fault.ollama()) + "\n").encode()
+            await reply.write(line if self._ollama else sse(fault.openai(), "error"))
+            await reply.close()
 
     async def _fail(self, reply: Reply, fault: Fault) -> None:
         if not reply.started:

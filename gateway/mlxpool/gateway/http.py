@@ -23,6 +23,7 @@ class Reply:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
+        self.streaming = False  # a stream has begun and is not over
 
     async def json(
         self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
@@ -36,6 +37,7 @@ class Reply:
         """A stream begins; once it does asking again would do the work twice."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         await self._start(200, content_type, {**headers, "x-should-retry": "false"})
+        self.streaming = True
 
     async def write(self, data: bytes) -> None:
         """A piece of the stream; waits for a slow reader."""
@@ -43,6 +45,7 @@ class Reply:
 
     async def close(self) -> None:
         """The stream is over."""
+        self.streaming = False
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
