@@ -99,7 +99,7 @@ def test_a_public_key_is_text_or_a_file(tmp_path: Path) -> None:
     with pytest.raises(BadKey, match="neither a public key"):
         keys.public_of("nonsense")
     file.write_text("nonsense")
-    with pytest.raises(BadKey, match="holds no public key"):
+    with pytest.raises(BadKey, match="must hold a public key"):
         keys.public_of(str(file))
 
 

@@ -30,6 +30,8 @@ counting.fault = "raise"
 counting.fault_in = "load"
 """
 CHAT = {"model": "counting", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+LONG: dict[str, Any] = {"max_tokens": 10**5}
+ENDING = b'{"error":{"message":"the gateway is ending"'
 MOST = 2000  # bytes of a body
 
 
@@ -328,19 +330,15 @@ def test_the_command_serves_rereads_its_keys_and_ends(pool: Pool, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("path", "stream", "last"),
+    ("path", "options", "last"),
     [
-        (
-            "/v1/completions",
-            True,
-            b'event: error\ndata: {"error":{"message":"the gateway is ending"',
-        ),
-        ("/v1/completions", False, b'{"error": {"message": "the gateway is ending"'),
-        ("/api/generate", True, b'{"error": "the gateway is ending"}\n'),
+        ("/v1/completions", {**LONG, "stream": True}, b"event: error\ndata: " + ENDING),
+        ("/v1/completions", LONG, b'{"error": {"message": "the gateway is ending"'),
+        ("/api/generate", {"options": {"num_predict": 10**5}}, b'{"error": "the gateway is'),
     ],
 )
 def test_what_outlasts_a_gateway_is_told(
-    pool: Pool, tmp_path: Path, path: str, stream: bool, last: bytes
+    pool: Pool, tmp_path: Path, path: str, options: dict[str, Any], last: bytes
 ) -> None:
     log = tmp_path / "log"
     with log.open("wb") as said:
@@ -353,7 +351,7 @@ def test_what_outlasts_a_gateway_is_told(
     try:
         assert process.stdout is not None
         url = process.stdout.readline().removeprefix("listening on ").strip()
-        asked = {"model": "slow", "prompt": "x", "stream": stream, "max_tokens": 10**5}
+        asked = {"model": "slow", "prompt": "x", **options}
         before = pool.ask("stats")["requests"]["accepted"]
         with ThreadPoolExecutor(1) as pool_of_one:
             answer = pool_of_one.submit(httpx.post, url + path, json=asked, timeout=PATIENCE)

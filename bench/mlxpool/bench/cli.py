@@ -236,7 +236,7 @@ def _engine(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]
                 yield from engine.measure(folder, plan, say)
 
     settings = "deterministic, " if options.deterministic else ""
-    about = f"{_named(options)}, {settings}greedy, {plan.rounds} rounds of {plan.steps} steps."
+    about = f"{_named(options)}, {settings}greedy, rounds: {plan.rounds} of {plan.steps} steps."
     return about, lines()
 
 

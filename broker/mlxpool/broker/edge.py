@@ -445,7 +445,10 @@ class Broker:
             if self.dial_in.hello(peer, message, now):
                 return
             self.core.counters.auth_failures += 1
-            log.warning("hello refused", extra={"slot": slot, "peer": peer.owner})
+            why = (
+                "no slot has this token; over ipc only `mlxpool broker` takes workers that dial in"
+            )
+            log.warning("hello refused", extra={"slot": slot, "peer": peer.owner, "why": why})
             return
         child.renew(token)
         before = self.worker_peers.get(slot)

@@ -212,13 +212,23 @@ def _of_stats(picture: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counters(answer: Mapping[str, Any]) -> str:
-    lines = []
+    found: dict[str, Any] = {}
     for name, value in answer.items():
-        if isinstance(value, Mapping):
-            lines += [f"{f'{name}.{key}':<24} {entry}" for key, entry in value.items()]
-        else:
-            lines.append(f"{name:<24} {value}")
-    return "\n".join(lines)
+        inner = value.items() if isinstance(value, Mapping) else None
+        found |= (
+            {f"{name}.{key}": one for key, one in inner} if inner is not None else {name: value}
+        )
+    widest = max(24, *map(len, found))
+    return "\n".join(f"{name:<{widest}} {_plain(value)}" for name, value in found.items())
+
+
+def _plain(value: Any) -> str:
+    """As a reader who knows no Python expects it."""
+    if isinstance(value, Mapping):
+        return " ".join(one for many in value.values() for one in many) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)
 
 
 def models(options: argparse.Namespace) -> int:

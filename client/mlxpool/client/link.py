@@ -21,7 +21,7 @@ from mlxpool.client.port import Port
 from mlxpool.client.resend import Course, Pace, Step, Watch
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common import sockets, wire
-from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized
+from mlxpool.common.errors import BadRequest, BrokerLost, PoolError, Unauthorized
 from mlxpool.common.history import History
 from mlxpool.common.keys import Credentials
 from mlxpool.common.paths import default_run_dir
@@ -116,8 +116,16 @@ class Link:
         request_id: bytes | None = None,
         blobs: Sequence[bytes] = (),
     ) -> bytes:
-        """Send a call whose answer goes to `on_reply`; returns its id."""
-        ident = request_id or os.urandom(wire.ID_BYTES)
+        """Send a call whose answer goes to `on_reply`; returns its id.
+
+        Raises BadRequest for a `request_id` that is none.
+        """
+        ident = os.urandom(wire.ID_BYTES) if request_id is None else request_id
+        if not isinstance(ident, bytes) or len(ident) != wire.ID_BYTES:
+            raise BadRequest(
+                f"a request's id is {wire.ID_BYTES} bytes, got {ident!r:.60};"
+                " of hexadecimal digits make them with bytes.fromhex"
+            )
         parts = wire.encode(Header(kind, ident, 0, 0), body, blobs)
 
         def command(port: Port) -> None:

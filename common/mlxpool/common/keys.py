@@ -144,7 +144,10 @@ def public_of(text: str) -> str:
             f"{text!r:.80} is neither a public key of 40 characters nor a file that can be read"
         ) from None
     if not PUBLIC.fullmatch(found):
-        raise BadKey(f"the file {text} holds no public key of 40 characters")
+        raise BadKey(
+            f"the file {text} must hold a public key of 40 characters and nothing else;"
+            " in a key file it is the value of `public`"
+        )
     return found
 
 

@@ -24,6 +24,7 @@ from mlxpool.common.config import (
 )
 
 DEFAULT = "default"
+PREFIX = "MLXPOOL_"
 # Read elsewhere: by the command line, by workers, by tests.
 OTHERS = [
     "MLXPOOL_ADMIN_ENDPOINT",
@@ -174,8 +175,10 @@ def _parts(text: str) -> tuple[str, ...]:
 def strangers() -> dict[str, str]:
     """Variables MLXPOOL_* of the environment that nothing reads, and the nearest that is read."""
     known = [*variables().values(), *OTHERS]
-    odd = [n for n in os.environ if n.startswith("MLXPOOL_") and n not in known]
-    return {name: next(iter(difflib.get_close_matches(name, known, 1)), "") for name in sorted(odd)}
+    odd = [n for n in os.environ if n.startswith(PREFIX) and n not in known]
+    tails = {name.removeprefix(PREFIX): name for name in known}  # what they share is no likeness
+    near = {name: difflib.get_close_matches(name.removeprefix(PREFIX), tails, 1) for name in odd}
+    return {name: tails[near[name][0]] if near[name] else "" for name in sorted(odd)}
 
 
 def missing(loaded: Mapping[str, ModelConfig]) -> dict[str, str]:
