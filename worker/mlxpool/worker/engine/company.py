@@ -26,7 +26,8 @@ def has_top_p(options: Options) -> bool:
 class Company:
     """`options` and `seeds` are those of each row, [R]; `size` is that of the vocabulary.
 
-    Columns are [R, 1], to broadcast over the vocabulary.
+    Columns are [R, 1], to broadcast over the vocabulary. `top_p_of_best`: some rows have a top-p,
+    and some a top-k, which makes it cheap; `top_p_of_all`: one has it over the whole vocabulary.
     """
 
     def __init__(self, options: Sequence[Options], seeds: Sequence[int], size: int) -> None:
@@ -36,24 +37,19 @@ class Company:
         self.penalised = any(map(has_penalties, options))
         self.logprobs = any(one.logprobs for one in options)
         self.top_logprobs = min(max(one.top_logprobs for one in options), size)
-        self.limits = [_top_k(one, size) for one in options]  # 0: no top-k
+        limits = [_top_k(one, size) for one in options]  # 0: no top-k
+        self.limits = limits
+        self.most = max(limits)
+        self.top_p_of_best = self.most > 0 and any(map(has_top_p, options))
+        self.top_p_of_all = any(
+            has_top_p(one) and not limit for one, limit in zip(options, limits, strict=True)
+        )
         self.biases = [
             (line, token, bias)
             for line, one in enumerate(options)
             for token, bias in one.logit_bias.items()
             if token < size
         ]
-
-    @property
-    def top_p_of_best(self) -> bool:
-        """Whether a row has a top-p, which its top-k makes cheap."""
-        return any(self.limits) and any(map(has_top_p, self.options))
-
-    @property
-    def top_p_of_all(self) -> bool:
-        """Whether a row has a top-p over the whole vocabulary."""
-        rows = zip(self.options, self.limits, strict=True)
-        return any(has_top_p(one) and not limit for one, limit in rows)
 
     @cached_property
     def greedy(self) -> mx.array:

@@ -139,7 +139,7 @@ def _window(options: Options, history: Sequence[int], pending: bool) -> list[int
 
 def _drawn(logits: mx.array, company: Company, positions: Sequence[int]) -> mx.array:
     """[R] the draws of the rows that are not greedy; for the others, something."""
-    best = _best(logits, max(company.limits))
+    best = _best(logits, company.most)
     top = mx.max(logits, axis=-1, keepdims=True)
     scaled = mx.where(
         logits >= _last_of_top_k(best, company), (logits - top) / company.heat, _NEG_INF
