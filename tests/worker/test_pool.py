@@ -13,7 +13,6 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.engine import kernels  # noqa: E402
 from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
@@ -180,53 +179,3 @@ def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded) -> None
         engine.release(seq)
     engine.shrink(1000)
     assert pool.free == 24
-
-
-@pytest.mark.skipif(not ON_GPU, reason="our kernels are for CUDA")
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("size", kernels.SIZES)
-@pytest.mark.parametrize("group", [1, 4, 7])
-def test_the_kernel_is_attention(size: int, group: int, dtype: str) -> None:
-    """Against float32, for lengths at and around every border, with poisoned spare memory."""
-    kind = getattr(mx, dtype)
-    lengths = [1, 2, 31, 255, 256, 257, 511, 512, 513, 1500]
-    rows, pairs, width = len(lengths), 2, 8
-    mx.random.seed(size + group)
-    pools = [mx.full((rows * width, pairs, BLOCK, size), float("nan"), dtype=kind) for _ in "kv"]
-    order = mx.random.permutation(rows * width).reshape(rows, width).astype(mx.int32)
-    fresh = [mx.random.normal((rows, pairs, size)).astype(kind) for _ in "kv"]
-    q = mx.random.normal((rows, pairs * group, size)).astype(kind)
-    mx.eval(pools, order, fresh, q)
-    history: list[list[Any]] = []
-    for row, length in enumerate(lengths):
-        old = [mx.random.normal((length - 1, pairs, size)).astype(kind) for _ in "kv"]
-        if length > 1:
-            places = mx.arange(length - 1)
-            slots = order[row][places // BLOCK] * BLOCK + places % BLOCK
-            for pool, one in zip(pools, old, strict=True):
-                mx.eval(kernels.write(pool, one, slots.astype(mx.int32)))
-        history.append([mx.concatenate([o, f[row][None]]) for o, f in zip(old, fresh, strict=True)])
-    for longest in (64, 1536):
-        out = kernels.attend(
-            q,
-            (fresh[0], fresh[1]),
-            (pools[0], pools[1]),
-            order,
-            mx.array(lengths, dtype=mx.int32),
-            size**-0.5,
-            longest,
-        )
-        for row in range(rows):
-            keys, values = (one.astype(mx.float32) for one in history[row])
-            asked = q[row].astype(mx.float32).reshape(pairs, group, size) * size**-0.5
-            scores = mx.softmax(asked @ keys.transpose(1, 2, 0), axis=-1)
-            expected = (scores @ values.transpose(1, 0, 2)).reshape(-1, size)
-            worst = mx.abs(out[row].astype(mx.float32) - expected).max().item()
-            assert worst < (2e-4 if dtype == "float32" else 0.03), (lengths[row], longest)
-
-
-def test_how_rows_are_parted() -> None:
-    assert kernels.parts_of(1, 64) == 1
-    assert kernels.parts_of(8, 2000) == 16
-    assert kernels.parts_of(512, 100_000) == 1
-    assert kernels.parts_of(8, 10**6) == 32

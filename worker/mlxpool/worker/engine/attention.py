@@ -94,7 +94,35 @@ class Rotation:
         return self._tables[rope]
 
 
-class Step:
+class Turning:
+    """What steps that rotate and attend one after the other have in common."""
+
+    def rope(self, x: mx.array, rope: Rope) -> mx.array:
+        """See models.base.Step."""
+        raise NotImplementedError
+
+    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
+        """See models.base.Step."""
+        raise NotImplementedError
+
+    def attend_turned(
+        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: Scores, rope: Rope
+    ) -> mx.array:
+        """See models.base.Step."""
+        q, k = parted([self.rope(one, rope) for one in asked], v)
+        return self.attend(layer, q, k, v, scores)
+
+
+def parted(asked: Sequence[mx.array], v: mx.array) -> tuple[mx.array, mx.array]:
+    """Queries and keys, see models.base.Step.attend_turned."""
+    if len(asked) == 1:
+        queries = asked[0].shape[1] - v.shape[1]
+        return asked[0][:, :queries], asked[0][:, queries:]
+    q, k = asked
+    return q, k
+
+
+class Step(Turning):
     """One pass of a model over new tokens of some rows."""
 
     def __init__(self, spans: Sequence[Span], *, logits: bool) -> None:

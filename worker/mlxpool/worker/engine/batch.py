@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxpool.worker.engine.attention import Rotation, bent
+from mlxpool.worker.engine.attention import Rotation, Turning, bent
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of
 from mlxpool.worker.engine.compiled import Compiled
 from mlxpool.worker.engine.slabs import Slab, SlabRow
@@ -96,7 +96,7 @@ class _Reading:
     blocks: mx.array
 
 
-class BatchStep:
+class BatchStep(Turning):
     """A Step (models/base.py) of one token for each row; arrays are of one compiled pass."""
 
     logits = True

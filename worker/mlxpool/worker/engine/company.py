@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlxpool.common.options import Options
 
 LEAST_TEMPERATURE = 1e-7
+_WORD = 0xFFFFFFFF
 ALL_MASS = 2.0  # a top-p that keeps everything, whatever a sum is rounded to
 
 
@@ -94,6 +95,22 @@ class Company:
         """Lines, tokens, and what is added there."""
         lines, tokens, biases = zip(*self.biases, strict=True)
         return mx.array(lines), mx.array(tokens), mx.array(biases)
+
+    @cached_property
+    def for_kernel(self) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+        """Temperatures, top-k, top-p, min-p [R] and seeds [R, 2], see kernels/draw.py."""
+        top_p, min_p = (column[:, 0].astype(mx.float32) for column in (self.top_p, self.min_p))
+        heats = mx.where(self.greedy, 0.0, self.heat[:, 0]).astype(mx.float32)
+        halves = [(seed >> 32 & _WORD, seed & _WORD) for seed in self.seeds]
+        seeds = mx.array(halves, dtype=mx.uint32)
+        every = heats, mx.array(self.limits, dtype=mx.int32), top_p, min_p, seeds
+        mx.eval(every)
+        return every
+
+    @cached_property
+    def no_positions(self) -> mx.array:
+        """[R] zeros, for rows that are all greedy."""
+        return mx.zeros((len(self.options),), dtype=mx.int32)
 
     def _column(self, of: Callable[[Options], float]) -> mx.array:
         return mx.array([of(one) for one in self.options])[:, None]

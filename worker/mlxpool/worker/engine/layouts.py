@@ -9,15 +9,16 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlxpool.worker.engine import kernels
-from mlxpool.worker.engine.attention import AnyRow, Span, Step
+from mlxpool.worker.engine.attention import AnyRow, Span, Step, weighed
 from mlxpool.worker.engine.batch import Batch
 from mlxpool.worker.engine.blocks import BLOCK
 from mlxpool.worker.engine.cache import Row, RowShape
 from mlxpool.worker.engine.exact import ExactStep
 from mlxpool.worker.engine.pool import Pool, PoolBatch, PoolStore, gathered
 from mlxpool.worker.engine.slabs import BLOCKS, SlabRow, Slabs
-from mlxpool.worker.models.base import KeyValue, LayerCache, Model, Recurrent
+from mlxpool.worker.kernels import attend, scalar
+from mlxpool.worker.kernels.build import works
+from mlxpool.worker.models.base import KeyValue, LayerCache, Model, Recurrent, Scores
 from mlxpool.worker.prefix.kinds import Full, Kind, State, Window
 from mlxpool.worker.prefix.rows import RowStore
 
@@ -131,12 +132,11 @@ class InPool(InRows):
         self, shape: RowShape, model: Model, blocks: int, *, exact: bool, in_place: bool
     ) -> None:
         super().__init__(shape, model, exact=exact)
-        self.pool = Pool(shape, blocks, in_place=in_place)
+        reads = in_place and kernels_read(shape)
+        self.pool = Pool(shape, blocks, in_place=in_place, reads=reads)
         self.store = PoolStore(self.pool)
-        self.name = "pool"
-        if in_place and _attends(shape):
-            self.name = "pool, own kernels"
-        elif in_place:
+        self.name = "pool, own kernels" if reads else "pool"
+        if in_place and not reads:
             log.warning("no kernel of ours attends for these heads: a step gathers what it reads")
         self.together = not in_place
         self.blocks = blocks
@@ -171,13 +171,37 @@ def layout_of(
     return (InSlabs if name == "slabs" else InRows)(shape, model, exact=exact)
 
 
-def _attends(shape: RowShape) -> bool:
-    """Whether decode reads every layer by one of our kernels."""
-    return all(
-        isinstance(cache, KeyValue)
-        and kernels.serves(cache.heads, cache.heads, cache.key_dim, cache.value_dim, shape.dtype)
-        for cache in shape.caches
+def kernels_read(shape: RowShape) -> bool:
+    """Whether our kernels attend in every layer here; each kind of them is tried."""
+    return all(map(partial(_reads, shape), set(shape.caches)))
+
+
+def _reads(shape: RowShape, cache: LayerCache) -> bool:
+    """Tried with queries as many as keys."""
+    if not isinstance(cache, KeyValue):
+        return False
+    sizes = cache.heads, cache.heads, cache.key_dim, cache.value_dim, shape.dtype
+    if scalar.serves(*sizes):
+        return True
+    return attend.serves(*sizes) and works("attention", lambda: _attends(cache, shape.dtype))
+
+
+def _attends(cache: KeyValue, dtype: mx.Dtype) -> bool:
+    """Two tokens of one row: the kernel against MLX's own operations."""
+    one = (1, cache.heads, cache.key_dim)
+    q, k, v, old_k, old_v = (
+        mx.random.normal(one, key=mx.random.key(n)).astype(dtype) for n in range(5)
     )
+    pool = tuple(mx.zeros((1, cache.heads, BLOCK, cache.key_dim), dtype=dtype) for _ in "kv")
+    start = mx.zeros((1,), dtype=mx.int32)
+    zeros = mx.zeros((attend.FILL,), dtype=mx.int32)
+    for position, (key, value) in enumerate([(old_k, old_v), (k, v)]):
+        places = attend.Places(start + position, start[None], zeros, attend.LEAST)
+        found = attend.attend(q, key, value, (pool[0], pool[1]), places, Scores(0.1))
+        mx.eval(found)
+    keys, values = mx.stack([old_k, k], axis=2), mx.stack([old_v, v], axis=2)
+    expected = weighed(q[:, :, None], keys, values, Scores(0.1), None)[:, :, 0]
+    return bool(mx.allclose(found, expected, 0.05, 0.05).item())
 
 
 def writes(shape: RowShape) -> bool:

@@ -1,8 +1,8 @@
 """Keys and values on CUDA: one pool of blocks for each layer, which rows and the tree share.
 
-A row is a table of blocks (prefix/blocks.py). On a GPU our kernels (kernels.py) write into the pool
-and read it by the table; elsewhere, and for what they do not serve, MLX's own operations do the
-same more slowly, which is how this is tested without a GPU.
+A row is a table of blocks (prefix/blocks.py). On a GPU our kernels (worker/kernels) write into the
+pool and read it by the table; elsewhere, and for what they do not serve, MLX's own operations do
+the same more slowly, which is how this is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlxpool.worker.engine import kernels
-from mlxpool.worker.engine.attention import Rotation, weighed
+from mlxpool.worker.engine.attention import Rotation, Turning, parted, weighed
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of
 from mlxpool.worker.engine.cache import Arrays, RowShape
 from mlxpool.worker.engine.compiled import Compiled
+from mlxpool.worker.kernels import attend, pools, scalar
+from mlxpool.worker.kernels.attend import Places, parts_of
 from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Model, Rope, Scan, Scores
 from mlxpool.worker.prefix.blocks import BlockPool, BlockRow, BlockStore
 
@@ -27,11 +28,17 @@ WIDE = 8  # blocks; a step's tables are as wide as a multiple of it, so that few
 class Pool:
     """`arrays`: for each layer keys and values, or lines: [blocks, heads, BLOCK, size] each."""
 
-    def __init__(self, shape: RowShape, blocks: int, *, in_place: bool) -> None:
-        """`in_place`: by our kernels. There is one block more, `spare`, which is nobody's."""
+    def __init__(
+        self, shape: RowShape, blocks: int, *, in_place: bool, reads: bool = False
+    ) -> None:
+        """`in_place`: written by our kernels; `reads`: read by them, too.
+
+        There is one block more, `spare`, which is nobody's.
+        """
         self.shape = shape
         self.blocks = self.spare = blocks
-        self.in_place = in_place
+        self.in_place, self.reads = in_place, reads
+        self.arrived = mx.zeros((attend.FILL,), dtype=mx.int32)
         self.renew()
 
     def renew(self) -> None:
@@ -76,11 +83,11 @@ class Pool:
     def write(self, layer: int, fresh: Arrays, slots: mx.array, table: mx.array) -> mx.array:
         """Puts arrays [n, heads, size] at tokens `slots` [n].
 
-        Returns `table` for those who read what was written, see kernels.py.
+        Returns `table` for those who read what was written, see worker/kernels.
         """
         for array, new in zip(self.arrays[layer], fresh, strict=True):
             if self.in_place:
-                done = kernels.write(array, new, slots)
+                done = pools.write(array, new, slots)
                 self._pending.append(done)
                 table = table + done
             else:
@@ -177,7 +184,7 @@ class PoolStore(BlockStore):
         return PoolRow(self._memory, self)
 
 
-class PoolStep:
+class PoolStep(Turning):
     """A Step (models/base.py) of one token for each row; arrays are of one compiled pass."""
 
     logits = True
@@ -188,8 +195,7 @@ class PoolStep:
         """positions and slots [R] of the new tokens, table [R, B] of the rows' blocks."""
         self._rotation = Rotation(positions)
         self._pool, self._slots, self._table = pool, slots, table
-        self._lengths = positions + 1
-        self._longest = longest
+        self._places = Places(positions, table, pool.arrived, longest)
 
     def wanted(self, x: mx.array) -> mx.array:
         """See Step.wanted."""
@@ -201,16 +207,35 @@ class PoolStep:
 
     def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
         """See Step.attend."""
-        pool = self._pool
-        served = kernels.serves(q.shape[1], k.shape[1], k.shape[2], v.shape[2], pool.shape.dtype)
-        if pool.in_place and served and scores.sinks is None and not scores.cap:
-            pools = cast("tuple[mx.array, mx.array]", pool.arrays[layer])
-            return kernels.attend(
-                q, (k, v), pools, self._table, self._lengths, scores.scale, self._longest
-            )
+        pool, places = self._pool, self._places
+        if self._reads(q.shape[1], v, scores):
+            return attend.attend(q, k, v, self._pair(layer), places, scores)
+        served = scalar.serves(q.shape[1], k.shape[1], k.shape[2], v.shape[2], pool.shape.dtype)
+        if pool.reads and served and scores.sinks is None and not scores.cap:
+            parts = parts_of(q.shape[0] * k.shape[1], places.longest)
+            at = places.table, places.positions
+            return scalar.attend(q, (k, v), self._pair(layer), *at, scores.scale, parts)
         table = pool.write(layer, (k, v), self._slots, self._table)
         keys, values = gathered(pool.arrays[layer], table)
         return self._seen(q, keys, values, scores)
+
+    def attend_turned(
+        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: Scores, rope: Rope
+    ) -> mx.array:
+        """See Step.attend_turned."""
+        q, k = parted(asked, v)
+        if self._reads(q.shape[1], v, scores):
+            return attend.attend(q, k, v, self._pair(layer), self._places, scores, rope)
+        return super().attend_turned(layer, asked, v, scores, rope)
+
+    def _reads(self, heads: int, v: mx.array, scores: Scores) -> bool:
+        """Whether the kernel in tensor cores attends."""
+        _, pairs, size = v.shape
+        served = attend.serves(heads, pairs, size, size, self._pool.shape.dtype)
+        return self._pool.reads and served and not scores.cap
+
+    def _pair(self, layer: int) -> tuple[mx.array, mx.array]:
+        return cast("tuple[mx.array, mx.array]", self._pool.arrays[layer])
 
     def attend_latent(
         self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
@@ -227,7 +252,7 @@ class PoolStep:
 
     def _seen(self, q: mx.array, keys: mx.array, values: mx.array, scores: Scores) -> mx.array:
         """q [R, H, D], keys [R, KV, L, D], values [R, KV, L, V] -> [R, H, V]."""
-        inside = mx.arange(keys.shape[2])[None] < self._lengths[:, None]
+        inside = mx.arange(keys.shape[2])[None] <= self._places.positions[:, None]
         return weighed(q[:, :, None], keys, values, scores, inside[:, None, None, None])[:, :, 0]
 
 
@@ -239,6 +264,7 @@ class PoolBatch:
 
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model, self._pool = model, pool
+        self._heads = min(arrays[0].shape[1] for arrays in pool.arrays)
         self._pass = Compiled(self._one_pass)
 
     def __call__(self, rows: Sequence[PoolRow], ids: mx.array) -> mx.array:
@@ -250,24 +276,28 @@ class PoolBatch:
         width = -(-blocks_of(longest) // WIDE) * WIDE
         if lines > count:
             ids = mx.concatenate([ids, mx.zeros((lines - count,), dtype=ids.dtype)])
-        kind = (lines, width, self._pool.blocks)
-        logits, written = self._pass(
-            kind, ids, _places(rows, lines, width, self._pool.spare), width, self._pool.arrays
-        )
+        longest = self._cut(lines, longest)
+        kind = (lines, width, longest, self._pool.blocks)
+        places = _places(rows, lines, width, self._pool.spare)
+        logits, written = self._pass(kind, ids, places, width, longest, self._pool.arrays)
         if not self._pool.in_place:
             self._pool.arrays = written
         for row in rows:
             row.advance(1)
         return logits[:count]
 
+    def _cut(self, lines: int, longest: int) -> int:
+        """The least length that cuts rows into as many parts as `longest` does."""
+        return attend.LEAST * parts_of(lines * self._heads, longest)
+
     def _one_pass(
-        self, ids: mx.array, places: mx.array, width: int, arrays: list[Arrays]
+        self, ids: mx.array, places: mx.array, width: int, longest: int, arrays: list[Arrays]
     ) -> tuple[mx.array, list[Arrays]]:
         lines = ids.shape[0]
         positions, slots = places[:lines], places[lines : 2 * lines]
         table = places[2 * lines :].reshape(lines, width)
         pool = _View(self._pool, arrays)
-        logits = self._model(ids, PoolStep(pool, positions, slots, table, width * BLOCK))
+        logits = self._model(ids, PoolStep(pool, positions, slots, table, longest))
         return logits, [] if pool.in_place else pool.arrays
 
 
@@ -302,7 +332,8 @@ class _View(Pool):
     """The pool as a pass sees it: with these arrays."""
 
     def __init__(self, pool: Pool, arrays: list[Arrays]) -> None:
-        self.shape, self.in_place = pool.shape, pool.in_place
+        self.shape, self.in_place, self.reads = pool.shape, pool.in_place, pool.reads
+        self.arrived = pool.arrived
         self.blocks = self.spare = pool.blocks
         self.arrays = [tuple(one) for one in arrays]
         self._pending = []

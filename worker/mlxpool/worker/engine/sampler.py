@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlxpool.common.options import Options
 from mlxpool.worker.engine.company import Company, has_penalties
+from mlxpool.worker.kernels import draw as kernel
 
 NOT_A_TOKEN = -1  # drawn from logits that are no numbers
 
@@ -85,18 +86,47 @@ def draw(
 
     Positions are read only where the company draws, histories where it is penalised.
     """
+    if kernel.serves(logits.shape[-1], logits.dtype):
+        return _by_kernel(logits, company, positions, histories, pending)
     raw = logits.astype(mx.float32)
-    adjusted = raw
-    if company.biases:
-        lines, ids, biases = company.bias_arrays
-        adjusted = adjusted.at[lines, ids].add(biases)
-    if company.penalised:
-        adjusted = _penalised(adjusted, company, histories, pending)
+    adjusted = _adjusted(raw, company, histories, pending)
     tokens = mx.argmax(adjusted, axis=-1).astype(mx.int32)
     if company.draws:
         tokens = mx.where(company.greedy, tokens, _drawn(adjusted, company, positions))
     tokens = mx.where(mx.isfinite(mx.max(adjusted, axis=-1)), tokens, NOT_A_TOKEN)
     return _with_logprobs(raw, tokens.astype(mx.int32), company)
+
+
+def _by_kernel(
+    logits: mx.array,
+    company: Company,
+    positions: Sequence[int],
+    histories: Sequence[Sequence[int]],
+    pending: mx.array | None,
+) -> Sampled:
+    """`draw` in a kernel of ours: the same, but for the last digits of a sum or an exponential."""
+    adjusted = _adjusted(logits, company, histories, pending)
+    places = mx.array(list(positions), dtype=mx.int32) if company.draws else company.no_positions
+    tokens = kernel.draw(adjusted, *company.for_kernel, places)
+    return _with_logprobs(logits.astype(mx.float32), tokens, company)
+
+
+def _adjusted(
+    logits: mx.array,
+    company: Company,
+    histories: Sequence[Sequence[int]],
+    pending: mx.array | None,
+) -> mx.array:
+    """The logits with biases and penalties; as they are, where there are none."""
+    adjusted = logits
+    if company.biases or company.penalised:
+        adjusted = logits.astype(mx.float32)
+    if company.biases:
+        lines, ids, biases = company.bias_arrays
+        adjusted = adjusted.at[lines, ids].add(biases)
+    if company.penalised:
+        adjusted = _penalised(adjusted, company, histories, pending)
+    return adjusted
 
 
 def _penalised(

@@ -162,6 +162,12 @@ class Step(Protocol):
     def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
         """q [T, H, D], k [T, KV, D], v [T, KV, V] -> [T, H, V], for a KeyValue layer."""
 
+    def attend_turned(
+        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: Scores, rope: Rope
+    ) -> mx.array:
+        """`attend` with queries and keys that are not rotated yet: `asked` are both of them, or
+        one array [T, H + KV, D] with keys behind queries."""
+
     def attend_latent(
         self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
     ) -> mx.array:
@@ -169,6 +175,15 @@ class Step(Protocol):
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """`scan` over each row's tokens from its state on: inputs [T, ...] -> [T, ...]."""
+
+
+class Norm(Protocol):
+    """A norm over the last axis: x [T, d] -> [T, d]."""
+
+    def __call__(self, x: mx.array) -> mx.array: ...
+
+    def after(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
+        """x + y, and its norm."""
 
 
 class Embedding(Protocol):
@@ -203,7 +218,7 @@ class Parts(Protocol):
 
     def joined(self, names: Sequence[str]) -> Layer: ...
 
-    def norm(self, name: str, eps: float) -> Layer: ...
+    def norm(self, name: str, eps: float) -> Norm: ...
 
     def embedding(self, name: str) -> Embedding: ...
 

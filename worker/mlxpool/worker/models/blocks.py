@@ -120,17 +120,16 @@ class _Attention:
         heads = self.spec.heads
         both = heads.queries + heads.pairs
         every = self.qkv(x).reshape(x.shape[0], both + heads.pairs, heads.size)
-        q, k = self._rotated(every[:, :both], step)
-        out = step.attend(self.layer, q, k, every[:, both:], self.scores)
+        asked = self._normed(every[:, :both])
+        out = step.attend_turned(self.layer, asked, every[:, both:], self.scores, self.spec.rope)
         return self.o(out.reshape(x.shape[0], -1))
 
-    def _rotated(self, qk: mx.array, step: Step) -> tuple[mx.array, mx.array]:
-        queries, rope = self.spec.heads.queries, self.spec.rope
+    def _normed(self, qk: mx.array) -> tuple[mx.array, ...]:
         if self.norms is None:
-            qk = step.rope(qk, rope)
-            return qk[:, :queries], qk[:, queries:]
+            return (qk,)
+        queries = self.spec.heads.queries
         q_norm, k_norm = self.norms
-        return step.rope(q_norm(qk[:, :queries]), rope), step.rope(k_norm(qk[:, queries:]), rope)
+        return q_norm(qk[:, :queries]), k_norm(qk[:, queries:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,5 +199,5 @@ class _PreNorm:
         self.feed = spec.feed.build(parts, f"{name}.mlp")
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
-        x = x + self.mixer(self.before_mixer(x), step)
-        return x + self.feed(self.before_feed(x))
+        x, normed = self.before_feed.after(x, self.mixer(self.before_mixer(x), step))
+        return x + self.feed(normed)

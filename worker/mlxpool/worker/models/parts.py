@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlxpool.worker.kernels import norm
 from mlxpool.worker.models.base import Activation, Layer
 from mlxpool.worker.models.columns import by_columns
 from mlxpool.worker.models.derived import STORED
@@ -65,6 +66,13 @@ class Norm:
 
     def __call__(self, x: mx.array) -> mx.array:
         return mx.fast.rms_norm(x, self.weight, self.eps)
+
+    def after(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
+        """x + y, and its norm."""
+        if self.weight.dtype == x.dtype == y.dtype and norm.serves(x.shape[-1], x.dtype):
+            return norm.add_norm(x, y, self.weight, self.eps)
+        x = x + y
+        return x, self(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +189,7 @@ class Parts:
         assert isinstance(packed, Packed)
         return QuantisedLinear(packed, self._joined_bias(names))
 
-    def norm(self, name: str, eps: float) -> Layer:
+    def norm(self, name: str, eps: float) -> Norm:
         return Norm(self.array(f"{name}.weight"), eps)
 
     def embedding(self, name: str) -> Embedding | QuantisedEmbedding:

@@ -1,0 +1,284 @@
+"""Our CUDA kernels: their texts everywhere; what they compute, where there is a GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.engine import sampler  # noqa: E402
+from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
+from mlxpool.worker.engine.company import Company  # noqa: E402
+from mlxpool.worker.kernels import attend, build, draw, norm, pools, scalar  # noqa: E402
+from mlxpool.worker.models.base import Rope, Scores  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="our kernels are for CUDA")
+LENGTHS = (1, 2, 15, 16, 17, 31, 255, 256, 257, 511, 512, 513, 1500)
+WIDTH = 6  # blocks of a row's table
+
+
+def test_constants_are_declared_in_c() -> None:
+    found = build.declared({"A": 3, "B": True, "C": 0.125, "N": mx.bfloat16})
+    assert found == (
+        "constexpr int A = 3;\nconstexpr bool B = true;\nconstexpr float C = 0.125f;\n"
+        "using N = __nv_bfloat16;\n"
+    )
+
+
+@pytest.mark.parametrize("file", ["attend.cu", "draw.cu", "norm.cu", "scalar.cu", "write.cu"])
+def test_texts_come_without_comments(file: str) -> None:
+    assert "//" not in build.text(file)
+    assert build.text(file).count("{") == build.text(file).count("}") > 0
+
+
+def test_how_rows_are_parted() -> None:
+    assert attend.parts_of(1, 64) == 1
+    assert attend.parts_of(8, 2000) == 16
+    assert attend.parts_of(512, 100_000) == 1
+    assert attend.parts_of(8, 10**6) == 64
+
+
+def test_what_the_kernels_serve() -> None:
+    assert attend.serves(32, 8, 128, 128, mx.bfloat16)
+    assert not attend.serves(32, 8, 128, 128, mx.float32)
+    assert not attend.serves(34, 2, 128, 128, mx.bfloat16)
+    assert not attend.serves(32, 8, 72, 72, mx.bfloat16)
+    assert scalar.serves(32, 8, 128, 128, mx.float32)
+    assert norm.serves(64, mx.bfloat16) == draw.serves(1000, mx.float32) == ON_GPU
+    assert not norm.serves(100, mx.bfloat16)
+
+
+def test_a_kernel_that_fails_is_told_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> bool:
+        raise RuntimeError("no such instruction")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.cuda, "is_available", lambda: True)
+        assert not build.works("this", fails)
+        assert not build.works("that", lambda: False)
+        assert build.works("all", lambda: True)
+    assert [record.message for record in caplog.records] == [
+        "our CUDA kernel for this does not work here, the slow way is taken: no such instruction",
+        "our CUDA kernel for that gives something else here, the slow way is taken",
+    ]
+
+
+class Rows:
+    """Rows of LENGTHS tokens in a pool whose spare memory is poisoned."""
+
+    def __init__(self, pairs: int, size: int, dtype: Any) -> None:
+        count = len(LENGTHS)
+        blocks = count * WIDTH
+        shape = (blocks, pairs, BLOCK, size)
+        self.pools = [mx.full(shape, float("nan"), dtype=dtype) for _ in "kv"]
+        self.table = mx.random.permutation(blocks).reshape(count, WIDTH).astype(mx.int32)
+        self.fresh = [mx.random.normal((count, pairs, size)).astype(dtype) for _ in "kv"]
+        self.positions = mx.array(LENGTHS, dtype=mx.int32) - 1
+        mx.eval(self.pools, self.table, self.fresh)
+        self.old: list[list[Any]] = []
+        for row, length in enumerate(LENGTHS):
+            old = [mx.random.normal((length - 1, pairs, size)).astype(dtype) for _ in "kv"]
+            if length > 1:
+                places = mx.arange(length - 1)
+                slots = self.table[row][places // BLOCK] * BLOCK + places % BLOCK
+                for pool, one in zip(self.pools, old, strict=True):
+                    mx.eval(pools.write(pool, one, slots.astype(mx.int32)))
+            self.old.append(old)
+
+    def places(self, longest: int) -> attend.Places:
+        arrived = mx.zeros((attend.FILL,), dtype=mx.int32)
+        return attend.Places(self.positions, self.table, arrived, longest)
+
+    def written(self, row: int) -> list[Any]:
+        """The new key and value as the pool has them."""
+        at = LENGTHS[row] - 1
+        block = self.table[row, at // BLOCK]
+        return [_numbers(pool[block, :, at % BLOCK]) for pool in self.pools]
+
+
+def _numbers(array: Any) -> Any:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def _turned(x: Any, position: int, rope: Rope | None) -> Any:
+    """x [heads, size] in float64, rotated by mx.fast.rope's rules."""
+    if rope is None:
+        return x
+    half = rope.dims // 2
+    if rope.freqs is None:
+        turns = rope.base ** (-np.arange(half) / half)
+    else:
+        turns = 1 / np.array(rope.freqs)
+    angle = position * turns * rope.scale
+    cos, sin = np.cos(angle) * rope.gain, np.sin(angle) * rope.gain
+    out = x.copy()
+    if rope.traditional:
+        first, second = slice(0, rope.dims, 2), slice(1, rope.dims, 2)
+    else:
+        first, second = slice(0, half), slice(half, rope.dims)
+    out[:, first] = x[:, first] * cos - x[:, second] * sin
+    out[:, second] = x[:, second] * cos + x[:, first] * sin
+    return out
+
+
+def _expected(q: Any, keys: Any, values: Any, scores: Scores, window: int) -> Any:
+    """q [H, D], keys and values [L, KV, D] -> [H, D] in float64."""
+    start = max(0, keys.shape[0] - window) if window else 0
+    keys, values = keys[start:], values[start:]
+    group = q.shape[0] // keys.shape[1]
+    out = np.zeros_like(q)
+    for head in range(q.shape[0]):
+        found = keys[:, head // group] @ q[head] * scores.scale
+        sink = -np.inf if scores.sinks is None else float(_numbers(scores.sinks)[head])
+        top = max(found.max(), sink)
+        weights = np.exp(found - top)
+        out[head] = weights @ values[:, head // group] / (weights.sum() + np.exp(sink - top))
+    return out
+
+
+ROPES: dict[str, Callable[[int], Rope | None]] = {
+    "none": lambda size: None,
+    "whole": lambda size: Rope(size, 10_000.0),
+    "half, by frequencies": lambda size: Rope(
+        size // 2, 1.0, freqs=tuple(1.5**i for i in range(size // 4)), gain=1.25
+    ),
+    "traditional": lambda size: Rope(size, 500_000.0, scale=0.5, traditional=True),
+}
+CASES = [
+    *((size, 4, "bfloat16", "whole") for size in (16, 48, 64, 80, 96, 112, 128, 160, 192, 256)),
+    *((128, group, "bfloat16", "none") for group in (1, 2, 7, 8, 9, 16)),
+    *((64, 4, "float16", rope) for rope in ROPES),
+    (256, 16, "float16", "traditional"),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize(("size", "group", "dtype", "rope"), CASES)
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (100, True)])
+def test_the_kernel_is_attention(
+    size: int, group: int, dtype: str, rope: str, window: int, sinks: bool
+) -> None:
+    """Against float64, for lengths at and around every border, with poisoned spare memory."""
+    kind, pairs, turn = getattr(mx, dtype), 2, ROPES[rope](size)
+    mx.random.seed(size + group)
+    rows = Rows(pairs, size, kind)
+    every = mx.random.normal((len(LENGTHS), pairs * (group + 2), size)).astype(kind)
+    mx.eval(every)
+    rows.fresh = [every[:, pairs * group : -pairs], every[:, -pairs:]]  # views, as a model has them
+    scores = Scores(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
+    for longest in (attend.LEAST, 1500):
+        out = attend.attend(
+            every[:, : pairs * group],
+            rows.fresh[0],
+            rows.fresh[1],
+            (rows.pools[0], rows.pools[1]),
+            rows.places(longest),
+            scores,
+            turn,
+            window,
+        )
+        mx.eval(out)
+        for row, length in enumerate(LENGTHS):
+            key = _turned(_numbers(rows.fresh[0][row]), length - 1, turn)
+            value = _numbers(rows.fresh[1][row])
+            written = rows.written(row)
+            assert np.abs(written[0] - key).max() < 0.03
+            assert np.array_equal(written[1], value)
+            keys = np.concatenate([_numbers(rows.old[row][0]), written[0][None]])
+            values = np.concatenate([_numbers(rows.old[row][1]), value[None]])
+            q = _turned(_numbers(every[row, : pairs * group]), length - 1, turn)
+            worst = np.abs(_numbers(out[row]) - _expected(q, keys, values, scores, window)).max()
+            assert worst < 0.03, (length, longest)
+
+
+@on_gpu
+@pytest.mark.parametrize("size", scalar.SIZES)
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("parts", [1, 8])
+def test_the_kernel_without_tensor_cores_is_attention(size: int, group: int, parts: int) -> None:
+    mx.random.seed(size + group)
+    rows = Rows(2, size, mx.float32)
+    q = mx.random.normal((len(LENGTHS), 2 * group, size))
+    out = scalar.attend(
+        q,
+        (rows.fresh[0], rows.fresh[1]),
+        (rows.pools[0], rows.pools[1]),
+        rows.table,
+        rows.positions,
+        size**-0.5,
+        parts,
+    )
+    for row in range(len(LENGTHS)):
+        keys, values = (
+            np.concatenate([_numbers(old), _numbers(new[row])[None]])
+            for old, new in zip(rows.old[row], rows.fresh, strict=True)
+        )
+        expected = _expected(_numbers(q[row]), keys, values, Scores(size**-0.5), 0)
+        assert np.abs(_numbers(out[row]) - expected).max() < 2e-4
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("size", [8, 256, 2048, 2880, 4096, 8192])
+def test_the_kernel_adds_and_norms(size: int, dtype: str) -> None:
+    kind = getattr(mx, dtype)
+    x, y = (mx.random.normal((5, size)).astype(kind) for _ in range(2))
+    weight = mx.random.normal((size,)).astype(kind)
+    added, normed = norm.add_norm(x, y, weight, 1e-5)
+    assert mx.array_equal(added, x + y).item()
+    sums = _numbers(added)
+    expected = sums / np.sqrt((sums**2).mean(-1, keepdims=True) + 1e-5) * _numbers(weight)
+    assert np.abs(_numbers(normed) - expected).max() < 0.02 * np.abs(expected).max()
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 0, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 0, "top_p": 1.0},
+    {"temperature": 0.6, "top_k": 5, "top_p": 1.0, "min_p": 0.1},
+    {"temperature": 0.3, "top_k": 0, "top_p": 0.5, "min_p": 0.05},
+    {"temperature": 1.0, "top_k": 2000, "top_p": 0.99},
+    {"temperature": 1.0, "top_k": 1, "top_p": 0.2},
+    {"temperature": 0.9, "top_k": 3, "logit_bias": {"7": 5.0}, "repeat_penalty": 1.3},
+)
+
+
+@on_gpu
+@pytest.mark.parametrize("size", [3, 257, 5000, 128_256])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernel_draws_what_the_slow_way_draws(size: int, spread: float, dtype: str) -> None:
+    """The same tokens, but where two are as good to within the last digits."""
+    picked = random.Random(size)
+    rows = [Options.parse(picked.choice(OPTIONS)) for _ in range(64)]
+    seeds = [picked.randrange(2**64) for _ in rows]
+    positions = [picked.randrange(1000) for _ in rows]
+    histories = [[picked.randrange(size) for _ in range(30)] for _ in rows]
+    logits = (mx.random.normal((len(rows), size)) * spread).astype(getattr(mx, dtype))
+    company = Company(rows, seeds, size)
+    fast: Any = sampler.draw(logits, company, positions, histories).tokens.tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draw, "serves", lambda size, dtype: False)
+        slow: Any = sampler.draw(logits, company, positions, histories).tokens.tolist()
+    differing = [row for row in range(len(rows)) if fast[row] != slow[row]]
+    assert len(differing) <= 1, [(row, rows[row], fast[row], slow[row]) for row in differing]
+
+
+@on_gpu
+def test_the_kernel_tells_of_logits_that_are_no_numbers() -> None:
+    logits = mx.zeros((4, 500))
+    logits[0, 3] = float("nan")
+    logits[1, 499] = float("inf")
+    logits[2] = -float("inf")
+    logits[3, 17] = 1.0
+    rows = [Options.parse({"temperature": temperature}) for temperature in (0.0, 1.0, 0.0, 0.0)]
+    company = Company(rows, [0] * 4, 500)
+    assert sampler.draw(logits, company, [0] * 4, [()] * 4).tokens.tolist() == [-1, -1, -1, 17]

@@ -1,0 +1,216 @@
+// One token for each row over a pool of blocks: its query and key are turned, its key and value are
+// written, and the row is read up to it. A thread block has one row, one key head and one part of
+// the row; each of its warps takes TILE tokens at a time through the tensor cores. The queries that
+// share the key head are the rows of the first matrix. Which number of a head stands at which place
+// of the matrices is free as long as both sides agree: a thread reads numbers that lie side by side.
+constexpr int TILE = 16, ROWS = GROUP <= 8 ? 8 : 16, SETS = ROWS / 8, HALF = TURNED / 2;
+constexpr int KEY_EACH = SIZE % 32 ? 4 : 8, KEY_CHUNKS = SIZE / (4 * KEY_EACH);
+constexpr int VALUE_EACH = SIZE % 32 ? 2 : SIZE % 64 ? 4 : 8, VALUE_CHUNKS = SIZE / (8 * VALUE_EACH);
+constexpr float NEVER = -1e30f;
+using KeyPart = Some<unsigned, KEY_EACH / 2>;
+using ValuePart = Some<unsigned, VALUE_EACH / 2>;
+__shared__ alignas(16) N asked[ROWS][SIZE];
+__shared__ float cosines[HALF + 1], sines[HALF + 1];
+__shared__ float warp_most[WARPS][ROWS], warp_total[WARPS][ROWS], warp_sum[WARPS][GROUP][SIZE];
+
+const int row = blockIdx.x, head = blockIdx.y, part = blockIdx.z;
+const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quarter = lane & 3;
+const int position = positions[row], length = position + 1, across = table_shape[1];
+const int count = gridDim.z;  // parts of a row
+const int start = WINDOW > 0 ? max(0, length - WINDOW) : 0, from = start / TILE * TILE;
+const int each = ((length - from + count - 1) / count + TILE - 1) / TILE * TILE;
+const int first = from + part * each, last = min(length, first + each);
+const int* blocks = (const int*)table + (long)row * across;
+auto place = [&](int token) -> long {
+  return (((long)blocks[token / BLOCK] * HEADS + head) * BLOCK + token % BLOCK) * SIZE;
+};
+
+for (int i = threadIdx.x; i < HALF; i += blockDim.x) {
+  float sine, cosine;
+  sincosf((float)position * turns[i], &sine, &cosine);
+  cosines[i] = cosine * GAIN;
+  sines[i] = sine * GAIN;
+}
+__syncthreads();
+// Number d of a head, turned.
+auto turned = [&](const N* numbers, long stride, int d) -> float {
+  float x = up(numbers[d * stride]);
+  if (d >= TURNED) return x;
+  int i = TRADITIONAL ? d / 2 : d % (HALF + !HALF);
+  bool second = TRADITIONAL ? d % 2 : d >= HALF;
+  int other = TRADITIONAL ? d ^ 1 : second ? d - HALF : d + HALF;
+  float y = up(numbers[other * stride]);
+  return second ? x * cosines[i] + y * sines[i] : x * cosines[i] - y * sines[i];
+};
+for (int i = threadIdx.x; i < ROWS * SIZE; i += blockDim.x) {
+  int g = i / SIZE, d = i % SIZE;
+  const N* query = (const N*)q + row * q_strides[0] + (head * GROUP + g) * q_strides[1];
+  down(g < GROUP ? turned(query, q_strides[2], d) : 0.f, &asked[g][d]);
+}
+if (first < length && last == length) {
+  const N* key = (const N*)k + row * k_strides[0] + head * k_strides[1];
+  const N* value = (const N*)v + row * v_strides[0] + head * v_strides[1];
+  for (int d = threadIdx.x; d < SIZE; d += blockDim.x) {
+    down(turned(key, k_strides[2], d), (N*)keys + place(position) + d);
+    ((N*)values)[place(position) + d] = value[d * v_strides[2]];
+  }
+}
+__syncthreads();
+
+unsigned query[SETS][KEY_CHUNKS][KEY_EACH / 2];
+#pragma unroll
+for (int set = 0; set < SETS; set++)
+  #pragma unroll
+  for (int c = 0; c < KEY_CHUNKS; c++) {
+    KeyPart some = *(const KeyPart*)&asked[line + 8 * set][(c * 4 + quarter) * KEY_EACH];
+    #pragma unroll
+    for (int i = 0; i < KEY_EACH / 2; i++) query[set][c][i] = some.n[i];
+  }
+float most[SETS], total[SETS], sum[SIZE / 8][4];
+#pragma unroll
+for (int set = 0; set < SETS; set++) { most[set] = NEVER; total[set] = 0; }
+#pragma unroll
+for (int j = 0; j < SIZE / 8; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
+
+for (int token = first + warp * TILE; token < last; token += WARPS * TILE) {
+  const int left = last - token;
+  const long at = place(token);
+  KeyPart key[2][KEY_CHUNKS];
+  ValuePart value[4][VALUE_CHUNKS];
+  #pragma unroll
+  for (int n = 0; n < 2; n++)
+    #pragma unroll
+    for (int c = 0; c < KEY_CHUNKS; c++)
+      key[n][c] = *(const KeyPart*)((const N*)keys + at + min(n * 8 + line, left - 1) * SIZE
+                                    + (c * 4 + quarter) * KEY_EACH);
+  #pragma unroll
+  for (int n = 0; n < 4; n++)
+    #pragma unroll
+    for (int c = 0; c < VALUE_CHUNKS; c++)
+      value[n][c] = *(const ValuePart*)((const N*)values + at
+                                        + min(2 * quarter + n % 2 + n / 2 * 8, left - 1) * SIZE
+                                        + (c * 8 + line) * VALUE_EACH);
+  float score[2][4];
+  #pragma unroll
+  for (int n = 0; n < 2; n++) {
+    score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0;
+    #pragma unroll
+    for (int c = 0; c < KEY_CHUNKS; c++)
+      #pragma unroll
+      for (int i = 0; i < KEY_EACH / 2; i += 2) {
+        unsigned low = query[0][c][i], high = query[0][c][i + 1];
+        unsigned a[4] = {low, SETS > 1 ? query[SETS - 1][c][i] : 0, high,
+                         SETS > 1 ? query[SETS - 1][c][i + 1] : 0};
+        mma(score[n], a, key[n][c].n[i], key[n][c].n[i + 1], N());
+      }
+  }
+  unsigned share[4] = {0, 0, 0, 0};
+  float shrink[2] = {1, 1};
+  #pragma unroll
+  for (int set = 0; set < SETS; set++) {
+    float top = most[set];
+    #pragma unroll
+    for (int n = 0; n < 2; n++)
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float& one = score[n][2 * set + i];
+        int here = n * 8 + 2 * quarter + i;
+        one = here < left && token + here >= start ? one * SCALE * 1.4426950408889634f : NEVER;
+        top = fmaxf(top, one);
+      }
+    top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+    shrink[set] = exp2f(most[set] - top);
+    most[set] = top;
+    total[set] *= shrink[set];
+    #pragma unroll
+    for (int n = 0; n < 2; n++) {
+      float low = exp2f(score[n][2 * set] - top), high = exp2f(score[n][2 * set + 1] - top);
+      total[set] += low + high;
+      share[2 * n + set] = pair(low, high, N());
+    }
+  }
+  #pragma unroll
+  for (int c = 0; c < VALUE_CHUNKS; c++)
+    #pragma unroll
+    for (int j = 0; j < VALUE_EACH; j++) {
+      float(&one)[4] = sum[c * VALUE_EACH + j];
+      one[0] *= shrink[0];
+      one[1] *= shrink[0];
+      if (SETS > 1) { one[2] *= shrink[1]; one[3] *= shrink[1]; }
+      unsigned which = j % 2 ? 0x7632 : 0x5410;
+      mma(one, share, __byte_perm(value[0][c].n[j / 2], value[1][c].n[j / 2], which),
+          __byte_perm(value[2][c].n[j / 2], value[3][c].n[j / 2], which), N());
+    }
+}
+
+#pragma unroll
+for (int set = 0; set < SETS; set++) {
+  const int g = line + 8 * set;
+  total[set] += __shfl_xor_sync(0xffffffff, total[set], 1);
+  total[set] += __shfl_xor_sync(0xffffffff, total[set], 2);
+  if (quarter == 0) { warp_most[warp][g] = most[set]; warp_total[warp][g] = total[set]; }
+  if (g < GROUP)
+    #pragma unroll
+    for (int c = 0; c < VALUE_CHUNKS; c++)
+      #pragma unroll
+      for (int j = 0; j < VALUE_EACH; j++)
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+          warp_sum[warp][g][(c * 8 + 2 * quarter + i) * VALUE_EACH + j]
+              = sum[c * VALUE_EACH + j][2 * set + i];
+}
+__syncthreads();
+// What a query's sink takes of the softmax; `top` is of base 2 as all scores are here.
+auto sunk = [&](int g, float top) -> float {
+  return SINKS ? exp2f(sinks[head * GROUP + g] * 1.4426950408889634f - top) : 0.f;
+};
+const long mine = (long)row * HEADS + head;
+N* const to = (N*)out + mine * GROUP * SIZE;
+constexpr int WHOLE = GROUP * (SIZE + 2);  // numbers of a part: sums, then greatest scores, totals
+float* const parts = (float*)partial + mine * count * WHOLE;
+for (int i = threadIdx.x; i < GROUP * SIZE; i += blockDim.x) {
+  const int g = i / SIZE, d = i % SIZE;
+  float top = SINKS && count == 1 ? sinks[head * GROUP + g] * 1.4426950408889634f : NEVER;
+  for (int w = 0; w < WARPS; w++) top = fmaxf(top, warp_most[w][g]);
+  float numbers = 0, all = 0;
+  for (int w = 0; w < WARPS; w++) {
+    float weight = exp2f(warp_most[w][g] - top);
+    numbers += weight * warp_sum[w][g][d];
+    all += weight * warp_total[w][g];
+  }
+  if (count == 1) {
+    down(numbers / (all + sunk(g, top)), to + i);
+  } else {
+    parts[part * WHOLE + i] = numbers;
+    if (d == 0) {
+      parts[part * WHOLE + GROUP * SIZE + g] = top;
+      parts[part * WHOLE + GROUP * SIZE + GROUP + g] = all;
+    }
+  }
+}
+// The last of a row's parts to come adds them up, and leaves the counter as it was.
+if (count > 1) {
+  __shared__ int before;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) before = atomicAdd((int*)arrived + mine, 1);
+  __syncthreads();
+  if (before == count - 1) {
+    __threadfence();
+    for (int i = threadIdx.x; i < GROUP * SIZE; i += blockDim.x) {
+      const int g = i / SIZE;
+      float top = SINKS ? sinks[head * GROUP + g] * 1.4426950408889634f : NEVER;
+      for (int p = 0; p < count; p++)
+        top = fmaxf(top, __ldcg(parts + p * WHOLE + GROUP * SIZE + g));
+      float numbers = 0, all = 0;
+      for (int p = 0; p < count; p++) {
+        float weight = exp2f(__ldcg(parts + p * WHOLE + GROUP * SIZE + g) - top);
+        numbers += weight * __ldcg(parts + p * WHOLE + i);
+        all += weight * __ldcg(parts + p * WHOLE + GROUP * SIZE + GROUP + g);
+      }
+      down(numbers / (all + sunk(g, top)), to + i);
+    }
+    if (threadIdx.x == 0) ((int*)arrived)[mine] = 0;
+  }
+}

@@ -1,0 +1,144 @@
+"""Decode attention over a pool of blocks in tensor cores, with all that is around it in a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels.build import HALVES, LANES, Constant, kernel
+from mlxpool.worker.models.base import Rope, Scores
+
+INPUTS = (
+    "q", "k", "v", "keys", "values", "table", "positions", "turns", "sinks", "arrived",
+)  # fmt: skip
+SIZES = range(16, 257, 16)  # numbers of a head
+GROUPS = 16  # queries of a key head that fit into one matrix
+FILL = 264  # thread blocks that keep a large GPU busy
+LEAST = 64  # tokens of a part; shorter ones cost more than they save
+MOST_PARTS = 64
+SUMS = 2048  # numbers of a key head's queries that four warps have room to add up
+
+
+def serves(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dtype) -> bool:
+    """Whether `attend` takes heads of these sizes."""
+    fits = key_dim == value_dim and key_dim in SIZES
+    return fits and heads % pairs == 0 and heads // pairs <= GROUPS and dtype in HALVES
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a step's tokens lie: positions [R], blocks of the rows [R, B].
+
+    `arrived` [FILL] are zeros in which the parts of a row are counted; attention of one layer
+    follows that of another, so all may use the same. `longest` row in tokens, or a little more:
+    it decides into how many parts rows are cut.
+    """
+
+    positions: mx.array
+    table: mx.array
+    arrived: mx.array
+    longest: int
+
+
+def attend(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    pools: tuple[mx.array, mx.array],
+    places: Places,
+    scores: Scores,
+    rope: Rope | None = None,
+    window: int = 0,
+) -> mx.array:
+    """One token for each row: q [R, H, D], k and v [R, KV, D] -> [R, H, D].
+
+    q and k are turned by `rope`; k and v are written into the pools [blocks, KV, block, D]. Arrays
+    may be views. A row's token sees `window` tokens, 0: all; `scores.cap` has to be 0.
+    """
+    rows, heads, size = q.shape
+    _, pairs, block, _ = pools[0].shape
+    group, dtype = heads // pairs, pools[0].dtype
+    parts = parts_of(rows * pairs, min(places.longest, window or places.longest))
+    warps = 4 if group * size <= SUMS else 2
+    turns = _turns(rope) if rope else mx.zeros((1,))
+    sinks = turns if scores.sinks is None else scores.sinks.astype(mx.float32)
+    made = _kernel(
+        group,
+        pairs,
+        size,
+        block,
+        warps,
+        dtype,
+        rope,
+        window,
+        scores.scale,
+        scores.sinks is not None,
+    )
+    partial = rows * pairs * parts * group * (size + 2) if parts > 1 else 1
+    found: list[mx.array] = made(
+        inputs=[
+            *(one.astype(dtype) for one in (q, k, v)),
+            *pools,
+            places.table,
+            places.positions,
+            turns,
+            sinks,
+            places.arrived,
+        ],
+        grid=(rows * warps * LANES, pairs, parts),
+        threadgroup=(warps * LANES, 1, 1),
+        output_shapes=[(rows, heads, size), (partial,)],
+        output_dtypes=[dtype, mx.float32],
+    )
+    return found[0].astype(q.dtype)
+
+
+def parts_of(blocks: int, longest: int) -> int:
+    """Into how many a row is parted: a power of two, so that there are few passes to compile."""
+    parts = 1
+    while parts < MOST_PARTS and blocks * parts < FILL and longest // (2 * parts) >= LEAST:
+        parts *= 2
+    return parts
+
+
+@cache
+def _turns(rope: Rope) -> mx.array:
+    """[dims / 2] what a position is multiplied by to give the angle."""
+    if rope.freqs is None:
+        turns = [rope.base ** (-2 * i / rope.dims) for i in range(rope.dims // 2)]
+    else:
+        turns = [1 / freq for freq in rope.freqs]
+    return mx.array([turn * rope.scale for turn in turns], dtype=mx.float32)
+
+
+@cache
+def _kernel(
+    group: int,
+    pairs: int,
+    size: int,
+    block: int,
+    warps: int,
+    dtype: mx.Dtype,
+    rope: Rope | None,
+    window: int,
+    scale: float,
+    sinks: bool,
+) -> Any:
+    constants: dict[str, Constant] = {
+        "GROUP": group,
+        "HEADS": pairs,
+        "SIZE": size,
+        "BLOCK": block,
+        "WARPS": warps,
+        "TURNED": rope.dims if rope else 0,
+        "TRADITIONAL": bool(rope and rope.traditional),
+        "GAIN": float(rope.gain) if rope else 1.0,
+        "WINDOW": window,
+        "SCALE": float(scale),
+        "SINKS": sinks,
+        "N": dtype,
+    }
+    return kernel("attend", INPUTS, ["out", "partial"], constants)

@@ -1,0 +1,202 @@
+// Draws a token of each row's SIZE logits: sampler.py in one pass of a thread block over its row,
+// or a few. Masses are whole numbers, so that the order of their sums does not matter. What has to
+// be looked at often is listed first; where the list has too little room, the whole row is.
+constexpr int ROOM = 4096, FINE = 128;  // FINE: buckets for each unit of a scaled logit
+constexpr float MASS = 1099511627776.f;  // of the most likely token
+using Big = unsigned long long;
+__shared__ Big space[ROOM], sums[32];
+__shared__ unsigned listed_count;
+__shared__ int bucket_found;
+__shared__ Big mass_above;
+
+const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+const N* const numbers = (const N*)logits + (long)row * SIZE;
+// Whole numbers in the order of the floats, and back.
+auto ordered = [](float x) -> unsigned {
+  unsigned bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+};
+auto plain = [](unsigned key) -> float {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+};
+auto total = [&](Big mine) -> Big {
+  #pragma unroll
+  for (int o = 16; o > 0; o >>= 1) mine += __shfl_xor_sync(0xffffffff, mine, o);
+  __syncthreads();
+  if (lane == 0) sums[warp] = mine;
+  __syncthreads();
+  Big all = 0;
+  for (int w = 0; w < THREADS / 32; w++) all += sums[w];
+  return all;
+};
+auto greatest = [&](Big mine) -> Big {
+  #pragma unroll
+  for (int o = 16; o > 0; o >>= 1) mine = max(mine, __shfl_xor_sync(0xffffffff, mine, o));
+  __syncthreads();
+  if (lane == 0) sums[warp] = mine;
+  __syncthreads();
+  Big all = 0;
+  for (int w = 0; w < THREADS / 32; w++) all = max(all, sums[w]);
+  return all;
+};
+// A number and its place, greatest first, then the first of equal ones.
+auto ranked = [&](float x, int i) -> Big { return (Big)ordered(x) << 32 | (unsigned)~i; };
+
+Big own = 0;
+bool broken = false;
+#pragma unroll 8
+for (int i = threadIdx.x; i < SIZE; i += THREADS) {
+  float x = up(numbers[i]);
+  broken |= x != x;
+  own = max(own, ranked(x, i));
+}
+broken = __syncthreads_or(broken);
+const Big best = greatest(own);
+const float top = plain(best >> 32), heat = heats[row];
+if (broken || !isfinite(top) || heat == 0) {
+  if (threadIdx.x == 0) token[row] = broken || !isfinite(top) ? -1 : (int)~(unsigned)best;
+  return;
+}
+
+bool listed = false;
+unsigned count = 0;
+uint2* const list = (uint2*)space;
+auto each = [&](auto work) {
+  if (listed) {
+    for (int i = threadIdx.x; i < count; i += THREADS) work(list[i].x, (int)list[i].y);
+  } else {
+    #pragma unroll 4
+    for (int i = threadIdx.x; i < SIZE; i += THREADS) work(ordered(up(numbers[i])), i);
+  }
+};
+// Lists what `wanted` says, if there is room.
+auto collect = [&](auto wanted) {
+  __syncthreads();
+  if (threadIdx.x == 0) listed_count = 0;
+  __syncthreads();
+  #pragma unroll 4
+  for (int i = threadIdx.x; i < SIZE; i += THREADS) {
+    unsigned key = ordered(up(numbers[i]));
+    if (wanted(key)) {
+      unsigned at = atomicAdd(&listed_count, 1u);
+      if (at < ROOM) list[at] = make_uint2(key, i);
+    }
+  }
+  __syncthreads();
+  count = listed_count;
+  listed = count <= ROOM;
+};
+auto scaled = [&](unsigned key) -> float { return (plain(key) - top) / heat; };
+auto mass = [&](unsigned key) -> Big { return (Big)(expf(scaled(key)) * MASS); };
+
+unsigned least = 0;  // key of what is kept
+const int k = top_ks[row];
+if (k > 0) {
+  // k threads have seen something as great as `least`: so has the row.
+  const unsigned seen = own >> 32;
+  for (unsigned bit = 1u << 31; bit > 0; bit >>= 1)
+    if (__syncthreads_count(seen >= (least | bit)) >= k) least |= bit;
+  const unsigned bound = least;
+  collect([&](unsigned key) { return key >= bound; });
+  least = 0;
+  for (unsigned bit = 1u << 31; bit > 0; bit >>= 1) {
+    Big found = 0;
+    each([&](unsigned key, int) { found += key >= (least | bit); });
+    if (total(found) >= k) least |= bit;
+  }
+}
+const float p = top_ps[row];
+if (p < 1) {
+  Big found = 0, above = 0;
+  const unsigned bound = least;
+  const bool whole = !listed;
+  if (whole)
+    for (int i = threadIdx.x; i < ROOM; i += THREADS) space[i] = 0;
+  __syncthreads();
+  auto bucket = [&](unsigned key) -> int { return min((int)(-scaled(key) * FINE), ROOM - 1); };
+  each([&](unsigned key, int) {
+    if (key < bound) return;
+    Big one = mass(key);
+    found += one;
+    if (whole && one > 0) atomicAdd(&space[bucket(key)], one);
+  });
+  const double enough = (double)p * (double)total(found);
+  if (whole) {
+    // The bucket in which the mass is reached, and what lies above it.
+    constexpr int OWN = ROOM / THREADS;
+    Big mine = 0;
+    for (int i = 0; i < OWN; i++) mine += space[threadIdx.x * OWN + i];
+    Big upto = mine;
+    #pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      Big other = __shfl_up_sync(0xffffffff, upto, o);
+      if (lane >= o) upto += other;
+    }
+    __syncthreads();
+    if (lane == 31) sums[warp] = upto;
+    if (threadIdx.x == 0) bucket_found = ROOM - 1, mass_above = 0;
+    __syncthreads();
+    Big before = upto - mine;
+    for (int w = 0; w < warp; w++) before += sums[w];
+    if ((double)before < enough && (double)(before + mine) >= enough) {
+      int i = threadIdx.x * OWN;
+      while ((double)(before + space[i]) < enough) before += space[i++];
+      bucket_found = i;
+      mass_above = before;
+    }
+    __syncthreads();
+    above = mass_above;
+    const int wanted = bucket_found;
+    collect([&](unsigned key) { return key >= bound && bucket(key) == wanted; });
+    if (!listed) above = 0;
+  }
+  // Invariant: above `high` lies less mass than enough, above `low` not.
+  unsigned low = 0, high = best >> 32;
+  while (high - low > 1) {
+    const unsigned middle = low + (high - low) / 2;
+    Big over = 0;
+    each([&](unsigned key, int) { if (key > middle && key >= bound) over += mass(key); });
+    if ((double)(above + total(over)) < enough) high = middle; else low = middle;
+  }
+  least = max(bound, high);
+  if (whole) listed = false;
+}
+const float min_p = min_ps[row];
+// SplitMix64 of the draw's number in the stream of its seed is the key of its noise.
+Big z = ((Big)seeds[2 * row] << 32 | seeds[2 * row + 1])
+        + 0x9E3779B97F4A7C15ull * (Big)(positions[row] + 1);
+z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+z ^= z >> 31;
+const unsigned first_key = z >> 32, second_key = (unsigned)z;
+// The noise that MLX's gumbel gives place i of SIZE: Threefry in 20 rounds, two places at a time.
+auto noise = [&](int i) -> float {
+  constexpr int FRONT = SIZE / 2 + SIZE % 2;
+  const bool back = i >= FRONT;
+  const unsigned keys[3] = {first_key, second_key, first_key ^ second_key ^ 0x1BD11BDAu};
+  unsigned a = back ? i - FRONT : i;
+  unsigned b = SIZE % 2 && a == SIZE / 2 ? 0 : a + FRONT;
+  a += keys[0];
+  b += keys[1];
+  constexpr int turns[8] = {13, 15, 26, 6, 17, 29, 16, 24};
+  #pragma unroll
+  for (int n = 0; n < 5; n++) {
+    #pragma unroll
+    for (int m = 0; m < 4; m++) {
+      a += b;
+      b = __funnelshift_l(b, b, turns[n % 2 * 4 + m]) ^ a;
+    }
+    a += keys[(n + 1) % 3];
+    b += keys[(n + 2) % 3] + n + 1;
+  }
+  const float one = fminf((float)(back ? b : a) / 4294967296.f, 0x1.fffffep-1f);
+  return -logf(-logf(one));
+};
+Big drawn = 0;
+const unsigned bound = least;
+each([&](unsigned key, int i) {
+  const float x = scaled(key);
+  if (key >= bound && expf(x) >= min_p) drawn = max(drawn, ranked(x + noise(i), i));
+});
+drawn = greatest(drawn);
+if (threadIdx.x == 0) token[row] = (int)~(unsigned)drawn;
