@@ -13,9 +13,10 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine import sampler  # noqa: E402
+from mlxpool.worker.engine.attention import Rotation  # noqa: E402
 from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.engine.company import Company  # noqa: E402
-from mlxpool.worker.kernels import attend, build, draw, norm, pools, scalar  # noqa: E402
+from mlxpool.worker.kernels import attend, build, draw, norm, pools, product, scalar  # noqa: E402
 from mlxpool.worker.models.base import Rope, Scores  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -32,7 +33,9 @@ def test_constants_are_declared_in_c() -> None:
     )
 
 
-@pytest.mark.parametrize("file", ["attend.cu", "draw.cu", "norm.cu", "scalar.cu", "write.cu"])
+@pytest.mark.parametrize(
+    "file", ["attend.cu", "draw.cu", "norm.cu", "product.cu", "scalar.cu", "tiles.cu", "write.cu"]
+)
 def test_texts_come_without_comments(file: str) -> None:
     assert "//" not in build.text(file)
     assert build.text(file).count("{") == build.text(file).count("}") > 0
@@ -53,6 +56,9 @@ def test_what_the_kernels_serve() -> None:
     assert scalar.serves(32, 8, 128, 128, mx.float32)
     assert norm.serves(64, mx.bfloat16) == draw.serves(1000, mx.float32) == ON_GPU
     assert not norm.serves(100, mx.bfloat16)
+    assert product.serves(8, 2048, 4096, mx.bfloat16) == ON_GPU
+    assert not product.serves(product.MOST_LINES + 1, 2048, 4096, mx.bfloat16)
+    assert not product.serves(8, 2050, 4096, mx.bfloat16)
 
 
 def test_a_kernel_that_fails_is_told_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +187,7 @@ def test_the_kernel_is_attention(
             (rows.pools[0], rows.pools[1]),
             rows.places(longest),
             scores,
-            turn,
+            Rotation(rows.positions).turns(turn) if turn else None,
             window,
         )
         mx.eval(out)
@@ -236,6 +242,26 @@ def test_the_kernel_adds_and_norms(size: int, dtype: str) -> None:
     sums = _numbers(added)
     expected = sums / np.sqrt((sums**2).mean(-1, keepdims=True) + 1e-5) * _numbers(weight)
     assert np.abs(_numbers(normed) - expected).max() < 0.02 * np.abs(expected).max()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("columns", "rows"), [(32, 32), (96, 64), (256, 7680), (384, 3840), (2048, 1024), (14336, 512)]
+)
+def test_the_kernel_multiplies_few_lines(columns: int, rows: int, dtype: str) -> None:
+    kind = getattr(mx, dtype)
+    weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
+    for lines in (1, 2, 7, 8, 9, 16, 17, 32, 33, 48, 64, 65, 96, 128):
+        if not product.serves(lines, columns, rows, kind):
+            assert columns % 128 and lines > product.FEW
+            continue
+        x = mx.random.normal((lines, columns)).astype(kind)
+        expected = _numbers(x) @ _numbers(weight).T
+        assert np.abs(_numbers(product.product(x, weight)) - expected).max() < 0.03
+        gate, other = expected[:, : rows // 2], expected[:, rows // 2 :]
+        expected = gate / (1 + np.exp(-gate)) * other
+        assert np.abs(_numbers(product.gated(x, weight)) - expected).max() < 0.06
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (

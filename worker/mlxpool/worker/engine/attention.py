@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlxpool.worker.engine.cache import Row
 from mlxpool.worker.engine.slabs import SlabRow
+from mlxpool.worker.kernels.attend import Turns
 from mlxpool.worker.models.base import KeyValue, LatentHeads, Rope, Scan, Scores
 
 AnyRow = Row | SlabRow
@@ -46,6 +47,11 @@ class Rotation:
         """x [T, H, D]; dimensions from `rope.dims` on stay as they are."""
         fused = self._fused and rope.dims >= LEAST_DIMS
         return self._by_kernel(x, rope) if fused else self._by_table(x, rope)
+
+    def turns(self, rope: Rope) -> Turns:
+        """For a kernel that rotates by itself."""
+        cosines, sines = self._table(rope)
+        return Turns(cosines, sines, rope.traditional)
 
     def _by_kernel(self, x: mx.array, rope: Rope) -> mx.array:
         freqs = None if rope.freqs is None else mx.array(rope.freqs)

@@ -225,7 +225,8 @@ class PoolStep(Turning):
         """See Step.attend_turned."""
         q, k = parted(asked, v)
         if self._reads(q.shape[1], v, scores):
-            return attend.attend(q, k, v, self._pair(layer), self._places, scores, rope)
+            turns = self._rotation.turns(rope)
+            return attend.attend(q, k, v, self._pair(layer), self._places, scores, turns)
         return super().attend_turned(layer, asked, v, scores, rope)
 
     def _reads(self, heads: int, v: mx.array, scores: Scores) -> bool:

@@ -4,13 +4,13 @@
 // share the key head are the rows of the first matrix. Which number of a head stands at which place
 // of the matrices is free as long as both sides agree: a thread reads numbers that lie side by side.
 constexpr int TILE = 16, ROWS = GROUP <= 8 ? 8 : 16, SETS = ROWS / 8, HALF = TURNED / 2;
+constexpr int THREADS = WARPS * 32;
 constexpr int KEY_EACH = SIZE % 32 ? 4 : 8, KEY_CHUNKS = SIZE / (4 * KEY_EACH);
 constexpr int VALUE_EACH = SIZE % 32 ? 2 : SIZE % 64 ? 4 : 8, VALUE_CHUNKS = SIZE / (8 * VALUE_EACH);
 constexpr float NEVER = -1e30f;
 using KeyPart = Some<unsigned, KEY_EACH / 2>;
 using ValuePart = Some<unsigned, VALUE_EACH / 2>;
 __shared__ alignas(16) N asked[ROWS][SIZE];
-__shared__ float cosines[HALF + 1], sines[HALF + 1];
 __shared__ float warp_most[WARPS][ROWS], warp_total[WARPS][ROWS], warp_sum[WARPS][GROUP][SIZE];
 
 const int row = blockIdx.x, head = blockIdx.y, part = blockIdx.z;
@@ -25,35 +25,41 @@ auto place = [&](int token) -> long {
   return (((long)blocks[token / BLOCK] * HEADS + head) * BLOCK + token % BLOCK) * SIZE;
 };
 
-for (int i = threadIdx.x; i < HALF; i += blockDim.x) {
-  float sine, cosine;
-  sincosf((float)position * turns[i], &sine, &cosine);
-  cosines[i] = cosine * GAIN;
-  sines[i] = sine * GAIN;
-}
-__syncthreads();
-// Number d of a head, turned.
-auto turned = [&](const N* numbers, long stride, int d) -> float {
-  float x = up(numbers[d * stride]);
-  if (d >= TURNED) return x;
-  int i = TRADITIONAL ? d / 2 : d % (HALF + !HALF);
-  bool second = TRADITIONAL ? d % 2 : d >= HALF;
-  int other = TRADITIONAL ? d ^ 1 : second ? d - HALF : d + HALF;
-  float y = up(numbers[other * stride]);
-  return second ? x * cosines[i] + y * sines[i] : x * cosines[i] - y * sines[i];
+// Turns a head into `to`: a thread has two numbers that turn together, or two that stay.
+auto turn = [&](const N* numbers, long stride, int i, N* to) {
+  const bool turns_it = i < HALF;
+  const int one = !turns_it ? 2 * i : TRADITIONAL ? 2 * i : i;
+  const int two = !turns_it || TRADITIONAL ? one + 1 : i + HALF;
+  float x = up(numbers[one * stride]), y = up(numbers[two * stride]);
+  if (turns_it) {
+    const float cosine = cosines[row * HALF + i], sine = sines[row * HALF + i];
+    const float turned = x * cosine - y * sine;
+    y = y * cosine + x * sine;
+    x = turned;
+  }
+  down(x, to + one);
+  down(y, to + two);
 };
-for (int i = threadIdx.x; i < ROWS * SIZE; i += blockDim.x) {
-  int g = i / SIZE, d = i % SIZE;
-  const N* query = (const N*)q + row * q_strides[0] + (head * GROUP + g) * q_strides[1];
-  down(g < GROUP ? turned(query, q_strides[2], d) : 0.f, &asked[g][d]);
+constexpr int PAIRS = SIZE / 2;
+#pragma unroll 2
+for (int n = 0; n < (ROWS * PAIRS + THREADS - 1) / THREADS; n++) {
+  const int i = n * THREADS + threadIdx.x, g = i / PAIRS;
+  if (g < GROUP) {
+    turn((const N*)q + row * q_strides[0] + (head * GROUP + g) * q_strides[1], q_strides[2],
+         i % PAIRS, asked[g]);
+  } else if (g < ROWS) {
+    down(0.f, &asked[g][2 * (i % PAIRS)]);
+    down(0.f, &asked[g][2 * (i % PAIRS) + 1]);
+  }
 }
 if (first < length && last == length) {
-  const N* key = (const N*)k + row * k_strides[0] + head * k_strides[1];
+  const long at = place(position);
   const N* value = (const N*)v + row * v_strides[0] + head * v_strides[1];
-  for (int d = threadIdx.x; d < SIZE; d += blockDim.x) {
-    down(turned(key, k_strides[2], d), (N*)keys + place(position) + d);
-    ((N*)values)[place(position) + d] = value[d * v_strides[2]];
-  }
+  #pragma unroll 1
+  for (int d = threadIdx.x; d < SIZE; d += THREADS) ((N*)values)[at + d] = value[d * v_strides[2]];
+  #pragma unroll 1
+  for (int i = threadIdx.x; i < PAIRS; i += THREADS)
+    turn((const N*)k + row * k_strides[0] + head * k_strides[1], k_strides[2], i, (N*)keys + at);
 }
 __syncthreads();
 
@@ -75,21 +81,23 @@ for (int j = 0; j < SIZE / 8; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3]
 for (int token = first + warp * TILE; token < last; token += WARPS * TILE) {
   const int left = last - token;
   const long at = place(token);
+  const N* const key_from = (const N*)keys + at + quarter * KEY_EACH;
+  const N* const value_from = (const N*)values + at + line * VALUE_EACH;
   KeyPart key[2][KEY_CHUNKS];
   ValuePart value[4][VALUE_CHUNKS];
   #pragma unroll
   for (int n = 0; n < 2; n++)
     #pragma unroll
     for (int c = 0; c < KEY_CHUNKS; c++)
-      key[n][c] = *(const KeyPart*)((const N*)keys + at + min(n * 8 + line, left - 1) * SIZE
-                                    + (c * 4 + quarter) * KEY_EACH);
+      key[n][c] = *(const KeyPart*)(key_from + min(n * 8 + line, left - 1) * SIZE
+                                    + c * 4 * KEY_EACH);
   #pragma unroll
   for (int n = 0; n < 4; n++)
     #pragma unroll
     for (int c = 0; c < VALUE_CHUNKS; c++)
-      value[n][c] = *(const ValuePart*)((const N*)values + at
+      value[n][c] = *(const ValuePart*)(value_from
                                         + min(2 * quarter + n % 2 + n / 2 * 8, left - 1) * SIZE
-                                        + (c * 8 + line) * VALUE_EACH);
+                                        + c * 8 * VALUE_EACH);
   float score[2][4];
   #pragma unroll
   for (int n = 0; n < 2; n++) {
@@ -169,7 +177,8 @@ const long mine = (long)row * HEADS + head;
 N* const to = (N*)out + mine * GROUP * SIZE;
 constexpr int WHOLE = GROUP * (SIZE + 2);  // numbers of a part: sums, then greatest scores, totals
 float* const parts = (float*)partial + mine * count * WHOLE;
-for (int i = threadIdx.x; i < GROUP * SIZE; i += blockDim.x) {
+#pragma unroll 1
+for (int i = threadIdx.x; i < GROUP * SIZE; i += THREADS) {
   const int g = i / SIZE, d = i % SIZE;
   float top = SINKS && count == 1 ? sinks[head * GROUP + g] * 1.4426950408889634f : NEVER;
   for (int w = 0; w < WARPS; w++) top = fmaxf(top, warp_most[w][g]);
@@ -198,12 +207,15 @@ if (count > 1) {
   __syncthreads();
   if (before == count - 1) {
     __threadfence();
-    for (int i = threadIdx.x; i < GROUP * SIZE; i += blockDim.x) {
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < GROUP * SIZE; i += THREADS) {
       const int g = i / SIZE;
       float top = SINKS ? sinks[head * GROUP + g] * 1.4426950408889634f : NEVER;
+      #pragma unroll 4
       for (int p = 0; p < count; p++)
         top = fmaxf(top, __ldcg(parts + p * WHOLE + GROUP * SIZE + g));
       float numbers = 0, all = 0;
+      #pragma unroll 2
       for (int p = 0; p < count; p++) {
         float weight = exp2f(__ldcg(parts + p * WHOLE + GROUP * SIZE + g) - top);
         numbers += weight * __ldcg(parts + p * WHOLE + i);

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpool.worker.kernels.build import HALVES, LANES, Constant, kernel
-from mlxpool.worker.models.base import Rope, Scores
+from mlxpool.worker.models.base import Scores
 
 INPUTS = (
-    "q", "k", "v", "keys", "values", "table", "positions", "turns", "sinks", "arrived",
+    "q", "k", "v", "keys", "values", "table", "positions", "cosines", "sines", "sinks", "arrived",
 )  # fmt: skip
 SIZES = range(16, 257, 16)  # numbers of a head
 GROUPS = 16  # queries of a key head that fit into one matrix
@@ -43,6 +43,15 @@ class Places:
     longest: int
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Cosines and sines of the rows' angles, [R, ..., D / 2] in float32: D numbers are turned."""
+
+    cosines: mx.array
+    sines: mx.array
+    traditional: bool
+
+
 def attend(
     q: mx.array,
     k: mx.array,
@@ -50,12 +59,12 @@ def attend(
     pools: tuple[mx.array, mx.array],
     places: Places,
     scores: Scores,
-    rope: Rope | None = None,
+    turns: Turns | None = None,
     window: int = 0,
 ) -> mx.array:
     """One token for each row: q [R, H, D], k and v [R, KV, D] -> [R, H, D].
 
-    q and k are turned by `rope`; k and v are written into the pools [blocks, KV, block, D]. Arrays
+    q and k are turned by `turns`; k and v are written into the pools [blocks, KV, block, D]. Arrays
     may be views. A row's token sees `window` tokens, 0: all; `scores.cap` has to be 0.
     """
     rows, heads, size = q.shape
@@ -63,19 +72,14 @@ def attend(
     group, dtype = heads // pairs, pools[0].dtype
     parts = parts_of(rows * pairs, min(places.longest, window or places.longest))
     warps = 4 if group * size <= SUMS else 2
-    turns = _turns(rope) if rope else mx.zeros((1,))
-    sinks = turns if scores.sinks is None else scores.sinks.astype(mx.float32)
+    none = mx.zeros((1,))
+    cosines, sines = (none, none) if turns is None else (turns.cosines, turns.sines)
+    sinks = none if scores.sinks is None else scores.sinks.astype(mx.float32)
+    turned = 0 if turns is None else 2 * cosines.shape[-1]
+    traditional = turns is not None and turns.traditional
+    sunk = scores.sinks is not None
     made = _kernel(
-        group,
-        pairs,
-        size,
-        block,
-        warps,
-        dtype,
-        rope,
-        window,
-        scores.scale,
-        scores.sinks is not None,
+        group, pairs, size, block, warps, dtype, turned, traditional, window, scores.scale, sunk
     )
     partial = rows * pairs * parts * group * (size + 2) if parts > 1 else 1
     found: list[mx.array] = made(
@@ -84,7 +88,8 @@ def attend(
             *pools,
             places.table,
             places.positions,
-            turns,
+            cosines,
+            sines,
             sinks,
             places.arrived,
         ],
@@ -105,16 +110,6 @@ def parts_of(blocks: int, longest: int) -> int:
 
 
 @cache
-def _turns(rope: Rope) -> mx.array:
-    """[dims / 2] what a position is multiplied by to give the angle."""
-    if rope.freqs is None:
-        turns = [rope.base ** (-2 * i / rope.dims) for i in range(rope.dims // 2)]
-    else:
-        turns = [1 / freq for freq in rope.freqs]
-    return mx.array([turn * rope.scale for turn in turns], dtype=mx.float32)
-
-
-@cache
 def _kernel(
     group: int,
     pairs: int,
@@ -122,7 +117,8 @@ def _kernel(
     block: int,
     warps: int,
     dtype: mx.Dtype,
-    rope: Rope | None,
+    turned: int,
+    traditional: bool,
     window: int,
     scale: float,
     sinks: bool,
@@ -133,9 +129,8 @@ def _kernel(
         "SIZE": size,
         "BLOCK": block,
         "WARPS": warps,
-        "TURNED": rope.dims if rope else 0,
-        "TRADITIONAL": bool(rope and rope.traditional),
-        "GAIN": float(rope.gain) if rope else 1.0,
+        "TURNED": turned,
+        "TRADITIONAL": traditional,
         "WINDOW": window,
         "SCALE": float(scale),
         "SINKS": sinks,

@@ -26,11 +26,13 @@ def kernel(
     constants: Mapping[str, Constant],
     *,
     whole: bool = False,
+    shared: int = 0,
 ) -> Any:
     """The kernel of `name`.cu with these constants, as mx.fast.cuda_kernel makes it.
 
     `whole`: it reads whole contiguous arrays, and is given copies of others. One that writes into
-    its inputs, or follows their strides, is not.
+    its inputs, or follows their strides, is not. `shared`: bytes of memory that a thread block
+    shares, besides what its text declares.
     """
     return mx.fast.cuda_kernel(
         name=f"mlxpool_{name}",
@@ -39,6 +41,7 @@ def kernel(
         header="".join(map(text, HEADERS)),
         source=f"{declared(constants)}{text(f'{name}.cu')}",
         ensure_row_contiguous=whole,
+        shared_memory=shared,
     )
 
 

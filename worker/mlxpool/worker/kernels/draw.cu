@@ -42,14 +42,24 @@ auto greatest = [&](Big mine) -> Big {
 // A number and its place, greatest first, then the first of equal ones.
 auto ranked = [&](float x, int i) -> Big { return (Big)ordered(x) << 32 | (unsigned)~i; };
 
-Big own = 0;
+// Every number of the row and its place; EACH lie side by side for a thread. No zero has a sign.
+constexpr int EACH = SIZE % 8 ? 1 : 8;
+auto sweep = [&](auto work) {
+  #pragma unroll 2
+  for (int i = threadIdx.x * EACH; i < SIZE; i += THREADS * EACH) {
+    const Some<N, EACH> some = *(const Some<N, EACH>*)(numbers + i);
+    #pragma unroll
+    for (int e = 0; e < EACH; e++) work(up(some.n[e]) + 0.f, i + e);
+  }
+};
+float own_most = __uint_as_float(0xff800000u);
+int own_place = SIZE;
 bool broken = false;
-#pragma unroll 8
-for (int i = threadIdx.x; i < SIZE; i += THREADS) {
-  float x = up(numbers[i]);
+sweep([&](float x, int i) {
   broken |= x != x;
-  own = max(own, ranked(x, i));
-}
+  if (x > own_most) { own_most = x; own_place = i; }
+});
+const Big own = ranked(own_most, own_place);
 broken = __syncthreads_or(broken);
 const Big best = greatest(own);
 const float top = plain(best >> 32), heat = heats[row];
@@ -65,8 +75,7 @@ auto each = [&](auto work) {
   if (listed) {
     for (int i = threadIdx.x; i < count; i += THREADS) work(list[i].x, (int)list[i].y);
   } else {
-    #pragma unroll 4
-    for (int i = threadIdx.x; i < SIZE; i += THREADS) work(ordered(up(numbers[i])), i);
+    sweep([&](float x, int i) { work(ordered(x), i); });
   }
 };
 // Lists what `wanted` says, if there is room.
@@ -74,14 +83,13 @@ auto collect = [&](auto wanted) {
   __syncthreads();
   if (threadIdx.x == 0) listed_count = 0;
   __syncthreads();
-  #pragma unroll 4
-  for (int i = threadIdx.x; i < SIZE; i += THREADS) {
-    unsigned key = ordered(up(numbers[i]));
+  sweep([&](float x, int i) {
+    const unsigned key = ordered(x);
     if (wanted(key)) {
       unsigned at = atomicAdd(&listed_count, 1u);
       if (at < ROOM) list[at] = make_uint2(key, i);
     }
-  }
+  });
   __syncthreads();
   count = listed_count;
   listed = count <= ROOM;

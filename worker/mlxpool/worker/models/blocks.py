@@ -154,14 +154,12 @@ class Gated:
 
 class _Gated:
     def __init__(self, spec: Gated, parts: Parts, name: str) -> None:
-        self.width = spec.width
-        self.gate_up = parts.joined([f"{name}.gate_proj", f"{name}.up_proj"])
+        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        self.gated = parts.gated(names, spec.width, spec.activation)
         self.down = parts.linear(f"{name}.down_proj")
-        self.activation = spec.activation or parts.swiglu
 
     def __call__(self, x: mx.array) -> mx.array:
-        both = self.gate_up(x)
-        return self.down(self.activation(both[:, : self.width], both[:, self.width :]))
+        return self.down(self.gated(x))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,26 @@ import mlx.core as mx
 
 from mlxpool.worker.weights.quant import NVFP4_RANGE, Quant
 
-MANY, CPU_MANY = 6, 8  # lines from which on a plain product of opened numbers is faster
+CPU_MANY = (
+    8  # lines from which on a plain product of opened numbers is faster, see docs/benchmarks.md
+)
+TENSOR_BITS = {
+    4: 192,
+    8: 192,
+}  # the same on a GPU, where MLX multiplies such numbers in tensor cores
+MANY = 6  # the same for others there
+TILE = (
+    8  # lines that tensor cores take at least; up to there each costs MLX a reading of the weight
+)
 
 
-def many() -> int:
-    """As many lines as are worth it to open a weight for one product (docs/benchmarks.md)."""
-    return MANY if mx.default_device().type == mx.DeviceType.gpu else CPU_MANY
+def many(bits: int) -> int:
+    """As many lines as are worth it to open a weight of so many bits for one product."""
+    return TENSOR_BITS.get(bits, MANY) if _on_gpu() else CPU_MANY
+
+
+def _on_gpu() -> bool:
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +57,13 @@ class Packed:
 
     def __call__(self, x: mx.array, *, transpose: bool = True) -> mx.array:
         """x [..., in] @ weight.T -> [..., out]; without `transpose` x [..., out] -> [..., in]."""
-        if x.shape[-2] >= many():
+        lines, layout = x.shape[-2], self.layout
+        if lines >= many(layout.bits):
             numbers = self.dense(x.dtype)
             return x @ (numbers.swapaxes(-1, -2) if transpose else numbers)
-        layout = self.layout
+        tiled = 1 < lines < TILE <= many(layout.bits) and x.ndim == 2 and _on_gpu()
         out = mx.quantized_matmul(
-            x,
+            mx.pad(x, [(0, TILE - lines), (0, 0)]) if tiled else x,
             self.weight,
             self.scales,
             self.biases,
@@ -57,6 +72,7 @@ class Packed:
             bits=layout.bits,
             mode=layout.mode,
         )
+        out = out[:lines] if tiled else out
         return _scaled(out, None if self.factor is None else self.factor[..., None, None])
 
     def gathered(self, x: mx.array, experts: mx.array, ordered: bool) -> mx.array:

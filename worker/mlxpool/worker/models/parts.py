@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels import norm
+from mlxpool.worker.kernels import norm, product
 from mlxpool.worker.models.base import Activation, Layer
 from mlxpool.worker.models.columns import by_columns
 from mlxpool.worker.models.derived import STORED
@@ -31,8 +31,42 @@ class Linear:
             out = tiled(x, self.weight)
             return out if self.bias is None else out + self.bias
         if self.bias is None:
-            return x @ self.weight.T
+            return times(x, self.weight)
         return mx.addmm(self.bias, x, self.weight.T)
+
+    def reads(self, x: mx.array) -> bool:
+        """Whether it is a product of our kernel and nothing else."""
+        return self.bias is None and not self.exact and _reads(x, self.weight)
+
+
+def times(x: mx.array, weight: mx.array) -> mx.array:
+    """x [T, in] and weight [out, in] -> x @ weight.T [T, out]."""
+    if _reads(x, weight):
+        return product.product(x, weight)
+    return x @ weight.T
+
+
+def _reads(x: mx.array, weight: mx.array) -> bool:
+    """Whether our kernel for few lines multiplies them."""
+    fits = x.ndim == 2 and x.dtype == weight.dtype
+    return fits and product.serves(x.shape[0], x.shape[1], weight.shape[0], x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedLinear:
+    """x [T, in] -> activation(gate, up) [T, width] of the two that `gate_up` gives side by side."""
+
+    gate_up: Layer
+    width: int
+    activation: Activation
+    swiglu: bool
+
+    def __call__(self, x: mx.array) -> mx.array:
+        layer = self.gate_up
+        if self.swiglu and isinstance(layer, Linear) and layer.reads(x):
+            return product.gated(x, layer.weight)
+        both = layer(x)
+        return self.activation(both[:, : self.width], both[:, self.width :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +120,7 @@ class Embedding:
         return self.weight[tokens]
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return tiled(x, self.weight) if self.exact else x @ self.weight.T
+        return tiled(x, self.weight) if self.exact else times(x, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +222,13 @@ class Parts:
             return SideBySide(tuple(self.linear(name) for name in names))
         assert isinstance(packed, Packed)
         return QuantisedLinear(packed, self._joined_bias(names))
+
+    def gated(
+        self, names: Sequence[str], width: int, activation: Activation | None = None
+    ) -> GatedLinear:
+        """Layers `names` for gates and what they gate, [width, in] each; else swiglu."""
+        joined = self.joined(names)
+        return GatedLinear(joined, width, activation or self.swiglu, activation is None)
 
     def norm(self, name: str, eps: float) -> Norm:
         return Norm(self.array(f"{name}.weight"), eps)

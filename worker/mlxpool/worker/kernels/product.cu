@@ -1,0 +1,88 @@
+// Products of few lines with a weight, out [LINES, OUT] = x [LINES, IN] weight [OUT, IN]^T: as fast
+// as the weight can be read. A thread block has 16 of its rows, or 16 pairs of rows where their
+// products are gated; its warps take 32 columns each in turn and add up what they found. Weights are
+// the first matrix of the tensor cores, lines the second; which column stands where in both is free,
+// so that a thread reads numbers that lie side by side (see attend.cu). What it reads of the weight
+// comes through shared memory, STAGES columns ahead, and is read by itself alone.
+constexpr int TILES = GATED ? 2 : 1, COLUMNS = WARPS * 32;
+constexpr int THREADS = WARPS * 32, WHOLE = SETS * 8 + 1;
+const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / TILES;
+extern __shared__ uint4 space[];  // [STAGES][TILES * 2][THREADS], then the warps' sums
+const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quarter = lane & 3;
+const long first = (long)blockIdx.x * 16;
+float sum[TILES][SETS][4];
+#pragma unroll
+for (int tile = 0; tile < TILES; tile++)
+  #pragma unroll
+  for (int set = 0; set < SETS; set++)
+    sum[tile][set][0] = sum[tile][set][1] = sum[tile][set][2] = sum[tile][set][3] = 0;
+const N* const rows = (const N*)weight + (first + line) * IN + warp * 32 + quarter * 8;
+auto fetch = [&](int step) {
+  if (step < IN / COLUMNS)
+    #pragma unroll
+    for (int i = 0; i < TILES * 2; i++) {
+      uint4* to = space + (step % STAGES * TILES * 2 + i) * THREADS + threadIdx.x;
+      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
+                       (unsigned)__cvta_generic_to_shared(to)),
+                   "l"(rows + ((long)(i / 2) * OUT + i % 2 * 8) * IN + step * COLUMNS));
+    }
+  asm volatile("cp.async.commit_group;");
+};
+#pragma unroll
+for (int step = 0; step < STAGES - 1; step++) fetch(step);
+const N* const lines = (const N*)x + warp * 32 + quarter * 8;
+uint4 b[SETS], next[SETS];
+auto ask = [&](int step) {
+  #pragma unroll
+  for (int set = 0; set < SETS; set++)
+    next[set] = *(const uint4*)(lines + (long)min(set * 8 + line, LINES - 1) * IN + step * COLUMNS);
+};
+ask(0);
+#pragma unroll 2
+for (int step = 0; step < IN / COLUMNS; step++) {
+  fetch(step + STAGES - 1);
+  #pragma unroll
+  for (int set = 0; set < SETS; set++) b[set] = next[set];
+  ask(min(step + 1, IN / COLUMNS - 1));
+  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+  #pragma unroll
+  for (int tile = 0; tile < TILES; tile++) {
+    const uint4* from = space + (step % STAGES * TILES + tile) * 2 * THREADS + threadIdx.x;
+    const uint4 low = from[0], high = from[THREADS];
+    const unsigned one[4] = {low.x, high.x, low.y, high.y};
+    const unsigned two[4] = {low.z, high.z, low.w, high.w};
+    #pragma unroll
+    for (int set = 0; set < SETS; set++) {
+      mma(sum[tile][set], one, b[set].x, b[set].y, N());
+      mma(sum[tile][set], two, b[set].z, b[set].w, N());
+    }
+  }
+}
+__syncthreads();
+float* const found = (float*)space;  // [WARPS][TILES * 16][WHOLE]
+#pragma unroll
+for (int tile = 0; tile < TILES; tile++)
+  #pragma unroll
+  for (int set = 0; set < SETS; set++)
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+      found[((warp * TILES + tile) * 16 + line + i / 2 * 8) * WHOLE + set * 8 + quarter * 2 + i % 2]
+          = sum[tile][set][i];
+__syncthreads();
+for (int i = threadIdx.x; i < LINES * 16; i += THREADS) {
+  const int row = i % 16, l = i / 16;
+  float one = 0, other = 0;
+  #pragma unroll
+  for (int w = 0; w < WARPS; w++) {
+    one += found[(w * TILES * 16 + row) * WHOLE + l];
+    if (GATED) other += found[(w * TILES * 16 + TILES * 16 - 16 + row) * WHOLE + l];
+  }
+  if (GATED) {
+    // Rounded as the single steps round.
+    N gate, beside;
+    down(one, &gate);
+    down(other, &beside);
+    one = up(gate) / (1 + expf(-up(gate))) * up(beside);
+  }
+  down(one, (N*)out + (long)l * OUT + first + row);
+}
