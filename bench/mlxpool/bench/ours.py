@@ -112,7 +112,7 @@ class Ours:
         return once
 
     def _first(self, engine: ModelEngine, ids: tuple[int, ...]) -> None:
-        job = Job(b"", 0, ids, Options.parse(GREEDY), 0, 2)
+        job = Job(b"", 0, ids, Options.parse(GREEDY), 0, 1)
         _enter(engine, job)
         engine.decode([job])
         engine.release(job)

@@ -68,7 +68,7 @@ class Rotation:
             offset=self._positions if self._start is None else self._start,
             freqs=freqs,
         )
-        return rotated[0].swapaxes(0, 1) if together else rotated[:, :, 0, :]
+        return rotated.squeeze(0).swapaxes(0, 1) if together else rotated[:, :, 0, :]
 
     def _by_table(self, x: mx.array, rope: Rope) -> mx.array:
         cos, sin = self._table(rope)
@@ -209,8 +209,8 @@ class Step(Turning):
             row = cast(Row, row)
             before = tuple(each[None] for each in row.state(layer))
             out, after = scan(tuple(x[None] for x in inputs), before)
-            row.put_state(layer, tuple(each[0] for each in after))
-            return out[0]
+            row.put_state(layer, tuple(each.squeeze(0) for each in after))
+            return out.squeeze(0)
 
         return self._by_row(one, *inputs)
 
@@ -271,7 +271,7 @@ def _attended(
         out = mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scores.scale, mask=mask, sinks=scores.sinks
         )
-    return out[0].transpose(1, 0, 2)
+    return out.squeeze(0).transpose(1, 0, 2)  # `out[0]` would copy it all
 
 
 def _mask(count: int, length: int, window: int) -> mx.array | str | None:

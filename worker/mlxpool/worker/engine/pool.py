@@ -133,8 +133,10 @@ class PoolRow(BlockRow):
         """Puts arrays [1, heads, n, size] behind `offset`; returns all up to there and them."""
         end = self.offset + new[0].shape[2]
         slots, table = self._placed(end)
-        fresh = tuple(array[0].swapaxes(0, 1) for array in new)
+        fresh = tuple(array.squeeze(0).swapaxes(0, 1) for array in new)
         table = self.pool.write(layer, fresh, slots, table)
+        if self.offset == 0:
+            return tuple(array.astype(self.shape.dtype) for array in new)
         return tuple(array[:, :, :end] for array in gathered(self.pool.arrays[layer], table))
 
     def _placed(self, end: int) -> tuple[mx.array, mx.array]:
