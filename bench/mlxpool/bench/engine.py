@@ -21,6 +21,7 @@ SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
 }
 COPIED = 1024**3  # bytes copied to see what the memory can do
 WARM = 8  # steps that are not counted
+ENDING = 16  # tokens that rows have room for when all is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def measure(folder: Path, plan: Plan, say: Callable[[str], None]) -> Iterator[Li
     from mlxpool.bench.ours import Ours
 
     say("loading the model")
-    ours = Ours(folder, deterministic=plan.deterministic)
+    ours = Ours(folder, deterministic=plan.deterministic, spare=_tokens(plan))
     others = _others(folder, plan)
     say("copying memory")
     bandwidth = _copy_bandwidth(plan.rounds)
@@ -95,6 +96,11 @@ def _others(folder: Path, plan: Plan) -> list[Other]:
 def counted(streams: int) -> str:
     """As tables say it."""
     return f"{streams} stream" if streams == 1 else f"{streams} streams"
+
+
+def _tokens(plan: Plan) -> int:
+    """As many as a row decodes at most, and a few."""
+    return WARM + plan.steps * (plan.rounds + 2) + ENDING
 
 
 def lengths_of(streams: int, prompts: Sequence[int]) -> list[int]:

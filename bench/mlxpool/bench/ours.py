@@ -38,7 +38,9 @@ def prompt(tokens: int, vocabulary: int, seed: int = 0) -> list[int]:
 class Ours:
     """A loaded model, with a fresh engine for everything that is measured."""
 
-    def __init__(self, folder: Path, *, deterministic: bool = False) -> None:
+    def __init__(self, folder: Path, *, deterministic: bool = False, spare: int = SPARE) -> None:
+        """`spare`: tokens that running rows have room for beyond their prompts."""
+        self._spare = spare
         found = inspect(folder)
         limit, float32 = back_end.limit_of(0), not back_end.on_gpu()
         opened = opens(found, limit=limit, float32=float32)
@@ -68,7 +70,7 @@ class Ours:
         self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
     ) -> tuple[ModelEngine, list[Job]]:
         """Rows with prompts of these lengths, ready to decode; each has its own seed."""
-        engine = self.engine(len(lengths), max(lengths) + SPARE)
+        engine = self.engine(len(lengths), max(lengths) + self._spare)
         settings = Options.parse({**options, "ignore_eos": True})
         jobs = []
         for number, length in enumerate(lengths):

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlxpool.worker.kernels.build import HALVES, LANES, Constant, kernel, works
 
 FEW = 16  # lines up to which a warp multiplies all of them with what it reads itself
-MOST_LINES = 128
+MOST_LINES = 32  # with more, MLX's products gain more on the GPU than they cost the host
 LARGE = 80_000_000  # bytes of a weight that more than a few lines are multiplied with by MLX
 COLUMNS = 32  # of a weight, that a warp takes at a time
 ROWS = 16  # of a weight, the least that a thread block takes
@@ -88,18 +88,12 @@ class Cut:
         return -(-lines // (8 * self.LINE_WARPS)) * 8 * self.LINE_WARPS
 
 
-# By the most lines: the cuts, those with most rows first.
-CUTS = {
-    32: (Cut(64, 2, 2, 2), Cut(32, 1, 2, 4, 4), Cut(16, 1, 2, 4, 4)),
-    64: (Cut(64, 2, 4, 1), Cut(32, 1, 4, 2), Cut(16, 1, 4, 2)),
-    128: (Cut(64, 2, 4, 1), Cut(32, 1, 8, 1), Cut(16, 1, 8, 1)),
-}
+CUTS = (Cut(64, 2, 2, 2), Cut(32, 1, 2, 4, 4), Cut(16, 1, 2, 4, 4))  # those with most rows first
 
 
-def cut_of(lines: int, rows: int) -> Cut:
+def cut_of(rows: int) -> Cut:
     """The cut with most rows that gives BLOCKS thread blocks of a weight's `rows`."""
-    cuts = next(cuts for most, cuts in CUTS.items() if lines <= most)
-    fitting = [cut for cut in cuts if rows % cut.ROWS == 0]
+    fitting = [cut for cut in CUTS if rows % cut.ROWS == 0]
     return next((cut for cut in fitting if rows // cut.ROWS >= BLOCKS), fitting[-1])
 
 
@@ -115,7 +109,7 @@ def _made(sets: int, columns: int, out: int, gated: bool, dtype: mx.Dtype) -> tu
     if lines <= FEW:
         warps = warps_of(columns)
         return _few(sets, warps, gated, dtype), ROWS * tiles, warps * LANES
-    cut = cut_of(lines, out * tiles)
+    cut = cut_of(out * tiles)
     return _some(sets, cut, gated, dtype), cut.ROWS, cut.warps * LANES
 
 
@@ -150,5 +144,5 @@ def _works(dtype: mx.Dtype) -> bool:
 def _right(dtype: mx.Dtype) -> bool:
     """Tried with few lines and with some."""
     weight = mx.random.normal((64, 256), key=mx.random.key(1)).astype(dtype)
-    lines = (mx.random.normal((n, 256), key=mx.random.key(n)).astype(dtype) for n in (3, 40))
+    lines = (mx.random.normal((n, 256), key=mx.random.key(n)).astype(dtype) for n in (3, 30))
     return all(mx.allclose(product(x, weight), x @ weight.T, 0.02, 0.2).item() for x in lines)
