@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from mlxpool.broker import events as ev
 from mlxpool.broker.premises import footprints, places, without_workers
-from mlxpool.common.config import ConfigError, ModelConfig, PoolConfig
+from mlxpool.common.config import ModelConfig, PoolConfig
+from mlxpool.common.values import ConfigError
 
 if TYPE_CHECKING:
     from mlxpool.broker.edge import Broker

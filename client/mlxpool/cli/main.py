@@ -126,7 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
     except PoolError as error:
         return _complain(options, error, FAILED)
     except ValueError as error:  # ConfigError among them
-        return _complain(options, BadRequest(str(error)), USAGE)
+        problems = list(getattr(error, "problems", ()))
+        details = {"problems": problems} if problems else None
+        return _complain(options, BadRequest(str(error), details=details), USAGE)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
