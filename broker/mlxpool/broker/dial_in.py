@@ -46,14 +46,14 @@ class DialIn:
         else:
             remote = self.remotes.add(broker.core.fleet.place_for(name), name, peer.number)
             event = ev.WorkerDialled(remote.slot, name, body, remote.token)
-        broker.worker_peers[remote.slot] = peer.number
+        broker.from_workers.peers[remote.slot] = peer.number
         broker.perform(event, now)
         slot = broker.core.fleet.slots.get(remote.slot)
         if slot is None or slot.worker is None:
             self.remotes.by_slot.pop(remote.slot, None)
             self._lay_down(remote.slot, peer.number)
         else:
-            broker.epochs[peer.number] = slot.worker.epoch
+            broker.from_workers.epochs[peer.number] = slot.worker.epoch
         return True
 
     def _may(self, peer: Peer) -> bool:
@@ -68,8 +68,8 @@ class DialIn:
 
     def _lay_down(self, slot: str, fresh: int = 0) -> Peer | None:
         """The slot's connection counts no more; returns its peer, if it is another than `fresh`."""
-        number = self.broker.worker_peers.pop(slot, 0)
-        self.broker.epochs.pop(number, None)
+        number = self.broker.from_workers.peers.pop(slot, 0)
+        self.broker.from_workers.epochs.pop(number, None)
         peer = self.broker.back.by_number.get(number)
         if peer is None or number == fresh:
             return None
@@ -90,7 +90,7 @@ class DialIn:
         if worker is not None and not self.broker.stopping:
             again = worker.replace or not worker.dismissed
             parts = wire.encode(Header(wire.STOP, None, worker.epoch), {"again": again})
-            self.broker.back.send(self.broker.worker_peers[slot], parts)
+            self.broker.back.send(self.broker.from_workers.peers[slot], parts)
         self._ended(slot, "stopped", now)
         return True
 
@@ -110,7 +110,7 @@ class DialIn:
             peer = here.get(remote.number)
             # None: something that was sent to it meanwhile has found it gone.
             if peer is None or peer.descriptor in ended:
-                self.broker.read_all(DRY, now)
+                self.broker.from_workers.read_all(DRY, now)
                 self._ended(remote.slot, "its connection ended", now)
 
     def revoked(self, public: str, now: float) -> None:
