@@ -285,11 +285,17 @@ def test_a_model_that_cannot_be_loaded(http: httpx.Client) -> None:
     refused(http.post("/v1/completions", json=body), 503, "model_load_failed")
 
 
-def test_no_broker(tmp_path: Path) -> None:
+def test_no_broker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mlxpool.gateway")
     with GatewayThread(tmp_path, broker_grace=0.5) as gateway:
         response = httpx.post(f"{gateway.url}/v1/chat/completions", json=CHAT, timeout=PATIENCE)
         refused(response, 503, "broker_lost")
-        assert httpx.get(f"{gateway.url}/health", timeout=PATIENCE).status_code == 503
+        health = httpx.get(f"{gateway.url}/health", timeout=PATIENCE)
+        assert health.status_code == 503 and f"ipc://{tmp_path}/front.ipc" in health.text
+        until(lambda: len(caplog.records) > 1, "the log has what became of it")
+    begun, missing = caplog.records[:2]
+    assert begun.message == "asking for a broker" and missing.message.startswith("no broker yet")
+    assert vars(missing)["endpoint"] == f"ipc://{tmp_path}/front.ipc"
 
 
 # ---- the command ---------------------------------------------------------------------------------

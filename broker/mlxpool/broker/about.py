@@ -33,6 +33,7 @@ def broker(of: Broker, now: float) -> Mapping[str, Any]:
         "state": state(of),
         "uptime_s": round(now - of.started_at, 3),
         "run_dir": str(of.config.run_dir),
+        "local_workers": of.config.local_workers,
         "links": len(of.front.by_number),
         "front_shut": of.door.times_shut,
         "turned_out": of.guard.turned_out,

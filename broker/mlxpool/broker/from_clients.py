@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mlxpool.broker import events as ev
+from mlxpool.broker.admin import COMMANDS
 from mlxpool.broker.peers import Peer
 from mlxpool.broker.security.quotas import Rates, milliseconds
 from mlxpool.common import wire
@@ -91,6 +92,12 @@ class FromClients:
         if kind in SPOKEN_BY_CLIENTS:
             return ev.Ask(
                 peer.number, kind, request_id, header.attempt, message.body, message.blobs
+            )
+        if kind in COMMANDS:
+            raise BadRequest(
+                f"{kind!r} is an operator's command, and this endpoint is for clients: use the"
+                " broker's run directory (--run-dir), or an endpoint of `admin` with an admin's key"
+                " (`mlxpool serve --admin ENDPOINT` opens one)"
             )
         raise BadRequest(f"a client cannot send the kind {kind!r:.40}")
 

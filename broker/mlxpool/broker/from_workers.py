@@ -98,13 +98,10 @@ class FromWorkers:
         child = self.broker.supervisor.children.get(slot)
         token = str(message.body.get("token"))
         if child is None or not child.opens(token):
-            if self.broker.dial_in.hello(peer, message, now):
-                return
-            self.broker.core.counters.auth_failures += 1
-            why = (
-                "no slot has this token; over ipc only `mlxpool broker` takes workers that dial in"
-            )
-            log.warning("hello refused", extra={"slot": slot, "peer": peer.owner, "why": why})
+            try:
+                self.broker.dial_in.hello(peer, message, now)
+            except PoolError as error:
+                self._refuse(peer, slot, error)
             return
         child.renew(token)
         before = self.peers.get(slot)
@@ -117,6 +114,14 @@ class FromWorkers:
         worker = self.broker.core.fleet.slots[slot].worker
         if worker is not None:
             self.epochs[peer.number] = worker.epoch
+
+    def _refuse(self, peer: Peer, slot: str, error: PoolError) -> None:
+        """Tell it why, so that it ends at once and need not wait for a broker that takes it."""
+        self.broker.core.counters.auth_failures += 1
+        about = {"slot": slot, "peer": peer.owner, "why": error.message}
+        log.warning("hello refused", extra=about)
+        parts = wire.encode(Header(wire.STOP), {"error": error.body()})
+        self.broker.back.send(peer.number, parts)
 
     def watch(self, child: Child) -> None:
         """Notice when it ends."""
