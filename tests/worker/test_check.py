@@ -390,7 +390,7 @@ def test_a_line_for_each_model(good: Path) -> None:
         {"name": "b", "model": spec, "machine": True, "memory_limit": 5},
     )
     assert set(listed) == {"name", "path", "problems", "notes", "model"}
-    assert set(measured) == {"name", "path", "problems", "model", "memory", "machine"}
+    assert set(measured) == {"name", "path", "problems", "notes", "model", "memory", "machine"}
     assert set(measured["memory"]) == MEMORY and set(measured["machine"]) == MACHINE
     assert (measured["memory"]["context"], measured["memory"]["sequences"]) == (64, 3)
     assert measured["machine"]["pool_limit"] == 5 and not measured["machine"]["fits"]

@@ -41,6 +41,7 @@ ROOMS = {
     "reload": "mlxpool.cli.ops",
     "stop": "mlxpool.cli.ops",
     "keygen": "mlxpool.cli.keygen",
+    "revoke": "mlxpool.cli.revoke",
     "gateway": "mlxpool.cli.gateway",
     "bench": "mlxpool.bench.cli",
     "config": "mlxpool.cli.settings",
@@ -48,7 +49,9 @@ ROOMS = {
 }
 
 # Those that take keys and an endpoint.
-DIALLING = frozenset(f"mlxpool.cli.{name}" for name in ("run", "chat", "ops", "top", "gateway"))
+DIALLING = frozenset(
+    f"mlxpool.cli.{name}" for name in ("run", "chat", "ops", "top", "gateway", "revoke")
+)
 
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
 EPILOG = """\
