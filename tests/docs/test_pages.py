@@ -71,7 +71,9 @@ BROKEN = (
 )
 PAGES = {
     "README.md": Page(
-        ("mkdir -p /path/to", 'ln -s "$PWD/worker/mlxpool/worker/demo" /path/to/folder')
+        ("mkdir -p /path/to", 'ln -s "$PWD/worker/mlxpool/worker/demo" /path/to/folder'),
+        # The page's picture is of a worker that has told that it is idle again.
+        {"mlxpool ps": "until mlxpool ps | grep -q idle; do :; done; mlxpool ps"},
     ),
     "CONTRIBUTING.md": Page(),
     "docs/adding-a-model.md": Page(instead={"test_NAME": "test_llama"}),

@@ -157,7 +157,7 @@ class Gateway:
         ) as client:
             serving = Serving(settings, client)
             app.router.routes[:] = self.routes(serving)
-            look = asyncio.create_task(_look_for_a_pool(client, settings))
+            look = asyncio.create_task(_look_for_a_pool(serving))
             yield
             look.cancel()
             await serving.models.close()
@@ -212,16 +212,17 @@ def _model(openai: OpenAI) -> Handle:
     return handle
 
 
-async def _look_for_a_pool(client: AsyncClient, settings: Settings) -> None:
+async def _look_for_a_pool(serving: Serving) -> None:
     """Tell the log which broker is asked, and whether there is one."""
-    log.info("asking for a broker", extra={"endpoint": settings.broker})
+    endpoint = serving.settings.broker
+    log.info("asking for a broker", extra={"endpoint": endpoint})
     try:
-        await client.models()
+        await serving.models.all()
     except PoolError as error:
         words = "no broker yet: until there is one, requests are answered 503"
-        log.warning(words, extra={"endpoint": settings.broker, "why": error.message})
+        log.warning(words, extra={"endpoint": endpoint, "why": error.message})
     else:
-        log.info("a broker answers", extra={"endpoint": settings.broker})
+        log.info("a broker answers", extra={"endpoint": endpoint})
 
 
 def _health(serving: Serving) -> Handle:
