@@ -43,6 +43,7 @@ class Page:
     before: tuple[str, ...] = ()
     instead: Mapping[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()  # packages
+    programs: tuple[str, ...] = ()  # that not every machine has
 
 
 def unquoted(words: str) -> str:
@@ -84,6 +85,7 @@ PAGES = {
     "docs/gateway.md": Page(
         instead={"mlxpool gateway &": "mlxpool gateway --port 8080 &"},
         needs=("openai", "starlette"),
+        programs=("curl",),
     ),
     "docs/models.md": Page(
         (
@@ -137,6 +139,9 @@ def test_a_page_does_what_it_says(name: str, tmp_path: Path) -> None:
     pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
     for package in PAGES[name].needs:
         pytest.importorskip(package, reason=f"{package} is not installed")
+    for program in PAGES[name].programs:
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
     for entry in ("Makefile", "bench", "examples", "pyproject.toml", "tests", "worker"):
         (tmp_path / entry).symlink_to(ROOT / entry)
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")  # a page puts keys there
