@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The MLX back end: cpu on Linux, nothing more on a Mac; `make demo EXTRA=cuda13` on an NVIDIA GPU.
 EXTRA ?= $(if $(filter Linux,$(shell uname -s)),cpu,)
+# Most tests wait for processes; a file stays together, for its tests may share a pool.
+JOBS ?= 2
 COMMA := ,
 SERVES := $(VENV)/.serves-$(EXTRA)
 READY := $(VENV)/.ready-$(EXTRA)
@@ -25,8 +27,8 @@ $(READY): $(SERVES)        # and what its tests need besides
 demo: $(SERVES)           ## a broker, a worker and a completion on the embedded model
 	@$(BIN)/python examples/demo.py
 
-test: $(READY)            ## the whole test suite
-	$(BIN)/python -m pytest
+test: $(READY)            ## the whole test suite, JOBS files of it at once
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 chaos: $(READY)           ## the chaos suite with its long parts, and 10,000 streams under faults
 	$(BIN)/python -m pytest tests/chaos -m ''

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import mlxpool.client
-from mlxpool.common import config
+from mlxpool.common import config, values
 from mlxpool.common.errors import BY_CODE
 
 DOCS = Path(__file__).parent
@@ -67,11 +67,11 @@ def _row(section: str, match: re.Match[str]) -> str:
 
 
 def _bounds(key: str) -> str:
-    if key in config._CHOICES:
-        return ", ".join(f'`"{choice}"`' for choice in config._CHOICES[key])
-    if key not in config._BOUNDS:
+    if key in values.CHOICES:
+        return ", ".join(f'`"{choice}"`' for choice in values.CHOICES[key])
+    if key not in values.BOUNDS:
         return ""
-    low, high = config._BOUNDS[key]
+    low, high = values.BOUNDS[key]
     if high >= NO_BOUND:
         return f"at least {low:,g}"
     return f"{low:,g} to {int(high):,}"

@@ -64,7 +64,7 @@ def test_a_table_for_each_group_with_units_where_they_differ() -> None:
     )
     text = report.markdown(Figures("engine", "About.", "m", "v", "mlxpool bench engine", lines))
     assert text == (
-        "    mlxpool bench engine\n\n"
+        "```sh\nmlxpool bench engine\n```\n\n"
         "About.\nv; m.\nMedian (minimum - maximum); a ratio is that of one round, above 1 is"
         " better.\n\n"
         "| decode, tokens/s | mlxpool | a | b | ratio |\n"

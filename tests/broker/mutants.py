@@ -98,19 +98,19 @@ MUTANTS = (
     ),
     _broker(
         "a resume has one token too many",
-        "intake",
+        "dispatch",
         _RESUME,
         "            blobs = (*blobs, bytes(request.ids + request.ids[-4:]))\n" + _COUNT,
     ),
     _broker(
         "a resume is made of what was sent",
-        "intake",
+        "dispatch",
         _RESUME,
         "            blobs = (*blobs, bytes(request.ids[: 4 * request.sent]))\n" + _COUNT,
     ),
     _broker(
         "facts are dropped in a resume",
-        "intake",
+        "dispatch",
         '                resume["facts"] = request.facts\n',
         "                pass\n",
     ),

@@ -24,7 +24,8 @@ from mlxpool.broker import past, visits, web
 from mlxpool.broker.page import PAGE
 from mlxpool.broker.visits import Stage
 from mlxpool.broker.web import Web
-from mlxpool.common.config import ConfigError, host_port, load
+from mlxpool.common.config import load
+from mlxpool.common.values import ConfigError, host_port
 from pool import until
 from web_loop import Loop
 

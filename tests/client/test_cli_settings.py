@@ -81,6 +81,18 @@ def test_what_a_broker_would_refuse(
         assert all(word in said for word in words), said
 
 
+def test_a_broker_that_would_refuse_says_all_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, "[pool]\nqueue_limit = 0\nqueue_limti = 3\n[models.x]\n")
+    assert main(["config", "check", "--config", file, "--json"]) == USAGE
+    printed = capsys.readouterr()
+    problems = json.loads(printed.out)["error"]["details"]["problems"]
+    assert len(problems) == 3
+    shown = "".join(f"  {problem}\n" for problem in problems)
+    assert printed.err == f"mlxpool: 3 settings are wrong:\n{shown}"
+
+
 def test_check_finds_what_is_missing_and_what_is_unread(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.loading import words
+from mlxpool.cli.loading import nobody_starts, words
 
 
 def seen(*workers: dict[str, Any], **model: Any) -> dict[str, Any]:
     rows = [{"model": "m", "epoch": 1, "memory": {}, "uptime_s": 2.0, **row} for row in workers]
-    return {"workers": rows, "models": [{"name": "m", "queued": 0, **model}]}
+    return {"broker": {}, "workers": rows, "models": [{"name": "m", "queued": 0, **model}]}
 
 
 LOADING = {"state": "loading", "memory": {"weights": 250_000}}
@@ -42,5 +42,12 @@ def test_a_name_that_shares_workers() -> None:
     assert words(answer, "other") == "starting a worker for other, 2.0 s"
 
 
+def test_a_broker_that_starts_no_worker() -> None:
+    answer = seen({"state": "none"}) | {"broker": {"local_workers": False}}
+    assert words(answer, "m") == nobody_starts("m")
+    assert "`mlxpool worker m --endpoint ENDPOINT`" in nobody_starts("m")
+    assert words(seen(LOADING) | {"broker": {"local_workers": False}}, "m").startswith("loading")
+
+
 def test_a_name_that_nobody_knows() -> None:
-    assert words({"models": [], "workers": []}, "m") == "starting a worker for m"
+    assert words({"broker": {}, "models": [], "workers": []}, "m") == "starting a worker for m"

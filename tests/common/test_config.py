@@ -11,16 +11,14 @@ import pytest
 
 from mlxpool.common.config import (
     BUILTIN,
-    ConfigError,
     Counting,
     ModelConfig,
     PoolConfig,
     WorkerConfig,
     check_run_dir,
     load,
-    seconds,
-    size,
 )
+from mlxpool.common.values import ConfigError, seconds, size
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +185,53 @@ def test_an_error_names_the_key_its_value_and_what_it_must_be(
 ) -> None:
     message = refused(file, text)
     assert all(word in message for word in words), message
+
+
+SEVERAL = """
+[pol]
+[pool]
+queue_limti = 3
+deadline = "soon"
+front = ["tcp://0.0.0.0:7200"]
+models_dir = "/nowhere/at/all"
+[models.a]
+pth = "/a"
+replicas = 0
+[models.b]
+path = 3
+counting = { x = 1, step_us = -1 }
+[keys.alice]
+role = "king"
+[keys.bob]
+role = "client"
+public = "short"
+"""
+
+
+def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
+    """Each as if it were alone, and nothing that only follows from another."""
+    file.write_text(SEVERAL)
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    wanted = [
+        "unknown key 'pol'; did you mean 'pool'?",
+        "pool: unknown key 'queue_limti'; did you mean 'queue_limit'?",
+        "pool.deadline must be a time",
+        "pool.models_dir: there is no folder /nowhere/at/all",
+        "pool.front: 'tcp://0.0.0.0:7200'",
+        "models.a: unknown key 'pth'; did you mean 'path'?",
+        "models.a.replicas is 0, must be from 1 to 64",
+        "models.b.path must be a string, got 3",
+        "models.b.counting: unknown key 'x'",
+        "models.b.counting.step_us is -1, must be from 0 to 1e+09",
+        "keys.alice.role is 'king'",
+        "keys.alice.public is missing",
+        "keys.bob.public is 'short'",
+    ]
+    found = caught.value.problems
+    assert len(found) == len(wanted), found
+    assert all(words in problem for problem, words in zip(found, wanted, strict=True)), found
+    assert str(caught.value) == "\n  ".join(["13 settings are wrong:", *found])
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -1,23 +1,13 @@
-"""docs/deploy.md and deploy/: each names what is in the other, and commands are ours."""
+"""docs/deploy.md and deploy/: each names what is in the other. tests/docs runs its commands."""
 
 from __future__ import annotations
 
 import re
-import shlex
-import tomllib
-from dataclasses import fields
 from pathlib import Path
-
-import pytest
-
-from command_lines import parsed
-from mlxpool.common.config import PoolConfig
 
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "docs" / "deploy.md"
 TEXT = DOC.read_text("utf-8")
-BLOCK = re.findall(r"^    (.+)$", TEXT, re.MULTILINE)
-OURS = [line for line in BLOCK if re.search(r"(^|/)mlxpool (--|[a-z])", line.split(" -m ")[0])]
 
 
 def files() -> set[Path]:
@@ -40,29 +30,6 @@ def test_every_link_leads_somewhere() -> None:
         for title in re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)
     }
     assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= headings
-
-
-def test_every_path_in_a_command_is_there() -> None:
-    named = re.findall(r"\bdeploy/[\w./@-]+", "\n".join(BLOCK))
-    assert len(named) > 8
-    for path in named:
-        if not path.startswith("deploy/keys"):
-            assert (ROOT / path).exists(), path
-
-
-@pytest.mark.parametrize("line", OURS)
-def test_each_command_is_one_of_ours(line: str) -> None:
-    words = shlex.split(line)
-    start = max(i for i, word in enumerate(words) if word.rpartition("/")[2] == "mlxpool")
-    parsed(words[start + 1 :])
-
-
-def test_settings_are_settings() -> None:
-    known = {field.name for field in fields(PoolConfig)}
-    blocks = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        assert set(tomllib.loads(block)["pool"]) <= known
 
 
 def test_figures_are_those_of_the_files() -> None:

@@ -17,7 +17,8 @@ import yaml
 from command_lines import parsed
 from core_harness import Story
 from mlxpool.broker.stats import stats
-from mlxpool.common.config import PoolConfig, host_port, load
+from mlxpool.common.config import PoolConfig, load
+from mlxpool.common.values import host_port
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "k8s"
 VERSION = "1.33"

@@ -59,7 +59,11 @@ def test_every_option_is_there_and_no_other(name: str) -> None:
 
 # ---- JSON ----------------------------------------------------------------------------------------
 
-CONFIG = """
+CONFIG = f"""
+[keys.gone]
+role = "client"
+public = "{"a" * 40}"
+
 [models.broken]
 path = "/nowhere/at/all"
 
@@ -94,6 +98,7 @@ TRIED: tuple[tuple[str, ...], ...] = (
     ("config", "check"),
     ("completion", "bash"),
     ("keygen", "somebody", "--role", "client", "--folder", "KEYS"),
+    ("revoke", "gone"),
     ("reload",),
     ("ps",),
     ("stop",),

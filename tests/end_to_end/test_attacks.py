@@ -256,8 +256,13 @@ def test_a_worker_cannot_take_the_slot_of_a_local_one(
     for body in ({"slot": "counting/0"}, {"slot": "counting/0", "token": "guess"}):
         raw.send_multipart(wire.encode(Header(wire.HELLO), {**body, "model": "counting"}))
         raw.send_multipart(wire.encode(Header(wire.DELTAS, None, epoch), {"rows": []}))
+    kinds = []
     while raw.poll(300):  # `who` answers the frame without an epoch; nothing welcomes it
-        assert wire.decode(raw.recv_multipart(), max_body=wire.MAX_BACK_BODY).kind == wire.WHO
+        answer = wire.decode(raw.recv_multipart(), max_body=wire.MAX_BACK_BODY)
+        kinds.append(answer.kind)
+        if answer.kind == wire.STOP:
+            assert answer.body["error"]["code"] == "unauthorized"
+    assert kinds == [wire.STOP, wire.WHO] * 2
     raw.close(linger=0)
     assert secure.worker("counting/0")["epoch"] == epoch
 
@@ -304,6 +309,8 @@ def test_admin_commands_on_the_front_are_no_commands(
     assert raw.poll(60_000)
     answer = wire.decode(raw.recv_multipart())
     assert (answer.kind, answer.body["code"]) == (wire.ERROR, "bad_request")
+    assert "'stop' is an operator's command" in answer.body["message"]
+    assert "--run-dir" in answer.body["message"] and "--admin" in answer.body["message"]
     raw.close(linger=0)
 
 

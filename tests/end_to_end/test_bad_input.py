@@ -330,6 +330,8 @@ def test_a_client_cannot_reach_the_workers_socket(pool: Pool) -> None:
     with RawPeer(pool.run_dir, "back") as peer:
         peer.say(Header(wire.HELLO), {"slot": "counting/0", "token": "guessed", "pid": 1})
         peer.say(Header(wire.DELTAS, None, 1), {"rows": []})
+        refused = peer.receive()
+        assert refused.kind == wire.STOP and refused.body["error"]["code"] == "unauthorized"
         assert peer.receive().kind == wire.WHO
         assert peer.quiet(0.2)
 

@@ -285,11 +285,17 @@ def test_a_model_that_cannot_be_loaded(http: httpx.Client) -> None:
     refused(http.post("/v1/completions", json=body), 503, "model_load_failed")
 
 
-def test_no_broker(tmp_path: Path) -> None:
+def test_no_broker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mlxpool.gateway")
     with GatewayThread(tmp_path, broker_grace=0.5) as gateway:
         response = httpx.post(f"{gateway.url}/v1/chat/completions", json=CHAT, timeout=PATIENCE)
         refused(response, 503, "broker_lost")
-        assert httpx.get(f"{gateway.url}/health", timeout=PATIENCE).status_code == 503
+        health = httpx.get(f"{gateway.url}/health", timeout=PATIENCE)
+        assert health.status_code == 503 and f"ipc://{tmp_path}/front.ipc" in health.text
+        until(lambda: len(caplog.records) > 1, "the log has what became of it")
+    begun, missing = caplog.records[:2]
+    assert begun.message == "asking for a broker" and missing.message.startswith("no broker yet")
+    assert vars(missing)["endpoint"] == f"ipc://{tmp_path}/front.ipc"
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -329,17 +335,15 @@ def test_the_command_serves_rereads_its_keys_and_ends(pool: Pool, tmp_path: Path
         process.stdout.close()
 
 
-@pytest.mark.parametrize(
-    ("path", "options", "last"),
-    [
-        ("/v1/completions", {**LONG, "stream": True}, b"event: error\ndata: " + ENDING),
-        ("/v1/completions", LONG, b'{"error": {"message": "the gateway is ending"'),
-        ("/api/generate", {"options": {"num_predict": 10**5}}, b'{"error": "the gateway is'),
-    ],
+# Path, what is asked beside model and prompt, how the answer ends.
+OUTLASTING: tuple[tuple[str, dict[str, Any], bytes], ...] = (
+    ("/v1/completions", {**LONG, "stream": True}, b"event: error\ndata: " + ENDING),
+    ("/v1/completions", LONG, b'{"error": {"message": "the gateway is ending"'),
+    ("/api/generate", {"options": {"num_predict": 10**5}}, b'{"error": "the gateway is'),
 )
-def test_what_outlasts_a_gateway_is_told(
-    pool: Pool, tmp_path: Path, path: str, options: dict[str, Any], last: bytes
-) -> None:
+
+
+def test_what_outlasts_a_gateway_is_told(pool: Pool, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as said:
         process = subprocess.Popen(
@@ -351,13 +355,22 @@ def test_what_outlasts_a_gateway_is_told(
     try:
         assert process.stdout is not None
         url = process.stdout.readline().removeprefix("listening on ").strip()
-        asked = {"model": "slow", "prompt": "x", **options}
         before = pool.ask("stats")["requests"]["accepted"]
-        with ThreadPoolExecutor(1) as pool_of_one:
-            answer = pool_of_one.submit(httpx.post, url + path, json=asked, timeout=PATIENCE)
-            until(lambda: pool.ask("stats")["requests"]["accepted"] > before, "it is asked")
+        with ThreadPoolExecutor(len(OUTLASTING)) as threads:
+            answers = [
+                threads.submit(
+                    httpx.post,
+                    url + path,
+                    json={"model": "slow", "prompt": "x", **options},
+                    timeout=PATIENCE,
+                )
+                for path, options, _ in OUTLASTING
+            ]
+            wanted = before + len(OUTLASTING)
+            until(lambda: pool.ask("stats")["requests"]["accepted"] == wanted, "all are asked")
             process.terminate()
-            assert last in answer.result().content  # whole: httpx refuses half a body
+            for answer, (_, _, last) in zip(answers, OUTLASTING, strict=True):
+                assert last in answer.result().content  # whole: httpx refuses half a body
         assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
@@ -365,7 +378,7 @@ def test_what_outlasts_a_gateway_is_told(
         assert process.stdout is not None
         process.stdout.close()
     assert "Traceback" not in log.read_text()
-    until(lambda: pool.ask("stats")["requests"]["live"] == 0, "its request is cancelled")
+    until(lambda: pool.ask("stats")["requests"]["live"] == 0, "its requests are cancelled")
 
 
 def test_a_body_whose_sender_leaves_is_no_failure(

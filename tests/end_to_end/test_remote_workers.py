@@ -127,12 +127,22 @@ def test_a_worker_on_this_machine_needs_no_key(tmp_path: Path) -> None:
 def test_a_broker_that_starts_its_own_takes_nobody_without_a_key(tmp_path: Path) -> None:
     with Pool(tmp_path) as pool:
         endpoint = f"ipc://{pool.run_dir}/back.ipc"
-        with RemoteWorker(
-            tmp_path / "one", "counting", "--endpoint", endpoint, "--orphan-grace", "0.5"
-        ) as worker:
-            assert worker.wait() == 3
+        with RemoteWorker(tmp_path / "one", "counting", "--endpoint", endpoint) as worker:
+            assert worker.wait() == 1, "at once: it would wait a minute for a broker"
+            assert "this broker starts its own workers" in worker.log()
+            assert "mlxpool broker" in worker.log()
         assert not workers(pool)
         assert "hello refused" in pool.log()
+
+
+def test_who_waits_for_a_load_is_told_that_nobody_starts_it(tmp_path: Path) -> None:
+    with Pool(tmp_path, verb="broker") as pool:
+        done = pool.cli("load", "counting", "--wait", "--timeout", "0.3")
+        assert done.returncode == 1 and "`mlxpool worker counting" in done.stderr.splitlines()[0]
+        assert "deadline_exceeded: counting is not loaded after 0.3 s" in done.stderr
+        dialled = ("--endpoint", f"ipc://{pool.run_dir}/back.ipc")
+        with RemoteWorker(tmp_path / "one", "counting", *dialled):
+            assert pool.cli("load", "counting", "--wait").stdout == "counting: loaded\n"
 
 
 @pytest.mark.parametrize("name", ["alice", "stranger"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxpool.common import config
-from mlxpool.common.config import ConfigError
+from mlxpool.common.values import ConfigError
 from secure_pool import Keys, SecurePool
 
 ROOT = Path(__file__).parents[2]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mlxpool.cli.check import lines
 from mlxpool.common.config import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import rules
@@ -100,6 +101,21 @@ def test_what_a_sound_model_is(good: Path) -> None:
         "features": ["batching", "tree", "resume", "deterministic"],
     }
     assert set(report["model"]) == MODEL
+
+
+def test_a_context_beyond_the_models_own_is_told(good: Path) -> None:
+    (note,) = of(good, context=10_000)["notes"]
+    assert "context is 10000 tokens, the model's own is 512" in note
+    assert note in "\n".join(lines(of(good, context=10_000)))
+    assert of(good, context=512)["notes"] == of(good)["notes"] == []
+
+
+def test_what_becomes_of_messages_without_a_template(good: Path) -> None:
+    counting = check("c", ModelConfig(path="builtin:counting"))
+    assert "`ROLE: CONTENT`" in "\n".join(lines(counting))
+    (good / "chat_template.jinja").unlink(missing_ok=True)
+    (good / "tokenizer_config.json").write_text("{}")
+    assert "it takes no messages, only a prompt" in "\n".join(lines(of(good)))
 
 
 def test_the_digest_is_the_one_that_workers_tell(good: Path) -> None:
@@ -373,8 +389,8 @@ def test_a_line_for_each_model(good: Path) -> None:
         {"name": "a", "model": spec},
         {"name": "b", "model": spec, "machine": True, "memory_limit": 5},
     )
-    assert set(listed) == {"name", "path", "problems", "model"}
-    assert set(measured) == {"name", "path", "problems", "model", "memory", "machine"}
+    assert set(listed) == {"name", "path", "problems", "notes", "model"}
+    assert set(measured) == {"name", "path", "problems", "notes", "model", "memory", "machine"}
     assert set(measured["memory"]) == MEMORY and set(measured["machine"]) == MACHINE
     assert (measured["memory"]["context"], measured["memory"]["sequences"]) == (64, 3)
     assert measured["machine"]["pool_limit"] == 5 and not measured["machine"]["fits"]

@@ -15,9 +15,10 @@ import pytest
 
 from counting_checker import expected_ids
 from mlxpool.common import wire
-from mlxpool.common.config import FAULTS, Counting
+from mlxpool.common.config import Counting
 from mlxpool.common.history import History
 from mlxpool.common.options import Options
+from mlxpool.common.values import FAULTS
 from mlxpool.common.wire import unpack_ids
 from mlxpool.worker.engine.sequence import RowFailed, Sequence
 from mlxpool.worker.models import faults

@@ -61,7 +61,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def markdown(figures: Figures) -> str:
     """The command, what it ran on, and a table for each group."""
     parts = [
-        f"    {figures.command}",
+        f"```sh\n{figures.command}\n```",
         f"{figures.about}\n{figures.versions}; {figures.machine}.\n"
         "Median (minimum - maximum); a ratio is that of one round, above 1 is better.",
         *map(_table_of, grouped(figures.lines)),

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.broker import about, picture, stats
 from mlxpool.broker import events as ev
-from mlxpool.broker import picture, stats
 from mlxpool.broker.guard import cut
 from mlxpool.broker.peers import Peers
 from mlxpool.broker.watchers import MOST, Watchers
@@ -74,7 +74,7 @@ class Admin:
             log.exception("a picture failed")
 
     def _picture(self, now: float) -> Mapping[str, Any]:
-        return picture.take(self.broker.core, self.broker.about(now), now)
+        return picture.take(self.broker.core, about.broker(self.broker, now), now)
 
     def _reply(self, parts: list[bytes], now: float) -> list[bytes]:
         request_id = None
@@ -108,10 +108,10 @@ class Admin:
         for row in answer["workers"]:
             dump = self.broker.supervisor.last_dump(row["slot"])
             row["last_dump"] = None if dump is None else str(dump)
-        return {"broker": self.broker.about(now), **answer}
+        return {"broker": about.broker(self.broker, now), **answer}
 
     def stats(self, message: Message, now: float) -> Mapping[str, Any]:
-        return {"broker": self.broker.about(now), **stats.stats(self.broker.core, now)}
+        return {"broker": about.broker(self.broker, now), **stats.stats(self.broker.core, now)}
 
     def watch(self, message: Message, now: float) -> Mapping[str, Any]:
         """Only who is one too many comes here."""

@@ -12,6 +12,7 @@ from mlxpool.broker.peers import Peer
 from mlxpool.broker.remotes import MOST, TICK, Remotes, model_of, sample_of
 from mlxpool.broker.security.keyring import KEY, UID
 from mlxpool.common import wire
+from mlxpool.common.errors import BadRequest, ModelUnavailable, Unauthorized
 from mlxpool.common.wire import Header, Message
 
 if TYPE_CHECKING:
@@ -30,14 +31,16 @@ class DialIn:
         self.broker = broker
         self.remotes = Remotes(broker.back.socket)
 
-    def hello(self, peer: Peer, message: Message, now: float) -> bool:
-        """A worker without a slot of ours introduced itself; False when it may not."""
+    def hello(self, peer: Peer, message: Message, now: float) -> None:
+        """A worker without a slot of ours introduced itself. Raises PoolError when it may not."""
         broker, name = self.broker, model_of(message)
+        if name is None:
+            raise Unauthorized("no slot of this broker has this token")
+        self._check_may(peer)
+        self._check_room(name)
         known = self.remotes.known(peer.number, str(message.body.get("token")))
-        if name is None or not self._may(peer) or not self._room_for(name):
-            return False
         if known is not None and known.model != name:
-            return False  # one connection, one model
+            raise BadRequest(f"this connection serves {known.model!r} already; use another")
         body = {k: v for k, v in message.body.items() if k != "token"}
         if known is not None:
             self._lay_down(known.slot, peer.number)
@@ -46,30 +49,41 @@ class DialIn:
         else:
             remote = self.remotes.add(broker.core.fleet.place_for(name), name, peer.number)
             event = ev.WorkerDialled(remote.slot, name, body, remote.token)
-        broker.worker_peers[remote.slot] = peer.number
+        broker.from_workers.peers[remote.slot] = peer.number
         broker.perform(event, now)
         slot = broker.core.fleet.slots.get(remote.slot)
         if slot is None or slot.worker is None:
             self.remotes.by_slot.pop(remote.slot, None)
             self._lay_down(remote.slot, peer.number)
         else:
-            broker.epochs[peer.number] = slot.worker.epoch
-        return True
+            broker.from_workers.epochs[peer.number] = slot.worker.epoch
 
-    def _may(self, peer: Peer) -> bool:
+    def _check_may(self, peer: Peer) -> None:
         """A worker's key lets it in; on ipc our own user, if this broker starts none itself."""
-        if peer.user.startswith(KEY):
-            return peer.admitted
-        return not self.broker.config.local_workers and peer.owner == f"{UID}{os.getuid()}"
+        if peer.user.startswith(KEY) and peer.admitted:
+            return
+        if self.broker.config.local_workers:
+            raise Unauthorized(
+                "this broker starts its own workers and takes no other without a key: dial a tcp"
+                " endpoint of `back` with a worker's key, or run `mlxpool broker` in its place"
+            )
+        if peer.owner != f"{UID}{os.getuid()}":
+            raise Unauthorized(
+                f"over ipc workers must be of the broker's own user {os.getuid()}, this one is"
+                f" {peer.owner}; dial a tcp endpoint of `back` with a worker's key"
+            )
 
-    def _room_for(self, name: str) -> bool:
+    def _check_room(self, name: str) -> None:
         known = self.broker.core.fleet.names.known
-        return len(self.remotes.by_slot) < MOST and (name in known or len(known) < NAMES)
+        if len(self.remotes.by_slot) >= MOST:
+            raise ModelUnavailable(f"{MOST} workers have dialled in, as many as there may be")
+        if name not in known and len(known) >= NAMES:
+            raise ModelUnavailable(f"there are {NAMES} models, as many as there may be")
 
     def _lay_down(self, slot: str, fresh: int = 0) -> Peer | None:
         """The slot's connection counts no more; returns its peer, if it is another than `fresh`."""
-        number = self.broker.worker_peers.pop(slot, 0)
-        self.broker.epochs.pop(number, None)
+        number = self.broker.from_workers.peers.pop(slot, 0)
+        self.broker.from_workers.epochs.pop(number, None)
         peer = self.broker.back.by_number.get(number)
         if peer is None or number == fresh:
             return None
@@ -90,7 +104,7 @@ class DialIn:
         if worker is not None and not self.broker.stopping:
             again = worker.replace or not worker.dismissed
             parts = wire.encode(Header(wire.STOP, None, worker.epoch), {"again": again})
-            self.broker.back.send(self.broker.worker_peers[slot], parts)
+            self.broker.back.send(self.broker.from_workers.peers[slot], parts)
         self._ended(slot, "stopped", now)
         return True
 
@@ -110,7 +124,7 @@ class DialIn:
             peer = here.get(remote.number)
             # None: something that was sent to it meanwhile has found it gone.
             if peer is None or peer.descriptor in ended:
-                self.broker.read_all(DRY, now)
+                self.broker.from_workers.read_all(DRY, now)
                 self._ended(remote.slot, "its connection ended", now)
 
     def revoked(self, public: str, now: float) -> None:

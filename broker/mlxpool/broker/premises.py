@@ -8,9 +8,11 @@ import resource
 from dataclasses import replace
 from pathlib import Path
 
+from mlxpool.broker import system
 from mlxpool.common.catalogue import way_out
 from mlxpool.common.config import ModelConfig, PoolConfig
 
+SHARE = 0.8  # of the machine's memory, for all workers, when no limit is set
 BUILTIN = "builtin:"
 MIN_DESCRIPTORS = 256
 
@@ -95,3 +97,8 @@ def place_of(model: ModelConfig) -> str:
         return str(Path(model.path).resolve()) if Path(model.path).exists() else model.path
     except (OSError, RuntimeError):
         return model.path
+
+
+def memory(config: PoolConfig) -> int:
+    """Bytes that all workers together may take."""
+    return config.memory_limit or int(SHARE * system.memory_of_machine())

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mlxpool.broker import events as ev
-from mlxpool.broker.premises import footprints, places, without_workers
-from mlxpool.common.config import ConfigError, ModelConfig, PoolConfig
+from mlxpool.broker.premises import footprints, memory, places, without_workers
+from mlxpool.broker.security.keyring import KEY
+from mlxpool.common.config import ModelConfig, PoolConfig
+from mlxpool.common.values import ConfigError
 
 if TYPE_CHECKING:
     from mlxpool.broker.edge import Broker
@@ -154,7 +156,7 @@ class Reloader:
         broker, change = self.broker, compare(self.broker.config, found.config)
         if change.fixed:
             log.warning("a restart is needed for some settings", extra={"settings": change.fixed})
-        broker.use(change.config, now)
+        self._use(change.config, now)
         for name in change.gone:
             broker.perform(ev.ModelGone(name, broker.config.drain_grace), now)
         for name in (*change.added, *change.changed):
@@ -167,6 +169,24 @@ class Reloader:
                 broker.perform(ev.Load(broker.core.fleet.model(name).name), now)
         shown = {k: getattr(change, k) for k in ("limits", "added", "gone", "changed", "keys")}
         log.info("reloaded", extra={k: v for k, v in shown.items() if v})
+
+    def _use(self, config: PoolConfig, now: float) -> None:
+        """All but the models; keys that are no more are cut off."""
+        broker = self.broker
+        broker.config = broker.supervisor.config = config
+        broker.perform(ev.Reload(config, memory(config)), now)
+        for public, name in broker.entrance.keyring.replace(config.keys).items():
+            self._revoke(public, name, now)
+
+    def _revoke(self, public: str, name: str, now: float) -> None:
+        broker = self.broker
+        log.warning("key revoked", extra={"key": name, "public": public})
+        broker.perform(ev.Revoked(f"{KEY}{name}"), now)
+        broker.dial_in.revoked(public, now)
+        for peers in (broker.front, broker.back, broker.admin.peers):
+            for peer in list(peers.by_number.values()):
+                if peer.user == f"{KEY}{public}":
+                    broker.turn_out(peers, peer)
 
     def _event(
         self, name: str, config: ModelConfig, place: str, need: int, change: Change

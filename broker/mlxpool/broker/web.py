@@ -26,7 +26,7 @@ from mlxpool.broker.snapshot import Snapshot
 from mlxpool.broker.status import status
 from mlxpool.broker.visits import LONGEST, Stage, Visits
 from mlxpool.common.closing import Closing
-from mlxpool.common.config import host_port
+from mlxpool.common.values import host_port
 
 log = logging.getLogger("mlxpool.broker")
 

@@ -104,6 +104,7 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     if machine:
         rows += _machine_rows(machine)
     yield table(rows)
+    yield from (f"note: {words}" for words in report.get("notes", ()))
     wrong = report["problems"]
     yield ""
     yield f"{len(wrong)} problem{'s' * (len(wrong) > 1)}:" if wrong else "nothing is wrong with it"
@@ -122,11 +123,17 @@ def _model_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("weights", f"{size(model['size'])}, {model['quantisation'] or 'none'}"),
         ("context", f"{model['context']:,} tokens"),
         ("tokenizer", f"{model['tokenizer']}; the model has rows for {model['vocabulary']:,} ids"),
-        ("chat templates", ", ".join(model["templates"]) or "none: it takes no messages"),
+        ("chat templates", ", ".join(model["templates"]) or _without_template(model)),
         ("end of text", ", ".join(map(str, model["eos_ids"])) or "none"),
         ("supports", ", ".join(model["features"])),
         ("digest", model["digest"]),
     ]
+
+
+def _without_template(model: Mapping[str, Any]) -> str:
+    if model["type"] == "counting":
+        return "none: of messages it makes a line each, `ROLE: CONTENT`"
+    return "none: it takes no messages, only a prompt"
 
 
 def _figure(value: int | None) -> str:

@@ -5,6 +5,7 @@ The broker knows it from the worker's beats. Nothing is asked before the wait is
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from mlxpool.cli.dial import Place
 from mlxpool.cli.figures import duration, size
 from mlxpool.cli.ops import ask
 from mlxpool.common.closing import Closing
-from mlxpool.common.errors import Draining, ModelLoadFailed, PoolError
+from mlxpool.common.errors import DeadlineExceeded, Draining, ModelLoadFailed, PoolError
 
 FIRST = 0.5  # seconds before anything is said
 PERIOD = 0.5
@@ -28,6 +29,8 @@ def words(seen: Mapping[str, Any], name: str) -> str:
     own = [row for row in seen["workers"] if row["model"] == (model.get("shares") or name)]
     states = {row["state"] for row in own}
     if not own or states <= {"none", "lost"}:
+        if not seen["broker"].get("local_workers", True):
+            return nobody_starts(name)
         return f"starting a worker for {name}"
     if "ready" in states:
         queued = model.get("queued", 0)
@@ -37,6 +40,14 @@ def words(seen: Mapping[str, Any], name: str) -> str:
     if newest["state"] != "loading":
         return f"starting a worker for {name}, {since}"
     return f"loading {name}{_share(newest, model)}, {since}"
+
+
+def nobody_starts(name: str) -> str:
+    """What a model without a worker needs, of a broker that starts none."""
+    return (
+        f"waiting for a worker of {name}: this broker starts none;"
+        f" `mlxpool worker {name} --endpoint ENDPOINT` brings one (docs/operate.md)"
+    )
 
 
 def _row_of(seen: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -88,11 +99,11 @@ class Line:
     """One line of standard error that is written over, if that is a terminal."""
 
     def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
+        self.live = sys.stderr.isatty()
         self._shown = False
 
     def show(self, text: str) -> None:
-        if self._live:
+        if self.live:
             self._shown = True  # before: Ctrl-C may come at any moment
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
@@ -103,13 +114,14 @@ class Line:
             sys.stderr.flush()
 
 
-def wait_for(place: Place, name: str) -> str:
-    """Until a worker of the model is ready; returns its name.
+def wait_for(place: Place, name: str, seconds: float = math.inf) -> str:
+    """Until a worker of the model is ready, so long at most; returns its name.
 
     Raises ModelLoadFailed with the worker's reason, Draining when nobody will start it any more,
-    BrokerLost when nobody answers.
+    DeadlineExceeded after `seconds`, BrokerLost when nobody answers.
     """
-    line, begun = Line(), False
+    line, begun, told = Line(), False, False
+    end = time.monotonic() + seconds
     try:
         while True:
             seen = ask(place, "ps")
@@ -126,7 +138,13 @@ def wait_for(place: Place, name: str) -> str:
             if begun and model.get("state") == "cold":
                 raise Draining(f"{name} was unloaded again, or its keep_alive is over")
             begun = begun or any(row.get("pid") for row in own)
-            line.show(words(seen, name))
+            text = words(seen, name)
+            if time.monotonic() >= end:
+                raise DeadlineExceeded(f"{name} is not loaded after {seconds:g} s: {text}")
+            if text == nobody_starts(name) and not told and not line.live:
+                told = True
+                print(f"mlxpool: {text}", file=sys.stderr, flush=True)
+            line.show(text)
             time.sleep(PERIOD / 5)
     finally:
         line.clear()

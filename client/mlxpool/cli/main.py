@@ -41,6 +41,7 @@ ROOMS = {
     "reload": "mlxpool.cli.ops",
     "stop": "mlxpool.cli.ops",
     "keygen": "mlxpool.cli.keygen",
+    "revoke": "mlxpool.cli.revoke",
     "gateway": "mlxpool.cli.gateway",
     "bench": "mlxpool.bench.cli",
     "config": "mlxpool.cli.settings",
@@ -48,7 +49,9 @@ ROOMS = {
 }
 
 # Those that take keys and an endpoint.
-DIALLING = frozenset(f"mlxpool.cli.{name}" for name in ("run", "chat", "ops", "top", "gateway"))
+DIALLING = frozenset(
+    f"mlxpool.cli.{name}" for name in ("run", "chat", "ops", "top", "gateway", "revoke")
+)
 
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
 EPILOG = """\
@@ -126,7 +129,9 @@ def main(arguments: list[str] | None = None) -> int:
     except PoolError as error:
         return _complain(options, error, FAILED)
     except ValueError as error:  # ConfigError among them
-        return _complain(options, BadRequest(str(error)), USAGE)
+        problems = list(getattr(error, "problems", ()))
+        details = {"problems": problems} if problems else None
+        return _complain(options, BadRequest(str(error), details=details), USAGE)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED

@@ -46,6 +46,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--wait", action="store_true", help="until it is loaded; exit code 1 if it cannot be"
     )
+    sub.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=math.inf,
+        help="with --wait: exit code 1 if it is not loaded by then (default: no limit)",
+    )
     sub.set_defaults(run=load)
     sub = commands.add_parser(
         "unload", parents=[common], help="end a model's workers and the streams they run"
@@ -279,7 +286,8 @@ def load(options: argparse.Namespace) -> int:
         return _show(options, answer, f"{answer['model']}: starting")
     from mlxpool.cli.loading import wait_for
 
-    return _show(options, answer, f"{wait_for(options.place, options.model)}: loaded")
+    loaded = wait_for(options.place, options.model, options.timeout)
+    return _show(options, answer, f"{loaded}: loaded")
 
 
 def unload(options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Frozen settings, each with its unit and reason; the only reader of TOML and of the environment.
 
-Order: flag > environment > file > default. An unknown key is an error naming the nearest one.
+Order: flag > environment > file > default. An unknown key is an error naming the nearest one, and
+all errors are told at once.
 """
 
 from __future__ import annotations
@@ -8,22 +9,18 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 import tempfile
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlxpool.common import endpoints
 from mlxpool.common.catalogue import fault_of_name, scan
-from mlxpool.common.keys import NAME, PEERS, PUBLIC
+from mlxpool.common.keys import NAME, PUBLIC
 from mlxpool.common.paths import default_run_dir
-
-
-class ConfigError(ValueError):
-    """A setting is unknown, of the wrong type or out of its bounds; the message names it."""
+from mlxpool.common.values import ConfigError, Faults, check, convert
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,45 +160,64 @@ def load(
 
     `folders` names further models by flag.
 
-    Raises ConfigError naming the key, its value and the bound.
+    Raises ConfigError naming the key, its value and the bound, for all that is wrong.
     """
-    table = _read(path) if path else {}
-    unknown = set(table) - set(SECTIONS)
-    if unknown:
-        raise ConfigError(_unknown(sorted(unknown)[0], SECTIONS, str(path)))
-    pool = dict(_table(table, "pool"))
-    pool.update(_environment())
-    pool.update({key: value for key, value in (flags or {}).items() if value is not None})
-    models = {
-        name: _model(name, _table(_table(table, "models"), name))
-        for name in _table(table, "models")
-    }
-    models.update({name: _model(name, {"path": path}) for name, path in (folders or {}).items()})
-    config: PoolConfig = _build(PoolConfig, pool, "pool")
-    if config.models_dir is not None and not config.models_dir.is_dir():
-        raise ConfigError(f"pool.models_dir: there is no folder {config.models_dir}")
+    table, faults = _read(path) if path else {}, Faults()
+    faults.problems += [_unknown(key, SECTIONS, str(path)) for key in table if key not in SECTIONS]
+    config, models, keys = PoolConfig(), dict[str, ModelConfig](), dict[str, KeyConfig]()
+    with faults.caught():
+        config = _pool(_table(table, "pool"), flags or {})
+    with faults.caught():
+        models = _models(_table(table, "models"), folders or {})
+    with faults.caught():
+        keys = _keys(_table(table, "keys"))
+    faults.tell()
     for more in (BUILTIN, scanned(config.models_dir)):
         models = {**models, **{name: more[name] for name in more if name not in models}}
-    return replace(config, models=models, keys=_keys(_table(table, "keys")))
+    return replace(config, models=models, keys=keys)
+
+
+def _pool(table: Mapping[str, Any], flags: Mapping[str, Any]) -> PoolConfig:
+    given = {key: value for key, value in flags.items() if value is not None}
+    return _build(PoolConfig, {**table, **_environment(), **given}, "pool")
+
+
+def _models(table: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, ModelConfig]:
+    models, faults = dict[str, ModelConfig](), Faults()
+    for name in table:
+        with faults.caught():
+            models[name] = _model(name, _table(table, name))
+    for name, path in folders.items():
+        with faults.caught():
+            models[name] = _model(name, {"path": path})
+    faults.tell()
+    return models
 
 
 def _keys(table: Mapping[str, Any]) -> dict[str, KeyConfig]:
     """The allow-list. Raises ConfigError, also for a key that stands there under two names."""
     names: dict[str, str] = {}
-    keys: dict[str, KeyConfig] = {}
+    keys, faults = dict[str, KeyConfig](), Faults()
     for name in table:
-        if not NAME.fullmatch(name):
-            raise ConfigError(f"[keys.{name!r:.80}]: a name that `mlxpool keygen` would not give")
-        key: KeyConfig = _build(KeyConfig, _table(table, name), f"keys.{name}")
-        if not PUBLIC.fullmatch(key.public):
-            raise ConfigError(
-                f"keys.{name}.public is {key.public!r:.80}, must be the 40 characters that"
-                " `mlxpool keygen` prints"
-            )
-        if names.setdefault(key.public, name) != name:
-            raise ConfigError(f"keys.{name} and keys.{names[key.public]} have the same public key")
-        keys[name] = key
+        with faults.caught():
+            key = keys[name] = _key(name, table)
+            if names.setdefault(key.public, name) != name:
+                other = names[key.public]
+                raise ConfigError(f"keys.{name} and keys.{other} have the same public key")
+    faults.tell()
     return keys
+
+
+def _key(name: str, table: Mapping[str, Any]) -> KeyConfig:
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"[keys.{name!r:.80}]: a name that `mlxpool keygen` would not give")
+    key = _build(KeyConfig, _table(table, name), f"keys.{name}")
+    if not PUBLIC.fullmatch(key.public):
+        raise ConfigError(
+            f"keys.{name}.public is {key.public!r:.80}, must be the 40 characters that"
+            " `mlxpool keygen` prints"
+        )
+    return key
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -247,7 +263,7 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
     fault = fault_of_name(name)
     if fault is not None:
         raise ConfigError(f"[models.{name!r:.80}]: the name {fault}")
-    built: ModelConfig = _build(ModelConfig, table, where)
+    built = _build(ModelConfig, table, where)
     if built.path.startswith("~"):
         built = replace(built, path=str(Path(built.path).expanduser()))
     if not built.pin:
@@ -260,195 +276,69 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
     return replace(built, keep_alive=-1.0)
 
 
-def _unknown(key: str, known: tuple[str, ...], where: str) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-    return f"{where}: unknown key {key!r}{hint}"
-
-
 NO_SETTINGS = ("models", "keys", "within")
+PATH_WORDS = ": a folder, a reference, or builtin:demo"
+Kind = TypeVar("Kind", PoolConfig, ModelConfig, Counting, KeyConfig)
 
 
-def _build(kind: Any, table: Mapping[str, Any], where: str) -> Any:
+def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
+    """A dataclass of a section. Raises ConfigError with all that is wrong with it."""
     known = {f.name: str(f.type) for f in fields(kind) if f.name not in NO_SETTINGS}
-    values = {}
+    values, faults = dict[str, Any](), Faults()
     for key, value in table.items():
-        if key not in known:
-            raise ConfigError(_unknown(key, tuple(known), where))
-        if key == "counting":
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{where}.counting must be a table, got {value!r}")
-            values[key] = _build(Counting, value, f"{where}.counting")
-        else:
-            values[key] = _convert(key, known[key], value, f"{where}.{key}")
-    missing = [f.name for f in fields(kind) if _needed(f) and f.name not in values]
-    if missing:
-        raise ConfigError(f"{where}.{missing[0]} is missing")
-    built = kind(**values)
-    _validate(built, where)
-    return built
+        with faults.caught():
+            values[key] = _setting(key, known, value, where)
+    meant = {_nearest(key, known) for key in table}  # the like of an unknown key is not missed
+    for name in (f.name for f in fields(kind) if _needed(f) and f.name not in meant):
+        faults.problems.append(f"{where}.{name} is missing")
+    if (kind is ModelConfig and "path" not in meant) or table.get("path") == "":
+        faults.problems.append(f"{where}.path is missing{PATH_WORDS}")
+    if kind is PoolConfig:
+        faults.problems += _bad_endpoints(values, where)
+    faults.tell()
+    return kind(**values)
+
+
+def _setting(key: str, known: Mapping[str, str], value: Any, where: str) -> Any:
+    if key not in known:
+        raise ConfigError(_unknown(key, tuple(known), where))
+    place = f"{where}.{key}"
+    if key == "counting":
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{place} must be a table, got {value!r}")
+        return _build(Counting, value, place)
+    read = convert(key, known[key], value, place)
+    check(key, read, place)
+    if key == "models_dir" and not read.is_dir():
+        raise ConfigError(f"{place}: there is no folder {read}")
+    return read
+
+
+def _nearest(key: str, known: Iterable[str]) -> str | None:
+    """The name itself, if it is known."""
+    if key in known:
+        return key
+    return next(iter(difflib.get_close_matches(key, list(known), n=1)), None)
+
+
+def _unknown(key: str, known: Iterable[str], where: str) -> str:
+    near = _nearest(key, known)
+    hint = f"; did you mean {near!r}?" if near else f"; known: {', '.join(known)}"
+    return f"{where}: unknown key {key!r}{hint}"
 
 
 def _needed(setting: Field[Any]) -> bool:
     return setting.default is MISSING and setting.default_factory is MISSING
 
 
-def _convert(key: str, annotation: str, value: Any, where: str) -> Any:
-    if key in ("keep_alive",) or annotation == "float":
-        return seconds(value, where)
-    if annotation == "int":
-        return (
-            size(value, where)
-            if key.endswith("bytes") or key == "memory_limit"
-            else _int(value, where)
-        )
-    if annotation == "bool":
-        value = {"true": True, "false": False}.get(value, value) if key in _IN_THE_AIR else value
-        if isinstance(value, bool):
-            return value
-        raise ConfigError(f"{where} must be true or false, got {value!r}")
-    if annotation.startswith("tuple"):
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
-            raise ConfigError(f"{where} must be a list of strings, got {value!r}")
-        return tuple(items)
-    if not isinstance(value, str | Path):
-        raise ConfigError(f"{where} must be a string, got {value!r}")
-    return Path(value).expanduser().absolute() if annotation.startswith("Path") else str(value)
-
-
-def _int(value: Any, where: str) -> int:
-    if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{where} must be an integer, got {value!r}")
-    return value
-
-
-_IN_THE_AIR = ("local_workers",)  # true or false as text: so it comes from the environment
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def seconds(value: Any, where: str) -> float:
-    """A time as a number of seconds or as text: "250ms", "5m", "-1"."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)?", str(value).strip())
-    if not match or not isinstance(value, str):
-        raise ConfigError(f'{where} must be a time such as "5m" or "250ms", got {value!r}')
-    return float(match[1]) * _UNITS[match[2] or "s"]
-
-
-def size(value: Any, where: str) -> int:
-    """A size as a number of bytes or as text: "4GB", "512MiB"."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
-    if not match or not isinstance(value, str) or match[2].upper() not in _BYTES:
-        raise ConfigError(f'{where} must be a size such as "4GB", got {value!r}')
-    return int(float(match[1]) * _BYTES[match[2].upper()])
-
-
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "context": (0, 2**31 - 1),
-    "replicas": (1, 64),
-    "sequences": (1, 4096),
-    "queue_limit": (1, 10**6),
-    "queue_bytes": (1024, 2**50),
-    "unread_bytes": (1024, 2**50),
-    "restart_limit": (1, 1000),
-    "deadline": (0.001, 10**7),
-    "client_grace": (0.1, 10**6),
-    "ack_grace": (0.1, 10**6),
-    "restart_delay": (0.0, 3600.0),
-    "restart_delay_max": (0.0, 86400.0),
-    "probe_interval": (0.1, 10**6),
-    "stop_grace": (0.0, 600.0),
-    "worker_log_bytes": (1024, 2**50),
-    "vocab": (256, 2**31 - 1),
-    "keep_alive": (-1.0, 10**8),
-    "load_ms": (0, 10**7),
-    "prefill_us": (0, 10**9),
-    "step_us": (0, 10**9),
-    "fault_at": (0, 2**31 - 1),
-    "fault_times": (0, 2**31 - 1),
-    "load_bytes": (0, 2**62),
-    "memory_limit": (0, 2**62),
-    "prefix_bytes": (0, 2**62),
-    "drain_grace": (0.0, 10**6),
-    "poison_life": (0.0, 10**7),
-    "beat_limit": (0.1, 10**6),
-    "quota_requests": (0, 10**6),
-    "quota_tokens": (0, 2**40),
-    "quota_bytes": (0, 2**40),
-    "quota_cancels": (0, 10**6),
-    "load_limit": (0.1, 10**6),
-    "prefill_limit": (0.1, 10**6),
-    "step_limit": (0.1, 10**6),
-    "fresh_limit": (0.1, 10**6),
-}
-FAULTS = (
-    "",
-    "raise",  # an error inside the step
-    "kill",  # SIGKILL to itself
-    "stop",  # SIGSTOP to itself
-    "exit",  # os._exit(0)
-    "exit3",  # os._exit(3)
-    "segfault",
-    "abort",
-    "lock",  # waits for a lock that nobody opens
-    "native",  # stuck in native code, the interpreter free
-    "gil",  # stuck in native code, the interpreter held
-    "leak",  # allocates until somebody ends it
-    "slow",  # takes 200 ms where it would take none; healthy
-    "garbage",  # a frame that is no message (in send)
-    "duplicate",  # a frame twice (in send)
-    "late",  # a frame again after those that followed it (in send)
-    "stale",  # a frame again with the epoch before (in send)
-)
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "prefix_cache": ("tree", "single", "off"),
-    "log_format": ("text", "json"),
-    "role": PEERS,
-    "fault": FAULTS,
-    "fault_in": ("load", "accept", "prefill", "decode", "end", "after_end", "send"),
-}
-
-
-def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
-    """The parts of "127.0.0.1:9464" or "[::1]:9464"; port 0 takes a free one."""
-    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:/\s]+)):(\d{1,5})", text)
-    if not match or int(match[3]) > 65535:
-        raise ConfigError(f'{where} must be HOST:PORT such as "127.0.0.1:9464", got {text!r}')
-    return match[1] or match[2], int(match[3])
-
-
-def _validate(built: Any, where: str) -> None:
-    check: Callable[[str], Any] = lambda name: getattr(built, name)  # noqa: E731
-    for name in (f.name for f in fields(built)):
-        if name in _BOUNDS and not _BOUNDS[name][0] <= check(name) <= _BOUNDS[name][1]:
-            low, high = _BOUNDS[name]
-            raise ConfigError(f"{where}.{name} is {check(name)}, must be from {low:g} to {high:g}")
-        if name in _CHOICES and check(name) not in _CHOICES[name]:
-            raise ConfigError(f"{where}.{name} is {check(name)!r}, must be of {_CHOICES[name]}")
-    if isinstance(built, PoolConfig):
-        _check_endpoints(built, where)
-    if getattr(built, "metrics", ""):
-        host_port(built.metrics, f"{where}.metrics")
-    if isinstance(built, ModelConfig) and not built.path:
-        raise ConfigError(f"{where}.path is missing: a folder, a reference, or builtin:demo")
-
-
-def _check_endpoints(pool: PoolConfig, where: str) -> None:
+def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:
     """Plain tcp is for clients of this machine alone."""
+    secured = "secret_key" in values
     for name in ("front", "back", "admin"):
-        for endpoint in getattr(pool, name):
-            fault = endpoints.fault(
-                endpoint, secured=pool.secret_key is not None, local=name == "front"
-            )
+        for endpoint in values.get(name, ()):
+            fault = endpoints.fault(endpoint, secured=secured, local=name == "front")
             if fault is not None:
-                raise ConfigError(f"{where}.{name}: {endpoint!r} {fault}")
+                yield f"{where}.{name}: {endpoint!r} {fault}"
 
 
 def check_run_dir(run_dir: Path) -> None:

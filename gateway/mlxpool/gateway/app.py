@@ -157,7 +157,9 @@ class Gateway:
         ) as client:
             serving = Serving(settings, client)
             app.router.routes[:] = self.routes(serving)
+            look = asyncio.create_task(_look_for_a_pool(serving))
             yield
+            look.cancel()
             await serving.models.close()
 
     def routes(self, serving: Serving) -> list[Route]:
@@ -208,6 +210,19 @@ def _model(openai: OpenAI) -> Handle:
         await openai.model(str(request.path_params["name"]), reply)
 
     return handle
+
+
+async def _look_for_a_pool(serving: Serving) -> None:
+    """Tell the log which broker is asked, and whether there is one."""
+    endpoint = serving.settings.broker
+    log.info("asking for a broker", extra={"endpoint": endpoint})
+    try:
+        await serving.models.all()
+    except PoolError as error:
+        words = "no broker yet: until there is one, requests are answered 503"
+        log.warning(words, extra={"endpoint": endpoint, "why": error.message})
+    else:
+        log.info("a broker answers", extra={"endpoint": endpoint})
 
 
 def _health(serving: Serving) -> Handle:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxpool.common import sockets
+from mlxpool.common.paths import default_run_dir
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -25,6 +28,11 @@ class Settings:
     deadline: float | None = None  # seconds for a request; None: the pool's own
     per_key: int | None = None  # requests at once of one key, or of all without keys; None: any
     broker_grace: float = 10.0  # seconds of silence until a request is answered 503
+
+    @property
+    def broker(self) -> str:
+        """The endpoint at which it is looked for."""
+        return self.endpoint or sockets.ipc(self.run_dir or default_run_dir(), "front")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

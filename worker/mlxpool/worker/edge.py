@@ -20,7 +20,7 @@ import zmq
 from mlxpool.common import wire
 from mlxpool.common.config import WorkerConfig
 from mlxpool.common.ends import AGAIN, ALONE, REFUSED
-from mlxpool.common.errors import Internal, TooLarge
+from mlxpool.common.errors import Internal, TooLarge, from_body
 from mlxpool.common.history import History
 from mlxpool.common.keys import Credentials
 from mlxpool.common.progress import Block
@@ -301,7 +301,7 @@ class Edge:
         elif kind == wire.WHO:
             self._who()
         elif kind == wire.STOP:
-            self._end(AGAIN if message.body.get("again") else 0)
+            self._stop(message.body)
         elif kind == wire.HEARD:
             pass  # that it came is all it says
         elif header.epoch != self.link.epoch or not self.link.epoch:
@@ -319,6 +319,14 @@ class Edge:
             self._cancel(key)
         elif kind == wire.DRAIN:
             self._drain()
+
+    def _stop(self, body: Mapping[str, Any]) -> None:
+        error = body.get("error")
+        if error is None:
+            self._end(AGAIN if body.get("again") else 0)
+        elif not self.link.epoch:  # one that serves is told by its connection, not by a word
+            log.error("the broker refuses this worker", extra={"why": from_body(error).message})
+            self._end(REFUSED)
 
     def _who(self) -> None:
         if self.link.again(monotonic()):

@@ -1,6 +1,6 @@
 """What goes wrong in the counting model on purpose, by name; nothing unless its settings say so.
 
-The names and places are those of `config.FAULTS` and of `fault_in`. `fault_at` counts load steps
+The names and places are those of `values.FAULTS` and of `fault_in`. `fault_at` counts load steps
 (0 to 9), tokens of the prompt, positions of the completion, or `deltas` frames from 0; the places
 accept, end and after_end have no number: there every request that fits is hit.
 """

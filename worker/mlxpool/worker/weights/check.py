@@ -39,7 +39,8 @@ def check(
 
     `memory_limit` is the pool's, in bytes; 0: the usual share of the machine's memory.
     """
-    report: dict[str, Any] = {"name": name, "path": config.path, "problems": [], "model": None}
+    report: dict[str, Any] = {"name": name, "path": config.path, "problems": [], "notes": []}
+    report["model"] = None
     if config.path == COUNTING:
         report["model"] = about_counting(CountingEngine(config.counting, config.context))
         return report
@@ -52,6 +53,11 @@ def check(
         problems.add(found)
     if folder is not None:
         report["model"] = problems.of(about, folder)
+        if config.context > folder.context:
+            report["notes"].append(
+                f"context is {config.context} tokens, the model's own is {folder.context}, which"
+                " counts: a longer prompt is refused"
+            )
         if config.deterministic:
             problems.of(require_deterministic, folder)
         if machine:

@@ -1,0 +1,66 @@
+"""`mlxpool revoke`: what is left of the settings, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from mlxpool.cli.main import USAGE, main
+from mlxpool.cli.revoke import without
+
+TEXT = """\
+[pool]
+queue_limit = 3
+
+# of the team
+[keys.alice]
+role = "client"  # since May
+public = "a"
+
+# a machine
+[keys."gpu.1"]
+role = "worker"
+public = "b"
+"""
+
+
+def test_a_section_goes_and_nothing_else() -> None:
+    rest = TEXT.replace('[keys.alice]\nrole = "client"  # since May\npublic = "a"\n', "")
+    assert without(TEXT, "alice", "x") == rest
+    assert without(TEXT, "gpu.1", "x") == TEXT[: TEXT.index('[keys."gpu.1"]')]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        (TEXT, "alise", "x has no key 'alise'; did you mean 'alice'?"),
+        ("[pool]", "alice", "known: none"),
+        ("[pool", "alice", "is not TOML"),
+        ('[keys]\nalice = {role = "client"}', "alice", "in no section of its own"),
+        ('[keys.alice]\nrole = "client"\n[keys.alice.more]\na = 1', "alice", "by hand"),
+        ('[pool]\na = """\n[keys.bob]\n"""\n[keys.bob]\nb = 1', "bob", "by hand"),
+    ],
+)
+def test_what_cannot_be_taken_out(text: str, name: str, words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        without(text, name, "x")
+    assert words in str(caught.value)
+
+
+def test_the_file_keeps_its_mode_and_nothing_is_left_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(TEXT)
+    file.chmod(0o640)
+    command = ["--run-dir", str(tmp_path), "revoke", "alice", "--config", str(file)]
+    assert main([*command, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer == {"name": "alice", "file": str(file), "reloaded": False}
+    assert "alice" not in file.read_text() and stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert list(tmp_path.iterdir()) == [file]
+    assert main(command) == USAGE
+    assert f"{file} has no key 'alice'" in capsys.readouterr().err
