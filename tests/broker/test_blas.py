@@ -37,13 +37,23 @@ def test_the_usual_places(folder: Path) -> None:
     assert blas.find() == plain
     better = library(folder, "mips-linux-gnu/openblas-pthread/libblas.so.3")
     assert blas.find() == better
-    assert blas.preload() == {"LD_PRELOAD": str(better)}
+    assert blas.preload()["LD_PRELOAD"] == str(better)
 
 
 def test_it_comes_before_what_was_preloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = library(folder, "libopenblas.so")
     monkeypatch.setenv("LD_PRELOAD", "/lib/other.so")
-    assert blas.preload() == {"LD_PRELOAD": f"{path}:/lib/other.so"}
+    assert blas.preload()["LD_PRELOAD"] == f"{path}:/lib/other.so"
+
+
+def test_its_threads_sleep_soon_unless_the_environment_says_otherwise(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library(folder, "libopenblas.so")
+    monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT", raising=False)
+    assert blas.preload()["OPENBLAS_THREAD_TIMEOUT"] == "14"
+    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", "20")
+    assert blas.preload()["OPENBLAS_THREAD_TIMEOUT"] == "20"
 
 
 def test_named_by_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
