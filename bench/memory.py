@@ -1,6 +1,6 @@
 """Many requests of mixed lengths inside a memory limit that is too small for them all at once.
 
-    python bench/memory.py [--requests 2000] [--limit 200] [--json FILE]
+    python bench/memory.py [--requests 2000] [--limit 190] [--json FILE]
 
 A broker, one worker with the embedded model, and one client with more requests open than the
 worker has places. Rows outgrow the memory and give way, the prefix cache gives up what it has. The
@@ -175,7 +175,7 @@ def faults_of(found: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--limit", type=int, default=200, help="MiB of the worker")
+    parser.add_argument("--limit", type=int, default=190, help="MiB of the worker")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = measure(options.requests, options.limit * MIB)

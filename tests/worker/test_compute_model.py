@@ -22,6 +22,7 @@ from worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
+from mlxpool.worker.engine import back_end  # noqa: E402
 from mlxpool.worker.engine.api import Engine  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.layouts import InSlabs  # noqa: E402
@@ -187,6 +188,49 @@ def test_sizes_that_just_fit(
         rows = room.until_ended({2})[2]
         assert end_of(rows)["reason"] == "length" and len(ids_of(rows)) == count
     assert room.progress.preemptions == 0
+
+
+class Growing(ModelEngine):
+    """Has CAPACITY blocks, and LEFT from the step on in which a row holds GROWN tokens."""
+
+    CAPACITY, LEFT, GROWN = 7, 2, 3 * BLOCK
+    outside = 0  # bytes that the process is said to take beside MLX
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{**settings, "blocks": None, "limit": 2**30})
+        self._grow_to(self.CAPACITY)
+        self._settled = self.outside
+
+    def _grow_to(self, blocks: int) -> None:
+        type(self).outside += (self._capacity() - blocks) * self._block_bytes
+        self.memory()
+        assert self.blocks == blocks
+
+    def decode(self, rows: Any) -> list[Drawn]:
+        if self.blocks > self.LEFT and any(seq.length >= self.GROWN for seq in rows):
+            self._grow_to(self.LEFT)
+        return super().decode(rows)
+
+
+@pytest.mark.parametrize("prefix", ["tree", "off"])
+def test_what_runs_keeps_what_it_was_promised_when_the_process_grows(
+    folder: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Growing, "outside", 0)
+    monkeypatch.setattr(back_end, "outside_mlx", lambda: Growing.outside)
+    room = Room(source=source_of(folder, Growing, blocks=None, prefix=prefix)).ready()
+    sizes = {0: (3 * BLOCK - 10, BLOCK + 30), 1: (2 * BLOCK - 5, BLOCK + 30)}
+    for name, (size, count) in sizes.items():
+        admit(room, name, size, count)
+    found = room.until_ended(set(sizes))
+    for name, (_, count) in sizes.items():
+        assert end_of(found[name])["reason"] == "length", end_of(found[name])
+        assert len(ids_of(found[name])) == count
+    assert room.progress.preemptions >= 1
+    assert room.progress.memory["capacity_tokens"] == Growing.LEFT * BLOCK
+    admit(room, 3, 2 * BLOCK, 2 * BLOCK)  # who comes now is told what there is now
+    error = end_of(room.until_ended({3})[3])
+    assert error["details"]["capacity_tokens"] == Growing.LEFT * BLOCK
 
 
 class Books(ModelEngine):

@@ -16,10 +16,12 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.engine import back_end  # noqa: E402
 from mlxpool.worker.engine.api import Engine  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.layouts import LAYOUTS, InSlabs  # noqa: E402
+from mlxpool.worker.engine.row_engine import HEAP  # noqa: E402
 from mlxpool.worker.engine.sequence import Drawn, RowFailed, Sequence  # noqa: E402
 from mlxpool.worker.engine.slabs import Slabs  # noqa: E402
 from mlxpool.worker.models.base import KeyValue  # noqa: E402
@@ -334,6 +336,47 @@ def test_capacity_is_what_the_limit_leaves(loaded: Loaded, text: Text) -> None:
     with pytest.raises(ModelLoadFailed, match=r"limit is 1000 bytes.*leaves 0 blocks of 256"):
         ModelEngine(loaded, text, limit=1000).warm_up()
     assert ModelEngine(loaded, text, blocks=7).blocks == 7
+
+
+def test_what_the_process_takes_beside_mlx_is_kept_from_the_rows(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, freed = 2**26, 2**25
+
+    def trim() -> None:
+        nonlocal freed
+        freed = 0
+
+    monkeypatch.setattr(back_end, "outside_mlx", lambda: live + freed)
+    monkeypatch.setattr(back_end, "trim", trim)
+    engine = ModelEngine(loaded, text, limit=2**30)
+    engine.warm_up()
+    blocks = engine.blocks
+    free = 2**30 * 15 // 16 - loaded.weight_bytes - engine._transient - engine._layout.spare
+    assert blocks == (free - live - HEAP) // engine._block_bytes  # what was freed counts for none
+    live, freed = live + HEAP, HEAP
+    engine.memory()
+    assert (engine.blocks, freed) == (blocks, 0)
+    live += 10 * engine._block_bytes
+    engine.memory()
+    assert engine.blocks == blocks - 10
+    live -= HEAP
+    engine.memory()
+    assert engine.blocks == blocks
+
+
+def test_a_capacity_that_shrinks_takes_from_the_prefix_cache(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = 0
+    monkeypatch.setattr(back_end, "outside_mlx", lambda: outside)
+    engine = ModelEngine(loaded, text, limit=2**30)
+    for salt in range(3):
+        ids_of(engine, sequence(prompt_of(300, salt)), 3)
+    assert engine.prefix_blocks() == 4
+    outside = (engine.blocks - 2) * engine._block_bytes
+    engine.memory()
+    assert engine.blocks == 2 and 0 < engine.prefix_blocks() <= 2
 
 
 def test_a_limit_that_is_too_small_is_told_with_all_that_is_taken(

@@ -75,6 +75,7 @@ def _folder(files: Files, config: ModelConfig) -> Source:
         from mlxpool.worker.weights.load import load as load_weights
 
         back_end.say()
+        back_end.steady_heap()
         settings: dict[str, Any] = {
             "context": context,
             "prefix": config.prefix_cache,

@@ -17,7 +17,7 @@ from mlxpool.common.wire import Delta
 from mlxpool.worker import catalogue
 from mlxpool.worker.catalogue import Source
 from mlxpool.worker.engine.api import Engine
-from mlxpool.worker.engine.blocks import BLOCK, blocks_of, first_need, next_need
+from mlxpool.worker.engine.blocks import BLOCK, blocks_of, first_need, next_need, promise
 from mlxpool.worker.engine.scheduler import (
     area_of,
     budget_of,
@@ -219,6 +219,8 @@ class Compute(threading.Thread):
                 sequence.blocks = need
             elif victim is not None:
                 self._preempt(engine, victim)
+            elif need <= sequence.promised:
+                sequence.blocks = need
             else:
                 failed.append(self._fail(engine, sequence, _too_large(sequence, engine)))
         return failed
@@ -236,10 +238,11 @@ class Compute(threading.Thread):
         rows: list[Delta] = []
         for sequence in waiting(self._live(), places):
             need = first_need(sequence, engine.blocks)
-            if need > engine.blocks:
+            if need > max(engine.blocks, sequence.promised):
                 rows.append(self._fail(engine, sequence, _too_large(sequence, engine)))
-            elif self._find(engine, need):
+            elif self._find(engine, need) or not with_row(self._live()):
                 sequence.blocks = need
+                promise(sequence, engine.blocks)
                 rows += self._guarded(engine, [sequence], partial(self._admit, engine, sequence))
             else:
                 break  # those behind it must not take what it waits for

@@ -2,6 +2,12 @@
 
 A sequence begins with its prompt and one block and grows block by block. One that had to give its
 blocks back returns only when all it may still need is free, so that it is not sent away again.
+
+The capacity is measured and may shrink while sequences run: the process takes more beside MLX. What
+it was when a sequence first got a row stays promised to this one. So nobody ends for a figure that
+moved: the prefix cache gives way, then newer rows, and who is alone has what was promised, from the
+room that is kept for a prefill chunk. Only an allocation that really fails, or the limit of the
+whole process, is in its way then.
 """
 
 from __future__ import annotations
@@ -15,6 +21,11 @@ AHEAD = 2  # tokens a step may write beyond what a sequence has: the next one, a
 def blocks_of(tokens: int) -> int:
     """Blocks that hold so many tokens."""
     return -(-tokens // BLOCK)
+
+
+def promise(seq: Sequence, capacity: int) -> None:
+    """It gets a row at this capacity."""
+    seq.promised = max(seq.promised, capacity)
 
 
 def whole_need(seq: Sequence) -> int:

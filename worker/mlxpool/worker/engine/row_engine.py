@@ -25,6 +25,7 @@ from mlxpool.worker.weights.folder import ModelFolder
 
 CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
 GPU_CACHE = 4 * 1024**3  # the same on a GPU, where getting them again is slow
+HEAP = 64 * 1024 * 1024  # bytes by which the process may grow beside MLX: requests, freed memory
 LEAST_BLOCKS = 2  # a prompt's and one to go on
 
 R = TypeVar("R", bound=PrefixRow)
@@ -67,7 +68,7 @@ class RowEngine(ABC, Generic[R]):
         self._rows: dict[Sequence, R] = {}
         self._block_bytes = BLOCK
         self._per_row = self._transient = 0
-        self._outside = back_end.outside_mlx()
+        self._settled = self._outside = back_end.outside_mlx()
         self._cache = min(GPU_CACHE if back_end.on_gpu() else CACHE, self._limit // 16)
 
     @abstractmethod
@@ -126,10 +127,7 @@ class RowEngine(ABC, Generic[R]):
 
     def memory(self) -> Memory:
         """See Engine.memory. What the process takes beside MLX may grow; then fewer blocks fit."""
-        if back_end.outside_mlx() > self._outside:
-            back_end.trim()
-            self._outside = max(self._outside, back_end.outside_mlx())
-            self.blocks = self._capacity()
+        self._look_outside()
         return Memory(
             weights=self._weights,
             kv=sum(row.nbytes for row in self._rows.values()),
@@ -157,6 +155,18 @@ class RowEngine(ABC, Generic[R]):
         mx.synchronize()
         mx.clear_cache()
 
+    def _look_outside(self) -> None:
+        """The capacity shrinks while the process is larger beside MLX than it was settled to be."""
+        outside = back_end.outside_mlx()
+        if outside > self._outside:
+            back_end.trim()
+            outside = back_end.outside_mlx()
+        self._outside = max(self._settled, outside)
+        before, self.blocks = self.blocks, self._capacity()
+        if self.blocks < before:
+            self._bound_prefix()
+            self._prefix.shrink(self._prefix.nbytes - self._prefix.budget)
+
     def _bound_prefix(self) -> None:
         """It may have its own budget, or what of the capacity no row has taken."""
         self._prefix.budget = min(self._prefix_bytes, max(0, self._left()))
@@ -171,7 +181,9 @@ class RowEngine(ABC, Generic[R]):
         self._prefix.clear()
         mx.set_cache_limit(self._cache)
         mx.clear_cache()
-        self._outside = back_end.outside_mlx()
+        back_end.trim()
+        growth = min(HEAP, self._limit // 16) if back_end.outside_mlx() else 0
+        self._settled = self._outside = back_end.outside_mlx() + growth
         self.blocks = self._capacity()
         if self.blocks < LEAST_BLOCKS:
             raise ModelLoadFailed(self._too_little())

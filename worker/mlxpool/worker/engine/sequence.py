@@ -36,6 +36,7 @@ class Sequence:
     prefilled: int = 0  # leading tokens of `tokens` whose keys and values are in the cache
     cached: int = 0  # of these, found in the prefix cache at admission
     blocks: int = 0  # of memory that it may use, see blocks.py; 0 without a row
+    promised: int = 0  # blocks it may grow to once it is alone, see blocks.py
     preempted: bool = False  # it had a row and gave it back
     restore_at: int = 0  # tokens before the generation prompt, where a later one may go on
 

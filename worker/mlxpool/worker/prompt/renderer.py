@@ -95,7 +95,10 @@ class Renderer:
         self.start()
         assert self._process is not None
         try:
-            return self._process.ask(chat)
+            answer = self._process.ask(chat)
+            if answer is not None and answer["last"]:
+                self.close()
+            return answer
         except TimeoutError:
             self.close()
             raise Internal(

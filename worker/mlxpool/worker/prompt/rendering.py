@@ -10,25 +10,39 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.prompt.chat import Chat
+from mlxpool.worker.prompt.gentle import take_what_is_left
 from mlxpool.worker.prompt.sandbox import Template
 from mlxpool.worker.prompt.template_mail import packed, received
+
+BRIEF = 0.05  # seconds of a core
 
 
 def serve(worker: socket.socket) -> None:
     """Answer until the other side is gone. The first message brings the templates and bounds.
 
-    A chat that takes longer than `limit` seconds ends the process, by SIGALRM.
+    A chat that takes longer than `limit` seconds ends the process, by SIGALRM. One that takes more
+    than BRIEF of a core takes what is left from there on, and its answer says that it is the last:
+    the next chat needs a process that has not gone there.
     """
     told = received(worker)
+    last = False
+
+    def gives_way(number: int, frame: object) -> None:
+        nonlocal last
+        last = take_what_is_left()
+
+    signal.signal(signal.SIGPROF, gives_way)
     with contextlib.suppress(StopIteration, ConnectionError):
         first = next(told)
         templates = {name: Template(source) for name, source in first["sources"].items()}
         chat = Chat(templates, first["tokens"])
         for request in told:
+            signal.setitimer(signal.ITIMER_PROF, BRIEF)
             signal.setitimer(signal.ITIMER_REAL, first["limit"])
             found = answer(chat, request, first["most"])
             signal.setitimer(signal.ITIMER_REAL, 0)
-            worker.sendall(packed(found))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            worker.sendall(packed({**found, "last": last}))
 
 
 def answer(chat: Chat, request: Mapping[str, Any], most: int) -> dict[str, Any]:

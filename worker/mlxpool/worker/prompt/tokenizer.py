@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
@@ -16,11 +17,14 @@ from mlxpool.common.messages import check_messages, check_think, check_tools
 from mlxpool.worker.mail import Fits, Prompt, any_size
 from mlxpool.worker.prompt.chat import Chat
 from mlxpool.worker.prompt.chat_format import opens_thinking
+from mlxpool.worker.prompt.gentle import of_what_is_left
 from mlxpool.worker.prompt.pieces import Pieces
 from mlxpool.worker.prompt.renderer import Rendered, Renderer
 from mlxpool.worker.prompt.template_process import NICENESS
 from mlxpool.worker.weights.folder import ModelFolder
 
+LONG = 16 * 1024  # characters that take more than some milliseconds
+PATIENCE = 1.0  # seconds that a long text may take of what running steps leave
 _BEGIN = 256  # characters of a text whose ids tell whether it begins with `prefix`
 _SHOWN = 3  # tokens in an error that could list thousands
 
@@ -111,13 +115,21 @@ class Text:
     def _encoding(self, text: str) -> Encoding:
         """Without the characters of tokens: to free these holds the interpreter for long.
 
-        In a batch of two, for only then the library's own threads do it; see `_start_threads`.
+        A batch of one is the work of the thread that asks. In a batch of two, the library's own
+        threads do it; see `_start_threads`.
         """
+        if len(text) >= LONG:
+            batch = of_what_is_left(partial(self._batch, [text]), PATIENCE)
+            if batch is not None:
+                return batch[0]
         try:
-            encoding, _ = self._tokenizer.encode_batch_fast([text, ""], add_special_tokens=False)
+            encoding, _ = self._batch([text, ""])
         except (TypeError, UnicodeError) as error:
             raise BadRequest(f"the prompt is not valid Unicode text: {error}") from error
         return encoding
+
+    def _batch(self, texts: list[str]) -> list[Encoding]:
+        return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
 
     def _missing(self, text: str) -> tuple[int, ...]:
         """What has to go in front so that `prefix` is there once."""
