@@ -49,6 +49,7 @@ def question(domain: bytes, mechanism: bytes, *credentials: bytes) -> list[bytes
         (b"client", b"GSSAPI", [b"alice"], ""),
         (b"client", b"NULL", [], "uid:7"),
     ],
+    ids=["client", "worker", "admin", "nowhere", "stranger", "password", "ticket", "ipc"],
 )
 def test_who_may_come_in(
     zap: Zap,
