@@ -63,6 +63,10 @@ def section(name: str, role: str) -> tuple[str, str]:
 
 
 LOADED = "mlxpool load demo --wait && mlxpool load counting --wait"
+KNOWN = tuple(
+    f"until mlxpool models | grep -q '{name} .*batching'; do :; done"
+    for name in ("demo", "counting")
+)
 BROKEN = (
     "mkdir -p models/broken",
     "grep -v rms_norm_eps worker/mlxpool/worker/demo/config.json > models/broken/config.json",
@@ -93,6 +97,7 @@ PAGES = {
             *BROKEN,
             "mlxpool serve 2> broker.log &",
             LOADED,
+            *KNOWN,
         ),
         {  # as the machine is
             "slabs": "…",
