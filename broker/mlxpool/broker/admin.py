@@ -46,7 +46,7 @@ class Admin:
             if not peer.admitted:
                 self.broker.core.counters.auth_failures += 1
                 self.peers.forget(peer.number)
-                cut(peer.descriptor)
+                cut(peer.descriptor, peer.inode)
                 continue
             kind, ident = _asked(parts)
             answer = partial(self._send, peer.number, parts)

@@ -113,7 +113,7 @@ class DialIn:
             return
         peer = self._lay_down(slot)
         if hang_up and peer is not None:
-            cut(peer.descriptor)
+            cut(peer.descriptor, peer.inode)
         self.broker.perform(ev.WorkerExited(slot, cause), now)
 
     def somebody_left(self, now: float) -> None:

@@ -269,7 +269,7 @@ class Broker:
     def turn_out(self, peers: Peers, peer: Peer) -> None:
         """Its connection ends, and with it whatever was not read of it."""
         peers.forget(peer.number)
-        cut(peer.descriptor)
+        cut(peer.descriptor, peer.inode)
 
     def perform(self, event: ev.Event, now: float) -> None:
         """Let the core decide, then do what it decided, in order."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from mlxpool.broker import system
 from mlxpool.broker.books import Books
 from mlxpool.broker.door import Door
-from mlxpool.broker.peers import Peers
+from mlxpool.broker.peers import Peers, inode_of
 
 log = logging.getLogger("mlxpool.broker")
 
@@ -131,9 +131,9 @@ def _endpoints(found: socket.socket) -> set[str]:
     return {f"ipc://{own}"}
 
 
-def cut(descriptor: int) -> None:
-    """End a connection by its descriptor; one that is none any more is left alone."""
-    if descriptor < 0:
+def cut(descriptor: int, inode: int) -> None:
+    """End a connection by its descriptor; left alone, if that is another's or none any more."""
+    if descriptor < 0 or inode_of(descriptor) != inode:
         return
     try:
         found = socket.socket(fileno=descriptor)

@@ -6,6 +6,7 @@ next frame or when the loop asks for it.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ class Peer:
     heard_at: float
     owner: str
     descriptor: int = -1  # of our end, as long as the connection lives; -1: unknown
+    inode: int = (
+        -1
+    )  # of that descriptor: its number may be another connection's before we hear of it
     user: str = ""  # the id that the handshake gave it, where one is asked for
     admitted: bool = True  # whether its newest message counts
     backlog: deque[list[bytes]] = field(default_factory=deque)
@@ -101,7 +105,8 @@ class Peers:
 
     def _meet(self, name: bytes, frame: zmq.Frame, now: float) -> Peer:
         self._count += 1
-        peer = Peer(name, self._count, now, _owner(frame), _descriptor(frame))
+        descriptor = _descriptor(frame)
+        peer = Peer(name, self._count, now, _owner(frame), descriptor, inode_of(descriptor))
         self.by_name[name] = self.by_number[peer.number] = peer
         before = self._by_descriptor.get(peer.descriptor)
         if before is not None:  # its connection has ended, or the number would not be free
@@ -173,6 +178,14 @@ class Peers:
             if self._by_descriptor.get(peer.descriptor) is peer:
                 del self._by_descriptor[peer.descriptor]
             self.full.discard(number)
+
+
+def inode_of(descriptor: int) -> int:
+    """What tells a descriptor from another one of its number; -1: there is none."""
+    try:
+        return os.fstat(descriptor).st_ino if descriptor >= 0 else -1
+    except OSError:
+        return -1
 
 
 def _owner(frame: zmq.Frame) -> str:
