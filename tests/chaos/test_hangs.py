@@ -25,10 +25,11 @@ def test_every_hang_is_found(tmp_path: Path, monkeypatch: Patch, name: str, plac
         chaos.start(30, 2)
         chaos.assert_all_done()
         assert chaos.causes()[0].startswith(f"hung in {place} for ")
-        row = chaos.pool.worker("m/0")
-        stacks = Path(row["last_dump"]).read_text()
-        assert "most recent call first" in stacks
-        assert "faults.py" in stacks, stacks
+        last = Path(chaos.pool.worker("m/0")["last_dump"])
+        # On a busy machine the next worker may have looked slow while it started, too.
+        stacks = [file.read_text() for file in last.parent.glob(f"*{last.suffix}")]
+        assert all("most recent call first" in one for one in stacks if one)
+        assert any("faults.py" in one for one in stacks), stacks
 
 
 def test_a_frozen_worker_is_nobodys_fault(tmp_path: Path, monkeypatch: Patch) -> None:
