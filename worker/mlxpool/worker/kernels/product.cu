@@ -77,12 +77,5 @@ for (int i = threadIdx.x; i < LINES * 16; i += THREADS) {
     one += found[(w * TILES * 16 + row) * WHOLE + l];
     if (GATED) other += found[(w * TILES * 16 + TILES * 16 - 16 + row) * WHOLE + l];
   }
-  if (GATED) {
-    // Rounded as the single steps round.
-    N gate, beside;
-    down(one, &gate);
-    down(other, &beside);
-    one = up(gate) / (1 + expf(-up(gate))) * up(beside);
-  }
-  down(one, (N*)out + (long)l * OUT + first + row);
+  down(GATED ? gated(one, other, N()) : one, (N*)out + (long)l * OUT + first + row);
 }

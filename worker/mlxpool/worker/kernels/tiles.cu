@@ -98,12 +98,5 @@ for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
     one += found[(p * ALL + l) * (ROWS + 1) + row];
     if (GATED) other += found[(p * ALL + l) * (ROWS + 1) + EACH + row];
   }
-  if (GATED) {
-    // Rounded as the single steps round.
-    N gate, beside;
-    down(one, &gate);
-    down(other, &beside);
-    one = up(gate) / (1 + expf(-up(gate))) * up(beside);
-  }
-  down(one, (N*)out + (long)l * OUT + first + row);
+  down(GATED ? gated(one, other, N()) : one, (N*)out + (long)l * OUT + first + row);
 }

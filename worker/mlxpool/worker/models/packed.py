@@ -9,22 +9,12 @@ import mlx.core as mx
 
 from mlxpool.worker.weights.quant import NVFP4_RANGE, Quant
 
-CPU_MANY = (
-    8  # lines from which on a plain product of opened numbers is faster, see docs/benchmarks.md
-)
-TENSOR_BITS = {
-    4: 192,
-    8: 192,
-}  # the same on a GPU, where MLX multiplies such numbers in tensor cores
-MANY = 6  # the same for others there
-TILE = (
-    8  # lines that tensor cores take at least; up to there each costs MLX a reading of the weight
-)
-
-
-def many(bits: int) -> int:
-    """As many lines as are worth it to open a weight of so many bits for one product."""
-    return TENSOR_BITS.get(bits, MANY) if _on_gpu() else CPU_MANY
+# Lines from which on a plain product of opened numbers is faster (docs/benchmarks.md).
+CPU_MANY = 8
+GPU_MANY = 6
+TENSOR_MANY = 192  # where MLX multiplies TENSOR_BITS in tensor cores
+TENSOR_BITS = (4, 8)
+TILE = 8  # lines that tensor cores take at least; with fewer, each costs a reading of the weight
 
 
 def _on_gpu() -> bool:
@@ -58,10 +48,10 @@ class Packed:
     def __call__(self, x: mx.array, *, transpose: bool = True) -> mx.array:
         """x [..., in] @ weight.T -> [..., out]; without `transpose` x [..., out] -> [..., in]."""
         lines, layout = x.shape[-2], self.layout
-        if lines >= many(layout.bits):
+        if lines >= self._many(transpose):
             numbers = self.dense(x.dtype)
             return x @ (numbers.swapaxes(-1, -2) if transpose else numbers)
-        tiled = 1 < lines < TILE <= many(layout.bits) and x.ndim == 2 and _on_gpu()
+        tiled = 1 < lines < TILE and self._in_tensor_cores(transpose)
         out = mx.quantized_matmul(
             mx.pad(x, [(0, TILE - lines), (0, 0)]) if tiled else x,
             self.weight,
@@ -74,6 +64,16 @@ class Packed:
         )
         out = out[:lines] if tiled else out
         return _scaled(out, None if self.factor is None else self.factor[..., None, None])
+
+    def _many(self, transpose: bool) -> int:
+        """As many lines as are worth it to open the weight for one product."""
+        if not _on_gpu():
+            return CPU_MANY
+        return TENSOR_MANY if self._in_tensor_cores(transpose) else GPU_MANY
+
+    def _in_tensor_cores(self, transpose: bool) -> bool:
+        plain = transpose and self.weight.ndim == 2
+        return plain and self.layout.bits in TENSOR_BITS and _on_gpu()
 
     def gathered(self, x: mx.array, experts: mx.array, ordered: bool) -> mx.array:
         """x [..., 1, in] with the expert of each, of a weight [E, out, in] -> [..., 1, out]."""
