@@ -39,9 +39,11 @@ class FromClients:
             message = wire.decode(parts)
             event = self._event(peer, message)
         except wire.Garbage as garbage:
-            self._refuse(peer, garbage.error, garbage.about, None, now)
+            self.broker.core.counters.bad_frames += 1
+            self._complain(peer, garbage.error, garbage.about, None, now)
         except PoolError as error:
-            self._refuse(peer, error, message.header.id, message, now)
+            self.broker.core.counters.bad_frames += 1
+            self._complain(peer, error, message.header.id, message, now)
         else:
             if isinstance(event, ev.Ask) and event.kind == wire.MODELS:
                 self.broker.library.after_look(partial(self.broker.perform, event), now)
@@ -100,18 +102,6 @@ class FromClients:
                 " (`mlxpool serve --admin ENDPOINT` opens one)"
             )
         raise BadRequest(f"a client cannot send the kind {kind!r:.40}")
-
-    def _refuse(
-        self,
-        peer: Peer,
-        error: PoolError,
-        about: bytes | None,
-        message: Message | None,
-        now: float,
-    ) -> None:
-        """Answer what could not be read."""
-        self.broker.core.counters.bad_frames += 1
-        self._complain(peer, error, about, message, now)
 
     def _complain(
         self,
