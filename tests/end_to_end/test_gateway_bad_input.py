@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -305,18 +306,28 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "mlxpool.cli.main", *arguments]
 
 
+@contextmanager
+def serving(pool: Pool, log: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A gateway in a process of its own, and its address."""
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            command("--run-dir", str(pool.run_dir), "gateway", "--port", "0", *arguments),
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+        )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().removeprefix("listening on ").strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_the_command_serves_rereads_its_keys_and_ends(pool: Pool, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(KEY)
-    process = subprocess.Popen(
-        command("--run-dir", str(pool.run_dir), "gateway", "--port", "0", "--keys", str(keys)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        url = process.stdout.readline().removeprefix("listening on ").strip()
+    with serving(pool, tmp_path / "log", "--keys", str(keys)) as (process, url):
         headers = {"authorization": f"Bearer {OTHER}"}
 
         def status() -> int:
@@ -328,11 +339,6 @@ def test_the_command_serves_rereads_its_keys_and_ends(pool: Pool, tmp_path: Path
         until(lambda: status() == 200, "the new key is known")
         process.terminate()
         assert process.wait(PATIENCE) == 0
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 # Path, what is asked beside model and prompt, how the answer ends.
@@ -344,17 +350,7 @@ OUTLASTING: tuple[tuple[str, dict[str, Any], bytes], ...] = (
 
 
 def test_what_outlasts_a_gateway_is_told(pool: Pool, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with log.open("wb") as said:
-        process = subprocess.Popen(
-            command("--run-dir", str(pool.run_dir), "gateway", "--port", "0"),
-            stdout=subprocess.PIPE,
-            stderr=said,
-            text=True,
-        )
-    try:
-        assert process.stdout is not None
-        url = process.stdout.readline().removeprefix("listening on ").strip()
+    with serving(pool, tmp_path / "log") as (process, url):
         before = pool.ask("stats")["requests"]["accepted"]
         with ThreadPoolExecutor(len(OUTLASTING)) as threads:
             answers = [
@@ -372,12 +368,7 @@ def test_what_outlasts_a_gateway_is_told(pool: Pool, tmp_path: Path) -> None:
             for answer, (_, _, last) in zip(answers, OUTLASTING, strict=True):
                 assert last in answer.result().content  # whole: httpx refuses half a body
         assert process.wait(PATIENCE) == 0
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-    assert "Traceback" not in log.read_text()
+    assert "Traceback" not in (tmp_path / "log").read_text()
     until(lambda: pool.ask("stats")["requests"]["live"] == 0, "its requests are cancelled")
 
 
