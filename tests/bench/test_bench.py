@@ -160,6 +160,7 @@ def test_help_names_what_can_be_measured() -> None:
         (["engine", "--streams", "0"], "--streams 0 must be at least 1"),
         (["engine", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["prefix", "--rounds", "-3"], "--rounds -3 must be at least 1"),
+        (["prefix", "--shape", "tiny", "--tokens", "5000"], "give --tokens 3836 or less"),
         (["checkpoint", "--shape", "tiny", "/tmp"], "/tmp is there already"),
         (["report", "/nowhere.json"], "/nowhere.json: No such file"),
     ],

@@ -194,10 +194,15 @@ def all_at_once(tree: Tree, histories: list[list[int]]) -> dict[str, int]:
 
 
 def measure(folder: Path, plan: Plan, say: Callable[[str], None]) -> Iterator[Line]:
-    """One company of conversations."""
+    """One company of conversations. Raises ValueError when they outgrow the model."""
     say("loading the model")
     ours = Ours(folder)
     context = plan.tokens + SYSTEM + 4 * ANSWER
+    if context > ours.longest:
+        raise ValueError(
+            f"--tokens {plan.tokens} needs a context of {context}, this model has {ours.longest};"
+            f" give --tokens {ours.longest - context + plan.tokens} or less, or --shape small"
+        )
     tree = Tree(ours, "tree", context)
     contestants: list[Contestant] = [tree, Tree(ours, "single", context)]
     if plan.peers and mlx_lm.installed():
