@@ -13,6 +13,8 @@ import termios
 import time
 from collections.abc import Mapping, Sequence
 
+import psutil
+
 from mlxpool.common.closing import Closing
 
 PATIENCE = 60.0  # seconds; this only bounds a failure
@@ -67,6 +69,13 @@ class Terminal(Closing):
         self.raw += new.decode(errors="replace")
         self.shown = ESCAPES.sub("", self.raw)
         return bool(new)
+
+    def wait_for_reading(self) -> None:
+        """Until it sleeps: Python forgets a Ctrl-C of the moment between a prompt and its wait."""
+        end = time.monotonic() + PATIENCE
+        while psutil.Process(self.process.pid).status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < end, f"it never waits; shown: {self.shown[-2000:]!r}"
+            time.sleep(0.001)
 
     def send(self, keys: str) -> None:
         os.write(self._mine, keys.encode())

@@ -174,6 +174,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(pool: Pool) -> None:
         chat.send("\x03")
         at = chat.until("(cancelled)", after=begun)
         at = chat.until(">>> ", after=at)
+        chat.wait_for_reading()
         chat.send("\x03")
         at = chat.until("Ctrl-D", after=at)
         at = chat.until(">>> ", after=at)
