@@ -143,7 +143,7 @@ def test_a_long_chunk_does_not_write_down_all_its_scores(
         taken = peak(length, 256, way)
     finally:
         mx.set_cache_limit(before)
-    assert taken < 8 * 2**16 * FLOAT + made
+    assert taken < 12 * 2**16 * FLOAT + made
     assert taken < length * 256 * SMALL.heads * FLOAT / 2
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.engine import compiled  # noqa: E402
 from mlxpool.worker.engine.attention import Span, Step  # noqa: E402
 from mlxpool.worker.engine.batch import Batch, parts_of  # noqa: E402
 from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
@@ -169,11 +168,11 @@ def test_a_batch_gives_what_each_row_gives_alone(
 def test_few_compiled_passes_are_kept_and_all_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiled, "MOST", 2)
     slabs, model = Slabs(SHAPE), Attention(2)
     row, other = SlabRow(slabs), Row(SHAPE)
     append((row, other), 250)
     batch, passes = Batch(model), set()
+    monkeypatch.setattr(batch._pass, "_most", 2)
     for tokens in (1, 60, 300, 300, 1, 1):  # into another block or width, but for the last
         append((row, other), tokens)
         ids = mx.array([tokens % 50])

@@ -13,6 +13,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlxpool.worker.engine import softmax
 from mlxpool.worker.engine.cache import Row
 from mlxpool.worker.engine.slabs import SlabRow
 from mlxpool.worker.kernels.attend import Turns
@@ -22,6 +23,8 @@ AnyRow = Row | SlabRow
 FUSED = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
 LEAST_DIMS = 32  # with fewer, MLX's CUDA kernel asks for blocks that are too deep, past 64 tokens
 SCORES = 2**25  # of a chunk's heads, queries and keys that may be there at once
+NEAR = 2**19  # the same on a CPU, which has them in its cache then
+FEWEST = 16  # queries; with fewer a CPU's products are slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +238,10 @@ def seen(
     """q [n, H, D], keys [1, KV, L, D], values [1, KV, L, V] -> [n, H, V].
 
     The last of the L tokens is the last query's own. Where no kernel does it in one, long chunks
-    are taken in parts, one after the other, so that SCORES scores at most are there at once.
+    are taken in parts, one after the other, none of which reads the keys behind its own last query.
     """
     length, count = keys.shape[2], q.shape[0]
-    most = count if _fused(q, values, scores) else max(1, SCORES // (length * q.shape[1]))
+    most = count if _fused(q, values, scores) else _at_once(length * q.shape[1])
     parts: list[mx.array] = []
     for start in range(0, count, most):
         some = q[start : start + most]
@@ -248,6 +251,12 @@ def seen(
         visible = keys[:, :, :end], values[:, :, :end]
         parts.append(_attended(some, *visible, scores, window))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+
+
+def _at_once(scores: int) -> int:
+    """Queries that are attended to together, if each has so many scores in all its heads."""
+    most = max(1, SCORES // scores)
+    return most if _on_gpu() else min(most, max(FEWEST, NEAR // scores))
 
 
 def _on_gpu() -> bool:
@@ -265,7 +274,7 @@ def _attended(
 ) -> mx.array:
     queries = _heads_first(q)
     mask = _mask(q.shape[0], keys.shape[2], window)
-    if scores.cap:
+    if scores.cap or not _on_gpu():
         out = weighed(queries, keys, values, scores, _visible(mask, q.shape[0], keys.shape[2]))
     else:
         out = mx.fast.scaled_dot_product_attention(
@@ -308,13 +317,13 @@ def weighed(
     found = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32)
     found = bent(found.reshape(batch, pairs, -1, count, length), scores.cap)
     if visible is not None:
-        found = mx.where(visible, found, -mx.inf)
+        found = found + mx.where(visible, 0.0, -mx.inf)
     if scores.sinks is not None:
         sinks = scores.sinks.astype(mx.float32).reshape(1, pairs, -1, 1, 1)
         beside = mx.broadcast_to(sinks, (*found.shape[:-1], 1))
         found = mx.concatenate([found, beside], axis=-1)
-    shares = mx.softmax(found, axis=-1)[..., :length].astype(values.dtype)
-    return (shares.reshape(batch, pairs, -1, length) @ values).reshape(batch, heads, count, -1)
+    out = softmax.averaged(found.reshape(batch, pairs, -1, found.shape[-1]), values)
+    return out.reshape(batch, heads, count, -1)
 
 
 def bent(scores: mx.array, cap: float) -> mx.array:

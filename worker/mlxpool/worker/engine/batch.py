@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlxpool.worker.engine import softmax
 from mlxpool.worker.engine.attention import Rotation, Turning, bent
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of
-from mlxpool.worker.engine.compiled import Compiled
 from mlxpool.worker.engine.slabs import Slab, SlabRow
+from mlxpool.worker.kernels.compiled import Compiled
 from mlxpool.worker.models.base import LatentHeads, Model, Rope, Scan, Scores
 
 NARROW = 64  # tokens; blocks are read as far as the fullest of them goes, in steps of this
@@ -154,23 +155,22 @@ class BatchStep(Turning):
 
     def _weighed(self, scores: list[mx.array], values: list[mx.array]) -> mx.array:
         """[R, KV, G, D] from the scores [KV, B, G, width] of every slab."""
-        outs, weights = [], []
+        outs, logs = [], []
         for score, value in zip(scores, values, strict=True):
-            share = mx.softmax(score, axis=-1)
-            outs.append(share @ value)
-            # The greatest share is 1 / sum(exp(score - max)), so this is log(sum(exp(score))).
-            weights.append(mx.max(score, axis=-1) - mx.log(mx.max(share, axis=-1)))
-        out, weight = (_one(outs), _one(weights))
+            weights, top, total = softmax.weighed(score)
+            outs.append((weights @ value) / total)
+            logs.append((top + mx.log(total)).squeeze(-1))
+        out, log = _one(outs), _one(logs)
         assert self._member is not None
         # [KV, G, 1, B] + [R, B]
-        weight = mx.softmax(weight.swapaxes(1, 2)[:, :, None] + self._member, axis=-1)
-        return (weight @ out.swapaxes(1, 2)).transpose(2, 0, 1, 3)
+        share = mx.softmax(log.swapaxes(1, 2)[:, :, None] + self._member, axis=-1)
+        return (share @ out.swapaxes(1, 2)).transpose(2, 0, 1, 3)
 
 
 def _simple(scores: list[mx.array], values: list[mx.array]) -> mx.array:
     """The same where every row has one block."""
     (score,), (value,) = scores, values
-    return (mx.softmax(score, axis=-1) @ value).swapaxes(0, 1)
+    return softmax.averaged(score, value).swapaxes(0, 1)
 
 
 def _one(parts: list[mx.array]) -> mx.array:

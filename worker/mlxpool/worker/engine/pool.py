@@ -16,9 +16,9 @@ import mlx.core as mx
 from mlxpool.worker.engine.attention import Rotation, Turning, parted, weighed
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of
 from mlxpool.worker.engine.cache import Arrays, RowShape
-from mlxpool.worker.engine.compiled import Compiled
 from mlxpool.worker.kernels import attend, pools, scalar
 from mlxpool.worker.kernels.attend import Places, parts_of
+from mlxpool.worker.kernels.compiled import Compiled
 from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Model, Rope, Scan, Scores
 from mlxpool.worker.prefix.blocks import BlockPool, BlockRow, BlockStore
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels import norm, product
+from mlxpool.worker.kernels import exponential, norm, product
 from mlxpool.worker.models.base import Activation, Layer
 from mlxpool.worker.models.columns import by_columns
 from mlxpool.worker.models.derived import STORED
@@ -263,7 +263,11 @@ class Parts:
         return ExpertMLP(gate_up, down, activation or self.swiglu, self._exact)
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
-        return _fused_swiglu(gate, up) if _on_gpu() else _swiglu(gate, up)
+        if _on_gpu():
+            return _fused_swiglu(gate, up)
+        if self._exact or not exponential.serves(gate):
+            return _swiglu(gate, up)
+        return exponential.swiglu(gate, up)
 
     def _weight(self, name: str) -> mx.array | Packed:
         weight = self._joined_weight([name])

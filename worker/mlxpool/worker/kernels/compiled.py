@@ -10,23 +10,23 @@ import mlx.core as mx
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST = 16  # each keeps almost a megabyte
+MOST = 16  # passes of a model; each keeps almost a megabyte
 
 
 class Compiled(Generic[P, R]):
     """A function compiled by MLX once for each kind of arguments.
 
-    MLX itself forgets none of them; here all are forgotten when there are MOST.
+    MLX itself forgets none of them; here all are forgotten when there are `most`.
     """
 
-    def __init__(self, function: Callable[P, R]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[P, R], *, most: int = MOST) -> None:
+        self._function, self._most = function, most
         self._pass = mx.compile(function)
         self._seen: set[Hashable] = set()
 
     def __call__(self, kind: Hashable, *args: P.args, **kwargs: P.kwargs) -> R:
         """`kind` says which arguments are compiled alike: constants and shapes."""
-        if kind not in self._seen and len(self._seen) == MOST:
+        if kind not in self._seen and len(self._seen) == self._most:
             self._seen.clear()
             self._pass = mx.compile(self._function)
         self._seen.add(kind)
