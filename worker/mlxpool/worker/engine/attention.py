@@ -14,17 +14,18 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.engine import softmax
-from mlxpool.worker.engine.cache import Row
+from mlxpool.worker.engine.cache import Row, RowShape
 from mlxpool.worker.engine.slabs import SlabRow
 from mlxpool.worker.kernels.attend import Turns
-from mlxpool.worker.models.base import KeyValue, LatentHeads, Rope, Scan, Scores
+from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Rope, Scan, Scores
 
 AnyRow = Row | SlabRow
 FUSED = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
 LEAST_DIMS = 32  # with fewer, MLX's CUDA kernel asks for blocks that are too deep, past 64 tokens
 SCORES = 2**25  # of a chunk's heads, queries and keys that may be there at once
-NEAR = 2**19  # the same on a CPU, which has them in its cache then
-FEWEST = 16  # queries; with fewer a CPU's products are slow
+PAIRS = 2**16  # of a query and a key for one head, the same on a CPU: its cache has room for them
+FEWEST = 8  # queries; with fewer a CPU's products are slow
+UNDER_WAY = 6  # parts of a chunk at most: MLX begins the next ones before the first has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +242,7 @@ def seen(
     are taken in parts, one after the other, none of which reads the keys behind its own last query.
     """
     length, count = keys.shape[2], q.shape[0]
-    most = count if _fused(q, values, scores) else _at_once(length * q.shape[1])
+    most = count if _fused(q, values, scores) else _at_once(length, q.shape[1])
     parts: list[mx.array] = []
     for start in range(0, count, most):
         some = q[start : start + most]
@@ -253,10 +254,17 @@ def seen(
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
 
-def _at_once(scores: int) -> int:
-    """Queries that are attended to together, if each has so many scores in all its heads."""
-    most = max(1, SCORES // scores)
-    return most if _on_gpu() else min(most, max(FEWEST, NEAR // scores))
+def _at_once(length: int, heads: int) -> int:
+    """Queries that are attended to together."""
+    most = max(1, SCORES // (length * heads))
+    return most if _on_gpu() else min(most, max(FEWEST, PAIRS // length))
+
+
+def pairs_at_once(shape: RowShape, area: int) -> int:
+    """Of `area` pairs of a query and a key, those whose scores a step holds at once."""
+    if _on_gpu() or any(isinstance(one, Latent) for one in shape.caches):
+        return area  # what is made of a latent cache grows with the keys
+    return min(area, UNDER_WAY * max(PAIRS, FEWEST * shape.capacity))
 
 
 def _on_gpu() -> bool:

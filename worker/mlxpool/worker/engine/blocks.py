@@ -59,7 +59,7 @@ def transient(small: tuple[int, int], large: tuple[int, int], chunk: int, area: 
     """Bytes a step needs for a while, from two measured chunks (tokens, bytes) at position 0.
 
     One part grows with the tokens of a chunk, one with tokens times the tokens they look back on;
-    `chunk` and `area` are the largest of each.
+    `chunk` and `area` are the largest of each that are there at once.
     """
     (n, one), (m, other) = small, large
     square = max(0.0, (other / m - one / n) / (m - n))

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlxpool.common.options import Options
 from mlxpool.worker.engine import back_end, sampler
-from mlxpool.worker.engine.attention import AnyRow, Span
+from mlxpool.worker.engine.attention import AnyRow, Span, pairs_at_once
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of, transient
 from mlxpool.worker.engine.cache import RowShape
 from mlxpool.worker.engine.company import Company
@@ -100,6 +100,8 @@ class ModelEngine(RowEngine[AnyRow]):
         self._loaded = loaded
         self._model = loaded.model
         shape = RowShape(folder.plan.caches, loaded.dtype, self.context, self.chunk)
+        area = area_of(self.chunk)
+        self._area = area if loaded.deterministic else pairs_at_once(shape, area)
         self._block_bytes = BLOCK * max(shape.token_bytes, 1)
         self._per_row = shape.fixed_bytes
         prefixes = 0 if prefix == "off" else self._prefix_bytes // self._block_bytes
@@ -167,7 +169,7 @@ class ModelEngine(RowEngine[AnyRow]):
         """See Engine.warm_up. Measures what a prefill chunk needs for a while, too."""
         small, large = (self._warm(min(n, self.context - 2), moved) for n in WARM_UP)
         if small[0] < large[0]:
-            self._transient = transient(small, large, self.chunk, area_of(self.chunk))
+            self._transient = transient(small, large, self.chunk, self._area)
         self._settle()
 
     def _warm(self, size: int, moved: Callable[[], None]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlxpool.worker.kernels.compiled import Compiled
 
 LEAST = 2048  # numbers; with fewer MLX's one operation is faster than several
-SHAPES = 64  # that stay compiled, some 30 kB each
+SHAPES = 32  # that stay compiled, some 30 kB each
 
 HALVINGS = 5
 LOWEST = -70.0  # below it everything is exp(LOWEST), 4e-31
