@@ -1,4 +1,5 @@
-"""Our own CUDA kernels, compiled by MLX at their first use; each has its text in a .cu file.
+"""Our own kernels. CUDA's are compiled by MLX at their first use; each has its text in a .cu file.
+On a CPU there is `exponential`, of MLX's operations.
 
 Some write into their input arrays, which is outside MLX's value semantics. That holds because the
 pool's arrays are whole, contiguous and never replaced, nothing else touches one of them in an
