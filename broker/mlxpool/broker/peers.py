@@ -30,9 +30,7 @@ class Peer:
     heard_at: float
     owner: str
     descriptor: int = -1  # of our end, as long as the connection lives; -1: unknown
-    inode: int = (
-        -1
-    )  # of that descriptor: its number may be another connection's before we hear of it
+    inode: int = -1  # of that descriptor, whose number may be another's before we hear of its end
     user: str = ""  # the id that the handshake gave it, where one is asked for
     admitted: bool = True  # whether its newest message counts
     backlog: deque[list[bytes]] = field(default_factory=deque)
