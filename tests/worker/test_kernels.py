@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,18 @@ from mlxpool.worker.engine import sampler  # noqa: E402
 from mlxpool.worker.engine.attention import Rotation  # noqa: E402
 from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.engine.company import Company  # noqa: E402
-from mlxpool.worker.kernels import attend, build, draw, norm, pools, product, scalar  # noqa: E402
+from mlxpool.worker.kernels import (  # noqa: E402
+    attend,
+    build,
+    draw,
+    norm,
+    packed,
+    pools,
+    product,
+    scalar,
+    tiles,
+    unpack,
+)
 from mlxpool.worker.models.base import Rope, Scores  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -33,33 +45,38 @@ def test_constants_are_declared_in_c() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "file", ["attend.cu", "draw.cu", "norm.cu", "product.cu", "scalar.cu", "tiles.cu", "write.cu"]
-)
-def test_texts_come_without_comments(file: str) -> None:
-    assert "//" not in build.text(file)
-    assert build.text(file).count("{") == build.text(file).count("}") > 0
+def test_a_kernel_is_named_by_its_file() -> None:
+    names, file = build.body("norm", ["x", "y"]).splitlines()
+    assert (names.strip(), Path(file.split('"')[1]).name) == ("//", "norm.cu")
+    assert build.body("attend", ["q", "table"]).startswith("// q_strides table_shape\n")
+    for every in build.ROOM.glob("*.cu*"):
+        text = every.read_text()
+        assert text.count("{") == text.count("}") > 0
 
 
 def test_how_rows_are_parted() -> None:
     assert attend.parts_of(1, 64) == 1
-    assert attend.parts_of(8, 2000) == 16
+    assert attend.parts_of(8, 2000) == 8
     assert attend.parts_of(512, 100_000) == 1
     assert attend.parts_of(8, 10**6) == 64
+    assert [attend.warps_of(8, 512), attend.warps_of(512, 512), attend.warps_of(8, 4096)] == [
+        8,
+        4,
+        2,
+    ]
 
 
 def test_how_a_weight_is_cut() -> None:
-    assert [product.cut_of(rows).ROWS for rows in (64, 2048, 3072, 8192, 6144 + 32)] == [
-        16, 16, 16, 64, 32,
-    ]  # fmt: skip
-    assert {cut.warps for cut in product.CUTS} == {8}
-    assert [product.warps_of(columns) for columns in (32, 96, 256, 2048, 14336)] == [
-        1,
-        1,
-        2,
-        16,
-        16,
-    ]
+    warps = [product.warps_of(columns) for columns in (32, 96, 256, 2048, 14336)]
+    assert warps == [1, 1, 2, 16, 16]
+    assert [packed.warps_of(columns) for columns in (128, 2048, 8192, 14336)] == [1, 4, 8, 8]
+    tiles_of = [packed.tiles_of(rows, 1, gated=False) for rows in (64, 2048, 4096, 28672)]
+    assert tiles_of == [1, 1, 2, 4]
+    assert packed.tiles_of(2048, 1, gated=True) == 2
+    assert packed.tiles_of(28672, 4, gated=True) == 2
+    splits = [tiles.splits_of(*size) for size in ((2048, 8192), (3072, 2048), (16384, 2048))]
+    assert splits == [8, 5, 1]
+    assert tiles.splits_of(128, 128) == 2
 
 
 def test_what_the_kernels_serve() -> None:
@@ -71,7 +88,12 @@ def test_what_the_kernels_serve() -> None:
     assert norm.serves(64, mx.bfloat16) == draw.serves(1000, mx.float32) == ON_GPU
     assert not norm.serves(100, mx.bfloat16)
     assert product.serves(8, 2048, 4096, mx.bfloat16) == ON_GPU
-    assert not product.serves(product.MOST_LINES + 1, 2048, 4096, mx.bfloat16)
+    assert not product.serves(tiles.MOST_LINES + 1, 2048, 4096, mx.bfloat16)
+    assert not tiles.serves(64, 4096, 28672, mx.bfloat16)
+    assert packed.serves(8, 4096, 2048, 64, mx.bfloat16) == ON_GPU
+    assert not packed.serves(8, 4096, 2048, 128, mx.bfloat16)
+    assert unpack.serves(4, 64, mx.bfloat16) == ON_GPU
+    assert not unpack.serves(4, 64, mx.float32)
     assert not product.serves(8, 2050, 4096, mx.bfloat16)
 
 
@@ -261,21 +283,62 @@ def test_the_kernel_adds_and_norms(size: int, dtype: str) -> None:
 @on_gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    ("columns", "rows"), [(32, 32), (96, 64), (256, 7680), (384, 3840), (2048, 1024), (14336, 512)]
+    ("columns", "rows"), [(32, 32), (64, 128), (96, 64), (2048, 1024), (4096, 256), (14336, 512)]
 )
-def test_the_kernel_multiplies_few_lines(columns: int, rows: int, dtype: str) -> None:
+def test_the_kernels_multiply_lines(columns: int, rows: int, dtype: str) -> None:
+    """By sixteen and less, and by more in parts of the columns."""
     kind = getattr(mx, dtype)
     weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
-    for lines in (1, 2, 7, 8, 9, 16, 17, 24, 25, 32):
+    for lines in (1, 2, 7, 8, 9, 16, 17, 24, 25, 33, 64, 100, 128):
         if not product.serves(lines, columns, rows, kind):
-            assert columns % 128 and lines > product.FEW
+            assert lines > product.FEW and (columns % 64 or rows % 128)
             continue
         x = mx.random.normal((lines, columns)).astype(kind)
         expected = _numbers(x) @ _numbers(weight).T
-        assert np.abs(_numbers(product.product(x, weight)) - expected).max() < 0.03
-        gate, other = expected[:, : rows // 2], expected[:, rows // 2 :]
-        expected = gate / (1 + np.exp(-gate)) * other
-        assert np.abs(_numbers(product.gated(x, weight)) - expected).max() < 0.06
+        for _ in range(2):  # counters of parts are as they were
+            assert np.abs(_numbers(product.product(x, weight)) - expected).max() < 0.03
+        assert np.abs(_numbers(product.gated(x, weight)) - _gated(expected)).max() < 0.06
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("group", packed.GROUPS)
+@pytest.mark.parametrize(("columns", "rows"), [(128, 64), (2048, 1024), (14336, 256)])
+def test_the_kernel_multiplies_with_four_bits(
+    columns: int, rows: int, group: int, dtype: str
+) -> None:
+    kind = getattr(mx, dtype)
+    numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
+    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=packed.BITS)
+    dense = mx.dequantize(weight, scales, biases, group_size=group, bits=packed.BITS)
+    opened = _numbers(dense)
+    for lines in (1, 2, 8, 9, 16, 17, 24, 32):
+        assert packed.serves(lines, rows, columns, group, kind)
+        x = mx.random.normal((lines, columns)).astype(kind)
+        expected = _numbers(x) @ opened.T
+        found = packed.product(x, weight, scales, biases, group)
+        assert np.abs(_numbers(found) - expected).max() < 0.03
+        found = packed.product(x, weight, scales, biases, group, gated=True)
+        assert np.abs(_numbers(found) - _gated(expected)).max() < 0.06
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_the_kernel_opens_weights(bits: int, group: int, dtype: str) -> None:
+    kind = getattr(mx, dtype)
+    numbers = mx.random.normal((33, 3 * group)).astype(kind)
+    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=bits)
+    expected = mx.dequantize(weight, scales, biases, group_size=group, bits=bits)
+    assert unpack.serves(bits, group, kind)
+    found = unpack.unpack(weight, scales, biases, bits, group, kind)
+    assert mx.allclose(found, expected, 0.01, 0.01).item()
+
+
+def _gated(both: Any) -> Any:
+    gate, other = np.split(both, 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * other
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -142,6 +142,25 @@ def step(engine: ModelEngine, rows: list[Sequence]) -> None:
         one.sequence.ids.append(one.token)
 
 
+@pytest.mark.parametrize("chunk", [1, 17, 48, 100, 128])
+def test_a_short_chunk_is_lines_of_one_pass(loaded: Loaded, chunk: int) -> None:
+    """Its tokens see each other, and those before them, as in a chunk of its own."""
+    engine, slow = engine_of(loaded, "pool", "off"), engine_of(loaded, "rows", "off")
+    assert isinstance(engine._layout, InPool)
+    engine._layout.lined = True
+    for before in (0, BLOCK - 20, 300):
+        prompt = tuple((7 * n + n * n) % 256 for n in range(before + chunk + 1))
+        pair = [Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 12) for _ in range(2)]
+        for each, seq in zip((engine, slow), pair, strict=True):
+            each.admit(seq)
+            while each.prefill(seq, before or chunk):
+                pass
+            for _ in range(12):
+                step(each, [seq])
+            each.release(seq)
+        assert pair[0].ids == pair[1].ids
+
+
 def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded) -> None:
     """Against rows of their own; on a GPU for 10,000 steps, with our kernels."""
     draw = random.Random(5)

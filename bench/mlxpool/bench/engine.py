@@ -85,12 +85,15 @@ def _others(folder: Path, plan: Plan) -> list[Other]:
     """Who is measured beside us: mlx-lm; where we are deterministic, ourselves when we are not."""
     from mlxpool.bench import mlx_lm
     from mlxpool.bench.ours import Plain
+    from mlxpool.worker.engine import back_end
 
     if plan.deterministic:
         return [Plain(folder)]
     if not plan.peers or not mlx_lm.installed():
         return []
-    return [mlx_lm.AsInstalled(folder) if plan.as_installed else mlx_lm.Theirs(folder)]
+    if plan.as_installed:
+        return [mlx_lm.AsInstalled(folder)]
+    return [mlx_lm.Apart(folder) if back_end.on_gpu() else mlx_lm.Theirs(folder)]
 
 
 def counted(streams: int) -> str:

@@ -1,6 +1,6 @@
 """mlx-lm, as its own server uses it: the peer of the engine's figures.
 
-In this process, with the BLAS that this one has; and as it comes (`AsInstalled`):
+In this process, with the BLAS that this one has; or in one of its own (`Apart`, `AsInstalled`):
 
     python -m mlxpool.bench.mlx_lm FOLDER   # one job as JSON a line, mean seconds a line
 """
@@ -83,21 +83,23 @@ class Theirs:
         return {f"{NAME} generate_step": partial(burst, lambda: next(iter(once())))}
 
 
-class AsInstalled:
-    """mlx-lm in a process of its own, without OpenBLAS in front, in the dtype of the files."""
+class Apart:
+    """mlx-lm in a process of its own, so that neither finds the other's graphs and buffers."""
 
-    NAME = f"{NAME} as installed"
+    NAME = NAME
 
     def __init__(self, folder: Path) -> None:
-        plain = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
         self._child = subprocess.Popen(
             [sys.executable, "-m", "mlxpool.bench.mlx_lm", str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=plain,
+            env=self.environment(),
         )
         weakref.finalize(self, _end, self._child)
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
         """See engine.Other."""
@@ -116,13 +118,25 @@ class AsInstalled:
         return float(answer)
 
 
+class AsInstalled(Apart):
+    """Without OpenBLAS in front, in the dtype of the files."""
+
+    NAME = f"{NAME} as installed"
+
+    def environment(self) -> dict[str, str]:
+        return {key: value for key, value in super().environment().items() if key != "LD_PRELOAD"}
+
+
 def _end(child: subprocess.Popen[str]) -> None:
     child.kill()
     child.communicate()
 
 
 def main() -> None:
-    """Play AsInstalled's other side; a job that comes again goes on where it was."""
+    """Play the other side of Apart; a job that comes again goes on where it was.
+
+    Of the ways there are the faster one counts.
+    """
     theirs = Theirs(Path(sys.argv[1]), as_stored=True)
     begun: dict[str, Sequence[Burst]] = {}
     for line in sys.stdin:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
@@ -14,7 +14,7 @@ from mlxpool.worker.engine.batch import Batch
 from mlxpool.worker.engine.blocks import BLOCK
 from mlxpool.worker.engine.cache import Row, RowShape
 from mlxpool.worker.engine.exact import ExactStep
-from mlxpool.worker.engine.pool import Pool, PoolBatch, PoolStore, gathered
+from mlxpool.worker.engine.pool import CHUNKS, Pool, PoolBatch, PoolRow, PoolStore, gathered
 from mlxpool.worker.engine.slabs import BLOCKS, SlabRow, Slabs
 from mlxpool.worker.kernels import attend, scalar
 from mlxpool.worker.kernels.build import works
@@ -24,6 +24,9 @@ from mlxpool.worker.prefix.rows import RowStore
 
 log = logging.getLogger("mlxpool.worker")
 
+LOOKED_AT = (
+    2**19
+)  # keys that lines of a short chunk read, each its own; else they are read together
 LAYOUTS = ("rows", "slabs", "pool")
 
 
@@ -140,8 +143,15 @@ class InPool(InRows):
             log.warning("no kernel of ours attends for these heads: a step gathers what it reads")
         self.together = not in_place
         self.blocks = blocks
+        self.lined = reads and not exact
         self._exact = exact
         self._batch = PoolBatch(model, self.pool)
+
+    def forward(self, spans: Sequence[Span], ids: mx.array, *, logits: bool) -> mx.array:
+        """See Layout. Short chunks go through the compiled pass."""
+        if logits or not self.lined or not _short(spans):
+            return super().forward(spans, ids, logits=logits)
+        return self._batch.chunk(cast(PoolRow, spans[0].row), ids)
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""
@@ -151,6 +161,14 @@ class InPool(InRows):
         """See Layout."""
         if self.together:
             self.pool.renew()
+
+
+def _short(spans: Sequence[Span]) -> bool:
+    """Whether this is one chunk whose lines look at few keys, all in all."""
+    if len(spans) != 1:
+        return False
+    count, end = spans[0].count, spans[0].row.offset + spans[0].count
+    return count <= CHUNKS[-1] and count * end <= LOOKED_AT
 
 
 def layout_of(

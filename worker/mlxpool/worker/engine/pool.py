@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array as Numbers
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from mlxpool.worker.kernels.compiled import Compiled
 from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Model, Rope, Scan, Scores
 from mlxpool.worker.prefix.blocks import BlockPool, BlockRow, BlockStore
 
+CHUNKS = (16, 48, 128)  # tokens of one row that are lines of one pass
 WIDE = 8  # blocks; a step's tables are as wide as a multiple of it, so that few passes are compiled
 
 
@@ -45,7 +47,7 @@ class Pool:
         """Nothing is in it any more."""
         self.arrays: list[Arrays] = []  # the old ones go first
         self.arrays = [self._zeros(cache) for cache in self.shape.caches]
-        self._pending: list[mx.array] = []  # writes in place that nobody has waited for
+        self.pending: list[mx.array] = []  # writes in place that nobody has waited for
         mx.eval(self.arrays)
 
     def _zeros(self, cache: object) -> Arrays:
@@ -77,7 +79,7 @@ class Pool:
 
     def written(self) -> list[mx.array]:
         """What has to be evaluated for all that was written to be there."""
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         return pending or [array for arrays in self.arrays for array in arrays]
 
     def write(self, layer: int, fresh: Arrays, slots: mx.array, table: mx.array) -> mx.array:
@@ -88,7 +90,7 @@ class Pool:
         for array, new in zip(self.arrays[layer], fresh, strict=True):
             if self.in_place:
                 done = pools.write(array, new, slots)
-                self._pending.append(done)
+                self.pending.append(done)
                 table = table + done
             else:
                 array[slots // BLOCK, :, slots % BLOCK] = new.astype(array.dtype)
@@ -189,12 +191,22 @@ class PoolStore(BlockStore):
 class PoolStep(Turning):
     """A Step (models/base.py) of one token for each row; arrays are of one compiled pass."""
 
-    logits = True
-
     def __init__(
-        self, pool: Pool, positions: mx.array, slots: mx.array, table: mx.array, longest: int
+        self,
+        pool: Pool,
+        positions: mx.array,
+        slots: mx.array,
+        table: mx.array,
+        longest: int,
+        *,
+        chunk: bool = False,
     ) -> None:
-        """positions and slots [R] of the new tokens, table [R, B] of the rows' blocks."""
+        """positions and slots [R] of the new tokens, table [R, B] of the rows' blocks.
+
+        `chunk`: they are tokens of one row and see each other, so all are written before any of
+        them looks; nobody wants logits.
+        """
+        self.logits = not chunk
         self._rotation = Rotation(positions)
         self._pool, self._slots, self._table = pool, slots, table
         self._places = Places(positions, table, pool.arrived, longest)
@@ -211,9 +223,12 @@ class PoolStep(Turning):
         """See Step.attend."""
         pool, places = self._pool, self._places
         if self._reads(q.shape[1], v, scores):
+            if not self.logits:
+                table = pool.write(layer, (k, v), self._slots, self._table)
+                places = replace(places, table=table)
             return attend.attend(q, k, v, self._pair(layer), places, scores)
         served = scalar.serves(q.shape[1], k.shape[1], k.shape[2], v.shape[2], pool.shape.dtype)
-        if pool.reads and served and scores.sinks is None and not scores.cap:
+        if self.logits and pool.reads and served and scores.sinks is None and not scores.cap:
             parts = parts_of(q.shape[0] * k.shape[1], places.longest)
             at = places.table, places.positions
             return scalar.attend(q, (k, v), self._pair(layer), *at, scores.scale, parts)
@@ -226,7 +241,7 @@ class PoolStep(Turning):
     ) -> mx.array:
         """See Step.attend_turned."""
         q, k = parted(asked, v)
-        if self._reads(q.shape[1], v, scores):
+        if self.logits and self._reads(q.shape[1], v, scores):
             turns = self._rotation.turns(rope)
             return attend.attend(q, k, v, self._pair(layer), self._places, scores, turns)
         return super().attend_turned(layer, asked, v, scores, rope)
@@ -260,7 +275,7 @@ class PoolStep(Turning):
 
 
 class PoolBatch:
-    """Decodes rows of a pool with a model, compiled once for each of a few widths.
+    """Passes of a model over rows of a pool, compiled once for each of a few widths.
 
     Lines beyond the rows are nobody's: they write into the pool's spare block and read it.
     """
@@ -272,36 +287,66 @@ class PoolBatch:
 
     def __call__(self, rows: Sequence[PoolRow], ids: mx.array) -> mx.array:
         """Logits [R, vocabulary] of one token `ids` [R] for each row; the rows are longer then."""
-        count, lines = len(rows), lines_for(len(rows))
+        lines = lines_for(len(rows))
         for row in rows:
             row.reserve(row.offset + 1)
-        longest = max(row.offset for row in rows) + 1
-        width = -(-blocks_of(longest) // WIDE) * WIDE
-        if lines > count:
-            ids = mx.concatenate([ids, mx.zeros((lines - count,), dtype=ids.dtype)])
-        longest = self._cut(lines, longest)
-        kind = (lines, width, longest, self._pool.blocks)
-        places = _places(rows, lines, width, self._pool.spare)
-        logits, written = self._pass(kind, ids, places, width, longest, self._pool.arrays)
-        if not self._pool.in_place:
-            self._pool.arrays = written
+        at = [row.offset for row in rows]
+        logits = self._computed(rows, at, lines, ids, chunk=False)
         for row in rows:
             row.advance(1)
-        return logits[:count]
+        return logits[: len(rows)]
+
+    def chunk(self, row: PoolRow, ids: mx.array) -> mx.array:
+        """Numbers [n, d] of tokens `ids` [n] of one row, which is longer then; n <= CHUNKS[-1].
+
+        Every token has a line of its own: in one compiled pass that costs less than the many
+        operations of a chunk, as long as there are few.
+        """
+        count = ids.shape[0]
+        row.reserve(row.offset + count)
+        lines = next(lines for lines in CHUNKS if lines >= count)
+        at = list(range(row.offset, row.offset + count))
+        last = self._computed([row] * count, at, lines, ids, chunk=True)
+        self._pool.pending.append(last)
+        row.advance(count)
+        return last[:count]
+
+    def _computed(
+        self, rows: Sequence[PoolRow], at: Sequence[int], lines: int, ids: mx.array, *, chunk: bool
+    ) -> mx.array:
+        """What the model gives for tokens `ids` of these rows at these places, on so many lines."""
+        longest = max(at) + 1
+        width = -(-blocks_of(longest) // WIDE) * WIDE
+        if lines > len(rows):
+            ids = mx.concatenate([ids, mx.zeros((lines - len(rows),), dtype=ids.dtype)])
+        longest = self._cut(lines, longest)
+        kind = (lines, width, longest, self._pool.blocks, chunk)
+        places = _places(rows, at, lines, width, self._pool.spare)
+        found, written = self._pass(kind, ids, places, width, longest, chunk, self._pool.arrays)
+        if not self._pool.in_place:
+            self._pool.arrays = written
+        return found
 
     def _cut(self, lines: int, longest: int) -> int:
         """The least length that cuts rows into as many parts as `longest` does."""
         return attend.LEAST * parts_of(lines * self._heads, longest)
 
     def _one_pass(
-        self, ids: mx.array, places: mx.array, width: int, longest: int, arrays: list[Arrays]
+        self,
+        ids: mx.array,
+        places: mx.array,
+        width: int,
+        longest: int,
+        chunk: bool,
+        arrays: list[Arrays],
     ) -> tuple[mx.array, list[Arrays]]:
         lines = ids.shape[0]
         positions, slots = places[:lines], places[lines : 2 * lines]
         table = places[2 * lines :].reshape(lines, width)
         pool = _View(self._pool, arrays)
-        logits = self._model(ids, PoolStep(pool, positions, slots, table, longest))
-        return logits, [] if pool.in_place else pool.arrays
+        step = PoolStep(pool, positions, slots, table, longest, chunk=chunk)
+        found = self._model(ids, step)
+        return found, [] if pool.in_place else pool.arrays
 
 
 def lines_for(rows: int) -> int:
@@ -310,13 +355,14 @@ def lines_for(rows: int) -> int:
     return lines * 3 // 4 if rows <= lines * 3 // 4 and lines >= 4 else lines
 
 
-def _places(rows: Sequence[PoolRow], lines: int, width: int, spare: int) -> mx.array:
+def _places(
+    rows: Sequence[PoolRow], offsets: Sequence[int], lines: int, width: int, spare: int
+) -> mx.array:
     """Positions [lines], slots [lines] and tables [lines, width] of the new tokens, in one array.
 
     A step's host side: no work here that could be spared for a row.
     """
     nobody = lines - len(rows)
-    offsets = [row.offset for row in rows]
     places = Numbers("i", offsets)
     places.extend([0] * nobody)
     at = zip(rows, offsets, strict=True)
@@ -339,4 +385,4 @@ class _View(Pool):
         self.arrived = pool.arrived
         self.blocks = self.spare = pool.blocks
         self.arrays = [tuple(one) for one in arrays]
-        self._pending = []
+        self.pending = []

@@ -16,15 +16,27 @@ __shared__ float warp_most[WARPS][ROWS], warp_total[WARPS][ROWS], warp_sum[WARPS
 const int row = blockIdx.x, head = blockIdx.y, part = blockIdx.z;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quarter = lane & 3;
 const int position = positions[row], length = position + 1, across = table_shape[1];
-const int count = gridDim.z;  // parts of a row
+const int count = PARTED ? gridDim.z : 1;  // parts of a row
 const int start = WINDOW > 0 ? max(0, length - WINDOW) : 0, from = start / TILE * TILE;
-const int each = ((length - from + count - 1) / count + TILE - 1) / TILE * TILE;
+const int each = PARTED ? ((length - from + count - 1) / count + TILE - 1) / TILE * TILE : length;
 const int first = from + part * each, last = min(length, first + each);
 const int* blocks = (const int*)table + (long)row * across;
 auto place = [&](int token) -> long {
   return (((long)blocks[token / BLOCK] * HEADS + head) * BLOCK + token % BLOCK) * SIZE;
 };
-
+// Keys and values of a warp's tile come as near as the second cache, while there is something to do.
+// Where there are many thread blocks, they wait for theirs in turn anyway.
+auto ask = [&](int token) {
+  constexpr int LINES = TILE * SIZE * 2 / 128;
+  if (WARPS > 4 && token < last) {
+    const long at = place(token);
+    #pragma unroll
+    for (int i = lane; i < LINES; i += 32) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"((const N*)keys + at + i * 64));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"((const N*)values + at + i * 64));
+    }
+  }
+};
 // Turns a head into `to`: a thread has two numbers that turn together, or two that stay.
 auto turn = [&](const N* numbers, long stride, int i, N* to) {
   const bool turns_it = i < HALF;
@@ -52,14 +64,22 @@ for (int n = 0; n < (ROWS * PAIRS + THREADS - 1) / THREADS; n++) {
     down(0.f, &asked[g][2 * (i % PAIRS) + 1]);
   }
 }
+constexpr int STRIDE = WARPS * TILE;
+ask(first + warp * TILE);
+ask(first + warp * TILE + STRIDE);
 if (first < length && last == length) {
   const long at = place(position);
-  const N* value = (const N*)v + row * v_strides[0] + head * v_strides[1];
   #pragma unroll 1
-  for (int d = threadIdx.x; d < SIZE; d += THREADS) ((N*)values)[at + d] = value[d * v_strides[2]];
-  #pragma unroll 1
-  for (int i = threadIdx.x; i < PAIRS; i += THREADS)
-    turn((const N*)k + row * k_strides[0] + head * k_strides[1], k_strides[2], i, (N*)keys + at);
+  for (int i = threadIdx.x; i < 2 * PAIRS; i += THREADS) {
+    if (i < PAIRS) {
+      turn((const N*)k + row * k_strides[0] + head * k_strides[1], k_strides[2], i, (N*)keys + at);
+    } else {
+      const int d = 2 * (i - PAIRS);
+      const N* value = (const N*)v + row * v_strides[0] + head * v_strides[1];
+      ((N*)values)[at + d] = value[d * v_strides[2]];
+      ((N*)values)[at + d + 1] = value[(d + 1) * v_strides[2]];
+    }
+  }
 }
 __syncthreads();
 
@@ -78,7 +98,8 @@ for (int set = 0; set < SETS; set++) { most[set] = NEVER; total[set] = 0; }
 #pragma unroll
 for (int j = 0; j < SIZE / 8; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
 
-for (int token = first + warp * TILE; token < last; token += WARPS * TILE) {
+for (int token = first + warp * TILE; token < last; token += STRIDE) {
+  ask(token + 2 * STRIDE);
   const int left = last - token;
   const long at = place(token);
   const N* const key_from = (const N*)keys + at + quarter * KEY_EACH;
@@ -180,7 +201,7 @@ float* const parts = (float*)partial + mine * count * WHOLE;
 #pragma unroll 1
 for (int i = threadIdx.x; i < GROUP * SIZE; i += THREADS) {
   const int g = i / SIZE, d = i % SIZE;
-  float top = SINKS && count == 1 ? sinks[head * GROUP + g] * 1.4426950408889634f : NEVER;
+  float top = SINKS && !PARTED ? sinks[head * GROUP + g] * 1.4426950408889634f : NEVER;
   for (int w = 0; w < WARPS; w++) top = fmaxf(top, warp_most[w][g]);
   float numbers = 0, all = 0;
   for (int w = 0; w < WARPS; w++) {
@@ -188,7 +209,7 @@ for (int i = threadIdx.x; i < GROUP * SIZE; i += THREADS) {
     numbers += weight * warp_sum[w][g][d];
     all += weight * warp_total[w][g];
   }
-  if (count == 1) {
+  if (!PARTED) {
     down(numbers / (all + sunk(g, top)), to + i);
   } else {
     parts[part * WHOLE + i] = numbers;
@@ -199,7 +220,7 @@ for (int i = threadIdx.x; i < GROUP * SIZE; i += THREADS) {
   }
 }
 // The last of a row's parts to come adds them up, and leaves the counter as it was.
-if (count > 1) {
+if (PARTED) {
   __shared__ int before;
   __threadfence();
   __syncthreads();

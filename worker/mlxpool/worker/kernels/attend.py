@@ -17,9 +17,9 @@ INPUTS = (
 SIZES = range(16, 257, 16)  # numbers of a head
 GROUPS = 16  # queries of a key head that fit into one matrix
 FILL = 264  # thread blocks that keep a large GPU busy
-LEAST = 64  # tokens of a part; shorter ones cost more than they save
+LEAST = 128  # tokens of a part; shorter ones cost more than they save
 MOST_PARTS = 64
-SUMS = 2048  # numbers of a key head's queries that four warps have room to add up
+SUMS = 8192  # numbers that the warps of a thread block have room to add up
 
 
 def serves(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dtype) -> bool:
@@ -71,7 +71,7 @@ def attend(
     _, pairs, block, _ = pools[0].shape
     group, dtype = heads // pairs, pools[0].dtype
     parts = parts_of(rows * pairs, min(places.longest, window or places.longest))
-    warps = 4 if group * size <= SUMS else 2
+    warps = warps_of(rows * pairs * parts, group * size)
     none = mx.zeros((1,))
     cosines, sines = (none, none) if turns is None else (turns.cosines, turns.sines)
     sinks = none if scores.sinks is None else scores.sinks.astype(mx.float32)
@@ -79,7 +79,18 @@ def attend(
     traditional = turns is not None and turns.traditional
     sunk = scores.sinks is not None
     made = _kernel(
-        group, pairs, size, block, warps, dtype, turned, traditional, window, scores.scale, sunk
+        group,
+        pairs,
+        size,
+        block,
+        warps,
+        dtype,
+        turned,
+        traditional,
+        window,
+        scores.scale,
+        sunk,
+        parts > 1,
     )
     partial = rows * pairs * parts * group * (size + 2) if parts > 1 else 1
     found: list[mx.array] = made(
@@ -109,6 +120,12 @@ def parts_of(blocks: int, longest: int) -> int:
     return parts
 
 
+def warps_of(blocks: int, sums: int) -> int:
+    """Of a thread block with so many sums: many where there are few blocks."""
+    most = 8 if blocks <= FILL // 2 else 4
+    return next(warps for warps in (most, 4, 2) if warps * sums <= SUMS)
+
+
 @cache
 def _kernel(
     group: int,
@@ -122,6 +139,7 @@ def _kernel(
     window: int,
     scale: float,
     sinks: bool,
+    parted: bool,
 ) -> Any:
     constants: dict[str, Constant] = {
         "GROUP": group,
@@ -134,6 +152,8 @@ def _kernel(
         "WINDOW": window,
         "SCALE": float(scale),
         "SINKS": sinks,
+        "PARTED": parted,
         "N": dtype,
     }
-    return kernel("attend", INPUTS, ["out", "partial"], constants)
+    bounds = (warps * LANES, 3) if warps == 4 and size <= 128 else None
+    return kernel("attend", INPUTS, ["out", "partial"], constants, bounds=bounds)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +14,7 @@ log = logging.getLogger("mlxpool.worker")
 Constant = int | float | mx.Dtype
 TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
 HALVES = (mx.float16, mx.bfloat16)  # what tensor cores multiply
+ROOM = Path(__file__).parent
 HEADERS = ("common.cuh", "tensor.cuh")
 LANES = 32  # threads of a warp
 
@@ -27,30 +27,48 @@ def kernel(
     *,
     whole: bool = False,
     shared: int = 0,
+    header: str = "",
+    bounds: tuple[int, int] | None = None,
 ) -> Any:
     """The kernel of `name`.cu with these constants, as mx.fast.cuda_kernel makes it.
 
     `whole`: it reads whole contiguous arrays, and is given copies of others. One that writes into
     its inputs, or follows their strides, is not. `shared`: bytes of memory that a thread block
-    shares, besides what its text declares.
+    shares, besides what its text declares. `header`: functions that stand before it.
+    `bounds`: its threads, and the thread blocks that a multiprocessor shall have room for.
     """
     return mx.fast.cuda_kernel(
         name=f"mlxpool_{name}",
         input_names=list(inputs),
         output_names=list(outputs),
-        header="".join(map(text, HEADERS)),
-        source=f"{declared(constants)}{text(f'{name}.cu')}",
+        header="".join(map(included, HEADERS))
+        + header
+        + ("" if bounds is None else bound(*bounds)),
+        source=declared(constants) + body(name, inputs),
         ensure_row_contiguous=whole,
         shared_memory=shared,
     )
 
 
-@cache
-def text(file: str) -> str:
-    """A file of this room without its comments: MLX looks at every character in every step."""
-    lines = files(__package__).joinpath(file).read_text(encoding="utf-8").splitlines()
-    kept = [line.split("//")[0].rstrip() for line in lines]
-    return "".join(f"{line}\n" for line in kept if line)
+def bound(threads: int, blocks: int) -> str:
+    """What makes the compiler spare registers; MLX writes the kernel's head, but for this word."""
+    marked = f"__attribute__((global)) __attribute__((launch_bounds({threads}, {blocks})))"
+    return f"#undef __global__\n#define __global__ {marked}\n"
+
+
+def body(name: str, inputs: Sequence[str]) -> str:
+    """A few characters that stand for `name`.cu: MLX reads all of a kernel's in every step.
+
+    It gives a kernel the shapes and strides of inputs whose names it finds in them.
+    """
+    text = (ROOM / f"{name}.cu").read_text(encoding="utf-8")
+    every = (f"{one}_{kind}" for one in inputs for kind in ("shape", "strides"))
+    return f"// {' '.join(one for one in every if one in text)}\n{included(f'{name}.cu')}"
+
+
+def included(file: str) -> str:
+    """The line that brings in a file of this room."""
+    return f'#include "{ROOM / file}"\n'
 
 
 def declared(constants: Mapping[str, Constant]) -> str:

@@ -1,102 +1,96 @@
-// Products of some lines with a weight, out [LINES, OUT] = x [LINES, IN] weight [OUT, IN]^T. A thread
-// block has ROWS rows of the weight, half of them gates where products are gated, and all lines; both
-// come through shared memory in pieces of 32 columns, SUBS pieces at a time, STAGES - 1 times ahead.
-// Its warps share rows, lines and pieces among themselves. A row of a piece is 64 bytes, of which a
-// thread reads 16 at once, without conflicts: which column stands where in the matrices is free.
-constexpr int WARPS = ROW_WARPS * LINE_WARPS * PIECE_WARPS, THREADS = WARPS * 32;
-constexpr int TILES = ROWS / 16 / ROW_WARPS;
-constexpr int OWN = (SETS + LINE_WARPS - 1) / LINE_WARPS;  // sets of lines of a warp
-constexpr int ALL = OWN * LINE_WARPS * 8;  // lines, and some that are nobody's
-constexpr int COLUMNS = SUBS * 32, STAGE = (ROWS + ALL) * SUBS * 4;
-const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / (GATED ? 2 : 1);
-const int STEPS = IN / COLUMNS;
-extern __shared__ uint4 space[];  // [STAGES][STAGE], then sums
-const int lane = threadIdx.x & 31, line = lane >> 2, quarter = lane & 3, warp = threadIdx.x >> 5;
-const int piece = warp % PIECE_WARPS, part = warp / PIECE_WARPS % LINE_WARPS;
-const int rows = warp / PIECE_WARPS / LINE_WARPS;
+// Products of some lines with a weight, out [LINES, OUT] = x [LINES, IN] weight [OUT, IN]^T, in the
+// tensor cores of Hopper. A thread block has 128 rows of the weight, half of them gates where products
+// are gated, all lines, and the columns of one of SPLITS parts. Both come through shared memory, 64
+// columns at a time and STAGES - 2 times ahead, as the tensor cores want to find them: 128 bytes a row,
+// whose sixteens lie in another order in each of eight rows. Each of two groups of four warps
+// multiplies 64 rows with all lines, while the next columns are waited for. The last part of a row's
+// columns to come adds all parts up.
+constexpr int ROWS = 128, ALL = 8 * SETS, THREADS = 256;
+constexpr int STAGE = (ROWS + ALL) * 128, COPIES = (ROWS + ALL) * 8;  // bytes, sixteens of them
 constexpr int EACH = GATED ? ROWS / 2 : ROWS;  // numbers that come out of a thread block for a line
-const int first = blockIdx.x * EACH;
-auto copy = [](uint4* to, const N* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
-                   (unsigned)__cvta_generic_to_shared(to)), "l"(from));
-};
+const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / (GATED ? 2 : 1);
+const int first = blockIdx.x * EACH, part = blockIdx.y, steps = IN / 64;
+const int begin = steps * part / SPLITS, end = steps * (part + 1) / SPLITS;
+extern __shared__ uint4 space[];
+const unsigned room = ((unsigned)__cvta_generic_to_shared(space) + 1023) & ~1023u;
 auto fetch = [&](int step) {
-  if (step < STEPS) {
-    uint4* const to = space + step % STAGES * STAGE;
+  if (step < end) {
+    const unsigned to = room + (step - begin) % STAGES * STAGE;
     #pragma unroll
-    for (int n = 0; n < (ROWS * SUBS * 4 + THREADS - 1) / THREADS; n++) {
-      const int i = n * THREADS + threadIdx.x, row = i / (SUBS * 4), column = i % (SUBS * 4);
-      if (i < ROWS * SUBS * 4) {
-        const long from = GATED && row >= EACH ? (long)OUT + first + row - EACH : first + row;
-        copy(to + (column / 4 * ROWS + row) * 4 + column % 4,
-             (const N*)weight + from * IN + step * COLUMNS + column * 8);
-      }
-    }
-    #pragma unroll
-    for (int n = 0; n < (ALL * SUBS * 4 + THREADS - 1) / THREADS; n++) {
-      const int i = n * THREADS + threadIdx.x, row = i / (SUBS * 4), column = i % (SUBS * 4);
-      if (i < ALL * SUBS * 4)
-        copy(to + ROWS * SUBS * 4 + (column / 4 * ALL + row) * 4 + column % 4,
-             (const N*)x + (long)min(row, LINES - 1) * IN + step * COLUMNS + column * 8);
+    for (int n = 0; n < (COPIES + THREADS - 1) / THREADS; n++) {
+      const int i = n * THREADS + threadIdx.x, row = i / 8, sixteen = i % 8;
+      const N* from = (const N*)x + (long)min(row - ROWS, LINES - 1) * IN;
+      if (row < ROWS)
+        from = (const N*)weight
+               + (GATED && row >= EACH ? (long)OUT + first + row - EACH : (long)first + row) * IN;
+      if (row < ROWS + ALL)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
+                         to + row * 128 + (sixteen ^ row % 8) * 16),
+                     "l"(from + step * 64 + sixteen * 8));
     }
   }
   asm volatile("cp.async.commit_group;");
 };
-float sum[TILES][OWN][4];
+// Where a matrix lies: rows of 128 bytes in the order told above, eight rows in 1,024 bytes.
+auto matrix = [](unsigned at) -> unsigned long long {
+  return (unsigned long long)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+};
+float sum[4 * SETS];
 #pragma unroll
-for (int tile = 0; tile < TILES; tile++)
-  #pragma unroll
-  for (int set = 0; set < OWN; set++)
-    sum[tile][set][0] = sum[tile][set][1] = sum[tile][set][2] = sum[tile][set][3] = 0;
+for (int i = 0; i < 4 * SETS; i++) sum[i] = 0;
 #pragma unroll
-for (int step = 0; step < STAGES - 1; step++) fetch(step);
-for (int step = 0; step < STEPS; step++) {
-  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-  __syncthreads();
-  fetch(step + STAGES - 1);
-  const uint4* const here = space + step % STAGES * STAGE;
+for (int ahead = 0; ahead < STAGES - 2; ahead++) fetch(begin + ahead);
+const int group = threadIdx.x / 128;
+for (int step = begin; step < end; step++) {
+  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 3) : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();  // and nobody multiplies any more what the next columns are put upon
+  fetch(step + STAGES - 2);
+  const unsigned here = room + (step - begin) % STAGES * STAGE;
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  const unsigned long long rows = matrix(here + group * 64 * 128), lines = matrix(here + ROWS * 128);
   #pragma unroll
-  for (int sub = piece; sub < SUBS; sub += PIECE_WARPS) {
-    uint4 b[OWN];
-    #pragma unroll
-    for (int set = 0; set < OWN; set++)
-      b[set] = here[ROWS * SUBS * 4 + (sub * ALL + (part * OWN + set) * 8 + line) * 4 + quarter];
-    #pragma unroll
-    for (int tile = 0; tile < TILES; tile++) {
-      const int row = (rows * TILES + tile) * 16 + line;
-      const uint4 low = here[(sub * ROWS + row) * 4 + quarter];
-      const uint4 high = here[(sub * ROWS + row + 8) * 4 + quarter];
-      const unsigned one[4] = {low.x, high.x, low.y, high.y};
-      const unsigned two[4] = {low.z, high.z, low.w, high.w};
-      #pragma unroll
-      for (int set = 0; set < OWN; set++) {
-        mma(sum[tile][set], one, b[set].x, b[set].y, N());
-        mma(sum[tile][set], two, b[set].z, b[set].w, N());
-      }
-    }
-  }
+  for (int k = 0; k < 4; k++) group_mma(sum, rows + 2 * k, lines + 2 * k);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
+asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 asm volatile("cp.async.wait_group 0;" ::: "memory");
-__syncthreads();
-float* const found = (float*)space;  // [PIECE_WARPS][ALL][ROWS + 1]
-#pragma unroll
-for (int tile = 0; tile < TILES; tile++)
+if (SPLITS > 1) {
+  __shared__ int before;
+  float4* const parts = (float4*)partial + (long)blockIdx.x * SPLITS * SETS * THREADS + threadIdx.x;
   #pragma unroll
-  for (int set = 0; set < OWN; set++)
+  for (int set = 0; set < SETS; set++)
+    parts[(part * SETS + set) * THREADS] = *(float4*)&sum[4 * set];
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) before = atomicAdd((int*)arrived + blockIdx.x, 1);
+  __syncthreads();
+  if (before < SPLITS - 1) return;
+  __threadfence();
+  if (threadIdx.x == 0) ((int*)arrived)[blockIdx.x] = 0;
+  #pragma unroll
+  for (int i = 0; i < 4 * SETS; i++) sum[i] = 0;
+  for (int p = 0; p < SPLITS; p++)
     #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int l = (part * OWN + set) * 8 + quarter * 2 + i % 2;
-      const int row = (rows * TILES + tile) * 16 + line + i / 2 * 8;
-      found[(piece * ALL + l) * (ROWS + 1) + row] = sum[tile][set][i];
+    for (int set = 0; set < SETS; set++) {
+      const float4 some = __ldcg(parts + (p * SETS + set) * THREADS);
+      sum[4 * set] += some.x;
+      sum[4 * set + 1] += some.y;
+      sum[4 * set + 2] += some.z;
+      sum[4 * set + 3] += some.w;
     }
+}
+__syncthreads();
+float* const found = (float*)space;  // [ALL][ROWS + 1]
+const int lane = threadIdx.x & 31, at = threadIdx.x / 32 * 16 + lane / 4;
+#pragma unroll
+for (int i = 0; i < 4 * SETS; i++)
+  found[(i / 4 * 8 + lane % 4 * 2 + i % 2) * (ROWS + 1) + at + i % 4 / 2 * 8] = sum[i];
 __syncthreads();
 for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
-  const int row = i % EACH, l = i / EACH;
-  float one = 0, other = 0;
-  #pragma unroll
-  for (int p = 0; p < PIECE_WARPS; p++) {
-    one += found[(p * ALL + l) * (ROWS + 1) + row];
-    if (GATED) other += found[(p * ALL + l) * (ROWS + 1) + EACH + row];
-  }
-  down(GATED ? gated(one, other, N()) : one, (N*)out + (long)l * OUT + first + row);
+  const int row = i % EACH;
+  const float* const line = found + i / EACH * (ROWS + 1);
+  down(GATED ? gated(line[row], line[EACH + row], N()) : line[row],
+       (N*)out + (long)(i / EACH) * OUT + first + row);
 }

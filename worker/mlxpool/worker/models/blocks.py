@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from mlxpool.worker.models.base import (
     Activation,
     KeyValue,
     Layer,
     LayerCache,
+    Norm,
     Parts,
     Rope,
     Scores,
@@ -29,6 +30,22 @@ if TYPE_CHECKING:
 
 Shapes: TypeAlias = Iterator[tuple[str, Shape]]
 Mixing: TypeAlias = "Callable[[mx.array, Step], mx.array]"  # x [T, d] -> [T, d]
+
+
+class Sum(NamedTuple):
+    """x + y [T, d], which the next norm adds up: on a GPU that is one kernel."""
+
+    x: mx.array
+    y: mx.array
+
+
+Stream: TypeAlias = "mx.array | Sum"  # what goes from layer to layer
+Layered: TypeAlias = "Callable[[Stream, Step], Stream]"
+
+
+def normed(norm: Norm, x: Stream) -> tuple[mx.array, mx.array]:
+    """x, added up, and its norm."""
+    return norm.after(x.x, x.y) if isinstance(x, Sum) else (x, norm(x))
 
 
 class Mixer(Protocol):
@@ -58,7 +75,7 @@ class Block(Protocol):
 
     def shapes(self, name: str) -> Shapes: ...
 
-    def build(self, parts: Parts, name: str, layer: int) -> Mixing: ...
+    def build(self, parts: Parts, name: str, layer: int) -> Layered: ...
 
 
 def linear(name: str, rows: int, columns: int, bias: bool = False) -> Shapes:
@@ -184,7 +201,7 @@ class PreNorm:
         yield f"{name}.post_attention_layernorm.weight", (self.hidden,)
         yield from self.feed.shapes(f"{name}.mlp")
 
-    def build(self, parts: Parts, name: str, layer: int) -> Mixing:
+    def build(self, parts: Parts, name: str, layer: int) -> Layered:
         """See Block."""
         return _PreNorm(self, parts, name, layer)
 
@@ -196,6 +213,7 @@ class _PreNorm:
         self.before_feed = parts.norm(f"{name}.post_attention_layernorm", spec.eps)
         self.feed = spec.feed.build(parts, f"{name}.mlp")
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        x, normed = self.before_feed.after(x, self.mixer(self.before_mixer(x), step))
-        return x + self.feed(normed)
+    def __call__(self, x: Stream, step: Step) -> Stream:
+        x, asked = normed(self.before_mixer, x)
+        x, fed = self.before_feed.after(x, self.mixer(asked, step))
+        return Sum(x, self.feed(fed))

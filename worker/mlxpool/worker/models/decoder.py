@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.worker.models.base import Parts, Plan, Step, integer, number
-from mlxpool.worker.models.blocks import Block, Shapes
+from mlxpool.worker.models.blocks import Block, Shapes, Stream, Sum, normed
 from mlxpool.worker.models.derived import Derived, Found, nothing
 from mlxpool.worker.models.reading import flag
 
@@ -94,15 +94,19 @@ class Built:
         self.head = self.embed.as_linear if spec.tied else parts.linear("lm_head")
 
     def __call__(self, tokens: mx.array, step: Step) -> mx.array:
-        x = self.embed(tokens)
-        if self.spec.embed_scale != 1.0:
-            x = x * self.spec.embed_scale
+        embedded = self.embed(tokens)
+        scale = self.spec.embed_scale
+        x: Stream = embedded if scale == 1.0 else embedded * scale
         for block in self.blocks:
             x = block(x, step)
-        return self._logits(step.wanted(x)) if step.logits else x
+        if not step.logits:
+            return x.x + x.y if isinstance(x, Sum) else x
+        last = Sum(*map(step.wanted, x)) if isinstance(x, Sum) else step.wanted(x)
+        return self._logits(last)
 
-    def _logits(self, x: mx.array) -> mx.array:
-        logits = self.head(self.norm(x))
+    def _logits(self, x: Stream) -> mx.array:
+        _, asked = normed(self.norm, x)
+        logits = self.head(asked)
         return bent(logits, self.spec.cap) if self.spec.cap else logits
 
 

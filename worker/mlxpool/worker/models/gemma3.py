@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.models.base import LayerCache, Parts, Plan, Rope, Step, integer, number
-from mlxpool.worker.models.blocks import Block, Gated, GroupedQuery, Mixing, Shapes
+from mlxpool.worker.models.blocks import Block, Gated, GroupedQuery, Layered, Shapes, Stream, normed
 from mlxpool.worker.models.decoder import Decoder
 from mlxpool.worker.models.derived import Derived, Found, Spec
 from mlxpool.worker.models.reading import (
@@ -177,7 +177,7 @@ class Sandwich:
         yield from self.feed.shapes(f"{name}.mlp")
         yield f"{name}.post_feedforward_layernorm.weight", (self.hidden,)
 
-    def build(self, parts: Parts, name: str, layer: int) -> Mixing:
+    def build(self, parts: Parts, name: str, layer: int) -> Layered:
         """See Block."""
         return _Sandwich(self, parts, name, layer)
 
@@ -191,8 +191,9 @@ class _Sandwich:
         self.feed = spec.feed.build(parts, f"{name}.mlp")
         self.after_feed = parts.norm(f"{name}.post_feedforward_layernorm", spec.eps)
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        x = _sum(x, self.after_mixer(self.mixer(self.before_mixer(x), step)))
+    def __call__(self, x: Stream, step: Step) -> Stream:
+        x, asked = normed(self.before_mixer, x)
+        x = _sum(x, self.after_mixer(self.mixer(asked, step)))
         return _sum(x, self.after_feed(self.feed(self.before_feed(x))))
 
 

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlxpool.worker.kernels import packed, product, unpack
 from mlxpool.worker.weights.quant import NVFP4_RANGE, Quant
 
 # Lines from which on a plain product of opened numbers is faster (docs/benchmarks.md).
 CPU_MANY = 8
 GPU_MANY = 6
-TENSOR_MANY = 192  # where MLX multiplies TENSOR_BITS in tensor cores
-TENSOR_BITS = (4, 8)
-TILE = 8  # lines that tensor cores take at least; with fewer, each costs a reading of the weight
 
 
 def _on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def _many() -> int:
+    return GPU_MANY if _on_gpu() else CPU_MANY
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,15 @@ class Packed:
     def __call__(self, x: mx.array, *, transpose: bool = True) -> mx.array:
         """x [..., in] @ weight.T -> [..., out]; without `transpose` x [..., out] -> [..., in]."""
         lines, layout = x.shape[-2], self.layout
-        if lines >= self._many(transpose):
+        if transpose and self._reads(x):
+            return self._product(x)
+        if lines >= _many():
             numbers = self.dense(x.dtype)
+            if transpose and numbers.ndim == 2:
+                return product.times(x, numbers)
             return x @ (numbers.swapaxes(-1, -2) if transpose else numbers)
-        tiled = 1 < lines < TILE and self._in_tensor_cores(transpose)
         out = mx.quantized_matmul(
-            mx.pad(x, [(0, TILE - lines), (0, 0)]) if tiled else x,
+            x,
             self.weight,
             self.scales,
             self.biases,
@@ -62,18 +67,33 @@ class Packed:
             bits=layout.bits,
             mode=layout.mode,
         )
-        out = out[:lines] if tiled else out
         return _scaled(out, None if self.factor is None else self.factor[..., None, None])
 
-    def _many(self, transpose: bool) -> int:
-        """As many lines as are worth it to open the weight for one product."""
-        if not _on_gpu():
-            return CPU_MANY
-        return TENSOR_MANY if self._in_tensor_cores(transpose) else GPU_MANY
+    def gated(self, x: mx.array) -> mx.array | None:
+        """x [T, in] -> silu(gate) * other [T, out / 2] where a kernel does it in one, else None.
 
-    def _in_tensor_cores(self, transpose: bool) -> bool:
-        plain = transpose and self.weight.ndim == 2
-        return plain and self.layout.bits in TENSOR_BITS and _on_gpu()
+        The first half of `out` are gates.
+        """
+        if self._reads(x):
+            return self._product(x, gated=True)
+        if x.ndim == self.weight.ndim == 2 and x.shape[0] >= _many():
+            numbers = self.dense(x.dtype)
+            return product.gated(x, numbers) if product.reads(x, numbers) else None
+        return None
+
+    def _reads(self, x: mx.array) -> bool:
+        """Whether a kernel multiplies with the weight as it lies."""
+        layout = self.layout
+        if x.ndim != 2 or self.weight.ndim != 2 or (layout.mode, layout.bits) != ("affine", 4):
+            return False
+        rows, columns = self.weight.shape[0], x.shape[1]
+        fits = self.scales.dtype == x.dtype and self.factor is None
+        return fits and packed.serves(x.shape[0], rows, columns, layout.group, x.dtype)
+
+    def _product(self, x: mx.array, *, gated: bool = False) -> mx.array:
+        assert self.biases is not None
+        group = self.layout.group
+        return packed.product(x, self.weight, self.scales, self.biases, group, gated=gated)
 
     def gathered(self, x: mx.array, experts: mx.array, ordered: bool) -> mx.array:
         """x [..., 1, in] with the expert of each, of a weight [E, out, in] -> [..., 1, out]."""
@@ -101,6 +121,10 @@ class Packed:
     def dense(self, dtype: mx.Dtype | None = None) -> mx.array:
         """The numbers [..., out, in]; without a `dtype` in the one that holds them without loss."""
         layout = self.layout
+        kind = dtype or self.scales.dtype
+        biases = self.biases if self.weight.ndim == 2 else None  # affine ones have them
+        if biases is not None and unpack.serves(layout.bits, layout.group, kind):
+            return unpack.unpack(self.weight, self.scales, biases, layout.bits, layout.group, kind)
         out = mx.dequantize(
             self.weight,
             self.scales,

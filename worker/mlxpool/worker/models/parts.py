@@ -31,25 +31,14 @@ class Linear:
             out = tiled(x, self.weight)
             return out if self.bias is None else out + self.bias
         if self.bias is None:
-            return times(x, self.weight)
+            return product.times(x, self.weight)
         return mx.addmm(self.bias, x, self.weight.T)
 
-    def reads(self, x: mx.array) -> bool:
-        """Whether it is a product of our kernel and nothing else."""
-        return self.bias is None and not self.exact and _reads(x, self.weight)
-
-
-def times(x: mx.array, weight: mx.array) -> mx.array:
-    """x [T, in] and weight [out, in] -> x @ weight.T [T, out]."""
-    if _reads(x, weight):
-        return product.product(x, weight)
-    return x @ weight.T
-
-
-def _reads(x: mx.array, weight: mx.array) -> bool:
-    """Whether our kernel for few lines multiplies them."""
-    fits = x.ndim == 2 and x.dtype == weight.dtype
-    return fits and product.serves(x.shape[0], x.shape[1], weight.shape[0], x.dtype)
+    def gated(self, x: mx.array) -> mx.array | None:
+        """Of a weight whose first half are gates silu(gate) * other, if a kernel does it in one."""
+        if self.bias is None and not self.exact and product.reads(x, self.weight):
+            return product.gated(x, self.weight)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +52,10 @@ class GatedLinear:
 
     def __call__(self, x: mx.array) -> mx.array:
         layer = self.gate_up
-        if self.swiglu and isinstance(layer, Linear) and layer.reads(x):
-            return product.gated(x, layer.weight)
+        if self.swiglu and isinstance(layer, Linear | QuantisedLinear):
+            found = layer.gated(x)
+            if found is not None:
+                return found
         both = layer(x)
         return self.activation(both[:, : self.width], both[:, self.width :])
 
@@ -79,6 +70,10 @@ class QuantisedLinear:
     def __call__(self, x: mx.array) -> mx.array:
         out = self.weight(x)
         return out if self.bias is None else out + self.bias
+
+    def gated(self, x: mx.array) -> mx.array | None:
+        """See Linear."""
+        return self.weight.gated(x) if self.bias is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +115,7 @@ class Embedding:
         return self.weight[tokens]
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return tiled(x, self.weight) if self.exact else times(x, self.weight)
+        return tiled(x, self.weight) if self.exact else product.times(x, self.weight)
 
 
 @dataclass(frozen=True, slots=True)

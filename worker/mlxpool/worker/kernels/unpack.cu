@@ -1,0 +1,33 @@
+// The numbers that an affine quantised weight stands for. A thread makes eight that lie side by side:
+// whatever their bits, they are as many bytes of the weight, and of one group.
+constexpr int TIMES = 4;
+const long count = (long)scales_shape[0] * scales_shape[1] * (GROUP / 8);
+const long first = (long)blockIdx.x * blockDim.x * TIMES + threadIdx.x;
+const unsigned char* const bytes = (const unsigned char*)weight;
+unsigned long long packed[TIMES];
+float scale[TIMES], bias[TIMES];
+#pragma unroll
+for (int n = 0; n < TIMES; n++) {
+  const long at = min(first + n * blockDim.x, count - 1);
+  if (BITS == 8) packed[n] = ((const unsigned long long*)weight)[at];
+  else if (BITS == 4) packed[n] = ((const unsigned*)weight)[at];
+  else if (BITS == 2) packed[n] = ((const unsigned short*)weight)[at];
+  else {
+    packed[n] = 0;
+    #pragma unroll
+    for (int i = 0; i < BITS; i++) packed[n] |= (unsigned long long)bytes[at * BITS + i] << (8 * i);
+  }
+  scale[n] = up(scales[at / (GROUP / 8)]);
+  bias[n] = up(biases[at / (GROUP / 8)]);
+}
+#pragma unroll
+for (int n = 0; n < TIMES; n++) {
+  const long at = first + n * blockDim.x;
+  if (at >= count) return;
+  Some<N, 8> numbers;
+  #pragma unroll
+  for (int i = 0; i < 8; i++)
+    down((float)(unsigned)(packed[n] >> (i * BITS) & (1u << BITS) - 1) * scale[n] + bias[n],
+         &numbers.n[i]);
+  ((Some<N, 8>*)out)[at] = numbers;
+}
