@@ -170,6 +170,7 @@ class ModelEngine(RowEngine[AnyRow]):
         small, large = (self._warm(min(n, self.context - 2), moved) for n in WARM_UP)
         if small[0] < large[0]:
             self._transient = transient(small, large, self.chunk, self._area)
+        self._layout.warm(self._sequences, self.context, moved)
         self._settle()
 
     def _warm(self, size: int, moved: Callable[[], None]) -> tuple[int, int]:

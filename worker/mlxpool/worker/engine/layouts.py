@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -52,6 +52,9 @@ class Layout(Protocol):
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """Logits [R, vocabulary] of one token `ids` [R] for each row."""
 
+    def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
+        """Compiles what longer rows will need than those that warm up."""
+
     def spoil(self) -> None:
         """A pass failed half-way: what it wrote into may not be used again."""
 
@@ -88,6 +91,9 @@ class InRows:
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""
         return self.forward([Span(row, 1) for row in rows], ids, logits=True)
+
+    def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
+        """See Layout."""
 
     def spoil(self) -> None:
         """See Layout."""
@@ -156,6 +162,11 @@ class InPool(InRows):
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""
         return super().decode(rows, ids) if self._exact else self._batch(rows, ids)
+
+    def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
+        """See Layout."""
+        if self.lined:
+            self._batch.warm(rows, context, moved)
 
     def spoil(self) -> None:
         """See Layout."""

@@ -8,7 +8,7 @@ the same more slowly, which is how this is tested without a GPU.
 from __future__ import annotations
 
 from array import array as Numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -291,7 +291,7 @@ class PoolBatch:
         for row in rows:
             row.reserve(row.offset + 1)
         at = [row.offset for row in rows]
-        logits = self._computed(rows, at, lines, ids, chunk=False)
+        logits = self._computed(rows, at, lines, ids, max(at) + 1, chunk=False)
         for row in rows:
             row.advance(1)
         return logits[: len(rows)]
@@ -306,16 +306,43 @@ class PoolBatch:
         row.reserve(row.offset + count)
         lines = next(lines for lines in CHUNKS if lines >= count)
         at = list(range(row.offset, row.offset + count))
-        last = self._computed([row] * count, at, lines, ids, chunk=True)
+        last = self._computed([row] * count, at, lines, ids, at[-1] + 1, chunk=True)
         self._pool.pending.append(last)
         row.advance(count)
         return last[:count]
 
+    def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
+        """Has compiled what passes over so many rows, or tokens of a row, may ask for."""
+        lengths = [2**n for n in range(context.bit_length())]
+        seen = set()
+        for lines in sorted(set(map(lines_for, range(1, rows + 1)))):
+            for longest in lengths:
+                kind = attend.variant(lines * self._heads, longest)
+                if kind not in seen:
+                    self._warm(lines, longest, chunk=False)
+                    moved()
+                seen.add(kind)
+        for lines in CHUNKS:
+            for longest in (1, context):
+                self._warm(lines, longest, chunk=True)
+                moved()
+
+    def _warm(self, lines: int, longest: int, *, chunk: bool) -> None:
+        """Lines that are nobody's."""
+        nothing = mx.zeros((0,), dtype=mx.int32)
+        mx.eval(self._computed([], [], lines, nothing, longest, chunk=chunk))
+
     def _computed(
-        self, rows: Sequence[PoolRow], at: Sequence[int], lines: int, ids: mx.array, *, chunk: bool
+        self,
+        rows: Sequence[PoolRow],
+        at: Sequence[int],
+        lines: int,
+        ids: mx.array,
+        longest: int,
+        *,
+        chunk: bool,
     ) -> mx.array:
         """What the model gives for tokens `ids` of these rows at these places, on so many lines."""
-        longest = max(at) + 1
         width = -(-blocks_of(longest) // WIDE) * WIDE
         if lines > len(rows):
             ids = mx.concatenate([ids, mx.zeros((lines - len(rows),), dtype=ids.dtype)])

@@ -17,6 +17,7 @@ INPUTS = (
 SIZES = range(16, 257, 16)  # numbers of a head
 GROUPS = 16  # queries of a key head that fit into one matrix
 FILL = 264  # thread blocks that keep a large GPU busy
+FEW = FILL // 2  # thread blocks, which may have more warps each
 LEAST = 128  # tokens of a part; shorter ones cost more than they save
 MOST_PARTS = 64
 SUMS = 8192  # numbers that the warps of a thread block have room to add up
@@ -120,9 +121,15 @@ def parts_of(blocks: int, longest: int) -> int:
     return parts
 
 
+def variant(blocks: int, longest: int) -> tuple[bool, bool]:
+    """What tells apart the kernels that `attend` takes for `blocks` of rows and key heads."""
+    parts = parts_of(blocks, longest)
+    return parts > 1, blocks * parts <= FEW
+
+
 def warps_of(blocks: int, sums: int) -> int:
     """Of a thread block with so many sums: many where there are few blocks."""
-    most = 8 if blocks <= FILL // 2 else 4
+    most = 8 if blocks <= FEW else 4
     return next(warps for warps in (most, 4, 2) if warps * sums <= SUMS)
 
 
