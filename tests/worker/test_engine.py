@@ -17,6 +17,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine import back_end  # noqa: E402
+from mlxpool.worker.engine import engine as engine_module  # noqa: E402
 from mlxpool.worker.engine.api import Engine  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
@@ -363,6 +364,21 @@ def test_what_the_process_takes_beside_mlx_is_kept_from_the_rows(
     live -= HEAP
     engine.memory()
     assert engine.blocks == blocks
+
+
+@pytest.mark.parametrize(("on_gpu", "trims"), [(False, 2), (True, 0)])
+def test_the_heap_is_trimmed_now_and_then_on_a_cpu(
+    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, trims: int
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(engine_module, "CLEAR_EVERY", 3)
+    monkeypatch.setattr(back_end, "on_gpu", lambda: on_gpu)
+    monkeypatch.setattr(back_end, "trim", lambda: calls.append(None))
+    seq = sequence(prompt_of(10))
+    prefill(engine, seq)
+    decode(engine, [seq], 8)
+    assert len(calls) == trims
+    engine.release(seq)
 
 
 def test_a_capacity_that_shrinks_takes_from_the_prefix_cache(

@@ -10,7 +10,7 @@ import mlx.core as mx
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST = 16  # passes of a model; each keeps almost a megabyte
+MOST = 16  # passes of a model; each keeps 0.7 to 1.5 MB of six layers and eight rows
 
 
 class Compiled(Generic[P, R]):
