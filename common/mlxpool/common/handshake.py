@@ -50,6 +50,8 @@ class Handshake:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.refusal, self.trouble, self.failures = "", "", 0
             return True
+        if self.endpoint.startswith("ipc:") and event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return False  # keys have no part in it; a broker without descriptors breaks it off so
         self.failures += 1
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refusal = self.trouble = refused(self.endpoint, self.credentials)
