@@ -51,6 +51,7 @@ def main() -> None:
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
+    mx.set_default_device(mx.cpu)  # elsewhere some small heads are too much for MLX itself
     job = json.load(sys.stdin)
     for path in map(Path, job["paths"]):
         model: Any = load_model(path)[0]

@@ -22,7 +22,7 @@ from worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.engine import back_end  # noqa: E402
+from mlxpool.worker.engine import back_end, sampler  # noqa: E402
 from mlxpool.worker.engine.api import Engine  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.layouts import InSlabs  # noqa: E402
@@ -131,7 +131,7 @@ class Failing(ModelEngine):
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
     """MLX raises at the evaluation or while the step is built."""
-    evaluate, argmax = mx.eval, mx.argmax
+    evaluate, draw = mx.eval, sampler.draw
 
     def fail_at(place: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -143,7 +143,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
         return call
 
     monkeypatch.setattr(mx, "eval", fail_at("eval", evaluate))
-    monkeypatch.setattr(mx, "argmax", fail_at("build", argmax))
+    monkeypatch.setattr(sampler, "draw", fail_at("build", draw))
     return Failing
 
 
@@ -197,7 +197,7 @@ class Growing(ModelEngine):
     outside = 0  # bytes that the process is said to take beside MLX
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **{**settings, "blocks": None, "limit": 2**30})
+        super().__init__(*args, **{**settings, "blocks": None, "limit": 2**30, "layout": "slabs"})
         self._grow_to(self.CAPACITY)
         self._settled = self.outside
 

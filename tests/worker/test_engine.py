@@ -21,7 +21,7 @@ from mlxpool.worker.engine import engine as engine_module  # noqa: E402
 from mlxpool.worker.engine.api import Engine  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.layouts import LAYOUTS, InSlabs  # noqa: E402
+from mlxpool.worker.engine.layouts import LAYOUTS, InPool, InSlabs  # noqa: E402
 from mlxpool.worker.engine.row_engine import HEAP  # noqa: E402
 from mlxpool.worker.engine.sequence import Drawn, RowFailed, Sequence  # noqa: E402
 from mlxpool.worker.engine.slabs import Slabs  # noqa: E402
@@ -36,6 +36,9 @@ MIXTURE: list[dict[str, Any]] = [
     {"repeat_penalty": 1.5, "frequency_penalty": 0.5, "repeat_last_n": 5},
     {"logprobs": True, "top_logprobs": 3, "min_p": 0.05},
 ]
+
+
+GROWING = "slabs"  # a layout that takes memory as rows grow; a pool takes all at once
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +263,8 @@ def test_release_is_for_every_phase(engine: ModelEngine) -> None:
     assert engine.memory().kv == 0
 
 
-def test_memory_tells_rows_from_prefixes(engine: ModelEngine, loaded: Loaded) -> None:
+def test_memory_tells_rows_from_prefixes(loaded: Loaded, text: Text) -> None:
+    engine = ModelEngine(loaded, text, blocks=200)
     seq = sequence(prompt_of(300))
     prefill(engine, seq)
     token = 2 * 2 * 8 * 4 * 2  # layers, heads, size, bytes, keys and values
@@ -328,15 +332,33 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
 
 def test_capacity_is_what_the_limit_leaves(loaded: Loaded, text: Text) -> None:
     block = 256 * 2 * 2 * 8 * 4 * 2
-    small, large = (ModelEngine(loaded, text, limit=size * 2**30) for size in (2, 4))
+    small, large = (
+        ModelEngine(loaded, text, limit=size * 2**30, layout=GROWING) for size in (2, 4)
+    )
     for engine in (small, large):
         engine.warm_up()
     left = 2 * 2**30 * 15 / 16  # one part is for freed buffers
     assert large.blocks - small.blocks == pytest.approx(left / block, rel=0.01)
     assert 0 < small.blocks < 2 * 2**30 // block
     with pytest.raises(ModelLoadFailed, match=r"limit is 1000 bytes.*leaves 0 blocks of 256"):
-        ModelEngine(loaded, text, limit=1000).warm_up()
+        ModelEngine(loaded, text, limit=1000, layout=GROWING).warm_up()
     assert ModelEngine(loaded, text, blocks=7).blocks == 7
+
+
+def test_a_pool_leaves_room_for_what_a_step_needs(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is allocated whole, which is done again once that is known."""
+    monkeypatch.setattr(back_end, "outside_mlx", lambda: 0)
+    limit = 2**26
+    engine = ModelEngine(loaded, text, layout="pool", sequences=2, prefix_bytes=2**30, limit=limit)
+    before = engine._layout.blocks
+    engine.warm_up()
+    assert isinstance(engine._layout, InPool)
+    assert engine.blocks == engine._layout.blocks < before
+    taken = loaded.weight_bytes + engine._layout.pool.nbytes + engine._transient
+    assert limit * 0.9 < taken <= limit
+    assert engine.memory().prefix == engine.memory().kv == 0
 
 
 def test_what_the_process_takes_beside_mlx_is_kept_from_the_rows(
@@ -350,7 +372,7 @@ def test_what_the_process_takes_beside_mlx_is_kept_from_the_rows(
 
     monkeypatch.setattr(back_end, "outside_mlx", lambda: live + freed)
     monkeypatch.setattr(back_end, "trim", trim)
-    engine = ModelEngine(loaded, text, limit=2**30)
+    engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
     engine.warm_up()
     blocks = engine.blocks
     free = 2**30 * 15 // 16 - loaded.weight_bytes - engine._transient - engine._layout.spare
@@ -386,7 +408,7 @@ def test_a_capacity_that_shrinks_takes_from_the_prefix_cache(
 ) -> None:
     outside = 0
     monkeypatch.setattr(back_end, "outside_mlx", lambda: outside)
-    engine = ModelEngine(loaded, text, limit=2**30)
+    engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
     for salt in range(3):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
     assert engine.prefix_blocks() == 4
@@ -446,7 +468,7 @@ def test_warm_up_leaves_nothing_behind(loaded: Loaded, text: Text) -> None:
         engine = ModelEngine(loaded, text, context=context, layout="slabs")
         moves: list[int] = []
         engine.warm_up(lambda moves=moves: moves.append(1))  # type: ignore[misc]
-        assert len(moves) == 2 * 8  # chunks, widths of a decode step
+        assert len(moves) == 1 + 8  # the chunks, widths of a decode step
         assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
         assert slabs_of(engine).nbytes == 0
         assert engine.prefix.hits + engine.prefix.misses == 0

@@ -116,6 +116,7 @@ def _decode(ours: Ours, others: Sequence[Other], plan: Plan, streams: int) -> Li
 
     lengths = lengths_of(streams, plan.prompts)
     bursts: dict[str, Burst] = {OURS: partial(burst, ours.steps(lengths))}
+    _tidy()  # others in processes of their own need what our prompts took for a while
     for other in others:
         bursts |= other.decodes(lengths)
     found = _rates(bursts, plan, streams)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
@@ -27,12 +28,14 @@ from mlxpool.worker.engine.sampler import Sampled
 from mlxpool.worker.engine.scheduler import area_of
 from mlxpool.worker.engine.sequence import Drawn, Sequence
 from mlxpool.worker.prefix import cache as prefix_cache
+from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.about import require_deterministic
 from mlxpool.worker.weights.load import Loaded
 
 CLEAR_EVERY = 256  # decode steps between two clearings of what was freed
-WARM_UP = (64, 256)  # tokens of the chunks that are tried at load
+WARM_UP = (64, 256)  # tokens of the chunks that are measured at load
+GPU_WARM_UP = (256, 1024)  # more than those that are lines of one pass, see pool.CHUNKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,8 @@ class ModelEngine(RowEngine[AnyRow]):
         self._area = area if loaded.deterministic else pairs_at_once(shape, area)
         self._block_bytes = BLOCK * max(shape.token_bytes, 1)
         self._per_row = shape.fixed_bytes
-        prefixes = 0 if prefix == "off" else self._prefix_bytes // self._block_bytes
-        self._layout = self._laid_out(layout, shape, prefixes)
-        self._prefix = prefix_cache.build(prefix, self._layout.store, self._prefix_bytes)
+        self._lay_out = partial(self._laid_out, layout, shape, prefix)
+        self._layout, self._prefix = self._lay_out()
         self.blocks = self._capacity()
         self._lookahead = back_end.on_gpu() if lookahead is None else lookahead
         self._flight: _Flight | None = None
@@ -118,18 +120,23 @@ class ModelEngine(RowEngine[AnyRow]):
         """See Engine.layout."""
         return self._layout.name
 
-    def _laid_out(self, name: str | None, shape: RowShape, prefixes: int) -> Layout:
-        """A pool gets what all sequences and `prefixes` blocks need, as far as memory goes."""
-        most = self._sequences * blocks_of(self.context) + prefixes
-        room = self._fixed if self._fixed is not None else min(most, self._room())
-        return layout_of(
+    def _laid_out(
+        self, name: str | None, shape: RowShape, prefix: str, blocks: int | None = None
+    ) -> tuple[Layout, PrefixCache[AnyRow]]:
+        """A pool gets `blocks`; None: what all sequences and prefixes need, if there is room."""
+        if blocks is None:
+            prefixes = 0 if prefix == "off" else self._prefix_bytes // self._block_bytes
+            most = self._sequences * blocks_of(self.context) + prefixes
+            blocks = self._fixed if self._fixed is not None else min(most, self._room())
+        layout = layout_of(
             name,
             shape,
             self._model,
-            max(room, LEAST_BLOCKS),
+            max(blocks, LEAST_BLOCKS),
             exact=self._loaded.deterministic,
             on_gpu=back_end.on_gpu(),
         )
+        return layout, prefix_cache.build(prefix, layout.store, self._prefix_bytes)
 
     def _compute(self, row: AnyRow, ids: list[int]) -> None:
         tokens = mx.array(ids, dtype=mx.int32)
@@ -167,30 +174,49 @@ class ModelEngine(RowEngine[AnyRow]):
 
     def warm_up(self, moved: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Measures what a prefill chunk needs for a while, too."""
-        small, large = (self._warm(min(n, self.context - 2), moved) for n in WARM_UP)
+        sizes = [min(n, self.context - 2) for n in (GPU_WARM_UP if back_end.on_gpu() else WARM_UP)]
+        pooled = self._layout.holds_tree and self._fixed is None
+        if pooled:  # a small one leaves room for what is measured
+            self._lay_out_again(blocks_of(sizes[-1] + 2))
+        small, large = map(self._measured, sizes)
+        moved()
         if small[0] < large[0]:
             self._transient = transient(small, large, self.chunk, self._area)
+        if pooled:
+            self._lay_out_again()
+        self._warm(moved)
         self._layout.warm(self._sequences, self.context, moved)
         self._settle()
 
-    def _warm(self, size: int, moved: Callable[[], None]) -> tuple[int, int]:
-        """A chunk of `size` tokens, a decode step of each width; the chunk's tokens and bytes."""
-        rows = [_trial(max(size, 1) + 1)] + [_trial(1) for _ in range(self._sequences - 1)]
-        for seq in rows:
-            row = self._rows[seq] = self._layout.store.new_row()
-            self._layout.reserve(row, seq.length + 1)  # what rows take is no transient
+    def _lay_out_again(self, blocks: int | None = None) -> None:
+        del self._layout, self._prefix  # their memory goes first
+        mx.clear_cache()
+        self._layout, self._prefix = self._lay_out(blocks)
+
+    def _measured(self, size: int) -> tuple[int, int]:
+        """The tokens of a chunk of `size`, and the bytes that it needs for a while."""
+        seq = _trial(max(size, 1) + 1)
+        row = self._rows[seq] = self._layout.store.new_row()
+        self._layout.reserve(row, seq.length)  # what rows take is no transient
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        self.prefill(rows[0], size)
+        self.prefill(seq, size)
         peak = mx.get_peak_memory() - before
+        self._layout.store.release(self._rows.pop(seq))
+        return size, peak
+
+    def _warm(self, moved: Callable[[], None]) -> None:
+        """A decode step of each width."""
+        rows = [_trial(1) for _ in range(self._sequences)]
+        for seq in rows:
+            self._rows[seq] = self._layout.store.new_row()
         for width in range(1, len(rows) + 1):
             self.decode(rows[:width])
             moved()
         for seq in rows:
             self._layout.store.release(self._rows.pop(seq))
         self._flight = None
-        return size, peak
 
     def _capacity(self) -> int:
         if self._fixed is not None:
