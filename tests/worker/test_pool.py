@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from worker_checkpoints import write_checkpoint
@@ -17,9 +18,9 @@ from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.layouts import InPool  # noqa: E402
-from mlxpool.worker.engine.pool import Pool, PoolStore, lines_for  # noqa: E402
+from mlxpool.worker.engine.pool import Pool, PoolStep, PoolStore, lines_for  # noqa: E402
 from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
-from mlxpool.worker.models.base import KeyValue, Latent  # noqa: E402
+from mlxpool.worker.models.base import KeyValue, Latent, Scores  # noqa: E402
 from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -160,6 +161,31 @@ def test_a_short_chunk_is_lines_of_one_pass(loaded: Loaded, chunk: int) -> None:
                 step(each, [seq])
             each.release(seq)
         assert pair[0].ids == pair[1].ids
+
+
+def test_tokens_of_a_chunk_see_each_other_and_nothing_later() -> None:
+    """On a GPU by the kernel, which finds what another of ours has written before."""
+    heads, pairs, size, before, count = 4, 2, 64, 30, 40
+    kind = mx.bfloat16 if ON_GPU else mx.float32
+    shape = RowShape((KeyValue(pairs, size, size),), kind, 1000)
+    pool = Pool(shape, 4, in_place=ON_GPU, reads=ON_GPU)
+    q = mx.random.normal((before + count, heads, size)).astype(kind)
+    k, v = (mx.random.normal((before + count, pairs, size)).astype(kind) for _ in "kv")
+    for start, end in ((0, before), (before, before + count)):
+        positions = mx.arange(start, end, dtype=mx.int32)
+        table = mx.broadcast_to(mx.array([[2]], dtype=mx.int32), (end - start, 1))
+        step = PoolStep(pool, positions, positions + 2 * BLOCK, table, 128, chunk=True)
+        found = step.attend(0, q[start:end], k[start:end], v[start:end], Scores(0.125))
+        mx.eval(found)
+    asked, keys, values = (np.array(one.astype(mx.float32), dtype=float) for one in (q, k, v))
+    for line in range(count):
+        seen = before + line + 1
+        for head in range(heads):
+            scores = keys[:seen, head // 2] @ asked[seen - 1, head] * 0.125
+            weights = np.exp(scores - scores.max())
+            expected = weights @ values[:seen, head // 2] / weights.sum()
+            got = np.array(found[line, head].astype(mx.float32))
+            assert np.abs(got - expected).max() < (0.03 if ON_GPU else 1e-4)
 
 
 def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded) -> None:

@@ -17,7 +17,7 @@ from mlxpool.worker.engine.exact import ExactStep
 from mlxpool.worker.engine.pool import CHUNKS, Pool, PoolBatch, PoolRow, PoolStore, gathered
 from mlxpool.worker.engine.slabs import BLOCKS, SlabRow, Slabs
 from mlxpool.worker.kernels import attend, scalar
-from mlxpool.worker.kernels.build import works
+from mlxpool.worker.kernels.build import HALVES, works
 from mlxpool.worker.models.base import KeyValue, LayerCache, Model, Recurrent, Scores
 from mlxpool.worker.prefix.kinds import Full, Kind, State, Window
 from mlxpool.worker.prefix.rows import RowStore
@@ -149,7 +149,7 @@ class InPool(InRows):
             log.warning("no kernel of ours attends for these heads: a step gathers what it reads")
         self.together = not in_place
         self.blocks = blocks
-        self.lined = reads and not exact
+        self.lined = reads and not exact and shape.dtype in HALVES
         self._exact = exact
         self._batch = PoolBatch(model, self.pool)
 
