@@ -67,9 +67,9 @@ def test_how_rows_are_parted() -> None:
 
 
 def test_how_a_weight_is_cut() -> None:
-    warps = [product.warps_of(columns) for columns in (32, 96, 256, 2048, 14336)]
+    warps = [build.warps_of(columns // 32, 16) for columns in (32, 96, 256, 2048, 14336)]
     assert warps == [1, 1, 2, 16, 16]
-    assert [packed.warps_of(columns) for columns in (128, 2048, 8192, 14336)] == [1, 4, 8, 8]
+    assert [build.warps_of(columns // 128, 8) for columns in (128, 2048, 14336)] == [1, 4, 8]
     tiles_of = [packed.tiles_of(rows, 1, gated=False) for rows in (64, 2048, 4096, 28672)]
     assert tiles_of == [1, 1, 2, 4]
     assert packed.tiles_of(2048, 1, gated=True) == 2

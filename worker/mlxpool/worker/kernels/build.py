@@ -86,6 +86,12 @@ def _declaration(name: str, value: Constant) -> str:
     return f"constexpr float {name} = {value!r}f"
 
 
+def warps_of(pieces: int, most: int) -> int:
+    """Of a thread block: as many as share the pieces evenly, with some for each to do."""
+    fitting = [n for n in (16, 8, 4, 2, 1) if n <= most and pieces % n == 0]
+    return next((n for n in fitting if pieces // n >= 4), fitting[-1])
+
+
 def works(what: str, trial: Callable[[], bool]) -> bool:
     """Whether a kernel compiles here and `trial` finds it right; if not, the log says so."""
     if not mx.cuda.is_available():

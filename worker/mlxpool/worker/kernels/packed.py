@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.build import HALVES, LANES, Constant, kernel, works
+from mlxpool.worker.kernels.build import HALVES, LANES, Constant, kernel, warps_of, works
 
 BITS = 4
 GROUPS = (32, 64)
@@ -19,6 +19,7 @@ SUMS = 8  # tiles times sets of eight lines, whose sums a thread has room for
 BLOCKS = 120  # thread blocks that keep a large GPU busy
 FLIGHT = 48 * 1024  # bytes that a thread block has asked for at a time
 MOST_STAGES = 8
+MOST_WARPS = 8  # with more, a thread has too few registers
 
 
 @cache
@@ -45,7 +46,7 @@ def product(
     """
     lines, columns = x.shape
     sets, rows = -(-lines // 8), weight.shape[0]
-    tiles, warps = tiles_of(rows, sets, gated), warps_of(columns)
+    tiles, warps = tiles_of(rows, sets, gated), warps_of(columns // COLUMNS, MOST_WARPS)
     threads = warps * LANES
     found: list[mx.array] = _kernel(sets, warps, tiles, group, gated, x.dtype)(
         inputs=[x, weight, scales, biases],
@@ -61,12 +62,6 @@ def tiles_of(rows: int, sets: int, gated: bool) -> int:
     """Of a thread block: as many as leave work for all; gates and what they gate have their own."""
     fitting = [n for n in TILES if rows % (ROWS * n) == 0 and n * sets <= SUMS and n > gated]
     return next((n for n in fitting if rows // (ROWS * n) >= BLOCKS), fitting[-1])
-
-
-def warps_of(columns: int) -> int:
-    """Of a thread block: as many as share the columns evenly, with work for each."""
-    fitting = [n for n in (8, 4, 2, 1) if columns % (n * COLUMNS) == 0]
-    return next((n for n in fitting if columns // (n * COLUMNS) >= 4), fitting[-1])
 
 
 @cache

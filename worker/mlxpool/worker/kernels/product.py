@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpool.worker.kernels import tiles
-from mlxpool.worker.kernels.build import HALVES, LANES, kernel, works
+from mlxpool.worker.kernels.build import HALVES, LANES, kernel, warps_of, works
 
 FEW = 16  # lines up to which a warp multiplies all of them with what it reads itself
 LARGE = tiles.LARGE  # bytes of a weight that more than FEW / 2 lines are multiplied with by MLX
@@ -20,6 +20,7 @@ COLUMNS = 32  # of a weight, that a warp takes at a time
 ROWS = 16  # of a weight, that a thread block takes; of gated ones as many of both
 FLIGHT = 64 * 1024  # bytes that a thread block has asked for at a time
 MOST_STAGES = 8
+MOST_WARPS = 16
 
 
 @cache
@@ -60,8 +61,9 @@ def _product(x: mx.array, weight: mx.array, *, gated: bool) -> mx.array:
     if lines > FEW:
         return tiles.product(x, weight, gated=gated)
     out = weight.shape[0] // (1 + gated)
-    threads = warps_of(columns) * LANES
-    found: list[mx.array] = _kernel(-(-lines // 8), warps_of(columns), gated, x.dtype)(
+    warps = warps_of(columns // COLUMNS, MOST_WARPS)
+    threads = warps * LANES
+    found: list[mx.array] = _kernel(-(-lines // 8), warps, gated, x.dtype)(
         inputs=[x, weight],
         grid=(out // ROWS * threads, 1, 1),
         threadgroup=(threads, 1, 1),
@@ -69,12 +71,6 @@ def _product(x: mx.array, weight: mx.array, *, gated: bool) -> mx.array:
         output_dtypes=[x.dtype],
     )
     return found[0]
-
-
-def warps_of(columns: int) -> int:
-    """Of a thread block: as many as share the columns evenly, with work for each."""
-    fitting = [n for n in (16, 8, 4, 2, 1) if columns % (n * COLUMNS) == 0]
-    return next((n for n in fitting if columns // (n * COLUMNS) >= 4), fitting[-1])
 
 
 @cache
