@@ -3,7 +3,7 @@
 // thread block has TILES * 16 of its rows, half of them gates where products are gated; its warps take
 // 128 columns each in turn and add up what they found. A thread reads 32 numbers of a row at a time.
 // In one word lie eight; the first goes with the fifth and so on, on both sides of the product.
-constexpr int COLUMNS = WARPS * 128, THREADS = WARPS * 32, WHOLE = SETS * 8 + 1;
+constexpr int COLUMNS = WARPS * 128, THREADS = WARPS * 32;
 constexpr int EACH = GATED ? TILES * 8 : TILES * 16;  // numbers of a line out of a thread block
 constexpr int SCALES = 128 / GROUP;  // of a row and a warp's columns
 const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / (GATED ? 2 : 1);
@@ -97,24 +97,4 @@ for (int step = 0; step < IN / COLUMNS; step++) {
   __syncwarp();
 }
 asm volatile("cp.async.wait_group 0;" ::: "memory");
-__syncthreads();
-float* const found = (float*)space;  // [WARPS][TILES * 16][WHOLE]
-#pragma unroll
-for (int tile = 0; tile < TILES; tile++)
-  #pragma unroll
-  for (int set = 0; set < SETS; set++)
-    #pragma unroll
-    for (int i = 0; i < 4; i++)
-      found[((warp * TILES + tile) * 16 + line + i / 2 * 8) * WHOLE + set * 8 + quarter * 2 + i % 2]
-          = sum[tile][set][i];
-__syncthreads();
-for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
-  const int row = i % EACH, l = i / EACH;
-  float one = 0, other = 0;
-  #pragma unroll
-  for (int w = 0; w < WARPS; w++) {
-    one += found[(w * TILES * 16 + row) * WHOLE + l];
-    if (GATED) other += found[(w * TILES * 16 + EACH + row) * WHOLE + l];
-  }
-  down(GATED ? gated(one, other, N()) : one, (N*)out + (long)l * OUT + first + row);
-}
+#include "warp_sums.cuh"

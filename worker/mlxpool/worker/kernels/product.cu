@@ -5,7 +5,7 @@
 // so that a thread reads numbers that lie side by side (see attend.cu). What it reads of the weight
 // comes through shared memory, STAGES columns ahead, and is read by itself alone.
 constexpr int TILES = GATED ? 2 : 1, COLUMNS = WARPS * 32;
-constexpr int THREADS = WARPS * 32, WHOLE = SETS * 8 + 1;
+constexpr int THREADS = WARPS * 32, EACH = 16;
 const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / TILES;
 extern __shared__ uint4 space[];  // [STAGES][TILES * 2][THREADS], then the warps' sums
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quarter = lane & 3;
@@ -58,24 +58,4 @@ for (int step = 0; step < IN / COLUMNS; step++) {
     }
   }
 }
-__syncthreads();
-float* const found = (float*)space;  // [WARPS][TILES * 16][WHOLE]
-#pragma unroll
-for (int tile = 0; tile < TILES; tile++)
-  #pragma unroll
-  for (int set = 0; set < SETS; set++)
-    #pragma unroll
-    for (int i = 0; i < 4; i++)
-      found[((warp * TILES + tile) * 16 + line + i / 2 * 8) * WHOLE + set * 8 + quarter * 2 + i % 2]
-          = sum[tile][set][i];
-__syncthreads();
-for (int i = threadIdx.x; i < LINES * 16; i += THREADS) {
-  const int row = i % 16, l = i / 16;
-  float one = 0, other = 0;
-  #pragma unroll
-  for (int w = 0; w < WARPS; w++) {
-    one += found[(w * TILES * 16 + row) * WHOLE + l];
-    if (GATED) other += found[(w * TILES * 16 + TILES * 16 - 16 + row) * WHOLE + l];
-  }
-  down(GATED ? gated(one, other, N()) : one, (N*)out + (long)l * OUT + first + row);
-}
+#include "warp_sums.cuh"
