@@ -353,8 +353,11 @@ def test_a_pool_leaves_room_for_what_a_step_needs(
     limit = 2**26
     engine = ModelEngine(loaded, text, layout="pool", sequences=2, prefix_bytes=2**30, limit=limit)
     before = engine._layout.blocks
+    outside = mx.get_active_memory() - before * engine._block_bytes
     engine.warm_up()
     assert isinstance(engine._layout, InPool)
+    now = mx.get_active_memory() - outside
+    assert now == pytest.approx(engine._layout.pool.nbytes, rel=0.05)  # the first one has gone
     assert engine.blocks == engine._layout.blocks < before
     taken = loaded.weight_bytes + engine._layout.pool.nbytes + engine._transient
     assert limit * 0.9 < taken <= limit

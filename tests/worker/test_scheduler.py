@@ -130,6 +130,12 @@ def test_what_is_reserved_at_first_and_after_a_preemption() -> None:
     assert (first_need(seq, 100), first_need(seq, 5), first_need(seq, 3)) == (9, 5, 4)
 
 
+def test_a_part_of_what_a_chunk_needs_may_not_grow() -> None:
+    assert transient((256, 10_000 + 2560), (1024, 10_000 + 10_240), 2048, 10**9) == 10_000 + 20_480
+    assert transient((256, 10_000), (1024, 9_000), 2048, 10**9) == 10_000
+    assert transient((198, 7_000), (198, 8_000), 200, 10**9) == 8_000  # as long as there are
+
+
 def test_capacity_and_transient() -> None:
     assert (capacity(1000, 300), capacity(-5, 300)) == (3, 0)
     both = [(n, 100 * n + 3 * n * n) for n in (32, 128)]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -86,7 +86,7 @@ class Theirs:
 class Apart:
     """mlx-lm in a process of its own, so that neither finds the other's graphs and buffers."""
 
-    NAME = NAME
+    NAME: ClassVar[str] = NAME
 
     def __init__(self, folder: Path) -> None:
         self._child = subprocess.Popen(
@@ -133,7 +133,7 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def main() -> None:
-    """Play the other side of Apart; a job that comes again goes on where it was.
+    """Play the other side of Apart; the job before goes on where it was.
 
     Of the ways there are the faster one counts.
     """

@@ -59,9 +59,14 @@ def transient(small: tuple[int, int], large: tuple[int, int], chunk: int, area: 
     """Bytes a step needs for a while, from two measured chunks (tokens, bytes) at position 0.
 
     One part grows with the tokens of a chunk, one with tokens times the tokens they look back on;
-    `chunk` and `area` are the largest of each that are there at once.
+    `chunk` and `area` are the largest of each that are there at once. Where a token of the larger
+    chunk needs less, one part does not grow: weights that are opened for a product.
     """
     (n, one), (m, other) = small, large
+    if n >= m:
+        return max(one, other)
+    if other * n < one * m:
+        return max(other, int(one + max(0.0, (other - one) / (m - n)) * (chunk - n)))
     square = max(0.0, (other / m - one / n) / (m - n))
     linear = max(0.0, one / n - square * n)
     return max(other, int(linear * chunk + square * area))

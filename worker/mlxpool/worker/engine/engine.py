@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import mlx.core as mx
 
@@ -107,8 +106,8 @@ class ModelEngine(RowEngine[AnyRow]):
         self._area = area if loaded.deterministic else pairs_at_once(shape, area)
         self._block_bytes = BLOCK * max(shape.token_bytes, 1)
         self._per_row = shape.fixed_bytes
-        self._lay_out = partial(self._laid_out, layout, shape, prefix)
-        self._layout, self._prefix = self._lay_out()
+        self._asked = layout, shape, prefix
+        self._layout, self._prefix = self._laid_out()
         self.blocks = self._capacity()
         self._lookahead = back_end.on_gpu() if lookahead is None else lookahead
         self._flight: _Flight | None = None
@@ -120,10 +119,9 @@ class ModelEngine(RowEngine[AnyRow]):
         """See Engine.layout."""
         return self._layout.name
 
-    def _laid_out(
-        self, name: str | None, shape: RowShape, prefix: str, blocks: int | None = None
-    ) -> tuple[Layout, PrefixCache[AnyRow]]:
+    def _laid_out(self, blocks: int | None = None) -> tuple[Layout, PrefixCache[AnyRow]]:
         """A pool gets `blocks`; None: what all sequences and prefixes need, if there is room."""
+        name, shape, prefix = self._asked
         if blocks is None:
             prefixes = 0 if prefix == "off" else self._prefix_bytes // self._block_bytes
             most = self._sequences * blocks_of(self.context) + prefixes
@@ -175,23 +173,26 @@ class ModelEngine(RowEngine[AnyRow]):
     def warm_up(self, moved: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Measures what a prefill chunk needs for a while, too."""
         sizes = [min(n, self.context - 2) for n in (GPU_WARM_UP if back_end.on_gpu() else WARM_UP)]
+        if back_end.on_gpu():  # from there on MLX waits for what it has begun
+            mx.set_memory_limit(self._limit)
         pooled = self._layout.holds_tree and self._fixed is None
         if pooled:  # a small one leaves room for what is measured
             self._lay_out_again(blocks_of(sizes[-1] + 2))
         small, large = map(self._measured, sizes)
         moved()
-        if small[0] < large[0]:
-            self._transient = transient(small, large, self.chunk, self._area)
+        self._transient = transient(small, large, self.chunk, self._area)
         if pooled:
             self._lay_out_again()
+            self._require_some()
         self._warm(moved)
         self._layout.warm(self._sequences, self.context, moved)
         self._settle()
 
     def _lay_out_again(self, blocks: int | None = None) -> None:
-        del self._layout, self._prefix  # their memory goes first
+        self._layout.close()
         mx.clear_cache()
-        self._layout, self._prefix = self._lay_out(blocks)
+        self._layout, self._prefix = self._laid_out(blocks)
+        self.blocks = self._capacity()
 
     def _measured(self, size: int) -> tuple[int, int]:
         """The tokens of a chunk of `size`, and the bytes that it needs for a while."""
@@ -207,8 +208,9 @@ class ModelEngine(RowEngine[AnyRow]):
         return size, peak
 
     def _warm(self, moved: Callable[[], None]) -> None:
-        """A decode step of each width."""
-        rows = [_trial(1) for _ in range(self._sequences)]
+        """A decode step of each width for which there is room."""
+        room = self._layout.blocks if self._layout.holds_tree else self._sequences
+        rows = [_trial(1) for _ in range(min(self._sequences, room))]
         for seq in rows:
             self._rows[seq] = self._layout.store.new_row()
         for width in range(1, len(rows) + 1):

@@ -24,9 +24,9 @@ from mlxpool.worker.prefix.rows import RowStore
 
 log = logging.getLogger("mlxpool.worker")
 
-LOOKED_AT = (
-    2**19
-)  # keys that lines of a short chunk read, each its own; else they are read together
+# Keys that the lines of a short chunk look at, each its own; else they are read together.
+LOOKED_AT = 2**19
+
 LAYOUTS = ("rows", "slabs", "pool")
 
 
@@ -57,6 +57,9 @@ class Layout(Protocol):
 
     def spoil(self) -> None:
         """A pass failed half-way: what it wrote into may not be used again."""
+
+    def close(self) -> None:
+        """Gives its memory back now; it is not used any more."""
 
 
 class InRows:
@@ -96,6 +99,9 @@ class InRows:
         """See Layout."""
 
     def spoil(self) -> None:
+        """See Layout."""
+
+    def close(self) -> None:
         """See Layout."""
 
 
@@ -155,7 +161,7 @@ class InPool(InRows):
 
     def forward(self, spans: Sequence[Span], ids: mx.array, *, logits: bool) -> mx.array:
         """See Layout. Short chunks go through the compiled pass."""
-        if logits or not self.lined or not _short(spans):
+        if logits or not self.lined or self._batch.gathers or not _short(spans):
             return super().forward(spans, ids, logits=logits)
         return self._batch.chunk(cast(PoolRow, spans[0].row), ids)
 
@@ -170,8 +176,13 @@ class InPool(InRows):
 
     def spoil(self) -> None:
         """See Layout."""
+        self.pool.pending.clear()  # writes that nobody has begun
         if self.together:
             self.pool.renew()
+
+    def close(self) -> None:
+        """See Layout."""
+        self.pool.arrays = []
 
 
 def _short(spans: Sequence[Span]) -> bool:

@@ -189,7 +189,10 @@ class PoolStore(BlockStore):
 
 
 class PoolStep(Turning):
-    """A Step (models/base.py) of one token for each row; arrays are of one compiled pass."""
+    """A Step (models/base.py) whose lines are tokens of as many rows, or of one that is read.
+
+    Arrays are of one compiled pass.
+    """
 
     def __init__(
         self,
@@ -201,12 +204,13 @@ class PoolStep(Turning):
         *,
         chunk: bool = False,
     ) -> None:
-        """positions and slots [R] of the new tokens, table [R, B] of the rows' blocks.
+        """positions and slots [R] of the new tokens, table [R, B] of the blocks of each's row.
 
         `chunk`: they are tokens of one row and see each other, so all are written before any of
         them looks; nobody wants logits.
         """
         self.logits = not chunk
+        self.gathers = False  # whether lines of a chunk get copies of what they look at
         self._rotation = Rotation(positions)
         self._pool, self._slots, self._table = pool, slots, table
         self._places = Places(positions, table, pool.arrived, longest)
@@ -223,7 +227,7 @@ class PoolStep(Turning):
         """See Step.attend."""
         pool, places = self._pool, self._places
         if self._reads(q.shape[1], v, scores):
-            if not self.logits:
+            if not self.logits:  # the kernel writes the same again, while other lines look at it
                 table = pool.write(layer, (k, v), self._slots, self._table)
                 places = replace(places, table=table)
             return attend.attend(q, k, v, self._pair(layer), places, scores)
@@ -232,6 +236,7 @@ class PoolStep(Turning):
             parts = parts_of(q.shape[0] * k.shape[1], places.longest)
             at = places.table, places.positions
             return scalar.attend(q, (k, v), self._pair(layer), *at, scores.scale, parts)
+        self.gathers = not self.logits
         table = pool.write(layer, (k, v), self._slots, self._table)
         keys, values = gathered(pool.arrays[layer], table)
         return self._seen(q, keys, values, scores)
@@ -284,6 +289,7 @@ class PoolBatch:
         self._model, self._pool = model, pool
         self._heads = min(arrays[0].shape[1] for arrays in pool.arrays)
         self._pass = Compiled(self._one_pass)
+        self.gathers = False  # whether chunks would copy a row for each of their lines
 
     def __call__(self, rows: Sequence[PoolRow], ids: mx.array) -> mx.array:
         """Logits [R, vocabulary] of one token `ids` [R] for each row; the rows are longer then."""
@@ -324,8 +330,9 @@ class PoolBatch:
                 seen.add(kind)
         for lines in CHUNKS:
             for longest in (1, context):
-                self._warm(lines, longest, chunk=True)
-                moved()
+                if not self.gathers:
+                    self._warm(lines, longest, chunk=True)
+                    moved()
 
     def _warm(self, lines: int, longest: int, *, chunk: bool) -> None:
         """Lines that are nobody's."""
@@ -373,6 +380,7 @@ class PoolBatch:
         pool = _View(self._pool, arrays)
         step = PoolStep(pool, positions, slots, table, longest, chunk=chunk)
         found = self._model(ids, step)
+        self.gathers = (self.gathers or step.gathers) and pool.in_place
         return found, [] if pool.in_place else pool.arrays
 
 

@@ -185,6 +185,10 @@ class RowEngine(ABC, Generic[R]):
         growth = min(HEAP, self._limit // 16) if back_end.outside_mlx() else 0
         self._settled = self._outside = back_end.outside_mlx() + growth
         self.blocks = self._capacity()
+        self._require_some()
+
+    def _require_some(self) -> None:
+        """Raises ModelLoadFailed where too few blocks are left."""
         if self.blocks < LEAST_BLOCKS:
             raise ModelLoadFailed(self._too_little())
 

@@ -29,13 +29,15 @@ def kernel(
     shared: int = 0,
     header: str = "",
     bounds: tuple[int, int] | None = None,
+    end: str = "",
 ) -> Any:
     """The kernel of `name`.cu with these constants, as mx.fast.cuda_kernel makes it.
 
     `whole`: it reads whole contiguous arrays, and is given copies of others. One that writes into
     its inputs, or follows their strides, is not. `shared`: bytes of memory that a thread block
     shares, besides what its text declares. `header`: functions that stand before it.
-    `bounds`: its threads, and the thread blocks that a multiprocessor shall have room for.
+    `end`: a file that comes after it. `bounds`: its threads, and the thread blocks that a
+    multiprocessor shall have room for.
     """
     return mx.fast.cuda_kernel(
         name=f"mlxpool_{name}",
@@ -44,7 +46,7 @@ def kernel(
         header="".join(map(included, HEADERS))
         + header
         + ("" if bounds is None else bound(*bounds)),
-        source=declared(constants) + body(name, inputs),
+        source=declared(constants) + body(name, inputs) + (included(end) if end else ""),
         ensure_row_contiguous=whole,
         shared_memory=shared,
     )

@@ -97,4 +97,3 @@ for (int step = 0; step < IN / COLUMNS; step++) {
   __syncwarp();
 }
 asm volatile("cp.async.wait_group 0;" ::: "memory");
-#include "warp_sums.cuh"

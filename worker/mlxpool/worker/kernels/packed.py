@@ -81,7 +81,8 @@ def _kernel(sets: int, warps: int, tiles: int, group: int, gated: bool, dtype: m
     sums = warps * tiles * ROWS * (8 * sets + 1) * 4
     shared = max(stages * (words + scales), sums)
     inputs = ["x", "weight", "scales", "biases"]
-    return kernel("packed", inputs, ["out"], constants, whole=True, shared=shared)
+    end = "warp_sums.cuh"
+    return kernel("packed", inputs, ["out"], constants, whole=True, shared=shared, end=end)
 
 
 @cache
@@ -90,8 +91,9 @@ def _works(group: int, dtype: mx.Dtype) -> bool:
 
 
 def _right(group: int, dtype: mx.Dtype) -> bool:
-    numbers = mx.random.normal((64, 256), key=mx.random.key(1)).astype(dtype)
+    columns = 4 * MOST_WARPS * COLUMNS
+    numbers = mx.random.normal((64, columns), key=mx.random.key(1)).astype(dtype) * columns**-0.5
     weight = mx.quantize(numbers, group_size=group, bits=BITS)
-    x = mx.random.normal((3, 256), key=mx.random.key(2)).astype(dtype)
+    x = mx.random.normal((3, columns), key=mx.random.key(2)).astype(dtype)
     expected = x @ mx.dequantize(*weight, group_size=group, bits=BITS).T
-    return bool(mx.allclose(product(x, *weight, group), expected, 0.02, 0.2).item())
+    return bool(mx.allclose(product(x, *weight, group), expected, 0.02, 0.1).item())

@@ -58,4 +58,3 @@ for (int step = 0; step < IN / COLUMNS; step++) {
     }
   }
 }
-#include "warp_sums.cuh"

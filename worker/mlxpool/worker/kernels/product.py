@@ -15,7 +15,6 @@ from mlxpool.worker.kernels import tiles
 from mlxpool.worker.kernels.build import HALVES, LANES, kernel, warps_of, works
 
 FEW = 16  # lines up to which a warp multiplies all of them with what it reads itself
-LARGE = tiles.LARGE  # bytes of a weight that more than FEW / 2 lines are multiplied with by MLX
 COLUMNS = 32  # of a weight, that a warp takes at a time
 ROWS = 16  # of a weight, that a thread block takes; of gated ones as many of both
 FLIGHT = 64 * 1024  # bytes that a thread block has asked for at a time
@@ -28,7 +27,7 @@ def serves(lines: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
     """Whether `product` takes so many lines and a weight [rows, columns] here; it is tried once."""
     if lines > FEW:
         return tiles.serves(lines, columns, rows, dtype)
-    if lines > FEW // 2 and columns * rows * dtype.size > LARGE:
+    if lines > FEW // 2 and columns * rows * dtype.size > tiles.LARGE:
         return False
     if lines <= 0 or dtype not in HALVES or rows % (2 * ROWS) or columns % COLUMNS:
         return False
@@ -87,6 +86,7 @@ def _kernel(sets: int, warps: int, gated: bool, dtype: mx.Dtype) -> Any:
         {"SETS": sets, "WARPS": warps, "GATED": gated, "STAGES": stages, "N": dtype},
         whole=True,
         shared=max(stages * stage, sums),
+        end="warp_sums.cuh",
     )
 
 

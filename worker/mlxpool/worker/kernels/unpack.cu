@@ -1,6 +1,5 @@
 // The numbers that an affine quantised weight stands for. A thread makes eight that lie side by side:
 // whatever their bits, they are as many bytes of the weight, and of one group.
-constexpr int TIMES = 4;
 const long count = (long)scales_shape[0] * scales_shape[1] * (GROUP / 8);
 const long first = (long)blockIdx.x * blockDim.x * TIMES + threadIdx.x;
 const unsigned char* const bytes = (const unsigned char*)weight;

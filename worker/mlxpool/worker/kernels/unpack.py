@@ -26,7 +26,7 @@ def unpack(
     """weight [out, in * bits / 32] in uint32, scales and biases [out, in / group] -> [out, in]."""
     out, groups = scales.shape
     threads = -(-out * groups * group // (EACH * TIMES))
-    found: list[mx.array] = _kernel(bits, group, scales.dtype, dtype)(
+    found: list[mx.array] = _kernel(bits, group, dtype)(
         inputs=[weight, scales, biases],
         grid=(-(-threads // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
@@ -37,8 +37,8 @@ def unpack(
 
 
 @cache
-def _kernel(bits: int, group: int, scales: mx.Dtype, dtype: mx.Dtype) -> Any:
-    constants: dict[str, Constant] = {"BITS": bits, "GROUP": group, "N": dtype}
+def _kernel(bits: int, group: int, dtype: mx.Dtype) -> Any:
+    constants: dict[str, Constant] = {"BITS": bits, "GROUP": group, "TIMES": TIMES, "N": dtype}
     return kernel("unpack", ["weight", "scales", "biases"], ["out"], constants, whole=True)
 
 

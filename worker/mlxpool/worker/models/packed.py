@@ -76,9 +76,9 @@ class Packed:
         """
         if self._reads(x):
             return self._product(x, gated=True)
-        if x.ndim == self.weight.ndim == 2 and x.shape[0] >= _many():
-            numbers = self.dense(x.dtype)
-            return product.gated(x, numbers) if product.reads(x, numbers) else None
+        opened = x.ndim == self.weight.ndim == 2 and x.shape[0] >= _many()
+        if opened and product.serves(x.shape[0], x.shape[1], self.weight.shape[0], x.dtype):
+            return product.gated(x, self.dense(x.dtype))
         return None
 
     def _reads(self, x: mx.array) -> bool:
@@ -87,7 +87,8 @@ class Packed:
         if x.ndim != 2 or self.weight.ndim != 2 or (layout.mode, layout.bits) != ("affine", 4):
             return False
         rows, columns = self.weight.shape[0], x.shape[1]
-        fits = self.scales.dtype == x.dtype and self.factor is None
+        biased = self.biases is not None and self.biases.dtype == x.dtype
+        fits = biased and self.scales.dtype == x.dtype and self.factor is None
         return fits and packed.serves(x.shape[0], rows, columns, layout.group, x.dtype)
 
     def _product(self, x: mx.array, *, gated: bool = False) -> mx.array:
@@ -122,7 +123,8 @@ class Packed:
         """The numbers [..., out, in]; without a `dtype` in the one that holds them without loss."""
         layout = self.layout
         kind = dtype or self.scales.dtype
-        biases = self.biases if self.weight.ndim == 2 else None  # affine ones have them
+        plain = self.weight.ndim == 2 and self.factor is None
+        biases = self.biases if plain else None  # affine ones have them
         if biases is not None and unpack.serves(layout.bits, layout.group, kind):
             return unpack.unpack(self.weight, self.scales, biases, layout.bits, layout.group, kind)
         out = mx.dequantize(
