@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -151,8 +151,6 @@ class InPool(InRows):
         self.pool = Pool(shape, blocks, in_place=in_place, reads=reads)
         self.store = PoolStore(self.pool)
         self.name = "pool, own kernels" if reads else "pool"
-        if in_place and not reads:
-            log.warning("no kernel of ours attends for these heads: a step gathers what it reads")
         self.together = not in_place
         self.blocks = blocks
         self.lined = reads and not exact and shape.dtype in HALVES
@@ -211,9 +209,16 @@ def layout_of(
     return (InSlabs if name == "slabs" else InRows)(shape, model, exact=exact)
 
 
+@cache
 def kernels_read(shape: RowShape) -> bool:
-    """Whether our kernels attend in every layer here; each kind of them is tried."""
-    return all(map(partial(_reads, shape), set(shape.caches)))
+    """Whether our kernels attend in every layer here; each kind of them is tried, once.
+
+    If not, the log says so.
+    """
+    reads = all(map(partial(_reads, shape), set(shape.caches)))
+    if not reads:
+        log.warning("no kernel of ours attends for these heads: a step gathers what it reads")
+    return reads
 
 
 def _reads(shape: RowShape, cache: LayerCache) -> bool:
@@ -244,8 +249,9 @@ def _attends(cache: KeyValue, dtype: mx.Dtype) -> bool:
     return bool(mx.allclose(found, expected, 0.05, 0.05).item())
 
 
+@cache
 def writes(shape: RowShape) -> bool:
-    """Whether our kernels compile and write here; if not, the log says why."""
+    """Whether our kernels compile and write here, tried once; if not, the log says why."""
     try:
         pool = Pool(shape, 1, in_place=True)
         here = mx.array([[0]], dtype=mx.int32)
