@@ -59,7 +59,7 @@ def test_a_key_on_the_list_is_served(secure: SecurePool) -> None:
     with secure.dial("alice") as client:
         result = client.generate("counting", "hello", seed=3, max_tokens=20)
     assert list(result.ids) == expected_ids("hello", 3, 20)
-    assert secure.log().count("owner=key:alice")
+    until(lambda: "owner=key:alice" in secure.log(), "its request is told")
 
 
 def test_asyncio_dials_with_keys_as_well(secure: SecurePool) -> None:

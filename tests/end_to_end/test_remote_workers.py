@@ -90,7 +90,8 @@ def test_a_request_waits_for_a_worker_to_dial_in(shared: SecurePool, tmp_path: P
         with dialled(secure, tmp_path / "one"):
             assert list(stream.read().ids) == expected_ids("hello", 5, 20)
         until(lambda: not workers(secure), "it has left")
-        assert secure.worker("counting/0")["last_exit"] == "it left"
+        # The second if the broker wrote to it just as it went: then its goodbye is nobody's.
+        assert secure.worker("counting/0")["last_exit"] in ("it left", "its connection ended")
 
 
 def test_a_model_that_only_a_worker_knows(shared: SecurePool, tmp_path: Path) -> None:
