@@ -37,12 +37,7 @@ auto fetch = [&](int step) {
   }
   asm volatile("cp.async.commit_group;");
 };
-float sum[TILES][SETS][4];
-#pragma unroll
-for (int tile = 0; tile < TILES; tile++)
-  #pragma unroll
-  for (int set = 0; set < SETS; set++)
-    sum[tile][set][0] = sum[tile][set][1] = sum[tile][set][2] = sum[tile][set][3] = 0;
+float sum[TILES][SETS][4] = {};
 #pragma unroll
 for (int step = 0; step < STAGES - 1; step++) fetch(step);
 const N* const lines = (const N*)x + warp * 128 + quarter * 32;

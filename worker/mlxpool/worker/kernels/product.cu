@@ -10,12 +10,7 @@ const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / TILES;
 extern __shared__ uint4 space[];  // [STAGES][TILES * 2][THREADS], then the warps' sums
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quarter = lane & 3;
 const long first = (long)blockIdx.x * 16;
-float sum[TILES][SETS][4];
-#pragma unroll
-for (int tile = 0; tile < TILES; tile++)
-  #pragma unroll
-  for (int set = 0; set < SETS; set++)
-    sum[tile][set][0] = sum[tile][set][1] = sum[tile][set][2] = sum[tile][set][3] = 0;
+float sum[TILES][SETS][4] = {};
 const N* const rows = (const N*)weight + (first + line) * IN + warp * 32 + quarter * 8;
 auto fetch = [&](int step) {
   if (step < IN / COLUMNS)
