@@ -139,10 +139,11 @@ def test_the_prefix_cache_gives_back_all_there_is(tiny: Path) -> None:
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_every_token_of_a_flood_comes_through(batch: bool) -> None:
-    cost = broker.through_broker(Flood(4, 2, 40, rate=500), 2, batch=batch, delays=True)
+    flood = Flood(4, 2, 400, rate=500)
+    cost = broker.through_broker(flood, 2, batch=batch, delays=True)
     assert cost.per_s > 0
-    assert len(cost.delays_ms) <= 160
-    relayed = broker.through_relay(Flood(4, 2, 40, rate=500), delays=True)
+    assert len(cost.delays_ms) <= 1600
+    relayed = broker.through_relay(flood, delays=True)
     assert relayed.delay(0.99) >= relayed.delay(0.5) > 0
 
 

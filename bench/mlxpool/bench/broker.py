@@ -84,17 +84,22 @@ class Counter:
 
     def read(self, *, delays: bool) -> None:
         """Everything that is there."""
-        while True:
-            try:
-                parts = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if len(parts) > 2:
-                self.ids += len(parts[2]) // 4
-                if delays:
-                    self._note(wire.decode(parts))
-            elif wire.decode(parts).kind in (wire.DONE, wire.ERROR):
-                self.ended += 1
+        while self.read_one(delays=delays):
+            pass
+
+    def read_one(self, *, delays: bool) -> bool:
+        """One message, if there is one."""
+        try:
+            parts = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        if len(parts) > 2:
+            self.ids += len(parts[2]) // 4
+            if delays:
+                self._note(wire.decode(parts))
+        elif wire.decode(parts).kind in (wire.DONE, wire.ERROR):
+            self.ended += 1
+        return True
 
     def _note(self, message: wire.Message) -> None:
         now = time.monotonic_ns()
@@ -152,30 +157,40 @@ def _came(counters: Sequence[Counter], tokens: int) -> bool:
 def cost_of(
     counters: Sequence[Counter], over: Callable[[], bool], pid: int, *, delays: bool
 ) -> Cost:
-    """From the first token that came to the end."""
+    """From the first message with a token to the end."""
     poller = zmq.Poller()
     for counter in counters:
         poller.register(counter.socket, zmq.POLLIN)
     process = psutil.Process(pid)
-    _read_until(lambda: any(one.ids for one in counters), counters, poller, delays=False)
+    _read_until(lambda: any(one.ids for one in counters), counters, poller, _read_first)
     start, before, had = time.monotonic(), process.cpu_times(), sum(one.ids for one in counters)
-    _read_until(over, counters, poller, delays=delays)
+    _read_until(over, counters, poller, partial(Counter.read, delays=delays))
     seconds, after = time.monotonic() - start, process.cpu_times()
     ids = sum(one.ids for one in counters) - had
+    if not ids:
+        raise SystemExit(f"all {had} tokens came in one message; measure with more")
     cpu = (after.user - before.user) + (after.system - before.system)
     waits = [delay for one in counters for delay in one.delays]
     return Cost(ids / seconds, cpu / ids * 1e6, cpu / seconds, waits)
 
 
+def _read_first(counter: Counter) -> None:
+    """One message and no further: whatever stood behind it is part of what is measured."""
+    counter.read_one(delays=False)
+
+
 def _read_until(
-    over: Callable[[], bool], counters: Sequence[Counter], poller: zmq.Poller, *, delays: bool
+    over: Callable[[], bool],
+    counters: Sequence[Counter],
+    poller: zmq.Poller,
+    read: Callable[[Counter], None],
 ) -> None:
     while not over():
         if not poller.poll(PATIENCE_MS):
             came = sum(counter.ids for counter in counters)
             raise SystemExit(f"no token came for {PATIENCE_MS // 1000} s; {came:,} had come before")
         for counter in counters:
-            counter.read(delays=delays)
+            read(counter)
 
 
 # ---- lines ---------------------------------------------------------------------------------------
