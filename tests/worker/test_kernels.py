@@ -1,9 +1,11 @@
-"""Our CUDA kernels: their texts everywhere; what they compute, where there is a GPU."""
+"""Our CUDA kernels: on a GPU where there is one, else some of the cases by simt.py."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
+import simt  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine import sampler  # noqa: E402
 from mlxpool.worker.engine.attention import Rotation  # noqa: E402
@@ -32,9 +35,38 @@ from mlxpool.worker.kernels import (  # noqa: E402
 from mlxpool.worker.models.base import Rope, Scores  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="our kernels are for CUDA")
+too_slow = pytest.mark.skipif(not ON_GPU, reason="on a GPU alone: the simulator is slow")
 LENGTHS = (1, 2, 15, 16, 17, 31, 255, 256, 257, 511, 512, 513, 1500)
 WIDTH = 6  # blocks of a row's table
+HALVES = ("float16", "bfloat16")
+
+
+@pytest.fixture
+def machine() -> Iterator[None]:
+    """Runs CUDA kernels."""
+    if ON_GPU:
+        yield
+        return
+    if simt.COMPILER is None:
+        pytest.skip("there is no GPU, and no C++ compiler to simulate one")
+    with simt.simulated():
+        yield
+
+
+runs = pytest.mark.usefixtures("machine")
+
+
+def cases(few: Iterable[Any], more: Iterable[Any]) -> list[Any]:
+    """`few` everywhere, and more on a GPU."""
+    few = list(few)
+    return [
+        *few,
+        *(
+            pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=too_slow)
+            for one in more
+            if one not in few
+        ),
+    ]
 
 
 def test_constants_are_declared_in_c() -> None:
@@ -113,19 +145,19 @@ def test_a_kernel_that_fails_is_told_and_not_used(caplog: pytest.LogCaptureFixtu
 
 
 class Rows:
-    """Rows of LENGTHS tokens in a pool whose spare memory is poisoned."""
+    """Rows of these tokens in a pool whose spare memory is poisoned."""
 
-    def __init__(self, pairs: int, size: int, dtype: Any) -> None:
-        count = len(LENGTHS)
+    def __init__(self, pairs: int, size: int, dtype: Any, lengths: Sequence[int] = LENGTHS) -> None:
+        count = len(lengths)
         blocks = count * WIDTH
         shape = (blocks, pairs, BLOCK, size)
         self.pools = [mx.full(shape, float("nan"), dtype=dtype) for _ in "kv"]
         self.table = mx.random.permutation(blocks).reshape(count, WIDTH).astype(mx.int32)
         self.fresh = [mx.random.normal((count, pairs, size)).astype(dtype) for _ in "kv"]
-        self.positions = mx.array(LENGTHS, dtype=mx.int32) - 1
+        self.positions = mx.array(lengths, dtype=mx.int32) - 1
         mx.eval(self.pools, self.table, self.fresh)
         self.old: list[list[Any]] = []
-        for row, length in enumerate(LENGTHS):
+        for row, length in enumerate(lengths):
             old = [mx.random.normal((length - 1, pairs, size)).astype(dtype) for _ in "kv"]
             if length > 1:
                 places = mx.arange(length - 1)
@@ -199,11 +231,19 @@ CASES = [
     *((64, 4, "float16", rope) for rope in ROPES),
     (256, 16, "float16", "traditional"),
 ]
+SEEN = ((0, False), (100, True))
+FEW = [
+    (48, 4, "bfloat16", "whole", 0, False),
+    (64, 4, "float16", "half, by frequencies", 100, True),
+    (128, 9, "bfloat16", "none", 0, False),
+]
 
 
-@on_gpu
-@pytest.mark.parametrize(("size", "group", "dtype", "rope"), CASES)
-@pytest.mark.parametrize(("window", "sinks"), [(0, False), (100, True)])
+@runs
+@pytest.mark.parametrize(
+    ("size", "group", "dtype", "rope", "window", "sinks"),
+    cases(FEW, [(*case, *seen) for case in CASES for seen in SEEN]),
+)
 def test_the_kernel_is_attention(
     size: int, group: int, dtype: str, rope: str, window: int, sinks: bool
 ) -> None:
@@ -240,10 +280,64 @@ def test_the_kernel_is_attention(
             assert worst < 0.03, (length, longest)
 
 
-@on_gpu
-@pytest.mark.parametrize("size", scalar.SIZES)
-@pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("parts", [1, 8])
+CHUNKS = [
+    (64, 4, 16, "bfloat16", 0, False),
+    (64, 3, 16, "float16", 100, True),
+    (128, 8, 30, "bfloat16", 0, True),
+    (128, 1, 48, "bfloat16", 300, False),
+    (256, 2, 48, "float16", 0, False),
+    (80, 7, 128, "bfloat16", 0, False),
+    (128, 12, 16, "bfloat16", 0, False),
+]
+
+
+@runs
+@pytest.mark.parametrize(
+    ("size", "group", "count", "dtype", "window", "sinks"), cases(CHUNKS[:3], CHUNKS)
+)
+def test_tokens_of_a_row_read_it_together(
+    size: int, group: int, count: int, dtype: str, window: int, sinks: bool
+) -> None:
+    """Behind many tokens and few, the last lines nobody's."""
+    kind, pairs, turn = getattr(mx, dtype), 2, Rope(size, 10_000.0)
+    tokens = attend.tokens_of(group, count)
+    assert tokens == math.gcd({4: 4, 3: 4, 8: 2, 1: 16, 2: 8, 7: 2, 12: 1}[group], count)
+    scores = Scores(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
+    mx.random.seed(size + group)
+    for before, nobody in ((0, 0), (1240, 5)):
+        real = count - nobody
+        rows = Rows(pairs, size, kind, lengths=(before + real,))
+        q = mx.random.normal((count, pairs * group, size)).astype(kind)
+        slots = mx.concatenate([mx.arange(before, before + real), mx.full((nobody,), 7)])
+        table = mx.concatenate(
+            [mx.repeat(rows.table, real, axis=0), mx.zeros((nobody, WIDTH), dtype=mx.int32)]
+        )
+        positions = mx.concatenate([slots[:real], mx.zeros((nobody,))]).astype(mx.int32)
+        for pool, old in zip(rows.pools, rows.fresh, strict=True):
+            at = before + real - 1  # the last of the row's tokens is there, too
+            slot = rows.table[0, at // BLOCK] * BLOCK + at % BLOCK
+            mx.eval(pools.write(pool, old, slot[None].astype(mx.int32)))
+        keys, values = (
+            np.concatenate([_numbers(old), _numbers(new[0])[None]])
+            for old, new in zip(rows.old[0], rows.fresh, strict=True)
+        )
+        places = attend.Places(positions, table, mx.zeros((attend.FILL,), dtype=mx.int32), 1300)
+        out = attend.attend(
+            q, q[:, :pairs], q[:, :pairs], (rows.pools[0], rows.pools[1]), places, scores,
+            Rotation(positions).turns(turn), window, tokens,
+        )  # fmt: skip
+        for line in range(real):
+            asked = _turned(_numbers(q[line]), before + line, turn)
+            seen = before + line + 1
+            expected = _expected(asked, keys[:seen], values[:seen], scores, window)
+            assert np.abs(_numbers(out[line]) - expected).max() < 0.03, (before, line)
+
+
+@runs
+@pytest.mark.parametrize(
+    ("size", "group", "parts"),
+    cases([(64, 4, 8)], itertools.product(scalar.SIZES, (1, 4, 7), (1, 8))),
+)
 def test_the_kernel_without_tensor_cores_is_attention(size: int, group: int, parts: int) -> None:
     mx.random.seed(size + group)
     rows = Rows(2, size, mx.float32)
@@ -266,9 +360,9 @@ def test_the_kernel_without_tensor_cores_is_attention(size: int, group: int, par
         assert np.abs(_numbers(out[row]) - expected).max() < 2e-4
 
 
-@on_gpu
+@runs
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("size", [8, 256, 2048, 2880, 4096, 8192])
+@pytest.mark.parametrize("size", cases([2880], [8, 256, 2048, 4096, 8192]))
 def test_the_kernel_adds_and_norms(size: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
     x, y = (mx.random.normal((5, size)).astype(kind) for _ in range(2))
@@ -280,16 +374,22 @@ def test_the_kernel_adds_and_norms(size: int, dtype: str) -> None:
     assert np.abs(_numbers(normed) - expected).max() < 0.02 * np.abs(expected).max()
 
 
-@on_gpu
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+SIZES = [(32, 32), (64, 128), (96, 64), (2048, 1024), (4096, 256), (14336, 512)]
+
+
+@runs
 @pytest.mark.parametrize(
-    ("columns", "rows"), [(32, 32), (64, 128), (96, 64), (2048, 1024), (4096, 256), (14336, 512)]
+    ("columns", "rows", "dtype"),
+    cases(
+        [(96, 64, "float16"), (640, 128, "bfloat16")],
+        [(*size, dtype) for size in SIZES for dtype in ("float16", "bfloat16")],
+    ),
 )
 def test_the_kernels_multiply_lines(columns: int, rows: int, dtype: str) -> None:
     """By sixteen and less, and by more in parts of the columns."""
     kind = getattr(mx, dtype)
     weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
-    for lines in (1, 2, 7, 8, 9, 16, 17, 24, 25, 33, 64, 100, 128):
+    for lines in (1, 2, 7, 8, 9, 16, 17, 24, 25, 33, 64, 100, 128) if ON_GPU else (2, 9, 17, 100):
         if not product.serves(lines, columns, rows, kind):
             assert lines > product.FEW and (columns % 64 or rows % 128)
             continue
@@ -300,10 +400,17 @@ def test_the_kernels_multiply_lines(columns: int, rows: int, dtype: str) -> None
         assert np.abs(_numbers(product.gated(x, weight)) - _gated(expected)).max() < 0.06
 
 
-@on_gpu
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("group", packed.GROUPS)
-@pytest.mark.parametrize(("columns", "rows"), [(128, 64), (2048, 1024), (14336, 256)])
+FOURS = itertools.product([(128, 64), (2048, 1024), (14336, 256)], packed.GROUPS, HALVES)
+
+
+@runs
+@pytest.mark.parametrize(
+    ("columns", "rows", "group", "dtype"),
+    cases(
+        [(128, 64, 32, "bfloat16"), (1024, 64, 64, "float16")],
+        [(*size, group, dtype) for size, group, dtype in FOURS],
+    ),
+)
 def test_the_kernel_multiplies_with_four_bits(
     columns: int, rows: int, group: int, dtype: str
 ) -> None:
@@ -312,7 +419,7 @@ def test_the_kernel_multiplies_with_four_bits(
     weight, scales, biases = mx.quantize(numbers, group_size=group, bits=packed.BITS)
     dense = mx.dequantize(weight, scales, biases, group_size=group, bits=packed.BITS)
     opened = _numbers(dense)
-    for lines in (1, 2, 8, 9, 16, 17, 24, 32):
+    for lines in (1, 2, 8, 9, 16, 17, 24, 32) if ON_GPU else (2, 9):
         assert packed.serves(lines, rows, columns, group, kind)
         x = mx.random.normal((lines, columns)).astype(kind)
         expected = _numbers(x) @ opened.T
@@ -322,15 +429,20 @@ def test_the_kernel_multiplies_with_four_bits(
         assert np.abs(_numbers(found) - _gated(expected)).max() < 0.06
 
 
-@on_gpu
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-@pytest.mark.parametrize("group", [32, 64, 128])
+@runs
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype"),
+    cases(
+        [(3, 64, "bfloat16"), (4, 32, "float16"), (8, 128, "bfloat16")],
+        itertools.product([2, 3, 4, 5, 6, 8], [32, 64, 128], HALVES),
+    ),
+)
 def test_the_kernel_opens_weights(bits: int, group: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
     numbers = mx.random.normal((33, 3 * group)).astype(kind)
     weight, scales, biases = mx.quantize(numbers, group_size=group, bits=bits)
-    expected = mx.dequantize(weight, scales, biases, group_size=group, bits=bits)
+    exact = (one.astype(mx.float32) for one in (scales, biases))
+    expected = mx.dequantize(weight, *exact, group_size=group, bits=bits)
     assert unpack.serves(bits, group, kind)
     found = unpack.unpack(weight, scales, biases, bits, group, kind)
     assert mx.allclose(found, expected, 0.01, 0.01).item()
@@ -354,10 +466,14 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@on_gpu
-@pytest.mark.parametrize("size", [3, 257, 5000, 128_256])
-@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@runs
+@pytest.mark.parametrize(
+    ("size", "spread", "dtype"),
+    cases(
+        [(257, 0.0, "float32"), (5000, 8.0, "bfloat16")],
+        itertools.product([3, 257, 5000, 128_256], [0.0, 1.0, 8.0], ["float32", "bfloat16"]),
+    ),
+)
 def test_the_kernel_draws_what_the_slow_way_draws(size: int, spread: float, dtype: str) -> None:
     """The same tokens, but where two are as good to within the last digits."""
     picked = random.Random(size)
@@ -375,7 +491,7 @@ def test_the_kernel_draws_what_the_slow_way_draws(size: int, spread: float, dtyp
     assert len(differing) <= 1, [(row, rows[row], fast[row], slow[row]) for row in differing]
 
 
-@on_gpu
+@runs
 def test_the_kernel_tells_of_logits_that_are_no_numbers() -> None:
     logits = mx.zeros((4, 500))
     logits[0, 3] = float("nan")

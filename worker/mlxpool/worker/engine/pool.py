@@ -227,10 +227,12 @@ class PoolStep(Turning):
         """See Step.attend."""
         pool, places = self._pool, self._places
         if self._reads(q.shape[1], v, scores):
-            if not self.logits:  # the kernel writes the same again, while other lines look at it
+            tokens = 1
+            if not self.logits:  # with one token a group, the kernel writes the same again
                 table = pool.write(layer, (k, v), self._slots, self._table)
                 places = replace(places, table=table)
-            return attend.attend(q, k, v, self._pair(layer), places, scores)
+                tokens = attend.tokens_of(q.shape[1] // v.shape[1], q.shape[0])
+            return attend.attend(q, k, v, self._pair(layer), places, scores, tokens=tokens)
         served = scalar.serves(q.shape[1], k.shape[1], k.shape[2], v.shape[2], pool.shape.dtype)
         if self.logits and pool.reads and served and scores.sinks is None and not scores.cap:
             parts = parts_of(q.shape[0] * k.shape[1], places.longest)
@@ -353,7 +355,7 @@ class PoolBatch:
         width = -(-blocks_of(longest) // WIDE) * WIDE
         if lines > len(rows):
             ids = mx.concatenate([ids, mx.zeros((lines - len(rows),), dtype=ids.dtype)])
-        longest = self._cut(lines, longest)
+        longest = self._cut(1 if chunk else lines, longest)
         kind = (lines, width, longest, self._pool.blocks, chunk)
         places = _places(rows, at, lines, width, self._pool.spare)
         found, written = self._pass(kind, ids, places, width, longest, chunk, self._pool.arrays)
@@ -362,7 +364,7 @@ class PoolBatch:
         return found
 
     def _cut(self, lines: int, longest: int) -> int:
-        """The least length that cuts rows into as many parts as `longest` does."""
+        """The least length that cuts so many rows into as many parts as `longest` does."""
         return attend.LEAST * parts_of(lines * self._heads, longest)
 
     def _one_pass(

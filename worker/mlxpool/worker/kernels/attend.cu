@@ -1,9 +1,11 @@
 // One token for each row over a pool of blocks: its query and key are turned, its key and value are
-// written, and the row is read up to it. A thread block has one row, one key head and one part of
-// the row; each of its warps takes TILE tokens at a time through the tensor cores. The queries that
-// share the key head are the rows of the first matrix. Which number of a head stands at which place
-// of the matrices is free as long as both sides agree: a thread reads numbers that lie side by side.
-constexpr int TILE = 16, ROWS = GROUP <= 8 ? 8 : 16, SETS = ROWS / 8, HALF = TURNED / 2;
+// written, and the row is read up to it. Or TOKENS that follow each other in one row, whose keys and
+// values are there already. A thread block has one row, one key head and one part of the row; each of
+// its warps takes TILE tokens at a time through the tensor cores. The queries that share the key head
+// are the rows of the first matrix. Which number of a head stands at which place of the matrices is
+// free as long as both sides agree: a thread reads numbers that lie side by side.
+constexpr int ASKED = GROUP * TOKENS;  // token by token
+constexpr int TILE = 16, ROWS = ASKED <= 8 ? 8 : 16, SETS = ROWS / 8, HALF = TURNED / 2;
 constexpr int THREADS = WARPS * 32;
 constexpr int KEY_EACH = SIZE % 32 ? 4 : 8, KEY_CHUNKS = SIZE / (4 * KEY_EACH);
 constexpr int VALUE_EACH = SIZE % 32 ? 2 : SIZE % 64 ? 4 : 8, VALUE_CHUNKS = SIZE / (8 * VALUE_EACH);
@@ -11,13 +13,17 @@ constexpr float NEVER = -1e30f;
 using KeyPart = Some<unsigned, KEY_EACH / 2>;
 using ValuePart = Some<unsigned, VALUE_EACH / 2>;
 __shared__ alignas(16) N asked[ROWS][SIZE];
-__shared__ float warp_most[WARPS][ROWS], warp_total[WARPS][ROWS], warp_sum[WARPS][GROUP][SIZE];
+__shared__ float warp_most[WARPS][ROWS], warp_total[WARPS][ROWS], warp_sum[WARPS][ASKED][SIZE];
 
-const int row = blockIdx.x, head = blockIdx.y, part = blockIdx.z;
+const int row = blockIdx.x * TOKENS, head = blockIdx.y, part = blockIdx.z;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quarter = lane & 3;
-const int position = positions[row], length = position + 1, across = table_shape[1];
+const int position = positions[row], across = table_shape[1];
+int length = position + 1;
+#pragma unroll
+for (int t = 1; t < TOKENS; t++) length = max(length, positions[row + t] + 1);
 const int count = PARTED ? gridDim.z : 1;  // parts of a row
-const int start = WINDOW > 0 ? max(0, length - WINDOW) : 0, from = start / TILE * TILE;
+auto since = [&](int last) -> int { return WINDOW > 0 ? max(0, last + 1 - WINDOW) : 0; };
+const int from = since(position) / TILE * TILE;
 const int each = PARTED ? ((length - from + count - 1) / count + TILE - 1) / TILE * TILE : length;
 const int first = from + part * each, last = min(length, first + each);
 const int* blocks = (const int*)table + (long)row * across;
@@ -32,13 +38,13 @@ auto ask = [&](int token) {
     const long at = place(token);
     #pragma unroll
     for (int i = lane; i < LINES; i += 32) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"((const N*)keys + at + i * 64));
-      asm volatile("prefetch.global.L2 [%0];" ::"l"((const N*)values + at + i * 64));
+      prefetch((const N*)keys + at + i * 64);
+      prefetch((const N*)values + at + i * 64);
     }
   }
 };
 // Turns a head into `to`: a thread has two numbers that turn together, or two that stay.
-auto turn = [&](const N* numbers, long stride, int i, N* to) {
+auto turn = [&](const N* numbers, long stride, int row, int i, N* to) {
   const bool turns_it = i < HALF;
   const int one = !turns_it ? 2 * i : TRADITIONAL ? 2 * i : i;
   const int two = !turns_it || TRADITIONAL ? one + 1 : i + HALF;
@@ -56,9 +62,10 @@ constexpr int PAIRS = SIZE / 2;
 #pragma unroll 2
 for (int n = 0; n < (ROWS * PAIRS + THREADS - 1) / THREADS; n++) {
   const int i = n * THREADS + threadIdx.x, g = i / PAIRS;
-  if (g < GROUP) {
-    turn((const N*)q + row * q_strides[0] + (head * GROUP + g) * q_strides[1], q_strides[2],
-         i % PAIRS, asked[g]);
+  if (g < ASKED) {
+    const int line = row + g / GROUP;
+    turn((const N*)q + line * q_strides[0] + (head * GROUP + g % GROUP) * q_strides[1], q_strides[2],
+         line, i % PAIRS, asked[g]);
   } else if (g < ROWS) {
     down(0.f, &asked[g][2 * (i % PAIRS)]);
     down(0.f, &asked[g][2 * (i % PAIRS) + 1]);
@@ -67,12 +74,12 @@ for (int n = 0; n < (ROWS * PAIRS + THREADS - 1) / THREADS; n++) {
 constexpr int STRIDE = WARPS * TILE;
 ask(first + warp * TILE);
 ask(first + warp * TILE + STRIDE);
-if (first < length && last == length) {
+if (TOKENS == 1 && first < length && last == length) {
   const long at = place(position);
   #pragma unroll 1
   for (int i = threadIdx.x; i < 2 * PAIRS; i += THREADS) {
     if (i < PAIRS) {
-      turn((const N*)k + row * k_strides[0] + head * k_strides[1], k_strides[2], i, (N*)keys + at);
+      turn((const N*)k + row * k_strides[0] + head * k_strides[1], k_strides[2], row, i, (N*)keys + at);
     } else {
       const int d = 2 * (i - PAIRS);
       const N* value = (const N*)v + row * v_strides[0] + head * v_strides[1];
@@ -93,8 +100,15 @@ for (int set = 0; set < SETS; set++)
     for (int i = 0; i < KEY_EACH / 2; i++) query[set][c][i] = some.n[i];
   }
 float most[SETS], total[SETS], sum[SIZE / 8][4];
+int begin[SETS], end[SETS];  // of what a query sees
 #pragma unroll
-for (int set = 0; set < SETS; set++) { most[set] = NEVER; total[set] = 0; }
+for (int set = 0; set < SETS; set++) {
+  most[set] = NEVER;
+  total[set] = 0;
+  const int at = TOKENS > 1 ? positions[row + min((line + 8 * set) / GROUP, TOKENS - 1)] : position;
+  begin[set] = since(at);
+  end[set] = min(at + 1, last);
+}
 #pragma unroll
 for (int j = 0; j < SIZE / 8; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
 
@@ -143,8 +157,9 @@ for (int token = first + warp * TILE; token < last; token += STRIDE) {
       #pragma unroll
       for (int i = 0; i < 2; i++) {
         float& one = score[n][2 * set + i];
-        int here = n * 8 + 2 * quarter + i;
-        one = here < left && token + here >= start ? one * SCALE * 1.4426950408889634f : NEVER;
+        const int here = token + n * 8 + 2 * quarter + i;
+        const bool seen = here < end[set] && here >= begin[set];
+        one = seen ? one * SCALE * 1.4426950408889634f : NEVER;
         top = fmaxf(top, one);
       }
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
@@ -179,7 +194,7 @@ for (int set = 0; set < SETS; set++) {
   total[set] += __shfl_xor_sync(0xffffffff, total[set], 1);
   total[set] += __shfl_xor_sync(0xffffffff, total[set], 2);
   if (quarter == 0) { warp_most[warp][g] = most[set]; warp_total[warp][g] = total[set]; }
-  if (g < GROUP)
+  if (g < ASKED)
     #pragma unroll
     for (int c = 0; c < VALUE_CHUNKS; c++)
       #pragma unroll
@@ -192,16 +207,20 @@ for (int set = 0; set < SETS; set++) {
 __syncthreads();
 // What a query's sink takes of the softmax; `top` is of base 2 as all scores are here.
 auto sunk = [&](int g, float top) -> float {
-  return SINKS ? exp2f(sinks[head * GROUP + g] * 1.4426950408889634f - top) : 0.f;
+  return SINKS ? exp2f(sinks[head * GROUP + g % GROUP] * 1.4426950408889634f - top) : 0.f;
 };
-const long mine = (long)row * HEADS + head;
-N* const to = (N*)out + mine * GROUP * SIZE;
-constexpr int WHOLE = GROUP * (SIZE + 2);  // numbers of a part: sums, then greatest scores, totals
+auto to = [&](int i) -> N* {
+  const int g = i / SIZE;
+  const long line = ((long)row + g / GROUP) * HEADS + head;
+  return (N*)out + (line * GROUP + g % GROUP) * SIZE + i % SIZE;
+};
+const long mine = (long)blockIdx.x * HEADS + head;
+constexpr int WHOLE = ASKED * (SIZE + 2);  // numbers of a part: sums, then greatest scores, totals
 float* const parts = (float*)partial + mine * count * WHOLE;
 #pragma unroll 1
-for (int i = threadIdx.x; i < GROUP * SIZE; i += THREADS) {
+for (int i = threadIdx.x; i < ASKED * SIZE; i += THREADS) {
   const int g = i / SIZE, d = i % SIZE;
-  float top = SINKS && !PARTED ? sinks[head * GROUP + g] * 1.4426950408889634f : NEVER;
+  float top = SINKS && !PARTED ? sinks[head * GROUP + g % GROUP] * 1.4426950408889634f : NEVER;
   for (int w = 0; w < WARPS; w++) top = fmaxf(top, warp_most[w][g]);
   float numbers = 0, all = 0;
   for (int w = 0; w < WARPS; w++) {
@@ -210,12 +229,12 @@ for (int i = threadIdx.x; i < GROUP * SIZE; i += THREADS) {
     all += weight * warp_total[w][g];
   }
   if (!PARTED) {
-    down(numbers / (all + sunk(g, top)), to + i);
+    down(numbers / (all + sunk(g, top)), to(i));
   } else {
     parts[part * WHOLE + i] = numbers;
     if (d == 0) {
-      parts[part * WHOLE + GROUP * SIZE + g] = top;
-      parts[part * WHOLE + GROUP * SIZE + GROUP + g] = all;
+      parts[part * WHOLE + ASKED * SIZE + g] = top;
+      parts[part * WHOLE + ASKED * SIZE + ASKED + g] = all;
     }
   }
 }
@@ -229,20 +248,20 @@ if (PARTED) {
   if (before == count - 1) {
     __threadfence();
     #pragma unroll 1
-    for (int i = threadIdx.x; i < GROUP * SIZE; i += THREADS) {
+    for (int i = threadIdx.x; i < ASKED * SIZE; i += THREADS) {
       const int g = i / SIZE;
-      float top = SINKS ? sinks[head * GROUP + g] * 1.4426950408889634f : NEVER;
+      float top = SINKS ? sinks[head * GROUP + g % GROUP] * 1.4426950408889634f : NEVER;
       #pragma unroll 4
       for (int p = 0; p < count; p++)
-        top = fmaxf(top, __ldcg(parts + p * WHOLE + GROUP * SIZE + g));
+        top = fmaxf(top, __ldcg(parts + p * WHOLE + ASKED * SIZE + g));
       float numbers = 0, all = 0;
       #pragma unroll 2
       for (int p = 0; p < count; p++) {
-        float weight = exp2f(__ldcg(parts + p * WHOLE + GROUP * SIZE + g) - top);
+        float weight = exp2f(__ldcg(parts + p * WHOLE + ASKED * SIZE + g) - top);
         numbers += weight * __ldcg(parts + p * WHOLE + i);
-        all += weight * __ldcg(parts + p * WHOLE + GROUP * SIZE + GROUP + g);
+        all += weight * __ldcg(parts + p * WHOLE + ASKED * SIZE + ASKED + g);
       }
-      down(numbers / (all + sunk(g, top)), to + i);
+      down(numbers / (all + sunk(g, top)), to(i));
     }
     if (threadIdx.x == 0) ((int*)arrived)[mine] = 0;
   }

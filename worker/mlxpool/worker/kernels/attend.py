@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -62,17 +63,21 @@ def attend(
     scores: Scores,
     turns: Turns | None = None,
     window: int = 0,
+    tokens: int = 1,
 ) -> mx.array:
     """One token for each row: q [R, H, D], k and v [R, KV, D] -> [R, H, D].
 
     q and k are turned by `turns`; k and v are written into the pools [blocks, KV, block, D]. Arrays
     may be views. A row's token sees `window` tokens, 0: all; `scores.cap` has to be 0.
+    `tokens` above 1, see `tokens_of`: as many lines are tokens of one row, in their order, and read
+    it together; then k and v of all lines are in the pools already, and only q is turned.
     """
-    rows, heads, size = q.shape
+    lines, heads, size = q.shape
     _, pairs, block, _ = pools[0].shape
-    group, dtype = heads // pairs, pools[0].dtype
-    parts = parts_of(rows * pairs, min(places.longest, window or places.longest))
-    warps = warps_of(rows * pairs * parts, group * size)
+    group, rows, dtype = heads // pairs, lines // tokens, pools[0].dtype
+    seen = min(places.longest, window + tokens - 1) if window else places.longest
+    parts = parts_of(rows * pairs, seen)
+    warps = warps_of(rows * pairs * parts, group * tokens * size)
     none = mx.zeros((1,))
     cosines, sines = (none, none) if turns is None else (turns.cosines, turns.sines)
     sinks = none if scores.sinks is None else scores.sinks.astype(mx.float32)
@@ -92,8 +97,9 @@ def attend(
         scores.scale,
         sunk,
         parts > 1,
+        tokens,
     )
-    partial = rows * pairs * parts * group * (size + 2) if parts > 1 else 1
+    partial = rows * pairs * parts * group * tokens * (size + 2) if parts > 1 else 1
     found: list[mx.array] = made(
         inputs=[
             *(one.astype(dtype) for one in (q, k, v)),
@@ -107,7 +113,7 @@ def attend(
         ],
         grid=(rows * warps * LANES, pairs, parts),
         threadgroup=(warps * LANES, 1, 1),
-        output_shapes=[(rows, heads, size), (partial,)],
+        output_shapes=[(lines, heads, size), (partial,)],
         output_dtypes=[dtype, mx.float32],
     )
     return found[0].astype(q.dtype)
@@ -119,6 +125,11 @@ def parts_of(blocks: int, longest: int) -> int:
     while parts < MOST_PARTS and blocks * parts < FILL and longest // (2 * parts) >= LEAST:
         parts *= 2
     return parts
+
+
+def tokens_of(group: int, lines: int) -> int:
+    """Of `lines` tokens of a row those that share a matrix of queries; it divides their number."""
+    return math.gcd(1 << (GROUPS // group).bit_length() - 1, lines)
 
 
 def variant(blocks: int, longest: int) -> tuple[bool, bool]:
@@ -147,6 +158,7 @@ def _kernel(
     scale: float,
     sinks: bool,
     parted: bool,
+    tokens: int,
 ) -> Any:
     constants: dict[str, Constant] = {
         "GROUP": group,
@@ -160,6 +172,7 @@ def _kernel(
         "SCALE": float(scale),
         "SINKS": sinks,
         "PARTED": parted,
+        "TOKENS": tokens,
         "N": dtype,
     }
     bounds = (warps * LANES, 3) if warps == 4 and size <= 128 else None

@@ -15,7 +15,7 @@ Constant = int | float | mx.Dtype
 TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
 HALVES = (mx.float16, mx.bfloat16)  # what tensor cores multiply
 ROOM = Path(__file__).parent
-HEADERS = ("common.cuh", "tensor.cuh")
+HEADERS = ("common.cuh", "machine.cuh", "tensor.cuh")
 LANES = 32  # threads of a warp
 
 

@@ -22,20 +22,16 @@ auto fetch = [&](int step) {
     const long some = (long)step * WARPS + warp;
     #pragma unroll
     for (int i = 0; i < TILES * 2; i++)
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
-                       (unsigned)__cvta_generic_to_shared(
-                           space + (step % STAGES * TILES * 2 + i) * THREADS + threadIdx.x)),
-                   "l"((const char*)weight + (row_of(i / 2) + line + i % 2 * 8) * (IN / 2)
-                       + some * 64 + quarter * 16));
+      copy(shared_at(space + (step % STAGES * TILES * 2 + i) * THREADS + threadIdx.x),
+           (const char*)weight + (row_of(i / 2) + line + i % 2 * 8) * (IN / 2) + some * 64
+               + quarter * 16);
     #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
-      asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
-                       (unsigned)__cvta_generic_to_shared(scales_at(step, tile) + lane * SCALES)),
-                   "l"((lane < 16 ? scales : biases) + (row_of(tile) + lane % 16) * (IN / GROUP)
-                       + some * SCALES),
-                   "n"(SCALES * 2));
+      copy_few<SCALES * 2>(shared_at(scales_at(step, tile) + lane * SCALES),
+                           (lane < 16 ? scales : biases)
+                               + (row_of(tile) + lane % 16) * (IN / GROUP) + some * SCALES);
   }
-  asm volatile("cp.async.commit_group;");
+  copies_asked();
 };
 float sum[TILES][SETS][4] = {};
 #pragma unroll
@@ -63,7 +59,7 @@ for (int step = 0; step < IN / COLUMNS; step++) {
                    __byte_perm(some.y, some.w, 0x5410), __byte_perm(some.y, some.w, 0x7632)};
     }
   ask(min(step + 1, IN / COLUMNS - 1));
-  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+  copies_arrived_but<STAGES - 1>();
   __syncwarp();
   #pragma unroll
   for (int tile = 0; tile < TILES; tile++) {
@@ -91,4 +87,4 @@ for (int step = 0; step < IN / COLUMNS; step++) {
   }
   __syncwarp();
 }
-asm volatile("cp.async.wait_group 0;" ::: "memory");
+copies_arrived_but<0>();

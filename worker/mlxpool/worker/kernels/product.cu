@@ -15,13 +15,10 @@ const N* const rows = (const N*)weight + (first + line) * IN + warp * 32 + quart
 auto fetch = [&](int step) {
   if (step < IN / COLUMNS)
     #pragma unroll
-    for (int i = 0; i < TILES * 2; i++) {
-      uint4* to = space + (step % STAGES * TILES * 2 + i) * THREADS + threadIdx.x;
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
-                       (unsigned)__cvta_generic_to_shared(to)),
-                   "l"(rows + ((long)(i / 2) * OUT + i % 2 * 8) * IN + step * COLUMNS));
-    }
-  asm volatile("cp.async.commit_group;");
+    for (int i = 0; i < TILES * 2; i++)
+      copy(shared_at(space + (step % STAGES * TILES * 2 + i) * THREADS + threadIdx.x),
+           rows + ((long)(i / 2) * OUT + i % 2 * 8) * IN + step * COLUMNS);
+  copies_asked();
 };
 #pragma unroll
 for (int step = 0; step < STAGES - 1; step++) fetch(step);
@@ -39,7 +36,7 @@ for (int step = 0; step < IN / COLUMNS; step++) {
   #pragma unroll
   for (int set = 0; set < SETS; set++) b[set] = next[set];
   ask(min(step + 1, IN / COLUMNS - 1));
-  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+  copies_arrived_but<STAGES - 1>();
   #pragma unroll
   for (int tile = 0; tile < TILES; tile++) {
     const uint4* from = space + (step % STAGES * TILES + tile) * 2 * THREADS + threadIdx.x;

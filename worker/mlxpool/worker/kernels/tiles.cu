@@ -12,7 +12,7 @@ const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / (GATED ? 
 const int first = blockIdx.x * EACH, part = blockIdx.y, steps = IN / 64;
 const int begin = steps * part / SPLITS, end = steps * (part + 1) / SPLITS;
 extern __shared__ uint4 space[];
-const unsigned room = ((unsigned)__cvta_generic_to_shared(space) + 1023) & ~1023u;
+const unsigned room = (shared_at(space) + 1023) & ~1023u;
 auto fetch = [&](int step) {
   if (step < end) {
     const unsigned to = room + (step - begin) % STAGES * STAGE;
@@ -24,12 +24,10 @@ auto fetch = [&](int step) {
         from = (const N*)weight
                + (GATED && row >= EACH ? (long)OUT + first + row - EACH : (long)first + row) * IN;
       if (row < ROWS + ALL)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
-                         to + row * 128 + (sixteen ^ row % 8) * 16),
-                     "l"(from + step * 64 + sixteen * 8));
+        copy(to + row * 128 + (sixteen ^ row % 8) * 16, from + step * 64 + sixteen * 8);
     }
   }
-  asm volatile("cp.async.commit_group;");
+  copies_asked();
 };
 // Where a matrix lies: rows of 128 bytes in the order told above, eight rows in 1,024 bytes.
 auto matrix = [](unsigned at) -> unsigned long long {
@@ -42,20 +40,20 @@ for (int i = 0; i < 4 * SETS; i++) sum[i] = 0;
 for (int ahead = 0; ahead < STAGES - 2; ahead++) fetch(begin + ahead);
 const int group = threadIdx.x / 128;
 for (int step = begin; step < end; step++) {
-  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 3) : "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  copies_arrived_but<STAGES - 3>();
+  shown_to_products();
   __syncthreads();  // and nobody multiplies any more what the next columns are put upon
   fetch(step + STAGES - 2);
   const unsigned here = room + (step - begin) % STAGES * STAGE;
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  products_begin();
   const unsigned long long rows = matrix(here + group * 64 * 128), lines = matrix(here + ROWS * 128);
   #pragma unroll
   for (int k = 0; k < 4; k++) group_mma(sum, rows + 2 * k, lines + 2 * k);
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+  products_asked();
+  products_done_but<1>();
 }
-asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-asm volatile("cp.async.wait_group 0;" ::: "memory");
+products_done_but<0>();
+copies_arrived_but<0>();
 if (SPLITS > 1) {
   __shared__ int before;
   float4* const parts = (float4*)partial + (long)blockIdx.x * SPLITS * SETS * THREADS + threadIdx.x;

@@ -1,0 +1,361 @@
+// The machine that our kernels are written for, on a CPU: enough of CUDA C++ for them.
+//
+// A thread block's threads are fibers of one thread, which run until they wait for each other; blocks
+// run one after the other. Numbers are rounded as on a GPU; sums of a product may be in another order.
+// Copies to shared memory come as late as they may, so that a missing wait is seen.
+#pragma once
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#define __device__
+#define __shared__ static
+#define alignas(bytes)  // MLX's memory of a CPU lies anyhow
+#define __expf expf
+#define __logf logf
+
+namespace simt {
+
+constexpr int LANES = 32, STACK = 256 * 1024, FIRST = 16;
+
+struct Dim {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+struct Barrier {
+  int members = 0, arrived = 0;
+  unsigned generation = 0;
+};
+
+struct Warp {
+  Barrier barrier;
+  __attribute__((aligned(16))) char told[2][LANES][64];
+};
+
+struct Copy {
+  char* to;
+  const char* from;
+  int bytes;
+};
+
+struct Thread {
+  Dim index;
+  int number = 0;
+  unsigned exchanges = 0, votes = 0;
+  bool started = false, over = false;
+  ucontext_t context;
+  jmp_buf jump;
+  std::unique_ptr<char[]> stack;
+  std::vector<Copy> asked;
+  std::deque<std::vector<Copy>> groups;
+};
+
+static std::vector<Thread> threads;
+static std::vector<Warp> warps;
+static Barrier block;
+static int votes[2];
+static Thread* here;
+static jmp_buf done;
+static int alive, waits;
+static char* shared;
+static void (*entry)();
+
+// To the next thread of the block that is not over.
+[[noreturn]] static void go_on() {
+  int next = here->number;
+  do next = (next + 1) % threads.size();
+  while (threads[next].over);
+  here = &threads[next];
+  if (here->started) _longjmp(here->jump, 1);
+  here->started = true;
+  setcontext(&here->context);
+  abort();
+}
+
+static void release(Barrier& barrier) {
+  barrier.arrived = 0;
+  barrier.generation++;
+  waits = 0;
+}
+
+__attribute__((noinline)) static void wait(Barrier& barrier) {
+  const unsigned generation = barrier.generation;
+  if (++barrier.arrived == barrier.members) return release(barrier);
+  while (barrier.generation == generation) {
+    if (++waits > 4 * (int)threads.size()) _longjmp(done, 2);  // nobody can go on
+    if (!_setjmp(here->jump)) go_on();
+  }
+}
+
+static void leave(Barrier& barrier) {
+  if (--barrier.members && barrier.arrived == barrier.members) release(barrier);
+}
+
+static void thread_main() {
+  entry();
+  here->over = true;
+  leave(block);
+  leave(warps[here->number / LANES].barrier);
+  if (--alive == 0) _longjmp(done, 1);
+  go_on();
+}
+
+// What each lane of the warp says at this instruction.
+template <typename T> struct Told {
+  const char (*lanes)[64];
+  const T& operator[](int lane) const { return *(const T*)lanes[lane]; }
+};
+template <typename T> Told<T> told(const T& mine) {
+  static_assert(sizeof(T) <= 64);
+  Warp& warp = warps[here->number / LANES];
+  auto* lanes = warp.told[here->exchanges++ % 2];
+  memcpy(lanes[here->number % LANES], &mine, sizeof(T));
+  wait(warp.barrier);
+  return {lanes};
+}
+
+static int vote(int mine) {
+  int& sum = votes[here->votes++ % 2];
+  sum += mine;
+  wait(block);
+  const int found = sum;
+  wait(block);
+  sum = 0;
+  return found;
+}
+
+}  // namespace simt
+
+static simt::Dim blockIdx, blockDim, gridDim;
+#define threadIdx (simt::here->index)
+
+// ---- numbers -------------------------------------------------------------------------------------
+
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float4 { float x, y, z, w; };
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+
+struct __half { uint16_t bits; };
+struct __nv_bfloat16 { uint16_t bits; };
+struct __half2 { __half x, y; };
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+
+static inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+static inline float __uint_as_float(unsigned bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+static inline float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+static inline __nv_bfloat16 __float2bfloat16(float x) {
+  const unsigned bits = __float_as_uint(x);
+  if (x != x) return {0x7fff};
+  return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+static inline float __half2float(__half x) {
+  const int exponent = x.bits >> 10 & 31, fraction = x.bits & 1023;
+  const float sign = x.bits & 0x8000 ? -1.f : 1.f;
+  if (exponent == 31) return fraction ? NAN : sign * INFINITY;
+  return sign * (exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24));
+}
+static inline __half __float2half(float x) {
+  if (x != x) return {0x7fff};
+  const uint16_t sign = __float_as_uint(x) >> 31 << 15;
+  const float size = fabsf(x);
+  if (size >= 65520.f) return {(uint16_t)(sign | 0x7c00)};
+  if (size < ldexpf(1, -14)) return {(uint16_t)(sign | (int)nearbyintf(ldexpf(size, 24)))};
+  int exponent;
+  const float fraction = frexpf(size, &exponent);  // [0.5, 1)
+  const int bits = (int)nearbyintf(ldexpf(fraction, 11));
+  return {(uint16_t)(sign | (((exponent + 13) << 10) + bits))};
+}
+static inline __half2 __half2half2(__half x) { return {x, x}; }
+static inline __nv_bfloat162 __bfloat162bfloat162(__nv_bfloat16 x) { return {x, x}; }
+static inline __half2 __floats2half2_rn(float x, float y) { return {__float2half(x), __float2half(y)}; }
+static inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {__float2bfloat16(x), __float2bfloat16(y)};
+}
+static inline __half2 __float2half2_rn(float x) { return __floats2half2_rn(x, x); }
+static inline __nv_bfloat162 __float2bfloat162_rn(float x) { return __floats2bfloat162_rn(x, x); }
+static inline __half2 __hsub2(__half2 a, __half2 b) {
+  return __floats2half2_rn(__half2float(a.x) - __half2float(b.x), __half2float(a.y) - __half2float(b.y));
+}
+static inline __nv_bfloat162 __hsub2(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return __floats2bfloat162_rn(__bfloat162float(a.x) - __bfloat162float(b.x),
+                               __bfloat162float(a.y) - __bfloat162float(b.y));
+}
+static inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  return __floats2half2_rn(fmaf(__half2float(a.x), __half2float(b.x), __half2float(c.x)),
+                           fmaf(__half2float(a.y), __half2float(b.y), __half2float(c.y)));
+}
+static inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) {
+  return __floats2bfloat162_rn(
+      fmaf(__bfloat162float(a.x), __bfloat162float(b.x), __bfloat162float(c.x)),
+      fmaf(__bfloat162float(a.y), __bfloat162float(b.y), __bfloat162float(c.y)));
+}
+
+template <typename A, typename B> std::common_type_t<A, B> min(A a, B b) {
+  using C = std::common_type_t<A, B>;
+  return (C)a < (C)b ? (C)a : (C)b;
+}
+template <typename A, typename B> std::common_type_t<A, B> max(A a, B b) {
+  using C = std::common_type_t<A, B>;
+  return (C)a > (C)b ? (C)a : (C)b;
+}
+using std::isfinite;
+static inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {
+  const uint64_t both = (uint64_t)y << 32 | x;
+  unsigned found = 0;
+  for (int i = 0; i < 4; i++) found |= (unsigned)(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+  return found;
+}
+static inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+  const uint64_t both = (uint64_t)high << 32 | low;
+  return (unsigned)(both << (by & 31) >> 32);
+}
+
+// ---- threads together ----------------------------------------------------------------------------
+
+static inline void __syncthreads() { simt::wait(simt::block); }
+static inline void __syncwarp() { simt::wait(simt::warps[simt::here->number / simt::LANES].barrier); }
+static inline int __syncthreads_or(int x) { return simt::vote(x != 0) != 0; }
+static inline int __syncthreads_count(int x) { return simt::vote(x != 0); }
+template <typename T> T __shfl_xor_sync(unsigned, T x, int mask) {
+  return simt::told(x)[simt::here->number % simt::LANES ^ mask];
+}
+template <typename T> T __shfl_sync(unsigned, T x, int lane) { return simt::told(x)[lane]; }
+template <typename T> T __shfl_up_sync(unsigned, T x, int by) {
+  const int lane = simt::here->number % simt::LANES;
+  return simt::told(x)[lane < by ? lane : lane - by];
+}
+template <typename T> T atomicAdd(T* at, T more) {
+  const T before = *at;
+  *at += more;
+  return before;
+}
+static inline void __threadfence() {}
+template <typename T> T __ldcg(const T* from) { return *from; }
+
+// ---- machine.cuh ---------------------------------------------------------------------------------
+
+static inline float opened(uint16_t bits, __half) { return __half2float({bits}); }
+static inline float opened(uint16_t bits, __nv_bfloat16) { return __bfloat162float({bits}); }
+
+template <typename N> void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, N) {
+  struct Words {
+    float a[4][2], b[2][2];
+  } mine;
+  const unsigned b[2] = {b0, b1};
+  for (int i = 0; i < 2; i++) {
+    for (int n = 0; n < 4; n++) mine.a[n][i] = opened(a[n] >> 16 * i, N());
+    for (int n = 0; n < 2; n++) mine.b[n][i] = opened(b[n] >> 16 * i, N());
+  }
+  const auto told = simt::told(mine);
+  const int lane = simt::here->number % simt::LANES, line = lane / 4, quarter = lane % 4;
+  for (int i = 0; i < 4; i++)
+    for (int k = 0; k < 16; k++)
+      c[i] += told[line * 4 + k % 8 / 2].a[i / 2 + k / 8 * 2][k % 2]
+              * told[(2 * quarter + i % 2) * 4 + k % 8 / 2].b[k / 8][k % 2];
+}
+
+static inline void prefetch(const void*) {}
+static inline unsigned shared_at(const void* space) {
+  return (unsigned)((const char*)space - simt::shared) + simt::FIRST;
+}
+static inline void ask_for(unsigned to, const void* from, int bytes) {
+  if (to % bytes) {
+    fprintf(stderr, "a copy of %d bytes that is not aligned\n", bytes);
+    _longjmp(simt::done, 3);
+  }
+  simt::here->asked.push_back({simt::shared + to - simt::FIRST, (const char*)from, bytes});
+}
+static inline void copy(unsigned to, const void* from) { ask_for(to, from, 16); }
+template <int BYTES> void copy_few(unsigned to, const void* from) { ask_for(to, from, BYTES); }
+static inline void copies_asked() {
+  simt::here->groups.push_back(std::move(simt::here->asked));
+  simt::here->asked.clear();
+}
+template <int COUNT> void copies_arrived_but() {
+  auto& groups = simt::here->groups;
+  for (; groups.size() > COUNT; groups.pop_front())
+    for (const auto& one : groups.front()) memcpy(one.to, one.from, one.bytes);
+}
+static inline void shown_to_products() {}
+static inline void products_begin() {}
+static inline void products_asked() {}
+template <int COUNT> void products_done_but() {}
+// See group_mma of tiles.py; both matrices have rows of 128 bytes, their sixteens in another order.
+template <typename N, int COUNT>
+void products(float (&c)[COUNT], unsigned long long a, unsigned long long b) {
+  auto number = [](unsigned long long matrix, int row, int column) -> float {
+    unsigned at = (unsigned)(matrix & 0x3fff) * 16 + row * 128 + column * 2;
+    at ^= (at >> 7 & 7) << 4;
+    return opened(*(const uint16_t*)(simt::shared + at - simt::FIRST), N());
+  };
+  const int lane = simt::here->number % 128;
+  for (int i = 0; i < COUNT; i++) {
+    const int row = lane / 32 * 16 + lane % 32 / 4 + i % 4 / 2 * 8;
+    const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; k++) c[i] += number(a, row, k) * number(b, column, k);
+  }
+}
+
+// ---- a launch ------------------------------------------------------------------------------------
+
+namespace simt {
+
+// Runs `one` for every thread; 0, or why it stopped: 2, threads wait for others that never come.
+static int launch(void (*one)(), const unsigned* grid, unsigned count, long bytes) {
+  entry = one;
+  gridDim = {grid[0], grid[1], grid[2]};
+  blockDim = {count, 1, 1};
+  shared = (char*)aligned_alloc(1024, (bytes + 2047) / 1024 * 1024);
+  threads = std::vector<Thread>(count);
+  for (auto& thread : threads) thread.stack.reset(new char[STACK]);
+  int why = 0;
+  for (unsigned number = 0; number < grid[0] * grid[1] * grid[2]; number++) {
+    blockIdx = {number % grid[0], number / grid[0] % grid[1], number / grid[0] / grid[1]};
+    memset(shared, 0xff, bytes);
+    warps = std::vector<Warp>((count + LANES - 1) / LANES);
+    block = {(int)count, 0, 0};
+    votes[0] = votes[1] = waits = 0;
+    alive = count;
+    for (unsigned i = 0; i < count; i++) {
+      Thread& thread = threads[i];
+      thread.index = {i, 0, 0};
+      thread.number = i;
+      thread.exchanges = thread.votes = 0;
+      thread.started = thread.over = false;
+      thread.asked.clear();
+      thread.groups.clear();
+      warps[i / LANES].barrier.members++;
+      getcontext(&thread.context);
+      thread.context.uc_stack.ss_sp = thread.stack.get();
+      thread.context.uc_stack.ss_size = STACK;
+      makecontext(&thread.context, thread_main, 0);
+    }
+    here = &threads[count - 1];
+    why = _setjmp(done);
+    if (why == 0) go_on();
+    if (why > 1) break;
+  }
+  free(shared);
+  return why > 1 ? why : 0;
+}
+
+}  // namespace simt
