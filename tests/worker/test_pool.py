@@ -1,8 +1,12 @@
-"""A pool of blocks: rows and tree share memory, and every token is the one it is without them."""
+"""A pool of blocks: rows and tree share memory, and every token is the one it is without them.
+
+By MLX's operations and by our kernels, which simt.py simulates where there is no GPU.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,12 +16,14 @@ from worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
+import simt  # noqa: E402
 from mlxpool.common.errors import OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.engine import engine as engine_room  # noqa: E402
 from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.layouts import InPool  # noqa: E402
+from mlxpool.worker.engine.layouts import InPool, layout_of  # noqa: E402
 from mlxpool.worker.engine.pool import Pool, PoolStep, PoolStore, lines_for  # noqa: E402
 from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
 from mlxpool.worker.models.base import KeyValue, Latent, Scores  # noqa: E402
@@ -28,8 +34,23 @@ SHAPE = RowShape((KeyValue(2, 8, 4), Latent(6)), mx.float32, 3000)
 BLOCKS = 30
 
 
-def pool_of(shape: RowShape = SHAPE, blocks: int = BLOCKS) -> PoolStore:
-    return PoolStore(Pool(shape, blocks, in_place=ON_GPU))
+@pytest.fixture(params=[False, True], ids=["operations", "kernels"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether our kernels write, and read, the pool."""
+    if not request.param or ON_GPU:
+        yield request.param
+        return
+    with simt.simulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_room, "layout_of", _as_on_a_gpu)
+        yield True
+
+
+def _as_on_a_gpu(*args: Any, on_gpu: bool, **others: Any) -> Any:
+    return layout_of(*args, on_gpu=True, **others)
+
+
+def pool_of(in_place: bool, blocks: int = BLOCKS) -> PoolStore:
+    return PoolStore(Pool(SHAPE, blocks, in_place=in_place))
 
 
 def some(tokens: int) -> list[tuple[Any, ...]]:
@@ -52,8 +73,8 @@ def append(rows: tuple[Any, ...], new: list[tuple[Any, ...]]) -> None:
         mx.eval(row.arrays())
 
 
-def test_a_row_of_blocks_holds_what_a_row_of_its_own_holds() -> None:
-    store = pool_of()
+def test_a_row_of_blocks_holds_what_a_row_of_its_own_holds(kernels: bool) -> None:
+    store = pool_of(kernels)
     row, other = store.new_row(), Row(SHAPE)
     for tokens in (1, 200, 55, 1, 300, BLOCK, 1):
         append((row, other), some(tokens))
@@ -65,8 +86,8 @@ def test_a_row_of_blocks_holds_what_a_row_of_its_own_holds() -> None:
     assert store._pool.free == BLOCKS
 
 
-def test_rows_share_blocks_and_write_into_their_own() -> None:
-    store = pool_of()
+def test_rows_share_blocks_and_write_into_their_own(kernels: bool) -> None:
+    store = pool_of(kernels)
     row, first, second = store.new_row(), Row(SHAPE), Row(SHAPE)
     new = some(BLOCK + 100)
     append((row, first, second), new)
@@ -81,8 +102,8 @@ def test_rows_share_blocks_and_write_into_their_own() -> None:
     assert store._pool.free == BLOCKS - 3
 
 
-def test_a_full_pool_is_an_error_and_the_row_stays() -> None:
-    store = pool_of(blocks=2)
+def test_a_full_pool_is_an_error_and_the_row_stays(kernels: bool) -> None:
+    store = pool_of(kernels, blocks=2)
     row, other = store.new_row(), Row(SHAPE)
     append((row, other), some(400))
     with pytest.raises(OutOfMemory, match="all 2 blocks"):
@@ -163,17 +184,17 @@ def test_a_short_chunk_is_lines_of_one_pass(loaded: Loaded, chunk: int) -> None:
         assert pair[0].ids == pair[1].ids
 
 
-def test_tokens_of_a_chunk_see_each_other_and_nothing_later() -> None:
-    """On a GPU by the kernel, which finds what another of ours has written before."""
+def test_tokens_of_a_chunk_see_each_other_and_nothing_later(kernels: bool) -> None:
+    """Our kernel finds what another of ours has written before."""
     heads, pairs, size, before, count = 4, 2, 64, 30, 40
-    kind = mx.bfloat16 if ON_GPU else mx.float32
+    kind = mx.bfloat16 if kernels else mx.float32
     shape = RowShape((KeyValue(pairs, size, size),), kind, 1000)
-    pool = Pool(shape, 4, in_place=ON_GPU, reads=ON_GPU)
+    pool = Pool(shape, 4, in_place=kernels, reads=kernels)
     q = mx.random.normal((before + count, heads, size)).astype(kind)
     k, v = (mx.random.normal((before + count, pairs, size)).astype(kind) for _ in "kv")
     for start, end in ((0, before), (before, before + count)):
         positions = mx.arange(start, end, dtype=mx.int32)
-        table = mx.broadcast_to(mx.array([[2]], dtype=mx.int32), (end - start, 1))
+        table = mx.full((end - start, 1), 2, dtype=mx.int32)
         step = PoolStep(pool, positions, positions + 2 * BLOCK, table, 128, chunk=True)
         found = step.attend(0, q[start:end], k[start:end], v[start:end], Scores(0.125))
         mx.eval(found)
@@ -185,11 +206,11 @@ def test_tokens_of_a_chunk_see_each_other_and_nothing_later() -> None:
             weights = np.exp(scores - scores.max())
             expected = weights @ values[:seen, head // 2] / weights.sum()
             got = np.array(found[line, head].astype(mx.float32))
-            assert np.abs(got - expected).max() < (0.03 if ON_GPU else 1e-4)
+            assert np.abs(got - expected).max() < (0.03 if kernels else 1e-4)
 
 
-def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded) -> None:
-    """Against rows of their own; on a GPU for 10,000 steps, with our kernels."""
+def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded, kernels: bool) -> None:
+    """Against rows of their own; on a GPU for 10,000 steps."""
     draw = random.Random(5)
     heads = [tuple(draw.randrange(256) for _ in range(700)) for _ in range(4)]
     engine, slow = engine_of(loaded, "pool", blocks=24), engine_of(loaded, "rows", "off")
@@ -197,7 +218,10 @@ def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded) -> None
     pool = engine._layout.store._pool
     running: list[Sequence] = []
     done, steps = 0, 0
-    while steps < (10_000 if ON_GPU else 150):
+    pooled = engine._layout.pool
+    assert pooled.in_place == kernels
+    assert pooled.reads == (kernels and isinstance(pooled.shape.caches[0], KeyValue))
+    while steps < (10_000 if ON_GPU and kernels else 150):
         while pool.free < 8 and engine.shrink(4):  # as the compute thread does
             pass
         if len(running) < 4 and draw.random() < 0.1:

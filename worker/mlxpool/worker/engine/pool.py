@@ -70,11 +70,16 @@ class Pool:
 
     def copy(self, source: int, target: int) -> None:
         """One block in every layer; done when this returns."""
-        slots = mx.arange(target * BLOCK, (target + 1) * BLOCK, dtype=mx.int32)
-        for layer, arrays in enumerate(self.arrays):
-            block = tuple(mx.contiguous(array[source].swapaxes(0, 1)) for array in arrays)
-            mx.eval(block)
-            self.write(layer, block, slots, slots)
+        if self.in_place:
+            mx.eval(self.written())  # no kernel writes what another reads in the same eval
+            blocks = mx.array([source, target], dtype=mx.int32)
+            self.pending += [
+                pools.copy(array, blocks) for arrays in self.arrays for array in arrays
+            ]
+        else:
+            for arrays in self.arrays:
+                for array in arrays:
+                    array[target] = array[source]
         mx.eval(self.written())
 
     def written(self) -> list[mx.array]:

@@ -1,4 +1,4 @@
-"""Writing new lines into a pool of blocks."""
+"""Writing into a pool of blocks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlxpool.worker.kernels.build import Constant, kernel
 
 THREADS = 256
+PIECE = 16  # bytes that a thread copies
 
 
 def write(pool: mx.array, fresh: mx.array, slots: mx.array) -> mx.array:
@@ -26,6 +27,28 @@ def write(pool: mx.array, fresh: mx.array, slots: mx.array) -> mx.array:
         output_dtypes=[mx.int32],
     )
     return found[0]
+
+
+def copy(pool: mx.array, blocks: mx.array) -> mx.array:
+    """The first of `blocks` [2] of pool [blocks, heads, block, size] into the other.
+
+    Returns a 0, see `write`.
+    """
+    _, heads, block, size = pool.shape
+    count = heads * block * size * pool.dtype.size // PIECE
+    found: list[mx.array] = _copier(count)(
+        inputs=[pool, blocks],
+        grid=(-(-count // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )
+    return found[0]
+
+
+@cache
+def _copier(count: int) -> Any:
+    return kernel("copy", ["pool", "blocks"], ["done"], {"COUNT": count})
 
 
 @cache
