@@ -325,10 +325,15 @@ def test_tokens_of_a_row_read_it_together(
 
 @runs
 @pytest.mark.parametrize(
-    ("size", "group", "parts"),
-    cases([(64, 4, 8)], itertools.product(scalar.SIZES, (1, 4, 7), (1, 8))),
+    ("size", "group", "parts", "window"),
+    cases(
+        [(64, 4, 8, 0), (64, 2, 1, 100)],
+        itertools.product(scalar.SIZES, (1, 4, 7), (1, 8), (0, 100)),
+    ),
 )
-def test_the_kernel_without_tensor_cores_is_attention(size: int, group: int, parts: int) -> None:
+def test_the_kernel_without_tensor_cores_is_attention(
+    size: int, group: int, parts: int, window: int
+) -> None:
     mx.random.seed(size + group)
     rows = Rows(2, size, mx.float32)
     q = mx.random.normal((len(LENGTHS), 2 * group, size))
@@ -340,13 +345,14 @@ def test_the_kernel_without_tensor_cores_is_attention(size: int, group: int, par
         rows.positions,
         size**-0.5,
         parts,
+        window,
     )
     for row in range(len(LENGTHS)):
         keys, values = (
             np.concatenate([_numbers(old), _numbers(new[row])[None]])
             for old, new in zip(rows.old[row], rows.fresh, strict=True)
         )
-        expected = _expected(_numbers(q[row]), keys, values, Scores(size**-0.5), 0)
+        expected = _expected(_numbers(q[row]), keys, values, Scores(size**-0.5), window)
         assert np.abs(_numbers(out[row]) - expected).max() < 2e-4
 
 

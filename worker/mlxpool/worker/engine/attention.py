@@ -17,7 +17,7 @@ from mlxpool.worker.engine import softmax
 from mlxpool.worker.engine.cache import Row, RowShape
 from mlxpool.worker.engine.slabs import SlabRow
 from mlxpool.worker.kernels.attend import Turns
-from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Rope, Scan, Scores
+from mlxpool.worker.models.base import Latent, LatentHeads, Rope, Scan, Scores
 
 AnyRow = Row | SlabRow
 FUSED = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
@@ -173,7 +173,7 @@ class Step(Turning):
     ) -> mx.array:
         """`attend` for one row: q [n, H, D], k [n, KV, D], v [n, KV, V] -> [n, H, V]."""
         keys, values = row.write(layer, _heads_first(k), _heads_first(v))
-        return seen(q, keys, values, scores, _window(row, layer))
+        return seen(q, keys, values, scores, row.shape.window(layer))
 
     def attend_latent(
         self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
@@ -337,11 +337,6 @@ def weighed(
 def bent(scores: mx.array, cap: float) -> mx.array:
     """Scores that stay below `cap`, see Step.attend; 0: as they are."""
     return mx.tanh(scores / cap) * cap if cap else scores
-
-
-def _window(row: AnyRow, layer: int) -> int:
-    cache = row.shape.caches[layer]
-    return cache.window if isinstance(cache, KeyValue) else 0
 
 
 def _heads_first(x: mx.array) -> mx.array:

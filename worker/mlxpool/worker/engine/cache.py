@@ -7,7 +7,7 @@ writes them in place. Memory past the last token is finite and never read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import mlx.core as mx
@@ -28,12 +28,16 @@ Arrays = tuple[mx.array, ...]
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """What one sequence's cache needs to know of a model; `capacity` and `chunk` in tokens."""
+    """What one sequence's cache needs to know of a model; `capacity` and `chunk` in tokens.
+
+    `whole`: what a token leaves is kept in every layer, also where a window sees it no more.
+    """
 
     caches: tuple[LayerCache, ...]
     dtype: mx.Dtype
     capacity: int
     chunk: int = 2048
+    whole: bool = False
 
     @property
     def plain(self) -> bool:
@@ -42,21 +46,29 @@ class RowShape:
 
     @property
     def paged(self) -> bool:
-        """Whether every layer keeps something of every token, so that blocks can hold it all."""
-        return not any(
-            isinstance(one, Recurrent) or (isinstance(one, KeyValue) and one.window)
-            for one in self.caches
-        )
+        """Whether every layer has something of every token, so that blocks can hold it all."""
+        return not any(isinstance(one, Recurrent) for one in self.caches)
 
     @property
     def token_bytes(self) -> int:
         """Bytes that one token more takes in all layers."""
-        return sum(cache.token_bytes(self.dtype.size) for cache in self.caches)
+        return sum(cache.token_bytes(self.dtype.size) for cache in self._kept)
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes that a sequence takes whatever its length."""
-        return sum(cache.fixed_bytes(self.dtype.size, self.chunk) for cache in self.caches)
+        return sum(cache.fixed_bytes(self.dtype.size, self.chunk) for cache in self._kept)
+
+    def window(self, layer: int) -> int:
+        """How many tokens a token of this layer sees; 0: all."""
+        cache = self.caches[layer]
+        return cache.window if isinstance(cache, KeyValue) else 0
+
+    @property
+    def _kept(self) -> Sequence[LayerCache]:
+        if not self.whole:
+            return self.caches
+        return [replace(c, window=0) if isinstance(c, KeyValue) else c for c in self.caches]
 
 
 class FullLayer:

@@ -21,7 +21,7 @@ from mlxpool.worker.engine.blocks import BLOCK, blocks_of, transient
 from mlxpool.worker.engine.cache import RowShape
 from mlxpool.worker.engine.company import Company
 from mlxpool.worker.engine.draws import drawn, history, last
-from mlxpool.worker.engine.layouts import Layout, layout_of
+from mlxpool.worker.engine.layouts import Layout, layout_of, named
 from mlxpool.worker.engine.row_engine import LEAST_BLOCKS, RowEngine
 from mlxpool.worker.engine.sampler import Sampled
 from mlxpool.worker.engine.scheduler import area_of
@@ -102,11 +102,12 @@ class ModelEngine(RowEngine[AnyRow]):
         self._loaded = loaded
         self._model = loaded.model
         shape = RowShape(folder.plan.caches, loaded.dtype, self.context, self.chunk)
+        name, shape = named(layout, shape, exact=loaded.deterministic, on_gpu=back_end.on_gpu())
         area = area_of(self.chunk)
         self._area = area if loaded.deterministic else pairs_at_once(shape, area)
         self._block_bytes = BLOCK * max(shape.token_bytes, 1)
         self._per_row = shape.fixed_bytes
-        self._asked = layout, shape, prefix
+        self._asked = name, shape, prefix
         self._layout, self._prefix = self._laid_out()
         self.blocks = self._capacity()
         self._lookahead = back_end.on_gpu() if lookahead is None else lookahead

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Protocol, cast
 
@@ -191,22 +192,31 @@ def _short(spans: Sequence[Span]) -> bool:
     return count <= CHUNKS[-1] and count * end <= LOOKED_AT
 
 
-def layout_of(
-    name: str | None, shape: RowShape, model: Model, blocks: int, *, exact: bool, on_gpu: bool
-) -> Layout:
-    """The layout of this name; None: a pool of `blocks` on a CUDA GPU, slabs on a CPU, for models
-    that can have them, and rows.
+def named(name: str | None, shape: RowShape, *, exact: bool, on_gpu: bool) -> tuple[str, RowShape]:
+    """This layout's name; None: a pool of blocks on a CUDA GPU, slabs on a CPU, for models that
+    can have them, and rows. And what it keeps of each sequence.
     """
-    in_place = shape.paged and on_gpu and mx.cuda.is_available() and writes(shape)
     if name is None:
         name = "rows"
         if shape.plain and not on_gpu:
             name = "slabs"
-        elif in_place and not exact:
+        elif not exact and _in_place(shape, on_gpu):
             name = "pool"
+    return name, replace(shape, whole=name == "pool")
+
+
+def layout_of(
+    name: str, shape: RowShape, model: Model, blocks: int, *, exact: bool, on_gpu: bool
+) -> Layout:
+    """The layout of this name; a pool has `blocks`."""
     if name == "pool":
+        in_place = _in_place(shape, on_gpu)
         return InPool(shape, model, blocks, exact=exact, in_place=in_place)
     return (InSlabs if name == "slabs" else InRows)(shape, model, exact=exact)
+
+
+def _in_place(shape: RowShape, on_gpu: bool) -> bool:
+    return shape.paged and on_gpu and mx.cuda.is_available() and writes(shape)
 
 
 @cache

@@ -37,7 +37,7 @@ class Pool:
 
         There is one block more, `spare`, which is nobody's.
         """
-        self.shape = shape
+        self.shape = replace(shape, whole=True)
         self.blocks = self.spare = blocks
         self.in_place, self.reads = in_place, reads
         self.arrived = mx.zeros((attend.FILL,), dtype=mx.int32)
@@ -54,7 +54,7 @@ class Pool:
         match cache:
             case Latent(dim):
                 shapes = [(1, dim)]
-            case KeyValue(heads, key_dim, value_dim, 0):
+            case KeyValue(heads, key_dim, value_dim, _):
                 shapes = [(heads, key_dim), (heads, value_dim)]
             case _:
                 raise TypeError(f"a pool of blocks has no place for {cache}")
@@ -137,14 +137,20 @@ class PoolRow(BlockRow):
         self._store.reserve(self, tokens)
 
     def write(self, layer: int, *new: mx.array) -> Arrays:
-        """Puts arrays [1, heads, n, size] behind `offset`; returns all up to there and them."""
-        end = self.offset + new[0].shape[2]
+        """Puts arrays [1, heads, n, size] behind `offset`.
+
+        Returns what the first of them sees, and them.
+        """
+        end, window = self.offset + new[0].shape[2], self.shape.window(layer)
         slots, table = self._placed(end)
         fresh = tuple(array.squeeze(0).swapaxes(0, 1) for array in new)
         table = self.pool.write(layer, fresh, slots, table)
         if self.offset == 0:
             return tuple(array.astype(self.shape.dtype) for array in new)
-        return tuple(array[:, :, :end] for array in gathered(self.pool.arrays[layer], table))
+        start = max(0, self.offset + 1 - window) if window else 0
+        first = start // BLOCK
+        seen = gathered(self.pool.arrays[layer], table[:, first:])
+        return tuple(array[:, :, start - first * BLOCK : end - first * BLOCK] for array in seen)
 
     def _placed(self, end: int) -> tuple[mx.array, mx.array]:
         """The slots of tokens [offset, end) and the table [1, B] up to there."""
@@ -230,23 +236,26 @@ class PoolStep(Turning):
 
     def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
         """See Step.attend."""
-        pool, places = self._pool, self._places
+        pool, places, window = self._pool, self._places, self._pool.shape.window(layer)
         if self._reads(q.shape[1], v, scores):
             tokens = 1
             if not self.logits:  # with one token a group, the kernel writes the same again
                 table = pool.write(layer, (k, v), self._slots, self._table)
                 places = replace(places, table=table)
                 tokens = attend.tokens_of(q.shape[1] // v.shape[1], q.shape[0])
-            return attend.attend(q, k, v, self._pair(layer), places, scores, tokens=tokens)
+            pair = self._pair(layer)
+            return attend.attend(q, k, v, pair, places, scores, None, window, tokens)
         served = scalar.serves(q.shape[1], k.shape[1], k.shape[2], v.shape[2], pool.shape.dtype)
-        if self.logits and pool.reads and served and scores.sinks is None and not scores.cap:
-            parts = parts_of(q.shape[0] * k.shape[1], places.longest)
+        plain = scores.sinks is None and not scores.cap
+        if self.logits and pool.reads and served and plain:
+            seen = min(places.longest, window or places.longest)
+            parts = parts_of(q.shape[0] * k.shape[1], seen)
             at = places.table, places.positions
-            return scalar.attend(q, (k, v), self._pair(layer), *at, scores.scale, parts)
+            return scalar.attend(q, (k, v), self._pair(layer), *at, scores.scale, parts, window)
         self.gathers = not self.logits
         table = pool.write(layer, (k, v), self._slots, self._table)
         keys, values = gathered(pool.arrays[layer], table)
-        return self._seen(q, keys, values, scores)
+        return self._seen(q, keys, values, scores, window)
 
     def attend_turned(
         self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: Scores, rope: Rope
@@ -254,8 +263,8 @@ class PoolStep(Turning):
         """See Step.attend_turned."""
         q, k = parted(asked, v)
         if self.logits and self._reads(q.shape[1], v, scores):
-            turns = self._rotation.turns(rope)
-            return attend.attend(q, k, v, self._pair(layer), self._places, scores, turns)
+            turns, window = self._rotation.turns(rope), self._pool.shape.window(layer)
+            return attend.attend(q, k, v, self._pair(layer), self._places, scores, turns, window)
         return super().attend_turned(layer, asked, v, scores, rope)
 
     def _reads(self, heads: int, v: mx.array, scores: Scores) -> bool:
@@ -280,9 +289,14 @@ class PoolStep(Turning):
         """See Step.recur."""
         raise NotImplementedError("a pool of blocks has no states, see RowShape.paged")
 
-    def _seen(self, q: mx.array, keys: mx.array, values: mx.array, scores: Scores) -> mx.array:
+    def _seen(
+        self, q: mx.array, keys: mx.array, values: mx.array, scores: Scores, window: int = 0
+    ) -> mx.array:
         """q [R, H, D], keys [R, KV, L, D], values [R, KV, L, V] -> [R, H, V]."""
-        inside = mx.arange(keys.shape[2])[None] <= self._places.positions[:, None]
+        tokens, last = mx.arange(keys.shape[2])[None], self._places.positions[:, None]
+        inside = tokens <= last
+        if window:
+            inside = inside & (tokens > last - window)
         return weighed(q[:, :, None], keys, values, scores, inside[:, None, None, None])[:, :, 0]
 
 

@@ -6,8 +6,8 @@ constexpr int E = SIZE / 32;
 const int row = blockIdx.x, head = blockIdx.y, part = blockIdx.z;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 const int length = positions[row] + 1, across = table_shape[1];
-const int each = (length + PARTS - 1) / PARTS;
-const int first = part * each, last = min(length, first + each);
+const int from = WINDOW > 0 ? max(0, length - WINDOW) : 0, each = (length - from + PARTS - 1) / PARTS;
+const int first = from + part * each, last = min(length, first + each);
 const int* blocks = (const int*)table + (long)row * across;
 auto place = [&](int token) -> long {
   return (((long)blocks[token / BLOCK] * HEADS + head) * BLOCK + token % BLOCK) * SIZE;

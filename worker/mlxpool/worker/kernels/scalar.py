@@ -29,15 +29,17 @@ def attend(
     positions: mx.array,
     scale: float,
     parts: int,
+    window: int = 0,
 ) -> mx.array:
     """One token for each row: q [R, H, D], fresh keys and values [R, KV, D] -> [R, H, D].
 
     The token at `positions` [R] is written into the pools [blocks, KV, block, D] at its place;
-    `table` [R, B] are the rows' blocks. `parts`: into how many a row is parted.
+    `table` [R, B] are the rows' blocks. `parts`: into how many a row is parted. It sees `window`
+    tokens, 0: all.
     """
     rows, heads, size = q.shape
     _, pairs, block, _ = pools[0].shape
-    found: list[mx.array] = _kernel(heads // pairs, pairs, size, block, parts, scale)(
+    found: list[mx.array] = _kernel(heads // pairs, pairs, size, block, parts, window, scale)(
         inputs=[
             mx.contiguous(q.astype(mx.float32)),
             *(mx.contiguous(one.astype(mx.float32)) for one in fresh),
@@ -58,13 +60,16 @@ def attend(
 
 
 @cache
-def _kernel(group: int, pairs: int, size: int, block: int, parts: int, scale: float) -> Any:
+def _kernel(
+    group: int, pairs: int, size: int, block: int, parts: int, window: int, scale: float
+) -> Any:
     constants: dict[str, Constant] = {
         "GROUP": group,
         "HEADS": pairs,
         "SIZE": size,
         "BLOCK": block,
         "PARTS": parts,
+        "WINDOW": window,
         "WARPS": WARPS,
         "UNROLL": UNROLL,
         "SCALE": scale,
