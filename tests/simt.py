@@ -53,10 +53,10 @@ def simulated() -> Iterator[None]:
 def forget_kernels() -> None:
     """Those of the GPU are not those of here, nor is what was found out about them."""
     from mlxpool.worker import kernels
-    from mlxpool.worker.engine import layouts
+    from mlxpool.worker.engine import trials
 
     rooms = [value for value in vars(kernels).values() if hasattr(value, "__file__")]
-    for room in [*rooms, layouts]:
+    for room in [*rooms, trials]:
         for one in vars(room).values():
             if hasattr(one, "cache_clear"):
                 one.cache_clear()

@@ -89,7 +89,7 @@ def test_a_window_is_kept_and_filled_again(tokens: int, window: int) -> None:
 
 
 def test_a_latent_layer_keeps_one_line_a_token() -> None:
-    row = row_of(Latent(6))
+    row = row_of(Latent(6, 4))
     row.write(0, lines(0, 10, 1, 6))
     row.advance(10)
     (held,) = row.write(0, lines(10, 1, 1, 6))

@@ -50,7 +50,7 @@ def heads(way: bool) -> Bent:
 
 def row_of(length: int) -> Row:
     """A row with so many lines."""
-    row = Row(RowShape((Latent(SMALL.line),), mx.float32, 1 << 14))
+    row = Row(RowShape((Latent(SMALL.line, SMALL.rank),), mx.float32, 1 << 14))
     if length:
         lines = mx.random.normal((1, 1, length, SMALL.line), key=mx.random.key(3))
         row.put(0, [(lines,)], length)

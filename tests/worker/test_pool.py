@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import simt  # noqa: E402
 from mlxpool.common.errors import OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine import engine as engine_room  # noqa: E402
+from mlxpool.worker.engine import trials  # noqa: E402
 from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
@@ -30,7 +32,7 @@ from mlxpool.worker.models.base import KeyValue, Latent, Scores  # noqa: E402
 from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
-SHAPE = RowShape((KeyValue(2, 8, 4), Latent(6)), mx.float32, 3000, whole=True)
+SHAPE = RowShape((KeyValue(2, 8, 4), Latent(6, 4)), mx.float32, 3000, whole=True)
 BLOCKS = 30
 
 
@@ -221,6 +223,43 @@ def test_tokens_of_a_chunk_see_each_other_and_nothing_later(kernels: bool) -> No
             expected = weights @ values[:seen, head // 2] / weights.sum()
             got = np.array(found[line, head].astype(mx.float32))
             assert np.abs(got - expected).max() < (0.03 if kernels else 1e-4)
+
+
+@dataclass(frozen=True)
+class Bare:
+    """Latent heads that absorb and open nothing."""
+
+    rank: int
+
+    def absorbed(self, q: Any) -> Any:
+        return q
+
+    def opened(self, read: Any) -> Any:
+        return read
+
+
+@pytest.mark.parametrize("kernels", [True], indirect=True)
+def test_lines_are_read_by_the_kernel_as_by_operations(kernels: bool) -> None:
+    """Of a chunk, then of rows with one token each."""
+    size, rank, heads, count, kind = 192, 128, 5, 40, mx.bfloat16
+    shape = RowShape((Latent(size, rank),), kind, 1000)
+    fast = Pool(shape, 4, in_place=True, reads=trials.kernels_read(shape))
+    slow = Pool(shape, 4, in_place=False)
+    bare: Any = Bare(rank)
+    assert fast.reads
+    for start, chunk in ((0, True), (count, False), (count + 1, False)):
+        positions = mx.arange(start, start + (count if chunk else 1), dtype=mx.int32)
+        lines = positions.shape[0]
+        q = mx.random.normal((lines, heads, size)).astype(kind)
+        line = mx.random.normal((lines, size)).astype(kind)
+        table = mx.full((lines, 1), 2, dtype=mx.int32)
+        found = []
+        for pool in (fast, slow):
+            slots = positions + 2 * BLOCK
+            step = PoolStep(pool, positions, slots, table, 128, chunk=chunk)
+            found.append(step.attend_latent(0, q, line, 0.1, bare).astype(mx.float32))
+        assert mx.allclose(*found, 0.02, 0.02).item()
+        assert found[0].shape == (lines, heads, rank)
 
 
 def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded, kernels: bool) -> None:

@@ -221,7 +221,7 @@ def _layer(cache: LayerCache, shape: RowShape) -> Layer:
     match cache:
         case Recurrent():
             return StateLayer(cache)
-        case Latent(dim):
+        case Latent(dim, _):
             return FullLayer(1, (dim,), shape)
         case KeyValue(heads, key_dim, value_dim, window):
             sizes = (key_dim, value_dim)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
-from mlxpool.worker.engine.attention import AnyRow, Span, Step, weighed
+from mlxpool.worker.engine.attention import AnyRow, Span, Step
 from mlxpool.worker.engine.batch import Batch
 from mlxpool.worker.engine.blocks import BLOCK
 from mlxpool.worker.engine.cache import Row, RowShape
 from mlxpool.worker.engine.exact import ExactStep
-from mlxpool.worker.engine.pool import CHUNKS, Pool, PoolBatch, PoolRow, PoolStore, gathered
+from mlxpool.worker.engine.pool import CHUNKS, Pool, PoolBatch, PoolRow, PoolStore
 from mlxpool.worker.engine.slabs import BLOCKS, SlabRow, Slabs
-from mlxpool.worker.kernels import attend, scalar
-from mlxpool.worker.kernels.build import HALVES, works
-from mlxpool.worker.models.base import KeyValue, LayerCache, Model, Recurrent, Scores
+from mlxpool.worker.engine.trials import kernels_read, writes
+from mlxpool.worker.kernels.build import HALVES
+from mlxpool.worker.models.base import KeyValue, LayerCache, Model, Recurrent
 from mlxpool.worker.prefix.kinds import Full, Kind, State, Window
 from mlxpool.worker.prefix.rows import RowStore
-
-log = logging.getLogger("mlxpool.worker")
 
 # Keys that the lines of a short chunk look at, each its own; else they are read together.
 LOOKED_AT = 2**19
@@ -217,64 +214,6 @@ def layout_of(
 
 def _in_place(shape: RowShape, on_gpu: bool) -> bool:
     return shape.paged and on_gpu and mx.cuda.is_available() and writes(shape)
-
-
-@cache
-def kernels_read(shape: RowShape) -> bool:
-    """Whether our kernels attend in every layer here; each kind of them is tried, once.
-
-    If not, the log says so.
-    """
-    reads = all(map(partial(_reads, shape), set(shape.caches)))
-    if not reads:
-        log.warning("no kernel of ours attends for these heads: a step gathers what it reads")
-    return reads
-
-
-def _reads(shape: RowShape, cache: LayerCache) -> bool:
-    """Tried with queries as many as keys."""
-    if not isinstance(cache, KeyValue):
-        return False
-    sizes = cache.heads, cache.heads, cache.key_dim, cache.value_dim, shape.dtype
-    if scalar.serves(*sizes):
-        return True
-    return attend.serves(*sizes) and works("attention", lambda: _attends(cache, shape.dtype))
-
-
-def _attends(cache: KeyValue, dtype: mx.Dtype) -> bool:
-    """Two tokens of one row: the kernel against MLX's own operations."""
-    one = (1, cache.heads, cache.key_dim)
-    q, k, v, old_k, old_v = (
-        mx.random.normal(one, key=mx.random.key(n)).astype(dtype) for n in range(5)
-    )
-    pool = tuple(mx.zeros((1, cache.heads, BLOCK, cache.key_dim), dtype=dtype) for _ in "kv")
-    start = mx.zeros((1,), dtype=mx.int32)
-    zeros = mx.zeros((attend.FILL,), dtype=mx.int32)
-    for position, (key, value) in enumerate([(old_k, old_v), (k, v)]):
-        places = attend.Places(start + position, start[None], zeros, attend.LEAST)
-        found = attend.attend(q, key, value, (pool[0], pool[1]), places, Scores(0.1))
-        mx.eval(found)
-    keys, values = mx.stack([old_k, k], axis=2), mx.stack([old_v, v], axis=2)
-    expected = weighed(q[:, :, None], keys, values, Scores(0.1), None)[:, :, 0]
-    return bool(mx.allclose(found, expected, 0.05, 0.05).item())
-
-
-@cache
-def writes(shape: RowShape) -> bool:
-    """Whether our kernels compile and write here, tried once; if not, the log says why."""
-    try:
-        pool = Pool(shape, 1, in_place=True)
-        here = mx.array([[0]], dtype=mx.int32)
-        for layer, arrays in enumerate(pool.arrays):
-            fresh = tuple(mx.ones((1, array.shape[1], array.shape[3])) for array in arrays)
-            table = pool.write(layer, fresh, mx.array([1], dtype=mx.int32), here)
-            found = gathered(arrays, table)
-            if not all(bool(mx.all(one[0, :, 1] == 1).item()) for one in found):
-                raise RuntimeError("what was written is not there")
-    except (RuntimeError, ValueError) as error:
-        log.warning("our CUDA kernels do not work here, rows have arrays of their own: %s", error)
-        return False
-    return True
 
 
 def kinds_of(shape: RowShape) -> list[Kind]:

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlxpool.worker.engine.attention import Rotation, Turning, parted, weighed
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of
 from mlxpool.worker.engine.cache import Arrays, RowShape
-from mlxpool.worker.kernels import attend, pools, scalar
+from mlxpool.worker.kernels import attend, latent, pools, scalar
 from mlxpool.worker.kernels.attend import Places, parts_of
 from mlxpool.worker.kernels.compiled import Compiled
 from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Model, Rope, Scan, Scores
@@ -52,7 +52,7 @@ class Pool:
 
     def _zeros(self, cache: object) -> Arrays:
         match cache:
-            case Latent(dim):
+            case Latent(dim, _):
                 shapes = [(1, dim)]
             case KeyValue(heads, key_dim, value_dim, _):
                 shapes = [(heads, key_dim), (heads, value_dim)]
@@ -280,9 +280,18 @@ class PoolStep(Turning):
         self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
     ) -> mx.array:
         """See Step.attend_latent."""
-        table = self._pool.write(layer, (line[:, None],), self._slots, self._table)
-        (lines,) = gathered(self._pool.arrays[layer], table)
-        read = self._seen(heads.absorbed(q), lines, lines[..., : heads.rank], Scores(scale))
+        pool, places, absorbed = self._pool, self._places, heads.absorbed(q)
+        served = latent.serves(line.shape[1], heads.rank, pool.shape.dtype)
+        if not (self.logits and pool.reads and served):  # or the kernel writes the same again
+            table = pool.write(layer, (line[:, None],), self._slots, self._table)
+            places = replace(places, table=table)
+        if pool.reads and served:
+            (lines,) = pool.arrays[layer]
+            read = latent.attend(absorbed, line, lines, places, scale, heads.rank)
+        else:
+            self.gathers = not self.logits
+            (lines,) = gathered(pool.arrays[layer], places.table)
+            read = self._seen(absorbed, lines, lines[..., : heads.rank], Scores(scale))
         return heads.opened(read)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:

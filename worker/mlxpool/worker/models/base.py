@@ -68,9 +68,13 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """A layer that keeps one line [dim] of each token, which all heads read (MLA)."""
+    """A layer that keeps one line [dim] of each token, which all heads read (MLA).
+
+    Its first `rank` numbers are what scores weigh.
+    """
 
     dim: int
+    rank: int
 
     def token_bytes(self, item: int) -> int:
         """See KeyValue."""

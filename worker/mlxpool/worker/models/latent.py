@@ -64,7 +64,7 @@ class LatentAttention:
     @property
     def cache(self) -> Latent:
         """One line of each token."""
-        return Latent(self.sizes.line)
+        return Latent(self.sizes.line, self.sizes.rank)
 
     def shapes(self, name: str) -> Shapes:
         """See blocks.Mixer."""

@@ -1,0 +1,200 @@
+// One token for each row where all heads read the same line of a token, and its first RANK numbers are
+// the value (MLA): the token's line is written, and the row is read up to it. A thread block has one
+// row, EACH of its heads and one part of the row. Lines come through shared memory, TILE at a time and
+// STAGES - 1 times ahead. For scores a warp has eight heads or more and eight lines; then each warp
+// weighs its own numbers of all lines. Which token and which number stands where in the matrices is
+// free as long as both sides agree: a thread reads numbers that lie side by side, each in another bank.
+constexpr int WARPS = 8, THREADS = WARPS * 32;
+constexpr int SETS = EACH <= 16 ? 1 : 2, ROWS = 16 * SETS, TILE = 64 / SETS, DEEP = TILE / 16;
+constexpr int STRIDE = LINE + 16, SCORES = TILE + 4;  // numbers of a line, and of scores, with a gap
+constexpr int OWN = RANK / WARPS, WIDE = OWN / 8;  // numbers that a warp weighs, and a thread reads
+constexpr float NEVER = -1e30f;
+using Piece = Some<unsigned, 4>;
+using ValuePart = Some<unsigned, WIDE / 2>;
+extern __shared__ uint4 space[];
+N* const lines = (N*)space;  // [STAGES][TILE][STRIDE]
+N* const asked = lines + STAGES * TILE * STRIDE;  // [ROWS][STRIDE]
+float* const scores = (float*)(asked + ROWS * STRIDE);  // [ROWS][SCORES]
+
+const int row = blockIdx.x, heads_from = blockIdx.y * EACH, part = blockIdx.z;
+const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quarter = lane & 3;
+const int position = positions[row], length = position + 1, across = table_shape[1];
+const int count = PARTED ? gridDim.z : 1;  // parts of a row
+const int each = PARTED ? ((length + count - 1) / count + TILE - 1) / TILE * TILE : length;
+const int first = part * each, last = min(length, first + each);
+const int* blocks = (const int*)table + (long)row * across;
+auto place = [&](int token) -> N* {
+  return (N*)pool + ((long)blocks[token / BLOCK] * BLOCK + token % BLOCK) * LINE;
+};
+auto fetch = [&](int tile) {
+  constexpr int PIECES = LINE / 8;  // sixteens of bytes
+  const int token = first + tile * TILE;
+  if (token < last)
+    for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
+      const int at = i / PIECES, piece = i % PIECES;
+      copy(shared_at(lines + ((tile % STAGES) * TILE + at) * STRIDE + piece * 8),
+           place(min(token + at, last - 1)) + piece * 8);
+    }
+  copies_asked();
+};
+// Thread blocks of other heads write the same.
+if (first < length && last == length)
+  for (int d = threadIdx.x; d < LINE; d += THREADS)
+    place(position)[d] = ((const N*)fresh)[(long)row * LINE + d];
+for (int i = threadIdx.x; i < ROWS * LINE; i += THREADS) {
+  const int g = i / LINE, d = i % LINE, head = heads_from + g;
+  const bool there = g < EACH && head < HEADS;
+  asked[g * STRIDE + d] = there ? ((const N*)q)[((long)row * HEADS + head) * LINE + d] : N{};
+}
+__syncthreads();
+#pragma unroll
+for (int tile = 0; tile < STAGES - 1; tile++) fetch(tile);
+
+float most[SETS][2], total[SETS][2], sum[SETS][WIDE][4];
+#pragma unroll
+for (int set = 0; set < SETS; set++) {
+  #pragma unroll
+  for (int half = 0; half < 2; half++) { most[set][half] = NEVER; total[set][half] = 0; }
+  #pragma unroll
+  for (int j = 0; j < WIDE; j++) sum[set][j][0] = sum[set][j][1] = sum[set][j][2] = sum[set][j][3] = 0;
+}
+// Where a thread's eight numbers of sixty-four lie, the first time and the second.
+auto numbers = [&](int sixteen) -> int { return quarter / 2 * 32 + sixteen * 16 + quarter % 2 * 8; };
+#pragma unroll 1
+for (int tile = 0; first + tile * TILE < last; tile++) {
+  const int token = first + tile * TILE;
+  const N* const here = lines + tile % STAGES * TILE * STRIDE;
+  copies_arrived_but<STAGES - 2>();
+  __syncthreads();  // and nobody reads any more what the next lines and scores are put upon
+  fetch(tile + STAGES - 1);
+  {
+    const int set = warp % SETS, eight = warp / SETS;
+    float score[2][4] = {};
+    const N* const a = asked + (set * 16 + line) * STRIDE;
+    const N* const b = here + (eight * 8 + line) * STRIDE;
+    #pragma unroll
+    for (int c = 0; c < LINE / 64; c++)
+      #pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const int at = c * 64 + numbers(n);
+        const Piece low = *(const Piece*)(a + at), high = *(const Piece*)(a + 8 * STRIDE + at);
+        const Piece other = *(const Piece*)(b + at);
+        const unsigned one[4] = {low.n[0], high.n[0], low.n[1], high.n[1]};
+        const unsigned two[4] = {low.n[2], high.n[2], low.n[3], high.n[3]};
+        mma(score[0], one, other.n[0], other.n[1], N());
+        mma(score[1], two, other.n[2], other.n[3], N());
+      }
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int at = eight * 8 + 2 * quarter + i % 2;
+      scores[(set * 16 + line + i / 2 * 8) * SCORES + at]
+          = token + at < last ? (score[0][i] + score[1][i]) * SCALE * 1.4426950408889634f : NEVER;
+    }
+  }
+  __syncthreads();
+  unsigned share[SETS][DEEP][4];
+  #pragma unroll
+  for (int set = 0; set < SETS; set++)
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float* const from = scores + (set * 16 + line + half * 8) * SCORES + quarter;
+      float one[DEEP][4], top = most[set][half], all = 0;
+      #pragma unroll
+      for (int k = 0; k < DEEP; k++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+          one[k][i] = from[k * 16 + i * 4];
+          top = fmaxf(top, one[k][i]);
+        }
+      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+      #pragma unroll
+      for (int k = 0; k < DEEP; k++) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) all += one[k][i] = exp2f(one[k][i] - top);
+        share[set][k][half] = pair(one[k][0], one[k][1], N());
+        share[set][k][half + 2] = pair(one[k][2], one[k][3], N());
+      }
+      const float shrink = exp2f(most[set][half] - top);
+      most[set][half] = top;
+      total[set][half] = total[set][half] * shrink + all;
+      #pragma unroll
+      for (int j = 0; j < WIDE; j++) {
+        sum[set][j][2 * half] *= shrink;
+        sum[set][j][2 * half + 1] *= shrink;
+      }
+    }
+  #pragma unroll
+  for (int k = 0; k < DEEP; k++) {
+    ValuePart value[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+      value[i] = *(const ValuePart*)(here + (k * 16 + i * 4 + quarter) * STRIDE + warp * OWN
+                                     + line * WIDE);
+    #pragma unroll
+    for (int j = 0; j < WIDE; j++) {
+      const unsigned which = j % 2 ? 0x7632 : 0x5410;
+      const unsigned b0 = __byte_perm(value[0].n[j / 2], value[1].n[j / 2], which);
+      const unsigned b1 = __byte_perm(value[2].n[j / 2], value[3].n[j / 2], which);
+      #pragma unroll
+      for (int set = 0; set < SETS; set++) mma(sum[set][j], share[set][k], b0, b1, N());
+    }
+  }
+}
+copies_arrived_but<0>();
+
+const long mine = (long)row * gridDim.y + blockIdx.y;
+constexpr int WHOLE = EACH * (RANK + 2);  // numbers of a part: sums, then greatest scores, totals
+float* const parts = (float*)partial + mine * count * WHOLE;
+#pragma unroll
+for (int set = 0; set < SETS; set++)
+  #pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int g = set * 16 + line + half * 8;
+    float all = total[set][half];
+    all += __shfl_xor_sync(0xffffffff, all, 1);
+    all += __shfl_xor_sync(0xffffffff, all, 2);
+    if (g >= EACH || heads_from + g >= HEADS) continue;
+    #pragma unroll
+    for (int j = 0; j < WIDE; j++)
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int d = warp * OWN + (2 * quarter + i) * WIDE + j;
+        const float number = sum[set][j][2 * half + i];
+        if (PARTED) parts[part * WHOLE + g * RANK + d] = number;
+        else down(number / all, (N*)out + ((long)row * HEADS + heads_from + g) * RANK + d);
+      }
+    if (PARTED && warp == 0 && quarter == 0) {
+      parts[part * WHOLE + EACH * RANK + g] = most[set][half];
+      parts[part * WHOLE + EACH * RANK + EACH + g] = all;
+    }
+  }
+// The last of a row's parts to come adds them up, and leaves the counter as it was.
+if (PARTED) {
+  __shared__ int before;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) before = atomicAdd((int*)arrived + mine, 1);
+  __syncthreads();
+  if (before == count - 1) {
+    __threadfence();
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < EACH * RANK; i += THREADS) {
+      const int g = i / RANK;
+      if (heads_from + g >= HEADS) break;
+      float top = NEVER;
+      #pragma unroll 4
+      for (int p = 0; p < count; p++)
+        top = fmaxf(top, __ldcg(parts + p * WHOLE + EACH * RANK + g));
+      float numbers = 0, all = 0;
+      #pragma unroll 2
+      for (int p = 0; p < count; p++) {
+        const float weight = exp2f(__ldcg(parts + p * WHOLE + EACH * RANK + g) - top);
+        numbers += weight * __ldcg(parts + p * WHOLE + i);
+        all += weight * __ldcg(parts + p * WHOLE + EACH * RANK + EACH + g);
+      }
+      down(numbers / all, (N*)out + ((long)row * HEADS + heads_from + g) * RANK + i % RANK);
+    }
+    if (threadIdx.x == 0) ((int*)arrived)[mine] = 0;
+  }
+}
