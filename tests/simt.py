@@ -34,17 +34,21 @@ WHY = {2: "threads wait for others that never come", 3: "a copy is not aligned"}
 
 
 @contextmanager
-def simulated() -> Iterator[None]:
-    """Kernels run here, and everybody believes that there is a CUDA GPU."""
+def simulated() -> Iterator[set[str]]:
+    """Kernels run here, and everybody believes that there is a CUDA GPU.
+
+    Gives the names of those that ran.
+    """
     if COMPILER is None:
         pytest.skip("a C++ compiler is not installed, which builds a simulated GPU")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mx.fast, "cuda_kernel", kernel)
+        called: set[str] = set()
+        patch.setattr(mx.fast, "cuda_kernel", functools.partial(kernel, called))
         patch.setattr(mx.cuda, "is_available", lambda: True)
         forget_kernels()
         mx.disable_compile()
         try:
-            yield
+            yield called
         finally:
             mx.enable_compile()
             forget_kernels()
@@ -74,6 +78,7 @@ class Text:
 
 
 def kernel(
+    called: set[str],
     name: str,
     input_names: Sequence[str],
     output_names: Sequence[str],
@@ -82,7 +87,7 @@ def kernel(
     ensure_row_contiguous: bool = True,
     shared_memory: int = 0,
 ) -> Callable[..., list[Any]]:
-    """What mx.fast.cuda_kernel returns; it is computed when it is called."""
+    """What mx.fast.cuda_kernel returns; it is computed when it is called, and `called` then."""
     text = Text(name, tuple(input_names), tuple(output_names), source, header)
 
     def call(
@@ -93,6 +98,7 @@ def kernel(
         output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[Any],
     ) -> list[Any]:
+        called.add(name.removeprefix("mlxpool_"))
         if ensure_row_contiguous:
             inputs = [mx.contiguous(one) for one in inputs]
         mx.eval(inputs)

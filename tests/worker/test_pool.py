@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -244,7 +244,7 @@ def test_lines_are_read_by_the_kernel_as_by_operations(kernels: bool) -> None:
     size, rank, heads, count, kind = 192, 128, 5, 40, mx.bfloat16
     shape = RowShape((Latent(size, rank),), kind, 1000)
     fast = Pool(shape, 4, in_place=True, reads=trials.kernels_read(shape))
-    slow = Pool(shape, 4, in_place=False)
+    exact = Pool(replace(shape, dtype=mx.float32), 4, in_place=False)
     bare: Any = Bare(rank)
     assert fast.reads
     for start, chunk in ((0, True), (count, False), (count + 1, False)):
@@ -254,11 +254,12 @@ def test_lines_are_read_by_the_kernel_as_by_operations(kernels: bool) -> None:
         line = mx.random.normal((lines, size)).astype(kind)
         table = mx.full((lines, 1), 2, dtype=mx.int32)
         found = []
-        for pool in (fast, slow):
+        for pool in (fast, exact):
             slots = positions + 2 * BLOCK
             step = PoolStep(pool, positions, slots, table, 128, chunk=chunk)
-            found.append(step.attend_latent(0, q, line, 0.1, bare).astype(mx.float32))
-        assert mx.allclose(*found, 0.02, 0.02).item()
+            inputs = [one.astype(pool.shape.dtype) for one in (q, line)]
+            found.append(step.attend_latent(0, inputs[0], inputs[1], 0.1, bare).astype(mx.float32))
+        assert mx.allclose(*found, 0.02, 0.03).item()
         assert found[0].shape == (lines, heads, rank)
 
 

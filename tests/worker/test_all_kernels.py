@@ -1,0 +1,141 @@
+"""A whole engine with every kernel of ours, beside one without any: on the simulator of simt.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from worker_checkpoints import config, random_weights, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+import simt  # noqa: E402
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.engine import layouts  # noqa: E402
+from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.sequence import Drawn, Sequence  # noqa: E402
+from mlxpool.worker.weights import load as load_room  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "head_dim": 64,
+    "vocab_size": 288,
+    "max_position_embeddings": 1024,
+}
+LATENT: dict[str, Any] = {
+    **SIZES,
+    "model_type": "glm4_moe_lite",
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 2,  # a CPU has no experts in bfloat16
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+COMMON = {"attend", "copy", "draw", "norm", "write"}
+MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
+    "llama": (SIZES, False, COMMON | {"product", "tiles"}),
+    "llama, 4 bits": (SIZES, True, COMMON | {"packed", "product", "tiles", "unpack"}),
+    "glm": (LATENT, False, (COMMON - {"attend"}) | {"latent", "product", "tiles"}),
+}
+PROMPTS = [tuple((7 * n + n * n + salt) % 256 for n in range(40)) for salt in (0, 0, 3)]
+STEPS = 6
+USUAL, WORST = 0.1, 0.5  # nats that rounding to bfloat16 costs, with kernels and without
+
+
+def halved(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Numbers that bfloat16 holds."""
+    return {
+        name: array if array.dtype == np.uint32 else np.array(rounded(array))
+        for name, array in weights.items()
+    }
+
+
+def rounded(array: np.ndarray) -> Any:
+    return mx.array(array).astype(mx.bfloat16).astype(mx.float32)
+
+
+def quantised(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The linear layers in groups of 64 numbers of 4 bits."""
+    stored = {}
+    for name, array in weights.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = array
+            continue
+        parts = mx.quantize(mx.array(array), group_size=64, bits=4)
+        for kind, part in zip(("weight", "scales", "biases"), parts, strict=True):
+            stored[name.removesuffix("weight") + kind] = np.array(part)
+    return stored
+
+
+def drawn(engine: ModelEngine) -> list[list[Drawn]]:
+    """What three rows draw, and one that begins as the first did, which the tree has by then."""
+    options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
+    rows = [Sequence(b"", 1, prompt, options, 11, STEPS) for prompt in PROMPTS]
+    for seq in rows:
+        engine.admit(seq)
+        while engine.prefill(seq, 512):
+            pass
+    steps = []
+    for _ in range(STEPS):
+        steps.append(engine.decode(rows))
+        for one in steps[-1]:
+            one.sequence.ids.append(one.token)
+    for seq in rows:
+        engine.release(seq)
+    twin = Sequence(b"", 1, (*PROMPTS[0], 9, 8), options, 11, 1)
+    engine.admit(twin)
+    assert twin.cached == len(PROMPTS[0])
+    while engine.prefill(twin, 512):
+        pass
+    again = engine.decode([twin])
+    engine.release(twin)
+    return [*zip(*steps, strict=True), again]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kernel_in_an_engine_changes_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logprobs are those of float32 but for rounding, as long as the tokens before them are."""
+    changes, packed, expected = MODELS[name]
+    weights = random_weights(config(**changes))
+    if packed:
+        weights = quantised(weights)
+        changes = {**changes, "quantization": {"group_size": 64, "bits": 4}}
+    folder = load_room.inspect(write_checkpoint(tmp_path, weights=halved(weights), **changes))
+    plain = drawn(ModelEngine(load_room.load(folder), layout="rows", lookahead=False))
+    monkeypatch.setattr(load_room, "_dtype", lambda folder: mx.bfloat16)
+    loaded = load_room.load(folder)
+    with simt.simulated() as called:
+        monkeypatch.setattr(layouts, "_in_place", lambda shape, on_gpu: True)
+        engine = ModelEngine(loaded, layout="pool", lookahead=False, blocks=30)
+        assert engine.layout == "pool, own kernels"
+        ours = drawn(engine)
+    assert called == expected
+    errors = []
+    for row, other in zip(ours, plain, strict=True):
+        for mine, theirs in zip(row, other, strict=True):
+            assert mine.logprob is not None and theirs.logprob is not None
+            near, exact = dict(mine.logprob.top), dict(theirs.logprob.top)
+            errors += [abs(near[token] - exact[token]) for token in near.keys() & exact.keys()]
+            if mine.token != theirs.token:
+                break
+    assert len(errors) > 20 and np.median(errors) < USUAL and max(errors) < WORST
