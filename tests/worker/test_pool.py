@@ -26,7 +26,7 @@ from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.layouts import InPool, layout_of  # noqa: E402
-from mlxpool.worker.engine.pool import Pool, PoolStep, PoolStore, lines_for  # noqa: E402
+from mlxpool.worker.engine.pool import CHUNKS, Pool, PoolStep, PoolStore, lines_for  # noqa: E402
 from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
 from mlxpool.worker.models.base import KeyValue, Latent, Scores  # noqa: E402
 from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
@@ -194,6 +194,7 @@ def test_a_short_chunk_is_lines_of_one_pass(loaded: Loaded, chunk: int) -> None:
             each.admit(seq)
             while each.prefill(seq, before or chunk):
                 pass
+            assert (seq in each._entered) == (each is engine and chunk < CHUNKS[-1])
             for _ in range(12):
                 step(each, [seq])
             each.release(seq)
@@ -236,6 +237,52 @@ class Bare:
 
     def opened(self, read: Any) -> Any:
         return read
+
+
+def test_who_enters_in_one_pass_begins_beside_others(loaded: Loaded) -> None:
+    """And may leave before its first token, or fail and come back."""
+    engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
+    assert isinstance(engine._layout, InPool)
+    engine._layout.lined = True
+    prompts = [tuple((5 * n + n * n * salt) % 256 for n in range(20 * salt)) for salt in (1, 2, 3)]
+
+    def alone(prompt: tuple[int, ...], count: int) -> list[int]:
+        seq = Sequence(b"", 1, prompt, Options(temperature=0.0), 1, count)
+        enter(slow, seq)
+        for _ in range(count):
+            step(slow, [seq])
+        slow.release(seq)
+        return seq.ids
+
+    rows: list[Sequence] = []
+    first = Sequence(b"", 1, prompts[0][::-1], Options(temperature=0.0), 1, 20)
+    enter(engine, first)
+    rows.append(first)
+    for prompt in prompts:
+        for leaves in (True, False):
+            seq = Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 20)
+            enter(engine, seq)
+            assert (seq in engine._entered) == leaves  # the other finds all but its last token
+            if leaves:
+                engine.release(seq)
+        rows.append(seq)
+        step(engine, rows)
+    with pytest.raises(RuntimeError, match="spoilt"), pytest.MonkeyPatch.context() as patch:
+        seq = Sequence(b"", 1, (1, 2, 3), Options(temperature=0.0), 1, 20)
+        enter(engine, seq)
+        patch.setattr(engine, "_draw", _spoilt)
+        engine.decode([seq])
+    assert not engine._entered
+    engine.release(seq)
+    if not engine._layout.together:
+        for _ in range(5):
+            step(engine, rows)
+    for seq in rows:
+        assert seq.ids == alone(seq.prompt, len(seq.ids))
+
+
+def _spoilt(*args: Any, **others: Any) -> Any:
+    raise RuntimeError("spoilt")
 
 
 @pytest.mark.parametrize("kernels", [True], indirect=True)

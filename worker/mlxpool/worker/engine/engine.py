@@ -112,6 +112,7 @@ class ModelEngine(RowEngine[AnyRow]):
         self.blocks = self._capacity()
         self._lookahead = back_end.on_gpu() if lookahead is None else lookahead
         self._flight: _Flight | None = None
+        self._entered: dict[Sequence, mx.array] = {}  # logits of those whose last token is computed
         self._company: tuple[list[Sequence], Company] | None = None
         self._steps = 0
 
@@ -142,6 +143,14 @@ class ModelEngine(RowEngine[AnyRow]):
         self._layout.forward([Span(row, len(ids))], tokens, logits=False)
         mx.eval(row.arrays())
 
+    def _enter(self, seq: Sequence, row: AnyRow, ids: list[int]) -> bool:
+        logits = self._layout.enter(row, mx.array(ids, dtype=mx.int32))
+        if logits is None:
+            return False
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        self._entered[seq] = logits
+        return True
+
     def decode(self, rows: Many[Sequence]) -> list[Drawn]:
         """See Engine.decode. Raises RowFailed when the logits of a row are no numbers."""
         with self._losing(rows):
@@ -159,6 +168,7 @@ class ModelEngine(RowEngine[AnyRow]):
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
         self._company = None
+        self._entered.pop(seq, None)
         if self._flight is not None:
             self._flight = self._flight.without(seq)
         row = self._rows.get(seq)
@@ -251,20 +261,26 @@ class ModelEngine(RowEngine[AnyRow]):
             self._flight = None
             for seq in list(self._rows) if self._layout.together else hit:
                 self._rows[seq].release()
+                self._entered.pop(seq, None)
             if self._layout.together and self._layout.holds_tree:
                 self._prefix.clear()
             self._layout.spoil()
             raise
 
     def _flights(self, rows: Many[Sequence]) -> list[tuple[_Flight, dict[Sequence, int]]]:
-        """Where the next token of each row is drawn: in the step ahead, else in a new one."""
+        """Where the next token of each row is drawn: in the step ahead, where it entered, else in
+        a new step.
+        """
         here = {} if self._flight is None else self._flight.of(rows)
         used = [(self._flight, here)] if self._flight is not None and here else []
-        if len(here) == len(rows):
-            return used
-        fresh = [seq for seq in rows if seq not in here]
-        flight = self._step(fresh)
-        return [*used, (flight, flight.of(fresh))]
+        entered = [seq for seq in rows if seq in self._entered and seq not in here]
+        if entered:
+            logits = mx.concatenate([self._entered.pop(seq) for seq in entered])
+            used.append(_whole(self._draw(entered, logits, ahead=0)))
+        fresh = [seq for seq in rows if seq not in here and seq not in entered]
+        if fresh:
+            used.append(_whole(self._step(fresh)))
+        return used
 
     def _step(self, rows: Many[Sequence]) -> _Flight:
         """One step from what the host knows."""
@@ -327,6 +343,10 @@ class ModelEngine(RowEngine[AnyRow]):
             mx.clear_cache()
             if not back_end.on_gpu():
                 back_end.trim()
+
+
+def _whole(flight: _Flight) -> tuple[_Flight, dict[Sequence, int]]:
+    return flight, dict(flight.lines)
 
 
 def _taken(tokens: mx.array, lines: list[int]) -> mx.array:

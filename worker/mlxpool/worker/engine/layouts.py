@@ -47,6 +47,11 @@ class Layout(Protocol):
     def forward(self, spans: Sequence[Span], ids: mx.array, *, logits: bool) -> mx.array:
         """Builds one pass over `ids` [T]; rows are longer from here on, nothing is computed yet."""
 
+    def enter(self, row: Any, ids: mx.array) -> mx.array | None:
+        """Logits [1, vocabulary] of the last of a row's new tokens `ids` [T], in one pass that
+        costs little more than a step's; None: here, or for so many, there is none.
+        """
+
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """Logits [R, vocabulary] of one token `ids` [R] for each row."""
 
@@ -88,6 +93,10 @@ class InRows:
         out = self._model(ids, step)
         step.done()
         return out
+
+    def enter(self, row: Any, ids: mx.array) -> mx.array | None:
+        """See Layout."""
+        return None
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""
@@ -157,9 +166,18 @@ class InPool(InRows):
 
     def forward(self, spans: Sequence[Span], ids: mx.array, *, logits: bool) -> mx.array:
         """See Layout. Short chunks go through the compiled pass."""
-        if logits or not self.lined or self._batch.gathers or not _short(spans):
+        if logits or not self._in_lines(spans):
             return super().forward(spans, ids, logits=logits)
         return self._batch.chunk(cast(PoolRow, spans[0].row), ids)
+
+    def enter(self, row: Any, ids: mx.array) -> mx.array | None:
+        """See Layout."""
+        if not self._in_lines([Span(row, ids.shape[0])]):
+            return None
+        return self._batch.chunk(row, ids, logits=True)
+
+    def _in_lines(self, spans: Sequence[Span]) -> bool:
+        return self.lined and not self._batch.gathers and _short(spans)
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array as Numbers
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import cast
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Model, Rop
 from mlxpool.worker.prefix.blocks import BlockPool, BlockRow, BlockStore
 
 CHUNKS = (16, 48, 128)  # tokens of one row that are lines of one pass
+DECODE, CHUNK, ENTER = "decode", "chunk", "enter"  # a pass: of rows; of one row; with logits
 WIDE = 8  # blocks; a step's tables are as wide as a multiple of it, so that few passes are compiled
 
 
@@ -214,13 +216,15 @@ class PoolStep(Turning):
         longest: int,
         *,
         chunk: bool = False,
+        last: mx.array | None = None,
     ) -> None:
         """positions and slots [R] of the new tokens, table [R, B] of the blocks of each's row.
 
         `chunk`: they are tokens of one row and see each other, so all are written before any of
-        them looks; nobody wants logits.
+        them looks; only the line `last` [1] wants logits, None: nobody does.
         """
-        self.logits = not chunk
+        self.logits = not chunk or last is not None
+        self._chunk, self._last = chunk, last
         self.gathers = False  # whether lines of a chunk get copies of what they look at
         self._rotation = Rotation(positions)
         self._pool, self._slots, self._table = pool, slots, table
@@ -228,7 +232,7 @@ class PoolStep(Turning):
 
     def wanted(self, x: mx.array) -> mx.array:
         """See Step.wanted."""
-        return x
+        return x if self._last is None else x[self._last]
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """See Step.rope."""
@@ -239,7 +243,7 @@ class PoolStep(Turning):
         pool, places, window = self._pool, self._places, self._pool.shape.window(layer)
         if self._reads(q.shape[1], v, scores):
             tokens = 1
-            if not self.logits:  # with one token a group, the kernel writes the same again
+            if self._chunk:  # with one token a group, the kernel writes the same again
                 table = pool.write(layer, (k, v), self._slots, self._table)
                 places = replace(places, table=table)
                 tokens = attend.tokens_of(q.shape[1] // v.shape[1], q.shape[0])
@@ -247,12 +251,12 @@ class PoolStep(Turning):
             return attend.attend(q, k, v, pair, places, scores, None, window, tokens)
         served = scalar.serves(q.shape[1], k.shape[1], k.shape[2], v.shape[2], pool.shape.dtype)
         plain = scores.sinks is None and not scores.cap
-        if self.logits and pool.reads and served and plain:
+        if not self._chunk and pool.reads and served and plain:
             seen = min(places.longest, window or places.longest)
             parts = parts_of(q.shape[0] * k.shape[1], seen)
             at = places.table, places.positions
             return scalar.attend(q, (k, v), self._pair(layer), *at, scores.scale, parts, window)
-        self.gathers = not self.logits
+        self.gathers = self._chunk
         table = pool.write(layer, (k, v), self._slots, self._table)
         keys, values = gathered(pool.arrays[layer], table)
         return self._seen(q, keys, values, scores, window)
@@ -262,7 +266,7 @@ class PoolStep(Turning):
     ) -> mx.array:
         """See Step.attend_turned."""
         q, k = parted(asked, v)
-        if self.logits and self._reads(q.shape[1], v, scores):
+        if not self._chunk and self._reads(q.shape[1], v, scores):
             turns, window = self._rotation.turns(rope), self._pool.shape.window(layer)
             return attend.attend(q, k, v, self._pair(layer), self._places, scores, turns, window)
         return super().attend_turned(layer, asked, v, scores, rope)
@@ -282,14 +286,14 @@ class PoolStep(Turning):
         """See Step.attend_latent."""
         pool, places, absorbed = self._pool, self._places, heads.absorbed(q)
         served = latent.serves(line.shape[1], heads.rank, pool.shape.dtype)
-        if not (self.logits and pool.reads and served):  # or the kernel writes the same again
+        if self._chunk or not (pool.reads and served):  # or the kernel writes the same again
             table = pool.write(layer, (line[:, None],), self._slots, self._table)
             places = replace(places, table=table)
         if pool.reads and served:
             (lines,) = pool.arrays[layer]
             read = latent.attend(absorbed, line, lines, places, scale, heads.rank)
         else:
-            self.gathers = not self.logits
+            self.gathers = self._chunk
             (lines,) = gathered(pool.arrays[layer], places.table)
             read = self._seen(absorbed, lines, lines[..., : heads.rank], Scores(scale))
         return heads.opened(read)
@@ -327,25 +331,26 @@ class PoolBatch:
         for row in rows:
             row.reserve(row.offset + 1)
         at = [row.offset for row in rows]
-        logits = self._computed(rows, at, lines, ids, max(at) + 1, chunk=False)
+        logits = self._computed(rows, at, lines, ids, max(at) + 1, DECODE)
         for row in rows:
             row.advance(1)
         return logits[: len(rows)]
 
-    def chunk(self, row: PoolRow, ids: mx.array) -> mx.array:
+    def chunk(self, row: PoolRow, ids: mx.array, *, logits: bool = False) -> mx.array:
         """Numbers [n, d] of tokens `ids` [n] of one row, which is longer then; n <= CHUNKS[-1].
 
         Every token has a line of its own: in one compiled pass that costs less than the many
-        operations of a chunk, as long as there are few.
+        operations of a chunk, as long as there are few. `logits`: the last one's [1, vocabulary].
         """
         count = ids.shape[0]
         row.reserve(row.offset + count)
         lines = next(lines for lines in CHUNKS if lines >= count)
         at = list(range(row.offset, row.offset + count))
-        last = self._computed([row] * count, at, lines, ids, at[-1] + 1, chunk=True)
-        self._pool.pending.append(last)
+        kind = ENTER if logits else CHUNK
+        found = self._computed([row] * count, at, lines, ids, at[-1] + 1, kind)
+        self._pool.pending.append(found)
         row.advance(count)
-        return last[:count]
+        return found if logits else found[:count]
 
     def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
         """Has compiled what passes over so many rows, or tokens of a row, may ask for."""
@@ -355,19 +360,18 @@ class PoolBatch:
             for longest in lengths:
                 kind = attend.variant(lines * self._heads, longest)
                 if kind not in seen:
-                    self._warm(lines, longest, chunk=False)
+                    self._warm(lines, longest, DECODE)
                     moved()
                 seen.add(kind)
-        for lines in CHUNKS:
-            for longest in (1, context):
-                if not self.gathers:
-                    self._warm(lines, longest, chunk=True)
-                    moved()
+        for lines, longest, way in product(CHUNKS, (1, context), (CHUNK, ENTER)):
+            if not self.gathers:
+                self._warm(lines, longest, way)
+                moved()
 
-    def _warm(self, lines: int, longest: int, *, chunk: bool) -> None:
+    def _warm(self, lines: int, longest: int, kind: str) -> None:
         """Lines that are nobody's."""
         nothing = mx.zeros((0,), dtype=mx.int32)
-        mx.eval(self._computed([], [], lines, nothing, longest, chunk=chunk))
+        mx.eval(self._computed([], [], lines, nothing, longest, kind))
 
     def _computed(
         self,
@@ -376,17 +380,16 @@ class PoolBatch:
         lines: int,
         ids: mx.array,
         longest: int,
-        *,
-        chunk: bool,
+        kind: str,
     ) -> mx.array:
         """What the model gives for tokens `ids` of these rows at these places, on so many lines."""
         width = -(-blocks_of(longest) // WIDE) * WIDE
         if lines > len(rows):
             ids = mx.concatenate([ids, mx.zeros((lines - len(rows),), dtype=ids.dtype)])
-        longest = self._cut(1 if chunk else lines, longest)
-        kind = (lines, width, longest, self._pool.blocks, chunk)
+        longest = self._cut(lines if kind == DECODE else 1, longest)
+        same = (lines, width, longest, self._pool.blocks, kind)
         places = _places(rows, at, lines, width, self._pool.spare)
-        found, written = self._pass(kind, ids, places, width, longest, chunk, self._pool.arrays)
+        found, written = self._pass(same, ids, places, width, longest, kind, self._pool.arrays)
         if not self._pool.in_place:
             self._pool.arrays = written
         return found
@@ -401,14 +404,14 @@ class PoolBatch:
         places: mx.array,
         width: int,
         longest: int,
-        chunk: bool,
+        kind: str,
         arrays: list[Arrays],
     ) -> tuple[mx.array, list[Arrays]]:
         lines = ids.shape[0]
         positions, slots = places[:lines], places[lines : 2 * lines]
-        table = places[2 * lines :].reshape(lines, width)
-        pool = _View(self._pool, arrays)
-        step = PoolStep(pool, positions, slots, table, longest, chunk=chunk)
+        table = places[2 * lines : -1].reshape(lines, width)
+        pool, last = _View(self._pool, arrays), places[-1:] if kind == ENTER else None
+        step = PoolStep(pool, positions, slots, table, longest, chunk=kind != DECODE, last=last)
         found = self._model(ids, step)
         self.gathers = (self.gathers or step.gathers) and pool.in_place
         return found, [] if pool.in_place else pool.arrays
@@ -423,7 +426,8 @@ def lines_for(rows: int) -> int:
 def _places(
     rows: Sequence[PoolRow], offsets: Sequence[int], lines: int, width: int, spare: int
 ) -> mx.array:
-    """Positions [lines], slots [lines] and tables [lines, width] of the new tokens, in one array.
+    """Positions [lines], slots [lines] and tables [lines, width] of the new tokens, and the last
+    line that is somebody's, in one array.
 
     A step's host side: no work here that could be spared for a row.
     """
@@ -439,6 +443,7 @@ def _places(
         places.extend(padding[len(row.table) :])
     for _ in range(nobody):
         places.extend(padding)
+    places.append(max(len(rows) - 1, 0))
     return mx.array(memoryview(places))  # type: ignore[arg-type]
 
 

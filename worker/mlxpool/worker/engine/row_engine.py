@@ -75,6 +75,10 @@ class RowEngine(ABC, Generic[R]):
     def _compute(self, row: R, ids: list[int]) -> None:
         """A chunk of a prompt, computed when this returns; the row is longer then."""
 
+    def _enter(self, seq: Sequence, row: R, ids: list[int]) -> bool:
+        """Computes the last chunk and what decode begins with, where one pass can be both."""
+        return False
+
     @abstractmethod
     def _losing(self, hit: Many[Sequence]) -> AbstractContextManager[None]:
         """Around a pass for these: one that fails leaves nothing that could be read."""
@@ -95,9 +99,11 @@ class RowEngine(ABC, Generic[R]):
             return 0
         if row.offset < seq.prefilled:
             raise OutOfMemory(f"{seq.prefilled} tokens were lost with a step that failed")
+        start, end = seq.prefilled, seq.prefilled + count
         with self._losing([seq]):
-            self._compute(row, seq.between(seq.prefilled, seq.prefilled + count))
-        seq.prefilled += count
+            if end < seq.length - 1 or not self._enter(seq, row, seq.between(start, end + 1)):
+                self._compute(row, seq.between(start, end))
+        seq.prefilled = end
         if seq.prefilled == stop:
             self._bound_prefix()
             self._prefix.keep(row, seq.tokens)
