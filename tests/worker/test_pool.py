@@ -26,7 +26,7 @@ from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.layouts import InPool, layout_of  # noqa: E402
-from mlxpool.worker.engine.pool import CHUNKS, Pool, PoolStep, PoolStore, lines_for  # noqa: E402
+from mlxpool.worker.engine.pool import Pool, PoolStep, PoolStore, lines_for  # noqa: E402
 from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
 from mlxpool.worker.models.base import KeyValue, Latent, Scores  # noqa: E402
 from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
@@ -194,7 +194,7 @@ def test_a_short_chunk_is_lines_of_one_pass(loaded: Loaded, chunk: int) -> None:
             each.admit(seq)
             while each.prefill(seq, before or chunk):
                 pass
-            assert (seq in each._entered) == (each is engine and chunk < CHUNKS[-1])
+            assert each is slow or seq in each._entered
             for _ in range(12):
                 step(each, [seq])
             each.release(seq)

@@ -70,8 +70,8 @@ class Engine(Protocol):
     def prefill(self, seq: Sequence, budget: int) -> int:
         """Computes one chunk of at most `budget` tokens and adds it to `seq.prefilled`.
 
-        The last token of `seq.tokens` is left for decode. Returns the tokens done, 0 when the
-        sequence is ready for decode.
+        The last token of `seq.tokens` is decode's, whoever computes it. Returns the tokens done, 0
+        when the sequence is ready for decode.
         """
 
     def decode(self, rows: Many[Sequence]) -> list[Drawn]:

@@ -147,7 +147,7 @@ class ModelEngine(RowEngine[AnyRow]):
         logits = self._layout.enter(row, mx.array(ids, dtype=mx.int32))
         if logits is None:
             return False
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        mx.eval(logits, *row.arrays())
         self._entered[seq] = logits
         return True
 

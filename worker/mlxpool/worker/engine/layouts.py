@@ -48,8 +48,8 @@ class Layout(Protocol):
         """Builds one pass over `ids` [T]; rows are longer from here on, nothing is computed yet."""
 
     def enter(self, row: Any, ids: mx.array) -> mx.array | None:
-        """Logits [1, vocabulary] of the last of a row's new tokens `ids` [T], in one pass that
-        costs little more than a step's; None: here, or for so many, there is none.
+        """Builds one pass over a row's new tokens `ids` [T] that gives logits [1, vocabulary] of
+        the last; None: not here. The row is longer then.
         """
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
@@ -78,6 +78,7 @@ class InRows:
         self._model = model
         self._step = ExactStep if exact else Step
         self._fixed = shape.fixed_bytes
+        self._exact = exact
         self.store: Any = RowStore(partial(Row, shape), kinds_of(shape))
 
     def left(self, rows: Iterable[AnyRow], whole: int) -> int:
@@ -95,8 +96,10 @@ class InRows:
         return out
 
     def enter(self, row: Any, ids: mx.array) -> mx.array | None:
-        """See Layout."""
-        return None
+        """See Layout. Not where a token that leaves before its first could not be taken back."""
+        if self._exact or self.store.stateful:
+            return None
+        return self.forward([Span(row, ids.shape[0])], ids, logits=True)
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""
@@ -124,7 +127,6 @@ class InSlabs(InRows):
         self.store = RowStore(partial(SlabRow, self.slabs), kinds_of(shape))
         # Of the last slab, one block may be in use.
         self.spare = (BLOCKS - 1) * BLOCK * shape.token_bytes
-        self._exact = exact
         self._batch = Batch(model)
 
     def left(self, rows: Iterable[AnyRow], whole: int) -> int:
@@ -161,7 +163,6 @@ class InPool(InRows):
         self.together = not in_place
         self.blocks = blocks
         self.lined = reads and not exact and shape.dtype in HALVES
-        self._exact = exact
         self._batch = PoolBatch(model, self.pool)
 
     def forward(self, spans: Sequence[Span], ids: mx.array, *, logits: bool) -> mx.array:
@@ -173,7 +174,7 @@ class InPool(InRows):
     def enter(self, row: Any, ids: mx.array) -> mx.array | None:
         """See Layout."""
         if not self._in_lines([Span(row, ids.shape[0])]):
-            return None
+            return super().enter(row, ids)
         return self._batch.chunk(row, ids, logits=True)
 
     def _in_lines(self, spans: Sequence[Span]) -> bool:

@@ -101,7 +101,8 @@ class RowEngine(ABC, Generic[R]):
             raise OutOfMemory(f"{seq.prefilled} tokens were lost with a step that failed")
         start, end = seq.prefilled, seq.prefilled + count
         with self._losing([seq]):
-            if end < seq.length - 1 or not self._enter(seq, row, seq.between(start, end + 1)):
+            enters = end == seq.length - 1 and end != stop
+            if not enters or not self._enter(seq, row, seq.between(start, end + 1)):
                 self._compute(row, seq.between(start, end))
         seq.prefilled = end
         if seq.prefilled == stop:
