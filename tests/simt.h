@@ -1,7 +1,7 @@
 // The machine that our kernels are written for, on a CPU: enough of CUDA C++ for them.
 //
 // A thread block's threads are fibers of one thread, which run until they wait for each other; blocks
-// run one after the other. Numbers are rounded as on a GPU; sums of a product may be in another order.
+// run one after the other; every second launch begins with the last of both. Numbers are rounded as on a GPU; sums of a product may be in another order.
 // Copies to shared memory come as late as they may, so that a missing wait is seen.
 #pragma once
 #include <setjmp.h>
@@ -67,12 +67,13 @@ static Thread* here;
 static jmp_buf done;
 static int alive, waits;
 static char* shared;
+static bool backwards;
 static void (*entry)();
 
 // To the next thread of the block that is not over.
 [[noreturn]] static void go_on() {
   int next = here->number;
-  do next = (next + 1) % threads.size();
+  do next = (next + (backwards ? threads.size() - 1 : 1)) % threads.size();
   while (threads[next].over);
   here = &threads[next];
   if (here->started) _longjmp(here->jump, 1);
@@ -328,7 +329,9 @@ static int launch(void (*one)(), const unsigned* grid, unsigned count, long byte
   threads = std::vector<Thread>(count);
   for (auto& thread : threads) thread.stack.reset(new char[STACK]);
   int why = 0;
-  for (unsigned number = 0; number < grid[0] * grid[1] * grid[2]; number++) {
+  const unsigned blocks = grid[0] * grid[1] * grid[2];
+  for (unsigned i = 0; i < blocks; i++) {
+    const unsigned number = backwards ? blocks - 1 - i : i;
     blockIdx = {number % grid[0], number / grid[0] % grid[1], number / grid[0] / grid[1]};
     memset(shared, 0xff, bytes);
     warps = std::vector<Warp>((count + LANES - 1) / LANES);
@@ -349,12 +352,13 @@ static int launch(void (*one)(), const unsigned* grid, unsigned count, long byte
       thread.context.uc_stack.ss_size = STACK;
       makecontext(&thread.context, thread_main, 0);
     }
-    here = &threads[count - 1];
+    here = &threads[backwards ? 0 : count - 1];
     why = _setjmp(done);
     if (why == 0) go_on();
     if (why > 1) break;
   }
   free(shared);
+  backwards = !backwards;
   return why > 1 ? why : 0;
 }
 

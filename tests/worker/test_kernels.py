@@ -247,17 +247,19 @@ def test_the_kernel_is_attention(
     rows.fresh = [every[:, pairs * group : -pairs], every[:, -pairs:]]  # views, as a model has them
     scores = Scores(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
     for longest in (attend.LEAST, 1500):
+        places = rows.places(longest)
         out = attend.attend(
             every[:, : pairs * group],
             rows.fresh[0],
             rows.fresh[1],
             (rows.pools[0], rows.pools[1]),
-            rows.places(longest),
+            places,
             scores,
             Rotation(rows.positions).turns(turn) if turn else None,
             window,
         )
         mx.eval(out)
+        assert not mx.any(places.arrived).item()  # as it was, for the next layer
         for row, length in enumerate(LENGTHS):
             key = _turned(_numbers(rows.fresh[0][row]), length - 1, turn)
             value = _numbers(rows.fresh[1][row])
@@ -377,9 +379,10 @@ def test_the_kernel_reads_lines_of_all_heads(size: int, rank: int, heads: int, d
     scores = Scores(size**-0.5)
     assert latent.serves(size, rank, kind)
     for longest in (attend.LEAST, 1500):
-        found = latent.attend(
-            q, rows.fresh[0][:, 0], rows.pools[0], rows.places(longest), scores.scale, rank
-        )
+        places = rows.places(longest)
+        found = latent.attend(q, rows.fresh[0][:, 0], rows.pools[0], places, scores.scale, rank)
+        mx.eval(found)
+        assert not mx.any(places.arrived).item()
         for row in range(len(LENGTHS)):
             assert np.array_equal(rows.written(row)[0], _numbers(rows.fresh[0][row]))
             lines = np.concatenate([_numbers(rows.old[row][0]), _numbers(rows.fresh[0][row])[None]])

@@ -26,7 +26,16 @@ from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.layouts import InPool, layout_of  # noqa: E402
-from mlxpool.worker.engine.pool import Pool, PoolStep, PoolStore, lines_for  # noqa: E402
+from mlxpool.worker.engine.pool import (  # noqa: E402
+    CHUNK,
+    CHUNKS,
+    ENTER,
+    Pool,
+    PoolBatch,
+    PoolStep,
+    PoolStore,
+    lines_for,
+)
 from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
 from mlxpool.worker.models.base import KeyValue, Latent, Scores  # noqa: E402
 from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
@@ -113,6 +122,13 @@ def test_a_full_pool_is_an_error_and_the_row_stays(kernels: bool) -> None:
     append((row, other), some(5))
 
 
+def test_a_pool_has_room_for_all_tokens_of_windows() -> None:
+    shape = RowShape((KeyValue(2, 8, 4, window=40), KeyValue(1, 16, 16)), mx.float32, 3000)
+    store = PoolStore(Pool(shape, BLOCKS, in_place=False))
+    assert store.block_bytes == BLOCK * 4 * (2 * 12 + 32)
+    assert store._memory.nbytes == (BLOCKS + 1) * store.block_bytes
+
+
 def test_steps_come_in_few_widths() -> None:
     widths = {rows: lines_for(rows) for rows in range(1, 129)}
     assert all(rows <= lines <= 1.5 * rows for rows, lines in widths.items())
@@ -180,21 +196,38 @@ def step(engine: ModelEngine, rows: list[Sequence]) -> None:
         one.sequence.ids.append(one.token)
 
 
-@pytest.mark.parametrize("chunk", [1, 17, 48, 128])
-def test_a_short_chunk_is_lines_of_one_pass(loaded: Loaded, chunk: int) -> None:
-    """Its tokens see each other, and those before them, as in a chunk of its own."""
+@pytest.mark.parametrize("chunk", [1, 17, 47, 127, 128])
+def test_a_short_chunk_is_lines_of_one_pass(
+    loaded: Loaded, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens see each other, and those before them, as in a chunk of its own.
+
+    The last of a prompt gives the first token, too, if one more line is not too many.
+    """
     engine, slow = engine_of(loaded, "pool", "off"), engine_of(loaded, "rows", "off")
     assert isinstance(engine._layout, InPool)
     engine._layout.lined = True
     engine._layout.warm(4, 400, lambda: None)
+    kinds = []
+    compute = PoolBatch._computed
+
+    def computed(self: PoolBatch, *args: Any) -> Any:
+        kinds.append(args[-1])
+        return compute(self, *args)
+
+    monkeypatch.setattr(PoolBatch, "_computed", computed)
     for before in (0, BLOCK - 20, 300):
-        prompt = tuple((7 * n + n * n) % 256 for n in range(before + chunk + 1))
+        prompt = tuple((7 * n + n * n) % 256 for n in range(before + 2 * chunk + 1))
         pair = [Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 12) for _ in range(2)]
         for each, seq in zip((engine, slow), pair, strict=True):
             each.admit(seq)
-            while each.prefill(seq, before or chunk):
+            if before:
+                each.prefill(seq, before)
+            kinds.clear()
+            while each.prefill(seq, chunk):
                 pass
-            assert each is slow or seq in each._entered
+            if each is engine:
+                assert kinds == [CHUNK, ENTER if chunk < CHUNKS[-1] else CHUNK]
             for _ in range(12):
                 step(each, [seq])
             each.release(seq)
@@ -274,11 +307,17 @@ def test_who_enters_in_one_pass_begins_beside_others(loaded: Loaded) -> None:
         engine.decode([seq])
     assert not engine._entered
     engine.release(seq)
+    enter(engine, Sequence(b"", 1, (4, 5, 6), Options(temperature=0.0), 1, 20))
+    assert len(engine._entered) == 1
     if not engine._layout.together:
         for _ in range(5):
             step(engine, rows)
     for seq in rows:
         assert seq.ids == alone(seq.prompt, len(seq.ids))
+    engine.close()
+    assert not engine._entered
+    engine.warm_up()
+    assert not engine._entered
 
 
 def _spoilt(*args: Any, **others: Any) -> Any:

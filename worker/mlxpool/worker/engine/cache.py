@@ -45,6 +45,11 @@ class RowShape:
         return all(isinstance(one, KeyValue) and not one.window for one in self.caches)
 
     @property
+    def windowed(self) -> bool:
+        """Whether some layer sees its last tokens alone."""
+        return any(map(self.window, range(len(self.caches))))
+
+    @property
     def paged(self) -> bool:
         """Whether every layer has something of every token, so that blocks can hold it all."""
         return not any(isinstance(one, Recurrent) for one in self.caches)

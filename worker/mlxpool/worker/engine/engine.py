@@ -102,11 +102,14 @@ class ModelEngine(RowEngine[AnyRow]):
         self._loaded = loaded
         self._model = loaded.model
         shape = RowShape(folder.plan.caches, loaded.dtype, self.context, self.chunk)
-        name, shape = named(layout, shape, exact=loaded.deterministic, on_gpu=back_end.on_gpu())
+        name, whole = named(layout, shape, exact=loaded.deterministic, on_gpu=back_end.on_gpu())
+        self._keep(whole)
+        if layout is None and whole.whole and whole.windowed and not self._holds_a_context():
+            name, whole = "rows", shape  # which keep no more of a window than it sees
+            self._keep(whole)
+        shape = whole
         area = area_of(self.chunk)
         self._area = area if loaded.deterministic else pairs_at_once(shape, area)
-        self._block_bytes = BLOCK * max(shape.token_bytes, 1)
-        self._per_row = shape.fixed_bytes
         self._asked = name, shape, prefix
         self._layout, self._prefix = self._laid_out()
         self.blocks = self._capacity()
@@ -115,6 +118,13 @@ class ModelEngine(RowEngine[AnyRow]):
         self._entered: dict[Sequence, mx.array] = {}  # logits of those whose last token is computed
         self._company: tuple[list[Sequence], Company] | None = None
         self._steps = 0
+
+    def _keep(self, shape: RowShape) -> None:
+        self._block_bytes = BLOCK * max(shape.token_bytes, 1)
+        self._per_row = shape.fixed_bytes
+
+    def _holds_a_context(self) -> bool:
+        return (self._fixed or self._room()) >= blocks_of(self.context)
 
     @property
     def layout(self) -> str:
@@ -216,6 +226,7 @@ class ModelEngine(RowEngine[AnyRow]):
         self.prefill(seq, size)
         peak = mx.get_peak_memory() - before
         self._layout.store.release(self._rows.pop(seq))
+        self._entered.pop(seq, None)
         return size, peak
 
     def _warm(self, moved: Callable[[], None]) -> None:
@@ -243,6 +254,7 @@ class ModelEngine(RowEngine[AnyRow]):
     def close(self) -> None:
         """See Engine.close."""
         self._flight = None
+        self._entered.clear()
         super().close()
 
     def _one_each(self, rows: Many[Sequence], ids: mx.array) -> mx.array:

@@ -18,7 +18,7 @@ from mlxpool.worker.engine.pool import CHUNKS, Pool, PoolBatch, PoolRow, PoolSto
 from mlxpool.worker.engine.slabs import BLOCKS, SlabRow, Slabs
 from mlxpool.worker.engine.trials import kernels_read, writes
 from mlxpool.worker.kernels.build import HALVES
-from mlxpool.worker.models.base import KeyValue, LayerCache, Model, Recurrent
+from mlxpool.worker.models.base import Model, Recurrent
 from mlxpool.worker.prefix.kinds import Full, Kind, State, Window
 from mlxpool.worker.prefix.rows import RowStore
 
@@ -174,7 +174,9 @@ class InPool(InRows):
     def enter(self, row: Any, ids: mx.array) -> mx.array | None:
         """See Layout."""
         if not self._in_lines([Span(row, ids.shape[0])]):
-            return super().enter(row, ids)
+            # All but the last one may be as many as that pass takes.
+            shorter = self._in_lines([Span(row, ids.shape[0] - 1)])
+            return None if shorter else super().enter(row, ids)
         return self._batch.chunk(row, ids, logits=True)
 
     def _in_lines(self, spans: Sequence[Span]) -> bool:
@@ -210,14 +212,15 @@ def _short(spans: Sequence[Span]) -> bool:
 
 def named(name: str | None, shape: RowShape, *, exact: bool, on_gpu: bool) -> tuple[str, RowShape]:
     """This layout's name; None: a pool of blocks on a CUDA GPU, slabs on a CPU, for models that
-    can have them, and rows. And what it keeps of each sequence.
+    can have them, and rows. And what it keeps of each sequence. Windows are for a pool only where
+    our kernels read it: nothing else reads as little of a row.
     """
     if name is None:
         name = "rows"
         if shape.plain and not on_gpu:
             name = "slabs"
         elif not exact and _in_place(shape, on_gpu):
-            name = "pool"
+            name = "pool" if not shape.windowed or kernels_read(shape) else "rows"
     return name, replace(shape, whole=name == "pool")
 
 
@@ -237,11 +240,11 @@ def _in_place(shape: RowShape, on_gpu: bool) -> bool:
 
 def kinds_of(shape: RowShape) -> list[Kind]:
     """How the prefix cache keeps each layer."""
-    return [_kind(layer, cache) for layer, cache in enumerate(shape.caches)]
+    return [_kind(shape, layer) for layer in range(len(shape.caches))]
 
 
-def _kind(layer: int, cache: LayerCache) -> Kind:
-    if isinstance(cache, Recurrent):
+def _kind(shape: RowShape, layer: int) -> Kind:
+    if isinstance(shape.caches[layer], Recurrent):
         return State(layer)
-    window = cache.window if isinstance(cache, KeyValue) else 0
+    window = shape.window(layer)
     return Window(layer, window) if window else Full(layer)

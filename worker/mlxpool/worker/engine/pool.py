@@ -25,6 +25,7 @@ from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Model, Rop
 from mlxpool.worker.prefix.blocks import BlockPool, BlockRow, BlockStore
 
 CHUNKS = (16, 48, 128)  # tokens of one row that are lines of one pass
+PASSES = 64  # compiled ones that are kept: a GPU's host has the memory
 DECODE, CHUNK, ENTER = "decode", "chunk", "enter"  # a pass: of rows; of one row; with logits
 WIDE = 8  # blocks; a step's tables are as wide as a multiple of it, so that few passes are compiled
 
@@ -322,7 +323,7 @@ class PoolBatch:
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model, self._pool = model, pool
         self._heads = min(arrays[0].shape[1] for arrays in pool.arrays)
-        self._pass = Compiled(self._one_pass)
+        self._pass = Compiled(self._one_pass, most=PASSES)
         self.gathers = False  # whether chunks would copy a row for each of their lines
 
     def __call__(self, rows: Sequence[PoolRow], ids: mx.array) -> mx.array:
@@ -386,7 +387,7 @@ class PoolBatch:
         width = -(-blocks_of(longest) // WIDE) * WIDE
         if lines > len(rows):
             ids = mx.concatenate([ids, mx.zeros((lines - len(rows),), dtype=ids.dtype)])
-        longest = self._cut(lines if kind == DECODE else 1, longest)
+        longest = self._cut(lines if kind == DECODE else lines // attend.GROUPS, longest)
         same = (lines, width, longest, self._pool.blocks, kind)
         places = _places(rows, at, lines, width, self._pool.spare)
         found, written = self._pass(same, ids, places, width, longest, kind, self._pool.arrays)

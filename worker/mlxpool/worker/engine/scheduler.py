@@ -34,7 +34,7 @@ def plan(live: Seq[Sequence], budget: int, area: int) -> Plan:
     prefill = []
     for sequence in live:
         if sequence.phase is Phase.PREFILL and budget > 0:
-            # Its last token is left for decode, so a prompt that is all cached needs none.
+            # Its last token does not count, so a prompt that is all cached needs none.
             left = max(0, sequence.length - 1 - sequence.prefilled)
             share = min(left, budget, reach(sequence.prefilled, area))
             prefill.append((sequence, share))

@@ -11,7 +11,7 @@ from mlxpool.worker.engine.attention import weighed
 from mlxpool.worker.engine.blocks import BLOCK
 from mlxpool.worker.engine.cache import RowShape
 from mlxpool.worker.engine.pool import Pool, gathered
-from mlxpool.worker.kernels import attend, latent, scalar
+from mlxpool.worker.kernels import attend, latent, pools, scalar
 from mlxpool.worker.kernels.build import works
 from mlxpool.worker.models.base import KeyValue, Latent, LayerCache, Scores
 
@@ -44,41 +44,52 @@ def _reads(shape: RowShape, cache: LayerCache) -> bool:
 
 
 def _attends(cache: KeyValue, dtype: mx.Dtype) -> bool:
-    """Two tokens of one row, one by one and together: against MLX's own operations."""
-    one = (1, cache.heads, cache.key_dim)
-    q, k, v, old_k, old_v = (
-        mx.random.normal(one, key=mx.random.key(n)).astype(dtype) for n in range(5)
+    """A row's tokens together, and the last by itself: against MLX's own operations."""
+    shape = (attend.GROUPS, cache.heads, cache.key_dim)
+    q, k, v = (mx.random.normal(shape, key=mx.random.key(n)).astype(dtype) for n in range(3))
+    keys, values = (
+        mx.zeros((1, cache.heads, BLOCK, cache.key_dim), dtype=dtype) for _ in ("keys", "values")
     )
-    pool = tuple(mx.zeros((1, cache.heads, BLOCK, cache.key_dim), dtype=dtype) for _ in "kv")
-    start = mx.zeros((1,), dtype=mx.int32)
-    zeros = mx.zeros((attend.FILL,), dtype=mx.int32)
-    for position, (key, value) in enumerate([(old_k, old_v), (k, v)]):
-        places = attend.Places(start + position, start[None], zeros, attend.LEAST)
-        found = attend.attend(q, key, value, (pool[0], pool[1]), places, Scores(0.1))
-        mx.eval(found)
-    asked, key, value = (mx.concatenate([one, one]) for one in (q, k, v))
-    places = attend.Places(mx.arange(2, dtype=mx.int32), mx.zeros((2, 1), dtype=mx.int32), zeros, 1)
-    both = attend.attend(asked, key, value, (pool[0], pool[1]), places, Scores(0.1), tokens=2)
-    keys, values = mx.stack([old_k, k], axis=2), mx.stack([old_v, v], axis=2)
-    expected = weighed(q[:, :, None], keys, values, Scores(0.1), None)[:, :, 0]
-    return all(mx.allclose(one, expected, 0.05, 0.05).item() for one in (found, both[1:]))
+    at = mx.arange(attend.GROUPS, dtype=mx.int32)
+    mx.eval(pools.write(keys, k, at), pools.write(values, v, at))
+    found = []
+    for some, tokens in ((slice(None), attend.GROUPS), (slice(-1, None), 1)):
+        lines = q[some], k[some], v[some]
+        places = _places(at[some], attend.LEAST)
+        found.append(attend.attend(*lines, (keys, values), places, Scores(0.1), tokens=tokens))
+    asked, key, value = (one.swapaxes(0, 1)[None] for one in (q, k, v))
+    seen = (at[None] <= at[:, None])[None, None, None]
+    expected = weighed(asked, key, value, Scores(0.1), seen).squeeze(0).swapaxes(0, 1)
+    return _close(found[0], expected) and _close(found[1], expected[-1:])
 
 
 def _reads_lines(cache: Latent, dtype: mx.Dtype) -> bool:
-    """The same for lines."""
-    q, line, old = (
-        mx.random.normal((1, cache.dim), key=mx.random.key(n)).astype(dtype) for n in range(3)
-    )
-    pool = mx.zeros((1, 1, BLOCK, cache.dim), dtype=dtype)
-    start = mx.zeros((1,), dtype=mx.int32)
-    zeros = mx.zeros((attend.FILL,), dtype=mx.int32)
-    for position, each in enumerate([old, line]):
-        places = attend.Places(start + position, start[None], zeros, attend.LEAST)
-        found = latent.attend(q[:, None], each, pool, places, 0.1, cache.rank)
-        mx.eval(found)
-    lines = mx.concatenate([old, line])[None, None]
-    values = lines[..., : cache.rank]
-    expected = weighed(q[:, None, None], lines, values, Scores(0.1), None)[:, :, 0]
+    """The second token of a row, with few heads and many, in one part and in two."""
+    lines = mx.random.normal((2, cache.dim), key=mx.random.key(1)).astype(dtype)
+    for heads, longest in ((1, attend.LEAST), (attend.GROUPS + 1, 2 * attend.LEAST)):
+        q = mx.random.normal((2, heads, cache.dim), key=mx.random.key(2)).astype(dtype)
+        pool = mx.zeros((1, 1, BLOCK, cache.dim), dtype=dtype)
+        for at in range(2):
+            places = _places(mx.array([at], dtype=mx.int32), longest)
+            line = lines[at : at + 1]
+            found = latent.attend(q[at : at + 1], line, pool, places, 0.1, cache.rank)
+            mx.eval(found)
+        every = lines[None, None]
+        values = every[..., : cache.rank]
+        expected = weighed(q[1:, :, None], every, values, Scores(0.1), None)[:, :, 0]
+        if not _close(found, expected):
+            return False
+    return True
+
+
+def _places(positions: mx.array, longest: int) -> attend.Places:
+    """Of tokens in the first block."""
+    table = mx.zeros((positions.shape[0], 1), dtype=mx.int32)
+    arrived = mx.zeros((attend.FILL,), dtype=mx.int32)
+    return attend.Places(positions, table, arrived, longest)
+
+
+def _close(found: mx.array, expected: mx.array) -> bool:
     return bool(mx.allclose(found, expected, 0.05, 0.05).item())
 
 

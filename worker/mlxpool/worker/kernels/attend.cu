@@ -205,9 +205,12 @@ for (int set = 0; set < SETS; set++) {
               = sum[c * VALUE_EACH + j][2 * set + i];
 }
 __syncthreads();
-// What a query's sink takes of the softmax; `top` is of base 2 as all scores are here.
+// What a query's sink takes of the softmax, and its score; all scores are of base 2 here.
 auto sunk = [&](int g, float top) -> float {
   return SINKS ? exp2f(sinks[head * GROUP + g % GROUP] * 1.4426950408889634f - top) : 0.f;
+};
+auto least = [&](int g) -> float {
+  return SINKS ? sinks[head * GROUP + g % GROUP] * 1.4426950408889634f : NEVER;
 };
 auto to = [&](int i) -> N* {
   const int g = i / SIZE;
@@ -215,12 +218,12 @@ auto to = [&](int i) -> N* {
   return (N*)out + (line * GROUP + g % GROUP) * SIZE + i % SIZE;
 };
 const long mine = (long)blockIdx.x * HEADS + head;
-constexpr int WHOLE = ASKED * (SIZE + 2);  // numbers of a part: sums, then greatest scores, totals
-float* const parts = (float*)partial + mine * count * WHOLE;
+constexpr int QUERIES = ASKED, NUMBERS = SIZE, WHOLE = QUERIES * (NUMBERS + 2);
+float* const parts = (float*)partial + mine * count * WHOLE;  // see part_sums.cuh
 #pragma unroll 1
 for (int i = threadIdx.x; i < ASKED * SIZE; i += THREADS) {
   const int g = i / SIZE, d = i % SIZE;
-  float top = SINKS && !PARTED ? sinks[head * GROUP + g % GROUP] * 1.4426950408889634f : NEVER;
+  float top = PARTED ? NEVER : least(g);
   for (int w = 0; w < WARPS; w++) top = fmaxf(top, warp_most[w][g]);
   float numbers = 0, all = 0;
   for (int w = 0; w < WARPS; w++) {
@@ -236,33 +239,5 @@ for (int i = threadIdx.x; i < ASKED * SIZE; i += THREADS) {
       parts[part * WHOLE + ASKED * SIZE + g] = top;
       parts[part * WHOLE + ASKED * SIZE + ASKED + g] = all;
     }
-  }
-}
-// The last of a row's parts to come adds them up, and leaves the counter as it was.
-if (PARTED) {
-  __shared__ int before;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) before = atomicAdd((int*)arrived + mine, 1);
-  __syncthreads();
-  if (before == count - 1) {
-    __threadfence();
-    #pragma unroll 1
-    for (int i = threadIdx.x; i < ASKED * SIZE; i += THREADS) {
-      const int g = i / SIZE;
-      float top = SINKS ? sinks[head * GROUP + g % GROUP] * 1.4426950408889634f : NEVER;
-      #pragma unroll 4
-      for (int p = 0; p < count; p++)
-        top = fmaxf(top, __ldcg(parts + p * WHOLE + ASKED * SIZE + g));
-      float numbers = 0, all = 0;
-      #pragma unroll 2
-      for (int p = 0; p < count; p++) {
-        float weight = exp2f(__ldcg(parts + p * WHOLE + ASKED * SIZE + g) - top);
-        numbers += weight * __ldcg(parts + p * WHOLE + i);
-        all += weight * __ldcg(parts + p * WHOLE + ASKED * SIZE + ASKED + g);
-      }
-      down(numbers / (all + sunk(g, top)), to(i));
-    }
-    if (threadIdx.x == 0) ((int*)arrived)[mine] = 0;
   }
 }

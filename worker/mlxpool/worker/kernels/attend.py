@@ -77,7 +77,8 @@ def attend(
     group, rows, dtype = heads // pairs, lines // tokens, pools[0].dtype
     seen = min(places.longest, window + tokens - 1) if window else places.longest
     parts = parts_of(rows * pairs, seen)
-    warps = warps_of(rows * pairs * parts, group * tokens * size)
+    # Of chunks there is one kernel without parts and one with them, whatever their lines.
+    warps = warps_of(rows * pairs * parts if tokens == 1 else 1, group * tokens * size)
     none = mx.zeros((1,))
     cosines, sines = (none, none) if turns is None else (turns.cosines, turns.sines)
     sinks = none if scores.sinks is None else scores.sinks.astype(mx.float32)
@@ -176,4 +177,6 @@ def _kernel(
         "N": dtype,
     }
     bounds = (warps * LANES, 3) if warps == 4 and size <= 128 else None
-    return kernel("attend", INPUTS, ["out", "partial"], constants, bounds=bounds)
+    return kernel(
+        "attend", INPUTS, ["out", "partial"], constants, bounds=bounds, end="part_sums.cuh"
+    )

@@ -144,8 +144,14 @@ for (int tile = 0; first + tile * TILE < last; tile++) {
 copies_arrived_but<0>();
 
 const long mine = (long)row * gridDim.y + blockIdx.y;
-constexpr int WHOLE = EACH * (RANK + 2);  // numbers of a part: sums, then greatest scores, totals
-float* const parts = (float*)partial + mine * count * WHOLE;
+constexpr int QUERIES = EACH, NUMBERS = RANK, WHOLE = QUERIES * (NUMBERS + 2);
+float* const parts = (float*)partial + mine * count * WHOLE;  // see part_sums.cuh
+auto least = [](int) -> float { return NEVER; };
+auto sunk = [](int, float) -> float { return 0; };
+auto to = [&](int i) -> N* {
+  const int head = heads_from + i / RANK;
+  return head < HEADS ? (N*)out + ((long)row * HEADS + head) * RANK + i % RANK : nullptr;
+};
 #pragma unroll
 for (int set = 0; set < SETS; set++)
   #pragma unroll
@@ -154,7 +160,7 @@ for (int set = 0; set < SETS; set++)
     float all = total[set][half];
     all += __shfl_xor_sync(0xffffffff, all, 1);
     all += __shfl_xor_sync(0xffffffff, all, 2);
-    if (g >= EACH || heads_from + g >= HEADS) continue;
+    if (g >= EACH || !to(g * RANK)) continue;
     #pragma unroll
     for (int j = 0; j < WIDE; j++)
       #pragma unroll
@@ -162,39 +168,10 @@ for (int set = 0; set < SETS; set++)
         const int d = warp * OWN + (2 * quarter + i) * WIDE + j;
         const float number = sum[set][j][2 * half + i];
         if (PARTED) parts[part * WHOLE + g * RANK + d] = number;
-        else down(number / all, (N*)out + ((long)row * HEADS + heads_from + g) * RANK + d);
+        else down(number / all, to(g * RANK) + d);
       }
     if (PARTED && warp == 0 && quarter == 0) {
       parts[part * WHOLE + EACH * RANK + g] = most[set][half];
       parts[part * WHOLE + EACH * RANK + EACH + g] = all;
     }
   }
-// The last of a row's parts to come adds them up, and leaves the counter as it was.
-if (PARTED) {
-  __shared__ int before;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) before = atomicAdd((int*)arrived + mine, 1);
-  __syncthreads();
-  if (before == count - 1) {
-    __threadfence();
-    #pragma unroll 1
-    for (int i = threadIdx.x; i < EACH * RANK; i += THREADS) {
-      const int g = i / RANK;
-      if (heads_from + g >= HEADS) break;
-      float top = NEVER;
-      #pragma unroll 4
-      for (int p = 0; p < count; p++)
-        top = fmaxf(top, __ldcg(parts + p * WHOLE + EACH * RANK + g));
-      float numbers = 0, all = 0;
-      #pragma unroll 2
-      for (int p = 0; p < count; p++) {
-        const float weight = exp2f(__ldcg(parts + p * WHOLE + EACH * RANK + g) - top);
-        numbers += weight * __ldcg(parts + p * WHOLE + i);
-        all += weight * __ldcg(parts + p * WHOLE + EACH * RANK + EACH + g);
-      }
-      down(numbers / all, (N*)out + ((long)row * HEADS + heads_from + g) * RANK + i % RANK);
-    }
-    if (threadIdx.x == 0) ((int*)arrived)[mine] = 0;
-  }
-}

@@ -18,11 +18,12 @@ THREADS = 256
 GAP = 16  # numbers behind a line in shared memory
 SPACE = 200 * 1024  # bytes that a thread block may share
 MOST_STAGES = 4
+MOST_LINE = 640  # numbers; of longer lines there is no room for two stages
 
 
 def serves(line: int, rank: int, dtype: mx.Dtype) -> bool:
     """Whether `attend` takes lines of these sizes."""
-    return rank in RANKS and line >= rank and line % COLUMNS == 0 and dtype in HALVES
+    return rank in RANKS and rank <= line <= MOST_LINE and line % COLUMNS == 0 and dtype in HALVES
 
 
 def attend(
@@ -93,4 +94,6 @@ def _kernel(
         "N": dtype,
     }
     shared = stages * stage + beside
-    return kernel("latent", INPUTS, ["out", "partial"], constants, shared=shared)
+    return kernel(
+        "latent", INPUTS, ["out", "partial"], constants, shared=shared, end="part_sums.cuh"
+    )

@@ -45,7 +45,7 @@ class Rope:
 class KeyValue:
     """A layer that keeps keys [heads, key_dim] and values [heads, value_dim] of each token.
 
-    A token sees `window` tokens, itself included, and no others are kept; 0: it sees all.
+    A token sees `window` tokens, itself included, and no others need be kept; 0: it sees all.
     """
 
     heads: int

@@ -272,7 +272,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
 
     def _stops(self, length: int, cached: int, matched: int, hint: int) -> list[int]:
         """Restore points on the way through a prompt: the hint, where another prompt went on
-        differently, and one every so often. The last token is left for decode.
+        differently, and one every so often. The last token comes with decode.
         """
         if not self._store.stateful:
             return []
