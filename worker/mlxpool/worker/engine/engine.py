@@ -193,12 +193,12 @@ class ModelEngine(RowEngine[AnyRow]):
 
     def warm_up(self, moved: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Measures what a prefill chunk needs for a while, too."""
-        sizes = [min(n, self.context - 2) for n in (GPU_WARM_UP if back_end.on_gpu() else WARM_UP)]
+        sizes = [min(n, self.context - 3) for n in (GPU_WARM_UP if back_end.on_gpu() else WARM_UP)]
         if back_end.on_gpu():  # from there on MLX waits for what it has begun
             mx.set_memory_limit(self._limit)
         pooled = self._layout.holds_tree and self._fixed is None
         if pooled:  # a small one leaves room for what is measured
-            self._lay_out_again(blocks_of(sizes[-1] + 2))
+            self._lay_out_again(blocks_of(sizes[-1] + 3))
         small, large = map(self._measured, sizes)
         moved()
         self._transient = transient(small, large, self.chunk, self._area)
@@ -217,7 +217,7 @@ class ModelEngine(RowEngine[AnyRow]):
 
     def _measured(self, size: int) -> tuple[int, int]:
         """The tokens of a chunk of `size`, and the bytes that it needs for a while."""
-        seq = _trial(max(size, 1) + 1)
+        seq = _trial(max(size, 1) + 2)  # the chunk is not its last
         row = self._rows[seq] = self._layout.store.new_row()
         self._layout.reserve(row, seq.length)  # what rows take is no transient
         mx.clear_cache()
@@ -226,7 +226,6 @@ class ModelEngine(RowEngine[AnyRow]):
         self.prefill(seq, size)
         peak = mx.get_peak_memory() - before
         self._layout.store.release(self._rows.pop(seq))
-        self._entered.pop(seq, None)
         return size, peak
 
     def _warm(self, moved: Callable[[], None]) -> None:

@@ -96,10 +96,13 @@ class InRows:
         return out
 
     def enter(self, row: Any, ids: mx.array) -> mx.array | None:
-        """See Layout. Not where a token that leaves before its first could not be taken back."""
-        if self._exact or self.store.stateful:
+        """See Layout. Not where a token that leaves before its first could not be taken back, nor
+        so many that computing the end of the last layer for all of them takes longer than a step.
+        """
+        count = ids.shape[0]
+        if self._exact or self.store.stateful or count > CHUNKS[-1]:
             return None
-        return self.forward([Span(row, ids.shape[0])], ids, logits=True)
+        return self.forward([Span(row, count)], ids, logits=True)
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""
@@ -174,9 +177,7 @@ class InPool(InRows):
     def enter(self, row: Any, ids: mx.array) -> mx.array | None:
         """See Layout."""
         if not self._in_lines([Span(row, ids.shape[0])]):
-            # All but the last one may be as many as that pass takes.
-            shorter = self._in_lines([Span(row, ids.shape[0] - 1)])
-            return None if shorter else super().enter(row, ids)
+            return super().enter(row, ids)
         return self._batch.chunk(row, ids, logits=True)
 
     def _in_lines(self, spans: Sequence[Span]) -> bool:
