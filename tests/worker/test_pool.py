@@ -196,7 +196,7 @@ def step(engine: ModelEngine, rows: list[Sequence]) -> None:
         one.sequence.ids.append(one.token)
 
 
-@pytest.mark.parametrize("chunk", [1, 17, 47, 127, 128])
+@pytest.mark.parametrize("chunk", [1, 127, 128])
 def test_a_short_chunk_is_lines_of_one_pass(
     loaded: Loaded, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +207,8 @@ def test_a_short_chunk_is_lines_of_one_pass(
     engine, slow = engine_of(loaded, "pool", "off"), engine_of(loaded, "rows", "off")
     assert isinstance(engine._layout, InPool)
     engine._layout.lined = True
-    engine._layout.warm(4, 400, lambda: None)
+    if chunk == 1:
+        engine._layout.warm(4, 400, lambda: None)
     kinds = []
     compute = PoolBatch._computed
 
