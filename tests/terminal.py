@@ -13,11 +13,10 @@ import termios
 import time
 from collections.abc import Mapping, Sequence
 
-import psutil
-
 from mlxpool.common.closing import Closing
 
 PATIENCE = 60.0  # seconds; this only bounds a failure
+AGAIN = 5.0  # seconds
 LINES, COLUMNS = 40, 160
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 
@@ -70,12 +69,20 @@ class Terminal(Closing):
         self.shown = ESCAPES.sub("", self.raw)
         return bool(new)
 
-    def wait_for_reading(self) -> None:
-        """Until it sleeps: Python forgets a Ctrl-C of the moment between a prompt and its wait."""
+    def interrupt(self, text: str, *, after: int) -> int:
+        """Ctrl-C, and after a while again until `text` is shown: where that ends.
+
+        Python forgets one of the moment between a prompt and its wait.
+        """
         end = time.monotonic() + PATIENCE
-        while psutil.Process(self.process.pid).status() != psutil.STATUS_SLEEPING:
-            assert time.monotonic() < end, f"it never waits; shown: {self.shown[-2000:]!r}"
-            time.sleep(0.001)
+        while True:
+            self.send("\x03")
+            again = time.monotonic() + AGAIN
+            while time.monotonic() < again:
+                if (at := self.shown.find(text, after)) >= 0:
+                    return at + len(text)
+                self._read(0.1)
+            assert time.monotonic() < end, f"never shown: {text!r}; shown: {self.shown[-2000:]!r}"
 
     def send(self, keys: str) -> None:
         os.write(self._mine, keys.encode())
