@@ -27,6 +27,27 @@ BASE: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+GLM: dict[str, Any] = {
+    "model_type": "glm4_moe_lite",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
 DTYPES = {"float32": "F32", "float16": "F16", "uint32": "U32", "uint8": "U8"}
 BOS, EOS = 256, 257
 SPECIAL = ("<s>", "</s>", "<|user|>", "<|assistant|>")

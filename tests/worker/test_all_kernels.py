@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from worker_checkpoints import config, random_weights, write_checkpoint
+from worker_checkpoints import GLM, config, random_weights, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
@@ -27,9 +27,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 LATENT: dict[str, Any] = {
+    **GLM,
     **SIZES,
-    "model_type": "glm4_moe_lite",
-    "num_key_value_heads": 4,
     "head_dim": None,
     "q_lora_rank": 64,
     "kv_lora_rank": 128,
@@ -38,16 +37,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 32,
     "moe_intermediate_size": 32,
     "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
     "first_k_dense_replace": 2,  # a CPU has no experts in bfloat16
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.8,
-    "norm_topk_prob": True,
-    "moe_layer_freq": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
 }
 COMMON = {"attend", "copy", "draw", "norm", "write"}
 MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {

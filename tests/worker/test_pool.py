@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from worker_checkpoints import write_checkpoint
+from worker_checkpoints import GLM, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
@@ -151,27 +151,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "swiglu_limit": 7.0,
         "attention_bias": True,
     },
-    "latent lines": {
-        "model_type": "glm4_moe_lite",
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 12,
-        "v_head_dim": 10,
-        "moe_intermediate_size": 20,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.8,
-        "norm_topk_prob": True,
-        "moe_layer_freq": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-    },
+    "latent lines": GLM,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from worker_checkpoints import config, random_weights, write_checkpoint
+from worker_checkpoints import GLM, config, random_weights, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
@@ -22,29 +22,7 @@ from worker.models.conformance import WAYS, Case, Checked, every, prepare, quant
 
 Weights = dict[str, np.ndarray]
 
-SIZES: dict[str, Any] = {
-    "model_type": "glm4_moe_lite",
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
-    "moe_intermediate_size": 20,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.8,
-    "norm_topk_prob": True,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-}
+SIZES = {**GLM, "num_nextn_predict_layers": 1}
 YARN = {
     "type": "yarn",
     "factor": 4.0,

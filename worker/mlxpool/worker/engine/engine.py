@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -102,12 +102,12 @@ class ModelEngine(RowEngine[AnyRow]):
         self._loaded = loaded
         self._model = loaded.model
         shape = RowShape(folder.plan.caches, loaded.dtype, self.context, self.chunk)
-        name, whole = named(layout, shape, exact=loaded.deterministic, on_gpu=back_end.on_gpu())
-        self._keep(whole)
-        if layout is None and whole.whole and whole.windowed and not self._holds_a_context():
-            name, whole = "rows", shape  # which keep no more of a window than it sees
-            self._keep(whole)
-        shape = whole
+        name, shape = named(layout, shape, exact=loaded.deterministic, on_gpu=back_end.on_gpu())
+        self._keep(shape)
+        if layout is None and shape.whole and shape.windowed and not self._holds_a_context():
+            # Rows keep no more of a window than it sees.
+            name, shape = "rows", replace(shape, whole=False)
+            self._keep(shape)
         area = area_of(self.chunk)
         self._area = area if loaded.deterministic else pairs_at_once(shape, area)
         self._asked = name, shape, prefix
@@ -284,6 +284,8 @@ class ModelEngine(RowEngine[AnyRow]):
         """
         here = {} if self._flight is None else self._flight.of(rows)
         used = [(self._flight, here)] if self._flight is not None and here else []
+        if len(here) == len(rows):
+            return used
         entered = [seq for seq in rows if seq in self._entered and seq not in here]
         if entered:
             logits = mx.concatenate([self._entered.pop(seq) for seq in entered])
