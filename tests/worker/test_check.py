@@ -382,6 +382,16 @@ def ask(*lines: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def test_a_gpu_refuses_to_be_deterministic(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlx.core")
+    monkeypatch.setattr("mlxpool.worker.engine.back_end.on_gpu", lambda: True)
+    spec = ModelConfig(path=str(good), deterministic=True)
+    with pytest.raises(ModelLoadFailed, match="deterministic = true is built for the CPU alone"):
+        open_source(spec).load(lambda tensors, size: None)
+    (why,) = check("m", spec, machine=True)["machine"]["why"]
+    assert "built for the CPU alone" in why
+
+
 def test_a_line_for_each_model(good: Path) -> None:
     pytest.importorskip("mlx.core")
     spec = asdict(ModelConfig(path=str(good), context=64, sequences=3))

@@ -264,7 +264,7 @@ def test_release_is_for_every_phase(engine: ModelEngine) -> None:
 
 
 def test_memory_tells_rows_from_prefixes(loaded: Loaded, text: Text) -> None:
-    engine = ModelEngine(loaded, text, blocks=200)
+    engine = ModelEngine(loaded, text, layout="slabs", blocks=200)
     seq = sequence(prompt_of(300))
     prefill(engine, seq)
     token = 2 * 2 * 8 * 4 * 2  # layers, heads, size, bytes, keys and values

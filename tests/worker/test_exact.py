@@ -21,7 +21,9 @@ from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.models.parts import TILE, Linear, tiled  # noqa: E402
 from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
 
-TIE = 1e-4  # a margin between the two best that rounding may close
+ON_GPU = mx.default_device().type == mx.DeviceType.gpu
+TIE = 0.1 if ON_GPU else 1e-4  # a margin that rounding may close: of bfloat16, of float32
+on_cpu = pytest.mark.skipif(ON_GPU, reason="a GPU refuses `deterministic`")
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -77,6 +79,7 @@ def values(drawn: list[Drawn]) -> list[tuple[int, Any]]:
     return [(one.token, one.logprob) for one in drawn]
 
 
+@on_cpu
 def test_a_product_in_tiles_does_not_depend_on_how_many_lines_there_are() -> None:
     draw = np.random.default_rng(0)
     for out, size in ((64, 256), (32, 32), (264, 32), (320, 256)):
@@ -91,6 +94,7 @@ def test_a_product_in_tiles_does_not_depend_on_how_many_lines_there_are() -> Non
             assert mx.array_equal(part, whole[start : start + count]).item()
 
 
+@on_cpu
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("chunk", [1, 7, 64, 300])
 def test_chunks_change_no_bit(exact: Loaded, number: int, chunk: int) -> None:
@@ -100,6 +104,7 @@ def test_chunks_change_no_bit(exact: Loaded, number: int, chunk: int) -> None:
     assert values([step(engine, [seq])[0] for _ in range(6)]) == values(expected)
 
 
+@on_cpu
 def test_company_changes_no_bit(exact: Loaded) -> None:
     expected = [values(alone(exact, request(number))) for number in range(8)]
     engine, rows = ModelEngine(exact, prefix="off"), [request(number) for number in range(8)]
@@ -115,6 +120,7 @@ def test_company_changes_no_bit(exact: Loaded) -> None:
     assert [values(drawn) for drawn in got] == expected
 
 
+@on_cpu
 @pytest.mark.parametrize("prefix", ["tree", "off"])
 def test_a_preemption_changes_no_bit(exact: Loaded, prefix: str) -> None:
     for number in range(5):
@@ -128,6 +134,7 @@ def test_a_preemption_changes_no_bit(exact: Loaded, prefix: str) -> None:
         assert values(got) == expected
 
 
+@on_cpu
 @pytest.mark.parametrize("taken", [1, 5, 23])
 def test_a_resume_changes_no_bit(exact: Loaded, taken: int) -> None:
     for number in range(5):
@@ -139,6 +146,7 @@ def test_a_resume_changes_no_bit(exact: Loaded, taken: int) -> None:
         assert values(got) == values(expected[taken:])
 
 
+@on_cpu
 @pytest.mark.parametrize("split", [1, 100, 255, 256, 257, 511, 599])
 def test_a_hit_at_any_split_changes_no_bit(exact: Loaded, split: int) -> None:
     expected, seq = values(alone(exact, request(4))), request(4)

@@ -87,6 +87,23 @@ def test_experts_equal_single_products(
     assert mx.allclose(mlp(x, chosen), expected, rtol=1e-4, atol=1e-5).item()
 
 
+def test_lines_of_sorted_experts_lie_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU reads them by the stride of their last axis but one, also where that has length 1."""
+    arrays, layouts, _ = stored("plain")
+    mlp = Parts(dict(arrays), layouts, mx.float32).expert_mlp("mlp")
+    product, strides = mx.gather_mm, []
+
+    def seen(x: Any, *others: Any, **named: Any) -> Any:
+        mx.eval(x)
+        steps = memoryview(x).strides or ()
+        strides.append((named["sorted_indices"], steps[-2] // x.itemsize))
+        return product(x, *others, **named)
+
+    monkeypatch.setattr(mx, "gather_mm", seen)
+    mlp(draw(40, WIDTH, seed=3), choices(40))
+    assert strides == [(True, WIDTH), (True, INNER)]
+
+
 def test_another_activation_and_single_layers() -> None:
     arrays, layouts, _ = stored("affine")
     x, chosen = draw(7, WIDTH, seed=3), choices(7)

@@ -207,7 +207,7 @@ def test_a_short_chunk_is_lines_of_one_pass(
             kinds.clear()
             while each.prefill(seq, chunk):
                 pass
-            if each is engine:
+            if each is engine and not ON_GPU:  # there no kernel of ours reads float32 for chunks
                 assert kinds == [CHUNK, ENTER if chunk < CHUNKS[-1] else CHUNK]
             for _ in range(12):
                 step(each, [seq])

@@ -305,7 +305,10 @@ def test_what_is_kept_holds_no_row_alive(kv_heads: int) -> None:
 
 
 def test_bytes_are_those_of_unique_tokens() -> None:
-    """Stored bytes, as MLX counts them, within 5 % of unique tokens x bytes of a token."""
+    """Stored bytes, as MLX counts them, within 5 % of unique tokens x bytes of a token.
+
+    On CUDA MLX counts a small array as the next power of two.
+    """
     shape = RowShape((KeyValue(2, 64, 64),) * 2, mx.float32, 4096)
     cache = TreeCache(row_store(shape), ROOMY)
     before = active()
@@ -320,7 +323,7 @@ def test_bytes_are_those_of_unique_tokens() -> None:
         history += [5000, *range(100 + turn)]
     expected = unique_tokens(cache) * 2 * 2 * 2 * 64 * 4
     assert cache.nbytes == expected
-    assert expected <= active() - before <= 1.05 * expected
+    assert expected <= active() - before <= (1.3 if mx.cuda.is_available() else 1.05) * expected
 
 
 # ---- a whole model -------------------------------------------------------------------------------

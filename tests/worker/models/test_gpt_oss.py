@@ -139,7 +139,7 @@ def test_experts_with_their_columns_first_are_the_same(tmp_path: Path) -> None:
     plain = load(inspect(write_checkpoint(tmp_path / "1", weights=weights, **settings())))
     turned = columns_first(weights)
     other = load(inspect(write_checkpoint(tmp_path / "2", weights=turned, **settings())))
-    assert np.array_equal(logits_of(plain), logits_of(other))
+    assert np.allclose(logits_of(plain), logits_of(other), 1e-4, 1e-4)
 
 
 def logits_of(loaded: Loaded) -> np.ndarray:

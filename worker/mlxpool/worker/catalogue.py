@@ -75,6 +75,8 @@ def _folder(files: Files, config: ModelConfig) -> Source:
         from mlxpool.worker.weights.load import load as load_weights
 
         back_end.say()
+        if config.deterministic:
+            require_deterministic(folder, on_gpu=back_end.on_gpu())
         back_end.steady_heap()
         settings: dict[str, Any] = {
             "context": context,

@@ -98,7 +98,7 @@ class ModelEngine(RowEngine[AnyRow]):
             blocks=blocks,
         )
         if loaded.deterministic:
-            require_deterministic(folder)
+            require_deterministic(folder, on_gpu=back_end.on_gpu())
         self._loaded = loaded
         self._model = loaded.model
         shape = RowShape(folder.plan.caches, loaded.dtype, self.context, self.chunk)

@@ -59,7 +59,10 @@ class ExpertMLP:
             return self._lines(x[:, None, None], experts, ordered=False).squeeze(-2)
         flat = experts.flatten()
         order = mx.argsort(flat)
-        out = self._lines(x[order // experts.shape[1]][:, None], flat[order], ordered=True)
+        # A line's axis is put in before lines are taken: of one put in afterwards MLX 0.32 takes
+        # the stride for that of a line, and multiplies others, on a GPU (its issue 4253).
+        lines = x[:, None][order // experts.shape[1]]
+        out = self._lines(lines, flat[order], ordered=True)
         return out.squeeze(-2)[mx.argsort(order)].reshape(*experts.shape, -1)
 
     def _lines(self, x: mx.array, experts: mx.array, *, ordered: bool) -> mx.array:

@@ -21,6 +21,10 @@ from mlxpool.worker.weights.quant import Quant
 
 FEATURES = ("batching", "tree", "resume")  # of every architecture in models/
 SCALES = ".scales"  # the end of the name of a quantised module's tensor
+NOT_ON_A_GPU = (
+    "deterministic = true is built for the CPU alone, on a GPU the bits of a product depend on how"
+    " many lines it has; leave it out"
+)
 COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it keeps no keys and values
 
 
@@ -57,8 +61,10 @@ def features(folder: ModelFolder) -> tuple[str, ...]:
     return (*FEATURES, "deterministic") if plain else FEATURES
 
 
-def require_deterministic(folder: ModelFolder) -> None:
-    """Raises ModelLoadFailed for a model that the setting `deterministic` is not built for."""
+def require_deterministic(folder: ModelFolder, *, on_gpu: bool = False) -> None:
+    """Raises ModelLoadFailed where the setting `deterministic` is not built for a model."""
+    if on_gpu:
+        raise ModelLoadFailed(NOT_ON_A_GPU)
     if "deterministic" in features(folder):
         return
     why = "which is computed by mlx-lm's code"

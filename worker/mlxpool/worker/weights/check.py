@@ -19,7 +19,12 @@ from mlxpool.worker import ends
 from mlxpool.worker.catalogue import NO_BACK_END
 from mlxpool.worker.engine.blocks import BLOCK
 from mlxpool.worker.models.counting import CountingEngine
-from mlxpool.worker.weights.about import about, about_counting, require_deterministic
+from mlxpool.worker.weights.about import (
+    NOT_ON_A_GPU,
+    about,
+    about_counting,
+    require_deterministic,
+)
 from mlxpool.worker.weights.files import Files
 from mlxpool.worker.weights.folder import ModelFolder
 from mlxpool.worker.weights.needs import Needs, needs
@@ -87,6 +92,8 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         deterministic=config.deterministic,
     )
     why = [*misfits(need, limit, pool, config.memory_limit or folder.weight_bytes)]
+    if config.deterministic and back_end.on_gpu():
+        why.append(NOT_ON_A_GPU)
     machine = {
         "device": "gpu" if back_end.on_gpu() else "cpu",
         "total": total,
