@@ -33,6 +33,7 @@ from mlxpool.worker.kernels import (  # noqa: E402
     tiles,
     unpack,
 )
+from mlxpool.worker.kernels.product import Around  # noqa: E402
 from mlxpool.worker.models.base import Rope, Scores  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -431,6 +432,36 @@ def test_the_kernels_multiply_lines(columns: int, rows: int, dtype: str) -> None
         assert np.allclose(_numbers(product.gated(x, weight)), _gated(expected), 0.02, 0.03)
 
 
+@runs
+@pytest.mark.parametrize(("columns", "rows"), cases([(96, 64), (640, 128)], SIZES))
+def test_products_of_few_lines_norm_them_and_add(columns: int, rows: int) -> None:
+    """Lines of lengths that differ much, too small for the norm's epsilon in one."""
+    weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
+    gain = (1 + 0.5 * mx.random.normal((columns,))).astype(mx.bfloat16)
+    for lines in (1, 2, 7, 8) if ON_GPU else (3, 8):
+        lengths = mx.array([0.003, 1, 300] * 6)[:lines, None]
+        x = (mx.random.normal((lines, columns)) * lengths).astype(mx.bfloat16)
+        beside = mx.random.normal((lines, rows)).astype(mx.bfloat16)
+        assert product.fuses(x, weight) and product.norms(x, gain)
+        expected = _normed(x, gain, 1e-5) @ _numbers(weight).T
+        found = product.product(x, weight, Around(gain=gain, eps=1e-5))
+        assert np.abs(_numbers(found) - expected).max() < 0.05
+        found = product.product(x, weight, Around(gain=gain, eps=1e-5, beside=beside))
+        assert np.abs(_numbers(found) - expected - _numbers(beside)).max() < 0.06
+        found = product.product(x, weight, Around(gated=True, gain=gain, eps=1e-5))
+        assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
+        plain = _numbers(x) @ _numbers(weight).T
+        found = product.product(x, weight, Around(beside=beside))
+        assert np.allclose(_numbers(found), plain + _numbers(beside), 0.01, 0.05)
+    assert not product.fuses(x.astype(mx.float16), weight)
+    assert not product.fuses(mx.concatenate([x, x]), weight)
+
+
+def _normed(x: Any, gain: Any, eps: float) -> Any:
+    numbers = _numbers(x)
+    return numbers / np.sqrt((numbers**2).mean(-1, keepdims=True) + eps) * _numbers(gain)
+
+
 FOURS = itertools.product([(128, 64), (2048, 1024), (14336, 256)], packed.GROUPS, HALVES)
 
 
@@ -455,8 +486,16 @@ def test_the_kernel_multiplies_with_four_bits(
         expected = _numbers(x) @ opened.T
         found = packed.product(x, weight, scales, biases, group)
         assert np.abs(_numbers(found) - expected).max() < 0.03
-        found = packed.product(x, weight, scales, biases, group, gated=True)
+        found = packed.product(x, weight, scales, biases, group, Around(gated=True))
         assert np.allclose(_numbers(found), _gated(expected), 0.02, 0.03)
+        if not product.few(x):
+            continue
+        gain = mx.random.normal((columns,)).astype(kind)
+        beside = mx.random.normal((lines, rows)).astype(kind)
+        around = Around(gain=gain, eps=1e-5, beside=beside)
+        found = packed.product(x, weight, scales, biases, group, around)
+        expected = _normed(x, gain, 1e-5) @ opened.T + _numbers(beside)
+        assert np.allclose(_numbers(found), expected, 0.02, 0.05)
 
 
 @runs

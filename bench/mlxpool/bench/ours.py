@@ -15,6 +15,7 @@ from mlxpool.common.options import Options
 from mlxpool.worker.engine import back_end
 from mlxpool.worker.engine.cache import RowShape
 from mlxpool.worker.engine.engine import ModelEngine
+from mlxpool.worker.engine.layouts import InPool
 from mlxpool.worker.engine.sequence import Sequence as Job
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.load import inspect, load
@@ -71,6 +72,8 @@ class Ours:
     ) -> tuple[ModelEngine, list[Job]]:
         """Rows with prompts of these lengths, ready to decode; each has its own seed."""
         engine = self.engine(len(lengths), max(lengths) + self._spare)
+        if isinstance(engine._layout, InPool):  # as a worker does at load
+            engine._layout.batch.warm_steps([len(lengths)], engine.context, _nothing)
         settings = Options.parse({**options, "ignore_eos": True})
         jobs = []
         for number, length in enumerate(lengths):
@@ -132,6 +135,9 @@ class Plain(Ours):
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
         """See engine.Other."""
         return {self.NAME: partial(burst, self.prefill(tokens))}
+
+
+def _nothing() -> None: ...
 
 
 def _enter(engine: ModelEngine, job: Job) -> None:

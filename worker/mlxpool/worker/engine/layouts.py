@@ -166,31 +166,31 @@ class InPool(InRows):
         self.together = not in_place
         self.blocks = blocks
         self.lined = reads and not exact and shape.dtype in HALVES
-        self._batch = PoolBatch(model, self.pool)
+        self.batch = PoolBatch(model, self.pool)
 
     def forward(self, spans: Sequence[Span], ids: mx.array, *, logits: bool) -> mx.array:
         """See Layout. Short chunks go through the compiled pass."""
         if logits or not self._in_lines(spans):
             return super().forward(spans, ids, logits=logits)
-        return self._batch.chunk(cast(PoolRow, spans[0].row), ids)
+        return self.batch.chunk(cast(PoolRow, spans[0].row), ids)
 
     def enter(self, row: Any, ids: mx.array) -> mx.array | None:
         """See Layout."""
         if not self._in_lines([Span(row, ids.shape[0])]):
             return super().enter(row, ids)
-        return self._batch.chunk(row, ids, logits=True)
+        return self.batch.chunk(row, ids, logits=True)
 
     def _in_lines(self, spans: Sequence[Span]) -> bool:
-        return self.lined and not self._batch.gathers and _short(spans)
+        return self.lined and not self.batch.gathers and _short(spans)
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""
-        return super().decode(rows, ids) if self._exact else self._batch(rows, ids)
+        return super().decode(rows, ids) if self._exact else self.batch(rows, ids)
 
     def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
         """See Layout."""
         if self.lined:
-            self._batch.warm(rows, context, moved)
+            self.batch.warm(rows, context, moved)
 
     def spoil(self) -> None:
         """See Layout."""

@@ -8,7 +8,7 @@ the same more slowly, which is how this is tested without a GPU.
 from __future__ import annotations
 
 from array import array as Numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import cast
@@ -355,19 +355,23 @@ class PoolBatch:
 
     def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
         """Has compiled what passes over so many rows, or tokens of a row, may ask for."""
+        self.warm_steps(range(1, rows + 1), context, moved)
+        for lines, longest, way in product(CHUNKS, (1, context), (CHUNK, ENTER)):
+            if not self.gathers:
+                self._warm(lines, longest, way)
+                moved()
+
+    def warm_steps(self, rows: Iterable[int], context: int, moved: Callable[[], None]) -> None:
+        """The same for decode steps of each of these numbers of rows."""
         lengths = [2**n for n in range(context.bit_length())]
         seen = set()
-        for lines in sorted(set(map(lines_for, range(1, rows + 1)))):
+        for lines in sorted(set(map(lines_for, rows))):
             for longest in lengths:
                 kind = attend.variant(lines * self._heads, longest)
                 if kind not in seen:
                     self._warm(lines, longest, DECODE)
                     moved()
                 seen.add(kind)
-        for lines, longest, way in product(CHUNKS, (1, context), (CHUNK, ENTER)):
-            if not self.gathers:
-                self._warm(lines, longest, way)
-                moved()
 
     def _warm(self, lines: int, longest: int, kind: str) -> None:
         """Lines that are nobody's."""

@@ -37,7 +37,8 @@ float sum[TILES][SETS][4] = {};
 #pragma unroll
 for (int step = 0; step < STAGES - 1; step++) fetch(step);
 const N* const lines = (const N*)x + warp * 128 + quarter * 32;
-uint4 b[SETS][4], next[SETS][4];
+uint4 b[SETS][4], next[SETS][4], gains[4];
+float squares[SETS] = {};
 auto ask = [&](int step) {
   #pragma unroll
   for (int set = 0; set < SETS; set++)
@@ -45,6 +46,10 @@ auto ask = [&](int step) {
     for (int j = 0; j < 4; j++)
       next[set][j] = *(const uint4*)(lines + (long)min(set * 8 + line, LINES - 1) * IN
                                      + step * COLUMNS + j * 8);
+  #pragma unroll
+  for (int j = 0; j < 4; j++)
+    if (NORMED)
+      gains[j] = *(const uint4*)((const N*)gain + warp * 128 + quarter * 32 + step * COLUMNS + j * 8);
 };
 ask(0);
 #pragma unroll 1
@@ -54,7 +59,8 @@ for (int step = 0; step < IN / COLUMNS; step++) {
   for (int set = 0; set < SETS; set++)
     #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const uint4 some = next[set][j];
+      const uint4 some
+          = NORMED ? weighed(next[set][j], gains[j], squares[set], N()) : next[set][j];
       b[set][j] = {__byte_perm(some.x, some.z, 0x5410), __byte_perm(some.x, some.z, 0x7632),
                    __byte_perm(some.y, some.w, 0x5410), __byte_perm(some.y, some.w, 0x7632)};
     }

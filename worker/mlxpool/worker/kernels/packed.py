@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpool.worker.kernels.build import HALVES, LANES, Constant, kernel, warps_of, works
+from mlxpool.worker.kernels.product import INPUTS, PLAIN, Around, sums_of
 
 BITS = 4
 GROUPS = (32, 64)
@@ -36,23 +37,21 @@ def product(
     scales: mx.array,
     biases: mx.array,
     group: int,
-    *,
-    gated: bool = False,
+    around: Around = PLAIN,
 ) -> mx.array:
     """x [T, in] and a weight [out, in / 8] in uint32 -> x @ numbers.T [T, out].
 
-    scales and biases [out, in / group] are of x's dtype. `gated`: the first half of the weight are
-    gates -> silu(gate) * other [T, out / 2].
+    scales and biases [out, in / group] are of x's dtype.
     """
     lines, columns = x.shape
     sets, rows = -(-lines // 8), weight.shape[0]
-    tiles, warps = tiles_of(rows, sets, gated), warps_of(columns // COLUMNS, MOST_WARPS)
+    tiles, warps = tiles_of(rows, sets, around.gated), warps_of(columns // COLUMNS, MOST_WARPS)
     threads = warps * LANES
-    found: list[mx.array] = _kernel(sets, warps, tiles, group, gated, x.dtype)(
-        inputs=[x, weight, scales, biases],
+    found: list[mx.array] = _kernel(sets, warps, tiles, group, x.dtype, *around.constants.items())(
+        inputs=[x, weight, scales, biases, *(x if one is None else one for one in around.arrays)],
         grid=(rows // (ROWS * tiles) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(lines, rows // 2 if gated else rows)],
+        output_shapes=[(lines, rows // (1 + around.gated))],
         output_dtypes=[x.dtype],
     )
     return found[0]
@@ -65,7 +64,9 @@ def tiles_of(rows: int, sets: int, gated: bool) -> int:
 
 
 @cache
-def _kernel(sets: int, warps: int, tiles: int, group: int, gated: bool, dtype: mx.Dtype) -> Any:
+def _kernel(
+    sets: int, warps: int, tiles: int, group: int, dtype: mx.Dtype, *around: tuple[str, Constant]
+) -> Any:
     words = warps * LANES * tiles * 2 * 16
     scales = warps * tiles * 2 * ROWS * (COLUMNS // group) * 2
     stages = max(2, min(MOST_STAGES, FLIGHT // (words + scales)))
@@ -74,13 +75,12 @@ def _kernel(sets: int, warps: int, tiles: int, group: int, gated: bool, dtype: m
         "WARPS": warps,
         "TILES": tiles,
         "GROUP": group,
-        "GATED": gated,
         "STAGES": stages,
         "N": dtype,
+        **dict(around),
     }
-    sums = warps * tiles * ROWS * (8 * sets + 1) * 4
-    shared = max(stages * (words + scales), sums)
-    inputs = ["x", "weight", "scales", "biases"]
+    shared = max(stages * (words + scales), sums_of(sets, warps, tiles))
+    inputs = ["x", "weight", "scales", "biases", *INPUTS]
     end = "warp_sums.cuh"
     return kernel("packed", inputs, ["out"], constants, whole=True, shared=shared, end=end)
 

@@ -3,7 +3,9 @@
 // products are gated; its warps take 32 columns each in turn and add up what they found. Weights are
 // the first matrix of the tensor cores, lines the second; which column stands where in both is free,
 // so that a thread reads numbers that lie side by side (see attend.cu). What it reads of the weight
-// comes through shared memory, STAGES columns ahead, and is read by itself alone.
+// comes through shared memory, STAGES columns ahead, and is read by itself alone. NORMED: of x its norm
+// is multiplied; numbers are weighed with `gain` here, and what a line is divided by is known at the
+// end (warp_sums.cuh), where what is ADDED comes in, too.
 constexpr int TILES = GATED ? 2 : 1, COLUMNS = WARPS * 32;
 constexpr int THREADS = WARPS * 32, EACH = 16;
 const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / TILES;
@@ -23,18 +25,21 @@ auto fetch = [&](int step) {
 #pragma unroll
 for (int step = 0; step < STAGES - 1; step++) fetch(step);
 const N* const lines = (const N*)x + warp * 32 + quarter * 8;
-uint4 b[SETS], next[SETS];
+uint4 b[SETS], next[SETS], gains;
+float squares[SETS] = {};  // of what this thread reads of a line
 auto ask = [&](int step) {
   #pragma unroll
   for (int set = 0; set < SETS; set++)
     next[set] = *(const uint4*)(lines + (long)min(set * 8 + line, LINES - 1) * IN + step * COLUMNS);
+  if (NORMED) gains = *(const uint4*)((const N*)gain + warp * 32 + quarter * 8 + step * COLUMNS);
 };
 ask(0);
 #pragma unroll 2
 for (int step = 0; step < IN / COLUMNS; step++) {
   fetch(step + STAGES - 1);
   #pragma unroll
-  for (int set = 0; set < SETS; set++) b[set] = next[set];
+  for (int set = 0; set < SETS; set++)
+    b[set] = NORMED ? weighed(next[set], gains, squares[set], N()) : next[set];
   ask(min(step + 1, IN / COLUMNS - 1));
   copies_arrived_but<STAGES - 1>();
   #pragma unroll

@@ -6,16 +6,18 @@ from using a graph again (docs/benchmarks.md).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
 from mlxpool.worker.kernels import tiles
-from mlxpool.worker.kernels.build import HALVES, LANES, kernel, warps_of, works
+from mlxpool.worker.kernels.build import HALVES, LANES, Constant, kernel, warps_of, works
 
 FEW = 16  # lines up to which a warp multiplies all of them with what it reads itself
 COLUMNS = 32  # of a weight, that a warp takes at a time
+AROUND = 8  # lines up to which it does more besides: with more, threads have too few registers
 ROWS = 16  # of a weight, that a thread block takes; of gated ones as many of both
 FLIGHT = 64 * 1024  # bytes that a thread block has asked for at a time
 MOST_STAGES = 8
@@ -34,6 +36,25 @@ def serves(lines: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
     return _works(dtype)
 
 
+def few(x: mx.array) -> bool:
+    """Whether a product of x [T, in] may do what is Around it.
+
+    float16 has no room for a number that is weighed before it is divided by its line's length.
+    """
+    return x.ndim == 2 and x.shape[0] <= AROUND and x.dtype == mx.bfloat16
+
+
+def fuses(x: mx.array, weight: mx.array) -> bool:
+    """Whether `product` takes x [T, in] and weight [out, in] and does what is Around it, too."""
+    return few(x) and reads(x, weight)
+
+
+def norms(x: mx.array, gain: mx.array) -> bool:
+    """Whether the norm of x [T, in], weighed with `gain` [in], is for a product to compute."""
+    columns = x.shape[-1]
+    return few(x) and gain.dtype == x.dtype and serves(x.shape[0], columns, 2 * ROWS, x.dtype)
+
+
 def times(x: mx.array, weight: mx.array) -> mx.array:
     """x [T, in] and weight [out, in] -> x @ weight.T [T, out], by our kernel or MLX's."""
     return product(x, weight) if reads(x, weight) else x @ weight.T
@@ -45,25 +66,45 @@ def reads(x: mx.array, weight: mx.array) -> bool:
     return fits and serves(x.shape[0], x.shape[1], weight.shape[0], x.dtype)
 
 
-def product(x: mx.array, weight: mx.array) -> mx.array:
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a product of few lines does besides; each is rounded as a step of its own."""
+
+    gated: bool = False  # the first half of the weight are gates -> silu(gate) * other
+    gain: mx.array | None = None  # [in]: of x its root-mean-square norm, weighed so, is multiplied
+    eps: float = 0.0  # of that norm
+    beside: mx.array | None = None  # [T, out]: is added
+
+    @property
+    def arrays(self) -> list[mx.array | None]:
+        """The inputs INPUTS of a kernel."""
+        return [self.gain, self.beside]
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """Those of a kernel, for warp_sums.cuh."""
+        return {
+            "GATED": self.gated,
+            "NORMED": self.gain is not None,
+            "EPS": float(self.eps),
+            "ADDED": self.beside is not None,
+        }
+
+
+INPUTS = ["gain", "beside"]  # of a kernel that ends with warp_sums.cuh
+PLAIN = Around()
+
+
+def product(x: mx.array, weight: mx.array, around: Around = PLAIN) -> mx.array:
     """x [T, in] and weight [out, in] -> x @ weight.T [T, out]."""
-    return _product(x, weight, gated=False)
-
-
-def gated(x: mx.array, weight: mx.array) -> mx.array:
-    """x [T, in] and weight [2 * out, in], gates first -> silu(gate) * other [T, out]."""
-    return _product(x, weight, gated=True)
-
-
-def _product(x: mx.array, weight: mx.array, *, gated: bool) -> mx.array:
     lines, columns = x.shape
     if lines > FEW:
-        return tiles.product(x, weight, gated=gated)
-    out = weight.shape[0] // (1 + gated)
+        return tiles.product(x, weight, gated=around.gated)
+    out = weight.shape[0] // (1 + around.gated)
     warps = warps_of(columns // COLUMNS, MOST_WARPS)
     threads = warps * LANES
-    found: list[mx.array] = _kernel(-(-lines // 8), warps, gated, x.dtype)(
-        inputs=[x, weight],
+    found: list[mx.array] = _kernel(-(-lines // 8), warps, x.dtype, *around.constants.items())(
+        inputs=[x, weight, *(x if one is None else one for one in around.arrays)],
         grid=(out // ROWS * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(lines, out)],
@@ -72,22 +113,31 @@ def _product(x: mx.array, weight: mx.array, *, gated: bool) -> mx.array:
     return found[0]
 
 
+def gated(x: mx.array, weight: mx.array) -> mx.array:
+    """x [T, in] and weight [2 * out, in], gates first -> silu(gate) * other [T, out]."""
+    return product(x, weight, Around(gated=True))
+
+
 @cache
-def _kernel(sets: int, warps: int, gated: bool, dtype: mx.Dtype) -> Any:
+def _kernel(sets: int, warps: int, dtype: mx.Dtype, *around: tuple[str, Constant]) -> Any:
     """For 8 * `sets` lines."""
-    tiles = 1 + gated
+    tiles = 2 if dict(around)["GATED"] else 1
     stage = warps * LANES * tiles * 2 * 16
     stages = max(2, min(MOST_STAGES, FLIGHT // stage))
-    sums = warps * tiles * ROWS * (8 * sets + 1) * 4
     return kernel(
         "product",
-        ["x", "weight"],
+        ["x", "weight", *INPUTS],
         ["out"],
-        {"SETS": sets, "WARPS": warps, "GATED": gated, "STAGES": stages, "N": dtype},
+        {"SETS": sets, "WARPS": warps, "STAGES": stages, "N": dtype, **dict(around)},
         whole=True,
-        shared=max(stages * stage, sums),
+        shared=max(stages * stage, sums_of(sets, warps, tiles)),
         end="warp_sums.cuh",
     )
+
+
+def sums_of(sets: int, warps: int, tiles: int) -> int:
+    """Bytes of a thread block for what warp_sums.cuh adds up."""
+    return 4 * warps * (tiles * ROWS * (8 * sets + 1) + 8 * sets)
 
 
 @cache

@@ -21,3 +21,18 @@ __device__ inline unsigned fours(unsigned word, __nv_bfloat162 scale, __nv_bfloa
       __hsub2(*(__nv_bfloat162*)&word, __float2bfloat162_rn(128.f)), scale, bias);
   return *(unsigned*)&both;
 }
+__device__ inline unsigned twos(unsigned a, unsigned b, __half) {
+  __half2 both = __hmul2(*(__half2*)&a, *(__half2*)&b);
+  return *(unsigned*)&both;
+}
+__device__ inline unsigned twos(unsigned a, unsigned b, __nv_bfloat16) {
+  __nv_bfloat162 both = __hmul2(*(__nv_bfloat162*)&a, *(__nv_bfloat162*)&b);
+  return *(unsigned*)&both;
+}
+// Eight numbers times as many; their squares are added up.
+template <typename N> __device__ inline uint4 weighed(uint4 x, uint4 by, float& squares, N) {
+  const Some<N, 8> some = *(const Some<N, 8>*)&x;
+  #pragma unroll
+  for (int i = 0; i < 8; i++) squares += up(some.n[i]) * up(some.n[i]);
+  return {twos(x.x, by.x, N()), twos(x.y, by.y, N()), twos(x.z, by.z, N()), twos(x.w, by.w, N())};
+}

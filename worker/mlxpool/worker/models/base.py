@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.models.derived import Derived, Found, nothing
@@ -189,13 +189,48 @@ class Norm(Protocol):
     def after(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
         """x + y, and its norm."""
 
+    def late(self, x: mx.array) -> Asked:
+        """The norm of x, left to a linear layer where that computes it at no cost."""
+
+
+class Normed(NamedTuple):
+    """The norm of x [T, d], not computed yet: of few lines a product does it besides."""
+
+    x: mx.array
+    norm: Norm
+
+    def __call__(self) -> mx.array:
+        return self.norm(self.x)
+
+
+Asked: TypeAlias = "mx.array | Normed"  # [T, d]
+
+
+class Linear(Protocol):
+    """x [T, in] -> [T, out]."""
+
+    def __call__(self, x: Asked) -> mx.array: ...
+
+    def onto(self, x: mx.array, beside: mx.array) -> mx.array | None:
+        """`beside` [T, out] and the product of x, added up, where a kernel does both in one."""
+
+
+class Product(NamedTuple):
+    """A linear layer's product with x [T, in], not computed yet: a kernel may add it up, too."""
+
+    layer: Linear
+    x: mx.array
+
+    def __call__(self) -> mx.array:
+        return self.layer(self.x)
+
 
 class Embedding(Protocol):
     """A token table that is also a head for tied models."""
 
     def __call__(self, tokens: mx.array) -> mx.array: ...
 
-    def as_linear(self, x: mx.array) -> mx.array: ...
+    def as_linear(self, x: Asked) -> mx.array: ...
 
 
 class Heads(Protocol):
@@ -218,13 +253,13 @@ class Experts(Protocol):
 class Parts(Protocol):
     """Layers over named weights; what layout a weight has is known here and nowhere else."""
 
-    def linear(self, name: str) -> Layer: ...
+    def linear(self, name: str) -> Linear: ...
 
-    def joined(self, names: Sequence[str]) -> Layer: ...
+    def joined(self, names: Sequence[str]) -> Linear: ...
 
     def gated(
         self, names: Sequence[str], width: int, activation: Activation | None = None
-    ) -> Layer: ...
+    ) -> Callable[[Asked], mx.array]: ...
 
     def norm(self, name: str, eps: float) -> Norm: ...
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from mlxpool.worker.models.base import (
     Activation,
+    Asked,
     KeyValue,
     Layer,
     LayerCache,
     Norm,
     Parts,
+    Product,
     Rope,
     Scores,
     Shape,
@@ -33,19 +35,52 @@ Mixing: TypeAlias = "Callable[[mx.array, Step], mx.array]"  # x [T, d] -> [T, d]
 
 
 class Sum(NamedTuple):
-    """x + y [T, d], which the next norm adds up: on a GPU that is one kernel."""
+    """x + y [T, d], added up by the product that y is, or by the next norm: one kernel on a GPU."""
 
     x: mx.array
-    y: mx.array
+    y: mx.array | Product
 
 
 Stream: TypeAlias = "mx.array | Sum"  # what goes from layer to layer
 Layered: TypeAlias = "Callable[[Stream, Step], Stream]"
 
 
+def added(x: Stream) -> mx.array:
+    """x, added up."""
+    if not isinstance(x, Sum):
+        return x
+    return x.x + (x.y() if isinstance(x.y, Product) else x.y)
+
+
 def normed(norm: Norm, x: Stream) -> tuple[mx.array, mx.array]:
     """x, added up, and its norm."""
-    return norm.after(x.x, x.y) if isinstance(x, Sum) else (x, norm(x))
+    if not isinstance(x, Sum):
+        return x, norm(x)
+    return norm.after(x.x, x.y() if isinstance(x.y, Product) else x.y)
+
+
+def asked_late(norm: Norm, x: Stream) -> tuple[mx.array, Asked]:
+    """The same for linear layers, which may take both on themselves."""
+    if isinstance(x, Sum):
+        whole = x.y.layer.onto(x.y.x, x.x) if isinstance(x.y, Product) else None
+        if whole is None:
+            return normed(norm, x)
+        x = whole
+    return x, norm.late(x)
+
+
+class Late:
+    """What begins and ends with linear layers: they may do the norm before it, and the sum behind.
+
+    A mixer, called with x and the step, or a feed, with x.
+    """
+
+    def late(self, x: Asked, *step: Step) -> Product:
+        """What comes out, but for the last layer."""
+        raise NotImplementedError
+
+    def __call__(self, x: mx.array, *step: Step) -> mx.array:
+        return self.late(x, *step)()
 
 
 class Mixer(Protocol):
@@ -121,7 +156,7 @@ class GroupedQuery:
         return _Attention(self, parts, name, layer)
 
 
-class _Attention:
+class _Attention(Late):
     def __init__(self, spec: GroupedQuery, parts: Parts, name: str, layer: int) -> None:
         self.spec, self.layer = spec, layer
         self.qkv = parts.joined([f"{name}.{one}_proj" for one in "qkv"])
@@ -133,13 +168,14 @@ class _Attention:
         self.scores = Scores(spec.scale or spec.heads.size**-0.5, sinks, spec.cap)
         self.o = parts.linear(f"{name}.o_proj")
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        heads = self.spec.heads
+    def late(self, x: Asked, *steps: Step) -> Product:
+        """See Late."""
+        (step,), heads = steps, self.spec.heads
         both = heads.queries + heads.pairs
-        every = self.qkv(x).reshape(x.shape[0], both + heads.pairs, heads.size)
+        every = self.qkv(x).reshape(-1, both + heads.pairs, heads.size)
         asked = self._normed(every[:, :both])
         out = step.attend_turned(self.layer, asked, every[:, both:], self.scores, self.spec.rope)
-        return self.o(out.reshape(x.shape[0], -1))
+        return Product(self.o, out.reshape(every.shape[0], -1))
 
     def _normed(self, qk: mx.array) -> tuple[mx.array, ...]:
         if self.norms is None:
@@ -169,14 +205,15 @@ class Gated:
         return _Gated(self, parts, name)
 
 
-class _Gated:
+class _Gated(Late):
     def __init__(self, spec: Gated, parts: Parts, name: str) -> None:
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
         self.gated = parts.gated(names, spec.width, spec.activation)
         self.down = parts.linear(f"{name}.down_proj")
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down(self.gated(x))
+    def late(self, x: Asked, *step: Step) -> Product:
+        """See Late."""
+        return Product(self.down, self.gated(x))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +251,13 @@ class _PreNorm:
         self.feed = spec.feed.build(parts, f"{name}.mlp")
 
     def __call__(self, x: Stream, step: Step) -> Stream:
-        x, asked = normed(self.before_mixer, x)
-        x, fed = self.before_feed.after(x, self.mixer(asked, step))
-        return Sum(x, self.feed(fed))
+        return _after(self.before_feed, self.feed, _after(self.before_mixer, self.mixer, x, step))
+
+
+def _after(norm: Norm, work: Callable[..., mx.array], x: Stream, *step: Step) -> Sum:
+    """x + work(norm(x))."""
+    if isinstance(work, Late):
+        x, asked = asked_late(norm, x)
+        return Sum(x, work.late(asked, *step))
+    x, plain = normed(norm, x)
+    return Sum(x, work(plain, *step))

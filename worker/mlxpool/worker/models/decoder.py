@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.worker.models.base import Parts, Plan, Step, integer, number
-from mlxpool.worker.models.blocks import Block, Shapes, Stream, Sum, normed
+from mlxpool.worker.models.base import Parts, Plan, Product, Step, integer, number
+from mlxpool.worker.models.blocks import Block, Shapes, Stream, Sum, added, asked_late
 from mlxpool.worker.models.derived import Derived, Found, nothing
 from mlxpool.worker.models.reading import flag
 
@@ -99,15 +99,20 @@ class Built:
         x: Stream = embedded if scale == 1.0 else embedded * scale
         for block in self.blocks:
             x = block(x, step)
-        if not step.logits:
-            return x.x + x.y if isinstance(x, Sum) else x
-        last = Sum(*map(step.wanted, x)) if isinstance(x, Sum) else step.wanted(x)
-        return self._logits(last)
+        return self._logits(_wanted(x, step)) if step.logits else added(x)
 
     def _logits(self, x: Stream) -> mx.array:
-        _, asked = normed(self.norm, x)
+        _, asked = asked_late(self.norm, x)
         logits = self.head(asked)
         return bent(logits, self.spec.cap) if self.spec.cap else logits
+
+
+def _wanted(x: Stream, step: Step) -> Stream:
+    """The lines that logits are for."""
+    if not isinstance(x, Sum):
+        return step.wanted(x)
+    y = Product(x.y.layer, step.wanted(x.y.x)) if isinstance(x.y, Product) else step.wanted(x.y)
+    return Sum(step.wanted(x.x), y)
 
 
 def bent(x: mx.array, cap: float) -> mx.array:

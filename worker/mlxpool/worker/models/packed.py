@@ -8,19 +8,25 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxpool.worker.kernels import packed, product, unpack
+from mlxpool.worker.kernels.product import Around
 from mlxpool.worker.weights.quant import NVFP4_RANGE, Quant
 
 # Lines from which on a plain product of opened numbers is faster (docs/benchmarks.md).
 CPU_MANY = 8
 GPU_MANY = 6
+SOME = (
+    2  # lines of float32, of which MLX's quantised products on Hopper read ten bits of a fraction
+)
 
 
 def _on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
-def _many() -> int:
-    return GPU_MANY if _on_gpu() else CPU_MANY
+def _many(dtype: mx.Dtype) -> int:
+    if not _on_gpu():
+        return CPU_MANY
+    return SOME if dtype == mx.float32 else GPU_MANY
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +57,8 @@ class Packed:
         """x [..., in] @ weight.T -> [..., out]; without `transpose` x [..., out] -> [..., in]."""
         lines, layout = x.shape[-2], self.layout
         if transpose and self._reads(x):
-            return self._product(x)
-        if lines >= _many():
+            return self.product(x)
+        if lines >= _many(x.dtype):
             numbers = self.dense(x.dtype)
             if transpose and numbers.ndim == 2:
                 return product.times(x, numbers)
@@ -75,14 +81,23 @@ class Packed:
         The first half of `out` are gates.
         """
         if self._reads(x):
-            return self._product(x, gated=True)
-        opened = x.ndim == self.weight.ndim == 2 and x.shape[0] >= _many()
+            return self.product(x, Around(gated=True))
+        opened = x.ndim == self.weight.ndim == 2 and x.shape[0] >= _many(x.dtype)
         if opened and product.serves(x.shape[0], x.shape[1], self.weight.shape[0], x.dtype):
             return product.gated(x, self.dense(x.dtype))
         return None
 
+    def fuses(self, x: mx.array) -> bool:
+        """Whether `product` takes x [T, in] and does what is Around it, too."""
+        return product.few(x) and self._reads(x)
+
+    def product(self, x: mx.array, around: Around = product.PLAIN) -> mx.array:
+        """x [T, in] @ weight.T -> [T, out], with the weight as it lies."""
+        assert self.biases is not None
+        group = self.layout.group
+        return packed.product(x, self.weight, self.scales, self.biases, group, around)
+
     def _reads(self, x: mx.array) -> bool:
-        """Whether a kernel multiplies with the weight as it lies."""
         layout = self.layout
         if x.ndim != 2 or self.weight.ndim != 2 or (layout.mode, layout.bits) != ("affine", 4):
             return False
@@ -90,11 +105,6 @@ class Packed:
         biased = self.biases is not None and self.biases.dtype == x.dtype
         fits = biased and self.scales.dtype == x.dtype and self.factor is None
         return fits and packed.serves(x.shape[0], rows, columns, layout.group, x.dtype)
-
-    def _product(self, x: mx.array, *, gated: bool = False) -> mx.array:
-        assert self.biases is not None
-        group = self.layout.group
-        return packed.product(x, self.weight, self.scales, self.biases, group, gated=gated)
 
     def gathered(self, x: mx.array, experts: mx.array, ordered: bool) -> mx.array:
         """x [..., 1, in] with the expert of each, of a weight [E, out, in] -> [..., 1, out]."""

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxpool.worker.kernels import exponential, norm, product
-from mlxpool.worker.models.base import Activation, Layer
+from mlxpool.worker.kernels.product import Around
+from mlxpool.worker.models.base import Activation, Asked, Normed
+from mlxpool.worker.models.base import Linear as AnyLinear
 from mlxpool.worker.models.columns import by_columns
 from mlxpool.worker.models.derived import STORED
 from mlxpool.worker.models.experts import ExpertMLP, Experts
@@ -26,7 +28,11 @@ class Linear:
     bias: mx.array | None
     exact: bool = False
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: Asked) -> mx.array:
+        if isinstance(x, Normed):
+            if self._fuses(x.x):
+                return product.product(x.x, self.weight, around(x))
+            x = x()
         if self.exact:
             out = tiled(x, self.weight)
             return out if self.bias is None else out + self.bias
@@ -34,23 +40,43 @@ class Linear:
             return product.times(x, self.weight)
         return mx.addmm(self.bias, x, self.weight.T)
 
-    def gated(self, x: mx.array) -> mx.array | None:
+    def gated(self, x: Asked) -> mx.array | None:
         """Of a weight whose first half are gates silu(gate) * other, if a kernel does it in one."""
+        if isinstance(x, Normed):
+            if self._fuses(x.x):
+                return product.product(x.x, self.weight, around(x, gated=True))
+            return self.gated(x())
         if self.bias is None and not self.exact and product.reads(x, self.weight):
             return product.gated(x, self.weight)
         return None
+
+    def onto(self, x: mx.array, beside: mx.array) -> mx.array | None:
+        """See base.Linear."""
+        if beside.dtype == x.dtype and self._fuses(x):
+            return product.product(x, self.weight, Around(beside=beside))
+        return None
+
+    def _fuses(self, x: mx.array) -> bool:
+        return self.bias is None and not self.exact and product.fuses(x, self.weight)
+
+
+def around(x: Normed, *, gated: bool = False) -> Around:
+    """What a product of x does besides."""
+    norm = x.norm
+    assert isinstance(norm, Norm)
+    return Around(gated=gated, gain=norm.weight, eps=norm.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedLinear:
     """x [T, in] -> activation(gate, up) [T, width] of the two that `gate_up` gives side by side."""
 
-    gate_up: Layer
+    gate_up: AnyLinear
     width: int
     activation: Activation
     swiglu: bool
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: Asked) -> mx.array:
         layer = self.gate_up
         if self.swiglu and isinstance(layer, Linear | QuantisedLinear):
             found = layer.gated(x)
@@ -67,23 +93,44 @@ class QuantisedLinear:
     weight: Packed
     bias: mx.array | None
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: Asked) -> mx.array:
+        if isinstance(x, Normed):
+            if self._fuses(x.x):
+                return self.weight.product(x.x, around(x))
+            x = x()
         out = self.weight(x)
         return out if self.bias is None else out + self.bias
 
-    def gated(self, x: mx.array) -> mx.array | None:
+    def gated(self, x: Asked) -> mx.array | None:
         """See Linear."""
+        if isinstance(x, Normed):
+            if self._fuses(x.x):
+                return self.weight.product(x.x, around(x, gated=True))
+            x = x()
         return self.weight.gated(x) if self.bias is None else None
+
+    def onto(self, x: mx.array, beside: mx.array) -> mx.array | None:
+        """See base.Linear."""
+        if beside.dtype == x.dtype and self._fuses(x):
+            return self.weight.product(x, Around(beside=beside))
+        return None
+
+    def _fuses(self, x: mx.array) -> bool:
+        return self.bias is None and self.weight.fuses(x)
 
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
     """x [T, in] -> the outputs of several layers, one behind the other [T, sum of out]."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[AnyLinear, ...]
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: Asked) -> mx.array:
+        x = x() if isinstance(x, Normed) else x
         return mx.concatenate([layer(x) for layer in self.layers], axis=-1)
+
+    def onto(self, x: mx.array, beside: mx.array) -> None:
+        """See base.Linear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +150,10 @@ class Norm:
         x = x + y
         return x, self(x)
 
+    def late(self, x: mx.array) -> Asked:
+        """See base.Norm."""
+        return Normed(x, self) if product.norms(x, self.weight) else self(x)
+
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
@@ -114,8 +165,8 @@ class Embedding:
     def __call__(self, tokens: mx.array) -> mx.array:
         return self.weight[tokens]
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        return tiled(x, self.weight) if self.exact else product.times(x, self.weight)
+    def as_linear(self, x: Asked) -> mx.array:
+        return Linear(self.weight, None, self.exact)(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +179,8 @@ class QuantisedEmbedding:
     def __call__(self, tokens: mx.array) -> mx.array:
         return self.weight.rows(tokens, self.dtype)
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        return self.weight(x)
+    def as_linear(self, x: Asked) -> mx.array:
+        return QuantisedLinear(self.weight, None)(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +252,10 @@ class Parts:
         self._exact = exact
         self._opened = opened or exact
 
-    def linear(self, name: str) -> Layer:
+    def linear(self, name: str) -> AnyLinear:
         return self.joined([name])
 
-    def joined(self, names: Sequence[str]) -> Layer:
+    def joined(self, names: Sequence[str]) -> AnyLinear:
         """Linear layers of one input as one, outputs side by side: fewer and larger products.
 
         Quantised ones may stay apart within, see `_joined_weight`.
