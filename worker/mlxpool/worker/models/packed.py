@@ -14,19 +14,19 @@ from mlxpool.worker.weights.quant import NVFP4_RANGE, Quant
 # Lines from which on a plain product of opened numbers is faster (docs/benchmarks.md).
 CPU_MANY = 8
 GPU_MANY = 6
-SOME = (
-    2  # lines of float32, of which MLX's quantised products on Hopper read ten bits of a fraction
-)
 
 
 def _on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
-def _many(dtype: mx.Dtype) -> int:
+def _many(x: mx.array) -> bool:
+    """Whether opening a weight pays for these lines [..., T, in]."""
     if not _on_gpu():
-        return CPU_MANY
-    return SOME if dtype == mx.float32 else GPU_MANY
+        return x.shape[-2] >= CPU_MANY
+    if x.dtype == mx.float32:  # of several, MLX's products on Hopper read ten bits of a fraction
+        return x.size > x.shape[-1]
+    return x.shape[-2] >= GPU_MANY
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Packed:
 
     def __call__(self, x: mx.array, *, transpose: bool = True) -> mx.array:
         """x [..., in] @ weight.T -> [..., out]; without `transpose` x [..., out] -> [..., in]."""
-        lines, layout = x.shape[-2], self.layout
+        layout = self.layout
         if transpose and self._reads(x):
             return self.product(x)
-        if lines >= _many(x.dtype):
+        if _many(x):
             numbers = self.dense(x.dtype)
             if transpose and numbers.ndim == 2:
                 return product.times(x, numbers)
@@ -82,7 +82,7 @@ class Packed:
         """
         if self._reads(x):
             return self.product(x, Around(gated=True))
-        opened = x.ndim == self.weight.ndim == 2 and x.shape[0] >= _many(x.dtype)
+        opened = x.ndim == self.weight.ndim == 2 and _many(x)
         if opened and product.serves(x.shape[0], x.shape[1], self.weight.shape[0], x.dtype):
             return product.gated(x, self.dense(x.dtype))
         return None
