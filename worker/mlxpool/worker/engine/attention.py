@@ -45,6 +45,7 @@ class Rotation:
     def __init__(self, positions: mx.array, start: int | None = None) -> None:
         self._positions, self._start = positions, start
         self._tables: dict[Rope, tuple[mx.array, mx.array]] = {}
+        self._wide: dict[Rope, tuple[mx.array, mx.array]] = {}
         self._fused = mx.default_device().type == mx.DeviceType.gpu
 
     def __call__(self, x: mx.array, rope: Rope) -> mx.array:
@@ -75,20 +76,29 @@ class Rotation:
         return rotated.squeeze(0).swapaxes(0, 1) if together else rotated[:, :, 0, :]
 
     def _by_table(self, x: mx.array, rope: Rope) -> mx.array:
-        cos, sin = self._table(rope)
         turned = x[..., : rope.dims]
         if rope.traditional:
+            cos, sin = self._table(rope)
             a, b = turned[..., ::2], turned[..., 1::2]
+            pairs = [a * cos - b * sin, b * cos + a * sin]
+            out = mx.stack(pairs, axis=-1).reshape(turned.shape)
         else:
             a, b = mx.split(turned, 2, axis=-1)
-        one, other = a * cos - b * sin, b * cos + a * sin
-        if rope.traditional:
-            out = mx.stack([one, other], axis=-1).reshape(turned.shape)
-        else:
-            out = mx.concatenate([one, other], axis=-1)
+            cos, sin = self._halves(rope)
+            out = turned * cos + mx.concatenate([b, a], axis=-1) * sin
         if rope.dims == x.shape[-1]:
             return out.astype(x.dtype)
         return mx.concatenate([out.astype(x.dtype), x[..., rope.dims :]], axis=-1)
+
+    def _halves(self, rope: Rope) -> tuple[mx.array, mx.array]:
+        """What a number [T, 1, dims] is multiplied by, and its partner in the other half."""
+        if rope not in self._wide:
+            cos, sin = self._table(rope)
+            self._wide[rope] = (
+                mx.concatenate([cos, cos], axis=-1),
+                mx.concatenate([-sin, sin], axis=-1),
+            )
+        return self._wide[rope]
 
     def _table(self, rope: Rope) -> tuple[mx.array, mx.array]:
         """Cosines and sines [T, 1, dims / 2] in float32."""
