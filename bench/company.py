@@ -48,10 +48,11 @@ class Alone:
 
 
 class Ways:
-    """The same requests in different circumstances, each on an engine of its own."""
+    """The same requests in different circumstances, each of these on an engine of its own."""
 
     def __init__(self, loaded: Any, tokens: int) -> None:
         self.loaded, self.tokens = loaded, tokens
+        self.lone = self.engine()
 
     def engine(self, prefix: str = "off") -> Any:
         from mlxpool.worker.engine.engine import ModelEngine
@@ -88,10 +89,8 @@ class Ways:
         return margins
 
     def alone(self, prompt: tuple[int, ...]) -> Alone:
-        engine = self.engine()
-        seq = self.begin(engine, prompt)
-        margins = self.finish(engine, seq)
-        return Alone(prompt, seq.ids, margins)
+        seq = self.begin(self.lone, prompt)
+        return Alone(prompt, seq.ids, self.finish(self.lone, seq))
 
     def company(self, found: list[Alone]) -> list[list[int]]:
         """Eight at a time, one joining at every third step."""

@@ -1,0 +1,121 @@
+"""Greedy tokens by our CUDA kernels beside those by MLX's operations alone.
+
+    python bench/equal.py FOLDER [--steps 64] [--json FILE]
+
+Rows of several lengths decode at once, in a process with our kernels and in one without. Both
+compute in the dtype of the files, so logits differ by its last bits; where a token differs first,
+the margin is the difference of the two greatest log-probabilities without our kernels. `mlxpool
+bench checkpoint` writes random weights of real shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlxpool.bench import report
+from mlxpool.broker.blas import preload
+
+LENGTHS = (5, 40, 128, 200, 256, 300, 700, 1500)
+TOP = 3  # log-probabilities of each token that are compared
+
+
+def drawn(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
+    """Each row's tokens with the greatest log-probabilities; for a process of its own."""
+    from mlxpool.worker.kernels import build
+
+    if not kernels:
+        build.works = lambda what, trial: False
+    from mlxpool.common.options import Options
+    from mlxpool.worker.engine.engine import ModelEngine
+    from mlxpool.worker.engine.sequence import Sequence
+    from mlxpool.worker.weights.load import inspect, load
+
+    loaded = load(inspect(folder))
+    context = min(loaded.folder.context, max(LENGTHS) + steps + 8)
+    layout = None if kernels else "rows"
+    engine = ModelEngine(loaded, layout=layout, context=context, sequences=len(LENGTHS))
+    draw, options = random.Random(1), {"temperature": 0, "logprobs": True, "top_logprobs": TOP}
+    settings = Options.parse({**options, "ignore_eos": True})
+    vocabulary = loaded.folder.plan.vocab_size
+    rows = []
+    for seed, length in enumerate(LENGTHS):
+        count = min(length, context - steps - 1)
+        prompt = tuple(draw.randrange(vocabulary) for _ in range(count))
+        rows.append(Sequence(b"", 0, prompt, settings, seed, steps))
+        engine.admit(rows[-1])
+        while engine.prefill(rows[-1], engine.chunk):
+            pass
+    found: list[list[Any]] = [[] for _ in rows]
+    for _ in range(steps):
+        for one, line in zip(engine.decode(rows), found, strict=True):
+            assert one.logprob is not None
+            line.append((one.token, one.logprob.top))
+            one.sequence.ids.append(one.token)
+    return {"layout": engine.layout, "rows": found}
+
+
+def compared(ours: list[Any], plain: list[Any]) -> dict[str, Any]:
+    """Where rows differ first, how near the two best are there, and how far log-probabilities
+    are from each other up to there.
+    """
+    firsts, apart = [], []
+    for one, other in zip(ours, plain, strict=True):
+        for at, ((token, top), (wanted, exact)) in enumerate(zip(one, other, strict=True)):
+            near, far = dict(top), dict(exact)
+            apart += [abs(near[key] - far[key]) for key in near.keys() & far.keys()]
+            if token != wanted:
+                firsts.append((at, exact[0][1] - exact[1][1]))
+                break
+    return {
+        "rows": len(ours),
+        "firsts": firsts,
+        "median": statistics.median(apart),
+        "most": max(apart),
+    }
+
+
+def in_a_process(arguments: argparse.Namespace, side: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, str(arguments.folder), "--steps", str(arguments.steps)]
+    done = subprocess.run([*command, "--side", side], stdout=subprocess.PIPE, check=True)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def say(figures: dict[str, Any]) -> str:
+    head = ["rows", "differ", "first at, margin there", "log-probabilities apart, median", "most"]
+    firsts = ", ".join(f"{at} {margin:.4f}" for at, margin in figures["firsts"]) or "-"
+    apart = [f"{figures[key]:.4f}" for key in ("median", "most")]
+    rows = [[str(figures["rows"]), str(len(figures["firsts"])), firsts, *apart]]
+    return report.table(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--side", choices=("kernels", "plain"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
+    if arguments.side:
+        kernels = arguments.side == "kernels"
+        json.dump(drawn(arguments.folder, arguments.steps, kernels=kernels), sys.stdout)
+        return
+    ours, plain = (in_a_process(arguments, side) for side in ("kernels", "plain"))
+    figures = {**compared(ours["rows"], plain["rows"]), "layout": ours["layout"]}
+    print(report.versions(), report.machine(), figures["layout"], sep="; ")
+    print(say(figures))
+    report.save(arguments.json, figures)
+
+
+if __name__ == "__main__":
+    main()
