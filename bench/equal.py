@@ -31,7 +31,7 @@ def drawn(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
     """Each row's tokens with the greatest log-probabilities; for a process of its own."""
     from mlxpool.worker.kernels import build
 
-    if not kernels:
+    if not kernels:  # before any other room of kernels is imported and takes the name
         build.works = lambda what, trial: False
     from mlxpool.common.options import Options
     from mlxpool.worker.engine.engine import ModelEngine

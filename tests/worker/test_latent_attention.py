@@ -145,7 +145,7 @@ def test_a_long_chunk_does_not_write_down_all_its_scores(
         mx.set_cache_limit(before)
     every = length * 256 * SMALL.heads * FLOAT
     if mx.cuda.is_available():  # copies what it multiplies, if that lies in another order
-        assert taken < max(every, 2**24)
+        assert taken < every or length < 8192
         return
     assert taken < 12 * 2**16 * FLOAT + made
     assert taken < every / 2

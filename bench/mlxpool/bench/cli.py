@@ -52,7 +52,7 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=24, help="decode steps of a burst (24)")
     parser.add_argument(
-        "--deterministic", action="store_true", help="with the model setting of this name"
+        "--deterministic", action="store_true", help="with the model setting of this name, on a CPU"
     )
     parser.add_argument(
         "--as-installed",

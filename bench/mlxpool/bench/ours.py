@@ -72,7 +72,7 @@ class Ours:
     ) -> tuple[ModelEngine, list[Job]]:
         """Rows with prompts of these lengths, ready to decode; each has its own seed."""
         engine = self.engine(len(lengths), max(lengths) + self._spare)
-        if isinstance(engine._layout, InPool):  # as a worker does at load
+        if isinstance(engine._layout, InPool) and engine._layout.lined:  # as a worker does at load
             engine._layout.batch.warm_steps([len(lengths)], engine.context, _nothing)
         settings = Options.parse({**options, "ignore_eos": True})
         jobs = []

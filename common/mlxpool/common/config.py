@@ -52,7 +52,7 @@ class ModelConfig:
     memory_limit: int = 0  # bytes of one worker, then it is ended; 0: no limit
     prefix_cache: str = "tree"  # tree | single | off
     prefix_bytes: int = 0  # bytes it may take; 0: a quarter of what the weights leave
-    deterministic: bool = False  # no bit depends on what is computed beside it; slower
+    deterministic: bool = False  # no bit depends on what is computed beside it; slower, CPU only
     counting: Counting = field(default_factory=Counting)
     within: str = ""  # no setting: the models folder it was found in, which no link may leave
 

@@ -139,7 +139,8 @@ def test_experts_with_their_columns_first_are_the_same(tmp_path: Path) -> None:
     plain = load(inspect(write_checkpoint(tmp_path / "1", weights=weights, **settings())))
     turned = columns_first(weights)
     other = load(inspect(write_checkpoint(tmp_path / "2", weights=turned, **settings())))
-    assert np.allclose(logits_of(plain), logits_of(other), 1e-4, 1e-4)
+    close = 1e-4 if mx.default_device().type == mx.DeviceType.gpu else 0.0
+    assert np.allclose(logits_of(plain), logits_of(other), close, close)
 
 
 def logits_of(loaded: Loaded) -> np.ndarray:

@@ -46,9 +46,9 @@ auto ask = [&](int step) {
     for (int j = 0; j < 4; j++)
       next[set][j] = *(const uint4*)(lines + (long)min(set * 8 + line, LINES - 1) * IN
                                      + step * COLUMNS + j * 8);
-  #pragma unroll
-  for (int j = 0; j < 4; j++)
-    if (NORMED)
+  if (NORMED)
+    #pragma unroll
+    for (int j = 0; j < 4; j++)
       gains[j] = *(const uint4*)((const N*)gain + warp * 128 + quarter * 32 + step * COLUMNS + j * 8);
 };
 ask(0);

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpool.worker.kernels.build import HALVES, LANES, Constant, kernel, warps_of, works
-from mlxpool.worker.kernels.product import INPUTS, PLAIN, Around, sums_of
+from mlxpool.worker.kernels.product import INPUTS, PLAIN, Around, few, sums_of
 
 BITS = 4
 GROUPS = (32, 64)
@@ -48,7 +48,7 @@ def product(
     tiles, warps = tiles_of(rows, sets, around.gated), warps_of(columns // COLUMNS, MOST_WARPS)
     threads = warps * LANES
     found: list[mx.array] = _kernel(sets, warps, tiles, group, x.dtype, *around.constants.items())(
-        inputs=[x, weight, scales, biases, *(x if one is None else one for one in around.arrays)],
+        inputs=[x, weight, scales, biases, *around.inputs(x)],
         grid=(rows // (ROWS * tiles) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(lines, rows // (1 + around.gated))],
@@ -95,5 +95,11 @@ def _right(group: int, dtype: mx.Dtype) -> bool:
     numbers = mx.random.normal((64, columns), key=mx.random.key(1)).astype(dtype) * columns**-0.5
     weight = mx.quantize(numbers, group_size=group, bits=BITS)
     x = mx.random.normal((3, columns), key=mx.random.key(2)).astype(dtype)
-    expected = x @ mx.dequantize(*weight, group_size=group, bits=BITS).T
-    return bool(mx.allclose(product(x, *weight, group), expected, 0.02, 0.1).item())
+    opened = mx.dequantize(*weight, group_size=group, bits=BITS).T
+    right = mx.allclose(product(x, *weight, group), x @ opened, 0.02, 0.1)
+    if few(x):
+        gain, beside = 1 + numbers[0], x[:, :64]
+        around = Around(gain=gain, eps=1e-5, beside=beside)
+        normed = mx.fast.rms_norm(x, gain, 1e-5) @ opened + beside
+        right = right & mx.allclose(product(x, *weight, group, around), normed, 0.02, 0.2)
+    return bool(right.item())

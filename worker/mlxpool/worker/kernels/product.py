@@ -37,7 +37,7 @@ def serves(lines: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
 
 
 def few(x: mx.array) -> bool:
-    """Whether a product of x [T, in] may do what is Around it.
+    """Whether a product of x [T, in] may norm its lines, or add to them.
 
     float16 has no room for a number that is weighed before it is divided by its line's length.
     """
@@ -75,10 +75,9 @@ class Around:
     eps: float = 0.0  # of that norm
     beside: mx.array | None = None  # [T, out]: is added
 
-    @property
-    def arrays(self) -> list[mx.array | None]:
-        """The inputs INPUTS of a kernel."""
-        return [self.gain, self.beside]
+    def inputs(self, x: mx.array) -> list[mx.array]:
+        """INPUTS of a kernel; x where it does not look."""
+        return [x if one is None else one for one in (self.gain, self.beside)]
 
     @property
     def constants(self) -> dict[str, Constant]:
@@ -99,12 +98,13 @@ def product(x: mx.array, weight: mx.array, around: Around = PLAIN) -> mx.array:
     """x [T, in] and weight [out, in] -> x @ weight.T [T, out]."""
     lines, columns = x.shape
     if lines > FEW:
+        assert around.gain is None and around.beside is None
         return tiles.product(x, weight, gated=around.gated)
     out = weight.shape[0] // (1 + around.gated)
     warps = warps_of(columns // COLUMNS, MOST_WARPS)
     threads = warps * LANES
     found: list[mx.array] = _kernel(-(-lines // 8), warps, x.dtype, *around.constants.items())(
-        inputs=[x, weight, *(x if one is None else one for one in around.arrays)],
+        inputs=[x, weight, *around.inputs(x)],
         grid=(out // ROWS * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(lines, out)],
@@ -148,4 +148,9 @@ def _works(dtype: mx.Dtype) -> bool:
 def _right(dtype: mx.Dtype) -> bool:
     weight = mx.random.normal((64, 256), key=mx.random.key(1)).astype(dtype)
     x = mx.random.normal((3, 256), key=mx.random.key(2)).astype(dtype)
-    return bool(mx.allclose(product(x, weight), x @ weight.T, 0.02, 0.2).item())
+    right = mx.allclose(product(x, weight), x @ weight.T, 0.02, 0.2)
+    if few(x):
+        normed = mx.fast.rms_norm(x, weight[0], 1e-5) @ weight.T + x[:, :64]
+        around = Around(gain=weight[0], eps=1e-5, beside=x[:, :64])
+        right = right & mx.allclose(product(x, weight, around), normed, 0.02, 0.5)
+    return bool(right.item())

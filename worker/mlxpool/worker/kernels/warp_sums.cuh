@@ -1,5 +1,5 @@
 // The end of product.cu and packed.cu: what the warps of a thread block found is added up and goes out,
-// EACH numbers of a line. Of a line that is NORMED they know the squares, too.
+// EACH numbers of a line. Of a line that is NORMED they know the squares, too; `beside` is ADDED last.
 __syncthreads();
 constexpr int WHOLE = SETS * 8 + 1;
 float* const found = (float*)space;  // [WARPS][TILES * 16][WHOLE]

@@ -47,16 +47,16 @@ Layered: TypeAlias = "Callable[[Stream, Step], Stream]"
 
 def added(x: Stream) -> mx.array:
     """x, added up."""
-    if not isinstance(x, Sum):
-        return x
-    return x.x + (x.y() if isinstance(x.y, Product) else x.y)
+    return x.x + _computed(x.y) if isinstance(x, Sum) else x
 
 
 def normed(norm: Norm, x: Stream) -> tuple[mx.array, mx.array]:
     """x, added up, and its norm."""
-    if not isinstance(x, Sum):
-        return x, norm(x)
-    return norm.after(x.x, x.y() if isinstance(x.y, Product) else x.y)
+    return norm.after(x.x, _computed(x.y)) if isinstance(x, Sum) else (x, norm(x))
+
+
+def _computed(y: mx.array | Product) -> mx.array:
+    return y() if isinstance(y, Product) else y
 
 
 def asked_late(norm: Norm, x: Stream) -> tuple[mx.array, Asked]:

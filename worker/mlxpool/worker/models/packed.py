@@ -20,12 +20,12 @@ def _on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
-def _many(x: mx.array) -> bool:
-    """Whether opening a weight pays for these lines [..., T, in]."""
+def _many(x: mx.array, group: int) -> bool:
+    """Whether opening a weight with groups of so many columns pays for these lines [..., T, in]."""
     if not _on_gpu():
         return x.shape[-2] >= CPU_MANY
-    if x.dtype == mx.float32:  # of several, MLX's products on Hopper read ten bits of a fraction
-        return x.size > x.shape[-1]
+    if x.dtype == mx.float32 and x.shape[-1] <= group < x.size:
+        return True  # of one group a row MLX's products on Hopper read ten bits of a fraction
     return x.shape[-2] >= GPU_MANY
 
 
@@ -57,8 +57,8 @@ class Packed:
         """x [..., in] @ weight.T -> [..., out]; without `transpose` x [..., out] -> [..., in]."""
         layout = self.layout
         if transpose and self._reads(x):
-            return self.product(x)
-        if _many(x):
+            return self.as_it_lies(x)
+        if _many(x, layout.group):
             numbers = self.dense(x.dtype)
             if transpose and numbers.ndim == 2:
                 return product.times(x, numbers)
@@ -81,17 +81,17 @@ class Packed:
         The first half of `out` are gates.
         """
         if self._reads(x):
-            return self.product(x, Around(gated=True))
-        opened = x.ndim == self.weight.ndim == 2 and _many(x)
+            return self.as_it_lies(x, Around(gated=True))
+        opened = x.ndim == self.weight.ndim == 2 and _many(x, self.layout.group)
         if opened and product.serves(x.shape[0], x.shape[1], self.weight.shape[0], x.dtype):
             return product.gated(x, self.dense(x.dtype))
         return None
 
     def fuses(self, x: mx.array) -> bool:
-        """Whether `product` takes x [T, in] and does what is Around it, too."""
+        """Whether `as_it_lies` takes x [T, in] and does what is Around the product, too."""
         return product.few(x) and self._reads(x)
 
-    def product(self, x: mx.array, around: Around = product.PLAIN) -> mx.array:
+    def as_it_lies(self, x: mx.array, around: Around = product.PLAIN) -> mx.array:
         """x [T, in] @ weight.T -> [T, out], with the weight as it lies."""
         assert self.biases is not None
         group = self.layout.group

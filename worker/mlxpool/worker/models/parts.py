@@ -20,19 +20,62 @@ from mlxpool.worker.weights.quant import FACTORS, Quant
 TILE = 8  # tokens of each product where results may not depend on how many there are
 
 
+class Fusing:
+    """A linear layer whose product may norm its lines first, and add to them at the end."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Asked) -> mx.array:
+        if not isinstance(x, Normed):
+            return self.plain(x)
+        return self.fused(x.x, _around(x)) if self.fuses(x.x) else self.plain(x())
+
+    def gated(self, x: Asked) -> mx.array | None:
+        """Of a weight whose first half are gates silu(gate) * other, if a kernel does it in one."""
+        if not isinstance(x, Normed):
+            return self.plain_gated(x)
+        if self.fuses(x.x):
+            return self.fused(x.x, _around(x, gated=True))
+        return self.plain_gated(x())
+
+    def onto(self, x: mx.array, beside: mx.array) -> mx.array | None:
+        """See base.Linear."""
+        if beside.dtype == x.dtype and self.fuses(x):
+            return self.fused(x, Around(beside=beside))
+        return None
+
+    def plain(self, x: mx.array) -> mx.array:
+        """x [T, in] -> [T, out]."""
+        raise NotImplementedError
+
+    def plain_gated(self, x: mx.array) -> mx.array | None:
+        """See `gated`."""
+        raise NotImplementedError
+
+    def fuses(self, x: mx.array) -> bool:
+        """Whether a kernel takes these lines and what is Around their product."""
+        raise NotImplementedError
+
+    def fused(self, x: mx.array, around: Around) -> mx.array:
+        """The product of lines for which that is so."""
+        raise NotImplementedError
+
+
+def _around(x: Normed, *, gated: bool = False) -> Around:
+    assert isinstance(x.norm, Norm)
+    return Around(gated=gated, gain=x.norm.weight, eps=x.norm.eps)
+
+
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(Fusing):
     """x [T, in] -> [T, out] with weight [out, in] and bias [out] or None."""
 
     weight: mx.array
     bias: mx.array | None
     exact: bool = False
 
-    def __call__(self, x: Asked) -> mx.array:
-        if isinstance(x, Normed):
-            if self._fuses(x.x):
-                return product.product(x.x, self.weight, around(x))
-            x = x()
+    def plain(self, x: mx.array) -> mx.array:
+        """See Fusing."""
         if self.exact:
             out = tiled(x, self.weight)
             return out if self.bias is None else out + self.bias
@@ -40,31 +83,19 @@ class Linear:
             return product.times(x, self.weight)
         return mx.addmm(self.bias, x, self.weight.T)
 
-    def gated(self, x: Asked) -> mx.array | None:
-        """Of a weight whose first half are gates silu(gate) * other, if a kernel does it in one."""
-        if isinstance(x, Normed):
-            if self._fuses(x.x):
-                return product.product(x.x, self.weight, around(x, gated=True))
-            return self.gated(x())
+    def plain_gated(self, x: mx.array) -> mx.array | None:
+        """See Fusing."""
         if self.bias is None and not self.exact and product.reads(x, self.weight):
             return product.gated(x, self.weight)
         return None
 
-    def onto(self, x: mx.array, beside: mx.array) -> mx.array | None:
-        """See base.Linear."""
-        if beside.dtype == x.dtype and self._fuses(x):
-            return product.product(x, self.weight, Around(beside=beside))
-        return None
-
-    def _fuses(self, x: mx.array) -> bool:
+    def fuses(self, x: mx.array) -> bool:
+        """See Fusing."""
         return self.bias is None and not self.exact and product.fuses(x, self.weight)
 
-
-def around(x: Normed, *, gated: bool = False) -> Around:
-    """What a product of x does besides."""
-    norm = x.norm
-    assert isinstance(norm, Norm)
-    return Around(gated=gated, gain=norm.weight, eps=norm.eps)
+    def fused(self, x: mx.array, around: Around) -> mx.array:
+        """See Fusing."""
+        return product.product(x, self.weight, around)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +109,7 @@ class GatedLinear:
 
     def __call__(self, x: Asked) -> mx.array:
         layer = self.gate_up
-        if self.swiglu and isinstance(layer, Linear | QuantisedLinear):
+        if self.swiglu and isinstance(layer, Fusing):
             found = layer.gated(x)
             if found is not None:
                 return found
@@ -87,36 +118,28 @@ class GatedLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedLinear:
+class QuantisedLinear(Fusing):
     """x [T, in] -> [T, out] with a quantised weight [out, in] and bias [out] or None."""
 
     weight: Packed
     bias: mx.array | None
 
-    def __call__(self, x: Asked) -> mx.array:
-        if isinstance(x, Normed):
-            if self._fuses(x.x):
-                return self.weight.product(x.x, around(x))
-            x = x()
+    def plain(self, x: mx.array) -> mx.array:
+        """See Fusing."""
         out = self.weight(x)
         return out if self.bias is None else out + self.bias
 
-    def gated(self, x: Asked) -> mx.array | None:
-        """See Linear."""
-        if isinstance(x, Normed):
-            if self._fuses(x.x):
-                return self.weight.product(x.x, around(x, gated=True))
-            x = x()
+    def plain_gated(self, x: mx.array) -> mx.array | None:
+        """See Fusing."""
         return self.weight.gated(x) if self.bias is None else None
 
-    def onto(self, x: mx.array, beside: mx.array) -> mx.array | None:
-        """See base.Linear."""
-        if beside.dtype == x.dtype and self._fuses(x):
-            return self.weight.product(x, Around(beside=beside))
-        return None
-
-    def _fuses(self, x: mx.array) -> bool:
+    def fuses(self, x: mx.array) -> bool:
+        """See Fusing."""
         return self.bias is None and self.weight.fuses(x)
+
+    def fused(self, x: mx.array, around: Around) -> mx.array:
+        """See Fusing."""
+        return self.weight.as_it_lies(x, around)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,9 @@ def features(folder: ModelFolder) -> tuple[str, ...]:
 
 def require_deterministic(folder: ModelFolder, *, on_gpu: bool = False) -> None:
     """Raises ModelLoadFailed where the setting `deterministic` is not built for a model."""
-    if on_gpu:
-        raise ModelLoadFailed(NOT_ON_A_GPU)
     if "deterministic" in features(folder):
+        if on_gpu:
+            raise ModelLoadFailed(NOT_ON_A_GPU)
         return
     why = "which is computed by mlx-lm's code"
     if not folder.in_zoo:

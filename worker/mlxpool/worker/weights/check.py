@@ -23,6 +23,7 @@ from mlxpool.worker.weights.about import (
     NOT_ON_A_GPU,
     about,
     about_counting,
+    features,
     require_deterministic,
 )
 from mlxpool.worker.weights.files import Files
@@ -92,7 +93,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         deterministic=config.deterministic,
     )
     why = [*misfits(need, limit, pool, config.memory_limit or folder.weight_bytes)]
-    if config.deterministic and back_end.on_gpu():
+    if config.deterministic and "deterministic" in features(folder) and back_end.on_gpu():
         why.append(NOT_ON_A_GPU)
     machine = {
         "device": "gpu" if back_end.on_gpu() else "cpu",
