@@ -161,6 +161,7 @@ def test_an_unfinished_message_costs_its_sender_the_connection(target: Target, n
         while peer.send(NEVER_FINISHED[name]):
             sent += 1
             assert target.resident() < MOST, f"{sent} pieces, and it takes more"
+    until(lambda: knocks(target), "the front is open")  # what was sent is given back first
     target.assert_answers(target.front)
     target.assert_all_done(asks)
     assert all(ask.result is not None and ask.result.attempts == 1 for ask in asks)
