@@ -148,7 +148,9 @@ NEVER_FINISHED = {
     "large parts": frame(bytes(wire.MAX_FRAME - 64), MORE),
     "empty parts": frame(b"", MORE) * 200_000,
 }
-MOST = 1024 * MB  # the limit of the guard, what comes until it looks, what the broker itself takes
+# The limit of the guard, what comes until it looks, at 4 GB/s, what the broker itself takes.
+# Without the guard it would grow until nothing is left.
+MOST = 2048 * MB
 
 
 @pytest.mark.parametrize("name", NEVER_FINISHED)
@@ -165,7 +167,7 @@ def test_an_unfinished_message_costs_its_sender_the_connection(target: Target, n
     target.assert_answers(target.front)
     target.assert_all_done(asks)
     assert all(ask.result is not None and ask.result.attempts == 1 for ask in asks)
-    until(lambda: target.resident() < MOST // 4, "the memory is given back")
+    until(lambda: target.resident() < MOST // 8, "the memory is given back")
     assert target.pool.ask("ps")["broker"]["turned_out"] >= 1
 
 
