@@ -30,11 +30,14 @@ from mlxpool.worker.engine.pool import (  # noqa: E402
     CHUNK,
     CHUNKS,
     ENTER,
+    ENTERING,
+    TOGETHER,
     Pool,
     PoolBatch,
     PoolStep,
     PoolStore,
     lines_for,
+    lines_of,
 )
 from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
 from mlxpool.worker.models.base import KeyValue, Latent, Scores  # noqa: E402
@@ -171,6 +174,18 @@ def enter(engine: ModelEngine, seq: Sequence) -> None:
         pass
 
 
+def enter_together(engine: ModelEngine, rows: list[Sequence]) -> None:
+    """As the compute thread has them enter."""
+    for seq in rows:
+        engine.admit(seq)
+    while rows:
+        shares = [(seq, 300) for seq in rows]
+        group = shares[: engine.together(shares)]
+        counts = engine.prefill_all(group)
+        done = [seq for (seq, _), count in zip(group, counts, strict=True) if not count]
+        rows = [seq for seq in rows if seq not in done]
+
+
 def step(engine: ModelEngine, rows: list[Sequence]) -> None:
     for one in engine.decode(rows):
         one.sequence.ids.append(one.token)
@@ -193,7 +208,7 @@ def test_a_short_chunk_is_lines_of_one_pass(
     compute = PoolBatch._computed
 
     def computed(self: PoolBatch, *args: Any) -> Any:
-        kinds.append(args[-1])
+        kinds.append(args[5])
         return compute(self, *args)
 
     monkeypatch.setattr(PoolBatch, "_computed", computed)
@@ -238,6 +253,39 @@ def test_tokens_of_a_chunk_see_each_other_and_nothing_later(kernels: bool) -> No
             expected = weights @ values[:seen, head // 2] / weights.sum()
             got = np.array(found[line, head].astype(mx.float32))
             assert np.abs(got - expected).max() < (0.03 if kernels else 1e-4)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_chunks_of_a_pass_see_their_own_row(kernels: bool, window: int) -> None:
+    """Lines between them are nobody's."""
+    heads, pairs, size = 4, 2, 64
+    kind = mx.bfloat16 if kernels else mx.float32
+    shape = RowShape((KeyValue(pairs, size, size, window=window),), kind, 1000)
+    pool = Pool(shape, 4, in_place=kernels, reads=kernels)
+    q = mx.random.normal((4, 70, heads, size)).astype(kind)
+    k, v = (mx.random.normal((4, 70, pairs, size)).astype(kind) for _ in "kv")
+    asked, keys, values = (np.array(one.astype(mx.float32), dtype=float) for one in (q, k, v))
+    for passes in ([(1, 0, 30), (2, 0, 16), (3, 0, 1)], [(2, 16, 40), (0, 0, 3), (3, 1, 17)]):
+        lines: list[tuple[int, int] | None] = []
+        for row, start, count in passes:
+            lines += [(row, at) for at in range(start, start + count)]
+            lines += [None] * (lines_of(count) - count)
+        rows, at = zip(*[line or (pool.spare, 0) for line in lines], strict=True)
+        which = mx.array([min(row, 3) for row in rows]), mx.array(at)
+        table, positions = mx.array(rows, dtype=mx.int32)[:, None], mx.array(at, dtype=mx.int32)
+        slots = positions + BLOCK * table[:, 0]
+        step = PoolStep(pool, positions, slots, table, 128, chunk=True)
+        found = step.attend(0, q[which], k[which], v[which], Scores(0.125))
+        got = np.array(found.astype(mx.float32))
+        for number, line in enumerate(lines):
+            if line is not None:
+                row, last = line
+                seen = slice(max(0, last + 1 - window) if window else 0, last + 1)
+                for head in range(heads):
+                    scores = keys[row, seen, head // 2] @ asked[row, last, head] * 0.125
+                    weights = np.exp(scores - scores.max())
+                    expected = weights @ values[row, seen, head // 2] / weights.sum()
+                    assert np.abs(got[number, head] - expected).max() < (0.03 if kernels else 1e-4)
 
 
 @dataclass(frozen=True)
@@ -305,6 +353,76 @@ def _spoilt(*args: Any, **others: Any) -> Any:
     raise RuntimeError("spoilt")
 
 
+def test_chunks_of_several_rows_are_one_pass(loaded: Loaded) -> None:
+    """New prompts, one with a prefix hit, one that is not done with it, one that has no more."""
+    engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
+    layout = engine._layout
+    assert isinstance(layout, InPool)
+    layout.lined = True
+    first = tuple((3 * n + n * n) % 256 for n in range(330))
+    before = Sequence(b"", 1, first[:300], Options(temperature=0.0), 1, 20)
+    enter(engine, before)
+    engine.release(before)
+    prompts = [(7,), first[:40], first[::-1][:33], first[:301], first, first[5:260]]
+    rows = [Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 20) for prompt in prompts]
+    for seq in rows:
+        engine.admit(seq)
+    shares = [(seq, 200) for seq in rows]
+    assert engine.together(shares) == len(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout.batch, "chunk", _spoilt)
+        patch.setattr(layout, "forward", _spoilt)
+        done = engine.prefill_all(shares)
+    assert done == [seq.length - 1 - seq.cached for seq in rows[:5]] + [200]
+    assert [seq in engine._entered for seq in rows] == [
+        False,
+        *[count > 0 for count in done[1:5]],
+        False,
+    ]
+    running = rows[:5]
+    while engine.prefill(rows[5], 200):
+        step(engine, running)
+    for _ in range(3):
+        step(engine, rows)
+    for seq in rows:
+        alone = Sequence(b"", 1, seq.prompt, Options(temperature=0.0), 1, 20)
+        enter(slow, alone)
+        for _ in seq.ids:
+            step(slow, [alone])
+        slow.release(alone)
+        assert alone.ids == seq.ids
+
+
+def test_how_many_chunks_are_one_pass(loaded: Loaded) -> None:
+    engine = engine_of(loaded, "pool", "off", blocks=200)
+    layout = engine._layout
+    assert isinstance(layout, InPool)
+
+    def shares(*sizes: int) -> list[tuple[Sequence, int]]:
+        found = []
+        for size in sizes:
+            prompt = tuple(n % 256 for n in range(size + 1))
+            seq = Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 9)
+            engine.admit(seq)
+            found.append((seq, size))
+        return found
+
+    assert engine.together(shares(*[20] * 50)) == 1  # where lines are not compiled together
+    layout.lined = True
+    assert engine.together(shares(*[15] * 50)) == ENTERING
+    assert engine.together(shares(*[200] * 50)) == TOGETHER // lines_of(201)
+    assert engine.together(shares(512, 512, 512)) == 1  # too much to look at
+    assert engine.together(shares(20, 600, 1000, 20)) == 2
+    lost = shares(20, 20, 20)
+    for seq, size in lost:
+        engine.prefill(seq, size // 2)
+    engine._rows[lost[1][0]].release()
+    assert engine.together(lost) == 1
+    assert engine.together(lost[1:]) == 1
+    with pytest.raises(OutOfMemory, match="10 tokens were lost"):
+        engine.prefill_all(lost[1:2])
+
+
 @pytest.mark.parametrize("kernels", ["kernels"], indirect=True)
 def test_lines_are_read_by_the_kernel_as_by_operations(kernels: bool) -> None:
     """Of a chunk, then of rows with one token each."""
@@ -348,11 +466,16 @@ def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded, kernels
         while pool.free < 8 and engine.shrink(4):  # as the compute thread does
             pass
         if len(running) < 4 and draw.random() < 0.1:
-            tail = tuple(draw.randrange(256) for _ in range(draw.randrange(1, 200)))
-            prompt = draw.choice(heads)[: draw.randrange(1, longest)] + tail
-            seq = Sequence(b"", 1, prompt, Options(temperature=0.0), 1, draw.randrange(1, last))
-            enter(engine, seq)
-            running.append(seq)
+            new = []
+            for _ in range(draw.randrange(1, 5 - len(running))):
+                tail = tuple(draw.randrange(256) for _ in range(draw.randrange(1, 200)))
+                prompt = draw.choice(heads)[: draw.randrange(1, longest)] + tail
+                options, count = Options(temperature=0.0), draw.randrange(1, last)
+                new.append(Sequence(b"", 1, prompt, options, 1, count))
+            # Where no kernel reads, a copy of its row for each line is slow; so is the simulator.
+            engine._layout.lined = ON_GPU or (not kernels and draw.random() < 0.3)
+            enter_together(engine, new)
+            running += new
         if running:
             step(engine, running)
             steps += 1

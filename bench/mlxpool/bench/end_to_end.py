@@ -51,23 +51,30 @@ def measure(folder: Path, plan: Plan, run_dir: Path, say: Callable[[str], None])
         engine = Ours(folder)
         numbers = iter(range(10**6))
         for streams in plan.streams:
-            say(f"{streams} streams")
-            yield from _lines(engine, targets, plan, streams, numbers)
+            yield from _lines(engine, targets, plan, streams, numbers, say)
 
 
 def _lines(
-    engine: Any, targets: Mapping[str, Part], plan: Plan, streams: int, numbers: Iterator[int]
+    engine: Any,
+    targets: Mapping[str, Part],
+    plan: Plan,
+    streams: int,
+    numbers: Iterator[int],
+    say: Callable[[str], None],
 ) -> Iterator[Line]:
     found: dict[str, list[Seen]] = {name: [] for name in (*targets, ENGINE)}
     same = 0
     for count in range(-1, plan.rounds):  # the round before the first warms all of them up
         own = [next(numbers) for _ in range(streams)]
+        which = f"round {count + 1}" if count >= 0 else "warming up"
         for name, part in targets.items():
+            say(f"{streams} streams, {which}: {name}")
             arrivals = run(_with(part, own), min(plan.clients, streams))
             if count >= 0:
                 found[name].append(seen(arrivals))
             if name == OURS:
                 through = arrivals
+        say(f"{streams} streams, {which}: {ENGINE}")
         alone, ids = _alone(engine, own, plan)
         if count >= 0:
             found[ENGINE].append(alone)

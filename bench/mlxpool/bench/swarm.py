@@ -1,11 +1,14 @@
 """Many streams at once from processes of their own, at the pool or at an HTTP server.
 
 python -m mlxpool.bench.swarm   # a Part as JSON on stdin; each stream's Arrivals on stdout
+
+A process says `ready` and waits for the moment of the monotonic clock at which all begin.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -17,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 MODEL = "bench"
-READY = 1.0  # seconds in which every process has to have started
+LEAD = 0.2  # seconds from the moment that all processes are ready to the first request
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one process asks. `begin` is a time of the machine's monotonic clock.
+    """What one process asks.
 
     `target` is the pool's run directory, or HOST:PORT of a server with /v1/completions.
     """
@@ -32,12 +35,11 @@ class Part:
     numbers: Sequence[int]  # of the streams; no two of a run share one
     prompt: int  # tokens
     tokens: int
-    begin: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Of one stream: seconds from `begin`, with the tokens that came then."""
+    """Of one stream: seconds from the moment that all began, with the tokens that came then."""
 
     times: Sequence[float]
     counts: Sequence[int]
@@ -66,8 +68,14 @@ def text_of(number: int, tokens: int) -> str:
 def run(part: Part, processes: int) -> list[Arrivals]:
     """All streams, begun at the same moment by so many processes."""
     shares = [part.numbers[which::processes] for which in range(processes)]
-    begin = time.monotonic() + READY + 0.2 * processes
-    children = [_child(part, share, begin) for share in shares if share]
+    children = [_child(part, share) for share in shares if share]
+    for child in children:
+        assert child.stdout is not None
+        child.stdout.readline()  # it is ready, or has ended
+    begin = time.monotonic() + LEAD
+    for child in children:
+        with contextlib.suppress(BrokenPipeError):
+            print(begin, file=child.stdin, flush=True)
     found = []
     for child in children:
         output = child.communicate()[0]
@@ -77,7 +85,7 @@ def run(part: Part, processes: int) -> list[Arrivals]:
     return found
 
 
-def _child(part: Part, share: Sequence[int], begin: float) -> subprocess.Popen[str]:
+def _child(part: Part, share: Sequence[int]) -> subprocess.Popen[str]:
     child = subprocess.Popen(
         [sys.executable, "-m", __spec__.name if __spec__ else "mlxpool.bench.swarm"],
         stdin=subprocess.PIPE,
@@ -85,9 +93,7 @@ def _child(part: Part, share: Sequence[int], begin: float) -> subprocess.Popen[s
         text=True,
     )
     assert child.stdin is not None
-    json.dump({**asdict(part), "numbers": list(share), "begin": begin}, child.stdin)
-    child.stdin.close()
-    child.stdin = None
+    print(json.dumps({**asdict(part), "numbers": list(share)}), file=child.stdin, flush=True)
     return child
 
 
@@ -112,34 +118,42 @@ def seen(streams: Sequence[Arrivals]) -> Seen:
 
 async def _all(part: Part) -> list[Arrivals]:
     if part.http:
-        return await asyncio.gather(*(_of_server(part, number) for number in part.numbers))
+        begin = _told()
+        return await asyncio.gather(*(_of_server(part, number, begin) for number in part.numbers))
     from mlxpool.client import AsyncClient
 
     client = AsyncClient(Path(part.target))
     try:
         await client.models()  # connected
-        return await asyncio.gather(*(_of_pool(client, part, n) for n in part.numbers))
+        begin = _told()
+        return await asyncio.gather(*(_of_pool(client, part, n, begin) for n in part.numbers))
     finally:
         await client.close()
 
 
-async def _of_pool(client: Any, part: Part, number: int) -> Arrivals:
-    await _until(part.begin)
+def _told() -> float:
+    """When to begin; nothing else happens in this process until it is said."""
+    print("ready", flush=True)
+    return float(sys.stdin.readline())
+
+
+async def _of_pool(client: Any, part: Part, number: int, begin: float) -> Arrivals:
+    await _until(begin)
     times, counts, ids = list[float](), list[int](), list[int]()
     prompt = text_of(number, part.prompt)
     stream = client.stream(MODEL, prompt, max_tokens=part.tokens, temperature=0, ignore_eos=True)
     async for delta in stream:
         if delta.ids:
-            times.append(time.monotonic() - part.begin)
+            times.append(time.monotonic() - begin)
             counts.append(len(delta.ids))
             ids += delta.ids
     return Arrivals(times, counts, ids)
 
 
-async def _of_server(part: Part, number: int) -> Arrivals:
+async def _of_server(part: Part, number: int, begin: float) -> Arrivals:
     """Server-sent events, counted and not parsed: the peer pays for no JSON of ours."""
     host, _, port = part.target.rpartition(":")
-    await _until(part.begin)
+    await _until(begin)
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(
         {
@@ -156,7 +170,7 @@ async def _of_server(part: Part, number: int) -> Arrivals:
     times, counts = list[float](), list[int]()
     while line := await reader.readline():
         if line.startswith(b"data: {"):
-            times.append(time.monotonic() - part.begin)
+            times.append(time.monotonic() - begin)
             counts.append(1)
     writer.close()
     if not times:
@@ -173,7 +187,7 @@ def _plain(streams: Sequence[Arrivals]) -> list[Mapping[str, Any]]:
 
 
 def main() -> None:
-    part = Part(**json.load(sys.stdin))
+    part = Part(**json.loads(sys.stdin.readline()))
     json.dump(_plain(asyncio.run(_all(part))), sys.stdout)
 
 

@@ -48,6 +48,7 @@ log = logging.getLogger("mlxpool.worker")
 
 OUTBOX = 256  # steps that may wait for the edge
 REPORT = 0.1  # seconds between two looks at the memory
+Shares = tuple[tuple[Sequence, int], ...]  # with the tokens of its chunk at most
 _MEMORY_WORDS = ("memory", "alloc", "metal::malloc", "resource limit")
 
 
@@ -176,10 +177,12 @@ class Compute(threading.Thread):
         rows += self._admissions(engine, places)
         live = self._live()
         step = plan(live, self._budget(engine, live), area_of(engine.chunk))
-        for sequence, share in step.prefill:
-            rows += self._guarded(
-                engine, [sequence], partial(self._prefill, engine, sequence, share)
-            )
+        shares = step.prefill
+        while shares:
+            count = engine.together(shares)
+            group, shares = shares[:count], shares[count:]
+            hit = [sequence for sequence, _ in group]
+            rows += self._guarded(engine, hit, partial(self._prefill, engine, group))
         if step.decode:
             decode = list(step.decode)
             rows += self._guarded(engine, decode, partial(self._decode, engine, decode))
@@ -255,16 +258,24 @@ class Compute(threading.Thread):
         sequence.phase = Phase.PREFILL
         return []
 
-    def _prefill(self, engine: Engine, sequence: Sequence, budget: int) -> list[Delta]:
-        run = self._runs[sequence.id, sequence.attempt]
-        run.prefill_at = run.prefill_at or monotonic()
-        done = 0
+    def _prefill(self, engine: Engine, shares: Shares) -> list[Delta]:
+        """A chunk for each. A worker that ends in one for several charges nobody of them alone."""
+        runs = [self._runs[sequence.id, sequence.attempt] for sequence, _ in shares]
+        for run in runs:
+            run.prefill_at = run.prefill_at or monotonic()
+        budget, alone = (
+            sum(share for _, share in shares),
+            shares[0][0] if len(shares) == 1 else None,
+        )
+        done = [0] * len(shares)
         if budget:
-            with self.progress.prefilling(sequence.id, budget):
-                done = engine.prefill(sequence, budget)
-        if done == 0 or sequence.prefilled >= sequence.length - 1:
-            sequence.phase = Phase.DECODE
-            run.decode_at = run.decode_at or monotonic()
+            with self.progress.prefilling(alone.id if alone else None, budget):
+                done = [engine.prefill(alone, budget)] if alone else engine.prefill_all(shares)
+        for run, tokens in zip(runs, done, strict=True):
+            sequence = run.sequence
+            if tokens == 0 or sequence.prefilled >= sequence.length - 1:
+                sequence.phase = Phase.DECODE
+                run.decode_at = run.decode_at or monotonic()
         return []
 
     def _decode(self, engine: Engine, rows: list[Sequence]) -> list[Delta]:

@@ -65,8 +65,8 @@ class Progress:
         self.block.write("count", self.count)
 
     @contextmanager
-    def prefilling(self, request: bytes, tokens: int) -> Iterator[None]:
-        """Around one prefill chunk of `tokens` tokens."""
+    def prefilling(self, request: bytes | None, tokens: int) -> Iterator[None]:
+        """Around one pass over `tokens` tokens of prompts; None: of several requests."""
         self.in_prefill = request
         self.block.write_request(request)
         self.block.write("tokens", tokens)

@@ -74,6 +74,15 @@ class Engine(Protocol):
         when the sequence is ready for decode.
         """
 
+    def together(self, shares: Many[tuple[Sequence, int]]) -> int:
+        """How many of these chunks, from the first on, are better computed in one pass: 1 or more.
+
+        A share is a sequence with its budget in tokens, see `prefill`.
+        """
+
+    def prefill_all(self, shares: Many[tuple[Sequence, int]]) -> list[int]:
+        """`prefill` for as many as `together` says, in one pass; what fails fails for all."""
+
     def decode(self, rows: Many[Sequence]) -> list[Drawn]:
         """One new token for each row, in their order; the caller appends it to `seq.ids`."""
 

@@ -22,7 +22,7 @@ from mlxpool.worker.engine.cache import RowShape
 from mlxpool.worker.engine.company import Company
 from mlxpool.worker.engine.draws import drawn, history, last
 from mlxpool.worker.engine.layouts import Layout, layout_of, named
-from mlxpool.worker.engine.row_engine import LEAST_BLOCKS, RowEngine
+from mlxpool.worker.engine.row_engine import LEAST_BLOCKS, Chunk, RowEngine
 from mlxpool.worker.engine.sampler import Sampled
 from mlxpool.worker.engine.scheduler import area_of
 from mlxpool.worker.engine.sequence import Drawn, Sequence
@@ -160,6 +160,27 @@ class ModelEngine(RowEngine[AnyRow]):
         mx.eval(logits, *row.arrays())
         self._entered[seq] = logits
         return True
+
+    def together(self, shares: Many[tuple[Sequence, int]]) -> int:
+        """See Engine.together."""
+        spans = []
+        for seq, budget in shares:
+            row = self._rows[seq]
+            if row.offset < seq.prefilled:
+                break  # what is lost is lost for this one alone
+            spans.append(Span(row, self._chunk(seq, budget).tokens))
+        return max(1, self._layout.together_of(spans))
+
+    def _pass(self, chunks: Many[Chunk[AnyRow]]) -> None:
+        if len(chunks) < 2:
+            super()._pass(chunks)
+            return
+        parts = [(one.row, one.seq.between(one.start, one.start + one.tokens)) for one in chunks]
+        enter = [number for number, chunk in enumerate(chunks) if chunk.enters]
+        logits = self._layout.enter_all(parts, enter)
+        mx.eval(logits, *(array for chunk in chunks for array in chunk.row.arrays()))
+        for line, number in enumerate(enter):
+            self._entered[chunks[number].seq] = logits[line : line + 1]
 
     def decode(self, rows: Many[Sequence]) -> list[Drawn]:
         """See Engine.decode. Raises RowFailed when the logits of a row are no numbers."""

@@ -14,7 +14,16 @@ from mlxpool.worker.engine.batch import Batch
 from mlxpool.worker.engine.blocks import BLOCK
 from mlxpool.worker.engine.cache import Row, RowShape
 from mlxpool.worker.engine.exact import ExactStep
-from mlxpool.worker.engine.pool import CHUNKS, Pool, PoolBatch, PoolRow, PoolStore
+from mlxpool.worker.engine.pool import (
+    CHUNKS,
+    ENTERING,
+    TOGETHER,
+    Pool,
+    PoolBatch,
+    PoolRow,
+    PoolStore,
+    lines_of,
+)
 from mlxpool.worker.engine.slabs import BLOCKS, SlabRow, Slabs
 from mlxpool.worker.engine.trials import kernels_read, writes
 from mlxpool.worker.kernels.build import HALVES
@@ -50,6 +59,16 @@ class Layout(Protocol):
     def enter(self, row: Any, ids: mx.array) -> mx.array | None:
         """Builds one pass over a row's new tokens `ids` [T] that gives logits [1, vocabulary] of
         the last; None: not here. The row is longer then.
+        """
+
+    def together_of(self, spans: Sequence[Span]) -> int:
+        """How many of these, from the first on, `enter_all` takes; below 2: none."""
+
+    def enter_all(
+        self, parts: Sequence[tuple[Any, Sequence[int]]], enter: Sequence[int]
+    ) -> mx.array:
+        """Builds one pass over rows and their new tokens; these rows are longer then. Logits
+        [E, vocabulary] of the last token of those numbered in `enter`.
         """
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
@@ -103,6 +122,16 @@ class InRows:
         if self._exact or self.store.stateful or count > CHUNKS[-1]:
             return None
         return self.forward([Span(row, count)], ids, logits=True)
+
+    def together_of(self, spans: Sequence[Span]) -> int:
+        """See Layout. Rows that are attended to one by one gain little from each other."""
+        return 0
+
+    def enter_all(
+        self, parts: Sequence[tuple[Any, Sequence[int]]], enter: Sequence[int]
+    ) -> mx.array:
+        """See Layout."""
+        raise NotImplementedError(f"{self.name} take one chunk at a time")
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""
@@ -180,6 +209,16 @@ class InPool(InRows):
             return super().enter(row, ids)
         return self.batch.chunk(row, ids, logits=True)
 
+    def together_of(self, spans: Sequence[Span]) -> int:
+        """See Layout. Short chunks: longer ones keep a GPU busy alone."""
+        return together_of(spans) if self.lined and not self.batch.gathers else 0
+
+    def enter_all(
+        self, parts: Sequence[tuple[Any, Sequence[int]]], enter: Sequence[int]
+    ) -> mx.array:
+        """See Layout."""
+        return self.batch.chunks(parts, enter)
+
     def _in_lines(self, spans: Sequence[Span]) -> bool:
         return self.lined and not self.batch.gathers and _short(spans)
 
@@ -209,6 +248,18 @@ def _short(spans: Sequence[Span]) -> bool:
         return False
     count, end = spans[0].count, spans[0].row.offset + spans[0].count
     return count <= CHUNKS[-1] and count * end <= LOOKED_AT
+
+
+def together_of(spans: Sequence[Span]) -> int:
+    """How many of these, from the first on, are lines of one pass."""
+    lines = looked_at = number = 0
+    for span in spans[:ENTERING]:
+        lines += lines_of(span.count)
+        looked_at += span.count * (span.row.offset + span.count)
+        if lines > TOGETHER or looked_at > LOOKED_AT:
+            break
+        number += 1
+    return number
 
 
 def named(name: str | None, shape: RowShape, *, exact: bool, on_gpu: bool) -> tuple[str, RowShape]:

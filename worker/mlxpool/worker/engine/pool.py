@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array as Numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 from typing import cast
 
 import mlx.core as mx
@@ -25,8 +25,10 @@ from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Model, Rop
 from mlxpool.worker.prefix.blocks import BlockPool, BlockRow, BlockStore
 
 CHUNKS = (16, 48, 128)  # tokens of one row that are lines of one pass
-PASSES = 64  # compiled ones that are kept: a GPU's host has the memory
-DECODE, CHUNK, ENTER = "decode", "chunk", "enter"  # a pass: of rows; of one row; with logits
+TOGETHER, LEAST_TOGETHER = 2048, 64  # lines of a pass over tokens of several rows
+ENTERING = 32  # rows of such a pass at most, each of which may want logits
+PASSES = 128  # compiled ones that are kept: a GPU's host has the memory
+DECODE, CHUNK, ENTER = "decode", "chunk", "enter"  # a pass: of rows; of chunks; with logits
 WIDE = 8  # blocks; a step's tables are as wide as a multiple of it, so that few passes are compiled
 
 
@@ -221,8 +223,9 @@ class PoolStep(Turning):
     ) -> None:
         """positions and slots [R] of the new tokens, table [R, B] of the blocks of each's row.
 
-        `chunk`: they are tokens of one row and see each other, so all are written before any of
-        them looks; only the line `last` [1] wants logits, None: nobody does.
+        `chunk`: they are tokens of one row, or of several from every GROUPS-th line on, and those
+        of a row see each other, so all are written before any of them looks; only the lines `last`
+        [E] want logits, None: nobody does.
         """
         self.logits = not chunk or last is not None
         self._chunk, self._last = chunk, last
@@ -323,6 +326,7 @@ class PoolBatch:
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model, self._pool = model, pool
         self._heads = min(arrays[0].shape[1] for arrays in pool.arrays)
+        self._nobody = BlockRow(0, table=[pool.spare])
         self._pass = Compiled(self._one_pass, most=PASSES)
         self.gathers = False  # whether chunks would copy a row for each of their lines
 
@@ -338,27 +342,60 @@ class PoolBatch:
         return logits[: len(rows)]
 
     def chunk(self, row: PoolRow, ids: mx.array, *, logits: bool = False) -> mx.array:
-        """Numbers [n, d] of tokens `ids` [n] of one row, which is longer then; n <= CHUNKS[-1].
+        """One pass over tokens `ids` [n] of one row, which is longer then; n <= CHUNKS[-1].
 
         Every token has a line of its own: in one compiled pass that costs less than the many
         operations of a chunk, as long as there are few. `logits`: the last one's [1, vocabulary].
         """
         count = ids.shape[0]
-        row.reserve(row.offset + count)
         lines = next(lines for lines in CHUNKS if lines >= count)
-        at = list(range(row.offset, row.offset + count))
-        kind = ENTER if logits else CHUNK
-        found = self._computed([row] * count, at, lines, ids, at[-1] + 1, kind)
+        end = row.offset + count
+        row.reserve(end)
+        at, last = list(range(row.offset, end)), [count - 1] if logits else []
+        found = self._computed([row] * count, at, lines, ids, end, _chunk_of(last), last)
         self._pool.pending.append(found)
         row.advance(count)
-        return found if logits else found[:count]
+        return found
+
+    def chunks(
+        self, parts: Sequence[tuple[PoolRow, Sequence[int]]], enter: Sequence[int]
+    ) -> mx.array:
+        """The same for tokens of at most ENTERING rows, each behind the other's lines: see
+        `lines_of` and TOGETHER. Logits [E, vocabulary] of the last of the parts numbered in
+        `enter`.
+        """
+        rows: list[BlockRow] = []
+        at: list[int] = []
+        ids: list[int] = []
+        for row, new in parts:
+            row.reserve(row.offset + len(new))
+            spare = lines_of(len(new)) - len(new)
+            rows += [row] * len(new) + [self._nobody] * spare
+            at += [*range(row.offset, row.offset + len(new)), *[0] * spare]
+            ids += [*new, *[0] * spare]
+        starts = accumulate((lines_of(len(new)) for _, new in parts), initial=0)
+        ends = [start + len(new) - 1 for start, (_, new) in zip(starts, parts, strict=False)]
+        last = [ends[number] for number in enter]
+        last += [0] * (ENTERING - len(last)) if last else []
+        lines = max(LEAST_TOGETHER, lines_for(len(rows)))
+        array = mx.array(ids, dtype=mx.int32)
+        found = self._computed(rows, at, lines, array, max(at) + 1, _chunk_of(last), last)
+        self._pool.pending.append(found)
+        for row, new in parts:
+            row.advance(len(new))
+        return found[: len(enter)]
 
     def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
         """Has compiled what passes over so many rows, or tokens of a row, may ask for."""
         self.warm_steps(range(1, rows + 1), context, moved)
-        for lines, longest, way in product(CHUNKS, (1, context), (CHUNK, ENTER)):
+        for lines, longest, last in product(CHUNKS, (1, context), ([], [0])):
             if not self.gathers:
-                self._warm(lines, longest, way)
+                self._warm(lines, longest, _chunk_of(last), last)
+                moved()
+        several = min(rows, ENTERING) * lines_of(context)
+        for lines in sorted({lines_for(n) for n in range(LEAST_TOGETHER, TOGETHER + 1)}):
+            if not self.gathers and rows > 1 and lines <= max(LEAST_TOGETHER, several):
+                self._warm(lines, 1, ENTER, [0] * ENTERING)
                 moved()
 
     def warm_steps(self, rows: Iterable[int], context: int, moved: Callable[[], None]) -> None:
@@ -373,27 +410,30 @@ class PoolBatch:
                     moved()
                 seen.add(kind)
 
-    def _warm(self, lines: int, longest: int, kind: str) -> None:
+    def _warm(self, lines: int, longest: int, kind: str, last: Sequence[int] = ()) -> None:
         """Lines that are nobody's."""
         nothing = mx.zeros((0,), dtype=mx.int32)
-        mx.eval(self._computed([], [], lines, nothing, longest, kind))
+        mx.eval(self._computed([], [], lines, nothing, longest, kind, last))
 
     def _computed(
         self,
-        rows: Sequence[PoolRow],
+        rows: Sequence[BlockRow],
         at: Sequence[int],
         lines: int,
         ids: mx.array,
         longest: int,
         kind: str,
+        last: Sequence[int] = (),
     ) -> mx.array:
-        """What the model gives for tokens `ids` of these rows at these places, on so many lines."""
+        """What the model gives for tokens `ids` of these rows at these places, on so many lines;
+        of chunks logits of the lines `last`.
+        """
         width = -(-blocks_of(longest) // WIDE) * WIDE
         if lines > len(rows):
             ids = mx.concatenate([ids, mx.zeros((lines - len(rows),), dtype=ids.dtype)])
         longest = self._cut(lines if kind == DECODE else lines // attend.GROUPS, longest)
-        same = (lines, width, longest, self._pool.blocks, kind)
-        places = _places(rows, at, lines, width, self._pool.spare)
+        same = (lines, width, longest, self._pool.blocks, kind, len(last))
+        places = _places(rows, at, lines, width, self._pool.spare, last)
         found, written = self._pass(same, ids, places, width, longest, kind, self._pool.arrays)
         if not self._pool.in_place:
             self._pool.arrays = written
@@ -414,8 +454,9 @@ class PoolBatch:
     ) -> tuple[mx.array, list[Arrays]]:
         lines = ids.shape[0]
         positions, slots = places[:lines], places[lines : 2 * lines]
-        table = places[2 * lines : -1].reshape(lines, width)
-        pool, last = _View(self._pool, arrays), places[-1:] if kind == ENTER else None
+        behind = lines * (2 + width)
+        table = places[2 * lines : behind].reshape(lines, width)
+        pool, last = _View(self._pool, arrays), places[behind:] if kind == ENTER else None
         step = PoolStep(pool, positions, slots, table, longest, chunk=kind != DECODE, last=last)
         found = self._model(ids, step)
         self.gathers = (self.gathers or step.gathers) and pool.in_place
@@ -428,11 +469,25 @@ def lines_for(rows: int) -> int:
     return lines * 3 // 4 if rows <= lines * 3 // 4 and lines >= 4 else lines
 
 
+def lines_of(tokens: int) -> int:
+    """How many lines of a pass over several rows a row with so many new tokens has."""
+    return -(-tokens // attend.GROUPS) * attend.GROUPS
+
+
+def _chunk_of(last: Sequence[int]) -> str:
+    return ENTER if last else CHUNK
+
+
 def _places(
-    rows: Sequence[PoolRow], offsets: Sequence[int], lines: int, width: int, spare: int
+    rows: Sequence[BlockRow],
+    offsets: Sequence[int],
+    lines: int,
+    width: int,
+    spare: int,
+    last: Sequence[int],
 ) -> mx.array:
-    """Positions [lines], slots [lines] and tables [lines, width] of the new tokens, and the last
-    line that is somebody's, in one array.
+    """Positions [lines], slots [lines] and tables [lines, width] of the new tokens, and the lines
+    that want logits, in one array.
 
     A step's host side: no work here that could be spared for a row.
     """
@@ -448,7 +503,7 @@ def _places(
         places.extend(padding[len(row.table) :])
     for _ in range(nobody):
         places.extend(padding)
-    places.append(max(len(rows) - 1, 0))
+    places.extend(last)
     return mx.array(memoryview(places))  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import mlx.core as mx
@@ -29,6 +30,27 @@ HEAP = 64 * 1024 * 1024  # bytes by which the process may grow beside MLX: reque
 LEAST_BLOCKS = 2  # a prompt's and one to go on
 
 R = TypeVar("R", bound=PrefixRow)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Generic[R]):
+    """Tokens [start, end) of a sequence, none when `end` is `start`."""
+
+    seq: Sequence
+    row: R
+    start: int
+    end: int
+    stops: bool  # the prefix cache keeps what is there then
+    enters: bool  # only the last token is left, which decode begins with
+
+    @property
+    def count(self) -> int:
+        return self.end - self.start
+
+    @property
+    def tokens(self) -> int:
+        """Of the pass: one that enters may compute the last token, too."""
+        return self.count + self.enters
 
 
 class RowEngine(ABC, Generic[R]):
@@ -91,26 +113,42 @@ class RowEngine(ABC, Generic[R]):
 
     def prefill(self, seq: Sequence, budget: int) -> int:
         """See Engine.prefill; what is done survives a later failure."""
-        row = self._rows[seq]
-        stop = self._prefix.next_stop(row)
-        end = seq.length - 1 if stop is None else min(stop, seq.length - 1)
-        count = min(budget, self.chunk, end - seq.prefilled)
-        if count <= 0:
-            return 0
-        if row.offset < seq.prefilled:
-            raise OutOfMemory(f"{seq.prefilled} tokens were lost with a step that failed")
-        start, end = seq.prefilled, seq.prefilled + count
-        with self._losing([seq]):
-            enters = end == seq.length - 1 and end != stop
-            if not enters or not self._enter(seq, row, seq.between(start, end + 1)):
-                self._compute(row, seq.between(start, end))
-        seq.prefilled = end
-        if seq.prefilled == stop:
-            self._bound_prefix()
-            self._prefix.keep(row, seq.tokens)
-        if not back_end.on_gpu():
+        return self.prefill_all([(seq, budget)])[0]
+
+    def together(self, shares: Many[tuple[Sequence, int]]) -> int:
+        """See Engine.together."""
+        return 1
+
+    def prefill_all(self, shares: Many[tuple[Sequence, int]]) -> list[int]:
+        """See Engine.prefill_all."""
+        chunks = [self._chunk(seq, budget) for seq, budget in shares]
+        some = [chunk for chunk in chunks if chunk.count > 0]
+        with self._losing([chunk.seq for chunk in some]):
+            self._pass(some)
+        for chunk in some:
+            chunk.seq.prefilled = chunk.end
+            if chunk.stops:
+                self._bound_prefix()
+                self._prefix.keep(chunk.row, chunk.seq.tokens)
+        if some and not back_end.on_gpu():
             mx.clear_cache()
-        return count
+        return [chunk.count for chunk in chunks]
+
+    def _chunk(self, seq: Sequence, budget: int) -> Chunk[R]:
+        """The next one. Raises OutOfMemory when what was computed before is lost."""
+        row, start, whole = self._rows[seq], seq.prefilled, seq.length - 1
+        stop = self._prefix.next_stop(row)
+        end = min(whole if stop is None else min(stop, whole), start + min(budget, self.chunk))
+        if row.offset < start < end:
+            raise OutOfMemory(f"{start} tokens were lost with a step that failed")
+        return Chunk(seq, row, start, max(start, end), end == stop, end == whole and end != stop)
+
+    def _pass(self, chunks: Many[Chunk[R]]) -> None:
+        """Computes chunks that may be computed together."""
+        for chunk in chunks:
+            seq, row, start, end = chunk.seq, chunk.row, chunk.start, chunk.end
+            if not chunk.enters or not self._enter(seq, row, seq.between(start, end + 1)):
+                self._compute(row, seq.between(start, end))
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""

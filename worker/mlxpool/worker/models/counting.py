@@ -86,6 +86,12 @@ class CountingEngine:
         seq.prefilled += done
         return done
 
+    def together(self, shares: Seq[tuple[Sequence, int]]) -> int:
+        return 1
+
+    def prefill_all(self, shares: Seq[tuple[Sequence, int]]) -> list[int]:
+        return [self.prefill(seq, budget) for seq, budget in shares]
+
     def decode(self, rows: Seq[Sequence]) -> list[Drawn]:
         if self.faults.place == "decode":
             self._strike(rows, [range(len(row.ids), len(row.ids) + 1) for row in rows])
