@@ -474,7 +474,7 @@ def test_warm_up_leaves_nothing_behind(loaded: Loaded, text: Text) -> None:
         engine = ModelEngine(loaded, text, context=context, layout="slabs")
         moves: list[int] = []
         engine.warm_up(lambda moves=moves: moves.append(1))  # type: ignore[misc]
-        assert len(moves) == 1 + 8  # the chunks, widths of a decode step
+        assert len(moves) == 1 + 1 + 8  # the chunks, every option, widths of a decode step
         assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
         assert slabs_of(engine).nbytes == 0
         assert engine.prefix.hits + engine.prefix.misses == 0

@@ -100,7 +100,7 @@ class Ours:
         ids = tuple(prompt(tokens, self.vocabulary))
 
         def once() -> None:
-            self._first(engine, ids)
+            engine.release(self._first(engine, ids))
 
         return once
 
@@ -110,17 +110,25 @@ class Ours:
         rounds = iter(range(FOR_EVER))
 
         def once() -> tuple[float, float]:
-            ids = prompt(tokens + said, self.vocabulary, next(rounds))
-            cold = _seconds(lambda: self._first(engine, tuple(ids[:tokens])))
-            return cold, _seconds(lambda: self._first(engine, tuple(ids)))
+            ids = tuple(prompt(tokens + said, self.vocabulary, next(rounds)))
+            return self._timed(engine, ids[:tokens]), self._timed(engine, ids)
 
         return once
 
-    def _first(self, engine: ModelEngine, ids: tuple[int, ...]) -> None:
+    def _timed(self, engine: ModelEngine, ids: tuple[int, ...]) -> float:
+        """Seconds to the first token; what it leaves for a next turn is kept after them."""
+        mx.synchronize()
+        started = time.perf_counter()
+        job = self._first(engine, ids)
+        took = time.perf_counter() - started
+        engine.release(job)
+        return took
+
+    def _first(self, engine: ModelEngine, ids: tuple[int, ...]) -> Job:
         job = Job(b"", 0, ids, Options.parse(GREEDY), 0, 1)
         _enter(engine, job)
         engine.decode([job])
-        engine.release(job)
+        return job
 
 
 class Plain(Ours):
@@ -144,13 +152,6 @@ def _enter(engine: ModelEngine, job: Job) -> None:
     engine.admit(job)
     while engine.prefill(job, engine.chunk):
         pass
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    mx.synchronize()
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def burst(step: Callable[[], object], steps: int) -> float:

@@ -19,6 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
 MODEL = "bench"
 LEAD = 0.2  # seconds from the moment that all processes are ready to the first request
 
@@ -118,8 +120,13 @@ def seen(streams: Sequence[Arrivals]) -> Seen:
 
 async def _all(part: Part) -> list[Arrivals]:
     if part.http:
+        host, _, port = part.target.rpartition(":")
+        # One after the other: the server's queue of connections is short, and who finds it full
+        # tries again after seconds.
+        links = [await asyncio.open_connection(host, int(port)) for _ in part.numbers]
         begin = _told()
-        return await asyncio.gather(*(_of_server(part, number, begin) for number in part.numbers))
+        every = zip(part.numbers, links, strict=True)
+        return await asyncio.gather(*(_of_server(part, n, link, begin) for n, link in every))
     from mlxpool.client import AsyncClient
 
     client = AsyncClient(Path(part.target))
@@ -150,11 +157,10 @@ async def _of_pool(client: Any, part: Part, number: int, begin: float) -> Arriva
     return Arrivals(times, counts, ids)
 
 
-async def _of_server(part: Part, number: int, begin: float) -> Arrivals:
+async def _of_server(part: Part, number: int, link: Link, begin: float) -> Arrivals:
     """Server-sent events, counted and not parsed: the peer pays for no JSON of ours."""
-    host, _, port = part.target.rpartition(":")
+    reader, writer = link
     await _until(begin)
-    reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(
         {
             "model": "default_model",

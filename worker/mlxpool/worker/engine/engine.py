@@ -33,6 +33,15 @@ from mlxpool.worker.weights.about import require_deterministic
 from mlxpool.worker.weights.load import Loaded
 
 CLEAR_EVERY = 256  # decode steps between two clearings of what was freed
+EVERY_KIND = Options(
+    min_p=0.01,
+    repeat_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    logprobs=True,
+    top_logprobs=1,
+)
 WARM_UP = (64, 256)  # tokens of the chunks that are measured at load
 GPU_WARM_UP = (256, 1024)  # more than those that are lines of one pass, see pool.CHUNKS
 
@@ -250,17 +259,18 @@ class ModelEngine(RowEngine[AnyRow]):
         return size, peak
 
     def _warm(self, moved: Callable[[], None]) -> None:
-        """A decode step of each width for which there is room."""
+        """A decode step of each width for which there is room, and one with every option."""
         room = self._layout.blocks if self._layout.holds_tree else self._sequences
-        rows = [_trial(1) for _ in range(min(self._sequences, room))]
-        for seq in rows:
-            self._rows[seq] = self._layout.store.new_row()
-        for width in range(1, len(rows) + 1):
-            self.decode(rows[:width])
-            moved()
-        for seq in rows:
-            self._layout.store.release(self._rows.pop(seq))
-        self._flight = None
+        plain = [_trial(1) for _ in range(min(self._sequences, room))]
+        for rows in ([_trial(1, EVERY_KIND)], plain):
+            for seq in rows:
+                self._rows[seq] = self._layout.store.new_row()
+            for width in range(1, len(rows) + 1):
+                self.decode(rows[:width])
+                moved()
+            for seq in rows:
+                self._layout.store.release(self._rows.pop(seq))
+            self._flight = None
 
     def _capacity(self) -> int:
         if self._fixed is not None:
@@ -388,6 +398,6 @@ def _taken(tokens: mx.array, lines: list[int]) -> mx.array:
     return tokens if lines == list(range(tokens.shape[0])) else tokens[mx.array(lines)]
 
 
-def _trial(tokens: int) -> Sequence:
+def _trial(tokens: int, options: Options | None = None) -> Sequence:
     """A sequence nobody asked for."""
-    return Sequence(b"", 0, (0,) * tokens, Options(), 0, 1)
+    return Sequence(b"", 0, (0,) * tokens, options or Options(), 0, 1)

@@ -228,6 +228,8 @@ class InPool(InRows):
 
     def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
         """See Layout."""
+        self.pool.copy(self.pool.spare, self.pool.spare)
+        moved()
         if self.lined:
             self.batch.warm(rows, context, moved)
 
