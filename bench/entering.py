@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,7 @@ class Timed(Progress):
         self.took: dict[str, list[float]] = {"prefill": [], "decode": []}
 
     @contextmanager
-    def _computing(self, phase: str, shape: int, units: int) -> Iterator[None]:
+    def _computing(self, phase: str, shape: Hashable, units: int) -> Iterator[None]:
         started = time.perf_counter()
         with super()._computing(phase, shape, units):
             yield

@@ -158,6 +158,29 @@ def test_a_poisonous_request_does_not_take_its_neighbours_with_it(story: Story) 
     story.assert_idle()
 
 
+def test_poison_in_a_pass_of_many_prompts_ends_alone(story: Story) -> None:
+    """The first death names nobody; then suspects are read one by one."""
+    worker, requests = company(story, 64)
+    bad = requests[40]
+    assert not any(run.body.get("suspect") for run in worker.runs.values())
+    worker.die("killed by SIGSEGV", own=True)
+    deaths = 1
+    while story.core.requests:
+        worker = story.ready_worker(sequences=64)
+        assert all(run.body["suspect"] for run in worker.runs.values())
+        while worker.runs and bad not in worker.runs:
+            worker.end(min(worker.runs), count=1)
+            worker.credit()
+        if bad in worker.runs:
+            worker.die("killed by SIGSEGV", own=True, prefill=bad)
+            deaths += 1
+    assert deaths == 3
+    story.assert_ended(bad, "poisoned")
+    for request in requests:
+        if request != bad:
+            story.assert_ended(request, "stop")
+
+
 def test_a_hang_charges_what_was_in_prefill(story: Story) -> None:
     worker, (a, b) = company(story, 2)
     worker.watched(21, Look("prefill", request=a, count=5))

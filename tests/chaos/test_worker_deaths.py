@@ -129,6 +129,27 @@ def test_poison_in_prefill_is_charged_alone(tmp_path: Path, monkeypatch: Patch) 
         chaos.assert_sound()
 
 
+def test_poison_among_prompts_of_one_pass(tmp_path: Path, monkeypatch: Patch) -> None:
+    config = model(
+        fault="abort",
+        fault_in="prefill",
+        fault_at=0,
+        fault_prompt="poison",
+        joint=8,
+        prefill_us=500,
+    )
+    with Chaos(tmp_path, monkeypatch, config) as chaos:
+        first = chaos.start(30, prompt="x" * 400)  # what comes while it is read is read together
+        innocent = chaos.start(30, 3)
+        (bad,) = chaos.start(30, prompt="poison")
+        innocent += chaos.start(30, 3)
+        chaos.finish()
+        assert isinstance(bad.error, Poisoned)
+        assert all(ask.result for ask in [*first, *innocent])
+        assert len(chaos.causes()) <= 3
+        chaos.assert_sound()
+
+
 def test_a_load_that_crashes_a_few_times(tmp_path: Path, monkeypatch: Patch) -> None:
     config = model(fault="abort", fault_in="load", fault_at=4, fault_times=3)
     with Chaos(tmp_path, monkeypatch, config) as chaos:

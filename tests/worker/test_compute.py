@@ -46,6 +46,50 @@ def test_an_error_in_a_step_ends_the_request_it_hit_and_no_other() -> None:
     assert end_of(found[2])["reason"] == "length"
 
 
+def entering(room: Room, prompts: dict[int, str], count: int = 5) -> None:
+    """All of them wait while another prompt is read."""
+    room.admit(99, prompt="y" * 2001, count=1)
+    until(lambda: room.progress.in_prefill is not None, "prefill has begun")
+    for name, prompt in prompts.items():
+        room.admit(name, prompt=prompt, count=count)
+
+
+@pytest.mark.parametrize("joint", [1, 3])
+def test_prompts_are_read_in_one_pass_as_far_as_the_engine_says(joint: int) -> None:
+    room = Room(joint=joint, prefill_us=100).ready()
+    passes: list[tuple[bytes | None, int]] = []
+    prefilling = room.progress.prefilling
+
+    def seen(request: bytes | None, tokens: int) -> Any:
+        passes.append((request, tokens))
+        return prefilling(request, tokens)
+
+    room.progress.prefilling = seen  # type: ignore[method-assign]
+    entering(room, {1: "a" * 11, 2: "b" * 21, 3: "c", 4: "d" * 31, 5: "e" * 41})
+    found = room.until_ended({1, 2, 3, 4, 5, 99})
+    for name, prompt in {1: "a" * 11, 3: "c", 5: "e" * 41}.items():
+        assert ids_of(found[name]) == expected_ids(prompt, name, 5)
+    read = [tokens for _, tokens in passes if tokens < 2000]  # one with nothing to read has no pass
+    assert read == ([10, 20, 30, 40] if joint == 1 else [60, 40])
+    assert [request is None for request, tokens in passes if tokens == 60] == [True] * (joint > 1)
+
+
+@pytest.mark.parametrize("at", [0, 6])
+def test_of_a_pass_that_fails_only_who_is_to_blame_ends(at: int) -> None:
+    room = Room(
+        joint=8, prefill_us=50, fault="raise", fault_in="prefill", fault_at=at, fault_prompt="bad"
+    )
+    room.ready()
+    prompts = {name: f"prompt {name}" for name in range(1, 6)} | {3: "very bad"}
+    entering(room, prompts)
+    found = room.until_ended({1, 2, 3, 4, 5, 99})
+    assert end_of(found[3])["code"] == "internal" and ids_of(found[3]) == []
+    for name in (1, 2, 4, 5):
+        assert end_of(found[name])["reason"] == "length"
+        assert ids_of(found[name]) == expected_ids(prompts[name], name, 5)
+    assert room.progress.preemptions == 0
+
+
 def test_a_cancel_between_two_chunks_of_a_prefill() -> None:
     room = Room(prefill_us=200).ready()
     room.admit(1, prompt="y" * 90_000)  # 18 s

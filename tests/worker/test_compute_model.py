@@ -14,7 +14,7 @@ from compute_room import Room, end_of, ids_of
 from mlxpool.common.config import ModelConfig
 from mlxpool.worker.catalogue import Source
 from mlxpool.worker.engine.blocks import BLOCK
-from mlxpool.worker.engine.sequence import Drawn, Sequence
+from mlxpool.worker.engine.sequence import Drawn
 from mlxpool.worker.mail import Opened
 from mlxpool.worker.models.faults import Faults
 from pool import until
@@ -122,9 +122,9 @@ class Failing(ModelEngine):
     place = ""
     hit = False
 
-    def prefill(self, seq: Sequence, budget: int) -> int:
-        self._aim([seq])
-        return super().prefill(seq, budget)
+    def prefill_all(self, shares: Any) -> list[int]:
+        self._aim([seq for seq, _ in shares])
+        return super().prefill_all(shares)
 
     def decode(self, rows: Any) -> list[Drawn]:
         self._aim(rows)

@@ -44,7 +44,7 @@ def test_the_engine_draws_what_the_formula_says_also_in_the_middle() -> None:
     resumed = row()
     resumed.ids += [5, 6]
     engine.admit(resumed)
-    assert engine.prefill(resumed, 100) == 4
+    assert engine.prefill_all([(resumed, 100)]) == [4]
     assert engine.decode([resumed])[0].token == token_at([1, 2, 3], 9, 2, 50_000)
     assert engine.memory().kv > 0
     engine.release(resumed)

@@ -158,9 +158,9 @@ def test_decode_strikes_at_its_position() -> None:
 
 def test_prefill_strikes_in_the_chunk_that_has_the_token() -> None:
     engine, seq = row(b"x" * 5000, fault_in="prefill", fault_at=2048)
-    assert engine.prefill(seq, 4096) == 2048
+    assert engine.prefill_all([(seq, 4096)]) == [2048]
     with pytest.raises(RowFailed):
-        engine.prefill(seq, 4096)
+        engine.prefill_all([(seq, 4096)])
 
 
 def test_load_strikes_in_its_step() -> None:
@@ -183,7 +183,7 @@ def test_only_prompts_with_the_text() -> None:
     ("place", "call"),
     [
         ("decode", lambda engine, seq: engine.decode([seq, seq, seq])),
-        ("prefill", lambda engine, seq: engine.prefill(seq, 2)),
+        ("prefill", lambda engine, seq: engine.prefill_all([(seq, 2)])),
         ("load", lambda engine, seq: engine.load(lambda tensors, size: None)),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,12 @@ from mlxpool.worker.engine.pool import (  # noqa: E402
     CHUNKS,
     ENTER,
     ENTERING,
-    TOGETHER,
     Pool,
     PoolBatch,
     PoolStep,
     PoolStore,
     lines_for,
-    lines_of,
+    padded,
 )
 from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
 from mlxpool.worker.models.base import KeyValue, Latent, Scores  # noqa: E402
@@ -180,7 +180,7 @@ def enter_together(engine: ModelEngine, rows: list[Sequence]) -> None:
         engine.admit(seq)
     while rows:
         shares = [(seq, 300) for seq in rows]
-        group = shares[: engine.together(shares)]
+        group = shares[: engine.joint(shares)]
         counts = engine.prefill_all(group)
         done = [seq for (seq, _), count in zip(group, counts, strict=True) if not count]
         rows = [seq for seq in rows if seq not in done]
@@ -208,7 +208,7 @@ def test_a_short_chunk_is_lines_of_one_pass(
     compute = PoolBatch._computed
 
     def computed(self: PoolBatch, *args: Any) -> Any:
-        kinds.append(args[5])
+        kinds.append(ENTER if args[5] else CHUNK)
         return compute(self, *args)
 
     monkeypatch.setattr(PoolBatch, "_computed", computed)
@@ -269,7 +269,7 @@ def test_chunks_of_a_pass_see_their_own_row(kernels: bool, window: int) -> None:
         lines: list[tuple[int, int] | None] = []
         for row, start, count in passes:
             lines += [(row, at) for at in range(start, start + count)]
-            lines += [None] * (lines_of(count) - count)
+            lines += [None] * (padded(count) - count)
         rows, at = zip(*[line or (pool.spare, 0) for line in lines], strict=True)
         which = mx.array([min(row, 3) for row in rows]), mx.array(at)
         table, positions = mx.array(rows, dtype=mx.int32)[:, None], mx.array(at, dtype=mx.int32)
@@ -354,7 +354,7 @@ def _spoilt(*args: Any, **others: Any) -> Any:
 
 
 def test_chunks_of_several_rows_are_one_pass(loaded: Loaded) -> None:
-    """New prompts, one with a prefix hit, one that is not done with it, one that has no more."""
+    """A prompt that is not done with it, one that has no more, new ones, two with a prefix hit."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
     layout = engine._layout
     assert isinstance(layout, InPool)
@@ -363,24 +363,20 @@ def test_chunks_of_several_rows_are_one_pass(loaded: Loaded) -> None:
     before = Sequence(b"", 1, first[:300], Options(temperature=0.0), 1, 20)
     enter(engine, before)
     engine.release(before)
-    prompts = [(7,), first[:40], first[::-1][:33], first[:301], first, first[5:260]]
+    prompts = [first[5:260], (7,), first[:40], first[::-1][:33], first[:301], first]
     rows = [Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 20) for prompt in prompts]
     for seq in rows:
         engine.admit(seq)
     shares = [(seq, 200) for seq in rows]
-    assert engine.together(shares) == len(rows)
+    assert engine.joint(shares) == len(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout.batch, "chunk", _spoilt)
         patch.setattr(layout, "forward", _spoilt)
         done = engine.prefill_all(shares)
-    assert done == [seq.length - 1 - seq.cached for seq in rows[:5]] + [200]
-    assert [seq in engine._entered for seq in rows] == [
-        False,
-        *[count > 0 for count in done[1:5]],
-        False,
-    ]
-    running = rows[:5]
-    while engine.prefill(rows[5], 200):
+    assert done == [200, *[seq.length - 1 - seq.cached for seq in rows[1:]]]
+    late, running = rows[0], rows[1:]
+    assert [seq in engine._entered for seq in rows] == [False, *[n > 0 for n in done[1:]]]
+    while engine.prefill(late, 200):
         step(engine, running)
     for _ in range(3):
         step(engine, rows)
@@ -390,6 +386,44 @@ def test_chunks_of_several_rows_are_one_pass(loaded: Loaded) -> None:
         for _ in seq.ids:
             step(slow, [alone])
         slow.release(alone)
+        assert alone.ids == seq.ids
+
+
+def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
+    """Which is not the last of it; and one that fails half-way leaves nothing of its rows."""
+    loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=8192)))
+    engine, slow = engine_of(loaded, "pool", "off"), engine_of(loaded, "rows", "off")
+    layout = engine._layout
+    assert isinstance(layout, InPool)
+    layout.lined = True
+    layout.batch.warm(3, 4000, lambda: None)
+    warmed = set(layout.batch._pass._passes)
+    prompts = [tuple(n * n % 251 for n in range(size)) for size in (30, 3000, 20)]
+    rows = [Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 20) for prompt in prompts]
+    for seq in rows:
+        engine.admit(seq)
+    while rows[1].prefilled < 2960:
+        engine.prefill(rows[1], 2960 - rows[1].prefilled)
+    shares = [(seq, 100) for seq in rows]
+    with pytest.raises(RuntimeError, match="spoilt"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout.batch, "_computed", _spoilt)
+        engine.prefill_all(shares)
+    assert not engine._entered
+    assert [engine._rows[seq].offset for seq in rows] == [0, 0, 0]
+    for seq in rows:
+        engine.release(seq)
+        seq.preempt()
+        engine.admit(seq)
+    while rows[1].prefilled < 2960:
+        engine.prefill(rows[1], 2960 - rows[1].prefilled)
+    assert engine.joint(shares) == (1 if layout.batch.gathers else 3)  # no kernel reads float32
+    assert engine.prefill_all(shares) == [29, 39, 19]
+    assert layout.batch.gathers or set(layout.batch._pass._passes) == warmed
+    step(engine, rows)
+    for seq in rows:
+        alone = Sequence(b"", 1, seq.prompt, Options(temperature=0.0), 1, 20)
+        enter(slow, alone)
+        step(slow, [alone])
         assert alone.ids == seq.ids
 
 
@@ -407,18 +441,22 @@ def test_how_many_chunks_are_one_pass(loaded: Loaded) -> None:
             found.append((seq, size))
         return found
 
-    assert engine.together(shares(*[20] * 50)) == 1  # where lines are not compiled together
-    layout.lined = True
-    assert engine.together(shares(*[15] * 50)) == ENTERING
-    assert engine.together(shares(*[200] * 50)) == TOGETHER // lines_of(201)
-    assert engine.together(shares(512, 512, 512)) == 1  # too much to look at
-    assert engine.together(shares(20, 600, 1000, 20)) == 2
+    assert engine.joint(shares(*[20] * 50)) == 1  # where lines are not compiled together
+    layout.lined, layout.batch.most = True, 2048
+    assert engine.joint(shares(*[15] * 50)) == ENTERING
+    assert engine.joint(shares(*[200] * 50)) == 2048 // padded(201)
+    assert engine.joint(shares(512, 512, 512)) == 1  # too much to look at
+    layout.batch.most = 512
+    assert engine.joint(shares(20, 300, 400, 20)) == 2
+    suspects = shares(20, 20, 20)
+    suspects[1][0].suspect = True
+    assert engine.joint(suspects) == engine.joint(suspects[1:]) == 1
     lost = shares(20, 20, 20)
     for seq, size in lost:
         engine.prefill(seq, size // 2)
     engine._rows[lost[1][0]].release()
-    assert engine.together(lost) == 1
-    assert engine.together(lost[1:]) == 1
+    assert engine.joint(lost) == 1
+    assert engine.joint(lost[1:]) == 1
     with pytest.raises(OutOfMemory, match="10 tokens were lost"):
         engine.prefill_all(lost[1:2])
 
@@ -452,7 +490,7 @@ def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded, kernels
     """Against rows of their own; on a GPU for 10,000 steps."""
     draw = random.Random(5)
     heads = [tuple(draw.randrange(256) for _ in range(700)) for _ in range(4)]
-    engine, slow = engine_of(loaded, "pool", blocks=24), engine_of(loaded, "rows", "off")
+    engine, slow = engine_of(loaded, "pool", blocks=36), engine_of(loaded, "rows", "off")
     assert isinstance(engine._layout, InPool)
     pool = engine._layout.store._pool
     running: list[Sequence] = []
@@ -463,7 +501,7 @@ def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded, kernels
     assert pooled.reads == (kernels and getattr(pooled.shape.caches[0], "key_dim", 0) == 64)
     most = 10_000 if ON_GPU else 60 if kernels else 150  # the simulator is slow
     while steps < most:
-        while pool.free < 8 and engine.shrink(4):  # as the compute thread does
+        while pool.free < 5 * (4 - len(running)) + 3 and engine.shrink(4):  # as compute does
             pass
         if len(running) < 4 and draw.random() < 0.1:
             new = []
@@ -494,4 +532,4 @@ def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded, kernels
     for seq in running:
         engine.release(seq)
     engine.shrink(1000)
-    assert pool.free == 24
+    assert pool.free == 36

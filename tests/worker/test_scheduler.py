@@ -65,6 +65,12 @@ def test_a_prompt_that_is_all_cached_needs_no_budget() -> None:
     assert plan([ready], 100).prefill == ((ready, 0),)
 
 
+def test_who_gets_nothing_of_a_step_waits_for_the_next() -> None:
+    """A prompt looks back on all that the step has, and is done with it."""
+    first, second = sequence(Phase.PREFILL, 70_061, 70_000), sequence(Phase.PREFILL, 501)
+    assert plan([first, second], 2048).prefill == ((first, 60),)
+
+
 def test_every_decoding_row_gets_a_token_while_others_prefill() -> None:
     rows = [sequence(Phase.DECODE), sequence(Phase.PREFILL), sequence(Phase.DECODE)]
     assert plan(rows, 5).decode == (rows[0], rows[2])

@@ -109,7 +109,7 @@ def sequence(prompt: tuple[int, ...], restore_at: int = 0, **raw: Any) -> Sequen
 
 def prefill(engine: Engine, seq: Sequence, budget: int = 2048) -> None:
     engine.admit(seq)
-    while engine.prefill(seq, budget):
+    while any(engine.prefill_all([(seq, budget)])):
         pass
 
 

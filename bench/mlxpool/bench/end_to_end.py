@@ -21,6 +21,7 @@ from mlxpool.bench.swarm import MODEL, Arrivals, Part, Seen, run, seen, text_of
 
 ENGINE, SERVER = "engine alone", "mlx_lm.server"
 ROOM = 64  # tokens of context beyond prompt and completion
+PREFIXES = 2**30  # bytes; there are two more models on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,7 @@ def pool(run_dir: Path, folder: Path, plan: Plan) -> Iterator[None]:
     settings = (
         f"[models.{MODEL}]\npath = {json.dumps(str(folder))}\nsequences = {max(plan.streams)}\n"
         f'context = {plan.prompt + plan.tokens + ROOM}\nkeep_alive = "-1"\n'
+        f"prefix_bytes = {PREFIXES}\n"
     )
     with serving(run_dir, settings):
         with Client(run_dir) as client:

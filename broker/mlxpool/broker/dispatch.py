@@ -100,6 +100,8 @@ class Dispatch(Delivery):
             "seed": request.seed,
             "deadline_ms": max(0, math.ceil((request.deadline - now) * 1000)),
         }
+        if request.charge:
+            body["suspect"] = True
         blobs = payload.blobs
         if request.ids or request.facts is not None:
             resume: dict[str, Any] = {"count": request.taken, "resumes": request.barren}

@@ -30,6 +30,7 @@ class Counting:
     load_ms: int = 0  # time the load takes, in ten shards
     prefill_us: int = 0  # time for each prompt token
     step_us: int = 1000  # time of one decode step
+    joint: int = 1  # prompts that are read in one pass
     vocab: int = 50_000  # token ids are below this
     load_bytes: int = 0  # memory it claims to need; takes none
     fault: str = ""  # what goes wrong, by name; "": nothing (docs/reliability.md lists them)

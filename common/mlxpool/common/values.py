@@ -131,6 +131,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "load_ms": (0, 10**7),
     "prefill_us": (0, 10**9),
     "step_us": (0, 10**9),
+    "joint": (1, 1024),
     "fault_at": (0, 2**31 - 1),
     "fault_times": (0, 2**31 - 1),
     "load_bytes": (0, 2**62),

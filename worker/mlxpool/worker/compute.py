@@ -16,7 +16,7 @@ from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.wire import Delta
 from mlxpool.worker import catalogue
 from mlxpool.worker.catalogue import Source
-from mlxpool.worker.engine.api import Engine
+from mlxpool.worker.engine.api import Engine, Share
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of, first_need, next_need, promise
 from mlxpool.worker.engine.scheduler import (
     area_of,
@@ -48,7 +48,6 @@ log = logging.getLogger("mlxpool.worker")
 
 OUTBOX = 256  # steps that may wait for the edge
 REPORT = 0.1  # seconds between two looks at the memory
-Shares = tuple[tuple[Sequence, int], ...]  # with the tokens of its chunk at most
 _MEMORY_WORDS = ("memory", "alloc", "metal::malloc", "resource limit")
 
 
@@ -177,12 +176,18 @@ class Compute(threading.Thread):
         rows += self._admissions(engine, places)
         live = self._live()
         step = plan(live, self._budget(engine, live), area_of(engine.chunk))
-        shares = step.prefill
+        for sequence, share in step.prefill:
+            if not share:
+                self._entered(sequence)
+        shares = [one for one in step.prefill if one[1]]
         while shares:
-            count = engine.together(shares)
+            count = engine.joint(shares)
             group, shares = shares[:count], shares[count:]
-            hit = [sequence for sequence, _ in group]
-            rows += self._guarded(engine, hit, partial(self._prefill, engine, group))
+            rows += (
+                self._prefill_one(engine, group[0])
+                if count == 1
+                else self._prefill_all(engine, group)
+            )
         if step.decode:
             decode = list(step.decode)
             rows += self._guarded(engine, decode, partial(self._decode, engine, decode))
@@ -230,12 +235,15 @@ class Compute(threading.Thread):
 
     def _preempt(self, engine: Engine, sequence: Sequence) -> None:
         """Its row goes, what it computed stays in the prefix cache if it fits; it comes back."""
+        self._send_back(engine, sequence)
+        self.progress.preemptions += 1
+
+    def _send_back(self, engine: Engine, sequence: Sequence) -> None:
         try:
             engine.release(sequence)
         except Exception:  # costs what the prefix cache would have got
             log.exception("a sequence could not be released")
         sequence.preempt()
-        self.progress.preemptions += 1
 
     def _admissions(self, engine: Engine, places: int) -> list[Delta]:
         rows: list[Delta] = []
@@ -258,25 +266,39 @@ class Compute(threading.Thread):
         sequence.phase = Phase.PREFILL
         return []
 
-    def _prefill(self, engine: Engine, shares: Shares) -> list[Delta]:
-        """A chunk for each. A worker that ends in one for several charges nobody of them alone."""
-        runs = [self._runs[sequence.id, sequence.attempt] for sequence, _ in shares]
-        for run in runs:
-            run.prefill_at = run.prefill_at or monotonic()
-        budget, alone = (
-            sum(share for _, share in shares),
-            shares[0][0] if len(shares) == 1 else None,
-        )
-        done = [0] * len(shares)
-        if budget:
-            with self.progress.prefilling(alone.id if alone else None, budget):
-                done = [engine.prefill(alone, budget)] if alone else engine.prefill_all(shares)
-        for run, tokens in zip(runs, done, strict=True):
-            sequence = run.sequence
-            if tokens == 0 or sequence.prefilled >= sequence.length - 1:
-                sequence.phase = Phase.DECODE
-                run.decode_at = run.decode_at or monotonic()
+    def _prefill_one(self, engine: Engine, share: Share) -> list[Delta]:
+        sequence = share[0]
+        read = partial(self._prefill, engine, [share], sequence.id)
+        return self._guarded(engine, [sequence], read)
+
+    def _prefill_all(self, engine: Engine, shares: list[Share]) -> list[Delta]:
+        """Chunks of one pass. When it fails, each is read again, alone: who is to blame ends."""
+        try:
+            return self._prefill(engine, shares, None)
+        except Exception as error:
+            log.warning("a pass over several prompts failed: %s", error)
+        for sequence, _ in shares:
+            sequence.suspect = True
+            self._send_back(engine, sequence)
         return []
+
+    def _prefill(self, engine: Engine, shares: list[Share], alone: bytes | None) -> list[Delta]:
+        for sequence, _ in shares:
+            run = self._runs[sequence.id, sequence.attempt]
+            run.prefill_at = run.prefill_at or monotonic()
+        with self.progress.prefilling(alone, sum(share for _, share in shares)):
+            done = engine.prefill_all(shares)
+        for (sequence, _), tokens in zip(shares, done, strict=True):
+            if tokens == 0 or sequence.prefilled >= sequence.length - 1:
+                self._entered(sequence)
+        return []
+
+    def _entered(self, sequence: Sequence) -> None:
+        """Its prompt is read."""
+        run = self._runs[sequence.id, sequence.attempt]
+        run.prefill_at = run.prefill_at or monotonic()
+        run.decode_at = run.decode_at or monotonic()
+        sequence.phase = Phase.DECODE
 
     def _decode(self, engine: Engine, rows: list[Sequence]) -> list[Delta]:
         with self.progress.decoding(len(rows)):

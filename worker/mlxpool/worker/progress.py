@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 from mlxpool.common.progress import PHASES, Block
@@ -39,7 +39,7 @@ class Progress:
         self.block = block or Block.private()
         self._on_phase = on_phase
         self._clock = clock
-        self._seen: set[tuple[str, int]] = set()  # shapes that have been computed
+        self._seen: set[tuple[str, Hashable]] = set()  # shapes that have been computed
         self._usual = {"prefill": 0.0, "decode": 0.0}  # seconds of a token, of a step
         self._write_phase()
 
@@ -71,7 +71,8 @@ class Progress:
         self.block.write_request(request)
         self.block.write("tokens", tokens)
         try:
-            with self._computing("prefill", 1 << (tokens - 1).bit_length(), tokens):
+            shape = (1 << (tokens - 1).bit_length(), request is None)
+            with self._computing("prefill", shape, tokens):
                 yield
         finally:
             self.in_prefill = None
@@ -87,7 +88,7 @@ class Progress:
         self.step_ms = round((self._clock() - started) * 1000, 3)
 
     @contextmanager
-    def _computing(self, phase: str, shape: int, units: int) -> Iterator[None]:
+    def _computing(self, phase: str, shape: Hashable, units: int) -> Iterator[None]:
         fresh = (phase, shape) not in self._seen
         self.block.write("fresh", fresh)
         self.enter(phase)

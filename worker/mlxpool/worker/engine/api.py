@@ -24,6 +24,9 @@ class Memory:
     device_free: int = 0  # of the machine or the GPU, whoever uses the rest; 0: not known
 
 
+Share = tuple[Sequence, int]  # with the tokens of its next chunk at most
+
+
 class Engine(Protocol):
     """A model at work. Called from one thread only."""
 
@@ -67,21 +70,15 @@ class Engine(Protocol):
     def admit(self, seq: Sequence) -> None:
         """Takes a row and what the prefix cache has; sets `seq.cached` and `seq.prefilled`."""
 
-    def prefill(self, seq: Sequence, budget: int) -> int:
-        """Computes one chunk of at most `budget` tokens and adds it to `seq.prefilled`.
+    def joint(self, shares: Many[Share]) -> int:
+        """How many of these chunks, from the first on, are computed in one pass: 1 or more."""
+
+    def prefill_all(self, shares: Many[Share]) -> list[int]:
+        """Computes a chunk for each of as many as `joint` says and adds it to its `prefilled`.
 
         The last token of `seq.tokens` is decode's, whoever computes it. Returns the tokens done, 0
-        when the sequence is ready for decode.
+        when a sequence is ready for decode. What fails fails for all, and their rows are gone.
         """
-
-    def together(self, shares: Many[tuple[Sequence, int]]) -> int:
-        """How many of these chunks, from the first on, are better computed in one pass: 1 or more.
-
-        A share is a sequence with its budget in tokens, see `prefill`.
-        """
-
-    def prefill_all(self, shares: Many[tuple[Sequence, int]]) -> list[int]:
-        """`prefill` for as many as `together` says, in one pass; what fails fails for all."""
 
     def decode(self, rows: Many[Sequence]) -> list[Drawn]:
         """One new token for each row, in their order; the caller appends it to `seq.ids`."""

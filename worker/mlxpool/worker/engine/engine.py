@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from mlxpool.common.options import Options
 from mlxpool.worker.engine import back_end, sampler
+from mlxpool.worker.engine.api import Share
 from mlxpool.worker.engine.attention import AnyRow, Span, pairs_at_once
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of, transient
 from mlxpool.worker.engine.cache import RowShape
@@ -170,19 +171,19 @@ class ModelEngine(RowEngine[AnyRow]):
         self._entered[seq] = logits
         return True
 
-    def together(self, shares: Many[tuple[Sequence, int]]) -> int:
-        """See Engine.together."""
+    def joint(self, shares: Many[Share]) -> int:
+        """See Engine.joint."""
         spans = []
-        for seq, budget in shares:
+        for seq, budget in shares[: self._layout.joins]:
             row = self._rows[seq]
-            if row.offset < seq.prefilled:
-                break  # what is lost is lost for this one alone
+            if seq.suspect or row.offset < seq.prefilled:
+                break  # what fails, or is lost, is so for this one alone
             spans.append(Span(row, self._chunk(seq, budget).tokens))
-        return max(1, self._layout.together_of(spans))
+        return max(1, self._layout.fitting(spans))
 
-    def _pass(self, chunks: Many[Chunk[AnyRow]]) -> None:
+    def _prefilled(self, chunks: Many[Chunk[AnyRow]]) -> None:
         if len(chunks) < 2:
-            super()._pass(chunks)
+            super()._prefilled(chunks)
             return
         parts = [(one.row, one.seq.between(one.start, one.start + one.tokens)) for one in chunks]
         enter = [number for number, chunk in enumerate(chunks) if chunk.enters]

@@ -17,12 +17,12 @@ from mlxpool.worker.engine.exact import ExactStep
 from mlxpool.worker.engine.pool import (
     CHUNKS,
     ENTERING,
-    TOGETHER,
     Pool,
     PoolBatch,
     PoolRow,
     PoolStore,
-    lines_of,
+    lines_for,
+    padded,
 )
 from mlxpool.worker.engine.slabs import BLOCKS, SlabRow, Slabs
 from mlxpool.worker.engine.trials import kernels_read, writes
@@ -61,8 +61,12 @@ class Layout(Protocol):
         the last; None: not here. The row is longer then.
         """
 
-    def together_of(self, spans: Sequence[Span]) -> int:
-        """How many of these, from the first on, `enter_all` takes; below 2: none."""
+    @property
+    def joins(self) -> int:
+        """How many rows `enter_all` takes at most; 0: there is no such pass."""
+
+    def fitting(self, spans: Sequence[Span]) -> int:
+        """How many of these, from the first on, it takes in one pass."""
 
     def enter_all(
         self, parts: Sequence[tuple[Any, Sequence[int]]], enter: Sequence[int]
@@ -123,8 +127,10 @@ class InRows:
             return None
         return self.forward([Span(row, count)], ids, logits=True)
 
-    def together_of(self, spans: Sequence[Span]) -> int:
-        """See Layout. Rows that are attended to one by one gain little from each other."""
+    joins = 0  # rows that are attended to one by one gain little from each other
+
+    def fitting(self, spans: Sequence[Span]) -> int:
+        """See Layout."""
         return 0
 
     def enter_all(
@@ -209,9 +215,21 @@ class InPool(InRows):
             return super().enter(row, ids)
         return self.batch.chunk(row, ids, logits=True)
 
-    def together_of(self, spans: Sequence[Span]) -> int:
+    @property
+    def joins(self) -> int:  # type: ignore[override]
+        """See Layout."""
+        return ENTERING if self.lined and not self.batch.gathers else 0
+
+    def fitting(self, spans: Sequence[Span]) -> int:
         """See Layout. Short chunks: longer ones keep a GPU busy alone."""
-        return together_of(spans) if self.lined and not self.batch.gathers else 0
+        lines = looked_at = number = 0
+        for span in spans[: self.joins]:
+            lines += padded(span.count)
+            looked_at += span.count * (span.row.offset + span.count)
+            if lines_for(lines) > self.batch.most or looked_at > LOOKED_AT:
+                break
+            number += 1
+        return number
 
     def enter_all(
         self, parts: Sequence[tuple[Any, Sequence[int]]], enter: Sequence[int]
@@ -250,18 +268,6 @@ def _short(spans: Sequence[Span]) -> bool:
         return False
     count, end = spans[0].count, spans[0].row.offset + spans[0].count
     return count <= CHUNKS[-1] and count * end <= LOOKED_AT
-
-
-def together_of(spans: Sequence[Span]) -> int:
-    """How many of these, from the first on, are lines of one pass."""
-    lines = looked_at = number = 0
-    for span in spans[:ENTERING]:
-        lines += lines_of(span.count)
-        looked_at += span.count * (span.row.offset + span.count)
-        if lines > TOGETHER or looked_at > LOOKED_AT:
-            break
-        number += 1
-    return number
 
 
 def named(name: str | None, shape: RowShape, *, exact: bool, on_gpu: bool) -> tuple[str, RowShape]:

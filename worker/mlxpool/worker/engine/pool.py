@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array as Numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import product
 from typing import cast
 
 import mlx.core as mx
@@ -25,7 +25,7 @@ from mlxpool.worker.models.base import KeyValue, Latent, LatentHeads, Model, Rop
 from mlxpool.worker.prefix.blocks import BlockPool, BlockRow, BlockStore
 
 CHUNKS = (16, 48, 128)  # tokens of one row that are lines of one pass
-TOGETHER, LEAST_TOGETHER = 2048, 64  # lines of a pass over tokens of several rows
+JOINT = 64  # lines of a pass over tokens of several rows, at least
 ENTERING = 32  # rows of such a pass at most, each of which may want logits
 PASSES = 128  # compiled ones that are kept: a GPU's host has the memory
 DECODE, CHUNK, ENTER = "decode", "chunk", "enter"  # a pass: of rows; of chunks; with logits
@@ -327,6 +327,8 @@ class PoolBatch:
         self._model, self._pool = model, pool
         self._heads = min(arrays[0].shape[1] for arrays in pool.arrays)
         self._nobody = BlockRow(0, table=[pool.spare])
+        # Lines of such a pass at most: it takes no more memory than a chunk of one row does.
+        self.most = max(JOINT, pool.shape.chunk)
         self._pass = Compiled(self._one_pass, most=PASSES)
         self.gathers = False  # whether chunks would copy a row for each of their lines
 
@@ -336,7 +338,7 @@ class PoolBatch:
         for row in rows:
             row.reserve(row.offset + 1)
         at = [row.offset for row in rows]
-        logits = self._computed(rows, at, lines, ids, max(at) + 1, DECODE)
+        logits = self._computed(rows, at, lines, ids, max(at) + 1, None)
         for row in rows:
             row.advance(1)
         return logits[: len(rows)]
@@ -345,14 +347,15 @@ class PoolBatch:
         """One pass over tokens `ids` [n] of one row, which is longer then; n <= CHUNKS[-1].
 
         Every token has a line of its own: in one compiled pass that costs less than the many
-        operations of a chunk, as long as there are few. `logits`: the last one's [1, vocabulary].
+        operations of a chunk, as long as there are few. Returns with `logits` the last one's
+        [1, vocabulary], else what has to be evaluated.
         """
         count = ids.shape[0]
         lines = next(lines for lines in CHUNKS if lines >= count)
         end = row.offset + count
         row.reserve(end)
         at, last = list(range(row.offset, end)), [count - 1] if logits else []
-        found = self._computed([row] * count, at, lines, ids, end, _chunk_of(last), last)
+        found = self._computed([row] * count, at, lines, ids, end, last)
         self._pool.pending.append(found)
         row.advance(count)
         return found
@@ -360,26 +363,25 @@ class PoolBatch:
     def chunks(
         self, parts: Sequence[tuple[PoolRow, Sequence[int]]], enter: Sequence[int]
     ) -> mx.array:
-        """The same for tokens of at most ENTERING rows, each behind the other's lines: see
-        `lines_of` and TOGETHER. Logits [E, vocabulary] of the last of the parts numbered in
-        `enter`.
+        """The same for new tokens of at most ENTERING rows, whose lines, `padded`, are no more than
+        `most`: logits [E, vocabulary] of the last of the parts numbered in `enter`.
         """
         rows: list[BlockRow] = []
         at: list[int] = []
         ids: list[int] = []
+        ends = []
         for row, new in parts:
             row.reserve(row.offset + len(new))
-            spare = lines_of(len(new)) - len(new)
+            spare = padded(len(new)) - len(new)
+            ends.append(len(rows) + len(new) - 1)
             rows += [row] * len(new) + [self._nobody] * spare
             at += [*range(row.offset, row.offset + len(new)), *[0] * spare]
             ids += [*new, *[0] * spare]
-        starts = accumulate((lines_of(len(new)) for _, new in parts), initial=0)
-        ends = [start + len(new) - 1 for start, (_, new) in zip(starts, parts, strict=False)]
         last = [ends[number] for number in enter]
         last += [0] * (ENTERING - len(last)) if last else []
-        lines = max(LEAST_TOGETHER, lines_for(len(rows)))
+        lines = max(JOINT, lines_for(len(rows)))
         array = mx.array(ids, dtype=mx.int32)
-        found = self._computed(rows, at, lines, array, max(at) + 1, _chunk_of(last), last)
+        found = self._computed(rows, at, lines, array, max(at) + 1, last)
         self._pool.pending.append(found)
         for row, new in parts:
             row.advance(len(new))
@@ -390,12 +392,13 @@ class PoolBatch:
         self.warm_steps(range(1, rows + 1), context, moved)
         for lines, longest, last in product(CHUNKS, (1, context), ([], [0])):
             if not self.gathers:
-                self._warm(lines, longest, _chunk_of(last), last)
+                self._warm(lines, longest, last)
                 moved()
-        several = min(rows, ENTERING) * lines_of(context)
-        for lines in sorted({lines_for(n) for n in range(LEAST_TOGETHER, TOGETHER + 1)}):
-            if not self.gathers and rows > 1 and lines <= max(LEAST_TOGETHER, several):
-                self._warm(lines, 1, ENTER, [0] * ENTERING)
+        most = min(self.most, min(rows, ENTERING) * padded(context)) if rows > 1 else 0
+        widths = sorted({lines_for(lines) for lines in range(JOINT, max(JOINT, most) + 1)})
+        for lines, longest in product(widths, (1, context)):
+            if not self.gathers and most:
+                self._warm(lines, longest, [0] * ENTERING)
                 moved()
 
     def warm_steps(self, rows: Iterable[int], context: int, moved: Callable[[], None]) -> None:
@@ -406,14 +409,14 @@ class PoolBatch:
             for longest in lengths:
                 kind = attend.variant(lines * self._heads, longest)
                 if kind not in seen:
-                    self._warm(lines, longest, DECODE)
+                    self._warm(lines, longest)
                     moved()
                 seen.add(kind)
 
-    def _warm(self, lines: int, longest: int, kind: str, last: Sequence[int] = ()) -> None:
+    def _warm(self, lines: int, longest: int, last: Sequence[int] | None = None) -> None:
         """Lines that are nobody's."""
         nothing = mx.zeros((0,), dtype=mx.int32)
-        mx.eval(self._computed([], [], lines, nothing, longest, kind, last))
+        mx.eval(self._computed([], [], lines, nothing, longest, last))
 
     def _computed(
         self,
@@ -422,18 +425,19 @@ class PoolBatch:
         lines: int,
         ids: mx.array,
         longest: int,
-        kind: str,
-        last: Sequence[int] = (),
+        last: Sequence[int] | None,
     ) -> mx.array:
-        """What the model gives for tokens `ids` of these rows at these places, on so many lines;
-        of chunks logits of the lines `last`.
+        """What the model gives for tokens `ids` of these rows at these places, on so many lines.
+        `last`: they are those of chunks, and these lines want logits.
         """
+        kind = DECODE if last is None else ENTER if last else CHUNK
+        wanted = last or ()
         width = -(-blocks_of(longest) // WIDE) * WIDE
         if lines > len(rows):
             ids = mx.concatenate([ids, mx.zeros((lines - len(rows),), dtype=ids.dtype)])
         longest = self._cut(lines if kind == DECODE else lines // attend.GROUPS, longest)
-        same = (lines, width, longest, self._pool.blocks, kind, len(last))
-        places = _places(rows, at, lines, width, self._pool.spare, last)
+        same = (lines, width, longest, self._pool.blocks, kind, len(wanted))
+        places = _places(rows, at, lines, width, self._pool.spare, wanted)
         found, written = self._pass(same, ids, places, width, longest, kind, self._pool.arrays)
         if not self._pool.in_place:
             self._pool.arrays = written
@@ -469,13 +473,9 @@ def lines_for(rows: int) -> int:
     return lines * 3 // 4 if rows <= lines * 3 // 4 and lines >= 4 else lines
 
 
-def lines_of(tokens: int) -> int:
+def padded(tokens: int) -> int:
     """How many lines of a pass over several rows a row with so many new tokens has."""
     return -(-tokens // attend.GROUPS) * attend.GROUPS
-
-
-def _chunk_of(last: Sequence[int]) -> str:
-    return ENTER if last else CHUNK
 
 
 def _places(

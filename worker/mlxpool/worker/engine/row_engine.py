@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
 from mlxpool.worker import rules
 from mlxpool.worker.engine import back_end
-from mlxpool.worker.engine.api import Memory
+from mlxpool.worker.engine.api import Memory, Share
 from mlxpool.worker.engine.blocks import BLOCK, capacity
 from mlxpool.worker.engine.sequence import Sequence
 from mlxpool.worker.prefix.cache import PrefixCache, default_budget
@@ -112,19 +112,19 @@ class RowEngine(ABC, Generic[R]):
             seq.cached = seq.prefilled
 
     def prefill(self, seq: Sequence, budget: int) -> int:
-        """See Engine.prefill; what is done survives a later failure."""
+        """`prefill_all` for one."""
         return self.prefill_all([(seq, budget)])[0]
 
-    def together(self, shares: Many[tuple[Sequence, int]]) -> int:
-        """See Engine.together."""
+    def joint(self, shares: Many[Share]) -> int:
+        """See Engine.joint."""
         return 1
 
-    def prefill_all(self, shares: Many[tuple[Sequence, int]]) -> list[int]:
-        """See Engine.prefill_all."""
+    def prefill_all(self, shares: Many[Share]) -> list[int]:
+        """See Engine.prefill_all; what is done survives a later failure."""
         chunks = [self._chunk(seq, budget) for seq, budget in shares]
         some = [chunk for chunk in chunks if chunk.count > 0]
         with self._losing([chunk.seq for chunk in some]):
-            self._pass(some)
+            self._prefilled(some)
         for chunk in some:
             chunk.seq.prefilled = chunk.end
             if chunk.stops:
@@ -138,12 +138,14 @@ class RowEngine(ABC, Generic[R]):
         """The next one. Raises OutOfMemory when what was computed before is lost."""
         row, start, whole = self._rows[seq], seq.prefilled, seq.length - 1
         stop = self._prefix.next_stop(row)
-        end = min(whole if stop is None else min(stop, whole), start + min(budget, self.chunk))
+        last = whole if stop is None else min(stop, whole)
+        end = max(start, min(last, start + min(budget, self.chunk)))
         if row.offset < start < end:
             raise OutOfMemory(f"{start} tokens were lost with a step that failed")
-        return Chunk(seq, row, start, max(start, end), end == stop, end == whole and end != stop)
+        stops = start < end == stop
+        return Chunk(seq, row, start, end, stops, enters=start < end == whole and not stops)
 
-    def _pass(self, chunks: Many[Chunk[R]]) -> None:
+    def _prefilled(self, chunks: Many[Chunk[R]]) -> None:
         """Computes chunks that may be computed together."""
         for chunk in chunks:
             seq, row, start, end = chunk.seq, chunk.row, chunk.start, chunk.end

@@ -22,7 +22,7 @@ _WITH_ROW = (Phase.PREFILL, Phase.DECODE)
 class Plan:
     """One step: prefill chunks first, then one token for every decoding row."""
 
-    prefill: tuple[tuple[Sequence, int], ...]  # with its share of the budget, tokens
+    prefill: tuple[tuple[Sequence, int], ...]  # with its share of the budget, 0: it needs none
     decode: tuple[Sequence, ...]
 
 
@@ -37,6 +37,8 @@ def plan(live: Seq[Sequence], budget: int, area: int) -> Plan:
             # Its last token does not count, so a prompt that is all cached needs none.
             left = max(0, sequence.length - 1 - sequence.prefilled)
             share = min(left, budget, reach(sequence.prefilled, area))
+            if left and not share:
+                break
             prefill.append((sequence, share))
             budget -= share
             area -= share * (sequence.prefilled + share)

@@ -38,6 +38,7 @@ class Sequence:
     blocks: int = 0  # of memory that it may use, see blocks.py; 0 without a row
     promised: int = 0  # blocks it may grow to once it is alone, see blocks.py
     preempted: bool = False  # it had a row and gave it back
+    suspect: bool = False  # what it was in failed, so its prompt is read alone
     restore_at: int = 0  # tokens before the generation prompt, where a later one may go on
 
     @property

@@ -19,7 +19,7 @@ from typing import Any
 from mlxpool.common.config import Counting
 from mlxpool.common.messages import joined
 from mlxpool.common.wire import pack_ids
-from mlxpool.worker.engine.api import Memory
+from mlxpool.worker.engine.api import Memory, Share
 from mlxpool.worker.engine.sequence import Drawn, Logprob, RowFailed, Sequence
 from mlxpool.worker.mail import Fits, Prompt, any_size
 from mlxpool.worker.models.faults import NO_FAULTS, Faults, Struck
@@ -78,19 +78,25 @@ class CountingEngine:
     def admit(self, seq: Sequence) -> None:
         self.rows.append(seq)
 
-    def prefill(self, seq: Sequence, budget: int) -> int:
-        done = max(0, min(budget, self.chunk, seq.length - 1 - seq.prefilled))
+    def joint(self, shares: Seq[Share]) -> int:
+        alone = (number for number, (seq, _) in enumerate(shares) if seq.suspect)
+        return max(1, min(self.settings.joint, next(alone, len(shares))))
+
+    def prefill_all(self, shares: Seq[Share]) -> list[int]:
+        done = [
+            max(0, min(budget, self.chunk, seq.length - 1 - seq.prefilled))
+            for seq, budget in shares
+        ]
+        rows = [seq for seq, _ in shares]
         if self.faults.place == "prefill":
-            self._strike([seq], [range(seq.prefilled, seq.prefilled + done)])
-        time.sleep(done * self.settings.prefill_us / 1e6)
-        seq.prefilled += done
+            spans = [
+                range(seq.prefilled, seq.prefilled + n) for seq, n in zip(rows, done, strict=True)
+            ]
+            self._strike(rows, spans)
+        time.sleep(sum(done) * self.settings.prefill_us / 1e6)
+        for seq, count in zip(rows, done, strict=True):
+            seq.prefilled += count
         return done
-
-    def together(self, shares: Seq[tuple[Sequence, int]]) -> int:
-        return 1
-
-    def prefill_all(self, shares: Seq[tuple[Sequence, int]]) -> list[int]:
-        return [self.prefill(seq, budget) for seq, budget in shares]
 
     def decode(self, rows: Seq[Sequence]) -> list[Drawn]:
         if self.faults.place == "decode":

@@ -118,6 +118,7 @@ def prepare(
         seed=_seed(body),
         max_tokens=max_tokens,
         ids=resume.ids,
+        suspect=bool(body.get("suspect")),
         restore_at=found.restore_at,
     )
     return Admit(sequence, facts, text, received, _deadline(body, received))
