@@ -73,7 +73,7 @@ class Storm:
         self.folder = tmp_path / "history"
         self.folder.mkdir()
         os.environ[VARIABLE] = str(self.folder)
-        config = model(replicas=plan.replicas, step_us=plan.step_us)
+        config = model(replicas=plan.replicas, step_us=plan.step_us, joint=4)
         front = 'front = ["tcp://127.0.0.1:0"]\n'
         self.pool = Pool(tmp_path, LIMITS + front.replace(":0", f":{free_port()}") + config)
         self.history = History("chaos")

@@ -203,7 +203,7 @@ def test_a_short_chunk_is_lines_of_one_pass(
     assert isinstance(engine._layout, InPool)
     engine._layout.lined = True
     if chunk == 1:
-        engine._layout.warm(4, 400, lambda: None)
+        engine._layout.warm(2, 40, lambda: None)
     kinds = []
     compute = PoolBatch._computed
 
@@ -305,7 +305,7 @@ def test_who_enters_in_one_pass_begins_beside_others(loaded: Loaded) -> None:
     """And may leave before its first token, or fail and come back."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
     assert isinstance(engine._layout, InPool)
-    engine._layout.lined = True
+    engine._layout.lined, engine._layout.batch.most = True, 64
     prompts = [tuple((5 * n + n * n * salt) % 256 for n in range(20 * salt)) for salt in (1, 2, 3)]
 
     def alone(prompt: tuple[int, ...], count: int) -> list[int]:
@@ -396,6 +396,7 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
     layout = engine._layout
     assert isinstance(layout, InPool)
     layout.lined = True
+    layout.batch.most = 128
     layout.batch.warm(3, 4000, lambda: None)
     warmed = set(layout.batch._pass._passes)
     prompts = [tuple(n * n % 251 for n in range(size)) for size in (30, 3000, 20)]

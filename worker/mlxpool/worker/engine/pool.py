@@ -390,15 +390,14 @@ class PoolBatch:
     def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
         """Has compiled what passes over so many rows, or tokens of a row, may ask for."""
         self.warm_steps(range(1, rows + 1), context, moved)
-        for lines, longest, last in product(CHUNKS, (1, context), ([], [0])):
+        passes = list(product(CHUNKS, ([], [0])))
+        if rows > 1:
+            most = max(JOINT, min(self.most, min(rows, ENTERING) * padded(context)))
+            widths = sorted({lines_for(lines) for lines in range(JOINT, most + 1)})
+            passes += product(widths, ([], [0] * ENTERING))
+        for (lines, last), longest in product(passes, (1, context)):
             if not self.gathers:
                 self._warm(lines, longest, last)
-                moved()
-        most = min(self.most, min(rows, ENTERING) * padded(context)) if rows > 1 else 0
-        widths = sorted({lines_for(lines) for lines in range(JOINT, max(JOINT, most) + 1)})
-        for lines, longest in product(widths, (1, context)):
-            if not self.gathers and most:
-                self._warm(lines, longest, [0] * ENTERING)
                 moved()
 
     def warm_steps(self, rows: Iterable[int], context: int, moved: Callable[[], None]) -> None:
