@@ -147,8 +147,14 @@ MUTANTS = (
     _broker(
         "losses without a token are never counted",
         "losses",
-        "            request.barren += int(counts)\n",
+        "            request.barren += int(counts and not cleared)\n",
         "            pass\n",
+    ),
+    _broker(
+        "a loss counts though another request is named for it",
+        "losses",
+        "            request.barren += int(counts and not cleared)\n",
+        "            request.barren += int(counts)\n",
     ),
     _broker(
         "losses are counted for ever",

@@ -159,7 +159,7 @@ def test_the_third_loss_in_a_row_without_a_token_ends_the_stream(story: Story) -
         assert worker.runs[request].body["resume"]["resumes"] == resumes
     worker.die("killed by SIGKILL")
     frame = story.assert_sent(1, "error", id=request, code="worker_lost", pos=2, retryable=True)
-    assert "third in a row" in frame.body["message"]
+    assert "loss 3 in a row" in frame.body["message"]
     assert frame.body["details"] == {"worker": "m/0", "cause": "killed by SIGKILL", "tokens": 2}
     story.assert_idle()
     story.assert_conserved()

@@ -158,26 +158,48 @@ def test_a_poisonous_request_does_not_take_its_neighbours_with_it(story: Story) 
     story.assert_idle()
 
 
-def test_poison_in_a_pass_of_many_prompts_ends_alone(story: Story) -> None:
+def test_who_is_cleared_has_lost_nothing(story: Story) -> None:
+    worker, requests = company(story, 3)
+    worker.die("killed by SIGSEGV", own=True, prefill=requests[1])
+    assert [story.request(r).barren for r in requests] == [0, 1, 0]
+    worker = story.ready_worker(sequences=3)
+    assert list(worker.runs) == [requests[0]]
+    worker.die("killed by SIGSEGV", own=True)
+    assert [story.request(r).barren for r in requests] == [1, 1, 0]
+
+
+def test_who_runs_alone_is_judged_by_its_own_ends(story: Story) -> None:
+    """Kills from outside say nothing of it; but there is an end to them, too."""
+    worker, (bad, other) = company(story, 2)
+    worker.die("killed by SIGSEGV", own=True, prefill=bad)
+    story.cancel(other)
+    for _ in range(3):
+        story.ready_worker().die("killed by SIGKILL")
+    assert story.request(bad).barren == 4
+    story.ready_worker().die("killed by SIGKILL")
+    story.assert_ended(bad, "worker_lost")
+
+
+@pytest.mark.parametrize("places", [(40,), (0, 1), (5, 6, 50)])
+def test_poison_in_a_pass_of_many_prompts_ends_alone(places: tuple[int, ...]) -> None:
     """The first death names nobody; then suspects are read one by one."""
+    story = Story(restart_limit=100)
     worker, requests = company(story, 64)
-    bad = requests[40]
+    bad = [requests[place] for place in places]
     assert not any(run.body.get("suspect") for run in worker.runs.values())
     worker.die("killed by SIGSEGV", own=True)
-    deaths = 1
     while story.core.requests:
         worker = story.ready_worker(sequences=64)
         assert all(run.body["suspect"] for run in worker.runs.values())
-        while worker.runs and bad not in worker.runs:
+        while worker.runs and not (here := [one for one in worker.runs if one in bad]):
             worker.end(min(worker.runs), count=1)
             worker.credit()
-        if bad in worker.runs:
-            worker.die("killed by SIGSEGV", own=True, prefill=bad)
-            deaths += 1
-    assert deaths == 3
-    story.assert_ended(bad, "poisoned")
+        if worker.runs:
+            worker.die("killed by SIGSEGV", own=True, prefill=here[0])
     for request in requests:
-        if request != bad:
+        if request in bad:
+            story.assert_ended(request, "poisoned")
+        else:
             story.assert_ended(request, "stop")
 
 

@@ -362,7 +362,7 @@ class Pool(RuleBasedStateMachine):
             shut = request.sent - request.acked >= request.payload.window
             assert shut or not request.unread, "it waits behind an open window"
             assert request.id in core.links[request.link].ids
-            assert request.barren <= 2 and request.charge < 2
+            assert request.barren <= (2 if request.charge < 1 else 4) and request.charge < 2
             self.check_place(request)
 
     def check_place(self, request: Request) -> None:

@@ -129,24 +129,18 @@ def test_poison_in_prefill_is_charged_alone(tmp_path: Path, monkeypatch: Patch) 
         chaos.assert_sound()
 
 
-def test_poison_among_prompts_of_one_pass(tmp_path: Path, monkeypatch: Patch) -> None:
-    config = model(
-        fault="abort",
-        fault_in="prefill",
-        fault_at=0,
-        fault_prompt="poison",
-        joint=8,
-        prefill_us=500,
-    )
+@pytest.mark.parametrize("poisons", [1, 2])
+def test_poison_among_prompts_of_one_pass(tmp_path: Path, monkeypatch: Patch, poisons: int) -> None:
+    several = {"joint": 32, "prefill_us": 500}
+    fault = {"fault": "abort", "fault_in": "prefill", "fault_prompt": "poison"}
+    config = model(extra="sequences = 32", **several, **fault)  # type: ignore[arg-type]
     with Chaos(tmp_path, monkeypatch, config) as chaos:
-        first = chaos.start(30, prompt="x" * 400)  # what comes while it is read is read together
-        innocent = chaos.start(30, 3)
-        (bad,) = chaos.start(30, prompt="poison")
-        innocent += chaos.start(30, 3)
+        innocent = chaos.start(30, prompt="x" * 400)  # what comes while it is read is read together
+        bad = [ask for n in range(poisons) for ask in chaos.start(30, prompt=f"poison {n}")]
+        innocent += chaos.start(30, 20)
         chaos.finish()
-        assert isinstance(bad.error, Poisoned)
-        assert all(ask.result for ask in [*first, *innocent])
-        assert len(chaos.causes()) <= 3
+        assert all(isinstance(ask.error, Poisoned) for ask in bad)
+        assert all(ask.result for ask in innocent)
         chaos.assert_sound()
 
 

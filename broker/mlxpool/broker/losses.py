@@ -7,14 +7,14 @@ from collections.abc import Callable
 from mlxpool.broker import events as ev
 from mlxpool.broker.intake import Intake
 from mlxpool.broker.policy import POISON, charges, company_of
-from mlxpool.broker.requests import MAX_RESUMES, Request
+from mlxpool.broker.requests import MAX_ALONE, MAX_RESUMES, Request
 from mlxpool.broker.workers import Model, Worker, WorkerState
 from mlxpool.common import wire
 from mlxpool.common.errors import Draining, Poisoned, PoolError, WorkerLost
 
 
 class Losses(Intake):
-    """A stream ends in an error only if it is not durable, is poison, or twice brought no token."""
+    """A stream ends in an error only if it is not durable, is poison, or often brought no token."""
 
     def _condemn(self, worker: Worker, cause: str, now: float, *, own: bool = False) -> None:
         """Fence a worker and move what it runs."""
@@ -46,7 +46,8 @@ class Losses(Intake):
         worker.company.clear()
         for request in lost:
             self._charge(request, blame.get(request.id, 0.0), len(lost))
-            request.barren += int(counts)
+            cleared = bool(blame) and not blame[request.id]  # another one was named
+            request.barren += int(counts and not cleared)
             self._retry(request, worker, cause, now)
         self._ask_again(worker, cause)
 
@@ -71,8 +72,8 @@ class Losses(Intake):
         if not request.payload.durable:
             error = WorkerLost(f"{where}; send the request again", details=details)
             self._fail(request, error, now)
-        elif request.barren > MAX_RESUMES:
-            why = f"{where}, the third in a row without a new token"
+        elif request.barren > (MAX_RESUMES if request.charge < 1 else MAX_ALONE):
+            why = f"{where}, loss {request.barren} in a row without a new token"
             self._fail(request, WorkerLost(why, details=details), now)
         else:
             self._requeue(request)

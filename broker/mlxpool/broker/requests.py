@@ -16,6 +16,7 @@ from mlxpool.broker.payload import Payload
 from mlxpool.broker.streams import Chunk
 
 MAX_RESUMES = 2  # in a row that brought no new token
+MAX_ALONE = 4  # the same of one that runs alone: its worker's next own end judges it
 
 
 class State(Enum):

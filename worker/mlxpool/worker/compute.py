@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from functools import partial
 
 from mlxpool.common.config import ModelConfig, WorkerConfig
@@ -47,6 +48,7 @@ from mlxpool.worker.run import Run
 log = logging.getLogger("mlxpool.worker")
 
 OUTBOX = 256  # steps that may wait for the edge
+FAILED_PASSES = 3  # over several prompts, after which they are read one by one
 REPORT = 0.1  # seconds between two looks at the memory
 _MEMORY_WORDS = ("memory", "alloc", "metal::malloc", "resource limit")
 
@@ -72,6 +74,7 @@ class Compute(threading.Thread):
         self._open_source = open_source
         self._generation = 0
         self._runs: dict[Key, Run] = {}
+        self._joint_failures = 0  # passes over several prompts that failed
         self._reported = 0.0
 
     def tell(self, mail: Inbound) -> None:
@@ -181,13 +184,12 @@ class Compute(threading.Thread):
                 self._entered(sequence)
         shares = [one for one in step.prefill if one[1]]
         while shares:
-            count = engine.joint(shares)
+            count = self._joint(engine, shares)
             group, shares = shares[:count], shares[count:]
-            rows += (
-                self._prefill_one(engine, group[0])
-                if count == 1
-                else self._prefill_all(engine, group)
-            )
+            if count == 1:
+                rows += self._prefill_one(engine, group[0])
+            else:
+                rows += self._prefill_joint(engine, group)
         if step.decode:
             decode = list(step.decode)
             rows += self._guarded(engine, decode, partial(self._decode, engine, decode))
@@ -235,15 +237,15 @@ class Compute(threading.Thread):
 
     def _preempt(self, engine: Engine, sequence: Sequence) -> None:
         """Its row goes, what it computed stays in the prefix cache if it fits; it comes back."""
-        self._send_back(engine, sequence)
+        self._release(engine, sequence)
+        sequence.preempt()
         self.progress.preemptions += 1
 
-    def _send_back(self, engine: Engine, sequence: Sequence) -> None:
+    def _release(self, engine: Engine, sequence: Sequence) -> None:
         try:
             engine.release(sequence)
         except Exception:  # costs what the prefix cache would have got
             log.exception("a sequence could not be released")
-        sequence.preempt()
 
     def _admissions(self, engine: Engine, places: int) -> list[Delta]:
         rows: list[Delta] = []
@@ -266,27 +268,40 @@ class Compute(threading.Thread):
         sequence.phase = Phase.PREFILL
         return []
 
+    def _joint(self, engine: Engine, shares: Many[Share]) -> int:
+        """How many of these are read in one pass."""
+        if self._joint_failures >= FAILED_PASSES:
+            return 1
+        try:
+            return engine.joint(shares)
+        except Exception:
+            log.exception("prompts are read one by one")
+            self._joint_failures = FAILED_PASSES
+            return 1
+
     def _prefill_one(self, engine: Engine, share: Share) -> list[Delta]:
         sequence = share[0]
         read = partial(self._prefill, engine, [share], sequence.id)
         return self._guarded(engine, [sequence], read)
 
-    def _prefill_all(self, engine: Engine, shares: list[Share]) -> list[Delta]:
+    def _prefill_joint(self, engine: Engine, shares: Many[Share]) -> list[Delta]:
         """Chunks of one pass. When it fails, each is read again, alone: who is to blame ends."""
         try:
             return self._prefill(engine, shares, None)
-        except Exception as error:
-            log.warning("a pass over several prompts failed: %s", error)
+        except Exception:
+            log.warning("a pass over %d prompts failed", len(shares), exc_info=True)
+        self._joint_failures += 1
         for sequence, _ in shares:
             sequence.suspect = True
-            self._send_back(engine, sequence)
+            self._release(engine, sequence)
+            sequence.send_back()
         return []
 
-    def _prefill(self, engine: Engine, shares: list[Share], alone: bytes | None) -> list[Delta]:
+    def _prefill(self, engine: Engine, shares: Many[Share], request: bytes | None) -> list[Delta]:
         for sequence, _ in shares:
             run = self._runs[sequence.id, sequence.attempt]
             run.prefill_at = run.prefill_at or monotonic()
-        with self.progress.prefilling(alone, sum(share for _, share in shares)):
+        with self.progress.prefilling(request, sum(share for _, share in shares)):
             done = engine.prefill_all(shares)
         for (sequence, _), tokens in zip(shares, done, strict=True):
             if tokens == 0 or sequence.prefilled >= sequence.length - 1:

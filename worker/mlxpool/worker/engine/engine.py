@@ -188,7 +188,7 @@ class ModelEngine(RowEngine[AnyRow]):
         parts = [(one.row, one.seq.between(one.start, one.start + one.tokens)) for one in chunks]
         enter = [number for number, chunk in enumerate(chunks) if chunk.enters]
         logits = self._layout.enter_all(parts, enter)
-        mx.eval(logits, *(array for chunk in chunks for array in chunk.row.arrays()))
+        mx.eval(logits, *chunks[0].row.arrays())  # the pool's
         for line, number in enumerate(enter):
             self._entered[chunks[number].seq] = logits[line : line + 1]
 

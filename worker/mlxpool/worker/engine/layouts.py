@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlxpool.worker.engine.attention import AnyRow, Span, Step
 from mlxpool.worker.engine.batch import Batch
-from mlxpool.worker.engine.blocks import BLOCK
+from mlxpool.worker.engine.blocks import BLOCK, blocks_of
 from mlxpool.worker.engine.cache import Row, RowShape
 from mlxpool.worker.engine.exact import ExactStep
 from mlxpool.worker.engine.pool import (
@@ -33,6 +33,8 @@ from mlxpool.worker.prefix.rows import RowStore
 
 # Keys that the lines of a short chunk look at, each its own; else they are read together.
 LOOKED_AT = 2**19
+
+TABLES = 2**16  # blocks in the tables of a pass over several rows: each line has one
 
 LAYOUTS = ("rows", "slabs", "pool")
 
@@ -222,11 +224,14 @@ class InPool(InRows):
 
     def fitting(self, spans: Sequence[Span]) -> int:
         """See Layout. Short chunks: longer ones keep a GPU busy alone."""
-        lines = looked_at = number = 0
+        lines = looked_at = longest = number = 0
         for span in spans[: self.joins]:
-            lines += padded(span.count)
-            looked_at += span.count * (span.row.offset + span.count)
+            end = span.row.offset + span.count
+            lines, longest = lines + padded(span.count), max(longest, end)
+            looked_at += span.count * end
             if lines_for(lines) > self.batch.most or looked_at > LOOKED_AT:
+                break
+            if lines * blocks_of(longest) > TABLES:
                 break
             number += 1
         return number

@@ -394,7 +394,8 @@ class PoolBatch:
         if rows > 1:
             most = max(JOINT, min(self.most, min(rows, ENTERING) * padded(context)))
             widths = sorted({lines_for(lines) for lines in range(JOINT, most + 1)})
-            passes += product(widths, ([], [0] * ENTERING))
+            fit = [lines for lines in widths if lines <= self.most]
+            passes += product(fit, ([], [0] * ENTERING))
         for (lines, last), longest in product(passes, (1, context)):
             if not self.gathers:
                 self._warm(lines, longest, last)

@@ -41,7 +41,7 @@ class Chunk(Generic[R]):
     start: int
     end: int
     stops: bool  # the prefix cache keeps what is there then
-    enters: bool  # only the last token is left, which decode begins with
+    enters: bool  # only the last token is left then, which decode begins with; and it does not stop
 
     @property
     def count(self) -> int:

@@ -38,7 +38,7 @@ class Sequence:
     blocks: int = 0  # of memory that it may use, see blocks.py; 0 without a row
     promised: int = 0  # blocks it may grow to once it is alone, see blocks.py
     preempted: bool = False  # it had a row and gave it back
-    suspect: bool = False  # what it was in failed, so its prompt is read alone
+    suspect: bool = False  # a pass that it was in failed, or a worker: its prompt is read alone
     restore_at: int = 0  # tokens before the generation prompt, where a later one may go on
 
     @property
@@ -55,10 +55,15 @@ class Sequence:
         size = len(self.prompt)
         return [*self.prompt[start:end], *self.ids[max(start - size, 0) : max(end - size, 0)]]
 
-    def preempt(self) -> None:
+    def send_back(self) -> None:
         """It has no row any more and waits for another."""
-        self.phase, self.preempted = Phase.WAITING, True
+        self.phase = Phase.WAITING
         self.prefilled = self.blocks = 0
+
+    def preempt(self) -> None:
+        """The same, because others need the memory."""
+        self.send_back()
+        self.preempted = True
 
 
 @dataclass(frozen=True, slots=True)
