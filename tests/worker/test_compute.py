@@ -9,7 +9,7 @@ import pytest
 from compute_room import PATIENCE, Room, end_of, ids_of
 from counting_checker import expected_ids, text_of
 from mlxpool.common.wire import Delta
-from mlxpool.worker.compute import OUTBOX
+from mlxpool.worker.compute import FAILED_PASSES, OUTBOX
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of
 from mlxpool.worker.engine.sequence import Drawn
 from mlxpool.worker.mail import (
@@ -88,6 +88,38 @@ def test_of_a_pass_that_fails_only_who_is_to_blame_ends(at: int) -> None:
         assert end_of(found[name])["reason"] == "length"
         assert ids_of(found[name]) == expected_ids(prompts[name], name, 5)
     assert room.progress.preemptions == 0
+
+
+class Clumsy(CountingEngine):
+    """Fails whenever it reads several prompts at once, or when it is asked how many it may."""
+
+    asked: ClassVar[list[int]] = []
+    says = True
+
+    def joint(self, shares: Any) -> int:
+        if not self.says:
+            raise KeyError("a row")
+        return super().joint(shares)
+
+    def prefill_all(self, shares: Any) -> list[int]:
+        self.asked.append(len(shares))
+        if len(shares) > 1:
+            raise RuntimeError("several")
+        return super().prefill_all(shares)
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_passes_that_always_fail_are_given_up(says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Clumsy, "asked", [])
+    monkeypatch.setattr(Clumsy, "says", says)
+    room = Room(joint=8, prefill_us=50, engine=Clumsy).ready()
+    for _ in range(FAILED_PASSES + 2):
+        prompts = {name: f"prompt {name}" for name in range(1, 4)}
+        entering(room, prompts)
+        found = room.until_ended({*prompts, 99})
+        assert all(ids_of(found[name]) == expected_ids(prompts[name], name, 5) for name in prompts)
+    several = [count for count in Clumsy.asked if count > 1]
+    assert len(several) == (FAILED_PASSES if says else 0)
 
 
 def test_a_cancel_between_two_chunks_of_a_prefill() -> None:

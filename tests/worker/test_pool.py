@@ -22,7 +22,7 @@ import simt  # noqa: E402
 from mlxpool.common.errors import OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine import engine as engine_room  # noqa: E402
-from mlxpool.worker.engine import trials  # noqa: E402
+from mlxpool.worker.engine import layouts, trials  # noqa: E402
 from mlxpool.worker.engine.blocks import BLOCK  # noqa: E402
 from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
@@ -449,6 +449,10 @@ def test_how_many_chunks_are_one_pass(loaded: Loaded) -> None:
     assert engine.joint(shares(512, 512, 512)) == 1  # too much to look at
     layout.batch.most = 512
     assert engine.joint(shares(20, 300, 400, 20)) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts, "TABLES", 64)  # of blocks: two rows of 32 lines, with one block each
+        assert engine.joint(shares(20, 20, 20)) == 2
+        assert engine.joint(shares(20, 300, 20)) == 1
     suspects = shares(20, 20, 20)
     suspects[1][0].suspect = True
     assert engine.joint(suspects) == engine.joint(suspects[1:]) == 1

@@ -64,23 +64,22 @@ def _lines(
     say: Callable[[str], None],
 ) -> Iterator[Line]:
     found: dict[str, list[Seen]] = {name: [] for name in (*targets, ENGINE)}
-    same = 0
+    same, shown = 0, f"{streams} stream" if streams == 1 else f"{streams} streams"
     for count in range(-1, plan.rounds):  # the round before the first warms all of them up
         own = [next(numbers) for _ in range(streams)]
         which = f"round {count + 1}" if count >= 0 else "warming up"
         for name, part in targets.items():
-            say(f"{streams} streams, {which}: {name}")
+            say(f"{shown}, {which}: {name}")
             arrivals = run(_with(part, own), min(plan.clients, streams))
             if count >= 0:
                 found[name].append(seen(arrivals))
             if name == OURS:
                 through = arrivals
-        say(f"{streams} streams, {which}: {ENGINE}")
+        say(f"{shown}, {which}: {ENGINE}")
         alone, ids = _alone(engine, own, plan)
         if count >= 0:
             found[ENGINE].append(alone)
             same += _same(through, ids, own, min(plan.clients, streams))
-    shown = f"{streams} stream" if streams == 1 else f"{streams} streams"
     total = plan.rounds * streams
     note = f"{shown}: {same:,} of {total:,} streams gave the engine's own tokens."
     rates = {name: tuple(one.rate for one in rounds) for name, rounds in found.items()}

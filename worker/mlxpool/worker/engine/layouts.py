@@ -68,7 +68,7 @@ class Layout(Protocol):
         """How many rows `enter_all` takes at most; 0: there is no such pass."""
 
     def fitting(self, spans: Sequence[Span]) -> int:
-        """How many of these, from the first on, it takes in one pass."""
+        """How many of these, `joins` at most, it takes in one pass, from the first on."""
 
     def enter_all(
         self, parts: Sequence[tuple[Any, Sequence[int]]], enter: Sequence[int]
@@ -129,7 +129,10 @@ class InRows:
             return None
         return self.forward([Span(row, count)], ids, logits=True)
 
-    joins = 0  # rows that are attended to one by one gain little from each other
+    @property
+    def joins(self) -> int:
+        """See Layout. Rows that are attended to one by one gain little from each other."""
+        return 0
 
     def fitting(self, spans: Sequence[Span]) -> int:
         """See Layout."""
@@ -218,14 +221,14 @@ class InPool(InRows):
         return self.batch.chunk(row, ids, logits=True)
 
     @property
-    def joins(self) -> int:  # type: ignore[override]
+    def joins(self) -> int:
         """See Layout."""
         return ENTERING if self.lined and not self.batch.gathers else 0
 
     def fitting(self, spans: Sequence[Span]) -> int:
         """See Layout. Short chunks: longer ones keep a GPU busy alone."""
         lines = looked_at = longest = number = 0
-        for span in spans[: self.joins]:
+        for span in spans:
             end = span.row.offset + span.count
             lines, longest = lines + padded(span.count), max(longest, end)
             looked_at += span.count * end
