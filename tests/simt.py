@@ -1,7 +1,7 @@
 """Our CUDA kernels without a GPU: their texts are C++ for the machine of simt.h.
 
 Slow, and exact about what a kernel's text says: which thread computes what, who waits for whom.
-It says nothing about speed, nor whether NVIDIA's compiler takes the text.
+It says nothing about speed. Where NVIDIA's compiler is installed it has to take each text, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxpool.worker.kernels import nvrtc, store
+from mlxpool.worker.kernels.store import Text
+
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
+HOPPER = "sm_90a"
 TYPES = {
     mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.int32: "int",
     mx.uint32: "unsigned", mx.uint8: "unsigned char",
@@ -66,17 +71,6 @@ def forget_kernels() -> None:
                 one.cache_clear()
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A kernel's, as mx.fast.cuda_kernel is given it."""
-
-    name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    source: str
-    header: str
-
-
 def kernel(
     called: set[str],
     name: str,
@@ -88,7 +82,7 @@ def kernel(
     shared_memory: int = 0,
 ) -> Callable[..., list[Any]]:
     """What mx.fast.cuda_kernel returns; it is computed when it is called, and `called` then."""
-    text = Text(name, tuple(input_names), tuple(output_names), source, header)
+    text = Text(name, tuple(input_names), tuple(output_names), header, source)
 
     def call(
         *,
@@ -114,6 +108,7 @@ def kernel(
         mx.eval(arrays)
         views = [_view(one) for one in arrays]
         run = _built(text, tuple(one.dtype for one in arrays))
+        compiled(text, tuple((x.dtype, x.ndim > 0) for x in inputs), tuple(output_dtypes))
         blocks = [-(-all_ // one) for all_, one in zip(grid, threadgroup, strict=True)]
         why = run(
             (ctypes.c_void_p * len(views))(*(view.data for view in views)),
@@ -128,6 +123,27 @@ def kernel(
         return outs
 
     return call
+
+
+@functools.cache
+def nvidia() -> nvrtc.Compiler | None:
+    """NVIDIA's compiler, if it is installed as a package."""
+    packages = Path(sysconfig.get_path("platlib")) / "nvidia" / "cu13"
+    for library in sorted((packages / "lib").glob("libnvrtc.so.*")):
+        return nvrtc.Compiler(
+            ctypes.CDLL(str(library)), HOPPER, [packages / "include"], store.HEADERS
+        )
+    return None
+
+
+@functools.cache
+def compiled(text: Text, inputs: tuple[store.Kind, ...], outputs: tuple[Any, ...]) -> int:
+    """Bytes of machine code, 0 without NVIDIA's compiler; RuntimeError with what it says."""
+    compiler = nvidia()
+    if compiler is None:
+        return 0
+    code = store.code_of(text, inputs, outputs)
+    return len(compiler.machine_code(store.SPACE + store.name_of(text), code)[0])
 
 
 @functools.cache

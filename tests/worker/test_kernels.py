@@ -30,6 +30,7 @@ from mlxpool.worker.kernels import (  # noqa: E402
     pools,
     product,
     scalar,
+    store,
     tiles,
     unpack,
 )
@@ -73,7 +74,7 @@ def test_a_kernel_is_named_by_its_file() -> None:
     names, file = build.body("norm", ["x", "y"]).splitlines()
     assert (names.strip(), Path(file.split('"')[1]).name) == ("//", "norm.cu")
     assert build.body("attend", ["q", "table"]).startswith("// q_strides table_shape\n")
-    for every in build.ROOM.glob("*.cu*"):
+    for every in store.ROOM.glob("*.cu*"):
         text = every.read_text()
         assert text.count("{") == text.count("}") > 0
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from mlxpool.worker.kernels.store import ROOM, TYPES, Text, edition, stored
+
 log = logging.getLogger("mlxpool.worker")
 
 Constant = int | float | mx.Dtype
-TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
 HALVES = (mx.float16, mx.bfloat16)  # what tensor cores multiply
-ROOM = Path(__file__).parent
+FLOATS = (mx.float32, *HALVES)
 HEADERS = ("common.cuh", "machine.cuh", "tensor.cuh")
 LANES = 32  # threads of a warp
 
@@ -39,17 +39,26 @@ def kernel(
     `end`: a file that comes after it. `bounds`: its threads, and the thread blocks that a
     multiprocessor shall have room for.
     """
-    return mx.fast.cuda_kernel(
+    text = Text(
         name=f"mlxpool_{name}",
-        input_names=list(inputs),
-        output_names=list(outputs),
-        header="".join(map(included, HEADERS))
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        header=f"// {edition()}\n"
+        + "".join(map(included, HEADERS))
         + header
         + ("" if bounds is None else bound(*bounds)),
         source=declared(constants) + body(name, inputs) + (included(end) if end else ""),
+    )
+    made: Any = mx.fast.cuda_kernel(
+        name=text.name,
+        input_names=list(inputs),
+        output_names=list(outputs),
+        header=text.header,
+        source=text.source,
         ensure_row_contiguous=whole,
         shared_memory=shared,
     )
+    return stored(text, made)
 
 
 def bound(threads: int, blocks: int) -> str:

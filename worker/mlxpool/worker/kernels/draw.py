@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.build import TYPES, Constant, kernel, works
+from mlxpool.worker.kernels.build import FLOATS, Constant, kernel, works
 
 INPUTS = ("logits", "heats", "top_ks", "top_ps", "min_ps", "seeds", "positions")
 THREADS = 1024
@@ -16,7 +16,7 @@ THREADS = 1024
 @cache
 def serves(size: int, dtype: mx.Dtype) -> bool:
     """Whether `draw` takes a vocabulary of `size` here; the first call tries it."""
-    return dtype in TYPES and works("drawing tokens", lambda: _right(size, dtype))
+    return dtype in FLOATS and works("drawing tokens", lambda: _right(size, dtype))
 
 
 def draw(

@@ -1,0 +1,108 @@
+"""NVIDIA's compiler, as a library that MLX brings along.
+
+What its functions take and return: NVRTC's documentation, "User Interface".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
+
+
+class Compiler:
+    """For one kind of GPU."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        architecture: str,
+        includes: Sequence[Path],
+        headers: Mapping[str, str],
+    ) -> None:
+        """`architecture` is like sm_90a; `includes` have CUDA's headers, `headers` are more."""
+        self.architecture = architecture
+        self._library = library
+        self._headers = headers
+        self._options = [
+            b"--device-as-default-execution-space",
+            f"--gpu-architecture={architecture}".encode(),
+            *(f"--include-path={path}".encode() for path in includes),
+        ]
+
+    @property
+    def version(self) -> str:
+        """Such as 13.0."""
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("Version", ctypes.byref(major), ctypes.byref(minor))
+        return f"{major.value}.{minor.value}"
+
+    def machine_code(self, kernel: str, code: str) -> tuple[bytes, str, str]:
+        """Of the one kernel in it; with the kernel's name, and as the machine code names it.
+
+        Raises RuntimeError with what the compiler says.
+        """
+        program, name = ctypes.c_void_p(), kernel.encode()
+        count = len(self._headers)
+        self._call(
+            "CreateProgram",
+            ctypes.byref(program),
+            code.encode(),
+            b"kernel.cu",
+            count,
+            (ctypes.c_char_p * count)(*(text.encode() for text in self._headers.values())),
+            (ctypes.c_char_p * count)(*(file.encode() for file in self._headers)),
+        )
+        try:
+            self._call("AddNameExpression", program, name)
+            options = (ctypes.c_char_p * len(self._options))(*self._options)
+            try:
+                self._call("CompileProgram", program, len(self._options), options)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{error}: {self._text(program, 'ProgramLog')!r:.2000}"
+                ) from None
+            mangled = ctypes.c_char_p()
+            self._call("GetLoweredName", program, name, ctypes.byref(mangled))
+            return self._text(program, "CUBIN"), kernel, (mangled.value or b"").decode()
+        finally:
+            self._call("DestroyProgram", ctypes.byref(program))
+
+    def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"Get{what}Size", program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        self._call(f"Get{what}", program, text)
+        return text.raw
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        code = getattr(self._library, f"nvrtc{function}")(*arguments)
+        if code:
+            say = self._library.nvrtcGetErrorString
+            say.restype = ctypes.c_char_p
+            raise RuntimeError(f"nvrtc{function}: {say(code).decode()}")
+
+
+def loaded() -> ctypes.CDLL:
+    """The library that MLX has brought along. Raises OSError without it."""
+    for name in LIBRARIES:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    raise OSError(f"MLX has loaded none of {', '.join(LIBRARIES)}")
+
+
+def includes() -> list[Path]:
+    """Where CUDA's headers are: beside MLX, or as the system has them. Raises OSError without."""
+    packages = Path(sys.modules["mlx.core"].__file__ or "").parents[1] / "nvidia"
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    places = [packages / "cu13", packages / "cuda_runtime", *(Path(home) for home in homes if home)]
+    found = [place / "include" for place in places if (place / "include" / "cuda_fp16.h").exists()]
+    if not found:
+        raise OSError(f"CUDA's headers are in none of {', '.join(map(str, places))}")
+    return found
