@@ -242,7 +242,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(
         replica=replicas,
-        reason=st.sampled_from(["own", "outside", "prefill", "load", "spawn"]),
+        reason=st.sampled_from(["own", "outside", "prefill", "load", "device", "spawn"]),
     )
     def exit(self, replica: int, reason: str) -> None:
         worker = self.pick(replica)
@@ -253,6 +253,8 @@ class Pool(RuleBasedStateMachine):
             return
         if reason == "load" and worker.epoch and not worker.runs:
             worker.bye("model_load_failed", "a tensor is missing")
+        if reason == "device" and worker.epoch:
+            worker.bye("internal", "the device is lost")
         prefill = max(worker.runs, default=None) if reason == "prefill" else None
         worker.die(own=reason != "outside", prefill=prefill)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from core_harness import (
     BOOT,
     Story,
@@ -12,8 +14,9 @@ from core_harness import (
 from mlxpool.broker import events as ev
 from mlxpool.broker.policy import restart_delay
 from mlxpool.broker.requests import State
-from mlxpool.broker.workers import WorkerState
+from mlxpool.broker.workers import PROOF, WorkerState
 from mlxpool.common import wire
+from mlxpool.common.errors import MAX_MESSAGE
 
 # ---- workers die ---------------------------------------------------------------------------------
 
@@ -132,6 +135,56 @@ def test_a_load_failure_tells_all_that_wait_in_the_same_words(story: Story) -> N
     story.generate()
     story.assert_sent(1, "accepted")
     assert story.started() == ["m/0"]
+
+
+@pytest.mark.parametrize("made", [0, 5, PROOF])
+def test_the_last_word_of_a_worker_that_was_ready_is_how_it_ended(story: Story, made: int) -> None:
+    """Its streams go on though it proved nothing: the model could be had."""
+    worker, request = story.running()
+    frail = story.generate(link=2, durable=False)
+    worker.tokens(request, made)
+    worker.bye("internal", "the device is lost: a reason")
+    worker.die("exit code 1", own=True)
+    frame = story.assert_ended(frail, "worker_lost")
+    assert frame.body["details"]["cause"] == "the device is lost: a reason"
+    assert story.core.fleet.slots["m/0"].last_exit == "the device is lost: a reason"
+    assert story.request(request).charge == 0.5
+    assert story.model().last_error is None
+    story.later(pause(1))
+    story.ready_worker().end(request)
+    story.assert_ended(request, "stop")
+
+
+def test_who_said_that_it_ends_gets_no_more_work(story: Story) -> None:
+    worker, request = story.running()
+    worker.bye("internal", "the device is lost")
+    later, asked = story.generate(link=2), story.ask(wire.TOKENIZE, 3, model="m", text="a")
+    worker.die("exit code 1", own=True)
+    assert (story.request(request).charge, story.request(later).charge) == (1.0, 0.0)
+    assert story.request(later).barren == 0
+    story.later(pause(1))
+    fresh = story.ready_worker()
+    assert [one.header.id for one in fresh.asked] == [asked]
+    fresh.end(request)  # alone, for it is charged
+    fresh.credit()
+    fresh.end(later)
+    story.assert_ended(later, "stop")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ({"code": "internal", "message": "x" * 300_000}, "x" * MAX_MESSAGE),
+        ({}, "it cannot serve any longer"),
+    ],
+)
+def test_last_words_are_bounded(story: Story, error: dict[str, str], cause: str) -> None:
+    worker, _ = story.running()
+    frail = story.generate(link=2, durable=False)
+    story.do(ev.WorkerBye(worker.epoch, error))
+    worker.die("exit code 1", own=True)
+    assert story.assert_ended(frail, "worker_lost").body["details"]["cause"] == cause
+    assert story.core.fleet.slots["m/0"].last_exit == cause
 
 
 def test_a_worker_that_cannot_be_started_is_a_load_failure(story: Story) -> None:

@@ -10,6 +10,7 @@ import pytest
 from mlxpool.broker import events, from_workers
 from mlxpool.broker.edge import Broker
 from mlxpool.broker.supervisor import Child
+from mlxpool.common.errors import BadRequest
 
 FD, SLOT, PEER, EPOCH = 7, "m/0", 3, 5
 
@@ -56,3 +57,11 @@ def test_not_for_ever() -> None:
     assert workers.told == []
     workers.ended(FD, from_workers.DRY)
     assert workers.told == [(events.WorkerExited, None)]
+
+
+def test_the_error_of_a_last_word_is_a_map() -> None:
+    error = {"code": "internal", "message": "the device is lost"}
+    assert from_workers._error_of({"error": error}) == error
+    assert from_workers._error_of({}) is None
+    with pytest.raises(BadRequest, match="must be a map"):
+        from_workers._error_of({"error": "words"})

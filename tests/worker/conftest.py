@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
-def small_on_a_gpu() -> Iterator[None]:
-    """Each engine of a test would take a quarter of the card for its pool, and there are many."""
-    with pytest.MonkeyPatch.context() as patch:
-        if _on_cuda():
-            patch.setattr("mlxpool.worker.engine.back_end.SHARE", 0.02)
-        yield
-
-
-def _on_cuda() -> bool:
+@pytest.fixture(scope="session")
+def on_cuda() -> bool:
     try:
         import mlx.core as mx
     except ImportError:
         return False
     return bool(mx.cuda.is_available())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_on_a_gpu(on_cuda: bool) -> Iterator[None]:
+    """Each engine of a test would take a quarter of the card for its pool, and there are many."""
+    with pytest.MonkeyPatch.context() as patch:
+        if on_cuda:
+            processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+            patch.setattr("mlxpool.worker.engine.back_end.SHARE", min(0.02, 0.14 / processes))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_engine_outlives_its_test(on_cuda: bool) -> Iterator[None]:
+    """Its pool lies on the card until the collector comes, and the card is everybody's."""
+    yield
+    if on_cuda:
+        import mlx.core as mx
+
+        gc.collect()
+        mx.clear_cache()

@@ -8,6 +8,7 @@ import pytest
 
 from compute_room import PATIENCE, Room, end_of, ids_of
 from counting_checker import expected_ids, text_of
+from mlxpool.common.errors import OutOfMemory
 from mlxpool.common.wire import Delta
 from mlxpool.worker.compute import FAILED_PASSES, OUTBOX
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of
@@ -360,3 +361,88 @@ def test_a_failed_allocation_ends_whom_it_hit_and_not_the_worker() -> None:
         assert "Unable to allocate 123 bytes" in end_of(found[name])["message"]
     room.admit(3, count=4)
     assert ids_of(room.until_ended({3})[3]) == expected_ids("x", 3, 4)
+
+
+class Losing(CountingEngine):
+    """Raises in `place` for sequence 2, several prompts together with it included."""
+
+    place = ""
+    well = False
+    beside = False  # the device works on a step ahead
+    error: Exception = RuntimeError("unspecified launch failure")
+
+    def sound(self) -> bool:
+        return self.well
+
+    def ahead(self) -> bool:
+        return self.beside
+
+    def admit(self, seq: Any) -> None:
+        self._hit("admit", [seq])
+        super().admit(seq)
+
+    def prefill_all(self, shares: Any) -> list[int]:
+        self._hit("joint" if len(shares) > 1 else "prefill", [seq for seq, _ in shares])
+        return super().prefill_all(shares)
+
+    def decode(self, rows: Any) -> list[Drawn]:
+        self._hit("decode", rows)
+        return super().decode(rows)
+
+    def _hit(self, place: str, rows: Any) -> None:
+        if place == self.place and any(row.id[0] == 2 for row in rows):
+            raise self.error
+
+
+PLACES = ("admit", "prefill", "joint", "decode")
+
+
+def losing(monkeypatch: pytest.MonkeyPatch, place: str, **settings: Any) -> Room:
+    """Its sequences 1 to 3 are read while another prompt is."""
+    for name, value in {"place": place, **settings}.items():
+        monkeypatch.setattr(Losing, name, value)
+    joint = 8 if place == "joint" else 1
+    room = Room(engine=Losing, prefill_us=50, step_us=1000, joint=joint).ready()
+    entering(room, {name: f"prompt {name}" for name in (1, 2, 3)}, count=50)
+    return room
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_lost_device_ends_no_request(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    room = losing(monkeypatch, place)
+    while isinstance(mail := room.mail.get(timeout=PATIENCE), Rows):
+        assert all(row.end is None or row.id[0] == 99 for row in mail.rows)
+        room.compute.room.release()
+    assert isinstance(mail, Unusable)
+    message = "the device is lost: RuntimeError: unspecified launch failure"
+    assert mail.error["code"] == "internal" and mail.error["message"] == message
+    room.compute.join(timeout=PATIENCE)
+    assert room.mail.empty() and not room.compute.is_alive()
+    blamed = bytes([2] * 16) if place == "prefill" else None
+    assert room.progress.block.read().request == blamed
+
+
+def test_what_a_step_ahead_may_have_done_is_no_prompts_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = losing(monkeypatch, "prefill", beside=True)
+    while isinstance(room.mail.get(timeout=PATIENCE), Rows):
+        room.compute.room.release()
+    room.compute.join(timeout=PATIENCE)
+    assert room.progress.block.read().request is None
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("known", [False, True])
+def test_an_error_that_leaves_the_device_sound_ends_whom_it_hit(
+    monkeypatch: pytest.MonkeyPatch, place: str, known: bool
+) -> None:
+    """Of an error of our own the device is not asked."""
+    changes = {"error": OutOfMemory("too long")} if known else {"well": True}
+    room = losing(monkeypatch, place, **changes)
+    found = room.until_ended({1, 2, 3})
+    codes = {name: end_of(rows).get("code") for name, rows in found.items()}
+    hit = {"decode": {1, 2, 3}, "joint": set()}.get(place, {2})
+    wanted = "out_of_memory" if known else "internal"
+    assert {name for name in (1, 2, 3) if codes[name] == wanted} == hit
+    assert {name for name in (1, 2, 3) if codes[name] is None} == {1, 2, 3} - hit

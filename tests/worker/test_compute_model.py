@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compute_room import Room, end_of, ids_of
+from compute_room import PATIENCE, Room, end_of, ids_of
 from mlxpool.common.config import ModelConfig
 from mlxpool.worker.catalogue import Source
 from mlxpool.worker.engine.blocks import BLOCK
 from mlxpool.worker.engine.sequence import Drawn
-from mlxpool.worker.mail import Opened
+from mlxpool.worker.mail import Opened, Rows, Unusable
 from mlxpool.worker.models.faults import Faults
 from pool import until
 from worker_checkpoints import write_checkpoint
@@ -167,6 +167,50 @@ def test_a_failed_allocation_ends_the_requests_it_hit(
     assert error["code"] == "out_of_memory" and "Unable to allocate 123" in error["message"]
     admit(room, 4, 50, 40)
     assert ids_of(room.until_ended({4})[4]) == expected
+
+
+@pytest.mark.parametrize("spoiled", ["raises", "is wrong"])
+def test_a_device_is_sound_while_it_computes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
+) -> None:
+    loaded = load(inspect(folder), deterministic=False)
+    engine = ModelEngine(loaded, Text.from_folder(loaded.folder), blocks=40)
+    assert engine.sound()
+
+    def numbers(count: int) -> Any:
+        if spoiled == "raises":
+            raise RuntimeError("an illegal memory access was encountered")
+        return mx.zeros(count)
+
+    monkeypatch.setattr(mx, "arange", numbers)
+    assert not engine.sound()
+
+
+def test_a_full_device_is_not_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(count: int) -> Any:
+        raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
+
+    monkeypatch.setattr(mx, "arange", full)
+    assert back_end.computes()
+
+
+@pytest.mark.parametrize("place", ["eval", "build"])
+@pytest.mark.parametrize("size", [1, 100])  # fails in decode, in prefill
+def test_a_lost_device_ends_the_worker_and_no_request(
+    folder: Path,
+    failing: type[Failing],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    size: int,
+) -> None:
+    room = Room(source=source_of(folder, failing)).ready()
+    monkeypatch.setattr(back_end, "computes", lambda: False)
+    failing.place = place
+    room.admit(2, prompt_of(size), 500, **GREEDY)
+    while isinstance(mail := room.mail.get(timeout=PATIENCE), Rows):
+        assert all(row.end is None for row in mail.rows)
+    assert isinstance(mail, Unusable)
+    assert "the device is lost: RuntimeError: [malloc]" in mail.error["message"]
 
 
 @pytest.mark.parametrize("lookahead", [False, True])

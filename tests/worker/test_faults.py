@@ -23,9 +23,17 @@ from mlxpool.common.wire import unpack_ids
 from mlxpool.worker.engine.sequence import RowFailed, Sequence
 from mlxpool.worker.models import faults
 from mlxpool.worker.models.counting import CountingEngine
-from mlxpool.worker.models.faults import LEAK, NO_FAULTS, OF_FRAMES, Faults, Struck
+from mlxpool.worker.models.faults import (
+    DEVICE,
+    LEAK,
+    NO_FAULTS,
+    OF_FRAMES,
+    DeviceGone,
+    Faults,
+    Struck,
+)
 from pool import PATIENCE, until
-from worker_process import WorkerProcess
+from worker_process import WorkerProcess, id_of
 
 STRIKE = """
 import faulthandler, signal, sys, threading, time
@@ -73,7 +81,7 @@ class Strike:
 
 
 def test_every_name_is_either_a_deed_or_about_frames() -> None:
-    assert {*faults._DEEDS, *OF_FRAMES, ""} == set(FAULTS)
+    assert {*faults._DEEDS, *OF_FRAMES, DEVICE, ""} == set(FAULTS)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +207,30 @@ def test_slow_is_slow_in_each_step_chunk_and_shard(
     assert slept.count(0.2) == (10 if place == "load" else 1)
 
 
+@pytest.mark.parametrize("place", ["accept", "prefill", "decode", "end"])
+def test_after_a_lost_device_nothing_computes(place: str) -> None:
+    engine, seq = row(fault="device", fault_in=place)
+    engine.admit(seq)
+    assert engine.sound()
+    if place in ("accept", "end"):
+        engine.faults.strike()  # by others: it raises nothing itself
+    calls: dict[str, Callable[[], object]] = {
+        "prefill": lambda: engine.prefill_all([(seq, 2)]),
+        "decode": lambda: engine.decode([seq]),
+    }
+    first = calls.pop(place, lambda: engine.admit(seq))
+    for call in (first, *calls.values(), first):
+        with pytest.raises(DeviceGone):
+            call()
+    assert not engine.sound()
+
+
+def test_a_device_lost_in_the_load_fails_the_load() -> None:
+    engine, _ = row(fault="device", fault_in="load", fault_at=2)
+    with pytest.raises(DeviceGone):
+        engine.load(lambda tensors, size: None)
+
+
 # ---- in the process ----------------------------------------------------------------------------
 
 
@@ -258,6 +290,19 @@ def test_raise_costs_the_one_request(tmp_path: Path) -> None:
         assert bad is not None and bad["code"] == "internal" and "raise" in bad["message"]
         assert good is not None and good["reason"] == "length"
         assert found[1][-1].pos == (0 if place == "accept" else 2)
+
+
+def test_a_worker_without_its_device_says_so_and_ends(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path, fault="device", fault_in="prefill", fault_prompt="bad") as worker:
+        worker.welcome(1)
+        worker.work(1, "good", max_tokens=3)
+        assert len(worker.rows_until(1)[1]) == 3
+        worker.work(2, "very bad", max_tokens=3)
+        bye = worker.receive(wire.BYE, no=(wire.DELTAS,))
+        assert bye.body["error"]["message"].startswith("the device is lost: DeviceGone: ")
+        assert worker.ended() == 1
+        assert worker.block.read().request == id_of(2), "the end is charged to it"
+        assert " critical " in worker.log() and "the device is lost" in worker.log()
 
 
 FRAMES = 8

@@ -8,7 +8,7 @@ from typing import Any
 from mlxpool.broker import events as ev
 from mlxpool.broker import stats
 from mlxpool.broker.dispatch import RETRY_QUEUE_MS, Dispatch
-from mlxpool.broker.workers import Model, Question, Worker, WorkerState
+from mlxpool.broker.workers import Model, Question, Worker
 from mlxpool.common import wire
 from mlxpool.common.errors import (
     BadRequest,
@@ -91,7 +91,7 @@ class Calls(Dispatch):
             )
 
     def _forward_asks(self, model: Model) -> None:
-        ready = [w for w in model.workers if w.state is WorkerState.READY]
+        ready = [w for w in model.workers if w.serves]
         if not ready:
             return
         for ask in model.asks:

@@ -22,6 +22,8 @@ from mlxpool.common.errors import (
     ModelLoadFailed,
     Unauthorized,
     WorkerLost,
+    from_body,
+    sendable,
 )
 from mlxpool.common.wire import Header
 
@@ -99,8 +101,11 @@ class Core(Taking):
     def on_bye(self, event: ev.WorkerBye, now: float) -> None:
         worker = self.fleet.worker(event.epoch)
         if worker is not None:
-            worker.error = event.error
-            worker.said_bye = event.error is None
+            error = None if event.error is None else from_body(event.error)
+            worker.error = None if error is None else error.body()
+            worker.said_bye = error is None
+            if error is not None and worker.ready_at:
+                worker.cause = sendable(error.message) or "it cannot serve any longer"
 
     def on_spawned(self, event: ev.Spawned, now: float) -> None:
         worker = self.fleet.slots[event.slot].worker

@@ -150,7 +150,7 @@ class WorkerYield:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBye:
-    """The worker is leaving; `error` says why it could not serve."""
+    """The worker is leaving; `error` says why it cannot serve, or no longer."""
 
     epoch: int
     error: Mapping[str, Any] | None

@@ -253,7 +253,8 @@ class Fleet(Roster):
         )
         if model.failures >= config.restart_limit:
             delay = max(delay, config.probe_interval)
-        model.last_error = worker.error
+        # What was ready once can be had: its last word is how it ended, see Core.on_bye.
+        model.last_error = None if worker.ready_at else worker.error
         model.retry_at = now + delay
         if model.wanted:
             self.timers.set(("restart", model.name), model.retry_at)

@@ -7,7 +7,8 @@ worker managed to send is lost.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -90,7 +91,7 @@ class FromWorkers:
         if message.kind == wire.YIELD:
             return ev.WorkerYield(epoch, body.get("runs"))
         if message.kind == wire.BYE:
-            return ev.WorkerBye(epoch, body.get("error"))
+            return ev.WorkerBye(epoch, _error_of(body))
         raise BadRequest(f"a worker cannot send the kind {message.kind!r:.40}")
 
     def _hello(self, peer: Peer, message: Message, now: float) -> None:
@@ -172,3 +173,10 @@ class FromWorkers:
         if self._rows:
             rows, self._rows = self._rows, []
             self.broker.perform(ev.WorkerDeltas(self._rows_of, rows), now)
+
+
+def _error_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    error = body.get("error")
+    if error is None or isinstance(error, Mapping):
+        return error
+    raise BadRequest(f"the error of a `bye` must be a map, is {error!r:.40}")

@@ -8,11 +8,10 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.messages import check_messages, check_think, check_tools
-from mlxpool.common.options import MAX_SEED, Options
+from mlxpool.common.options import MAX_DEADLINE_MS, MAX_SEED, Options
 
 MAX_WINDOW = 1 << 20
 DEFAULT_WINDOW = 1024  # token ids that may be sent and not acknowledged
-MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,13 +73,13 @@ class Worker:
     watch: Watch = field(default_factory=Watch)
     suspect_since: float = 0.0  # 0: it is not
     suspicion: str = ""  # why it is suspect
-    cause: str = ""  # why we ended it
+    cause: str = ""  # why we ended it, or what it said of its end
     said_bye: bool = False  # it was asked to go, by whomever
     yielding: bool = False  # was told to hand back what it runs
     dismissed: bool = False  # was told to go
     replace: bool = False  # its slot is filled again at once
     remote: bool = False  # it dialled in: another supervisor starts and ends it
-    error: Mapping[str, Any] | None = None  # why it said it cannot serve
+    error: Mapping[str, Any] | None = None  # why it said it cannot serve, or no longer
 
     def move(self, event: str) -> None:
         """Change state. Raises ValueError, and changes nothing, for an illegal event."""
@@ -97,9 +97,14 @@ class Worker:
     def drainable(self) -> bool:
         return "drain" in TRANSITIONS[self.state]
 
+    @property
+    def serves(self) -> bool:
+        """It is ready, and has not said that it ends."""
+        return self.state is WorkerState.READY and self.error is None
+
     def credit(self) -> int:
         """How many more requests it may be given now."""
-        if self.state is not WorkerState.READY:
+        if not self.serves:
             return 0
         return max(0, self.sequences - (self.works_sent - self.works_seen))
 

@@ -162,6 +162,7 @@ FAULTS = (
     "native",  # stuck in native code, the interpreter free
     "gil",  # stuck in native code, the interpreter held
     "leak",  # allocates until somebody ends it
+    "device",  # the device is lost: what computes fails, now and ever after
     "slow",  # takes 200 ms where it would take none; healthy
     "garbage",  # a frame that is no message (in send)
     "duplicate",  # a frame twice (in send)

@@ -53,6 +53,14 @@ REPORT = 0.1  # seconds between two looks at the memory
 _MEMORY_WORDS = ("memory", "alloc", "metal::malloc", "resource limit")
 
 
+class DeviceLost(Exception):
+    """The device fails every call from now on; `reading` is whose prompt it was lost with."""
+
+    def __init__(self, error: Exception, reading: bytes | None) -> None:
+        super().__init__(f"the device is lost: {type(error).__name__}: {error}")
+        self.reading = reading
+
+
 class Compute(threading.Thread):
     """Start it with `start`, give it work with `tell`; it speaks through `post`."""
 
@@ -76,6 +84,7 @@ class Compute(threading.Thread):
         self._runs: dict[Key, Run] = {}
         self._joint_failures = 0  # passes over several prompts that failed
         self._reported = 0.0
+        self._ended_by: BaseException | None = None
 
     def tell(self, mail: Inbound) -> None:
         """From the edge's thread."""
@@ -94,10 +103,20 @@ class Compute(threading.Thread):
             return
         try:
             self._serve(*opened)
+        except DeviceLost as error:
+            self.progress.blame(error.reading)
+            self._end(error, str(error))
         except BaseException as error:
-            log.critical("the compute thread ended", exc_info=True)
-            self.progress.enter("unload")
-            self._post(Unusable(Internal(f"the compute thread ended: {error!r}").body()))
+            self._end(error, f"the compute thread ended: {error!r}")
+
+    def _end(self, error: BaseException, what: str) -> None:
+        """The process is to end: the broker counts it as a crash, and streams go on elsewhere."""
+        # Its frames hold the engine: to free what lies on a lost device may end the process before
+        # it has said why.
+        self._ended_by = error
+        log.critical(what, exc_info=error)
+        self.progress.enter("unload")
+        self._post(Unusable(Internal(what).body()))
 
     def _open(self) -> tuple[Engine, int]:
         self.progress.enter("load")
@@ -281,15 +300,18 @@ class Compute(threading.Thread):
 
     def _prefill_one(self, engine: Engine, share: Share) -> list[Delta]:
         sequence = share[0]
+        # An error of the step ahead may come to light here, where it is not this prompt's.
+        reading = None if engine.ahead() else sequence.id
         read = partial(self._prefill, engine, [share], sequence.id)
-        return self._guarded(engine, [sequence], read)
+        return self._guarded(engine, [sequence], read, reading=reading)
 
     def _prefill_joint(self, engine: Engine, shares: Many[Share]) -> list[Delta]:
         """Chunks of one pass. When it fails, each is read again, alone: who is to blame ends."""
         try:
             return self._prefill(engine, shares, None)
-        except Exception:
+        except Exception as error:
             log.warning("a pass over %d prompts failed", len(shares), exc_info=True)
+            self._ask_device(engine, error, None)
         self._joint_failures += 1
         for sequence, _ in shares:
             sequence.suspect = True
@@ -344,16 +366,33 @@ class Compute(threading.Thread):
             faults.strike()
 
     def _guarded(
-        self, engine: Engine, hit: list[Sequence], work: Callable[[], list[Delta]]
+        self,
+        engine: Engine,
+        hit: list[Sequence],
+        work: Callable[[], list[Delta]],
+        reading: bytes | None = None,
     ) -> list[Delta]:
-        """An error ends the requests it hit, in their streams, and nothing else."""
+        """An error ends the requests it hit, in their streams, and nothing else.
+
+        A lost device ends none: their streams go on in another process.
+        """
         try:
             return work()
         except RowFailed as failed:
             return [self._fail(engine, failed.sequence, Internal(str(failed)))]
         except Exception as error:
             log.exception("a step failed")
+            self._ask_device(engine, error, reading)
             return [self._fail(engine, sequence, _as_pool_error(error)) for sequence in hit]
+
+    def _ask_device(self, engine: Engine, error: Exception, reading: bytes | None) -> None:
+        """Raises DeviceLost when nothing computes any more."""
+        if isinstance(error, PoolError | RowFailed):
+            return  # it was found by ourselves
+        self.progress.enter("decode")  # where a device that hangs is found
+        self.progress.moved()
+        if not engine.sound():
+            raise DeviceLost(error, reading) from error
 
     def _fail(self, engine: Engine, sequence: Sequence, error: PoolError) -> Delta:
         run = self._runs[sequence.id, sequence.attempt]

@@ -79,6 +79,10 @@ class Progress:
             self.block.write_request(None)
             self.block.write("tokens", 0)
 
+    def blame(self, request: bytes | None) -> None:
+        """Name whose prompt the end that follows is charged to; None: nobody's alone."""
+        self.block.write_request(request)
+
     @contextmanager
     def decoding(self, rows: int) -> Iterator[None]:
         """Around one decode step of `rows` rows."""

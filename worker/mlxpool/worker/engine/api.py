@@ -86,6 +86,15 @@ class Engine(Protocol):
     def release(self, seq: Sequence) -> None:
         """The sequence ends here, whatever its phase; unknown ones are ignored."""
 
+    def ahead(self) -> bool:
+        """Whether the device is at work on a step that nobody has asked for yet."""
+
+    def sound(self) -> bool:
+        """Whether the device still computes, asked after something was raised.
+
+        Some errors of a GPU fail every later call of the process.
+        """
+
     def warm_up(self, moved: Callable[[], None]) -> None:
         """Computes every kind of step once, so that the first request does not pay for it.
 

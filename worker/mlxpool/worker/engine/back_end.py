@@ -18,6 +18,8 @@ CHUNK, CPU_CHUNK = 2048, 512  # tokens
 SHARE = 0.8  # of the device's memory, for a worker without a limit of its own
 BIG = 2**20  # bytes from which on an array has pages of its own
 _M_MMAP_THRESHOLD = -3  # mallopt's name for it
+_FULL = ("out of memory", "unable to allocate")  # a device without room is not lost
+_NUMBERS = 1024  # that are added up to see whether the device computes
 
 
 def on_gpu() -> bool:
@@ -38,6 +40,19 @@ def device_memory() -> tuple[int, int]:
     info = mx.device_info()
     total = int(info.get("total_memory", 0) or info.get("memory_size", 0)) or int(machine.total)
     return total, int(info.get("free_memory", 0)) or int(machine.available)
+
+
+def computes() -> bool:
+    """Whether the device still gives right results; what was begun on it is waited for."""
+    try:
+        mx.clear_cache()
+        found = mx.arange(_NUMBERS).sum().item()
+    except Exception as error:
+        if any(words in str(error).lower() for words in _FULL):
+            return True
+        log.exception("the device does not compute")
+        return False
+    return bool(found == _NUMBERS * (_NUMBERS - 1) // 2)
 
 
 def limit_of(configured: int) -> int:

@@ -282,6 +282,10 @@ class ModelEngine(RowEngine[AnyRow]):
     def _too_little(self, spare: int = 0) -> str:
         return super()._too_little(self._layout.spare)
 
+    def ahead(self) -> bool:
+        """See Engine.ahead."""
+        return self._flight is not None
+
     def close(self) -> None:
         """See Engine.close."""
         self._flight = None

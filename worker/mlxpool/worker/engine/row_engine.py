@@ -159,6 +159,14 @@ class RowEngine(ABC, Generic[R]):
             self._bound_prefix()
             self._prefix.close(row, seq.tokens)
 
+    def ahead(self) -> bool:
+        """See Engine.ahead."""
+        return False
+
+    def sound(self) -> bool:
+        """See Engine.sound."""
+        return back_end.computes()
+
     def prefix_blocks(self) -> int:
         """See Engine.prefix_blocks."""
         return -(-self._prefix.nbytes // self._block_bytes)

@@ -70,12 +70,14 @@ class CountingEngine:
         """Take `load_ms` in ten shards."""
         for shard in range(LOAD_STEPS):
             self.faults.at("load", shard)
+            self.faults.compute()
             time.sleep(self.settings.load_ms / 1000 / LOAD_STEPS)
             on_progress(shard + 1, self.settings.load_bytes * (shard + 1) // LOAD_STEPS)
 
     layout = ""
 
     def admit(self, seq: Sequence) -> None:
+        self.faults.compute()
         self.rows.append(seq)
 
     def joint(self, shares: Seq[Share]) -> int:
@@ -93,6 +95,7 @@ class CountingEngine:
                 range(seq.prefilled, seq.prefilled + n) for seq, n in zip(rows, done, strict=True)
             ]
             self._strike(rows, spans)
+        self.faults.compute()
         time.sleep(sum(done) * self.settings.prefill_us / 1e6)
         for seq, count in zip(rows, done, strict=True):
             seq.prefilled += count
@@ -101,6 +104,7 @@ class CountingEngine:
     def decode(self, rows: Seq[Sequence]) -> list[Drawn]:
         if self.faults.place == "decode":
             self._strike(rows, [range(len(row.ids), len(row.ids) + 1) for row in rows])
+        self.faults.compute()
         time.sleep(self.settings.step_us / 1e6)
         return [self._draw(row) for row in rows]
 
@@ -123,6 +127,12 @@ class CountingEngine:
     def release(self, seq: Sequence) -> None:
         if seq in self.rows:
             self.rows.remove(seq)
+
+    def ahead(self) -> bool:
+        return False
+
+    def sound(self) -> bool:
+        return not self.faults.device_lost
 
     def prefix_blocks(self) -> int:
         return 0

@@ -22,12 +22,17 @@ SLOW = 0.2  # seconds
 LEAK = 16 * 1024 * 1024  # bytes
 LEAK_EVERY = 0.01  # seconds
 LONG = 10**6  # seconds, of a native call that does not return
+DEVICE = "device"  # raises nothing itself: what computes does from then on
 OF_FRAMES = frozenset({"garbage", "duplicate", "late", "stale"})  # done by the worker's edge
 NUMBERED = frozenset({"load", "prefill", "decode", "send"})
 
 
 class Struck(RuntimeError):
     """The fault `raise`."""
+
+
+class DeviceGone(RuntimeError):
+    """Computing after the fault `device`."""
 
 
 class Faults:
@@ -37,6 +42,7 @@ class Faults:
         self._settings = settings
         self._history = history
         self._told = False
+        self.device_lost = False
         self._prompt = settings.fault_prompt.encode()
         self.place = settings.fault_in if settings.fault else ""
         if settings.fault in OF_FRAMES and self.place != "send":
@@ -76,8 +82,15 @@ class Faults:
     def strike(self) -> None:
         """Do it. Raises Struck for `raise`; most others never come back."""
         self.tell()
-        if self.name not in OF_FRAMES:
+        if self.name == DEVICE:
+            self.device_lost = True
+        elif self.name not in OF_FRAMES:
             _DEEDS[self.name]()
+
+    def compute(self) -> None:
+        """Called by what computes. Raises DeviceGone once the device is lost."""
+        if self.device_lost:
+            raise DeviceGone("the fault `device` is set for this counting model")
 
     def tell(self) -> None:
         """Write it down; a checker has to know what we did."""
