@@ -29,7 +29,8 @@ def starve(pool: Pool, slot: str, processor: int) -> None:
     """Put all threads of a slot's worker there, as soon as it has one."""
     until(lambda: pool.worker(slot).get("pid"), "there is a worker")
     pid = int(pool.worker(slot)["pid"])
-    with suppress(OSError):  # it may be over already
+    with suppress(FileNotFoundError):  # it may be over already
         for task in os.listdir(f"/proc/{pid}/task"):
-            os.sched_setaffinity(int(task), {processor})
-            os.setpriority(os.PRIO_PROCESS, int(task), STANDING)
+            with suppress(ProcessLookupError):  # and so may each of its threads
+                os.sched_setaffinity(int(task), {processor})
+                os.setpriority(os.PRIO_PROCESS, int(task), STANDING)
