@@ -108,6 +108,7 @@ def test_a_profile_names_the_parts_of_a_step(tiny: Path) -> None:
         "linear layers alone",
         "logits alone",
         "greedy sampler alone",
+        "the rest: attention, norms, the host",
         "under Python's profiler",
     ]
     assert re.search(r"engine\.py:\d+\(decode\)", found.lines[-1].note)

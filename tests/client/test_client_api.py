@@ -17,7 +17,7 @@ import pytest
 from fake_broker import CALM, NEVER, PATIENCE, FakeBroker
 from mlxpool.client import AsyncClient, Client
 from mlxpool.common import wire
-from mlxpool.common.errors import BrokerLost, DuplicateId, QueueFull, UnknownModel
+from mlxpool.common.errors import BadRequest, BrokerLost, DuplicateId, QueueFull, UnknownModel
 from mlxpool.common.wire import pack_ids
 
 
@@ -317,9 +317,12 @@ def test_a_client_that_was_never_used() -> None:
 def test_closing_ends_open_streams_and_the_thread(broker: FakeBroker) -> None:
     client = Client(broker.run_dir, connect_timeout=PATIENCE, pace=CALM)
     stream = client.stream("m", "a")
+    broker.open().accept()
     client.close()
+    assert broker.receive(wire.CANCEL).header.id == stream.id
     with pytest.raises(BrokerLost, match="was closed before"):
         stream.read()
+    stream.close()
     assert "mlxpool" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(BrokerLost, match="the client is closed"):
         client.stream("m", "a")
@@ -395,3 +398,21 @@ def test_async_errors(broker: FakeBroker) -> None:
                 await client.models()
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"prompt": 5}, "a text must be a str, got 5"),
+        ({"messages": "abc"}, "messages must be a list of maps, got 'abc'"),
+        ({"messages": ["abc"]}, r"messages must be a list of maps, got \['abc'\]"),
+        ({"messages": 5}, "messages must be a list of maps, got 5"),
+        ({"tokens": []}, "tokens has no id; a prompt is 1 or more"),
+        ({"tokens": [3, -1]}, "integers from 0 to 4294967295, got -1 at 1"),
+        ({"tokens": [2**33]}, "integers from 0 to 4294967295, got 8589934592 at 0"),
+        ({"tokens": "abc"}, "integers from 0 to 4294967295, got 'abc'"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_here(asked: dict[str, Any], words: str) -> None:
+    with Client("/nowhere") as client, pytest.raises(BadRequest, match=words):
+        client.stream("m", **asked)

@@ -201,3 +201,12 @@ def test_junk_is_a_bad_request_at_worst(raw: dict[str, Any]) -> None:
         Options.parse(raw)
     except BadRequest:
         pass
+
+
+def test_keys_of_the_request_are_told_from_options() -> None:
+    with pytest.raises(BadRequest, match="did you mean 'deadline_ms'"):
+        Options.parse({"deadline": 1})
+    with pytest.raises(BadRequest, match="'deadline_ms'; it is a key of the request, beside"):
+        Options.parse({"deadline_ms": 1})
+    with pytest.raises(BadRequest, match="beside options: deadline_ms, queue_ms"):
+        Options.parse({"quux_zyx": 1})

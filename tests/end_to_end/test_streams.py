@@ -310,7 +310,7 @@ def test_unknown_models_and_options_are_named(pool: Pool) -> None:
             client.generate("counting", "")
         with pytest.raises(BadRequest, match="50000"):
             client.generate("counting", tokens=[50_000])
-        with pytest.raises(BadRequest, match="prompt must be"):
+        with pytest.raises(BadRequest, match="a text must be a str, got 5"):
             client.generate("counting", 5)  # type: ignore[arg-type]
 
 

@@ -73,6 +73,9 @@ def _add_end_to_end(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=128, help="bytes of a prompt (128)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a completion (128)")
     parser.add_argument("--clients", type=int, default=4, help="client processes at most (4)")
+    parser.add_argument(
+        "--no-engine", action="store_true", help="without the engine alone, a third model in memory"
+    )
     parser.set_defaults(run=run, measure=_end_to_end)
 
 
@@ -250,6 +253,7 @@ def _end_to_end(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Li
         clients=options.clients,
         rounds=options.rounds,
         peers=not options.no_peers,
+        alone=not options.no_engine,
     )
 
     def lines() -> Iterator[Line]:

@@ -34,6 +34,7 @@ class Plan:
     clients: int = 4
     rounds: int = 5
     peers: bool = True
+    alone: bool = True  # the engine beside them, in this process
 
 
 def measure(folder: Path, plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Iterator[Line]:
@@ -48,8 +49,10 @@ def measure(folder: Path, plan: Plan, run_dir: Path, say: Callable[[str], None])
             say(f"starting {SERVER}")
             address = stack.enter_context(_server(run_dir, folder, max(plan.streams)))
             targets[SERVER] = Part(address, True, (), plan.prompt, plan.tokens)
-        say("loading the model here")
-        engine = Ours(folder)
+        engine = None
+        if plan.alone:
+            say("loading the model here")
+            engine = Ours(folder)
         numbers = iter(range(10**6))
         for streams in plan.streams:
             yield from _lines(engine, targets, plan, streams, numbers, say)
@@ -63,7 +66,8 @@ def _lines(
     numbers: Iterator[int],
     say: Callable[[str], None],
 ) -> Iterator[Line]:
-    found: dict[str, list[Seen]] = {name: [] for name in (*targets, ENGINE)}
+    alone = [] if engine is None else [ENGINE]
+    found: dict[str, list[Seen]] = {name: [] for name in (*targets, *alone)}
     same, shown = 0, f"{streams} stream" if streams == 1 else f"{streams} streams"
     for count in range(-1, plan.rounds):  # the round before the first warms all of them up
         own = [next(numbers) for _ in range(streams)]
@@ -75,13 +79,15 @@ def _lines(
                 found[name].append(seen(arrivals))
             if name == OURS:
                 through = arrivals
+        if engine is None:
+            continue
         say(f"{shown}, {which}: {ENGINE}")
-        alone, ids = _alone(engine, own, plan)
+        its_own, ids = _alone(engine, own, plan)
         if count >= 0:
-            found[ENGINE].append(alone)
+            found[ENGINE].append(its_own)
             same += _same(through, ids, own, min(plan.clients, streams))
     total = plan.rounds * streams
-    note = f"{shown}: {same:,} of {total:,} streams gave the engine's own tokens."
+    note = f"{shown}: {same:,} of {total:,} streams gave the engine's own tokens." if alone else ""
     rates = {name: tuple(one.rate for one in rounds) for name, rounds in found.items()}
     yield Line("end to end", shown, "tokens/s", rates, at=streams, note=note)
     for what, share in (("first token, p50", 0.5), ("first token, p99", 0.99)):

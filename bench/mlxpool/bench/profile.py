@@ -54,7 +54,10 @@ def _of_step(ours: Ours, lengths: Sequence[int], rounds: int, steps: int) -> Ite
         "greedy sampler alone": lambda: mx.eval(*sampler.sample(logits, rows).arrays()),
     }
     host = _host(ours, lengths, rounds, steps)
-    found = {**host, **{name: _bursts(work, rounds, steps) for name, work in alone.items()}}
+    parts = {name: _bursts(work, rounds, steps) for name, work in alone.items()}
+    sums = map(sum, zip(*parts.values(), strict=True))
+    rest = [max(0.0, whole - sum_) for whole, sum_ in zip(host["whole step"], sums, strict=True)]
+    found = {**host, **parts, "the rest: attention, norms, the host": rest}
     group = f"a decode step, {count} stream{'s' * (count > 1)}"
     for name, times in found.items():
         sides = {OURS: tuple(1000 * one for one in times)}

@@ -63,9 +63,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "drain",
         parents=[common],
         help="let a worker, a model or the whole pool finish, then end it",
-        description="A drained worker's slot is filled again when there is work for it; a drained"
-        " model stays closed until `mlxpool load`. Without TARGET the pool finishes what it has"
-        " accepted, then the broker ends.",
+        description="A drained worker's slot is filled again, of a pinned model at once, else"
+        " when there is work for it; a drained model stays closed until `mlxpool load`. Without"
+        " TARGET the pool finishes what it has accepted, then the broker ends.",
     )
     sub.add_argument(
         "target", nargs="?", metavar="TARGET", help="a slot (demo/0) or a model (demo)"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.dial import Place, place_of
+from mlxpool.common.options import MAX_DEADLINE_MS
 
 if TYPE_CHECKING:
     from mlxpool.client import Client, Delta, Result
@@ -92,8 +93,9 @@ def take_prompt(options: argparse.Namespace, rest: list[str]) -> bool:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not 0 < value < 1e7:
-        raise argparse.ArgumentTypeError(f"must be above 0 and below 10000000, got {text}")
+    if not 0 < value <= MAX_DEADLINE_MS / 1000:
+        most = MAX_DEADLINE_MS // 1000
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most {most}, got {text}")
     return value
 
 
@@ -115,9 +117,10 @@ def run(options: argparse.Namespace) -> int:
         ) as stream,
         Waiting(admin_of(options), options.model) as waiting,
     ):
-        shown = False
+        shown, first = False, 0.0
         try:
             for delta in stream:
+                first = first or time.monotonic()
                 waiting.close()
                 show(delta)
                 shown = True
@@ -131,7 +134,10 @@ def run(options: argparse.Namespace) -> int:
     else:
         print()
         if not options.quiet:
-            print(figures(result, time.monotonic() - started), file=sys.stderr)
+            print(
+                figures(result, time.monotonic() - started, time.monotonic() - first),
+                file=sys.stderr,
+            )
     return int(result.reason == "cancelled")  # by somebody else: the text is not whole
 
 
@@ -189,10 +195,13 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
-def figures(result: Result, seconds: float) -> str:
-    """One line about a finished completion."""
+def figures(result: Result, seconds: float, streamed: float) -> str:
+    """One line about a finished completion, `streamed` seconds of it since its first token.
+
+    A worker knows the time of what it made itself, which is less after a loss.
+    """
     made = result.usage.get("completion_tokens", 0)
-    decode = result.timings_ms.get("decode", 0.0) / 1000 if result.attempts == 1 else seconds
+    decode = max(streamed, result.timings_ms.get("decode", 0.0) / 1000)
     rate = f"{made / decode:.0f} tokens/s, " if decode and made > 1 else ""
     prompt = result.usage.get("prompt_tokens", 0)
     cached = result.usage.get("cached_tokens", 0)

@@ -47,7 +47,7 @@ class AsyncStream:
 
     @property
     def result(self) -> Result:
-        """Raises the stream's error, or RuntimeError while it is not over."""
+        """Raises the stream's error, or RuntimeError while it is not over, which `read` awaits."""
         if self._state.error is not None:
             raise self._state.error
         if self._state.result is None:

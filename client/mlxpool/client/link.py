@@ -6,6 +6,7 @@ thread and must not wait. When something is sent again is decided in `resend`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import queue
@@ -98,7 +99,7 @@ class Link:
         self._do(command)
 
     def cancel(self, stream: Stream) -> None:
-        """End a stream whose reader has left."""
+        """End a stream whose reader has left. A closed client has ended it already."""
         ident = stream.state.id
 
         def command(port: Port) -> None:
@@ -106,7 +107,8 @@ class Link:
                 port.send(wire.encode(Header(wire.CANCEL, ident), {}))
                 stream.course.cancel(self._watch.now)
 
-        self._do(command)
+        with contextlib.suppress(BrokerLost):
+            self._do(command)
 
     def ask(
         self,
@@ -147,7 +149,7 @@ class Link:
             self._do(self._ack)
 
     def close(self) -> None:
-        """End the thread; streams that are open end with `broker_lost`."""
+        """End the thread; streams that are open are cancelled, and end here with `broker_lost`."""
         with self._lock:
             thread, self._thread, self._closing = self._thread, None, True
         if self._port is not None:
@@ -179,6 +181,8 @@ class Link:
             while not self._closing:
                 self._turn(port)
             self._obey()  # such as the cancel of a stream left early
+            for ident in self._streams:  # nobody reads them any more
+                port.send(wire.encode(Header(wire.CANCEL, ident), {}))
             port.flush()
         finally:
             self._closing = True

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import BESIDE
 from mlxpool.common.wire import TEXT_AS_BLOB, pack_ids
 
-REQUEST_KEYS = frozenset(
-    {
-        "deadline_ms",
-        "queue_ms",
-        "first_token_ms",
-        "priority",
-        "window",
-        "batch",
-        "durable",
-        "session",
-        "tools",
-        "think",
-    }
-)
+REQUEST_KEYS = frozenset(BESIDE)
 FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds on what lies behind a re-send
 
 
@@ -45,11 +33,21 @@ def generate(
         biases = body["options"]["logit_bias"]
         body["options"]["logit_bias"] = {str(token): bias for token, bias in biases.items()}
     if messages is not None:
-        return {**body, "messages": [dict(message) for message in messages]}, []
+        return {**body, "messages": _maps(messages)}, []
     if tokens is not None:
-        return {**body, "tokens": True}, [pack_ids(tokens)]
+        ids = pack_ids(tokens)
+        if not ids:
+            raise BadRequest("tokens has no id; a prompt is 1 or more")
+        return {**body, "tokens": True}, [ids]
     value, blobs = text(prompt)
     return {**body, "prompt": value}, blobs
+
+
+def _maps(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    found = list(messages) if isinstance(messages, Iterable) else [messages]
+    if not all(isinstance(one, Mapping) for one in found):
+        raise BadRequest(f"messages must be a list of maps, got {messages!r:.60}")
+    return [dict(one) for one in found]
 
 
 def again(
@@ -81,9 +79,8 @@ def deadline(body: Mapping[str, Any]) -> float | None:
 
 
 def text(value: Any) -> tuple[Any, list[bytes]]:
-    """Text as it travels: in the body, or as a blob when it is long."""
-    if isinstance(value, str):
-        data = value.encode("utf-8", "surrogatepass")
-        if len(data) > TEXT_AS_BLOB:
-            return True, [data]
-    return value, []
+    """Text as it travels: in the body, or as a blob when it is long. Raises BadRequest for none."""
+    if not isinstance(value, str):
+        raise BadRequest(f"a text must be a str, got {value!r:.60}")
+    data = value.encode("utf-8", "surrogatepass")
+    return (True, [data]) if len(data) > TEXT_AS_BLOB else (value, [])

@@ -67,8 +67,12 @@ class Options:
 
 
 def _nearest(name: object) -> str:
-    near = difflib.get_close_matches(str(name), [*CHECKS, *ALIASES], n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(CHECKS)}"
+    if name in BESIDE:
+        return "; it is a key of the request, beside its options"
+    near = difflib.get_close_matches(str(name), [*CHECKS, *ALIASES, *BESIDE], n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known options: {', '.join(CHECKS)}; beside options: {', '.join(BESIDE)}"
 
 
 def _shown(value: object) -> str:
@@ -135,6 +139,19 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 
 
 ALIASES = {"num_predict": "max_tokens"}
+MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
+BESIDE = (  # keys of the request itself; Python's clients take them among the options
+    "deadline_ms",
+    "queue_ms",
+    "first_token_ms",
+    "priority",
+    "window",
+    "batch",
+    "durable",
+    "session",
+    "tools",
+    "think",
+)
 
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "max_tokens": _integer(-(2**31), MAX_COUNT),

@@ -257,11 +257,19 @@ def pack_ids(ids: Iterable[int]) -> bytes:
     """Token ids as little-endian u32. Raises BadRequest for what is no u32."""
     try:
         packed = array("I", ids)
-    except (TypeError, OverflowError, ValueError) as error:
-        raise BadRequest(f"token ids must be integers from 0 to {2**32 - 1}: {error}") from None
+    except (TypeError, OverflowError, ValueError):
+        raise BadRequest(f"token ids must be integers from 0 to {2**32 - 1}{_wrong(ids)}") from None
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+def _wrong(ids: Any) -> str:
+    """Which of them is none."""
+    every = enumerate(ids if isinstance(ids, list | tuple) else ())
+    wrong = ((at, one) for at, one in every if not isinstance(one, int) or not 0 <= one < 2**32)
+    at, one = next(wrong, (None, ids))
+    return f", got {one!r:.60}" + ("" if at is None else f" at {at}")
 
 
 def unpack_ids(blob: bytes) -> list[int]:
