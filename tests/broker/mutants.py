@@ -157,6 +157,18 @@ MUTANTS = (
         "            request.barren += int(counts)\n",
     ),
     _broker(
+        "the second end by one request counts against its model",
+        "core",
+        "counts=not again)",
+        "counts=True)",
+    ),
+    _broker(
+        "a worker that is found gone has not said its last words",
+        "peers",
+        "        if not self.to_the_last:\n",
+        "        if True:\n",
+    ),
+    _broker(
         "losses are counted for ever",
         "taking",
         "            request.barren = 0 if row.ids else request.barren\n",

@@ -180,10 +180,26 @@ def test_who_runs_alone_is_judged_by_its_own_ends(story: Story) -> None:
     story.assert_ended(bad, "worker_lost")
 
 
-@pytest.mark.parametrize("places", [(40,), (0, 1), (5, 6, 50)])
+def test_the_second_end_by_one_request_says_nothing_of_its_model(story: Story) -> None:
+    """The first one does: what no request gets through is broken, and ends whoever asks."""
+    worker, requests = company(story, 5)
+    model = story.core.fleet.models["m"]
+    for n, request in enumerate(requests[:4], 1):
+        worker.die("killed by SIGSEGV", own=True, prefill=request)
+        assert model.failures == n
+        worker = story.ready_worker(sequences=5)
+        worker.die("killed by SIGSEGV", own=True, prefill=request)
+        assert model.failures == n
+        story.assert_ended(request, "poisoned")
+        worker = story.ready_worker(sequences=5)
+    worker.die("killed by SIGSEGV", own=True, prefill=requests[4])
+    story.assert_ended(requests[4], "model_unavailable")
+
+
+@pytest.mark.parametrize("places", [(40,), (0, 1), (0, 1, 2), (5, 6, 50)])
 def test_poison_in_a_pass_of_many_prompts_ends_alone(places: tuple[int, ...]) -> None:
     """The first death names nobody; then suspects are read one by one."""
-    story = Story(restart_limit=100)
+    story = Story()
     worker, requests = company(story, 64)
     bad = [requests[place] for place in places]
     assert not any(run.body.get("suspect") for run in worker.runs.values())

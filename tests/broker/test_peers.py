@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,11 @@ PATIENCE = 30  # seconds
 class Wire:
     """A ROUTER and the DEALERs that talk to it, in one process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, to_the_last: bool = False) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoint = sockets.ipc(folder, "t")
         self.router = sockets.router(self.context, self.endpoint)
-        self.peers = Peers(self.router)
+        self.peers = Peers(self.router, to_the_last=to_the_last)
         self.dealers: list[zmq.Socket[bytes]] = []
 
     def dealer(self, receive_limit: int = 0) -> zmq.Socket[bytes]:
@@ -55,14 +56,20 @@ class Wire:
         self.context.term()
 
 
+@contextmanager
+def made(*, to_the_last: bool = False) -> Iterator[Wire]:
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # short: its path has to fit
+        wires = Wire(Path(folder), to_the_last=to_the_last)
+        try:
+            yield wires
+        finally:
+            wires.close()
+
+
 @pytest.fixture
 def wires() -> Iterator[Wire]:
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # short: its path has to fit
-        made = Wire(Path(folder))
-        try:
-            yield made
-        finally:
-            made.close()
+    with made() as wires:
+        yield wires
 
 
 def until(check: Callable[[], bool]) -> None:
@@ -103,6 +110,24 @@ def test_a_peer_that_closed_is_reported_gone_and_forgotten(wires: Wire) -> None:
     until(lambda: not wires.peers.send(peer.number, [b"x"]))
     assert not wires.peers.by_number and not wires.peers.by_name
     assert wires.peers.send(peer.number, [b"x"]) is False
+
+
+@pytest.mark.parametrize("to_the_last", [False, True])
+def test_the_last_messages_of_who_was_found_gone(to_the_last: bool) -> None:
+    """A worker that is sent work after its end has said before how it ended."""
+    with made(to_the_last=to_the_last) as wires:
+        dealer = wires.dealer()
+        peer = wires.met(dealer)
+        for _ in range(3):
+            dealer.send_multipart([b"last"])
+        dealer.close(linger=PATIENCE * 1000)
+        until(lambda: not wires.peers.send(peer.number, [b"x"]))
+        assert peer.gone == to_the_last
+        for _ in range(3):
+            assert (wires.next()[0].number == peer.number) == to_the_last
+        assert not wires.peers.send(peer.number, [b"x"])
+        wires.peers.forget(peer.number)
+        assert peer.name not in wires.peers.by_name or not to_the_last
 
 
 def test_a_number_is_never_used_again(wires: Wire) -> None:
@@ -162,18 +187,21 @@ def test_a_backlog_is_bounded(wires: Wire, monkeypatch: pytest.MonkeyPatch) -> N
     assert wires.peers.retry() == []
 
 
-def test_a_full_peer_that_goes_is_reported_by_the_retry(wires: Wire) -> None:
-    dealer = wires.dealer(receive_limit=2)
-    peer = wires.met(dealer)
-    fill(wires, peer)
-    dealer.close(linger=0)
-    gone: list[int] = []
+@pytest.mark.parametrize("to_the_last", [False, True])
+def test_a_full_peer_that_goes_is_reported_by_the_retry(to_the_last: bool) -> None:
+    with made(to_the_last=to_the_last) as wires:
+        dealer = wires.dealer(receive_limit=2)
+        peer = wires.met(dealer)
+        fill(wires, peer)
+        dealer.close(linger=0)
+        gone: list[int] = []
 
-    def told() -> bool:
-        wires.router.poll(5)  # as the broker's loop does: libzmq learns of ends while it is polled
-        gone.extend(wires.peers.retry())
-        return bool(gone)
+        def told() -> bool:
+            wires.router.poll(5)  # as the broker's loop does: libzmq learns of ends in polls
+            gone.extend(wires.peers.retry())
+            return bool(gone)
 
-    until(told)
-    assert gone == [peer.number]
-    assert not wires.peers.full and not wires.peers.by_number
+        until(told)
+        assert gone == [peer.number]
+        assert not wires.peers.full and list(wires.peers.by_number) == gone * to_the_last
+        assert wires.peers.retry() == [] and not peer.backlog_bytes * to_the_last

@@ -137,7 +137,8 @@ class Core(Taking):
     def on_exited(self, event: ev.WorkerExited, now: float) -> None:
         slot = self.fleet.slots[event.slot]
         own = event.own and not (slot.worker is not None and slot.worker.said_bye)
-        worker = self.fleet.exited(slot, event.cause, now, own=own)
+        again = own and slot.worker is not None and self._again(slot.worker, event.prefill)
+        worker = self.fleet.exited(slot, event.cause, now, own=own, counts=not again)
         if worker is None:
             return
         self._lose(worker, slot.last_exit, now, own=own, prefill=event.prefill)

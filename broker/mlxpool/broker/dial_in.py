@@ -122,8 +122,7 @@ class DialIn:
         here = self.broker.back.by_number
         for remote in list(self.remotes.by_slot.values()):
             peer = here.get(remote.number)
-            # None: something that was sent to it meanwhile has found it gone.
-            if peer is None or peer.descriptor in ended:
+            if peer is None or peer.gone or peer.descriptor in ended:
                 self.broker.from_workers.read_all(DRY, now)
                 self._ended(remote.slot, "its connection ended", now)
 

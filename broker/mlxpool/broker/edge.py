@@ -134,7 +134,8 @@ class Broker:
         domain = self.entrance.domain(name)
         socket = sockets.router(self.context, first, backlog=backlog, domain=domain)
         self.endpoints[name] = [sockets.bind(socket, e, self.entrance.key) for e in further]
-        return Peers(socket, self.entrance.gate(name))
+        # The end of a worker is told by others: its process, its connection's own end.
+        return Peers(socket, self.entrance.gate(name), to_the_last=name == "back")
 
     def _refused(self) -> None:
         self.core.counters.auth_failures += 1

@@ -33,6 +33,7 @@ class Peer:
     inode: int = -1  # of that descriptor, whose number may be another's before we hear of its end
     user: str = ""  # the id that the handshake gave it, where one is asked for
     admitted: bool = True  # whether its newest message counts
+    gone: bool = False  # nothing can be sent to it; what it sent before may still be unread
     backlog: deque[list[bytes]] = field(default_factory=deque)
     backlog_bytes: int = 0
 
@@ -40,10 +41,17 @@ class Peer:
 class Peers:
     """Owned by the broker's one I/O thread, like its socket."""
 
-    def __init__(self, socket: zmq.Socket[bytes], gate: Gate | None = None) -> None:
-        """With a `gate` every message says whose it is, by the handshake of its connection."""
+    def __init__(
+        self, socket: zmq.Socket[bytes], gate: Gate | None = None, *, to_the_last: bool = False
+    ) -> None:
+        """With a `gate` every message says whose it is, by the handshake of its connection.
+
+        `to_the_last`: who is found gone keeps its number until `forget`, so that its last messages
+        are still its own; else it is forgotten at once.
+        """
         self.socket = socket
         self.gate = gate
+        self.to_the_last = to_the_last
         self.by_name: dict[bytes, Peer] = {}
         self.by_number: dict[int, Peer] = {}
         self._by_descriptor: dict[int, Peer] = {}
@@ -133,9 +141,18 @@ class Peers:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self.forget(peer.number)
+            self._lost(peer)
             return False
         return True
+
+    def _lost(self, peer: Peer) -> None:
+        if not self.to_the_last:
+            self.forget(peer.number)
+            return
+        peer.gone = True
+        peer.backlog.clear()
+        peer.backlog_bytes = 0
+        self.full.discard(peer.number)
 
     def _queue(self, peer: Peer, parts: list[bytes]) -> bool:
         peer.backlog.append(parts)
@@ -169,7 +186,7 @@ class Peers:
         return gone
 
     def forget(self, number: int) -> None:
-        """Drop what is known of a connection; a later frame on it makes a new number."""
+        """Drop what is known of a connection; a later message on it makes a new number."""
         peer = self.by_number.pop(number, None)
         if peer is not None:
             del self.by_name[peer.name]
