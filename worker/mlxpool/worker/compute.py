@@ -17,6 +17,7 @@ from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.wire import Delta
 from mlxpool.worker import catalogue
 from mlxpool.worker.catalogue import Source
+from mlxpool.worker.cores import Cores, of_process
 from mlxpool.worker.engine.api import Engine, Share
 from mlxpool.worker.engine.blocks import BLOCK, blocks_of, first_need, next_need, promise
 from mlxpool.worker.engine.scheduler import (
@@ -82,6 +83,8 @@ class Compute(threading.Thread):
         self._open_source = open_source
         self._generation = 0
         self._runs: dict[Key, Run] = {}
+        # Where no bit may depend on the company, none depends on how many threads multiply either.
+        self._cores = Cores(None, 1) if config.model.deterministic else of_process()
         self._joint_failures = 0  # passes over several prompts that failed
         self._reported = 0.0
         self._ended_by: BaseException | None = None
@@ -148,6 +151,7 @@ class Compute(threading.Thread):
         if wait:
             self._report(engine, 0.0)
             self.progress.enter("idle")
+            self._cores.rest()
             self._handle(engine, self.inbox.get(), rows)
         while not self.inbox.empty():
             self._handle(engine, self.inbox.get(), rows)
@@ -193,6 +197,7 @@ class Compute(threading.Thread):
             log.exception("a sequence could not be released")
 
     def _step(self, engine: Engine, places: int) -> list[Delta]:
+        self._cores.turn()
         rows = self._expire(engine, monotonic())
         rows += self._make_room(engine)
         rows += self._admissions(engine, places)

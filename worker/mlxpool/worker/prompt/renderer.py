@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,10 +21,12 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest, Internal
 from mlxpool.common.wire import MAX_BLOB
+from mlxpool.worker.cores import of_process
 from mlxpool.worker.prompt.chat import Chat
 from mlxpool.worker.prompt.template_mail import packed, received
 
 LIMIT = 2.0  # seconds for a chat
+MOMENT = 0.003  # seconds, after which a chat is long work
 START = 60.0  # seconds for the process to start, beside the chat's own
 TRIES = 2  # a process that something else ended is no fault of the chat
 _LEFT_OUT = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES")  # a BLAS library takes memory, and is not used
@@ -140,7 +143,10 @@ class _Process:
         """The answer to a packed chat; None when the process has ended. Raises TimeoutError."""
         try:
             self._socket.sendall(chat)
-            return next(self._answers, None)
+            if select.select([self._socket], [], [], MOMENT)[0]:
+                return next(self._answers, None)
+            with of_process().spared():
+                return next(self._answers, None)
         except ConnectionError:
             return None
 

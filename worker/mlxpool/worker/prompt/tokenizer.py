@@ -14,6 +14,7 @@ from tokenizers import Encoding, Tokenizer
 
 from mlxpool.common.errors import BadRequest, Internal, ModelLoadFailed
 from mlxpool.common.messages import check_messages, check_think, check_tools
+from mlxpool.worker.cores import of_process
 from mlxpool.worker.mail import Fits, Prompt, any_size
 from mlxpool.worker.prompt.chat import Chat
 from mlxpool.worker.prompt.chat_format import opens_thinking
@@ -119,9 +120,12 @@ class Text:
         threads do it; see `_start_threads`.
         """
         if len(text) >= LONG:
-            batch = of_what_is_left(partial(self._batch, [text]), PATIENCE)
-            if batch is not None:
-                return batch[0]
+            with of_process().spared():
+                batch = of_what_is_left(partial(self._batch, [text]), PATIENCE)
+                return self._quick(text) if batch is None else batch[0]
+        return self._quick(text)
+
+    def _quick(self, text: str) -> Encoding:
         try:
             encoding, _ = self._batch([text, ""])
         except (TypeError, UnicodeError) as error:
