@@ -8,26 +8,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from compute_room import Room
 from mlxpool.broker import blas
-from mlxpool.common.config import ModelConfig, WorkerConfig
-from mlxpool.common.progress import Block
 from mlxpool.worker import cores
-from mlxpool.worker.compute import Compute
-from mlxpool.worker.cores import Cores
-from mlxpool.worker.progress import Progress, monotonic
+from mlxpool.worker.cores import Cores, Taken, fitting
+from mlxpool.worker.engine import back_end
+from mlxpool.worker.engine.engine import ModelEngine
+from mlxpool.worker.mail import Rows
+from mlxpool.worker.models.counting import CountingEngine
 from mlxpool.worker.prompt import renderer, tokenizer
 from mlxpool.worker.prompt.chat import DEFAULT, Chat
 from mlxpool.worker.prompt.renderer import Renderer
 from mlxpool.worker.prompt.sandbox import Template
 from mlxpool.worker.prompt.tokenizer import LONG, Text
 from mlxpool.worker.weights.files import in_folder
-from mlxpool.worker.weights.folder import inspect
+from mlxpool.worker.weights.load import inspect, load
 from pool import PATIENCE
 from worker_checkpoints import write_checkpoint
 
@@ -74,25 +75,25 @@ def test_one_core_fewer_from_the_next_step_on_until_all_are_done(
     monkeypatch.setattr(cores, "PATIENCE", PATIENCE)  # the step counts, not the clock
     fake = Fake()
     one = Cores(fake, 4)
-    one.turn()
+    one.turn(0.0)
     first, let_in, over = entered(one)
     until(lambda: one._asking == 1)
     assert not let_in.is_set() and fake.now == 4  # a step is running
-    one.turn()
+    one.turn(0.0)
     assert let_in.wait(PATIENCE) and fake.now == 3
     second, also_in, over_too = entered(one)
     assert also_in.wait(PATIENCE)
     over.set()
     first.join(PATIENCE)
-    one.turn()
+    one.turn(0.0)
     assert fake.now == 3
     over_too.set()
     second.join(PATIENCE)
     assert fake.now == 3
-    one.turn()
+    one.turn(0.0)
     assert fake.now == 4
     told = len(fake.told)
-    one.turn()
+    one.turn(0.0)
     assert len(fake.told) == told  # nothing has changed
 
 
@@ -101,7 +102,7 @@ def test_nobody_waits_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch)
     fake = Fake()
     one = Cores(fake, 4)
     with one.spared():
-        one.turn()
+        one.turn(0.0)
         assert fake.now == 3
         one.rest()
         with one.spared():
@@ -109,14 +110,14 @@ def test_nobody_waits_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch)
     one.rest()
     with one.spared():
         pass
-    one.turn()
+    one.turn(0.0)
     assert fake.now == 4
 
 
 def test_rest_lets_in_who_waits_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "PATIENCE", PATIENCE)
     one = Cores(Fake(), 4)
-    one.turn()
+    one.turn(0.0)
     thread, let_in, over = entered(one)
     until(lambda: one._asking == 1)
     one.rest()
@@ -127,7 +128,7 @@ def test_rest_lets_in_who_waits_for_a_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_long_step_is_not_waited_for() -> None:
     one = Cores(Fake(), 4)
-    one.turn()
+    one.turn(0.0)
     with one.spared():
         pass
 
@@ -139,9 +140,9 @@ def test_there_is_always_one_and_a_free_core_is_enough(threads: int, here: int, 
     fake = Fake(threads)
     one = Cores(fake, here)
     with one.spared():
-        one.turn()
+        one.turn(0.0)
         assert fake.now == fewer
-    one.turn()
+    one.turn(0.0)
     assert fake.now == threads
     assert bool(fake.told) == (fewer < threads)
 
@@ -149,8 +150,189 @@ def test_there_is_always_one_and_a_free_core_is_enough(threads: int, here: int, 
 def test_without_such_a_library_nothing_happens() -> None:
     one = Cores(None, 8)
     with one.spared():
-        one.turn()
+        one.turn(0.0)
         one.rest()
+
+
+# ---- what others take ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("now", "most", "here", "others", "count"),
+    [
+        (2, 2, 2, 0.0, 2),
+        (2, 2, 2, 0.4, 2),  # less than half a core is none
+        (2, 2, 2, 0.6, 1),
+        (1, 2, 2, 0.4, 1),  # nor is it free before only a quarter is left of it
+        (1, 2, 2, 0.2, 2),
+        (2, 2, 2, 1.9, 1),
+        (2, 2, 2, 5.0, 1),
+        (16, 16, 16, 8.0, 8),
+        (8, 16, 16, 8.0, 8),
+        (8, 16, 16, 0.0, 16),
+        (4, 4, 16, 8.0, 4),  # the others have theirs
+        (4, 4, 16, 13.0, 3),
+        (2, 2, 2, -0.1, 2),  # ticks are coarse
+        (1, 2, 2, -0.3, 2),
+    ],
+)
+def test_what_fits(now: int, most: int, here: int, others: float, count: int) -> None:
+    before = Taken(10.0, 3.0, 100.0)
+    after = Taken(10.5, 3.0 + 0.5 * now, 100.0 + 0.5 * (now + others))
+    assert fitting(now, most, here, before, after) == count
+
+
+class Seen:
+    """A machine whose others take `others` cores of ours."""
+
+    def __init__(self, fake: Fake) -> None:
+        self.fake, self.at, self.others, self.all, self.own = fake, 50.0, 0.0, 7.0, 1.0
+        self.looks = 0
+        self.broken = False
+
+    def __call__(self) -> Taken:
+        self.looks += 1
+        if self.broken:
+            raise OSError("no such file")
+        return Taken(self.at, self.own, self.all)
+
+    def go_on(self, one: Cores, seconds: float = cores.LOOK, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.at += seconds
+            self.own += seconds * self.fake.now
+            self.all += seconds * (self.fake.now + self.others)
+            one.turn(self.at)
+
+
+def test_others_get_their_cores_and_give_them_back() -> None:
+    fake = Fake(4)
+    seen = Seen(fake)
+    one = Cores(fake, 4, seen)
+    seen.go_on(one, steps=3)
+    assert fake.now == 4 and fake.told == []
+    seen.others = 2.0
+    seen.go_on(one, steps=3)
+    assert fake.told == [2]
+    with one.spared():  # of the two that are left, for what counts as ours
+        seen.go_on(one)
+        assert fake.now == 2
+    seen.others = 0.0
+    seen.go_on(one, steps=2)
+    assert fake.now == 4
+    with one.spared():
+        one.turn(seen.at)
+        assert fake.now == 3
+
+
+def test_it_is_looked_at_only_now_and_then() -> None:
+    fake = Fake(4)
+    seen = Seen(fake)
+    one = Cores(fake, 4, seen)
+    seen.go_on(one)
+    seen.go_on(one, cores.LOOK / 10, steps=8)
+    assert seen.looks == 1
+    seen.go_on(one, cores.LOOK)
+    assert seen.looks == 2
+
+
+def test_what_was_long_ago_says_nothing() -> None:
+    fake = Fake(4)
+    seen = Seen(fake)
+    one = Cores(fake, 4, seen)
+    seen.others = 3.0
+    seen.go_on(one, steps=2)
+    assert fake.now == 1
+    one.rest()
+    seen.go_on(one, 2 * cores.STALE)
+    assert fake.now == 4
+
+
+def test_a_system_that_does_not_say_it_is_not_asked_again() -> None:
+    fake = Fake(4)
+    seen = Seen(fake)
+    one = Cores(fake, 4, seen)
+    seen.others = 3.0
+    seen.go_on(one, steps=2)
+    seen.broken = True
+    seen.go_on(one, steps=5)
+    assert fake.now == 4 and seen.looks == 3
+
+
+def test_with_cores_to_spare_nothing_is_looked_at() -> None:
+    seen = Seen(Fake(2))
+    one = Cores(seen.fake, 4, seen)
+    seen.go_on(one, steps=5)
+    assert seen.looks == 0
+
+
+STAT = b"""\
+cpu  1000 200 300 4000 50 60 70 80 0 0
+cpu0 100 20 30 400 5 6 7 8 0 0
+cpu1 900 180 270 3600 45 54 63 72 0 0
+cpu11 1 1 1 1 1 1 1 1 1 1
+intr 5 5 5
+"""
+
+
+def test_the_systems_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stat").write_bytes(STAT)
+    monkeypatch.setattr(cores, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(cores, "TICK", 0.01)
+    assert cores.taken({0}).all == pytest.approx(1.63)  # idle, iowait and steal are none
+    assert cores.taken({0, 11}).all == pytest.approx(1.68)
+    assert cores.taken({7}).all == 0
+    monkeypatch.setattr(cores, "STAT", tmp_path / "none")
+    with pytest.raises(OSError, match="none"):
+        cores.taken({0})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others do not say it")
+def test_this_process_is_part_of_all() -> None:
+    here = os.sched_getaffinity(0)
+    before, end = cores.taken(here), time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    after = cores.taken(here)
+    assert after.own - before.own >= 0.3
+    assert after.all - before.all >= 0.2  # ticks are coarse
+
+
+# ---- who asks, and whose steps -------------------------------------------------------------------
+
+
+class OnCpu(CountingEngine):
+    """As if processors computed its steps."""
+
+    yields = True
+
+    @property
+    def yields_cores(self) -> bool:
+        return self.yields
+
+
+@pytest.mark.parametrize("yields", [True, False])
+def test_a_worker_looks_before_its_steps(yields: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one whose bits may not depend on it, or whose GPU computes; see Engine.yields_cores."""
+    fake = Fake(2)
+    one = Cores(fake, 2)
+    monkeypatch.setattr("mlxpool.worker.compute.of_process", lambda: one)
+    monkeypatch.setattr(OnCpu, "yields", yields)
+    room = Room(engine=OnCpu, step_us=1000).ready()
+    room.admit(1, count=10**6)
+    room.next(Rows)
+    with one.spared():
+        for _ in range(5):
+            room.next(Rows)
+        assert fake.now == (1 if yields else 2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_engine_whose_bits_depend_on_it_keeps_its_cores(
+    tmp_path: Path, deterministic: bool
+) -> None:
+    loaded = load(inspect(in_folder(write_checkpoint(tmp_path))), deterministic=deterministic)
+    with closing(ModelEngine(loaded, context=64, sequences=1)) as engine:
+        assert engine.yields_cores == (not deterministic and not back_end.on_gpu())
 
 
 @contextmanager
@@ -192,19 +374,6 @@ def test_long_chats_ask_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     chat.close()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_where_no_bit_may_differ_all_cores_compute(
-    deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A product's last bits depend on how many threads computed it."""
-    found = Cores(Fake(), 4)
-    monkeypatch.setattr("mlxpool.worker.compute.of_process", lambda: found)
-    model = ModelConfig("builtin:counting", deterministic=deterministic)
-    progress = Progress(lambda: None, monotonic, Block.private())
-    one = Compute(WorkerConfig("ipc://none", "m/0", "", "m", model), progress, lambda mail: None)
-    assert (one._cores is found) != deterministic
-
-
 @pytest.mark.skipif(blas.find() is None or sys.platform != "linux", reason="no OpenBLAS")
 def test_openblas_itself() -> None:
     code = """
@@ -213,9 +382,9 @@ from mlxpool.worker.cores import OpenBlas, of_process
 blas, one = OpenBlas(), of_process()
 usual = blas.count()
 with one.spared():
-    one.turn()
+    one.turn(0.0)
     assert blas.count() == max(1, min(usual, len(os.sched_getaffinity(0)) - 1))
-one.turn()
+one.turn(0.0)
 assert blas.count() == usual
 """
     environment = {**os.environ, **blas.preload()}
@@ -226,6 +395,6 @@ def test_no_openblas_at_all() -> None:
     code = """
 from mlxpool.worker.cores import of_process
 with of_process().spared():
-    of_process().turn()
+    of_process().turn(0.0)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -83,8 +83,7 @@ class Compute(threading.Thread):
         self._open_source = open_source
         self._generation = 0
         self._runs: dict[Key, Run] = {}
-        # Where no bit may depend on the company, none depends on how many threads multiply either.
-        self._cores = Cores(None, 1) if config.model.deterministic else of_process()
+        self._cores = Cores(None, 1)
         self._joint_failures = 0  # passes over several prompts that failed
         self._reported = 0.0
         self._ended_by: BaseException | None = None
@@ -128,6 +127,8 @@ class Compute(threading.Thread):
         engine = source.load(self._loaded_so_far)
         engine.warm_up(self.progress.moved)
         self.progress.layout = engine.layout
+        if engine.yields_cores:
+            self._cores = of_process()
         self._report(engine, 0.0)
         self._post(Loaded(source.sequences))
         return engine, source.sequences
@@ -197,7 +198,7 @@ class Compute(threading.Thread):
             log.exception("a sequence could not be released")
 
     def _step(self, engine: Engine, places: int) -> list[Delta]:
-        self._cores.turn()
+        self._cores.turn(monotonic())
         rows = self._expire(engine, monotonic())
         rows += self._make_room(engine)
         rows += self._admissions(engine, places)

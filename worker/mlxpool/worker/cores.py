@@ -1,22 +1,34 @@
-"""How many cores the steps take on a CPU: one fewer while other threads have long work.
+"""How many cores the steps take on a CPU: those that nobody else computes on.
 
 OpenBLAS has a thread for each core, and none sleeps between the products of a step: a thread that
 waits offers its core to whoever wants to compute, gets it back a time slice later, and each product
 waits for all of them. Beside one busy thread, even of the lowest standing, a step takes five times
 as long; on one core fewer not half as long again.
+
+Long work of this process says so before it begins, see `Cores.spared`. What other processes take,
+other workers first of all, is looked at while steps run.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 PATIENCE = 0.05  # seconds that long work waits for the step that is running
+LOOK = 0.1  # seconds between two looks at what others take
+STALE = 2.0  # seconds after which an old look says nothing of now
+TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01  # seconds
+_BUSY = (0, 1, 2, 5, 6)  # of a line of /proc/stat: user, nice, system, irq, softirq
+STAT = Path("/proc/stat")
 
 
 class Threads(Protocol):
@@ -45,24 +57,61 @@ class OpenBlas:
         self._set(count)
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Seconds of processors that were computed on until `at`: ours, and everybody's."""
+
+    at: float
+    own: float
+    all: float
+
+
+def taken(cores: Set[int]) -> Taken:
+    """Now, by the processors with these numbers. Raises OSError where the system does not say."""
+    ticks = 0
+    for line in STAT.read_bytes().splitlines():
+        name, _, rest = line.partition(b" ")
+        if name[:3] == b"cpu" and name[3:].isdigit() and int(name[3:]) in cores:
+            values = rest.split()
+            ticks += sum(int(values[place]) for place in _BUSY)
+    return Taken(time.monotonic(), time.process_time(), ticks * TICK)
+
+
+def fitting(now: int, most: int, cores: int, before: Taken, after: Taken) -> int:
+    """How many threads leave the others theirs; half a core is one, a quarter is none. Pure."""
+    others = (after.all - before.all - after.own + before.own) / (after.at - before.at)
+    free = cores - max(0.0, others)
+    fewer, more = math.floor(free + 0.5), math.floor(free + 0.25)
+    return max(1, min(most, min(now, fewer) if fewer < now else max(now, more)))
+
+
 class Cores:
     """One thread computes and calls `turn` and `rest`; any other one may ask for a core."""
 
-    def __init__(self, threads: Threads | None, cores: int) -> None:
+    def __init__(
+        self, threads: Threads | None, cores: int, look: Callable[[], Taken] | None = None
+    ) -> None:
         """`cores`: those this process may use; `threads` None: nothing can be spared."""
         self._threads = threads
+        self._cores = cores
         self._usual = 0 if threads is None else threads.count()
         self._fewer = max(1, min(self._usual, cores - 1))
+        self._look = look if self._fewer < self._usual else None
+        self._seen: Taken | None = None
+        self._look_at = 0.0 if self._look else math.inf
+        self._fit = self._usual  # with others beside us
         self._lock = threading.Lock()
-        self._asking = 0  # threads with long work
+        self._asking = 0  # threads of ours with long work
         self._spared = False  # what the next product does
         self._at_work = False
         self._settled = threading.Event()  # what is asked for is so, or nobody computes
         self._settled.set()
 
-    def turn(self) -> None:
-        """Before a step."""
-        if self._at_work and self._spared == bool(self._asking):
+    def turn(self, now: float) -> None:
+        """Before a step, at `now` of the monotonic clock."""
+        if now >= self._look_at:
+            self._look_around(now)
+        elif self._at_work and self._spared == bool(self._asking):
             return
         with self._lock:
             self._at_work = True
@@ -91,10 +140,25 @@ class Cores:
             with self._lock:
                 self._asking -= 1
 
+    def _look_around(self, now: float) -> None:
+        assert self._look is not None
+        before = self._seen
+        try:
+            self._seen = after = self._look()
+        except (OSError, ValueError, IndexError):  # a system that does not say it
+            self._look_at, self._fit = math.inf, self._usual
+            return
+        self._look_at = now + LOOK
+        if before is None or after.at - before.at > STALE:
+            self._fit = self._usual
+        elif after.at > before.at:
+            self._fit = fitting(self._fit, self._usual, self._cores, before, after)
+
     def _apply(self) -> None:
         self._spared = bool(self._asking)
-        if self._threads is not None and self._fewer < self._usual:
-            self._threads.set(self._fewer if self._spared else self._usual)
+        count = min(self._fit, self._fewer) if self._spared else self._fit
+        if self._threads is not None and count != self._threads.count():
+            self._threads.set(count)
         self._settled.set()
 
 
@@ -102,6 +166,7 @@ class Cores:
 def of_process() -> Cores:
     """The one of this process, as the library's threads are."""
     try:
-        return Cores(OpenBlas(), len(os.sched_getaffinity(0)))
+        here = os.sched_getaffinity(0)
+        return Cores(OpenBlas(), len(here), lambda: taken(here))
     except (OSError, AttributeError):  # another system, or another library
         return Cores(None, 1)

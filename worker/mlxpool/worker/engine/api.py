@@ -67,6 +67,13 @@ class Engine(Protocol):
     def layout(self) -> str:
         """How it computes, in a few words for operators; "" where there is nothing to say."""
 
+    @property
+    def yields_cores(self) -> bool:
+        """Whether steps may take fewer cores while others use them.
+
+        Not where a GPU computes, nor where the last bit may not depend on how many there are.
+        """
+
     def admit(self, seq: Sequence) -> None:
         """Takes a row and what the prefix cache has; sets `seq.cached` and `seq.prefilled`."""
 

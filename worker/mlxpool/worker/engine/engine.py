@@ -282,6 +282,11 @@ class ModelEngine(RowEngine[AnyRow]):
     def _too_little(self, spare: int = 0) -> str:
         return super()._too_little(self._layout.spare)
 
+    @property
+    def yields_cores(self) -> bool:
+        """See Engine.yields_cores."""
+        return super().yields_cores and not self._loaded.deterministic
+
     def ahead(self) -> bool:
         """See Engine.ahead."""
         return self._flight is not None

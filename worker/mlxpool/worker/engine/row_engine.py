@@ -159,6 +159,11 @@ class RowEngine(ABC, Generic[R]):
             self._bound_prefix()
             self._prefix.close(row, seq.tokens)
 
+    @property
+    def yields_cores(self) -> bool:
+        """See Engine.yields_cores."""
+        return not back_end.on_gpu()
+
     def ahead(self) -> bool:
         """See Engine.ahead."""
         return False

@@ -128,6 +128,10 @@ class CountingEngine:
         if seq in self.rows:
             self.rows.remove(seq)
 
+    @property
+    def yields_cores(self) -> bool:
+        return False
+
     def ahead(self) -> bool:
         return False
 

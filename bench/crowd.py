@@ -1,0 +1,119 @@
+"""Several workers on one CPU: do their threads leave each other the cores?
+
+    python bench/crowd.py [--rounds 3] [--tokens 300] [--json FILE]
+
+Pools with one, two and four workers of the embedded model, eight streams at each of them; tokens/s
+of all together, in pairs with a pool whose workers do not look at what others take (cores.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlxpool.bench import report
+from mlxpool.client import Client
+from mlxpool.worker.weights.place import DEMO_FOLDER as DEMO
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from pool import Pool
+
+WORKERS = (1, 2, 4)
+STREAMS = 8
+# Another context is another model: of equal ones the pool would load one.
+MODEL = '[models.m{n}]\npath = "{path}"\nsequences = 8\ncontext = {context}\nprefix_cache = "off"\n'
+BLIND = "import mlxpool.worker.cores as cores\ncores.LOOK = float('inf')\n"
+
+
+@contextmanager
+def blind(folder: Path) -> Iterator[None]:
+    """Python processes that are started meanwhile take all cores, whoever else computes."""
+    (folder / "sitecustomize.py").write_text(BLIND)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), before)))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def rate(workers: int, tokens: int) -> float:
+    """Tokens per second of all streams."""
+    config = "".join(
+        MODEL.format(n=n, path=DEMO, context=2000 - n)  # of 2048
+        for n in range(workers)
+    )
+    with (
+        tempfile.TemporaryDirectory() as root,
+        Pool(Path(root), config) as pool,
+        pool.client() as client,
+        ThreadPoolExecutor(workers * STREAMS) as threads,
+    ):
+        for n in range(workers):
+            client.generate(f"m{n}", tokens=[1] * 10, max_tokens=20)
+        start = time.monotonic()
+        jobs = [
+            threads.submit(stream, client, n, number, tokens)
+            for n in range(workers)
+            for number in range(STREAMS)
+        ]
+        return sum(job.result() for job in jobs) / (time.monotonic() - start)
+
+
+def stream(client: Client, model: int, number: int, tokens: int) -> int:
+    result = client.generate(
+        f"m{model}", tokens=[number + 1] * 100, max_tokens=tokens, temperature=0, ignore_eos=True
+    )
+    return len(result.ids)
+
+
+def measure(workers: int, rounds: int, tokens: int) -> dict[str, Any]:
+    pairs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            with blind(Path(folder)):
+                before = rate(workers, tokens)
+            pairs.append((rate(workers, tokens), before))
+    return {
+        "looking": [seeing for seeing, _ in pairs],
+        "blind": [without for _, without in pairs],
+        "ratio": [seeing / without for seeing, without in pairs],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    figures = {str(n): measure(n, options.rounds, options.tokens) for n in WORKERS}
+    print(f"{report.versions()}; {report.machine()}")
+    print(f"{options.tokens} tokens, {options.rounds} rounds: median (minimum - maximum)\n")
+    rows = [
+        (
+            f"{name} x {STREAMS} streams",
+            *(report.spread(values) for values in list(found.values())[:2]),
+            report.spread(found["ratio"], 2),
+        )
+        for name, found in figures.items()
+    ]
+    head = ("workers", "looking at others, tokens/s", "taking all cores, tokens/s", "ratio")
+    print(report.table(head, rows))
+    report.save(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()
