@@ -158,9 +158,9 @@ MUTANTS = (
     ),
     _broker(
         "the second end by one request counts against its model",
-        "core",
-        "counts=not again)",
-        "counts=True)",
+        "fleet",
+        "        elif not commanded and not worker.again:\n",
+        "        elif not commanded:\n",
     ),
     _broker(
         "a worker that is found gone has not said its last words",

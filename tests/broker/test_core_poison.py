@@ -196,6 +196,18 @@ def test_the_second_end_by_one_request_says_nothing_of_its_model(story: Story) -
     story.assert_ended(requests[4], "model_unavailable")
 
 
+def test_nor_does_the_second_hang_by_one_request(story: Story) -> None:
+    worker, requests = company(story, 2)
+    model = story.core.fleet.models["m"]
+    for n, request in enumerate(requests, 1):
+        for _ in range(2):
+            worker.watched(21, Look("prefill", request=request, count=5))
+            worker.die("killed by SIGKILL")
+            assert model.failures == n
+            worker = story.ready_worker(sequences=2)
+        story.assert_ended(request, "poisoned")
+
+
 @pytest.mark.parametrize("places", [(40,), (0, 1), (0, 1, 2), (5, 6, 50)])
 def test_poison_in_a_pass_of_many_prompts_ends_alone(places: tuple[int, ...]) -> None:
     """The first death names nobody; then suspects are read one by one."""

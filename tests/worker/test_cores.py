@@ -16,7 +16,7 @@ import pytest
 
 from compute_room import Room
 from mlxpool.broker import blas
-from mlxpool.worker import cores
+from mlxpool.worker import compute, cores
 from mlxpool.worker.cores import Cores, Taken, fitting
 from mlxpool.worker.engine import back_end
 from mlxpool.worker.engine.engine import ModelEngine
@@ -158,28 +158,26 @@ def test_without_such_a_library_nothing_happens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("now", "most", "here", "others", "count"),
+    ("most", "here", "others", "count"),
     [
-        (2, 2, 2, 0.0, 2),
-        (2, 2, 2, 0.4, 2),  # less than half a core is none
-        (2, 2, 2, 0.6, 1),
-        (1, 2, 2, 0.4, 1),  # nor is it free before only a quarter is left of it
-        (1, 2, 2, 0.2, 2),
-        (2, 2, 2, 1.9, 1),
-        (2, 2, 2, 5.0, 1),
-        (16, 16, 16, 8.0, 8),
-        (8, 16, 16, 8.0, 8),
-        (8, 16, 16, 0.0, 16),
-        (4, 4, 16, 8.0, 4),  # the others have theirs
-        (4, 4, 16, 13.0, 3),
-        (2, 2, 2, -0.1, 2),  # ticks are coarse
-        (1, 2, 2, -0.3, 2),
+        (2, 2, 0.0, 2),
+        (2, 2, 0.4, 2),  # less than half a core is none
+        (2, 2, 0.6, 1),
+        (2, 2, 1.9, 1),
+        (2, 2, 5.0, 1),
+        (16, 16, 8.0, 8),
+        (16, 16, 0.0, 16),
+        (16, 16, 15.0, 4),  # on a full machine others take whatever is left
+        (3, 16, 15.0, 3),
+        (4, 16, 8.0, 4),  # the others have theirs
+        (8, 16, 11.0, 5),
+        (2, 2, -0.1, 2),  # ticks are coarse
     ],
 )
-def test_what_fits(now: int, most: int, here: int, others: float, count: int) -> None:
+def test_what_fits(most: int, here: int, others: float, count: int) -> None:
     before = Taken(10.0, 3.0, 100.0)
-    after = Taken(10.5, 3.0 + 0.5 * now, 100.0 + 0.5 * (now + others))
-    assert fitting(now, most, here, before, after) == count
+    after = Taken(10.5, 4.0, 101.0 + 0.5 * others)
+    assert fitting(most, here, before, after) == count
 
 
 class Seen:
@@ -217,7 +215,14 @@ def test_others_get_their_cores_and_give_them_back() -> None:
         seen.go_on(one)
         assert fake.now == 2
     seen.others = 0.0
-    seen.go_on(one, steps=2)
+    seen.go_on(one, steps=cores.CALM - 1)
+    assert fake.now == 2  # what comes and goes is not answered each time
+    seen.others = 2.0
+    seen.go_on(one)
+    seen.others = 0.0
+    seen.go_on(one, steps=cores.CALM - 1)
+    assert fake.now == 2
+    seen.go_on(one)
     assert fake.now == 4
     with one.spared():
         one.turn(seen.at)
@@ -235,12 +240,23 @@ def test_it_is_looked_at_only_now_and_then() -> None:
     assert seen.looks == 2
 
 
-def test_what_was_long_ago_says_nothing() -> None:
+def test_a_step_may_take_longer_than_a_look_counts() -> None:
+    fake = Fake(4)
+    seen = Seen(fake)
+    one = Cores(fake, 4, seen)
+    seen.others = 3.0
+    seen.go_on(one, 2 * cores.STALE, steps=3)
+    assert fake.now == 1
+
+
+def test_what_was_before_a_long_rest_says_nothing() -> None:
     fake = Fake(4)
     seen = Seen(fake)
     one = Cores(fake, 4, seen)
     seen.others = 3.0
     seen.go_on(one, steps=2)
+    one.rest()
+    seen.go_on(one)
     assert fake.now == 1
     one.rest()
     seen.go_on(one, 2 * cores.STALE)
@@ -293,6 +309,8 @@ def test_this_process_is_part_of_all() -> None:
     while time.process_time() < end:
         pass
     after = cores.taken(here)
+    if after.all == 0:
+        pytest.skip("this system counts no ticks")
     assert after.own - before.own >= 0.3
     assert after.all - before.all >= 0.2  # ticks are coarse
 
@@ -315,13 +333,15 @@ def test_a_worker_looks_before_its_steps(yields: bool, monkeypatch: pytest.Monke
     """Not one whose bits may not depend on it, or whose GPU computes; see Engine.yields_cores."""
     fake = Fake(2)
     one = Cores(fake, 2)
+    monkeypatch.setattr(cores, "PATIENCE", PATIENCE if yields else 0.0)
     monkeypatch.setattr("mlxpool.worker.compute.of_process", lambda: one)
     monkeypatch.setattr(OnCpu, "yields", yields)
     room = Room(engine=OnCpu, step_us=1000).ready()
     room.admit(1, count=10**6)
     room.next(Rows)
     with one.spared():
-        for _ in range(5):
+        for _ in range(compute.OUTBOX + 5):  # more than were made before
+            room.compute.room.release()
             room.next(Rows)
         assert fake.now == (1 if yields else 2)
 
@@ -368,7 +388,7 @@ def test_long_chats_ask_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     with counting_spared(monkeypatch) as heard:
         assert chat.render([{"role": "user", "content": "x"}], [], 0.0).text == "x"
         assert heard == ["spared", "taken back"]
-        monkeypatch.setattr(renderer, "MOMENT", PATIENCE)
+        monkeypatch.setattr(renderer, "MOMENT", PATIENCE * 1000)
         assert chat.render([{"role": "user", "content": "x"}], [], 0.0).text == "x"
         assert len(heard) == 2
     chat.close()

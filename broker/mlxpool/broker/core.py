@@ -137,8 +137,9 @@ class Core(Taking):
     def on_exited(self, event: ev.WorkerExited, now: float) -> None:
         slot = self.fleet.slots[event.slot]
         own = event.own and not (slot.worker is not None and slot.worker.said_bye)
-        again = own and slot.worker is not None and self._again(slot.worker, event.prefill)
-        worker = self.fleet.exited(slot, event.cause, now, own=own, counts=not again)
+        if own and slot.worker is not None:
+            self._compare(slot.worker, event.prefill)
+        worker = self.fleet.exited(slot, event.cause, now, own=own)
         if worker is None:
             return
         self._lose(worker, slot.last_exit, now, own=own, prefill=event.prefill)

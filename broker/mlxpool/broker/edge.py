@@ -243,6 +243,7 @@ class Broker:
             for peer in list(self.front.by_number.values()):
                 if now - peer.heard_at > FORGET and peer.number not in self.core.links:
                     self.front.forget(peer.number)
+            self.from_workers.sweep()
 
     def _read(
         self,

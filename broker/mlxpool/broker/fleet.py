@@ -217,13 +217,11 @@ class Fleet(Roster):
         self.out.append(StopWorker(worker.slot))
         self._note("info", "worker stopping", worker, why=why)
 
-    def exited(
-        self, slot: Slot, cause: str, now: float, *, own: bool, counts: bool = True
-    ) -> Worker | None:
+    def exited(self, slot: Slot, cause: str, now: float, *, own: bool) -> Worker | None:
         """The slot's process is gone: free the slot, count the failure, plan the restart.
 
         A worker that did not end by itself (`own`) delays the next one, but opens no breaker. One
-        whose end says nothing of its model does not count.
+        whose end says nothing new of its model (`again`) does not count.
         """
         worker = slot.worker
         if worker is None:
@@ -238,7 +236,7 @@ class Fleet(Roster):
         model = self.models[slot.model]
         if worker.proven:
             model.failures = 0
-        elif counts and not commanded:
+        elif not commanded and not worker.again:
             most = model.failures + 1 if own else self.config.restart_limit - 1
             model.failures = max(model.failures, min(model.failures + 1, most))
         if not commanded:

@@ -152,6 +152,13 @@ class FromWorkers:
             return True
         return not self.broker.supervisor.left_by_itself(slot)
 
+    def sweep(self) -> None:
+        """Forget connections that have ended and were no worker's, or no longer."""
+        welcomed = set(self.peers.values())
+        for peer in list(self.broker.back.by_number.values()):
+            if peer.gone and peer.number not in welcomed:
+                self.broker.back.forget(peer.number)
+
     def read_all(self, turns: int, now: float) -> None:
         """What workers have sent until now, within bounds."""
         for _ in range(turns):

@@ -20,6 +20,8 @@ class Losses(Intake):
         """Fence a worker and move what it runs."""
         prefill = worker.watch.sample.look.request
         if self.fleet.condemn(worker, cause, deaf=worker.watch.sample.stopped):
+            if own:
+                self._compare(worker, prefill)
             self._lose(worker, cause, now, own=own, prefill=prefill)
             self._go_on(worker, now)
 
@@ -57,14 +59,14 @@ class Losses(Intake):
         here = (r for r, run in found if r is not None and (r.worker, r.run) == (worker.epoch, run))
         return sorted(here, key=lambda r: r.place)
 
-    def _again(self, worker: Worker, prefill: bytes | None) -> bool:
-        """Whether who is to blame for a worker's own end has ended another one before.
+    def _compare(self, worker: Worker, prefill: bytes | None) -> None:
+        """Note whether who is to blame for a worker's own end has ended another one before.
 
         Then it says nothing new of the model: a few such requests would open its breaker.
         """
         lost = self._running(worker)
         blame = charges(lost, prefill) if lost else {}
-        return any(request.charge >= 1 and blame[request.id] >= 1 for request in lost)
+        worker.again |= any(request.charge >= 1 and blame[request.id] >= 1 for request in lost)
 
     def _charge(self, request: Request, blame: float, group: int) -> None:
         if blame:

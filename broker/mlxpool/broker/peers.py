@@ -143,6 +143,7 @@ class Peers:
                 raise
             self._lost(peer)
             return False
+        peer.gone = False
         return True
 
     def _lost(self, peer: Peer) -> None:

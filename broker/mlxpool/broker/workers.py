@@ -74,6 +74,7 @@ class Worker:
     suspect_since: float = 0.0  # 0: it is not
     suspicion: str = ""  # why it is suspect
     cause: str = ""  # why we ended it, or what it said of its end
+    again: bool = False  # ended by a request that had ended another one
     said_bye: bool = False  # it was asked to go, by whomever
     yielding: bool = False  # was told to hand back what it runs
     dismissed: bool = False  # was told to go

@@ -83,7 +83,7 @@ class Compute(threading.Thread):
         self._open_source = open_source
         self._generation = 0
         self._runs: dict[Key, Run] = {}
-        self._cores = Cores(None, 1)
+        self._cores = of_process()  # made here: other threads ask for it
         self._joint_failures = 0  # passes over several prompts that failed
         self._reported = 0.0
         self._ended_by: BaseException | None = None
@@ -127,8 +127,8 @@ class Compute(threading.Thread):
         engine = source.load(self._loaded_so_far)
         engine.warm_up(self.progress.moved)
         self.progress.layout = engine.layout
-        if engine.yields_cores:
-            self._cores = of_process()
+        if not engine.yields_cores:
+            self._cores = Cores(None, 1)
         self._report(engine, 0.0)
         self._post(Loaded(source.sequences))
         return engine, source.sequences

@@ -2,8 +2,8 @@
 
 OpenBLAS has a thread for each core, and none sleeps between the products of a step: a thread that
 waits offers its core to whoever wants to compute, gets it back a time slice later, and each product
-waits for all of them. Beside one busy thread, even of the lowest standing, a step takes five times
-as long; on one core fewer not half as long again.
+waits for all of them. On two cores and beside one busy thread, even of the lowest standing, a step
+takes five times as long as alone; on one of them not twice as long.
 
 Long work of this process says so before it begins, see `Cores.spared`. What other processes take,
 other workers first of all, is looked at while steps run.
@@ -25,7 +25,10 @@ from typing import Protocol
 
 PATIENCE = 0.05  # seconds that long work waits for the step that is running
 LOOK = 0.1  # seconds between two looks at what others take
-STALE = 2.0  # seconds after which an old look says nothing of now
+STALE = 2.0  # seconds; after a rest, an older look says nothing of now
+CALM = 5  # looks in a row that find more room, before it is taken
+FLOOR = 4  # a quarter of the cores is ours: on a full machine others take whatever is left
+_PTHREADS = 1  # OpenBLAS's name for threads of its own; those of OpenMP are each caller's
 TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01  # seconds
 _BUSY = (0, 1, 2, 5, 6)  # of a line of /proc/stat: user, nice, system, irq, softirq
 STAT = Path("/proc/stat")
@@ -42,10 +45,12 @@ class Threads(Protocol):
 
 
 class OpenBlas:
-    """The one this process has loaded. Raises AttributeError when it has none."""
+    """The one this process has loaded. Raises AttributeError when it has none with threads."""
 
     def __init__(self) -> None:
         here = ctypes.CDLL(None)
+        if here.openblas_get_parallel() != _PTHREADS:
+            raise AttributeError("an OpenBLAS without threads of its own")
         self._get, self._set = here.openblas_get_num_threads, here.openblas_set_num_threads
 
     def count(self) -> int:
@@ -77,12 +82,11 @@ def taken(cores: Set[int]) -> Taken:
     return Taken(time.monotonic(), time.process_time(), ticks * TICK)
 
 
-def fitting(now: int, most: int, cores: int, before: Taken, after: Taken) -> int:
-    """How many threads leave the others theirs; half a core is one, a quarter is none. Pure."""
+def fitting(most: int, cores: int, before: Taken, after: Taken) -> int:
+    """How many threads leave the others what they took; half a core is one. Pure."""
     others = (after.all - before.all - after.own + before.own) / (after.at - before.at)
     free = cores - max(0.0, others)
-    fewer, more = math.floor(free + 0.5), math.floor(free + 0.25)
-    return max(1, min(most, min(now, fewer) if fewer < now else max(now, more)))
+    return min(most, max(1, cores // FLOOR, math.floor(free + 0.5)))
 
 
 class Cores:
@@ -100,6 +104,7 @@ class Cores:
         self._seen: Taken | None = None
         self._look_at = 0.0 if self._look else math.inf
         self._fit = self._usual  # with others beside us
+        self._calm = 0  # looks in a row that found more room
         self._lock = threading.Lock()
         self._asking = 0  # threads of ours with long work
         self._spared = False  # what the next product does
@@ -110,6 +115,8 @@ class Cores:
     def turn(self, now: float) -> None:
         """Before a step, at `now` of the monotonic clock."""
         if now >= self._look_at:
+            if not self._at_work and self._seen is not None and now - self._seen.at > STALE:
+                self._seen, self._fit = None, self._usual
             self._look_around(now)
         elif self._at_work and self._spared == bool(self._asking):
             return
@@ -149,10 +156,11 @@ class Cores:
             self._look_at, self._fit = math.inf, self._usual
             return
         self._look_at = now + LOOK
-        if before is None or after.at - before.at > STALE:
-            self._fit = self._usual
-        elif after.at > before.at:
-            self._fit = fitting(self._fit, self._usual, self._cores, before, after)
+        if before is not None and after.at > before.at:
+            found = fitting(self._usual, self._cores, before, after)
+            self._calm = self._calm + 1 if found > self._fit else 0
+            if found < self._fit or self._calm >= CALM:
+                self._fit, self._calm = found, 0
 
     def _apply(self) -> None:
         self._spared = bool(self._asking)

@@ -26,7 +26,7 @@ from mlxpool.worker.prompt.chat import Chat
 from mlxpool.worker.prompt.template_mail import packed, received
 
 LIMIT = 2.0  # seconds for a chat
-MOMENT = 0.003  # seconds, after which a chat is long work
+MOMENT = 3  # milliseconds, after which a chat is long work
 START = 60.0  # seconds for the process to start, beside the chat's own
 TRIES = 2  # a process that something else ended is no fault of the chat
 _LEFT_OUT = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES")  # a BLAS library takes memory, and is not used
@@ -133,6 +133,8 @@ class _Process:
             raise
         self._end = weakref.finalize(self, _end, self._process, self._socket)
         self._socket.settimeout(START + limit)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
         self._answers = received(self._socket)
         sources = {name: template.source for name, template in chat.templates.items()}
         first = {"sources": sources, "tokens": chat.tokens, "limit": limit, "most": MAX_BLOB}
@@ -143,7 +145,7 @@ class _Process:
         """The answer to a packed chat; None when the process has ended. Raises TimeoutError."""
         try:
             self._socket.sendall(chat)
-            if select.select([self._socket], [], [], MOMENT)[0]:
+            if self._poll.poll(MOMENT):
                 return next(self._answers, None)
             with of_process().spared():
                 return next(self._answers, None)
