@@ -7,12 +7,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import zmq
 
 from mlxpool.broker import peers as module
+from mlxpool.broker.edge import Broker
+from mlxpool.broker.from_workers import FromWorkers
 from mlxpool.broker.peers import Peer, Peers
 from mlxpool.common import sockets
 
@@ -29,8 +34,10 @@ class Wire:
         self.peers = Peers(self.router, to_the_last=to_the_last)
         self.dealers: list[zmq.Socket[bytes]] = []
 
-    def dealer(self, receive_limit: int = 0) -> zmq.Socket[bytes]:
+    def dealer(self, receive_limit: int = 0, name: bytes = b"") -> zmq.Socket[bytes]:
         socket = self.context.socket(zmq.DEALER)
+        if name:
+            socket.setsockopt(zmq.ROUTING_ID, name)
         if receive_limit:
             socket.setsockopt(zmq.RCVHWM, receive_limit)
             socket.setsockopt(zmq.RCVBUF, 4096)
@@ -77,6 +84,10 @@ def until(check: Callable[[], bool]) -> None:
     while not check():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def gone(wires: Wire, peer: Peer) -> bool:
+    return not wires.peers.send(peer.number, [b"x"])
 
 
 def test_nothing_is_there(wires: Wire) -> None:
@@ -205,3 +216,32 @@ def test_a_full_peer_that_goes_is_reported_by_the_retry(to_the_last: bool) -> No
         assert gone == [peer.number]
         assert not wires.peers.full and list(wires.peers.by_number) == gone * to_the_last
         assert wires.peers.retry() == [] and not peer.backlog_bytes * to_the_last
+
+
+def test_only_a_worker_found_gone_is_remembered() -> None:
+    """Until its end is told; others of the workers' socket that have gone are swept."""
+    with made(to_the_last=True) as wires:
+        dealers = [wires.dealer() for _ in range(3)]
+        worker, stranger, alive = (wires.met(dealer) for dealer in dealers)
+        for dealer, peer in zip(dealers[:2], (worker, stranger), strict=True):
+            dealer.close(linger=0)
+            until(partial(gone, wires, peer))
+        workers = FromWorkers(cast(Broker, SimpleNamespace(back=wires.peers)))
+        workers.peers["m/0"] = worker.number
+        workers.sweep()
+        assert list(wires.peers.by_number) == [worker.number, alive.number]
+        del workers.peers["m/0"]
+        workers.sweep()
+        assert list(wires.peers.by_number) == [alive.number]
+
+
+def test_who_comes_back_by_its_name_is_not_gone() -> None:
+    with made(to_the_last=True) as wires:
+        for _ in range(2):
+            dealer = wires.dealer(name=b"own")
+            peer = wires.met(dealer)
+            assert wires.peers.send(peer.number, [b"x"])
+            assert not peer.gone
+            dealer.close(linger=0)
+            until(partial(gone, wires, peer))
+            assert peer.gone
