@@ -202,10 +202,16 @@ class Seen:
             one.turn(self.at)
 
 
-def test_others_get_their_cores_and_give_them_back() -> None:
+def four_cores(others: float) -> tuple[Fake, Seen, Cores]:
+    """Of which others take so many, from the first look on."""
     fake = Fake(4)
     seen = Seen(fake)
-    one = Cores(fake, 4, seen)
+    seen.others = others
+    return fake, seen, Cores(fake, 4, seen)
+
+
+def test_others_get_their_cores_and_give_them_back() -> None:
+    fake, seen, one = four_cores(others=0.0)
     seen.go_on(one, steps=3)
     assert fake.now == 4 and fake.told == []
     seen.others = 2.0
@@ -230,9 +236,7 @@ def test_others_get_their_cores_and_give_them_back() -> None:
 
 
 def test_it_is_looked_at_only_now_and_then() -> None:
-    fake = Fake(4)
-    seen = Seen(fake)
-    one = Cores(fake, 4, seen)
+    _, seen, one = four_cores(others=0.0)
     seen.go_on(one)
     seen.go_on(one, cores.LOOK / 10, steps=8)
     assert seen.looks == 1
@@ -241,19 +245,13 @@ def test_it_is_looked_at_only_now_and_then() -> None:
 
 
 def test_a_step_may_take_longer_than_a_look_counts() -> None:
-    fake = Fake(4)
-    seen = Seen(fake)
-    one = Cores(fake, 4, seen)
-    seen.others = 3.0
+    fake, seen, one = four_cores(others=3.0)
     seen.go_on(one, 2 * cores.STALE, steps=3)
     assert fake.now == 1
 
 
 def test_what_was_before_a_long_rest_says_nothing() -> None:
-    fake = Fake(4)
-    seen = Seen(fake)
-    one = Cores(fake, 4, seen)
-    seen.others = 3.0
+    fake, seen, one = four_cores(others=3.0)
     seen.go_on(one, steps=2)
     one.rest()
     seen.go_on(one)
@@ -264,10 +262,7 @@ def test_what_was_before_a_long_rest_says_nothing() -> None:
 
 
 def test_a_system_that_does_not_say_it_is_not_asked_again() -> None:
-    fake = Fake(4)
-    seen = Seen(fake)
-    one = Cores(fake, 4, seen)
-    seen.others = 3.0
+    fake, seen, one = four_cores(others=3.0)
     seen.go_on(one, steps=2)
     seen.broken = True
     seen.go_on(one, steps=5)

@@ -202,7 +202,6 @@ def string_hash(text: bytes) -> int:
 
 def _write(path: Path, code: bytes, kernel: str, mangled: str) -> None:
     """Whole or not at all, the list of its kernels first: others may look for it right now."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     for target, what in (
         (path.with_suffix(".txt"), f"{kernel}\t{mangled}\n".encode() + _mark(code)),
         (path, code),
