@@ -36,7 +36,7 @@ chaos: $(READY)           ## the chaos suite with its long parts, and 10,000 str
 
 soak: $(READY)            ## half an hour of faults, 100,000 seeds of the simulator, new random cases
 	$(BIN)/python bench/soak.py
-	$(BIN)/python tests/broker/simulator.py --seeds 100000
+	$(BIN)/python tests/broker/core/simulator.py --seeds 100000
 	MLXPOOL_HYPOTHESIS=random $(BIN)/python -m pytest -k 'properties or fuzz or prefix or sampler'
 
 check: $(READY)           ## format, lint, types, import rules

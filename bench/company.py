@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.bench import report
-from mlxpool.broker.blas import preload
+from mlxpool.broker.processes.blas import preload
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -162,7 +162,7 @@ def in_bfloat16(path: Path) -> Path:
     """A random checkpoint whose weights are halves."""
     import mlx.core as mx
 
-    from worker_checkpoints import write_checkpoint
+    from support.worker_checkpoints import write_checkpoint
 
     file = write_checkpoint(path, **RANDOM) / "model.safetensors"
     weights: Any = mx.load(str(file))
@@ -210,7 +210,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
-    from mlxpool.worker.weights.place import DEMO_FOLDER as DEMO
+    from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
 
     with tempfile.TemporaryDirectory() as folder:
         figures = measure(arguments, in_bfloat16(Path(folder)) if arguments.random else DEMO)

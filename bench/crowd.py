@@ -21,17 +21,17 @@ from typing import Any
 
 from mlxpool.bench import report
 from mlxpool.client import Client
-from mlxpool.worker.weights.place import DEMO_FOLDER as DEMO
+from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from pool import Pool
+from support.pool import Pool
 
 WORKERS = (1, 2, 4)
 STREAMS = 8
 # Another context is another model: of equal ones the pool would load one.
 MODEL = '[models.m{n}]\npath = "{path}"\nsequences = 8\ncontext = {context}\nprefix_cache = "off"\n'
-BLIND = "import mlxpool.worker.cores as cores\ncores.LOOK = float('inf')\n"
+BLIND = "import mlxpool.worker.process.cpu_threads as cores\ncores.LOOK = float('inf')\n"
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from mlxpool.bench import report
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from mlxpool.client import Client
-from pool import Pool
-from secure_pool import SLOW, SecurePool
+from support.pool import Pool
+from support.secure_pool import SLOW, SecurePool
 
 TCP = '[pool]\nfront = ["tcp://127.0.0.1:*"]\n'
 Make = Callable[[], Client]

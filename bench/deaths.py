@@ -28,8 +28,8 @@ from chaos.storm import after_broker_deaths, percentiles, resumptions
 from mlxpool.client import Client
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import PoolError
-from mlxpool.common.history import VARIABLE, History
-from pool import Pool, until
+from mlxpool.common.trace import VARIABLE, History
+from support.pool import Pool, until
 
 HANGS = [(name, place) for name in ("lock", "native", "gil") for place in ("prefill", "decode")]
 LIMIT = 1.5  # seconds, in LIMITS

@@ -29,8 +29,8 @@ import numpy as np
 
 from mlxpool.bench import checkpoint, report
 from mlxpool.bench.shapes import SHAPES
-from mlxpool.broker.blas import preload
-from mlxpool.worker.progress import Progress, monotonic
+from mlxpool.broker.processes.blas import preload
+from mlxpool.worker.compute.progress import Progress, monotonic
 
 SHAPE = "small"
 MODEL = SHAPES[SHAPE]
@@ -79,9 +79,9 @@ class Worker:
     """A started compute thread; this side plays the edge."""
 
     def __init__(self, folder: Path) -> None:
-        from mlxpool.common.config import ModelConfig, WorkerConfig
-        from mlxpool.worker.compute import Compute
-        from mlxpool.worker.mail import Loaded
+        from mlxpool.common.config.loading import ModelConfig, WorkerConfig
+        from mlxpool.worker.compute.messages import Loaded
+        from mlxpool.worker.compute.thread import Compute
 
         self.mail: queue.SimpleQueue[Any] = queue.SimpleQueue()
         model = ModelConfig(path=str(folder), sequences=9, prefix_cache="off")
@@ -98,9 +98,9 @@ class Worker:
 
     def begin(self, name: int, tokens: int) -> None:
         from mlxpool.common.options import Options
+        from mlxpool.worker.compute.messages import Admit
         from mlxpool.worker.engine.sequence import Sequence as Job
-        from mlxpool.worker.mail import Admit
-        from mlxpool.worker.prompt.text import Completion
+        from mlxpool.worker.prompt.detokenizer import Completion
 
         greedy = Options(temperature=0.0, ignore_eos=True)
         count = MODEL["max_position_embeddings"] - tokens
@@ -108,7 +108,7 @@ class Worker:
         self.compute.tell(Admit(job, {}, Completion(lambda token: b"", ()), monotonic()))
 
     def drop(self, name: int) -> None:
-        from mlxpool.worker.mail import Drop
+        from mlxpool.worker.compute.messages import Drop
 
         self.compute.tell(Drop((bytes([name] * 16), 1)))
 

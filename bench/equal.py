@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.bench import report
-from mlxpool.broker.blas import preload
+from mlxpool.broker.processes.blas import preload
 
 LENGTHS = (5, 40, 128, 200, 256, 300, 700, 1500)
 TOP = 3  # log-probabilities of each token that are compared
@@ -29,10 +29,10 @@ TOP = 3  # log-probabilities of each token that are compared
 
 def drawn(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
     """Each row's tokens with the greatest log-probabilities; for a process of its own."""
-    from mlxpool.worker.kernels import build
+    from mlxpool.worker.kernels import kernel_builder
 
     if not kernels:  # before any other room of kernels is imported and takes the name
-        build.works = lambda what, trial: False
+        kernel_builder.works = lambda what, trial: False
     from mlxpool.common.options import Options
     from mlxpool.worker.engine.engine import ModelEngine
     from mlxpool.worker.engine.sequence import Sequence

@@ -29,16 +29,16 @@ from typing import Any
 from mlxpool.bench import report
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, PoolError
-from mlxpool.worker.prompt.template_process import NICENESS
+from mlxpool.worker.prompt.chat_template.process import NICENESS
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.files import in_folder
-from mlxpool.worker.weights.folder import inspect
-from mlxpool.worker.weights.place import DEMO_FOLDER as DEMO
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
 from peers import beside, gaps_between
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from pool import Pool
+from support.pool import Pool
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 CONFIG = '[models.m]\npath = "{path}"\nsequences = 12\nprefix_cache = "off"\n'

@@ -29,10 +29,11 @@ import psutil
 from chaos.raw_zmtp import MORE, RawZmtp, frame, message
 from mlxpool.bench import report
 from mlxpool.client import Client
-from mlxpool.common import sockets, wire
-from mlxpool.common.wire import Header
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header
+from mlxpool.common.transport import sockets
 from peers import beside, gaps_between
-from pool import PATIENCE, Pool
+from support.pool import PATIENCE, Pool
 
 MODEL = '[models.m]\npath = "builtin:counting"\n[models.m.counting]\nstep_us = 2000\n'
 BATCH = 200  # messages in one write
@@ -42,8 +43,8 @@ CROWD = 1000
 
 
 def _generate() -> bytes:
-    header = Header(wire.GENERATE, os.urandom(16), 0, 1)
-    return message(wire.encode(header, {"model": "nobody", "prompt": "x"}))
+    header = Header(frames.GENERATE, os.urandom(16), 0, 1)
+    return message(frames.encode(header, {"model": "nobody", "prompt": "x"}))
 
 
 def neighbour(endpoint: str) -> None:
@@ -103,7 +104,7 @@ def million(endpoint: str) -> None:
 
 def crowd(endpoint: str) -> None:
     """A thousand that connect, say something or half of it, and vanish; again and again."""
-    ping = message(wire.encode(Header(wire.PING)))
+    ping = message(frames.encode(Header(frames.PING)))
     while True:
         peers = [RawZmtp(endpoint).greet() for _ in range(CROWD)]
         for peer, words in zip(peers, itertools.cycle((ping, ping[:-3], b"")), strict=False):
@@ -114,12 +115,12 @@ def crowd(endpoint: str) -> None:
 
 PEERS: dict[str, Callable[[str], None]] = {
     "busy neighbour": neighbour,
-    "pings": flood(lambda: message(wire.encode(Header(wire.PING)))),
+    "pings": flood(lambda: message(frames.encode(Header(frames.PING)))),
     "unknown models": flood(_generate),
     "garbage": flood(lambda: message([os.urandom(40), os.urandom(40)])),
     "empty frames": flood(lambda: frame(b"")),
-    "cancels": flood(lambda: message(wire.encode(Header(wire.CANCEL, os.urandom(16))))),
-    "unfinished, large parts": unfinished(frame(bytes(wire.MAX_FRAME - 64), MORE)),
+    "cancels": flood(lambda: message(frames.encode(Header(frames.CANCEL, os.urandom(16))))),
+    "unfinished, large parts": unfinished(frame(bytes(frames.MAX_FRAME - 64), MORE)),
     "unfinished, empty parts": unfinished(frame(b"", MORE) * 100_000),
     "half a million parts": million,
     "vanishing crowd": crowd,

@@ -59,7 +59,7 @@ def settings(kind: str, size: float) -> dict[str, Any]:
 def tensors(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """name, dtype and shape of each tensor, as stored."""
     from mlxpool.worker import models
-    from mlxpool.worker.weights.quant import parse
+    from mlxpool.worker.layers.quantisation import parse
 
     layout = parse(config).default
     for name, shape in models.plan(config).shapes.items():
@@ -72,7 +72,7 @@ def tensors(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, str, tuple
 
 def write(folder: Path, kind: str, size: float) -> Path:
     """A whole model folder; its numbers are noise."""
-    from worker_checkpoints import config, write_json, write_tokenizer
+    from support.worker_checkpoints import config, write_json, write_tokenizer
 
     folder.mkdir()
     whole = config(**settings(kind, size))
@@ -120,7 +120,6 @@ def _read_over(shard: Path) -> None:
 
 def load(folder: Path) -> dict[str, float]:
     """What a worker does with a model."""
-    from mlxpool.worker.models import llama, parts  # noqa: F401
     from mlxpool.worker.weights.load import inspect
     from mlxpool.worker.weights.load import load as load_model
 

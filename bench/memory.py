@@ -32,7 +32,7 @@ from mlxpool.common.errors import PoolError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from pool import Pool
+from support.pool import Pool
 
 AT_ONCE = 24  # requests open, of which `sequences` run
 SAMPLE = 0.02  # seconds

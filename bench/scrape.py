@@ -33,16 +33,17 @@ from mlxpool.bench.firehose import Flood, environment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from mlxpool.broker import snapshot
-from mlxpool.broker.core import Core
-from mlxpool.broker.families import FAMILIES
-from mlxpool.broker.figures import Frozen, Histogram
-from mlxpool.broker.metrics import Writer
-from mlxpool.broker.snapshot import Snapshot
-from mlxpool.common import sockets, wire
-from mlxpool.common.config import ModelConfig, PoolConfig
-from mlxpool.common.wire import Header
-from pool import Pool
+from mlxpool.broker.core.core import Core
+from mlxpool.broker.metrics.histograms import Frozen, Histogram
+from mlxpool.broker.telemetry import snapshot
+from mlxpool.broker.telemetry.metric_table import FAMILIES
+from mlxpool.broker.telemetry.prometheus import Writer
+from mlxpool.broker.telemetry.snapshot import Snapshot
+from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header
+from mlxpool.common.transport import sockets
+from support.pool import Pool
 
 ABOUT = {
     "state": "ready", "uptime_s": 1.0, "links": 1, "front_shut": 0, "turned_out": 0,
@@ -213,8 +214,8 @@ def ask_others(counter: Counter, models: int) -> None:
     """One request for each further model, so that all its series are there."""
     for number in range(models - 3):
         body = {"model": f"model-{number}", "prompt": "x", "queue_ms": 100}
-        header = Header(wire.GENERATE, os.urandom(16), 0, 1)
-        counter.socket.send_multipart(wire.encode(header, body))
+        header = Header(frames.GENERATE, os.urandom(16), 0, 1)
+        counter.socket.send_multipart(frames.encode(header, body))
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ from mlxpool.bench import report
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from chaos.storm import WEIGHTS, Plan, Storm
-from pool import until
+from support.pool import until
 
 SAMPLE = 10.0  # seconds
 PAUSE = 3.0  # seconds between two streams of a reader: what grows is looked for, not speed

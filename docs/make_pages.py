@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import mlxpool.client
-from mlxpool.common import config, values
+from mlxpool.common.config import bounds, loading
 from mlxpool.common.errors import BY_CODE
 
 DOCS = Path(__file__).parent
@@ -61,17 +61,17 @@ def _row(section: str, match: re.Match[str]) -> str:
     default = "" if match["off"] or key == "path" else f"`{match['value']}`"
     cells = [f"`{key}`", default, _bounds(key), (match["text"] or "").replace("|", "\\|")]
     if section == "pool":
-        variable = config.variables().get(key)
+        variable = loading.variables().get(key)
         cells.insert(1, f"`{variable}`" if variable else "")
     return f"| {' | '.join(cells)} |"
 
 
 def _bounds(key: str) -> str:
-    if key in values.CHOICES:
-        return ", ".join(f'`"{choice}"`' for choice in values.CHOICES[key])
-    if key not in values.BOUNDS:
+    if key in bounds.CHOICES:
+        return ", ".join(f'`"{choice}"`' for choice in bounds.CHOICES[key])
+    if key not in bounds.BOUNDS:
         return ""
-    low, high = values.BOUNDS[key]
+    low, high = bounds.BOUNDS[key]
     if high >= NO_BOUND:
         return f"at least {low:,g}"
     return f"{low:,g} to {int(high):,}"

@@ -69,7 +69,9 @@ def imported(module: str) -> set[str]:
 HEAVY = {"mlx", "tokenizers", "numpy", "jinja2", "safetensors", "torch"}
 
 
-@pytest.mark.parametrize("module", ["mlxpool.client", "mlxpool.broker.edge", "mlxpool.cli.main"])
+@pytest.mark.parametrize(
+    "module", ["mlxpool.client", "mlxpool.broker.edge.loop", "mlxpool.cli.main"]
+)
 def test_an_import_without_the_heavy_libraries(module: str) -> None:
     names = imported(module)
     assert "mlxpool" in names

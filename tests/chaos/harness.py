@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from chaos.checker import Findings, check, read
-from counting_checker import expected_ids, text_of
 from mlxpool.client import Client, Result
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import PoolError
-from mlxpool.common.history import VARIABLE, History
-from pool import PATIENCE, Pool, until
+from mlxpool.common.trace import VARIABLE, History
+from support.counting_checker import expected_ids, text_of
+from support.pool import PATIENCE, Pool, until
 
 # Short limits, so that a hang is found soon; nothing healthy comes near them, for waiting for a
 # processor does not count.

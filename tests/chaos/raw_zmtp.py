@@ -9,9 +9,9 @@ import struct
 import time
 from collections.abc import Mapping
 
-from mlxpool.common import wire
 from mlxpool.common.closing import Closing
-from mlxpool.common.wire import Header
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header
 
 MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
@@ -85,7 +85,7 @@ class RawZmtp(Closing):
 
     def say(self, header: Header, body: Mapping[str, object] | None = None) -> bool:
         """A legal message."""
-        return self.send(message(wire.encode(header, body or {})))
+        return self.send(message(frames.encode(header, body or {})))
 
     def exactly(self, count: int) -> bytes:
         """So many bytes; raises EOFError when the other side has cut the connection."""
@@ -106,7 +106,7 @@ class RawZmtp(Closing):
         size = struct.unpack(">Q", self.exactly(8))[0] if flags & LONG else self.exactly(1)[0]
         return flags, self.exactly(size)
 
-    def receive(self) -> wire.Message:
+    def receive(self) -> frames.Message:
         """The next message; heartbeats on the way are answered."""
         parts: list[bytes] = []
         while True:
@@ -116,7 +116,7 @@ class RawZmtp(Closing):
                 continue
             parts.append(body)
             if not flags & MORE:
-                return wire.decode(parts)
+                return frames.decode(parts)
 
     def is_cut(self, patience: float = PATIENCE) -> bool:
         """Whether the other side cuts the connection within this time; what comes is dropped."""

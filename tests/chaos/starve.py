@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from pool import Pool, until
+from support.pool import Pool, until
 
 STANDING = 13  # nice: 56 against 1024 shares of the one processor
 

@@ -22,12 +22,12 @@ from typing import Any
 
 from chaos.checker import Findings, Line, check, read
 from chaos.harness import LIMITS, model
-from counting_checker import expected_ids
 from mlxpool.client import Client
 from mlxpool.common.errors import PoolError
-from mlxpool.common.history import VARIABLE, History
-from pool import PATIENCE, Pool
-from relay import Relay
+from mlxpool.common.trace import VARIABLE, History
+from support.counting_checker import expected_ids
+from support.pool import PATIENCE, Pool
+from support.relay import Relay
 
 WEIGHTS = {
     "kill": 58, "short freeze": 16, "long freeze": 3, "term": 8, "restart": 7, "cut": 6, "broker": 2

@@ -11,7 +11,7 @@ import pytest
 
 from chaos.harness import Chaos, model
 from mlxpool.common.errors import BrokerLost
-from pool import until
+from support.pool import until
 
 Patch = pytest.MonkeyPatch
 

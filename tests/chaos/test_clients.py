@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from chaos.harness import LIMITS, Chaos, model
-from counting_checker import expected_ids
-from mlxpool.common.history import VARIABLE
-from pool import until
+from mlxpool.common.trace import VARIABLE
+from support.counting_checker import expected_ids
+from support.pool import until
 
 Patch = pytest.MonkeyPatch
 

@@ -12,7 +12,7 @@ import pytest
 
 from chaos.harness import LIMITS
 from mlxpool.client import Client, Result
-from pool import Pool
+from support.pool import Pool
 
 pytest.importorskip("mlx.core")
 

@@ -18,17 +18,18 @@ import pytest
 from chaos.harness import LIMITS, Chaos, model
 from chaos.raw_zmtp import GREETING, LONG, MORE, RawZmtp, frame, message, ready
 from chaos.storm import free_port
-from mlxpool.broker.peers import SKIP
-from mlxpool.common import sockets, wire
-from mlxpool.common.wire import Header
-from pool import PATIENCE, until
-from relay import Relay
+from mlxpool.broker.edge.peers import SKIP
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header
+from mlxpool.common.transport import sockets
+from support.pool import PATIENCE, until
+from support.relay import Relay
 
 Patch = pytest.MonkeyPatch
 
 MB = 1024 * 1024
 SHORT = LIMITS + "client_grace = 2\n"
-NOBODY = bytes(wire.ID_BYTES)
+NOBODY = bytes(frames.ID_BYTES)
 
 
 class Target(Chaos):
@@ -56,8 +57,8 @@ class Target(Chaos):
     def assert_answers(self, endpoint: str) -> None:
         """A peer that behaves is served as ever."""
         with RawZmtp(endpoint) as peer:
-            peer.greet().say(Header(wire.PING))
-            assert peer.receive().kind == wire.PONG
+            peer.greet().say(Header(frames.PING))
+            assert peer.receive().kind == frames.PONG
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ BEFORE_THE_HANDSHAKE = {
     "a subscriber": GREETING + ready("SUB"),
     "a pusher": GREETING + ready("PUSH"),
     "an unknown socket": GREETING + ready("X" * 200),
-    "a name larger than a frame may be": GREETING + ready("DEALER", bytes(wire.MAX_FRAME)),
+    "a name larger than a frame may be": GREETING + ready("DEALER", bytes(frames.MAX_FRAME)),
 }
 
 
@@ -115,11 +116,11 @@ def test_a_name_of_its_own_gives_a_peer_nothing(door: tuple[Target, str], size: 
     with RawZmtp(endpoint) as first, RawZmtp(endpoint) as second:
         for peer in (first, second):
             peer.greet("DEALER", b"A" * size)
-        first.say(Header(wire.PING))
-        assert first.receive().kind == wire.PONG
-        second.say(Header(wire.PING))
-        first.say(Header(wire.MODELS, bytes([1] * 16)))
-        assert first.receive().kind == wire.MODELS
+        first.say(Header(frames.PING))
+        assert first.receive().kind == frames.PONG
+        second.say(Header(frames.PING))
+        first.say(Header(frames.MODELS, bytes([1] * 16)))
+        assert first.receive().kind == frames.MODELS
     target.assert_answers(endpoint)
     target.start(20)
     target.assert_all_done()
@@ -137,15 +138,15 @@ def test_who_speaks_another_language_harms_nobody(door: tuple[Target, str]) -> N
 
 def test_a_req_socket_learns_that_its_delimiter_is_wrong(target: Target) -> None:
     with RawZmtp(target.front) as peer:
-        peer.greet("REQ").send(message([b"", *wire.encode(Header(wire.PING))]))
+        peer.greet("REQ").send(message([b"", *frames.encode(Header(frames.PING))]))
         answer = peer.receive()
-    assert (answer.kind, answer.body["code"]) == (wire.ERROR, "bad_request")
+    assert (answer.kind, answer.body["code"]) == (frames.ERROR, "bad_request")
 
 
 # ---- messages that never end, or never seem to -------------------------------------------------
 
 NEVER_FINISHED = {
-    "large parts": frame(bytes(wire.MAX_FRAME - 64), MORE),
+    "large parts": frame(bytes(frames.MAX_FRAME - 64), MORE),
     "empty parts": frame(b"", MORE) * 200_000,
 }
 # The limit of the guard, what comes until it looks, at 4 GB/s, what the broker itself takes.
@@ -178,7 +179,7 @@ def test_one_who_comes_back_at_once_fills_nothing_either(target: Target) -> None
     cuts = 0
     while cuts < 4:
         with RawZmtp(target.front) as peer:
-            peer.greet().say(Header(wire.PING))
+            peer.greet().say(Header(frames.PING))
             while peer.send(NEVER_FINISHED["large parts"]):
                 assert target.resident() < MOST
         cuts += 1
@@ -202,8 +203,8 @@ def test_a_message_of_half_a_million_parts(target: Target) -> None:
         peer.greet().send(frame(b"", MORE) * 500_000 + frame(b""))
         answer = peer.receive()
         assert "1 to 4 parts" in answer.body["message"]
-        peer.say(Header(wire.PING))
-        assert peer.receive().kind == wire.PONG
+        peer.say(Header(frames.PING))
+        assert peer.receive().kind == frames.PONG
     target.assert_all_done()
     assert target.resident() < 256 * MB
 
@@ -212,7 +213,7 @@ def test_parts_that_are_too_many_are_read_some_at_a_time(tmp_path: Path) -> None
     """Between two pieces the loop serves others; here without a broker, to count the pieces."""
     import zmq
 
-    from mlxpool.broker.peers import Peers
+    from mlxpool.broker.edge.peers import Peers
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = sockets.router(context, "tcp://127.0.0.1:*")
@@ -230,7 +231,7 @@ def test_parts_that_are_too_many_are_read_some_at_a_time(tmp_path: Path) -> None
                 break
         (first, parts), (second, one) = got
         assert 3 <= first <= 5 and second == first + 1
-        assert (parts, one) == (wire.MAX_PARTS + 1, 1)
+        assert (parts, one) == (frames.MAX_PARTS + 1, 1)
     finally:
         dealer.close(linger=0)
         router.close(linger=0)
@@ -241,7 +242,7 @@ def test_parts_that_are_too_many_are_read_some_at_a_time(tmp_path: Path) -> None
     ("name", "data"),
     [
         ("a part that claims to be endless", bytes([LONG]) + b"\x7f" + b"\xff" * 7),
-        ("a part just over the limit", bytes([LONG]) + (wire.MAX_FRAME + 1).to_bytes(8, "big")),
+        ("a part just over the limit", bytes([LONG]) + (frames.MAX_FRAME + 1).to_bytes(8, "big")),
     ],
 )
 def test_what_is_no_frame_is_cut(target: Target, name: str, data: bytes) -> None:
@@ -255,17 +256,17 @@ def test_what_is_no_frame_is_cut(target: Target, name: str, data: bytes) -> None
 
 
 def unknown_model() -> bytes:
-    header = Header(wire.GENERATE, os.urandom(16), 0, 1)
-    return message(wire.encode(header, {"model": "nobody", "prompt": "x"}))
+    header = Header(frames.GENERATE, os.urandom(16), 0, 1)
+    return message(frames.encode(header, {"model": "nobody", "prompt": "x"}))
 
 
 FLOODS: dict[str, Callable[[], bytes]] = {
     "empty frames": lambda: frame(b"") * 500,
-    "pings": lambda: message(wire.encode(Header(wire.PING))) * 500,
+    "pings": lambda: message(frames.encode(Header(frames.PING))) * 500,
     "unknown models": lambda: unknown_model() * 500,
     "garbage": lambda: message([os.urandom(40), os.urandom(40)]) * 500,
-    "cancels": lambda: message(wire.encode(Header(wire.CANCEL, os.urandom(16)))) * 500,
-    "too large": lambda: message([*wire.encode(Header(wire.PING, NOBODY), {}), bytes(5 * MB)]),
+    "cancels": lambda: message(frames.encode(Header(frames.CANCEL, os.urandom(16)))) * 500,
+    "too large": lambda: message([*frames.encode(Header(frames.PING, NOBODY), {}), bytes(5 * MB)]),
 }
 
 
@@ -352,8 +353,8 @@ def test_who_fills_our_input_and_goes_does_not_end_us(tmp_path: Path) -> None:
 
 CROWD = 1000
 WAYS_TO_GO: tuple[Callable[[], bytes], ...] = (
-    lambda: message(wire.encode(Header(wire.PING))),  # says something, and goes
-    lambda: message(wire.encode(Header(wire.PING)))[:-3],  # in the middle of a frame
+    lambda: message(frames.encode(Header(frames.PING))),  # says something, and goes
+    lambda: message(frames.encode(Header(frames.PING)))[:-3],  # in the middle of a frame
     lambda: frame(b"begun", MORE),  # in the middle of a message
     unknown_model,
     lambda: b"",
@@ -410,19 +411,19 @@ def test_an_unwelcome_peer_behind_changes_nothing(target: Target) -> None:
     target.reach(asks, 10)
     epoch = int(target.pool.worker("m/0")["epoch"])
     forged = [
-        wire.Delta(ask.ident, 1, ask.had, "forged ", wire.pack_ids([1]), end={"reason": "stop"})
+        frames.Delta(ask.ident, 1, ask.had, "forged ", frames.pack_ids([1]), end={"reason": "stop"})
         for ask in asks
     ]
-    body, blob = wire.pack_deltas(forged)
+    body, blob = frames.pack_deltas(forged)
     with RawZmtp(sockets.ipc(target.pool.run_dir, "back")) as peer:
         peer.greet()
         for kind, what, blobs in (
-            (wire.DELTAS, body, [blob]),
-            (wire.HELLO, {"slot": "m/0", "token": "0" * 32}, []),
-            (wire.BYE, {"error": {"code": "internal"}}, []),
-            (wire.DELTAS, body, [blob]),
+            (frames.DELTAS, body, [blob]),
+            (frames.HELLO, {"slot": "m/0", "token": "0" * 32}, []),
+            (frames.BYE, {"error": {"code": "internal"}}, []),
+            (frames.DELTAS, body, [blob]),
         ):
-            assert peer.send(message(wire.encode(Header(kind, None, epoch), what, blobs)))
-        assert peer.receive().kind == wire.WHO
+            assert peer.send(message(frames.encode(Header(kind, None, epoch), what, blobs)))
+        assert peer.receive().kind == frames.WHO
     target.assert_all_done(asks)
     assert target.pool.ask("stats")["frames"]["fenced"] >= 2

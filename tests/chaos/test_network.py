@@ -12,9 +12,9 @@ import pytest
 from chaos.harness import LIMITS, Chaos, model
 from chaos.storm import free_port
 from mlxpool.client import Client
-from mlxpool.common import sockets
-from pool import PATIENCE, until, with_path
-from relay import Relay
+from mlxpool.common.transport import sockets
+from support.pool import PATIENCE, until, with_path
+from support.relay import Relay
 
 Patch = pytest.MonkeyPatch
 

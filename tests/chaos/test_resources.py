@@ -10,9 +10,9 @@ import zmq
 
 from chaos.harness import LIMITS, Chaos, model
 from chaos.starve import burner, starve
-from mlxpool.common import sockets
 from mlxpool.common.errors import Unauthorized
-from pool import PATIENCE, Pool, until, with_path
+from mlxpool.common.transport import sockets
+from support.pool import PATIENCE, Pool, until, with_path
 
 Patch = pytest.MonkeyPatch
 

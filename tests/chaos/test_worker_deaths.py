@@ -10,7 +10,7 @@ import pytest
 from chaos.checker import read
 from chaos.harness import Chaos, model
 from mlxpool.common.errors import ModelLoadFailed, ModelUnavailable, Poisoned, WorkerLost
-from pool import until
+from support.pool import until
 
 Patch = pytest.MonkeyPatch
 

@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from fake_broker import CALM, FACTS, FakeBroker
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import Internal
+from support.fake_broker import CALM, FACTS, FakeBroker
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fake_broker import CALM, PATIENCE, FakeBroker
 from mlxpool.client import Client
-from mlxpool.common import wire
-from pool import until
-from relay import Relay
+from mlxpool.common.protocol import frames
+from support.fake_broker import CALM, PATIENCE, FakeBroker
+from support.pool import until
+from support.relay import Relay
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def survive(broker: FakeBroker, relay: Relay, fault: str) -> None:
             relay.freeze()
             until(lambda: client._link._watch.moves, "the client has a new connection")
             relay.thaw()
-        again = broker.receive(wire.GENERATE)
+        again = broker.receive(frames.GENERATE)
         assert again.body["resume"]["count"] == 2
         broker.accepted(request)
         broker.tokens(request, 2)

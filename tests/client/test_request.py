@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.payload import Payload
+from mlxpool.broker.requests.payload import Payload
 from mlxpool.client import request
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.wire import TEXT_AS_BLOB, pack_ids
+from mlxpool.common.protocol.frames import TEXT_AS_BLOB, pack_ids
 
 
 def made(**given: Any) -> tuple[dict[str, Any], list[bytes]]:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.common.config import BUILTIN, Counting, KeyConfig, ModelConfig, PoolConfig, load
+from mlxpool.common.config.loading import (
+    BUILTIN,
+    Counting,
+    KeyConfig,
+    ModelConfig,
+    PoolConfig,
+    load,
+)
 
 FILE = Path(__file__).parents[2] / "deploy" / "mlxpool.toml"
 SHOWN_AS_COMMENT = {"run_dir", "models_dir", "secret_key"}  # their defaults depend on the machine

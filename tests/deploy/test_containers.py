@@ -12,7 +12,7 @@ import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
 
-from command_lines import parsed
+from support.command_lines import parsed
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"

@@ -14,11 +14,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from command_lines import parsed
-from core_harness import Story
-from mlxpool.broker.stats import stats
-from mlxpool.common.config import PoolConfig, load
-from mlxpool.common.values import host_port
+from mlxpool.broker.telemetry.stats import stats
+from mlxpool.common.config.bounds import host_port
+from mlxpool.common.config.loading import PoolConfig, load
+from support.command_lines import parsed
+from support.core_harness import Story
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "k8s"
 VERSION = "1.33"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from command_lines import parsed
-from mlxpool.common.config import PoolConfig
+from mlxpool.common.config.loading import PoolConfig
+from support.command_lines import parsed
 
 FILE = Path(__file__).parents[2] / "deploy" / "launchd" / "dev.mlxpool.pool.plist"
 HOME = "/Users/somebody"

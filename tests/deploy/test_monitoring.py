@@ -14,8 +14,8 @@ import promql_parser
 import pytest
 import yaml
 
-from mlxpool.broker import families
-from mlxpool.broker.families import FAMILIES
+from mlxpool.broker.telemetry import metric_table
+from mlxpool.broker.telemetry.metric_table import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "mlxpool.json"
@@ -26,10 +26,10 @@ BY_SERIES = {name: family for family in FAMILIES for name in family.series()}
 OF_PROMETHEUS = {"up": frozenset({"job", "instance"})}  # metrics that it makes itself
 ANYWHERE = {"job", "instance"}
 VALUES: dict[str, tuple[str, ...]] = {
-    "error": families.FAILURES,
-    "kind": families.MEMORY,
-    "reason": families.REASONS,
-    "state": (*families.BROKER_STATES, *families.MODEL_STATES, *families.WORKER_STATES),
+    "error": metric_table.FAILURES,
+    "kind": metric_table.MEMORY,
+    "reason": metric_table.REASONS,
+    "state": (*metric_table.BROKER_STATES, *metric_table.MODEL_STATES, *metric_table.WORKER_STATES),
     "job": ("mlxpool",),
 }
 

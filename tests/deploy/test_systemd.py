@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from command_lines import parsed
-from mlxpool.broker.edge import LATE
-from mlxpool.common.config import PoolConfig
+from mlxpool.broker.edge.loop import LATE
+from mlxpool.common.config.loading import PoolConfig
+from support.command_lines import parsed
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "systemd"
 BROKERS = ("mlxpool.service", "mlxpool-broker.service")

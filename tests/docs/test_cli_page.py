@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from json_shapes import faults
 from mlxpool.cli.main import parser
-from pool import Pool
+from support.json_shapes import faults
+from support.pool import Pool
 
 pytestmark = pytest.mark.timeout(600)  # a fixture runs every command
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 
 import mlxpool.client
-from mlxpool.common.config import NO_SETTINGS, Counting, ModelConfig, PoolConfig, variables
-from mlxpool.common.origins import OTHERS
+from mlxpool.common.config.loading import NO_SETTINGS, Counting, ModelConfig, PoolConfig, variables
+from mlxpool.common.config.origins import OTHERS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("configuration.md", "python-api.md")

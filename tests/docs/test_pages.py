@@ -1,6 +1,7 @@
 """Every block of every page is run, and does what the page says.
 
-tests/doc_blocks.py runs them; tests/stand_ins.py has what no test may run, with the reasons.
+tests/support/doc_blocks.py runs them; tests/support/stand_ins.py has what no test
+may run, with the reasons.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from pathlib import Path
 
 import pytest
 
-import doc_blocks
-import stand_ins
-from doc_blocks import RUN, Block, Step, agrees, blocks, steps
+from support import doc_blocks, stand_ins
+from support.doc_blocks import RUN, Block, Step, agrees, blocks, steps
 
 pytestmark = pytest.mark.timeout(600)  # a page is many processes, one after the other
 ROOT = Path(__file__).parents[2]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from doc_blocks import blocks
-from mlxpool.common import wire
-from mlxpool.common.wire import Header, Message
-from pool import Pool
-from raw_peer import RawPeer
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header, Message
+from support.doc_blocks import blocks
+from support.pool import Pool
+from support.raw_peer import RawPeer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text("utf-8")
 PARTS = [bytes.fromhex(block.text) for block in blocks(PAGE) if block.kind == "hex"]
@@ -20,9 +20,9 @@ def test_a_broker_answers_the_bytes_of_the_page(tmp_path: Path) -> None:
     answers: list[Message] = []
     with Pool(tmp_path) as pool, RawPeer(pool.run_dir) as peer:
         peer.send(PARTS[:2])
-        while not answers or answers[-1].kind != wire.DONE:
+        while not answers or answers[-1].kind != frames.DONE:
             answers.append(peer.receive())
-    assert answers.pop(0).kind == wire.ACCEPTED
+    assert answers.pop(0).kind == frames.ACCEPTED
     ids = [answer.blobs[0] for answer in answers if answer.blobs]
     assert b"".join(ids) == bytes.fromhex("504b0000fd1c0000")
     text = "".join(answer.body["text"] for answer in answers)
@@ -32,6 +32,6 @@ def test_a_broker_answers_the_bytes_of_the_page(tmp_path: Path) -> None:
 
 def test_the_other_bytes_of_the_page_are_a_delta() -> None:
     """As it is written: of the first token, without facts."""
-    header = Header(wire.DELTA, ID, BOOT, 1, 0)
-    assert wire.encode(header, {"text": "19280 ", "n": 1}, [PARTS[4]]) == PARTS[2:]
+    header = Header(frames.DELTA, ID, BOOT, 1, 0)
+    assert frames.encode(header, {"text": "19280 ", "n": 1}, [PARTS[4]]) == PARTS[2:]
     assert PARTS[4] == (19280).to_bytes(4, "little")

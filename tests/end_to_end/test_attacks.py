@@ -12,15 +12,16 @@ from functools import partial
 import pytest
 import zmq
 
-from bystander import Bystander
-from counting_checker import expected_ids
 from mlxpool.client import AsyncClient, Client
-from mlxpool.common import sockets, wire
 from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized
-from mlxpool.common.keys import Credentials
-from mlxpool.common.wire import Header
-from pool import until
-from secure_pool import SLOW, SecurePool
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header
+from mlxpool.common.transport import sockets
+from mlxpool.common.transport.keys import Credentials
+from support.bystander import Bystander
+from support.counting_checker import expected_ids
+from support.pool import until
+from support.secure_pool import SLOW, SecurePool
 
 ALL = ("alice", "bob", "hand", "chief")
 
@@ -53,7 +54,7 @@ def say(socket: zmq.Socket[bytes], parts: list[bytes]) -> None:
 
 def generate(prompt: str, **options: object) -> list[bytes]:
     body = {"model": "counting", "prompt": prompt, "options": {"max_tokens": 3, **options}}
-    return wire.encode(Header(wire.GENERATE, bytes(range(16))), body)
+    return frames.encode(Header(frames.GENERATE, bytes(range(16))), body)
 
 
 def test_a_key_on_the_list_is_served(secure: SecurePool) -> None:
@@ -172,7 +173,7 @@ def test_a_revoked_key_is_cut_at_once(secure: SecurePool, bystander: Bystander) 
         deltas = iter(stream)
         next(deltas)
         raw = peer(secure, "alice", "front")
-        raw.send_multipart(wire.encode(Header(wire.PING)))
+        raw.send_multipart(frames.encode(Header(frames.PING)))
         assert raw.poll(60_000)
         raw.recv_multipart()
         secure.write("bob", "hand", "chief")
@@ -197,7 +198,7 @@ def test_a_revoked_keys_frames_are_dropped_though_its_connection_stands(
 ) -> None:
     """What came before the cut and is read after it must not count either."""
     raw = peer(secure, "alice", "front")
-    raw.send_multipart(wire.encode(Header(wire.PING)))
+    raw.send_multipart(frames.encode(Header(frames.PING)))
     assert raw.poll(60_000)
     accepted = secure.ask("stats")["requests"]["accepted"]
     secure.write("bob", "hand", "chief")
@@ -236,7 +237,7 @@ def served_as(secure: SecurePool, name: str, ident: bytes) -> bool:
         socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
         socket.connect(secure.endpoint("front"))
         body = {"model": "counting", "prompt": name, "options": {"max_tokens": 10**6}}
-        socket.send_multipart(wire.encode(Header(wire.GENERATE, ident), body))
+        socket.send_multipart(frames.encode(Header(frames.GENERATE, ident), body))
         if not socket.poll(2000):
             return False
         rows = {r["id"]: r["owner"] for r in secure.ask("requests")["requests"]}
@@ -249,7 +250,7 @@ def test_only_a_workers_key_opens_the_back(
     secure: SecurePool, bystander: Bystander, name: str
 ) -> None:
     raw = peer(secure, name, "back")
-    raw.send_multipart(wire.encode(Header(wire.HELLO), {"slot": "", "model": "counting"}))
+    raw.send_multipart(frames.encode(Header(frames.HELLO), {"slot": "", "model": "counting"}))
     assert not raw.poll(300)
     raw.close(linger=0)
     assert len([w for w in secure.ask("ps")["workers"] if w["state"] != "none"]) == 1
@@ -262,15 +263,15 @@ def test_a_worker_cannot_take_the_slot_of_a_local_one(
     raw = peer(secure, "hand", "back")
     epoch = secure.worker("counting/0")["epoch"]
     for body in ({"slot": "counting/0"}, {"slot": "counting/0", "token": "guess"}):
-        raw.send_multipart(wire.encode(Header(wire.HELLO), {**body, "model": "counting"}))
-        raw.send_multipart(wire.encode(Header(wire.DELTAS, None, epoch), {"rows": []}))
+        raw.send_multipart(frames.encode(Header(frames.HELLO), {**body, "model": "counting"}))
+        raw.send_multipart(frames.encode(Header(frames.DELTAS, None, epoch), {"rows": []}))
     kinds = []
     while raw.poll(300):  # `who` answers the frame without an epoch; nothing welcomes it
-        answer = wire.decode(raw.recv_multipart(), max_body=wire.MAX_BACK_BODY)
+        answer = frames.decode(raw.recv_multipart(), max_body=frames.MAX_BACK_BODY)
         kinds.append(answer.kind)
-        if answer.kind == wire.STOP:
+        if answer.kind == frames.STOP:
             assert answer.body["error"]["code"] == "unauthorized"
-    assert kinds == [wire.STOP, wire.WHO] * 2
+    assert kinds == [frames.STOP, frames.WHO] * 2
     raw.close(linger=0)
     assert secure.worker("counting/0")["epoch"] == epoch
 
@@ -279,14 +280,16 @@ def test_a_worker_that_lies_harms_only_itself(secure: SecurePool, bystander: Bys
     """Rows of requests that it was never given are dropped."""
     raw = peer(secure, "hand", "back")
     hello = {"slot": "", "model": "other", "pid": 1, "digest": "x", "context": 100}
-    raw.send_multipart(wire.encode(Header(wire.HELLO), hello))
+    raw.send_multipart(frames.encode(Header(frames.HELLO), hello))
     assert raw.poll(60_000)
-    welcome = wire.decode(raw.recv_multipart(), max_body=wire.MAX_BACK_BODY)
-    assert welcome.kind == wire.WELCOME
+    welcome = frames.decode(raw.recv_multipart(), max_body=frames.MAX_BACK_BODY)
+    assert welcome.kind == frames.WELCOME
     victim = bystander.stream.id
-    row = wire.Delta(victim, 1, len(bystander.ids), "lie", wire.pack_ids([1]))
-    body, blob = wire.pack_deltas([row])
-    raw.send_multipart(wire.encode(Header(wire.DELTAS, None, welcome.header.epoch), body, (blob,)))
+    row = frames.Delta(victim, 1, len(bystander.ids), "lie", frames.pack_ids([1]))
+    body, blob = frames.pack_deltas([row])
+    raw.send_multipart(
+        frames.encode(Header(frames.DELTAS, None, welcome.header.epoch), body, (blob,))
+    )
     raw.send_multipart([b"\xc1", b"garbage"])
     bystander.unmoved()
     raw.close(linger=0)
@@ -313,10 +316,10 @@ def test_admin_commands_on_the_front_are_no_commands(
     secure: SecurePool, bystander: Bystander
 ) -> None:
     raw = peer(secure, "alice", "front")
-    raw.send_multipart(wire.encode(Header("stop", bytes(16))))
+    raw.send_multipart(frames.encode(Header("stop", bytes(16))))
     assert raw.poll(60_000)
-    answer = wire.decode(raw.recv_multipart())
-    assert (answer.kind, answer.body["code"]) == (wire.ERROR, "bad_request")
+    answer = frames.decode(raw.recv_multipart())
+    assert (answer.kind, answer.body["code"]) == (frames.ERROR, "bad_request")
     assert "'stop' is an operator's command" in answer.body["message"]
     assert "--run-dir" in answer.body["message"] and "--admin" in answer.body["message"]
     raw.close(linger=0)
@@ -331,12 +334,12 @@ def test_what_is_too_large_is_refused_before_it_is_read(
     secure: SecurePool, bystander: Bystander
 ) -> None:
     with secure.dial("alice") as client, pytest.raises(PoolError) as raised:
-        client.generate("counting", tokens=[1] * (2 * wire.MAX_BLOB), max_tokens=1)
+        client.generate("counting", tokens=[1] * (2 * frames.MAX_BLOB), max_tokens=1)
     assert raised.value.code == "too_large"
     raw = peer(secure, "alice", "front")
-    raw.send_multipart([*generate("x")[:1], b"\x90" * (wire.MAX_BODY + 1)])
+    raw.send_multipart([*generate("x")[:1], b"\x90" * (frames.MAX_BODY + 1)])
     assert raw.poll(60_000)
-    assert wire.decode(raw.recv_multipart()).body["code"] == "too_large"
+    assert frames.decode(raw.recv_multipart()).body["code"] == "too_large"
     raw.close(linger=0)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlxpool.cli.main import FAILED, USAGE
-from pool import PATIENCE, Pool
+from support.pool import PATIENCE, Pool
 
 
 @pytest.fixture

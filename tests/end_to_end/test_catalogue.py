@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from mlxpool.common.config import load
+from mlxpool.common.config.loading import load
 from mlxpool.common.errors import PoolError
-from mlxpool.worker.weights.check import check
-from pool import Pool, until
+from mlxpool.worker.diagnose.check import check
+from support.pool import Pool, until
 
 pytest.importorskip("mlx.core")
 
-from worker_checkpoints import write_checkpoint, write_json
+from support.worker_checkpoints import write_checkpoint, write_json
 
 
 @pytest.fixture(scope="module")

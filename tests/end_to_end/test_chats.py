@@ -9,8 +9,8 @@ import pytest
 
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from pool import Pool, gone, until
-from worker_checkpoints import write_checkpoint
+from support.pool import Pool, gone, until
+from support.worker_checkpoints import write_checkpoint
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from counting_checker import expected_ids, text_of
-from pool import Pool, until
+from support.counting_checker import expected_ids, text_of
+from support.pool import Pool, until
 
 CONFIG = """
 [models.slow]

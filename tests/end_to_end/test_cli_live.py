@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from counting_checker import expected_ids, text_of
-from pool import Pool, until
-from terminal import Terminal
+from support.counting_checker import expected_ids, text_of
+from support.pool import Pool, until
+from support.terminal import Terminal
 
 CONFIG = """
 [models.slow]

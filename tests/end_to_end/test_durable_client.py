@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from counting_checker import expected_ids, text_of
 from mlxpool.client import Client, Stream
 from mlxpool.common.errors import BrokerLost
-from pool import PATIENCE, Pool, until
-from relay import Relay
+from support.counting_checker import expected_ids, text_of
+from support.pool import PATIENCE, Pool, until
+from support.relay import Relay
 
 CONFIG = """
 [models.slow]

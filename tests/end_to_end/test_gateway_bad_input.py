@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway_thread import GatewayThread
-from pool import PATIENCE, Pool, until, with_path
+from support.gateway_thread import GatewayThread
+from support.pool import PATIENCE, Pool, until, with_path
 
 KEY, OTHER = "k" * 32, "o" * 32
 CONFIG = """

@@ -10,10 +10,10 @@ import httpx
 import ollama
 import pytest
 
-from counting_checker import expected_ids, text_of
-from gateway_thread import GatewayThread
-from pool import Pool, until
-from worker_checkpoints import write_checkpoint
+from support.counting_checker import expected_ids, text_of
+from support.gateway_thread import GatewayThread
+from support.pool import Pool, until
+from support.worker_checkpoints import write_checkpoint
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 

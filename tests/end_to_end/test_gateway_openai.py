@@ -11,9 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from counting_checker import expected_ids, text_of
-from gateway_thread import GatewayThread
-from pool import Pool, until
+from support.counting_checker import expected_ids, text_of
+from support.gateway_thread import GatewayThread
+from support.pool import Pool, until
 
 CONFIG = """
 [pool]

@@ -13,10 +13,10 @@ import ollama
 import openai
 import pytest
 
-from fake_broker import FACTS, PATIENCE, USAGE, FakeBroker
-from gateway_thread import GatewayThread
-from mlxpool.common import wire
-from mlxpool.common.wire import Message, pack_ids
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Message, pack_ids
+from support.fake_broker import FACTS, PATIENCE, USAGE, FakeBroker
+from support.gateway_thread import GatewayThread
 
 TOOLS: Any = [
     {
@@ -48,18 +48,18 @@ class Model:
 
     def _serve(self) -> None:
         broker = self._broker
-        models = broker.receive(wire.MODELS).header.id
+        models = broker.receive(frames.MODELS).header.id
         row = {"name": "m", "state": "ready", "context": 64, "type": "x", "chat": self._chat}
-        broker.say(wire.MODELS, models, {"models": [row]}, attempt=0)
+        broker.say(frames.MODELS, models, {"models": [row]}, attempt=0)
         request = broker.accept()
-        self.asked = next(one for one in broker.seen if one.kind == wire.GENERATE)
+        self.asked = next(one for one in broker.seen if one.kind == frames.GENERATE)
         facts = {**FACTS, "thinks": True} if self._thinks else FACTS
         for pos, text in enumerate(self._pieces):
             body = {"text": text, "n": 1, "facts": facts}
-            broker.say(wire.DELTA, request, body, pack_ids([pos]), pos=pos)
+            broker.say(frames.DELTA, request, body, pack_ids([pos]), pos=pos)
         usage = {**USAGE, "prompt_tokens": 3, "completion_tokens": len(self._pieces)}
         body = {"text": "", "reason": "stop", "usage": usage, "timings_ms": {}, "attempts": 1}
-        broker.say(wire.DONE, request, body, pos=len(self._pieces))
+        broker.say(frames.DONE, request, body, pos=len(self._pieces))
 
     def close(self) -> None:
         self._thread.join(PATIENCE)

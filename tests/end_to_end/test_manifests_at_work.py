@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import yaml
 
-from pool import PATIENCE, until
+from support.pool import PATIENCE, until
 
 BASE = Path(__file__).parents[2] / "deploy" / "k8s" / "base"
 PORTS = ("7200", "7201", "9464")

@@ -11,8 +11,8 @@ import pytest
 
 from mlxpool.client import AsyncClient, Result
 from mlxpool.common.errors import DeadlineExceeded
-from pool import Pool
-from worker_checkpoints import write_checkpoint
+from support.pool import Pool
+from support.worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 ON_GPU = mx.default_device().type == mx.DeviceType.gpu

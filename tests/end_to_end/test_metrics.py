@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from doc_blocks import blocks
-from pool import PATIENCE, Pool, until
-from prometheus_process import Prometheus
+from support.doc_blocks import blocks
+from support.pool import PATIENCE, Pool, until
+from support.prometheus_process import Prometheus
 
 CONFIG = """
 [pool]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fake_broker import FakeBroker
-from fake_losses import lose_everything_once
-from mlxpool.worker.models.counting import piece, token_at
-from pool import PATIENCE, Pool
+from mlxpool.worker.engine.counting_engine import piece, token_at
+from support.fake_broker import FakeBroker
+from support.fake_losses import lose_everything_once
+from support.pool import PATIENCE, Pool
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_client.py"
 VOCAB = 50_000

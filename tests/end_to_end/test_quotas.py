@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bystander import Bystander
 from mlxpool.client import Client
 from mlxpool.common.errors import OverQuota
-from pool import until
-from secure_pool import SLOW, SecurePool
+from support.bystander import Bystander
+from support.pool import until
+from support.secure_pool import SLOW, SecurePool
 
 
 def over_quota(client: Client, prompt: str, setting: str) -> OverQuota | None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker import blas
+from mlxpool.broker.processes import blas
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, ContextExceeded, ModelLoadFailed
-from pool import Pool, until
-from worker_checkpoints import config, random_weights, write_checkpoint, write_weights
+from support.pool import Pool, until
+from support.worker_checkpoints import config, random_weights, write_checkpoint, write_weights
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 

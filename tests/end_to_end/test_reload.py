@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from bystander import Bystander
-from mlxpool.broker.reload import Reloader
-from mlxpool.common.config import PoolConfig
+from mlxpool.broker.admin.reload import Reloader
+from mlxpool.common.config.loading import PoolConfig
 from mlxpool.common.errors import OverQuota, UnknownModel
-from pool import Pool, until
+from support.bystander import Bystander
+from support.pool import Pool, until
 
 HEAD = "[models.counting]\npath = 'builtin:counting'\n[models.counting.counting]\nstep_us = 1000\n"
 EXTRA = "[models.extra]\npath = 'builtin:counting'\n"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from counting_checker import expected_ids
-from pool import Pool, until
-from secure_pool import SLOW, RemoteWorker, SecurePool
+from support.counting_checker import expected_ids
+from support.pool import Pool, until
+from support.secure_pool import SLOW, RemoteWorker, SecurePool
 
 STEPS = 300
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.common import config
-from mlxpool.common.values import ConfigError
-from secure_pool import Keys, SecurePool
+from mlxpool.common.config import loading
+from mlxpool.common.config.bounds import ConfigError
+from support.secure_pool import Keys, SecurePool
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,17 +86,17 @@ def test_settings_of_keys_that_are_wrong(tmp_path: Path, text: str, words: list[
     path = tmp_path / "x.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        config.load(path)
+        loading.load(path)
     for word in words:
         assert word in str(caught.value)
 
 
 def test_local_workers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLXPOOL_LOCAL_WORKERS", "false")
-    assert config.load(None).local_workers is False
+    assert loading.load(None).local_workers is False
     monkeypatch.setenv("MLXPOOL_LOCAL_WORKERS", "no")
     with pytest.raises(ConfigError, match="local_workers must be true or false"):
-        config.load(None)
+        loading.load(None)
 
 
 def test_a_section_that_keygen_prints_is_a_section_that_is_read(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_section_that_keygen_prints_is_a_section_that_is_read(tmp_path: Path) 
     keys.make("alice", "client")
     path = tmp_path / "x.toml"
     path.write_text(keys.section("alice"))
-    (key,) = config.load(path).keys.values()
+    (key,) = loading.load(path).keys.values()
     assert (key.role, key.public) == ("client", keys.pairs["alice"].public)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from manager_socket import Manager
-from pool import Pool, until
+from support.manager_socket import Manager
+from support.pool import Pool, until
 
 WATCHDOG = 0.2  # seconds
 CONFIG = """

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-import snapshots
-from chromium import Chromium
-from core_harness import Story
-from mlxpool.broker import web
-from mlxpool.broker.web import Web
-from pool import Pool, until
-from web_loop import Loop
+from mlxpool.broker.http import server as web
+from mlxpool.broker.http.server import Web
+from support import snapshots
+from support.chromium import Chromium
+from support.core_harness import Story
+from support.pool import Pool, until
+from support.web_loop import Loop
 
 HOSTILE = "<img src=x onerror=document.title=1><b>bold</b>"
 CONFIG = f"""

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from counting_checker import expected_ids, text_of
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import (
     BadRequest,
@@ -23,7 +22,8 @@ from mlxpool.common.errors import (
     UnknownModel,
     WorkerLost,
 )
-from pool import Pool, until
+from support.counting_checker import expected_ids, text_of
+from support.pool import Pool, until
 
 CONFIG = """
 [pool]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from counting_checker import expected_ids, text_of
 from mlxpool.client import Client, Stream
 from mlxpool.common.errors import Draining
-from pool import PATIENCE, Pool, until
+from support.counting_checker import expected_ids, text_of
+from support.pool import PATIENCE, Pool, until
 
 CONFIG = """
 [pool]

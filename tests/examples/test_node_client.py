@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from counting_checker import expected_ids, text_of
-from doc_blocks import blocks
-from fake_broker import FakeBroker
-from fake_losses import lose_everything_once
-from pool import PATIENCE, Pool, until
+from support.counting_checker import expected_ids, text_of
+from support.doc_blocks import blocks
+from support.fake_broker import FakeBroker
+from support.fake_losses import lose_everything_once
+from support.pool import PATIENCE, Pool, until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "node_client"
 CONFIG = """

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from counting_checker import expected_ids, text_of
-from pool import PATIENCE, Pool, until
+from support.counting_checker import expected_ids, text_of
+from support.pool import PATIENCE, Pool, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = """

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from mlxpool.common.errors import BY_CODE
-from mlxpool.gateway import app, faults, formats, ollama_fields, openai_fields
+from mlxpool.gateway import app, errors, formats
+from mlxpool.gateway.ollama import fields
+from mlxpool.gateway.openai import fields as openai_fields
 
 DOCS = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text("utf-8")
 OPENAI, _, REST = DOCS.partition("## From Ollama's client")
@@ -28,11 +30,11 @@ OPENAI_FIELDS = {
     *openai_fields.COMPLETION_REFUSED,
 }
 OLLAMA_FIELDS = {
-    *ollama_fields.GENERATE,
-    *ollama_fields.CHAT,
-    *ollama_fields.GENERATE_REFUSED,
-    *ollama_fields.OPTIONS,
-    *ollama_fields.OPTIONS_REFUSED,
+    *fields.GENERATE,
+    *fields.CHAT,
+    *fields.GENERATE_REFUSED,
+    *fields.OPTIONS,
+    *fields.OPTIONS_REFUSED,
 }
 
 
@@ -50,9 +52,9 @@ def test_every_path_is_named() -> None:
 
 
 def test_every_code_is_named_and_every_error_of_the_pool_has_one() -> None:
-    codes = {code for _, code in faults.STATUS.values()}
+    codes = {code for _, code in errors.STATUS.values()}
     assert not {code for code in codes if not re.search(rf"\b{code}\b", OPENAI)}
-    assert set(BY_CODE) - set(faults.STATUS) == {"internal", "duplicate_id"}, "which are 500"
+    assert set(BY_CODE) - set(errors.STATUS) == {"internal", "duplicate_id"}, "which are 500"
 
 
 def test_every_format_is_named() -> None:

@@ -10,16 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.common.options import Options
-from mlxpool.gateway import ollama_fields, openai_fields
-from mlxpool.gateway.faults import Fault
+from mlxpool.gateway.errors import Fault
+from mlxpool.gateway.ollama import fields
+from mlxpool.gateway.openai import fields as openai_fields
 
 HI = [{"role": "user", "content": "hi"}]
 Read = Callable[[Mapping[str, Any]], Any]
 READERS: dict[str, tuple[Read, dict[str, Any]]] = {
     "chat": (openai_fields.chat, {"model": "m", "messages": HI}),
     "completion": (openai_fields.completion, {"model": "m", "prompt": "x"}),
-    "ollama_chat": (ollama_fields.chat, {"model": "m", "messages": HI}),
-    "ollama_generate": (ollama_fields.generate, {"model": "m", "prompt": "x"}),
+    "ollama_chat": (fields.chat, {"model": "m", "messages": HI}),
+    "ollama_generate": (fields.generate, {"model": "m", "prompt": "x"}),
 }
 NAMES = sorted(
     {
@@ -27,9 +28,9 @@ NAMES = sorted(
         *openai_fields.COMPLETION_REFUSED,
         *openai_fields.CHAT_REFUSED,
         *openai_fields.SAMPLING,
-        *ollama_fields.GENERATE,
-        *ollama_fields.CHAT,
-        *ollama_fields.GENERATE_REFUSED,
+        *fields.GENERATE,
+        *fields.CHAT,
+        *fields.GENERATE_REFUSED,
     }
 )
 VALUES = st.recursive(
@@ -73,7 +74,7 @@ def test_what_openai_means_by_nothing() -> None:
 
 
 def test_what_ollama_means_by_nothing_is_what_the_pool_means() -> None:
-    asked = ollama_fields.chat({"model": "m", "messages": HI})
+    asked = fields.chat({"model": "m", "messages": HI})
     assert (asked.options, asked.stream, asked.think) == ({}, True, None)
 
 

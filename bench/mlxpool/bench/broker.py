@@ -20,10 +20,11 @@ import psutil
 import zmq
 
 from mlxpool.bench.firehose import Flood, environment
-from mlxpool.bench.lines import OURS, Line
+from mlxpool.bench.measurement import OURS, Line
 from mlxpool.bench.pools import serving, started
-from mlxpool.common import sockets, wire
-from mlxpool.common.wire import Header
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header
+from mlxpool.common.transport import sockets
 
 PATIENCE_MS = 60_000
 RELAY = "bare relay"
@@ -79,8 +80,8 @@ class Counter:
                 "model": "m", "prompt": "x", "batch": batch, "window": 1 << 20,
                 "options": {"max_tokens": tokens},
             }  # fmt: skip
-            header = Header(wire.GENERATE, os.urandom(16), 0, 1)
-            self.socket.send_multipart(wire.encode(header, body))
+            header = Header(frames.GENERATE, os.urandom(16), 0, 1)
+            self.socket.send_multipart(frames.encode(header, body))
 
     def read(self, *, delays: bool) -> None:
         """Everything that is there."""
@@ -96,12 +97,12 @@ class Counter:
         if len(parts) > 2:
             self.ids += len(parts[2]) // 4
             if delays:
-                self._note(wire.decode(parts))
-        elif wire.decode(parts).kind in (wire.DONE, wire.ERROR):
+                self._note(frames.decode(parts))
+        elif frames.decode(parts).kind in (frames.DONE, frames.ERROR):
             self.ended += 1
         return True
 
-    def _note(self, message: wire.Message) -> None:
+    def _note(self, message: frames.Message) -> None:
         now = time.monotonic_ns()
         texts = [row[3] for row in message.body.get("rows", [])] or [message.body["text"]]
         self.delays += [(now - int(stamp)) / 1e6 for text in texts for stamp in text.split()]

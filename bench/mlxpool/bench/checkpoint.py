@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.bench.shapes import SHAPES
-from mlxpool.worker.weights.quant import MODES
+from mlxpool.worker.layers.quantisation import MODES
 
 SHARD = 2 * 1024**3  # bytes of weights in one file
 SPECIAL = ("<s>", "</s>")

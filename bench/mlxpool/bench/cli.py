@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlxpool.bench.lines import Figures, Line
+    from mlxpool.bench.measurement import Figures, Line
 
 Say = Callable[[str], None]
 RESTARTED = "MLXPOOL_BENCH"  # set once OpenBLAS has been put in front
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     _with_openblas()
     from mlxpool.bench import report as pages
-    from mlxpool.bench.lines import Figures
+    from mlxpool.bench.measurement import Figures
 
     lines: list[Line] = []
     about, found = options.measure(options, _say)
@@ -192,14 +192,14 @@ def report(options: argparse.Namespace) -> int:
 
 
 def _save(figures: Figures, folder: Path) -> None:
-    from mlxpool.bench import pictures
+    from mlxpool.bench import charts
     from mlxpool.bench import report as pages
 
     folder.mkdir(parents=True, exist_ok=True)
     pages.write(folder / f"{figures.what}.json", figures)
     (folder / f"{figures.what}.md").write_text(pages.markdown(figures), encoding="utf-8")
     try:
-        for file in pictures.draw(figures, folder):
+        for file in charts.draw(figures, folder):
             _say(f"wrote {file}")
     except ImportError as error:
         _say(str(error))
@@ -313,10 +313,10 @@ def _folder(options: argparse.Namespace, say: Say) -> Iterator[Path]:
 
 
 def _folder_of(path: str) -> Path:
-    from mlxpool.common.config import ModelConfig
-    from mlxpool.worker.weights import place
+    from mlxpool.common.config.loading import ModelConfig
+    from mlxpool.worker.weights import locate
 
-    found = place.place_of(ModelConfig(path=path or place.DEMO))
+    found = locate.place_of(ModelConfig(path=path or locate.DEMO))
     if not isinstance(found, Path):
         raise ValueError(f"{path} is no folder; peers can read nothing else")
     return found
@@ -339,7 +339,7 @@ def _run_dir() -> Iterator[Path]:
 
 def _with_openblas() -> None:
     """Start again with OpenBLAS in front, as the broker starts its workers."""
-    from mlxpool.broker.blas import preload
+    from mlxpool.broker.processes.blas import preload
 
     environment = preload()
     if environment and RESTARTED not in os.environ:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.bench import mlx_lm
-from mlxpool.bench.lines import OURS, Line
+from mlxpool.bench.measurement import OURS, Line
 from mlxpool.bench.pools import START, serving, started
 from mlxpool.bench.swarm import MODEL, Arrivals, Part, Seen, run, seen, text_of
 
@@ -39,7 +39,7 @@ class Plan:
 
 def measure(folder: Path, plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Iterator[Line]:
     """The lines, each when it is known."""
-    from mlxpool.bench.ours import Ours
+    from mlxpool.bench.our_engine import Ours
 
     say("starting the pool")
     with ExitStack() as stack:

@@ -10,10 +10,10 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlxpool.bench.lines import OURS, Line, in_turn
+from mlxpool.bench.measurement import OURS, Line, in_turn
 
 if TYPE_CHECKING:
-    from mlxpool.bench.ours import Burst, Ours
+    from mlxpool.bench.our_engine import Burst, Ours
 
 SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
     "top_k": {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
@@ -46,7 +46,7 @@ class Plan:
 
 def measure(folder: Path, plan: Plan, say: Callable[[str], None]) -> Iterator[Line]:
     """The lines, each when it is known. `say` is told what comes next."""
-    from mlxpool.bench.ours import Ours
+    from mlxpool.bench.our_engine import Ours
 
     say("loading the model")
     ours = Ours(folder, deterministic=plan.deterministic, spare=_tokens(plan))
@@ -84,8 +84,8 @@ class Other(Protocol):
 def _others(folder: Path, plan: Plan) -> list[Other]:
     """Who is measured beside us: mlx-lm; where we are deterministic, ourselves when we are not."""
     from mlxpool.bench import mlx_lm
-    from mlxpool.bench.ours import Plain
-    from mlxpool.worker.engine import back_end
+    from mlxpool.bench.our_engine import Plain
+    from mlxpool.worker.engine import backend
 
     if plan.deterministic:
         return [Plain(folder)]
@@ -93,7 +93,7 @@ def _others(folder: Path, plan: Plan) -> list[Other]:
         return []
     if plan.as_installed:
         return [mlx_lm.AsInstalled(folder)]
-    return [mlx_lm.Apart(folder) if back_end.on_gpu() else mlx_lm.Theirs(folder)]
+    return [mlx_lm.Apart(folder) if backend.on_gpu() else mlx_lm.Theirs(folder)]
 
 
 def counted(streams: int) -> str:
@@ -112,7 +112,7 @@ def lengths_of(streams: int, prompts: Sequence[int]) -> list[int]:
 
 
 def _decode(ours: Ours, others: Sequence[Other], plan: Plan, streams: int) -> Line:
-    from mlxpool.bench.ours import burst
+    from mlxpool.bench.our_engine import burst
 
     lengths = lengths_of(streams, plan.prompts)
     bursts: dict[str, Burst] = {OURS: partial(burst, ours.steps(lengths))}
@@ -140,7 +140,7 @@ def _rate(work: Burst, steps: int, tokens: int) -> float:
 
 def _sampled(ours: Ours, plan: Plan, name: str, streams: int) -> Line:
     """Beside greedy decode of our own."""
-    from mlxpool.bench.ours import burst
+    from mlxpool.bench.our_engine import burst
 
     lengths = lengths_of(streams, plan.prompts)
     bursts: dict[str, Burst] = {
@@ -155,7 +155,7 @@ def _sampled(ours: Ours, plan: Plan, name: str, streams: int) -> Line:
 
 
 def _prefill(ours: Ours, others: Sequence[Other], plan: Plan, tokens: int) -> Line:
-    from mlxpool.bench.ours import burst
+    from mlxpool.bench.our_engine import burst
 
     bursts: dict[str, Burst] = {OURS: partial(burst, ours.prefill(tokens))}
     for other in others:
@@ -187,7 +187,7 @@ def _copy_bandwidth(rounds: int) -> tuple[float, ...]:
     """GB/s, bytes read and bytes written."""
     import mlx.core as mx
 
-    from mlxpool.bench.ours import burst
+    from mlxpool.bench.our_engine import burst
 
     source = mx.zeros((COPIED // 4,), dtype=mx.float32)
     mx.eval(source)

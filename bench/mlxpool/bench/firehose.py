@@ -22,9 +22,10 @@ from pathlib import Path
 import msgpack
 import zmq
 
-from mlxpool.common import sockets, wire
-from mlxpool.common.config import WORKER_VARIABLE, WorkerConfig
-from mlxpool.common.wire import Header
+from mlxpool.common.config.loading import WORKER_VARIABLE, WorkerConfig
+from mlxpool.common.protocol import frames as wire
+from mlxpool.common.protocol.frames import Header
+from mlxpool.common.transport import sockets
 
 VARIABLE = "FIREHOSE"
 FACTS = {"digest": "firehose", "context": 1 << 30, "max_tokens": 1 << 30, "prompt_tokens": 1}

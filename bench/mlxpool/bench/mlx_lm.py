@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from mlxpool.bench.ours import FOR_EVER, Burst, burst, prompt
+from mlxpool.bench.our_engine import FOR_EVER, Burst, burst, prompt
 
 NAME = "mlx-lm"
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from mlxpool.bench import mlx_lm
-from mlxpool.bench.lines import OURS, Line
-from mlxpool.bench.ours import Ours
+from mlxpool.bench.measurement import OURS, Line
+from mlxpool.bench.our_engine import Ours
 
 SYSTEM = 100  # tokens in front of every conversation
 ANSWER = 40  # tokens

@@ -21,11 +21,11 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlxpool.bench.lines import OURS, Line
-from mlxpool.bench.ours import Ours, burst
-from mlxpool.worker.engine import draws, sampler
+from mlxpool.bench.measurement import OURS, Line
+from mlxpool.bench.our_engine import Ours, burst
 from mlxpool.worker.engine import engine as engine_room
-from mlxpool.worker.models.parts import Embedding, Linear, QuantisedEmbedding, QuantisedLinear
+from mlxpool.worker.layers.linear import Embedding, Linear, QuantisedEmbedding, QuantisedLinear
+from mlxpool.worker.sampling import draws, sampler
 
 PARTS = (Linear, QuantisedLinear)
 EMBEDDINGS = (Embedding, QuantisedEmbedding)

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mlxpool.bench.lines import OURS, Figures, Line
+from mlxpool.bench.measurement import OURS, Figures, Line
 
 PACKAGES = ("mlxpool", "mlx", "mlx-lm", "pyzmq", "msgpack", "tokenizers")
 

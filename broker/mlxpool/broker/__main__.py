@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mlxpool.broker.edge import Broker
-from mlxpool.common import config, logs
+from mlxpool.broker.edge.loop import Broker
+from mlxpool.common import logs
+from mlxpool.common.config import loading
 
 
 def main() -> int:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    settings = config.load(path)
+    settings = loading.load(path)
     logs.set_up(json_lines=settings.log_format == "json")
-    Broker(settings, lambda: config.load(path)).run()
+    Broker(settings, lambda: loading.load(path)).run()
     return 0
 
 

@@ -124,7 +124,7 @@ def answer(
     asked: dict[str, Any],
 ) -> int:
     """Show one answer as it comes. An error is told and costs the answer, not the conversation."""
-    from mlxpool.cli.loading import Waiting
+    from mlxpool.cli.load_progress import Waiting
     from mlxpool.common.errors import BrokerLost, PoolError
 
     parts: list[str] = []

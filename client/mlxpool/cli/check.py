@@ -10,12 +10,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mlxpool.cli.figures import size, table
+from mlxpool.cli.formatting import size, table
 from mlxpool.cli.serve import add_settings, settings_of
 
 SOUND, UNSOUND = 0, 1
 SHOWN = 40  # problems; a wrong size in config.json makes one of every tensor
-WORKER = "mlxpool.worker.weights.check"  # a process: this package knows nothing of models
+WORKER = "mlxpool.worker.diagnose.check"  # a process: this package knows nothing of models
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -81,7 +81,7 @@ def look(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _by_path(text: str, known: Mapping[str, Any]) -> Any:
-    from mlxpool.common.config import ModelConfig
+    from mlxpool.common.config.loading import ModelConfig
 
     if not text:
         raise ValueError("MODEL must not be empty; `.` is the folder you are in")

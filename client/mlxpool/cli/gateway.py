@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlxpool.cli.dial import place_of
+from mlxpool.cli.target import place_of
 
 MISSING = "the gateway needs {name}: pip install 'mlxpool[gateway]'"
 
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     # Here and not above: only this command needs the gateway's code, and not everybody has it.
     try:
-        from mlxpool.gateway import serve
+        from mlxpool.gateway import server
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("mlxpool"):
             raise
@@ -72,5 +72,5 @@ def run(options: argparse.Namespace) -> int:
     def say(url: str) -> None:
         print(json.dumps({"url": url}) if options.json else f"listening on {url}", flush=True)
 
-    serve.run(settings, say)
+    server.run(settings, say)
     return 0

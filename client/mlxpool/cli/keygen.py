@@ -30,7 +30,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Make the pair, write the file, print the public part."""
-    from mlxpool.common import keys
+    from mlxpool.common.transport import keys
 
     pair = keys.make(options.name, options.role)
     path = keys.write(pair, options.folder or keys.default_folder())

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from mlxpool.cli import dial
+from mlxpool.cli import target
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
 from mlxpool.common.paths import run_dir_of
 
@@ -23,23 +23,23 @@ OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 # Which module has a command. Only that one is imported, so that `ps` is quick.
 ROOMS = {
     "serve": "mlxpool.cli.serve",
-    "broker": "mlxpool.cli.alone",
-    "worker": "mlxpool.cli.alone",
+    "broker": "mlxpool.cli.broker_worker",
+    "worker": "mlxpool.cli.broker_worker",
     "run": "mlxpool.cli.run",
     "chat": "mlxpool.cli.chat",
     "check": "mlxpool.cli.check",
-    "ps": "mlxpool.cli.ops",
+    "ps": "mlxpool.cli.operations",
     "top": "mlxpool.cli.top",
-    "stats": "mlxpool.cli.ops",
-    "models": "mlxpool.cli.ops",
-    "requests": "mlxpool.cli.ops",
-    "load": "mlxpool.cli.ops",
-    "unload": "mlxpool.cli.ops",
-    "drain": "mlxpool.cli.ops",
-    "restart": "mlxpool.cli.ops",
-    "cancel": "mlxpool.cli.ops",
-    "reload": "mlxpool.cli.ops",
-    "stop": "mlxpool.cli.ops",
+    "stats": "mlxpool.cli.operations",
+    "models": "mlxpool.cli.operations",
+    "requests": "mlxpool.cli.operations",
+    "load": "mlxpool.cli.operations",
+    "unload": "mlxpool.cli.operations",
+    "drain": "mlxpool.cli.operations",
+    "restart": "mlxpool.cli.operations",
+    "cancel": "mlxpool.cli.operations",
+    "reload": "mlxpool.cli.operations",
+    "stop": "mlxpool.cli.operations",
     "keygen": "mlxpool.cli.keygen",
     "revoke": "mlxpool.cli.revoke",
     "gateway": "mlxpool.cli.gateway",
@@ -96,7 +96,7 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     dialling = argparse.ArgumentParser(add_help=False, parents=[common])
-    dial.add_flags(dialling)
+    target.add_flags(dialling)
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     room = ROOMS.get(_command(arguments))
     for name in [room] if room else dict.fromkeys(ROOMS.values()):
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.run_dir_flag = getattr(options, "run_dir", None)
     options.run_dir = run_dir_of(options.run_dir_flag)
     options.json = getattr(options, "json", False)
-    options.place = dial.place_of(options, "admin")
+    options.place = target.place_of(options, "admin")
     command: Callable[[argparse.Namespace], int] = options.run
     try:
         return command(options)

@@ -36,7 +36,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the file, then ask the broker. Raises ValueError, OSError, PoolError."""
-    from mlxpool.cli.ops import ask
+    from mlxpool.cli.operations import ask
 
     file = config_file(options.config)
     if file is None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.cli.dial import Place, place_of
+from mlxpool.cli.target import Place, place_of
 from mlxpool.common.options import MAX_DEADLINE_MS
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _seconds(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Print the completion to standard output, the figures to standard error."""
     # Here and not above: the other commands start faster without.
-    from mlxpool.cli.loading import Waiting
+    from mlxpool.cli.load_progress import Waiting
     from mlxpool.client import Client
 
     prompt = _standard_input() if options.prompt in (None, "-") else options.prompt

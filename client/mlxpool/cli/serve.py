@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlxpool.common.paths import config_file
 
 if TYPE_CHECKING:
-    from mlxpool.common.config import PoolConfig
+    from mlxpool.common.config.loading import PoolConfig
 
 
 FLAGS = ("front", "back", "admin", "secret_key", "log_format", "local_workers")
@@ -63,7 +63,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     # Here and not above: only this command needs the broker's code.
-    from mlxpool.broker.edge import Broker
+    from mlxpool.broker.edge.loop import Broker
     from mlxpool.common import logs
 
     settings = settings_of(options)
@@ -75,9 +75,9 @@ def run(options: argparse.Namespace) -> int:
 
 def settings_of(options: argparse.Namespace) -> PoolConfig:
     """The pool's settings; a flag beats the environment, which beats the file."""
-    from mlxpool.common import config
+    from mlxpool.common.config import loading
 
-    return config.load(config_file(options.config), flags_of(options), folders_of(options))
+    return loading.load(config_file(options.config), flags_of(options), folders_of(options))
 
 
 def flags_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.cli.figures import table
+from mlxpool.cli.formatting import table
 from mlxpool.cli.serve import add_settings, flags_of, folders_of
 from mlxpool.common.paths import config_file
 
 if TYPE_CHECKING:
-    from mlxpool.common.origins import Setting
+    from mlxpool.common.config.origins import Setting
 
 SOUND, UNSOUND = 0, 1
 
@@ -46,7 +46,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _settings(options: argparse.Namespace) -> list[Setting]:
-    from mlxpool.common import origins
+    from mlxpool.common.config import origins
 
     return origins.settings(config_file(options.config), flags_of(options), folders_of(options))
 
@@ -86,7 +86,8 @@ def _value(value: Any) -> str:
 def check(options: argparse.Namespace) -> int:
     """Say what a broker would stumble over. Raises ConfigError for what it would refuse."""
     from mlxpool.cli.serve import settings_of
-    from mlxpool.common import origins, sockets
+    from mlxpool.common.config import origins
+    from mlxpool.common.transport import sockets
 
     loaded = settings_of(options)
     sockets.ipc(loaded.run_dir, "admin")

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from mlxpool.cli import top_rows
-from mlxpool.cli.figures import count, table
-from mlxpool.cli.top_rows import HEAD, KEPT, ORDERS, Order, Picture, Row
+from mlxpool.cli import top_view
+from mlxpool.cli.formatting import count, table
+from mlxpool.cli.top_view import HEAD, KEPT, ORDERS, Order, Picture, Row
 
 GLANCE = 0.1  # seconds between two looks at the keyboard
 KEYS = "q quit, s next column, r turn round, or a column: " + " ".join(
@@ -66,7 +66,7 @@ class View:
             self.order, self.turned = order, False
 
     def rows(self) -> list[Row]:
-        return top_rows.ordered(top_rows.rows(self.history), self.order, turned=self.turned)
+        return top_view.ordered(top_view.rows(self.history), self.order, turned=self.turned)
 
     def page(self, columns: int, lines: int, *, live: bool) -> str:
         """As text that fits; a terminal is told which keys there are."""
@@ -74,7 +74,7 @@ class View:
             return "waiting for the broker's first picture"
         shown = self.rows()[: max(1, lines - 4)]
         arrow = "falling" if self.order.falling is not self.turned else "rising"
-        head = [top_rows.summary(self.history), f"sorted by {self.order.name}, {arrow}"]
+        head = [top_view.summary(self.history), f"sorted by {self.order.name}, {arrow}"]
         body = _drawn(shown, columns, live).splitlines()
         keys = [KEYS[:columns]] if live else []
         return "\n".join([*(line[:columns] for line in head), *body, *keys])
@@ -83,7 +83,7 @@ class View:
 def run(options: argparse.Namespace) -> int:
     """Until `q`, Ctrl-C or the last picture that was asked for."""
     # Here and not above: the other commands start faster without.
-    from mlxpool.cli.screen import screen
+    from mlxpool.cli.terminal import screen
     from mlxpool.cli.watch import Watch, pictures
 
     view = View(options.sort)
@@ -119,7 +119,7 @@ def as_json(view: View) -> dict[str, Any]:
 
 
 def _drawn(rows: Sequence[Row], columns: int, colours: bool) -> str:
-    lines = [top_rows.cells(row) for row in rows]
+    lines = [top_view.cells(row) for row in rows]
     if colours and importlib.util.find_spec("rich") is not None:
         return _in_colours(lines, columns)
     return "\n".join(line[:columns] for line in table([HEAD, *lines]).splitlines())

@@ -9,12 +9,13 @@ from typing import Any
 
 import zmq
 
-from mlxpool.cli.dial import Place
-from mlxpool.cli.ops import nobody
-from mlxpool.common import sockets, wire
+from mlxpool.cli.operations import nobody
+from mlxpool.cli.target import Place
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost, from_body
-from mlxpool.common.wire import Header
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header
+from mlxpool.common.transport import sockets
 
 FIRST = 2.0  # seconds for the first picture, as for every command's answer
 RENEW = 2.0  # seconds; the broker forgets who has not asked for five
@@ -29,7 +30,7 @@ class Watch(Closing):
         self._endpoint = place.of_socket("admin")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = sockets.dealer(self._context, self._endpoint, place.credentials())
-        self._id = os.urandom(wire.ID_BYTES)
+        self._id = os.urandom(frames.ID_BYTES)
         self._asked_at = float("-inf")
         self._lost_at = time.monotonic() + FIRST
 
@@ -54,12 +55,12 @@ class Watch(Closing):
         now = time.monotonic()
         if now - self._asked_at >= RENEW:
             self._asked_at = now
-            self._socket.send_multipart(wire.encode(Header(wire.WATCH, self._id), {}))
+            self._socket.send_multipart(frames.encode(Header(frames.WATCH, self._id), {}))
 
     def _take(self) -> dict[str, Any]:
-        message = wire.decode(self._socket.recv_multipart(), max_body=wire.MAX_BLOB)
+        message = frames.decode(self._socket.recv_multipart(), max_body=frames.MAX_BLOB)
         self._lost_at = time.monotonic() + SILENCE
-        if message.kind == wire.ERROR:
+        if message.kind == frames.ERROR:
             raise from_body(message.body)
         return message.body
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.client.resend import Pace
+from mlxpool.client.retry import Pace
 from mlxpool.client.stream import Delta, Result
 from mlxpool.client.sync import Client, Stream
 from mlxpool.common.errors import PoolError

@@ -11,14 +11,14 @@ from types import TracebackType
 from typing import Any
 
 from mlxpool.client import request
-from mlxpool.client.link import Link
-from mlxpool.client.link import Stream as LinkStream
-from mlxpool.client.resend import BROKER_GRACE, CONNECT_GRACE, Pace
+from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result, StreamState
-from mlxpool.common import wire
+from mlxpool.client.transport import Link
+from mlxpool.client.transport import Stream as LinkStream
 from mlxpool.common.errors import PoolError
-from mlxpool.common.keys import Credentials
-from mlxpool.common.wire import Message
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Message
+from mlxpool.common.transport.keys import Credentials
 
 
 class AsyncStream:
@@ -145,7 +145,7 @@ class AsyncClient:
     ) -> AsyncStream:
         """Start a completion, as `Client.stream` does; raises what it raises."""
         body, blobs = request.generate(model, prompt, messages, tokens, options)
-        stream = AsyncStream(self._link, StreamState(os.urandom(wire.ID_BYTES)))
+        stream = AsyncStream(self._link, StreamState(os.urandom(frames.ID_BYTES)))
         self._link.open(stream._part, body, blobs)
         return stream
 
@@ -156,22 +156,22 @@ class AsyncClient:
 
     async def models(self) -> list[dict[str, Any]]:
         """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
-        return list((await self._call(wire.MODELS, {})).body["models"])
+        return list((await self._call(frames.MODELS, {})).body["models"])
 
     async def tokenize(self, model: str, text: str) -> list[int]:
         """The ids of a text, as the model would read it as a prompt."""
         value, blobs = request.text(text)
-        message = await self._call(wire.TOKENIZE, {"model": model, "text": value}, blobs)
-        return wire.unpack_ids(message.blobs[0]) if message.blobs else []
+        message = await self._call(frames.TOKENIZE, {"model": model, "text": value}, blobs)
+        return frames.unpack_ids(message.blobs[0]) if message.blobs else []
 
     async def detokenize(self, model: str, ids: Sequence[int]) -> str:
         """The text of these ids."""
-        message = await self._call(wire.DETOKENIZE, {"model": model}, [wire.pack_ids(ids)])
+        message = await self._call(frames.DETOKENIZE, {"model": model}, [frames.pack_ids(ids)])
         return str(message.body["text"])
 
     async def cancel(self, request_id: bytes) -> dict[str, Any]:
         """Cancel any of this owner's requests by its 16 bytes; returns its fate {state, pos}."""
-        return dict((await self._call(wire.CANCEL, {}, ident=request_id)).body)
+        return dict((await self._call(frames.CANCEL, {}, ident=request_id)).body)
 
     async def _call(
         self,

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxpool.common import wire
 from mlxpool.common.errors import Internal, PoolError, from_body
-from mlxpool.common.wire import Header, Message
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,14 @@ class StreamState:
         if not self.counts(message.header):
             return None
         kind, body = message.kind, message.body
-        if kind == wire.ACCEPTED:
+        if kind == frames.ACCEPTED:
             self._accept(int(body["boot"]), int(body["link"]), int(body["seed"]))
-        elif kind == wire.DELTA and self.accepted:
+        elif kind == frames.DELTA and self.accepted:
             blob = message.blobs[0] if message.blobs else b""
-            return self._take(message.header.pos, body, wire.unpack_ids(blob))
-        elif kind == wire.DONE and self.accepted:
+            return self._take(message.header.pos, body, frames.unpack_ids(blob))
+        elif kind == frames.DONE and self.accepted:
             return self._done(message.header.pos, body)
-        elif kind == wire.ERROR:
+        elif kind == frames.ERROR:
             self.error = from_body(body)
         return None
 

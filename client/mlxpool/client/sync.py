@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.client import request
-from mlxpool.client.link import Link
-from mlxpool.client.link import Stream as LinkStream
-from mlxpool.client.resend import BROKER_GRACE, CONNECT_GRACE, Pace
+from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
 from mlxpool.client.stream import Delta, Result, StreamState
-from mlxpool.common import wire
+from mlxpool.client.transport import Link
+from mlxpool.client.transport import Stream as LinkStream
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, PoolError
-from mlxpool.common.keys import Credentials
-from mlxpool.common.wire import Message
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Message
+from mlxpool.common.transport.keys import Credentials
 
 CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait for the model's load
 
@@ -126,7 +126,7 @@ class Client(Closing):
         sent; every other error ends the stream and is raised where it is read.
         """
         body, blobs = request.generate(model, prompt, messages, tokens, options)
-        stream = Stream(self._link, StreamState(os.urandom(wire.ID_BYTES)))
+        stream = Stream(self._link, StreamState(os.urandom(frames.ID_BYTES)))
         self._link.open(stream._part, body, blobs)
         return stream
 
@@ -137,7 +137,7 @@ class Client(Closing):
 
     def models(self) -> list[dict[str, Any]]:
         """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
-        return list(self._call(wire.MODELS, {}).body["models"])
+        return list(self._call(frames.MODELS, {}).body["models"])
 
     def tokenize(self, model: str, text: str) -> list[int]:
         """The ids of a text, as the model would read it as a prompt. Loads the model if need be.
@@ -145,12 +145,12 @@ class Client(Closing):
         Raises UnknownModel, or DeadlineExceeded without an answer in 60 s.
         """
         value, blobs = request.text(text)
-        message = self._call(wire.TOKENIZE, {"model": model, "text": value}, blobs)
-        return wire.unpack_ids(message.blobs[0]) if message.blobs else []
+        message = self._call(frames.TOKENIZE, {"model": model, "text": value}, blobs)
+        return frames.unpack_ids(message.blobs[0]) if message.blobs else []
 
     def detokenize(self, model: str, ids: Sequence[int]) -> str:
         """The text of these ids. Raises what `tokenize` does."""
-        message = self._call(wire.DETOKENIZE, {"model": model}, [wire.pack_ids(ids)])
+        message = self._call(frames.DETOKENIZE, {"model": model}, [frames.pack_ids(ids)])
         return str(message.body["text"])
 
     def cancel(self, request_id: bytes) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Client(Closing):
 
         Returns its fate: the state it was in, `unknown` if there is none, and `pos`, the ids sent.
         """
-        return dict(self._call(wire.CANCEL, {}, ident=request_id).body)
+        return dict(self._call(frames.CANCEL, {}, ident=request_id).body)
 
     def _call(
         self,

@@ -18,14 +18,14 @@ from starlette.types import Receive, Scope, Send
 
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import PoolError
-from mlxpool.gateway import faults
-from mlxpool.gateway.faults import Fault
+from mlxpool.gateway import errors
+from mlxpool.gateway.auth import Keys, Places
+from mlxpool.gateway.errors import Fault
 from mlxpool.gateway.http import Reply, read_json, unless_gone
-from mlxpool.gateway.keys import Keys, Places
-from mlxpool.gateway.ollama import Ollama
-from mlxpool.gateway.openai import OpenAI
-from mlxpool.gateway.openai_answers import sse
-from mlxpool.gateway.serving import Serving
+from mlxpool.gateway.ollama.routes import Ollama
+from mlxpool.gateway.openai.answers import sse
+from mlxpool.gateway.openai.routes import OpenAI
+from mlxpool.gateway.responses import Serving
 from mlxpool.gateway.settings import LOOPBACK, Settings
 
 log = logging.getLogger("mlxpool.gateway")
@@ -109,7 +109,7 @@ class Endpoint:
         except Fault as fault:
             await self._fail(reply, fault)
         except PoolError as error:
-            await self._fail(reply, faults.of(error))
+            await self._fail(reply, errors.of(error))
         except ClientDisconnect:  # the sender has left before it said all
             pass
         except asyncio.CancelledError:  # the gateway ends, and this has had its time

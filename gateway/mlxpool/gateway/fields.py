@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import CHECKS
-from mlxpool.gateway.faults import bad, unsupported
+from mlxpool.gateway.errors import bad, unsupported
 
 
 def check_names(

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive, Send
 
-from mlxpool.gateway.faults import Fault
+from mlxpool.gateway.errors import Fault
 
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"  # what `curl -d` says whatever it sends

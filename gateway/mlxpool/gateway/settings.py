@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxpool.common import sockets
 from mlxpool.common.paths import default_run_dir
+from mlxpool.common.transport import sockets
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

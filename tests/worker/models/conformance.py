@@ -17,17 +17,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import mlx_lm_peer
 from mlxpool.common.options import Options
 from mlxpool.worker import models
-from mlxpool.worker.engine.attention import Span, Step
-from mlxpool.worker.engine.cache import Row, RowShape
+from mlxpool.worker.attention.attention import Span, Step
+from mlxpool.worker.attention.row_cache import Row, RowShape
 from mlxpool.worker.engine.engine import ModelEngine
 from mlxpool.worker.engine.sequence import Drawn, Sequence
-from mlxpool.worker.models.base import Recurrent
+from mlxpool.worker.layers.interface import Recurrent
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.load import Loaded, inspect, load
-from worker_checkpoints import config, random_weights, write_checkpoint
+from support import mlx_lm_peer
+from support.worker_checkpoints import config, random_weights, write_checkpoint
 
 Weights = Mapping[str, np.ndarray]
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from worker_checkpoints import write_checkpoint
+from support.worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.engine.attention import Span, Step  # noqa: E402
-from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
+from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
 
 CHUNK, CHUNKS = 256, 4

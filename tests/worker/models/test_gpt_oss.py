@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from worker_checkpoints import config, random_weights, write_checkpoint
+from support.worker_checkpoints import config, random_weights, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.engine.attention import Span, Step  # noqa: E402
-from mlxpool.worker.engine.cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.models.base import KeyValue  # noqa: E402
+from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
+from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.layers.interface import KeyValue  # noqa: E402
 from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
 from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised  # noqa: E402
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from worker_checkpoints import config
+from support.worker_checkpoints import config
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.models.base import KeyValue  # noqa: E402
+from mlxpool.worker.layers.interface import KeyValue  # noqa: E402
 from mlxpool.worker.weights import load as load_room  # noqa: E402
 from worker.models.conformance import (  # noqa: E402
     WAYS,

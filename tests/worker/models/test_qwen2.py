@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from worker_checkpoints import config
+from support.worker_checkpoints import config
 
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 

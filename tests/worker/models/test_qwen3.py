@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from worker_checkpoints import config
+from support.worker_checkpoints import config
 
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 

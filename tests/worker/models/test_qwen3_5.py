@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from worker_checkpoints import config
+from support.worker_checkpoints import config
 
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.models.qwen3_5 import our_name
+from support.stored_checkpoints import Weights, after, converted
 from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised
-from worker.models.stored import Weights, after, converted
 
 TEXT: dict[str, Any] = {
     "model_type": "qwen3_5",

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from worker_checkpoints import config
+from support.worker_checkpoints import config
 
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
-from mlxpool.worker.models.base import KeyValue, Recurrent
-from mlxpool.worker.models.delta_net import by_kind
+from mlxpool.worker.layers.delta_net import by_kind
+from mlxpool.worker.layers.interface import KeyValue, Recurrent
+from support.stored_checkpoints import after, converted, one_by_one
 from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised
-from worker.models.stored import after, converted, one_by_one
 
 NEXT: dict[str, Any] = {
     "model_type": "qwen3_next",

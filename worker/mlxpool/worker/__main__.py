@@ -6,8 +6,8 @@ import os
 import sys
 import traceback
 
-from mlxpool.common.config import WORKER_VARIABLE, WorkerConfig
-from mlxpool.worker import ends
+from mlxpool.common.config.loading import WORKER_VARIABLE, WorkerConfig
+from mlxpool.worker.process import lifecycle
 
 SWITCH_INTERVAL = 0.0005  # seconds; at Python's 5 ms a busy edge makes a step three times as long
 
@@ -18,15 +18,15 @@ def main() -> int:
         print("a worker is started by its broker: use `mlxpool serve`", file=sys.stderr)
         return 2
     config = WorkerConfig.from_environment(settings)
-    ends.dump_on_signal(config.dump_fd)
-    ends.die_with_parent()
+    lifecycle.dump_on_signal(config.dump_fd)
+    lifecycle.die_with_parent()
     from mlxpool.common import logs  # the heavy imports come after
-    from mlxpool.worker.edge import Edge
+    from mlxpool.worker.process.edge import Edge
 
     logs.set_up(json_lines=config.log_format == "json")
     sys.setswitchinterval(SWITCH_INTERVAL)
     edge = Edge(config)
-    ends.watch_stdin(edge.orphaned)
+    lifecycle.watch_stdin(edge.orphaned)
     return edge.run()
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import zmq
 
-from mlxpool.broker.peers import Gate
+from mlxpool.broker.edge.peers import Gate
 from mlxpool.broker.security.keyring import Keyring
 from mlxpool.broker.security.zap import Zap
-from mlxpool.common import keys
-from mlxpool.common.config import PoolConfig
+from mlxpool.common.config.loading import PoolConfig
+from mlxpool.common.transport import keys
 
 log = logging.getLogger("mlxpool.broker")
 

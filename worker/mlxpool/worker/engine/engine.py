@@ -15,22 +15,23 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from mlxpool.common.options import Options
-from mlxpool.worker.engine import back_end, sampler
-from mlxpool.worker.engine.api import Share
-from mlxpool.worker.engine.attention import AnyRow, Span, pairs_at_once
-from mlxpool.worker.engine.blocks import BLOCK, blocks_of, transient
-from mlxpool.worker.engine.cache import RowShape
-from mlxpool.worker.engine.company import Company
-from mlxpool.worker.engine.draws import drawn, history, last
-from mlxpool.worker.engine.layouts import Layout, layout_of, named
-from mlxpool.worker.engine.row_engine import LEAST_BLOCKS, Chunk, RowEngine
-from mlxpool.worker.engine.sampler import Sampled
+from mlxpool.worker.attention.attention import AnyRow, Span, pairs_at_once
+from mlxpool.worker.attention.layouts import Layout, layout_of, named
+from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.engine import backend
+from mlxpool.worker.engine.base import LEAST_BLOCKS, Chunk, RowEngine
+from mlxpool.worker.engine.block_manager import BLOCK, blocks_of, transient
+from mlxpool.worker.engine.interface import Share
 from mlxpool.worker.engine.scheduler import area_of
 from mlxpool.worker.engine.sequence import Drawn, Sequence
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.tokenizer import Text
-from mlxpool.worker.weights.about import require_deterministic
+from mlxpool.worker.sampling import sampler
+from mlxpool.worker.sampling.batch import Company
+from mlxpool.worker.sampling.draws import drawn, history, last
+from mlxpool.worker.sampling.sampler import Sampled
+from mlxpool.worker.weights.description import require_deterministic
 from mlxpool.worker.weights.load import Loaded
 
 CLEAR_EVERY = 256  # decode steps between two clearings of what was freed
@@ -108,11 +109,11 @@ class ModelEngine(RowEngine[AnyRow]):
             blocks=blocks,
         )
         if loaded.deterministic:
-            require_deterministic(folder, on_gpu=back_end.on_gpu())
+            require_deterministic(folder, on_gpu=backend.on_gpu())
         self._loaded = loaded
         self._model = loaded.model
         shape = RowShape(folder.plan.caches, loaded.dtype, self.context, self.chunk)
-        name, shape = named(layout, shape, exact=loaded.deterministic, on_gpu=back_end.on_gpu())
+        name, shape = named(layout, shape, exact=loaded.deterministic, on_gpu=backend.on_gpu())
         self._keep(shape)
         if layout is None and shape.whole and shape.windowed and not self._holds_a_context():
             # Rows keep no more of a window than it sees.
@@ -123,7 +124,7 @@ class ModelEngine(RowEngine[AnyRow]):
         self._asked = name, shape, prefix
         self._layout, self._prefix = self._laid_out()
         self.blocks = self._capacity()
-        self._lookahead = back_end.on_gpu() if lookahead is None else lookahead
+        self._lookahead = backend.on_gpu() if lookahead is None else lookahead
         self._flight: _Flight | None = None
         self._entered: dict[Sequence, mx.array] = {}  # logits of those whose last token is computed
         self._company: tuple[list[Sequence], Company] | None = None
@@ -154,7 +155,7 @@ class ModelEngine(RowEngine[AnyRow]):
             self._model,
             max(blocks, LEAST_BLOCKS),
             exact=self._loaded.deterministic,
-            on_gpu=back_end.on_gpu(),
+            on_gpu=backend.on_gpu(),
         )
         return layout, prefix_cache.build(prefix, layout.store, self._prefix_bytes)
 
@@ -224,8 +225,8 @@ class ModelEngine(RowEngine[AnyRow]):
 
     def warm_up(self, moved: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Measures what a prefill chunk needs for a while, too."""
-        sizes = [min(n, self.context - 3) for n in (GPU_WARM_UP if back_end.on_gpu() else WARM_UP)]
-        if back_end.on_gpu():  # from there on MLX waits for what it has begun
+        sizes = [min(n, self.context - 3) for n in (GPU_WARM_UP if backend.on_gpu() else WARM_UP)]
+        if backend.on_gpu():  # from there on MLX waits for what it has begun
             mx.set_memory_limit(self._limit)
         pooled = self._layout.holds_tree and self._fixed is None
         if pooled:  # a small one leaves room for what is measured
@@ -395,8 +396,8 @@ class ModelEngine(RowEngine[AnyRow]):
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
-            if not back_end.on_gpu():
-                back_end.trim()
+            if not backend.on_gpu():
+                backend.trim()
 
 
 def _whole(flight: _Flight) -> tuple[_Flight, dict[Sequence, int]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import isqrt
 
-from mlxpool.worker.engine.blocks import next_need
+from mlxpool.worker.engine.block_manager import next_need
 from mlxpool.worker.engine.sequence import Phase, Sequence
 
 LOOK = 2048  # tokens that a step's whole budget may look back on; later ones get less of it

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.models.base import Plan
+from mlxpool.worker.layers.interface import Plan
 
 ARCHITECTURES = {
     "gemma3": "mlxpool.worker.models.gemma3",

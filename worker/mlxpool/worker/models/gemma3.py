@@ -13,11 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.models.base import LayerCache, Parts, Plan, Rope, Step, integer, number
-from mlxpool.worker.models.blocks import Block, Gated, GroupedQuery, Layered, Shapes, Stream, normed
-from mlxpool.worker.models.decoder import Decoder
-from mlxpool.worker.models.derived import Derived, Found, Spec
-from mlxpool.worker.models.reading import (
+from mlxpool.worker.layers.attention import (
+    Block,
+    Gated,
+    GroupedQuery,
+    Layered,
+    Shapes,
+    Stream,
+    normed,
+)
+from mlxpool.worker.layers.config_fields import (
     FULL,
     SLIDING,
     Heads,
@@ -27,7 +32,10 @@ from mlxpool.worker.models.reading import (
     require,
     windows,
 )
-from mlxpool.worker.models.rope import rope
+from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.derived_weights import Derived, Found, Spec
+from mlxpool.worker.layers.interface import LayerCache, Parts, Plan, Rope, Step, integer, number
+from mlxpool.worker.layers.rope import rope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

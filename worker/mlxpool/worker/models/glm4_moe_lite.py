@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mlxpool.worker.models.base import Plan, integer, number
-from mlxpool.worker.models.blocks import Gated, PreNorm
-from mlxpool.worker.models.decoder import Decoder
-from mlxpool.worker.models.derived import Derived, Found
-from mlxpool.worker.models.latent import LatentAttention, Sizes
-from mlxpool.worker.models.mixture import CORRECTION, Mixture
-from mlxpool.worker.models.reading import flag, layer_count, require
-from mlxpool.worker.models.rope import rope, yarn_gain
+from mlxpool.worker.layers.attention import Gated, PreNorm
+from mlxpool.worker.layers.config_fields import flag, layer_count, require
+from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.derived_weights import Derived, Found
+from mlxpool.worker.layers.interface import Plan, integer, number
+from mlxpool.worker.layers.mla import LatentAttention, Sizes
+from mlxpool.worker.layers.rope import rope, yarn_gain
+from mlxpool.worker.layers.sigmoid_moe import CORRECTION, Mixture
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 

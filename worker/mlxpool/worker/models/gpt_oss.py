@@ -8,11 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.models.base import MOST_PARTS, Layer, Parts, Plan, integer, number
-from mlxpool.worker.models.blocks import GroupedQuery, PreNorm, Shapes, linear
-from mlxpool.worker.models.decoder import Decoder
-from mlxpool.worker.models.derived import Derived, Found, Spec, unblocked
-from mlxpool.worker.models.reading import (
+from mlxpool.worker.layers.attention import GroupedQuery, PreNorm, Shapes, linear
+from mlxpool.worker.layers.config_fields import (
     FULL,
     SLIDING,
     Heads,
@@ -22,7 +19,10 @@ from mlxpool.worker.models.reading import (
     require,
     windows,
 )
-from mlxpool.worker.models.rope import rope
+from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.derived_weights import Derived, Found, Spec, unblocked
+from mlxpool.worker.layers.interface import MOST_PARTS, Layer, Parts, Plan, integer, number
+from mlxpool.worker.layers.rope import rope
 
 if TYPE_CHECKING:
     import mlx.core as mx

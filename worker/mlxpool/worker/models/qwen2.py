@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.worker.models.base import Plan, integer, number
-from mlxpool.worker.models.blocks import Block, Gated, GroupedQuery, PreNorm
-from mlxpool.worker.models.decoder import Decoder
-from mlxpool.worker.models.reading import (
+from mlxpool.worker.layers.attention import Block, Gated, GroupedQuery, PreNorm
+from mlxpool.worker.layers.config_fields import (
     FULL,
     SLIDING,
     Heads,
@@ -18,7 +16,9 @@ from mlxpool.worker.models.reading import (
     require,
     windows,
 )
-from mlxpool.worker.models.rope import rope
+from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.interface import Plan, integer, number
+from mlxpool.worker.layers.rope import rope
 
 
 def plan(config: Mapping[str, Any]) -> Plan:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.worker.models.base import Plan, integer, number
-from mlxpool.worker.models.blocks import Block, Gated, GroupedQuery, PreNorm
-from mlxpool.worker.models.decoder import Decoder
+from mlxpool.worker.layers.attention import Block, Gated, GroupedQuery, PreNorm
+from mlxpool.worker.layers.config_fields import Heads, flag, require
+from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.interface import Plan, integer, number
+from mlxpool.worker.layers.rope import rope
 from mlxpool.worker.models.qwen2 import sliding
-from mlxpool.worker.models.reading import Heads, flag, require
-from mlxpool.worker.models.rope import rope
 
 HEAD = 128  # numbers, where config.json does not say
 

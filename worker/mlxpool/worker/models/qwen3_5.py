@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.models.base import Plan
-from mlxpool.worker.models.delta_net import DeltaNet
-from mlxpool.worker.models.derived import Derived, Found, Spec
+from mlxpool.worker.layers.delta_net import DeltaNet
+from mlxpool.worker.layers.derived_weights import Derived, Found, Spec
+from mlxpool.worker.layers.interface import Plan
 from mlxpool.worker.models.qwen3_next import plan_of
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.models.base import Plan, integer, number
-from mlxpool.worker.models.blocks import Block, Feed, Gated, PreNorm
-from mlxpool.worker.models.decoder import Decoder
-from mlxpool.worker.models.derived import Derived, Found
+from mlxpool.worker.layers.attention import Block, Feed, Gated, PreNorm
+from mlxpool.worker.layers.config_fields import Heads, layer_count, require
+from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.derived_weights import Derived, Found
+from mlxpool.worker.layers.interface import Plan, integer, number
+from mlxpool.worker.layers.softmax_moe import Mixture
 from mlxpool.worker.models.qwen3 import attention
-from mlxpool.worker.models.reading import Heads, layer_count, require
-from mlxpool.worker.models.softmax_mixture import Mixture
 
 
 def plan(config: Mapping[str, Any]) -> Plan:

@@ -11,14 +11,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.worker.models.base import KeyValue, Parts, Plan, Rope, Scores, Step, integer, number
-from mlxpool.worker.models.blocks import Block, Gated, Mixing, PreNorm, Shapes, linear
-from mlxpool.worker.models.decoder import Decoder
-from mlxpool.worker.models.delta_net import FLOAT32, DeltaNet
-from mlxpool.worker.models.derived import Derived, Found, changed
-from mlxpool.worker.models.reading import FULL, Heads, flag, layer_count, layer_types, require
-from mlxpool.worker.models.rope import rope
-from mlxpool.worker.models.softmax_mixture import Mixture
+from mlxpool.worker.layers.attention import Block, Gated, Mixing, PreNorm, Shapes, linear
+from mlxpool.worker.layers.config_fields import FULL, Heads, flag, layer_count, layer_types, require
+from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.delta_net import FLOAT32, DeltaNet
+from mlxpool.worker.layers.derived_weights import Derived, Found, changed
+from mlxpool.worker.layers.interface import (
+    KeyValue,
+    Parts,
+    Plan,
+    Rope,
+    Scores,
+    Step,
+    integer,
+    number,
+)
+from mlxpool.worker.layers.rope import rope
+from mlxpool.worker.layers.softmax_moe import Mixture
 
 if TYPE_CHECKING:
     import mlx.core as mx

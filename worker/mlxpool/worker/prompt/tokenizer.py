@@ -13,16 +13,16 @@ from pathlib import Path
 from tokenizers import Encoding, Tokenizer
 
 from mlxpool.common.errors import BadRequest, Internal, ModelLoadFailed
-from mlxpool.common.messages import check_messages, check_think, check_tools
-from mlxpool.worker.cores import of_process
-from mlxpool.worker.mail import Fits, Prompt, any_size
-from mlxpool.worker.prompt.chat import Chat
-from mlxpool.worker.prompt.chat_format import opens_thinking
-from mlxpool.worker.prompt.gentle import of_what_is_left
-from mlxpool.worker.prompt.pieces import Pieces
-from mlxpool.worker.prompt.renderer import Rendered, Renderer
-from mlxpool.worker.prompt.template_process import NICENESS
-from mlxpool.worker.weights.folder import ModelFolder
+from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
+from mlxpool.worker.compute.messages import Fits, Prompt, any_size
+from mlxpool.worker.process.cpu_threads import of_process
+from mlxpool.worker.prompt.chat_template.output_format import opens_thinking
+from mlxpool.worker.prompt.chat_template.process import NICENESS
+from mlxpool.worker.prompt.chat_template.renderer import Rendered, Renderer
+from mlxpool.worker.prompt.chat_template.templates import Chat
+from mlxpool.worker.prompt.idle_thread import of_what_is_left
+from mlxpool.worker.prompt.token_bytes import Pieces
+from mlxpool.worker.weights.inspect import ModelFolder
 
 LONG = 16 * 1024  # characters that take more than some milliseconds
 PATIENCE = 1.0  # seconds that a long text may take of what running steps leave

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.weights import foreign
-from mlxpool.worker.weights.headers import Header, Tensor, read_header
+from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.weights import other_formats
 from mlxpool.worker.weights.json_files import read_json
-from mlxpool.worker.weights.quant import Quant
+from mlxpool.worker.weights.safetensors_header import Header, Tensor, read_header
 
 _SHOWN = 3  # names in an error that could list thousands
 
@@ -91,9 +91,9 @@ def require_folder(path: Path) -> None:
     if not path.exists():
         raise ModelLoadFailed(f"{path} does not exist")
     if path.is_file():
-        foreign.refuse_file(path)
+        other_formats.refuse_file(path)
     if not (path / "config.json").is_file():
-        foreign.refuse_folder(path)
+        other_formats.refuse_folder(path)
 
 
 def shards_of(path: Path) -> tuple[Path, ...]:
@@ -126,7 +126,7 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 def _refuse_weightless(path: Path) -> None:
     if any(path.glob("*.gguf")):
-        foreign.refuse_folder(path)
+        other_formats.refuse_folder(path)
     others = [*path.glob("*.bin"), *path.glob("*.pth")]
     also = "; it has PyTorch files, which are not read: convert them" if others else ""
     raise ModelLoadFailed(f"{path} has no model*.safetensors{also}")

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.models.base import Model
-from mlxpool.worker.models.derived import Derived
-from mlxpool.worker.weights.folder import ModelFolder, inspect
-from mlxpool.worker.weights.headers import Tensor
-from mlxpool.worker.weights.needs import grown
-from mlxpool.worker.weights.quant import FACTORS, FLOATS
+from mlxpool.worker.layers.derived_weights import Derived
+from mlxpool.worker.layers.interface import Model
+from mlxpool.worker.layers.quantisation import FACTORS, FLOATS
+from mlxpool.worker.weights.inspect import ModelFolder, inspect
+from mlxpool.worker.weights.memory_estimate import grown
+from mlxpool.worker.weights.safetensors_header import Tensor
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -55,7 +55,7 @@ def load(
     Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or are not what
     the digests say that a store has of them.
     """
-    from mlxpool.worker.models.parts import Parts
+    from mlxpool.worker.layers.linear import Parts
 
     dtype = _dtype(folder)
     weights: dict[str, mx.array] = {}

@@ -1,0 +1,71 @@
+"""Pictures of figures: one PNG for each table whose lines stand at numbers of streams or tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlxpool.bench.measurement import Figures, Line
+from mlxpool.bench.report import grouped
+
+SIZE = (7.0, 4.0)  # inches
+DOTS = 120  # an inch
+
+
+def draw(figures: Figures, folder: Path) -> Iterator[Path]:
+    """The files drawn. Raises ImportError naming the extra where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'mlxpool[bench]'") from error
+    matplotlib.use("agg")
+    for lines in grouped(figures.lines):
+        if len({line.at for line in lines}) > 1:
+            yield _picture(figures, lines, folder)
+            if lines[0].unit == "tokens/s" and lines[0].name.endswith(("stream", "streams")):
+                yield _picture(figures, [_latency(line) for line in lines], folder)
+
+
+def _latency(line: Line) -> Line:
+    """Milliseconds until the next token of each stream, from tokens/s of all."""
+    sides = {
+        side: tuple(1000 * line.at / rate for rate in rates) for side, rates in line.sides.items()
+    }
+    return Line(f"{line.group}, a token", line.name, "ms", sides, line.at, less_is_better=True)
+
+
+def _picture(figures: Figures, lines: Sequence[Line], folder: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=SIZE, layout="constrained")
+    axes = picture.subplots()
+    for side in dict.fromkeys(side for line in lines for side in line.sides):
+        _curve(axes, side, [line for line in lines if side in line.sides])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([line.at for line in lines], [f"{line.at:,}" for line in lines])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens" if lines[0].name.endswith("tokens") else "streams")
+    axes.set_ylabel(lines[0].unit)
+    axes.set_title(lines[0].group, loc="left")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    file = folder / f"{figures.what}-{_slug(lines[0])}.png"
+    picture.savefig(file, dpi=DOTS)
+    return file
+
+
+def _curve(axes: Any, side: str, lines: Sequence[Line]) -> None:
+    """The medians, with a band from least to greatest."""
+    at = [line.at for line in lines]
+    (drawn,) = axes.plot(at, [line.median(side) for line in lines], marker="o", label=side)
+    low = [min(line.sides[side]) for line in lines]
+    high = [max(line.sides[side]) for line in lines]
+    axes.fill_between(at, low, high, alpha=0.15, color=drawn.get_color(), linewidth=0)
+
+
+def _slug(line: Line) -> str:
+    kept = "".join(char if char.isalnum() else "-" for char in f"{line.group} {line.unit}".lower())
+    return "-".join(filter(None, kept.split("-")))

@@ -1,0 +1,4 @@
+"""Counters and histograms that the core counts in.
+
+Pure; `telemetry` renders them.
+"""

@@ -1,0 +1,116 @@
+"""What one model's requests add up to: counts, and histograms with fixed buckets.
+
+Nothing here goes down and nothing is kept of a single request. The bounds are vLLM's, so that its
+dashboards and alerts fit; `INTER_TOKEN` has three more below them, for small models.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+
+from mlxpool.broker.requests.request import Request
+from mlxpool.common.errors import BY_CODE
+
+# Upper bounds, seconds.
+FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+INTER_TOKEN = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+# Upper bounds, tokens: 1, 2, 5, 10 … 500,000.
+TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+OTHER = "other"  # what a worker said that is no reason or code of ours
+OUTCOMES = frozenset({"stop", "length", "cancelled", *BY_CODE})
+
+
+class Histogram:
+    """How many values were at most each bound: `counts[i]` those above the bound before it."""
+
+    __slots__ = ("_frozen", "bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last: above every bound
+        self.total = 0.0
+        self._frozen: Frozen | None = None  # as long as nothing new came
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+        self._frozen = None
+
+    def frozen(self) -> Frozen:
+        if self._frozen is None:
+            self._frozen = Frozen(self.bounds, tuple(self.counts), self.total)
+        return self._frozen
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A histogram at one moment."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+class Figures:
+    """Of one model since the broker's start. Times are seconds. Owned by the core."""
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self.resumed = 0
+        self.tokens = 0  # taken from workers
+        self.prompt_tokens = 0  # of ended requests
+        self.outcomes: Counter[str] = Counter()  # by reason or error code
+        self.queue = Histogram(REQUEST)  # accepted to given to a worker
+        self.first_token = Histogram(FIRST_TOKEN)  # accepted to first token
+        self.inter_token = Histogram(INTER_TOKEN)  # between two tokens of a request
+        self.prefill = Histogram(REQUEST)  # given to a worker to first token
+        self.decode = Histogram(REQUEST)  # first token to end
+        self.inference = Histogram(REQUEST)  # given to a worker to end
+        self.whole = Histogram(REQUEST)  # accepted to end
+        self.prompts = Histogram(TOKENS)  # of requests that got a token
+        self.completions = Histogram(TOKENS)  # the same
+
+    def assigned(self, request: Request, now: float) -> None:
+        """It got its first worker."""
+        self.queue.observe(now - request.accepted_at)
+
+    def came(self, request: Request, now: float) -> None:
+        """Its new ids are in `request.ids`: those of several steps, if they came together.
+
+        Steps that are read together have one time, so their ids share the pause before them.
+        """
+        count = len(request.ids) // 4 - request.timed
+        if count <= 0:
+            return
+        if request.timed_at:
+            self.inter_token.observe((now - request.timed_at) / count, count)
+        else:
+            self.first_token.observe(now - request.accepted_at)
+            self.prefill.observe(now - request.assigned_at)
+        request.timed += count
+        request.timed_at = now
+
+    def ended(self, request: Request, outcome: str, now: float) -> None:
+        """Its stream has its terminal."""
+        self.outcomes[outcome if outcome in OUTCOMES else OTHER] += 1
+        self.prompt_tokens += request.prompt_tokens
+        self.whole.observe(now - request.accepted_at)
+        if request.assigned_at:
+            self.inference.observe(now - request.assigned_at)
+        if request.first_at:
+            self.decode.observe(now - request.first_at)
+            self.prompts.observe(request.prompt_tokens)
+            self.completions.observe(request.taken)

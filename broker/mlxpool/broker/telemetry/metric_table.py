@@ -1,0 +1,279 @@
+"""The broker's metrics: one table of every name, its labels and where its values are.
+
+Names and buckets are vLLM's, with `mlxpool_` for `vllm:` and `model` for `model_name`
+(docs/operate.md has both side by side). The values of a label are few and known beforehand: models,
+slots, states, kinds, codes; never an id, an owner or a process.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import zmq
+
+from mlxpool.broker.metrics.histograms import OTHER, Frozen
+from mlxpool.broker.processes import system
+from mlxpool.broker.telemetry.snapshot import ModelView, Snapshot, WorkerView
+from mlxpool.broker.workers.worker import WorkerState
+from mlxpool.common.errors import BY_CODE
+
+REASONS = ("stop", "length", "cancelled")
+BROKER_STATES = ("ready", "draining", "stopping")
+MODEL_STATES = ("cold", "starting", "ready", "draining", "drained", "failed", "broken")
+WORKER_STATES = tuple(state.value for state in WorkerState if state is not WorkerState.LOST)
+CODES = tuple(BY_CODE)
+FAILURES = (*CODES, OTHER)
+MEMORY = ("weights", "kv", "prefix", "active", "cache", "peak", "rss")
+
+Value = float | Sequence[float] | Frozen
+Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, value
+GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric. `rows` is called by the thread that answers, never by the loop.
+
+    `over` are the values of its last label when each row has a number for all of them.
+    """
+
+    name: str
+    kind: str  # GAUGE | COUNTER | HISTOGRAM
+    help: str
+    labels: tuple[str, ...]
+    rows: Callable[[Snapshot], Rows]
+    over: tuple[str, ...] = ()
+
+    def series(self) -> tuple[str, ...]:
+        """The names that a query may use."""
+        if self.kind != HISTOGRAM:
+            return (self.name,)
+        return tuple(f"{self.name}_{end}" for end in ("bucket", "sum", "count"))
+
+
+def _pool(*path: str) -> Callable[[Snapshot], Rows]:
+    """One value of the admin's `stats`."""
+
+    def rows(snapshot: Snapshot) -> Rows:
+        value = snapshot.stats
+        for key in path:
+            value = value[key]
+        yield (), float(value)  # type: ignore[arg-type]
+
+    return rows
+
+
+def _model(value: Callable[[ModelView], Value]) -> Callable[[Snapshot], Rows]:
+    return lambda snapshot: (((model.name,), value(model)) for model in snapshot.models)
+
+
+def _count(key: str) -> Callable[[Snapshot], Rows]:
+    return _model(lambda model: model.counts[key])
+
+
+def _histogram(key: str) -> Callable[[Snapshot], Rows]:
+    return lambda snapshot: (
+        ((model.name,), model.histograms[key]) for model in snapshot.models if model.histograms
+    )
+
+
+def _worker(value: Callable[[WorkerView], int]) -> Callable[[Snapshot], Rows]:
+    return lambda snapshot: (((w.model, w.slot), value(w)) for w in snapshot.workers)
+
+
+def _beat(value: Callable[[WorkerView], int | None]) -> Callable[[Snapshot], Rows]:
+    """As `_worker`; None is left out."""
+
+    def rows(snapshot: Snapshot) -> Rows:
+        for worker in snapshot.workers:
+            said = value(worker)
+            if said is not None:
+                yield (worker.model, worker.slot), said
+
+    return rows
+
+
+def _outcomes(names: tuple[str, ...]) -> Callable[[Snapshot], Rows]:
+    """All of them once the model was asked for, so that the first one shows in a rate."""
+    return lambda snapshot: (
+        ((model.name,), [model.outcomes.get(name, 0) for name in names])
+        for model in snapshot.models
+        if model.histograms
+    )
+
+
+def _rejected(snapshot: Snapshot) -> Rows:
+    rejected: Mapping[str, int] = snapshot.stats["rejected"]
+    yield (), [rejected.get(code, 0) for code in CODES]
+
+
+def _broker_states(snapshot: Snapshot) -> Rows:
+    yield (), [int(snapshot.state == state) for state in BROKER_STATES]
+
+
+def _model_states(snapshot: Snapshot) -> Rows:
+    return (
+        ((model.name,), [int(model.state == state) for state in MODEL_STATES])
+        for model in snapshot.models
+    )
+
+
+def _worker_states(snapshot: Snapshot) -> Rows:
+    return (
+        ((model.name,), [model.workers.get(state, 0) for state in WORKER_STATES])
+        for model in snapshot.models
+    )
+
+
+def _memory(snapshot: Snapshot) -> Rows:
+    return (
+        ((worker.model, worker.slot, kind), worker.memory[kind])
+        for worker in snapshot.workers
+        for kind in MEMORY
+        if kind in worker.memory
+    )
+
+
+def _kv_usage(snapshot: Snapshot) -> Rows:
+    for worker in snapshot.workers:
+        memory = worker.memory
+        room = memory.get("limit", 0) - memory.get("weights", 0)
+        if room > 0 and "kv" in memory:
+            yield (worker.model, worker.slot), memory["kv"] / room
+
+
+def _queries(worker: WorkerView) -> int | None:
+    prefix = worker.prefix
+    return prefix.get("hits", 0) + prefix.get("misses", 0) if prefix else None
+
+
+def _version() -> str:
+    try:
+        return version("mlxpool")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+VERSION = _version()
+_BUILD = (VERSION, platform.python_version(), zmq.__version__, zmq.zmq_version())
+_MODEL, _WORKER = ("model",), ("model", "worker")
+
+
+def _process(value: Callable[[], float]) -> Callable[[Snapshot], Rows]:
+    return lambda _: [((), value())]
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system
+
+
+_MODEL, _WORKER = ("model",), ("model", "worker")
+
+BROKER = (
+    Family("mlxpool_build_info", GAUGE, "Versions; always 1",
+           ("version", "python", "pyzmq", "libzmq"), lambda _: [(_BUILD, 1.0)]),
+    Family("mlxpool_broker_state", GAUGE, "1 for the state it is in",
+           ("state",), _broker_states, BROKER_STATES),
+    Family("mlxpool_broker_uptime_seconds", GAUGE, "Since the broker's start",
+           (), _pool("broker", "uptime_s")),
+    Family("mlxpool_broker_loop_lag_seconds", GAUGE,
+           "Longest time that the loop read nothing, in the last 15 to 30 s",
+           (), lambda snapshot: [((), snapshot.lag)]),
+    Family("mlxpool_links", GAUGE, "Connections of clients", (), _pool("broker", "links")),
+    Family("mlxpool_links_lost_total", COUNTER, "Connections lost with streams on them",
+           (), _pool("links", "lost")),
+    Family("mlxpool_front_shut_total", COUNTER,
+           "Times nobody was let in, for want of descriptors or memory",
+           (), _pool("broker", "front_shut")),
+    Family("mlxpool_turned_out_total", COUNTER, "Connections cut because they filled the memory",
+           (), _pool("broker", "turned_out")),
+    Family("mlxpool_bad_frames_total", COUNTER, "What was no message", (), _pool("frames", "bad")),
+    Family("mlxpool_fenced_total", COUNTER, "Frames of workers whose epoch or run does not count",
+           (), _pool("frames", "fenced")),
+    Family("mlxpool_auth_failures_total", COUNTER, "Workers that came without a valid token",
+           (), _pool("auth_failures")),
+    Family("mlxpool_internal_errors_total", COUNTER, "Events that met a bug of the broker",
+           (), _pool("internal_errors")),
+    Family("mlxpool_poisoned_requests", GAUGE, "Requests that are refused as poison",
+           (), _pool("poisoned")),
+    Family("mlxpool_requests_rejected_total", COUNTER, "Requests that were not accepted",
+           ("error",), _rejected, CODES),
+    Family("process_resident_memory_bytes", GAUGE, "Memory of the broker",
+           (), _process(lambda: system.resident(os.getpid()))),
+    Family("process_cpu_seconds_total", COUNTER, "Processor time of the broker",
+           (), _process(_cpu_seconds)),
+    Family("process_open_fds", GAUGE, "Descriptors the broker has open",
+           (), _process(lambda: len(os.listdir("/dev/fd")))),
+    Family("process_max_fds", GAUGE, "Descriptors the broker may have open",
+           (), _pool("broker", "descriptors")),
+)  # fmt: skip
+
+REQUESTS = (
+    Family("mlxpool_model_state", GAUGE, "1 for the state it is in",
+           ("model", "state"), _model_states, MODEL_STATES),
+    Family("mlxpool_requests_running", GAUGE, "Requests that workers have",
+           _MODEL, _model(lambda model: model.running)),
+    Family("mlxpool_requests_waiting", GAUGE, "Requests in the model's queue",
+           _MODEL, _model(lambda model: model.waiting)),
+    Family("mlxpool_requests_waiting_bytes", GAUGE, "Prompts in the model's queue",
+           _MODEL, _model(lambda model: model.waiting_bytes)),
+    Family("mlxpool_requests_accepted_total", COUNTER, "Streams begun",
+           _MODEL, _count("accepted")),
+    Family("mlxpool_requests_resumed_total", COUNTER,
+           "Times a request went back to the queue because its worker was lost or drained",
+           _MODEL, _count("resumed")),
+    Family("mlxpool_request_success_total", COUNTER, "Streams that ended with `done`",
+           ("model", "reason"), _outcomes(REASONS), REASONS),
+    Family("mlxpool_request_failures_total", COUNTER, "Streams that ended with `error`",
+           ("model", "error"), _outcomes(FAILURES), FAILURES),
+    Family("mlxpool_prompt_tokens_total", COUNTER, "Prompt tokens of ended requests",
+           _MODEL, _count("prompt_tokens")),
+    Family("mlxpool_generation_tokens_total", COUNTER, "Tokens taken from workers",
+           _MODEL, _count("tokens")),
+    Family("mlxpool_request_queue_time_seconds", HISTOGRAM, "Accepted to given to a worker",
+           _MODEL, _histogram("queue")),
+    Family("mlxpool_time_to_first_token_seconds", HISTOGRAM, "Accepted to the first token",
+           _MODEL, _histogram("first_token")),
+    Family("mlxpool_inter_token_latency_seconds", HISTOGRAM, "Between two tokens of a stream",
+           _MODEL, _histogram("inter_token")),
+    Family("mlxpool_e2e_request_latency_seconds", HISTOGRAM, "Accepted to the end",
+           _MODEL, _histogram("whole")),
+    Family("mlxpool_request_prefill_time_seconds", HISTOGRAM,
+           "Given to a worker to the first token", _MODEL, _histogram("prefill")),
+    Family("mlxpool_request_decode_time_seconds", HISTOGRAM, "First token to the end",
+           _MODEL, _histogram("decode")),
+    Family("mlxpool_request_inference_time_seconds", HISTOGRAM, "Given to a worker to the end",
+           _MODEL, _histogram("inference")),
+    Family("mlxpool_request_prompt_tokens", HISTOGRAM, "Prompts of requests that got a token",
+           _MODEL, _histogram("prompts")),
+    Family("mlxpool_request_generation_tokens", HISTOGRAM, "Tokens of requests that got one",
+           _MODEL, _histogram("completions")),
+)  # fmt: skip
+
+WORKERS = (
+    Family("mlxpool_workers", GAUGE, "Workers", ("model", "state"), _worker_states, WORKER_STATES),
+    Family("mlxpool_worker_restarts_total", COUNTER, "Ends that nobody asked for",
+           _WORKER, _worker(lambda worker: worker.restarts)),
+    Family("mlxpool_worker_memory_bytes", GAUGE, "What a worker holds, by its own word",
+           ("model", "worker", "kind"), _memory),
+    Family("mlxpool_worker_memory_limit_bytes", GAUGE, "What a worker may hold",
+           _WORKER, _beat(lambda worker: worker.memory.get("limit") or None)),
+    Family("mlxpool_kv_cache_usage_ratio", GAUGE,
+           "Keys and values of running requests in what weights leave of the limit, 0 to 1",
+           _WORKER, _kv_usage),
+    Family("mlxpool_preemptions_total", COUNTER, "Sequences that gave way to older ones",
+           _WORKER, _beat(lambda worker: worker.memory.get("preemptions"))),
+    Family("mlxpool_prefix_cache_queries_total", COUNTER, "Prompts looked up",
+           _WORKER, _beat(_queries)),
+    Family("mlxpool_prefix_cache_hits_total", COUNTER, "Prompts whose beginning was found",
+           _WORKER, _beat(lambda worker: worker.prefix.get("hits"))),
+    Family("mlxpool_prefix_cache_tokens_total", COUNTER, "Prompt tokens that were found",
+           _WORKER, _beat(lambda worker: worker.prefix.get("tokens"))),
+)  # fmt: skip
+
+FAMILIES = (*BROKER, *REQUESTS, *WORKERS)

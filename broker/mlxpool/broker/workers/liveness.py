@@ -1,0 +1,120 @@
+"""Busy or hung: what can be told from outside about a worker. Pure.
+
+An age counts only time in which the worker could run and in which we looked: waiting for a CPU is
+subtracted, and a gap between two looks counts for two ticks at most, so that a broker that was
+frozen itself condemns nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from mlxpool.common.config.loading import PoolConfig
+from mlxpool.common.progress import Look
+
+FACTOR = 40  # times the usual duration is suspect
+LINK_FRESH = 2.0  # seconds: an edge that moved so lately is alive
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the supervisor sees of a process. Waits are nanoseconds spent runnable but not run."""
+
+    look: Look
+    stopped: bool = False  # by a signal
+    compute_wait_ns: int = 0
+    edge_wait_ns: int = 0
+    rss: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`age` and `limit` in seconds; past the limit it is suspect, past twice that it is hung."""
+
+    age: float = 0.0
+    limit: float = math.inf
+    cause: str = ""
+    own: bool = False  # whether what it was doing is to blame
+    dump: bool = True  # whether its stacks can say more
+
+    @property
+    def suspect(self) -> bool:
+        return self.age >= self.limit
+
+    @property
+    def hung(self) -> bool:
+        return self.age >= 2 * self.limit
+
+
+@dataclass(eq=False, slots=True)
+class Watch:
+    """Two ages: since the compute thread moved, and since a beat arrived; in running seconds."""
+
+    at: float = 0.0
+    sample: Sample = field(default_factory=lambda: Sample(Look()))
+    beat_at: float = 0.0
+    still: float = 0.0
+    silent: float = 0.0
+    edge_still: float = 0.0
+
+    def observe(self, sample: Sample, beat_at: float, now: float, tick: float) -> None:
+        """Take a look into account. `beat_at` is when the newest frame of it arrived."""
+        gap = min(now - self.at, 2 * tick) if self.at else 0.0
+        before, self.sample, self.at = self.sample, sample, now
+        compute = _ran(gap, before.compute_wait_ns, sample.compute_wait_ns)
+        edge = _ran(gap, before.edge_wait_ns, sample.edge_wait_ns)
+        moved = _place(before.look) != _place(sample.look)
+        edge_moved = before.look.edge_ns != sample.look.edge_ns
+        self.still = 0.0 if moved else max(0.0, self.still + compute)
+        self.silent = 0.0 if beat_at != self.beat_at else max(0.0, self.silent + edge)
+        self.edge_still = 0.0 if edge_moved else max(0.0, self.edge_still + edge)
+        self.beat_at = beat_at
+
+
+def _ran(gap: float, wait_before: int, wait_now: int) -> float:
+    """Below 0 for a wait longer than the gap: the kernel counts a wait when it is over."""
+    return gap - max(0, wait_now - wait_before) / 1e9
+
+
+def _place(look: Look) -> tuple[str, int, int]:
+    return look.phase, look.since_ns, look.count
+
+
+def limit_of(look: Look, config: PoolConfig) -> float:
+    """Seconds without progress before a worker is suspect; infinity where it may rest."""
+    if look.phase in ("idle", "blocked"):
+        return math.inf
+    if look.phase in ("boot", "load", "unload"):
+        return config.load_limit
+    if look.phase == "prefill":
+        floor, usual = config.prefill_limit, look.usual_token_ns * look.tokens / 1e9
+    else:
+        floor, usual = config.step_limit, look.usual_step_ns / 1e9
+    limit = max(floor, FACTOR * usual)
+    return max(limit, config.fresh_limit) if look.fresh else limit
+
+
+def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int = 0) -> Verdict:
+    """The worst that can be said of a worker. Before its welcome it owes no beats."""
+    sample, look = watch.sample, watch.sample.look
+    if 0 < memory_limit < sample.rss:
+        cause = f"out of memory: {sample.rss} bytes resident, memory_limit {memory_limit}"
+        return Verdict(1.0, 0.5, cause, own=True, dump=False)
+    compute = Verdict(
+        watch.still,
+        limit_of(look, config),
+        f"hung in {look.phase} for {watch.still:.1f} s",
+        own=True,
+    )
+    silent = Verdict(
+        watch.silent,
+        config.beat_limit if welcomed else math.inf,
+        f"no beat for {watch.silent:.1f} s",
+        own=watch.edge_still > LINK_FRESH,
+    )
+    worst = max(compute, silent, key=lambda verdict: verdict.age / verdict.limit)
+    if sample.stopped and worst.suspect:
+        cause = f"stopped by a signal (SIGSTOP) for {worst.age:.1f} s"
+        return Verdict(worst.age, worst.limit, cause, own=False, dump=False)
+    return worst

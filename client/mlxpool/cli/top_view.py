@@ -1,0 +1,195 @@
+"""What `mlxpool top` shows, from the pictures of the last minute. Pure: no terminal, no clock.
+
+Times are the broker's own (`uptime_s`), so a slow reader does not make rates wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.cli.formatting import duration, size
+
+Picture = Mapping[str, Any]
+
+RATE_OVER = 3  # pictures, a second apart: what tokens a second are taken from
+KEPT = 61  # pictures: the median time to the first token is that of the last minute
+
+HEAD = ("MODEL", "SLOT", "STATE", "RUN", "WAIT", "TOK/S", "TTFT", "KV%", "MEM", "RESTARTS", "UP")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One slot, or a model without workers. None: not known, or nothing to reckon with."""
+
+    model: str
+    slot: str = "-"
+    state: str = "-"
+    running: int = 0
+    waiting: int = 0  # requests in the queue of its model
+    rate: float | None = None  # tokens a second
+    first_token: float | None = None  # seconds; the median of its model
+    kv: float | None = None  # keys and values in what the weights leave of the limit, 0 to 1
+    memory: int | None = None  # bytes that MLX holds
+    restarts: int = 0
+    up: float | None = None  # seconds
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A column to sort by; numbers begin with the largest."""
+
+    key: str  # the key to press
+    name: str  # for --sort
+    value: Callable[[Row], Any]
+    falling: bool = True
+
+
+ORDERS = (
+    Order("m", "model", lambda row: (row.model, row.slot), falling=False),
+    Order("e", "state", lambda row: row.state, falling=False),
+    Order("n", "run", lambda row: row.running),
+    Order("w", "wait", lambda row: row.waiting),
+    Order("t", "rate", lambda row: row.rate or 0.0),
+    Order("f", "ttft", lambda row: row.first_token or 0.0),
+    Order("k", "kv", lambda row: row.kv or 0.0),
+    Order("b", "memory", lambda row: row.memory or 0),
+    Order("x", "restarts", lambda row: row.restarts),
+    Order("u", "up", lambda row: row.up or 0.0),
+)
+
+
+def rows(history: Sequence[Picture]) -> list[Row]:
+    """The rows of the newest picture; `history` begins with the oldest and is not empty."""
+    history = _of_one_broker(history)
+    now, before = history[-1], history[-1 - min(RATE_OVER, len(history) - 1)]
+    models = {model["name"]: model for model in now["models"]}
+    made = {_incarnation(worker): worker.get("tokens", 0) for worker in before["workers"]}
+    seconds = now["broker"]["uptime_s"] - before["broker"]["uptime_s"]
+    medians = _medians(history[0], now)
+    found = []
+    for worker in now["workers"]:
+        model = models.pop(worker["model"], None) or _model(now, worker["model"])
+        grown = worker.get("tokens", 0) - made.get(_incarnation(worker), 0)
+        rate = grown / seconds if seconds > 0 and worker.get("pid") else None
+        found.append(_row(worker, model, rate, medians.get(worker["model"])))
+    for name, model in models.items():
+        found.append(
+            Row(name, state=model["state"], waiting=model["waiting"], first_token=medians.get(name))
+        )
+    return found
+
+
+def ordered(found: Sequence[Row], order: Order, *, turned: bool = False) -> list[Row]:
+    """Sorted by one column; equal ones by model and slot."""
+    by_name = sorted(found, key=lambda row: (row.model, row.slot))
+    return sorted(by_name, key=order.value, reverse=order.falling is not turned)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as text, one cell for each of HEAD."""
+    return (
+        row.model,
+        row.slot,
+        row.state,
+        str(row.running),
+        str(row.waiting),
+        _figure(row.rate, "{:.0f}"),
+        _milliseconds(row.first_token),
+        _figure(None if row.kv is None else 100 * row.kv, "{:.0f}"),
+        size(row.memory),
+        str(row.restarts),
+        "-" if row.up is None else duration(row.up),
+    )
+
+
+def summary(history: Sequence[Picture]) -> str:
+    """One line about the whole pool."""
+    history = _of_one_broker(history)
+    now, before = history[-1], history[-1 - min(RATE_OVER, len(history) - 1)]
+    broker, counts = now["broker"], now["stats"]["requests"]
+    seconds = broker["uptime_s"] - before["broker"]["uptime_s"]
+    made = now["stats"]["tokens"]["generated"] - before["stats"]["tokens"]["generated"]
+    rate = f"{made / seconds:.0f}" if seconds > 0 else "-"
+    return (
+        f"broker {broker['pid']} {broker['state']}, up {duration(broker['uptime_s'])};"
+        f" {counts['live']} live, {now['stats']['queued']} queued, {counts['done']} done,"
+        f" {counts['failed']} failed, {counts['cancelled']} cancelled; {rate} tokens/s"
+    )
+
+
+def median(bounds: Sequence[float], counts: Sequence[int]) -> float | None:
+    """Of a histogram, as if values lay evenly in each bucket; None when it is empty."""
+    half, below, low = sum(counts) / 2, 0, 0.0
+    if not half:
+        return None
+    for bound, count in zip(bounds, counts, strict=False):
+        if below + count >= half:
+            return low + (bound - low) * (half - below) / count
+        below, low = below + count, bound
+    return low  # above every bound
+
+
+def _medians(before: Picture, now: Picture) -> dict[str, float | None]:
+    """By model: of the first tokens that came between the two; of all, if there is one only."""
+    models = () if before is now else before["models"]
+    old = {model["name"]: model["first_token"]["counts"] for model in models}
+    found = {}
+    for model in now["models"]:
+        counts = model["first_token"]["counts"]
+        known = old.get(model["name"], [0] * len(counts))
+        grown = [new - was for new, was in zip(counts, known, strict=True)]
+        found[model["name"]] = median(model["first_token"]["bounds"], grown)
+    return found
+
+
+def _of_one_broker(history: Sequence[Picture]) -> Sequence[Picture]:
+    """Those since the newest broker's start: counters of another one do not go on."""
+    boot = history[-1]["broker"]["boot"]
+    return [picture for picture in history if picture["broker"]["boot"] == boot]
+
+
+def _incarnation(worker: Mapping[str, Any]) -> tuple[str, Any]:
+    return worker["slot"], worker.get("pid")
+
+
+def _model(picture: Picture, name: str) -> Mapping[str, Any]:
+    """That of a second replica, whose first has taken it from the list already."""
+    return next((m for m in picture["models"] if m["name"] == name), {})
+
+
+def _row(
+    worker: Mapping[str, Any],
+    model: Mapping[str, Any],
+    rate: float | None,
+    first_token: float | None,
+) -> Row:
+    memory = worker.get("memory") or {}
+    room = memory.get("limit", 0) - memory.get("weights", 0)
+    return Row(
+        model=worker["model"],
+        slot=worker["slot"],
+        state="suspect" if worker.get("suspect") else worker["state"],
+        running=worker.get("running", 0),
+        waiting=model.get("waiting", 0),
+        rate=rate,
+        first_token=first_token,
+        kv=memory["kv"] / room if room > 0 and "kv" in memory else None,
+        memory=memory.get("active"),
+        restarts=worker.get("restarts", 0),
+        up=worker.get("uptime_s"),
+    )
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{1000 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.0f} s"

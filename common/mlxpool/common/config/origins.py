@@ -1,0 +1,190 @@
+"""Where each setting comes from: a flag, the environment, a line of the file, or the default.
+
+`config.load` decides what counts, in the same order; this only tells.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mlxpool.common.config.loading import (
+    BUILTIN,
+    NO_SETTINGS,
+    ModelConfig,
+    PoolConfig,
+    load,
+    variables,
+)
+
+DEFAULT = "default"
+PREFIX = "MLXPOOL_"
+# Read elsewhere: by the command line, by workers, by tests.
+OTHERS = [
+    "MLXPOOL_ADMIN_ENDPOINT",
+    "MLXPOOL_BACK_ENDPOINT",
+    "MLXPOOL_BENCH",
+    "MLXPOOL_CONFIG",
+    "MLXPOOL_ENDPOINT",
+    "MLXPOOL_HISTORY",
+    "MLXPOOL_HYPOTHESIS",
+    "MLXPOOL_KEY",
+    "MLXPOOL_OPENBLAS",
+    "MLXPOOL_SERVER_KEY",
+    "MLXPOOL_WORKER",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting; `key` is dotted, such as pool.queue_limit or models.demo.path."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+def settings(
+    path: Path | None, flags: Mapping[str, Any], folders: Mapping[str, str]
+) -> list[Setting]:
+    """Every setting as `config.load` with the same arguments has it. Raises ConfigError."""
+    loaded = load(path, flags, folders)
+    lines = _lines(path.read_text("utf-8")) if path else {}
+    table = tomllib.loads(path.read_text("utf-8")) if path else {}
+    told = _Told(str(path), table, lines)
+    return [
+        *_pool(loaded, flags, told),
+        *_entries(loaded, told),
+        *(one for name in loaded.models for one in _model(loaded, name, folders, told)),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the file says, and in which line."""
+
+    file: str
+    table: Mapping[str, Any]
+    lines: Mapping[tuple[str, ...], int]
+
+    def of(self, *keys: str) -> str | None:
+        """Where the file says it, or None."""
+        inner: Any = self.table
+        for key in keys:
+            if not isinstance(inner, Mapping) or key not in inner:
+                return None
+            inner = inner[key]
+        for size in range(len(keys), 0, -1):  # an inline table has the line of what it is in
+            if keys[:size] in self.lines:
+                return f"{self.file}:{self.lines[keys[:size]]}"
+        return self.file
+
+
+def _pool(loaded: PoolConfig, flags: Mapping[str, Any], told: _Told) -> Iterator[Setting]:
+    known = variables()
+    for name in (field.name for field in fields(loaded) if field.name not in NO_SETTINGS):
+        if flags.get(name) is not None:
+            origin = f"--{name.replace('_', '-')}"
+        elif name in known and os.environ.get(known[name]):
+            origin = f"${known[name]}"
+        else:
+            origin = told.of("pool", name) or DEFAULT
+        yield Setting(f"pool.{name}", _plain(getattr(loaded, name)), origin)
+
+
+def _entries(loaded: PoolConfig, told: _Told) -> Iterator[Setting]:
+    """Sections of the file that have a name each, but for models."""
+    for name in (field.name for field in fields(loaded) if field.name != "models"):
+        entries = getattr(loaded, name)
+        if not isinstance(entries, Mapping):
+            continue
+        for entry, table in entries.items():
+            for key, value in _flat(asdict(table)):
+                origin = told.of(name, entry, *key) or DEFAULT
+                yield Setting(_dotted(name, entry, *key), _plain(value), origin)
+
+
+def _model(
+    loaded: PoolConfig, name: str, folders: Mapping[str, str], told: _Told
+) -> Iterator[Setting]:
+    model = loaded.models[name]
+    if name in folders:
+        origin = "--model"
+    elif model.within:
+        origin = "models_dir"
+    else:
+        origin = DEFAULT
+    named = name not in folders  # a flag replaces the whole section
+    for key, value in _flat(asdict(model)):
+        said = told.of("models", name, *key) if named else None
+        if said is None and key == ("keep_alive",) and model.pin:
+            said = told.of("models", name, "pin")
+        ours = origin if key == ("path",) or name in BUILTIN else DEFAULT
+        yield Setting(_dotted("models", name, *key), _plain(value), said or ours)
+
+
+def _flat(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    for key, value in table.items():
+        if key in NO_SETTINGS:
+            continue
+        if isinstance(value, Mapping):
+            yield from _flat(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _dotted(*keys: str) -> str:
+    return ".".join(key if re.fullmatch(r"[\w-]+", key) else f'"{key}"' for key in keys)
+
+
+_SECTION = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
+_KEY = re.compile(r"""\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""")
+_PART = re.compile(r"""[\w-]+|"[^"]*"|'[^']*'""")
+
+
+def _lines(text: str) -> dict[tuple[str, ...], int]:
+    """The line of each key that begins one, and of each section."""
+    found: dict[tuple[str, ...], int] = {}
+    section: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if (match := _SECTION.match(line)) is not None:
+            section = _parts(match[1])
+            found.setdefault(section, number)
+        elif (match := _KEY.match(line)) is not None:
+            found.setdefault((*section, *_parts(match[1])), number)
+    return found
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip("\"'") for part in _PART.findall(text))
+
+
+def strangers() -> dict[str, str]:
+    """Variables MLXPOOL_* of the environment that nothing reads, and the nearest that is read."""
+    known = [*variables().values(), *OTHERS]
+    odd = [n for n in os.environ if n.startswith(PREFIX) and n not in known]
+    tails = {name.removeprefix(PREFIX): name for name in known}  # what they share is no likeness
+    near = {name: difflib.get_close_matches(name.removeprefix(PREFIX), tails, 1) for name in odd}
+    return {name: tails[near[name][0]] if near[name] else "" for name in sorted(odd)}
+
+
+def missing(loaded: Mapping[str, ModelConfig]) -> dict[str, str]:
+    """Models whose path is one of this machine's and not there; by name, the path."""
+    return {
+        name: model.path
+        for name, model in loaded.items()
+        if model.path.startswith(("/", ".")) and not Path(model.path).exists()
+    }

@@ -1,0 +1,4 @@
+"""MLXP/1: the messages between clients, broker and workers, and the bytes that they travel as.
+
+Nothing here does I/O.
+"""

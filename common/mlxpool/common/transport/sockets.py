@@ -1,0 +1,120 @@
+"""The only maker of ZeroMQ sockets: high-water marks, linger, reconnects, limits on sizes.
+
+Why each option has its value stands in docs/protocol.md (Sockets).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import zmq
+
+from mlxpool.common.protocol.frames import MAX_FRAME
+from mlxpool.common.transport.keys import Credentials, KeyPair
+
+HIGH_WATER = 1000  # messages for each peer; never 0, which would be without bound
+LINGER_MS = 2000  # finite, so that the end of a process never hangs; > 0, so that terminals leave
+KEEPALIVE = {  # seconds, and how often
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 30,
+    zmq.TCP_KEEPALIVE_INTVL: 10,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+BACKLOG = 100
+MAX_PATH = 107  # bytes of a Unix socket's path
+
+
+def router(
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    *,
+    backlog: int = BACKLOG,
+    domain: str = "",
+) -> zmq.Socket[bytes]:
+    """A bound ROUTER that reports unknown and full peers instead of dropping silently.
+
+    It has no heartbeats: libzmq aborts the process when one meets a peer that went while its input
+    was full (libzmq#4364). On tcp the kernel frees the descriptors of hosts that vanished. So many
+    connections as `backlog` may wait to be accepted, all at once if the process was stopped. With a
+    `domain` the context's ZAP handler is asked about every connection and has to be there before.
+    Raises OSError naming the endpoint when it cannot be bound.
+    """
+    socket = context.socket(zmq.ROUTER)
+    _common(socket)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    socket.setsockopt(zmq.BACKLOG, backlog)
+    for option, value in KEEPALIVE.items():
+        socket.setsockopt(option, value)
+    if domain:
+        socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    try:
+        bind(socket, endpoint)
+    except OSError:
+        socket.close(linger=0)
+        raise
+    return socket
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str, key: KeyPair | None = None) -> str:
+    """Bind one more endpoint; with a `key`, tcp speaks CURVE. Raises OSError naming it.
+
+    Returns it as it is, with the port that was free where none was named.
+    """
+    before = os.umask(0o077)
+    secure = key is not None and endpoint.startswith("tcp:")
+    # libzmq copies a socket's options at each bind: one ROUTER has plain and secure endpoints.
+    socket.setsockopt(zmq.CURVE_SERVER, int(secure))
+    if secure and key is not None:
+        socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        cure = "; another process has it: give another port" * (error.errno == errno.EADDRINUSE)
+        raise OSError(error.errno, f"cannot bind {endpoint}: {error.strerror}{cure}") from None
+    finally:
+        os.umask(before)
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def dealer(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, credentials: Credentials | None = None
+) -> zmq.Socket[bytes]:
+    """A connecting DEALER that redials until it is refused. Raises OSError for a bad endpoint."""
+    socket = context.socket(zmq.DEALER)
+    _common(socket)
+    for option, value in KEEPALIVE.items():
+        socket.setsockopt(option, value)
+    if credentials is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, credentials.server.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, credentials.own.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, credentials.own.secret.encode())
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise OSError(error.errno, f"cannot connect to {endpoint}: {error.strerror}") from None
+    return socket
+
+
+def _common(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+
+
+def ipc(run_dir: Path, name: str) -> str:
+    """The endpoint of one of the pool's sockets. Raises ValueError for a path that is too long."""
+    path = run_dir / f"{name}.ipc"
+    size = len(os.fsencode(path))
+    if size > MAX_PATH:
+        raise ValueError(
+            f"the socket path {path} has {size} bytes, at most {MAX_PATH}; use a shorter --run-dir"
+        )
+    return f"ipc://{path}"

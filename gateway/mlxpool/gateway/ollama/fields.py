@@ -1,0 +1,147 @@
+"""The fields of Ollama's /api/generate and /api/chat: the tables, and what they mean.
+
+docs/gateway.md has the same tables for users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.common.options import MAX_TOP_LOGPROBS
+from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
+from mlxpool.gateway import fields
+from mlxpool.gateway.errors import bad
+
+# Its options are the pool's own; these are not options of sampling.
+OPTIONS: Mapping[str, str] = {
+    "num_predict": "max_tokens",
+    **{
+        name: name
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "seed",
+            "stop",
+            "repeat_penalty",
+            "repeat_last_n",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+    },
+}
+MODELS_OWN = "it is a setting of the pool: [models.NAME] in its config"
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+OPTIONS_REFUSED: Refused = {
+    "num_keep": ((0,), "a prompt that does not fit is refused, never cut"),
+    "typical_p": ((1, 1.0), "leave it out"),
+    "tfs_z": ((1, 1.0), "leave it out"),
+    "mirostat": ((0,), "leave it out"),
+    "penalize_newline": ((True,), "leave it out"),
+    "num_thread": ((0,), MODELS_OWN),
+    "num_gpu": ((-1,), MODELS_OWN),
+    "num_batch": ((), MODELS_OWN),
+    "main_gpu": ((0,), MODELS_OWN),
+    "use_mmap": ((), MODELS_OWN),
+    "numa": ((False,), MODELS_OWN),
+}
+COMMON = frozenset({"model", "stream", "options", "think", "logprobs", "top_logprobs"})
+GENERATE = COMMON | {"prompt", "system", "raw"}
+CHAT = COMMON | {"messages", "tools"}
+NO_FORMAT = "constrained decoding is not built; ask for the form in the prompt"
+REFUSED: Refused = {
+    "format": (("",), NO_FORMAT),
+    "keep_alive": ((), "how long a model stays is a setting of the pool: [models.NAME] keep_alive"),
+    "images": (([],), "models take text only"),
+    "template": (("",), "the template is the model's own; with `raw` the prompt is taken as it is"),
+    "truncate": ((False,), "a prompt that does not fit is refused, never cut"),
+    "shift": ((False,), "a completion that reaches the context ends there"),
+}
+GENERATE_REFUSED: Refused = {
+    **REFUSED,
+    "suffix": (("",), "models complete the end of a text only"),
+    "context": (([],), "send the conversation as `messages` of /api/chat"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked request. Exactly one of `prompt` and `messages` is there, or the load is asked."""
+
+    model: str
+    stream: bool
+    options: Mapping[str, Any]
+    num_ctx: int | None
+    think: bool | str | None
+    logprobs: bool
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+def generate(body: Mapping[str, Any]) -> Asked:
+    """A checked /api/generate. Raises Fault naming the field."""
+    fields.check_names(body, GENERATE, (), GENERATE_REFUSED)
+    raw = fields.flag(body, "raw", False)
+    system = fields.text(body, "system", "")
+    if raw and (system or body.get("think") is not None):
+        raise bad("with `raw` the prompt is taken as it is: leave `system` and `think` out", "raw")
+    prompt = fields.text(body, "prompt", "")
+    return Asked(**_common(body), prompt=prompt, system=system, raw=raw)
+
+
+def chat(body: Mapping[str, Any]) -> Asked:
+    """A checked /api/chat. Raises Fault naming the field."""
+    fields.check_names(body, CHAT, (), REFUSED)
+    given = body.get("messages") or []
+    messages = _messages(given) if given else []
+    tools = fields.checked("tools", check_tools, body.get("tools"))
+    return Asked(**_common(body), messages=messages, tools=tools)
+
+
+def model(body: Mapping[str, Any]) -> str:
+    """The name in /api/show, whose older form says `name`. Raises Fault."""
+    fields.check_names(body, {"model", "name", "verbose"}, (), {})
+    return fields.text(body, "model" if body.get("model") is not None else "name")
+
+
+def _common(body: Mapping[str, Any]) -> dict[str, Any]:
+    given = fields.mapping(body, "options")
+    fields.check_names(given, {*OPTIONS, "num_ctx"}, (), OPTIONS_REFUSED, "options.")
+    options = fields.options(given, OPTIONS, "options.")
+    logprobs = fields.flag(body, "logprobs", False)
+    top = fields.number(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if logprobs:
+        options |= {"logprobs": True, "top_logprobs": top or 0}
+    elif top:
+        raise bad("'top_logprobs' goes with 'logprobs': true", "top_logprobs")
+    return {
+        "model": fields.text(body, "model"),
+        "stream": fields.flag(body, "stream", True),
+        "options": options,
+        "num_ctx": fields.number(given, "num_ctx", 1, 2**31 - 1),
+        "think": fields.checked("think", check_think, body.get("think")),
+        "logprobs": logprobs,
+    }
+
+
+def _messages(given: Any) -> list[Mapping[str, Any]]:
+    """With the pool's names for what Ollama calls otherwise."""
+    checked = fields.checked("messages", check_messages, given)
+    return [_message(f"messages[{number}]", one) for number, one in enumerate(checked)]
+
+
+def _message(where: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if message.get("images"):
+        raise bad(f"{where}.images is not supported: models take text only", "messages")
+    renamed = {"thinking": "reasoning_content", "tool_name": "name"}
+    kept = {renamed.get(key, key): value for key, value in message.items() if key != "images"}
+    for key in renamed.values():
+        if not isinstance(kept.get(key), str | None):
+            raise bad(f"{where}.{key} must be text, got {kept[key]!r:.60}", "messages")
+    return kept

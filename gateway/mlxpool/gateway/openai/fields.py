@@ -1,0 +1,262 @@
+"""The fields of OpenAI's /v1/chat/completions and /v1/completions: the tables, and what they mean.
+
+docs/gateway.md has the same tables for users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
+from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
+from mlxpool.gateway import fields
+from mlxpool.gateway.errors import bad, unsupported
+
+MOST_CHOICES = 32  # streams of one request
+COMPLETION_TOKENS = 16  # of /v1/completions where the request does not say
+
+# What OpenAI's interface means by a field that is absent, where the pool means something else.
+DEFAULTS: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "repeat_last_n": -1,
+}
+# field -> option of the pool
+SAMPLING: Mapping[str, str] = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "logit_bias": "logit_bias",
+    "seed": "seed",
+    "stop": "stop",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+    "repeat_last_n": "repeat_last_n",
+    "ignore_eos": "ignore_eos",
+}
+ACCEPTED = frozenset({"user", "metadata", "safety_identifier", "service_tier"})
+COMMON = frozenset(
+    {"model", "n", "stream", "stream_options", "max_tokens", "logprobs", "prompt_cache_key"}
+)
+CHAT = COMMON | {
+    "messages",
+    "tools",
+    "tool_choice",
+    "top_logprobs",
+    "max_completion_tokens",
+    "reasoning_effort",
+    "chat_template_kwargs",
+}
+COMPLETION = COMMON | {"prompt"}
+
+# name -> values that ask for nothing, and what to do instead
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+REFUSED: Refused = {
+    "store": ((False,), "nothing is kept; leave it out"),
+    "min_tokens": ((0,), "leave it out"),
+    "stop_token_ids": (([],), "name texts in `stop`"),
+    "guided_json": ((), "constrained decoding is not built; ask for the form in the prompt"),
+    "guided_regex": ((), "constrained decoding is not built; ask for the form in the prompt"),
+    "guided_choice": ((), "constrained decoding is not built; ask for the form in the prompt"),
+    "skip_special_tokens": ((), "special tokens are text like any other"),
+    "use_beam_search": ((False,), "leave it out"),
+    "length_penalty": ((1.0, 1), "leave it out"),
+    "priority": ((0,), "leave it out"),
+}
+CHAT_REFUSED: Refused = {
+    **REFUSED,
+    "response_format": (
+        ({"type": "text"},),
+        "constrained decoding is not built; ask for the form in the messages",
+    ),
+    "parallel_tool_calls": ((True,), "how many tools are called is left to the model"),
+    "functions": (([],), "use `tools`"),
+    "function_call": (("none",), "use `tools`"),
+    "modalities": ((["text"],), "models take and give text only"),
+    "audio": ((), "models take and give text only"),
+    "prediction": ((), "leave it out"),
+    "verbosity": (("medium",), "ask for it in the messages"),
+    "web_search_options": ((), "there is no web search; offer a tool of your own"),
+    "prompt": ((), "this is /v1/chat/completions: use `messages`"),
+    "chat_template": ((), "the template is the model's own"),
+    "add_generation_prompt": ((True,), "leave it out"),
+}
+COMPLETION_REFUSED: Refused = {
+    **REFUSED,
+    "echo": ((False,), "the prompt is not repeated"),
+    "suffix": (("",), "models complete the end of a text only"),
+    "best_of": ((1,), "use `n`"),
+    "messages": ((), "this is /v1/completions: use `prompt`"),
+    "tools": (([],), "use /v1/chat/completions"),
+}
+NO_CHOICE = "a call cannot be forced, as constrained decoding is not built; use 'auto' or 'none'"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked request. `prompts`: for each the arguments of a stream but the options."""
+
+    model: str
+    prompts: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any]
+    choices: int  # of each prompt
+    stream: bool
+    usage: bool  # at the end of a stream
+    logprobs: bool
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def thinks(self) -> bool:
+        """Whether thoughts are asked for."""
+        return bool(self.options.get("think"))
+
+    def arguments(self) -> list[dict[str, Any]]:
+        """Of each choice, those of one prompt together; of one seed each choice gets the next."""
+        every = []
+        for prompt in self.prompts:
+            for number in range(self.choices):
+                options = dict(self.options)
+                if "seed" in options:
+                    options["seed"] += number
+                every.append({**prompt, **options})
+        return every
+
+
+def chat(body: Mapping[str, Any]) -> Asked:
+    """A checked /v1/chat/completions. Raises Fault naming the field."""
+    fields.check_names(body, {*CHAT, *SAMPLING}, ACCEPTED, CHAT_REFUSED)
+    messages = fields.checked("messages", check_messages, body.get("messages"))
+    tools = _tools(body)
+    options = _options(body)
+    most = fields.number(body, "max_completion_tokens", 1, MAX_COUNT)
+    if most is not None and options.setdefault("max_tokens", most) != most:
+        raise bad("'max_tokens' and 'max_completion_tokens' differ", "max_completion_tokens")
+    logprobs = fields.flag(body, "logprobs", False)
+    top = fields.number(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top and not logprobs:
+        raise bad("'top_logprobs' goes with 'logprobs': true", "top_logprobs")
+    options |= {"logprobs": True, "top_logprobs": top or 0} if logprobs else {}
+    think = _think(body)
+    options |= {} if think is None else {"think": think}
+    options |= {"tools": tools} if tools else {}
+    return _asked(body, [{"messages": messages}], options, logprobs, tools)
+
+
+def completion(body: Mapping[str, Any]) -> Asked:
+    """A checked /v1/completions. Raises Fault naming the field."""
+    fields.check_names(body, {*COMPLETION, *SAMPLING}, ACCEPTED, COMPLETION_REFUSED)
+    options = {"max_tokens": COMPLETION_TOKENS, **_options(body)}
+    top = fields.number(body, "logprobs", 0, MAX_TOP_LOGPROBS)
+    if top is not None:
+        options |= {"logprobs": True, "top_logprobs": top}
+    return _asked(body, _prompts(body.get("prompt")), options, top is not None, ())
+
+
+def _asked(
+    body: Mapping[str, Any],
+    prompts: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    logprobs: bool,
+    tools: Sequence[Mapping[str, Any]],
+) -> Asked:
+    choices = fields.number(body, "n", 1, MOST_CHOICES) or 1
+    if len(prompts) * choices > MOST_CHOICES:
+        words = f"{len(prompts)} prompts with {choices} choices each, at most {MOST_CHOICES} in all"
+        raise bad(words, "n")
+    if options.get("seed", 0) > MAX_SEED - (choices - 1):
+        raise bad(f"'seed' is {options['seed']}: choice {choices} has none", "seed")
+    stream = fields.flag(body, "stream", False)
+    return Asked(
+        fields.text(body, "model"),
+        prompts,
+        options,
+        choices,
+        stream,
+        _usage(body, stream),
+        logprobs,
+        tools,
+    )
+
+
+def _options(body: Mapping[str, Any]) -> dict[str, Any]:
+    given = {**body, "top_k": 0} if body.get("top_k") == -1 else body
+    options = {**DEFAULTS, **fields.options(given, SAMPLING)}
+    if options.get("seed", 0) < 0:
+        raise bad(f"'seed' is {options['seed']}, must not be negative", "seed")
+    most = fields.number(body, "max_tokens", 1, MAX_COUNT)
+    options |= {} if most is None else {"max_tokens": most}
+    session = fields.text(body, "prompt_cache_key", "")
+    if len(session) > 256:
+        words = f"'prompt_cache_key' has {len(session)} characters, at most 256 are allowed"
+        raise bad(words, "prompt_cache_key")
+    return {**options, "session": session} if session else options
+
+
+def _usage(body: Mapping[str, Any], stream: bool) -> bool:
+    given = fields.mapping(body, "stream_options")
+    if given and not stream:
+        raise bad("'stream_options' goes with 'stream': true", "stream_options")
+    where = "stream_options."
+    refused = {"continuous_usage_stats": ((False,), "usage comes at the end")}
+    fields.check_names(given, {"include_usage"}, {"include_obfuscation"}, refused, where)
+    return fields.flag(given, "include_usage", False, where)
+
+
+def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tools: list[dict[str, Any]] = fields.checked("tools", check_tools, body.get("tools"))
+    for number, tool in enumerate(tools):
+        if tool.get("type") != "function" or "function" not in tool:
+            raise bad(f"tools[{number}] must be {{type: 'function', function: …}}", "tools")
+        if tool["function"].get("strict"):
+            raise unsupported(f"tools[{number}].function.strict", "leave it out")
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise unsupported("tool_choice", NO_CHOICE)
+    return [] if choice == "none" else tools
+
+
+def _think(body: Mapping[str, Any]) -> bool | str | None:
+    """Of `reasoning_effort`, or of vLLM's `chat_template_kwargs`."""
+    effort = body.get("reasoning_effort")
+    if effort == "none":
+        return False
+    if effort is not None:
+        if effort not in LEVELS:
+            words = f"'reasoning_effort' is {effort!r:.40}, must be none, {', '.join(LEVELS)}"
+            raise bad(words, "reasoning_effort")
+        return str(effort)
+    given = fields.mapping(body, "chat_template_kwargs")
+    where = "chat_template_kwargs."
+    fields.check_names(given, {"enable_thinking"}, (), {}, where)
+    if given.get("enable_thinking") is None:
+        return None
+    return fields.flag(given, "enable_thinking", True, where)
+
+
+def _prompts(given: object) -> list[dict[str, Any]]:
+    """Text, ids, or a list of either."""
+    every = given if isinstance(given, list) and not _is_ids(given) else [given]
+    if not every:
+        raise bad("'prompt' must not be empty", "prompt")
+    return [_prompt(one) for one in every]
+
+
+def _prompt(given: object) -> dict[str, Any]:
+    if isinstance(given, str) and given:
+        return {"prompt": given}
+    if isinstance(given, list) and _is_ids(given):
+        return {"tokens": given}
+    raise bad(
+        "'prompt' must be text, a list of token ids, or a list of these, none of them empty;"
+        f" got {given!r:.60}",
+        "prompt",
+    )
+
+
+def _is_ids(given: list[Any]) -> bool:
+    return bool(given) and all(type(one) is int and 0 <= one < 2**32 for one in given)

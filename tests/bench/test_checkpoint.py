@@ -1,0 +1,52 @@
+"""Random model folders of known shapes, which both sides of a measurement read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.bench import checkpoint
+from mlxpool.bench.our_engine import Ours, prompt
+from mlxpool.bench.shapes import SHAPES
+from mlxpool.bench.swarm import text_of
+from mlxpool.worker import models
+from mlxpool.worker.weights.inspect import inspect
+
+
+@pytest.mark.parametrize("quantise", ["", "affine", "mxfp4"])
+def test_a_folder_of_a_shape_is_a_model(tmp_path: Path, quantise: str) -> None:
+    folder = checkpoint.write(tmp_path / "tiny", "tiny", layers=1, quantise=quantise)
+    ours = Ours(folder)
+    step = ours.steps([5, 9])
+    step()
+    assert ours.vocabulary == SHAPES["tiny"]["vocab_size"]
+    assert len(inspect(folder).plan.caches) == 1
+
+
+def test_every_byte_of_a_prompt_is_a_token(tmp_path: Path) -> None:
+    ours = Ours(checkpoint.write(tmp_path / "tiny", "tiny"))
+    assert len(ours.text.encode(text_of(7, 100))) == 100
+    words = b"".join(ours.text.piece(token) for token in prompt(50, ours.vocabulary))
+    assert words.decode(errors="ignore")
+
+
+def test_weights_go_into_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "SHARD", 50_000)
+    folder = checkpoint.write(tmp_path / "tiny", "tiny")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    Ours(folder)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_one_we_serve(shape: str) -> None:
+    assert models.plan(checkpoint.config_of(shape)).vocab_size == SHAPES[shape]["vocab_size"]
+
+
+def test_what_does_not_exist_is_named_with_what_does() -> None:
+    with pytest.raises(ValueError, match=r"no shape 'big'; there are tiny, small, llama-3.2-1b"):
+        checkpoint.config_of("big")
+    with pytest.raises(ValueError, match=r"no mode 'q4'; there are affine, mxfp4"):
+        checkpoint.config_of("tiny", quantise="q4")

@@ -1,0 +1,99 @@
+"""What is done with figures: ratios, turns, tables, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxpool.bench import report
+from mlxpool.bench.measurement import OURS, Figures, Line, in_turn
+from mlxpool.bench.swarm import Arrivals, seen, text_of
+
+DECODE = Line(
+    "decode", "8 streams", "tokens/s", {OURS: (10.0, 20.0), "a": (5.0, 40.0), "b": (8.0, 1.0)}, at=8
+)
+
+
+def test_a_ratio_is_that_of_a_round_beside_its_best_peer() -> None:
+    assert DECODE.ratios() == [10 / 8, 20 / 40]
+
+
+def test_a_ratio_above_one_is_better_for_seconds_too() -> None:
+    line = Line("g", "n", "s", {OURS: (2.0,), "a": (3.0,), "b": (1.0,)}, less_is_better=True)
+    assert line.ratios() == [0.5]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        Line("g", "n", "s", {OURS: (2.0,)}),
+        Line("g", "n", "s", {"a": (2.0,), "b": (1.0,)}),
+        Line("g", "n", "s", {OURS: (2.0,), "a": (1.0,)}, compared=False),
+    ],
+)
+def test_no_ratio_where_there_is_nothing_to_compare(line: Line) -> None:
+    assert line.ratios() == []
+
+
+def test_contestants_take_turns_and_none_is_always_second() -> None:
+    order: list[str] = []
+
+    def contestant(name: str, value: float) -> float:
+        order.append(name)
+        return value
+
+    found = in_turn({"a": lambda: contestant("a", 1.0), "b": lambda: contestant("b", 2.0)}, 3)
+    assert found == {"a": (1.0, 1.0, 1.0), "b": (2.0, 2.0, 2.0)}
+    assert order == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
+    figures = Figures("engine", "about", "machine", "versions", "mlxpool bench", (DECODE,))
+    report.write(tmp_path / "engine.json", figures)
+    read = report.read(tmp_path / "engine.json")
+    assert report.markdown(read) == report.markdown(figures)
+    assert read.lines[0].ratios() == DECODE.ratios()
+
+
+def test_a_table_for_each_group_with_units_where_they_differ() -> None:
+    lines = (
+        DECODE,
+        Line("prefix", "found", "%", {OURS: (100.0,)}, note="Of 20 tokens."),
+        Line("prefix", "took", "s", {OURS: (1.25,)}, digits=2),
+    )
+    text = report.markdown(Figures("engine", "About.", "m", "v", "mlxpool bench engine", lines))
+    assert text == (
+        "```sh\nmlxpool bench engine\n```\n\n"
+        "About.\nv; m.\nMedian (minimum - maximum); a ratio is that of one round, above 1 is"
+        " better.\n\n"
+        "| decode, tokens/s | mlxpool | a | b | ratio |\n"
+        "| --- | --- | --- | --- | --- |\n"
+        "| 8 streams | 15.0 (10.0 - 20.0) | 22.5 (5.0 - 40.0) | 4.5 (1.0 - 8.0)"
+        " | **0.88 (0.50 - 1.25)** |\n\n"
+        "| prefix | mlxpool |\n| --- | --- |\n| found, % | 100.0 |\n| took, s | 1.25 |\n\n"
+        "Of 20 tokens.\n"
+    )
+
+
+def test_tokens_count_while_all_streams_run() -> None:
+    streams = [
+        Arrivals((1.0, 2.0, 3.0, 4.0), (1, 1, 1, 1)),
+        Arrivals((2.0, 2.5, 3.5), (1, 4, 2)),
+    ]
+    # From 2.0, when the second began, to 3.5, when it ended: 1 + 4 + 2 tokens in 1.5 s.
+    assert seen(streams).rate == pytest.approx(7 / 1.5 - 1 / 1.5 + 1 / 1.5)
+    assert seen(streams).first == [1.0, 2.0]
+    assert sorted(seen(streams).gaps) == [0.5, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_streams_that_never_ran_at_once_count_whole() -> None:
+    streams = [Arrivals((1.0, 2.0), (1, 1)), Arrivals((3.0, 4.0), (1, 1))]
+    assert seen(streams).rate == pytest.approx(4 / 4.0)
+
+
+@pytest.mark.parametrize("tokens", [8, 128, 1000])
+def test_prompts_have_their_length_and_differ_at_once(tokens: int) -> None:
+    texts = [text_of(number, tokens) for number in (0, 1, 99)]
+    assert {len(text) for text in texts} == {tokens}
+    assert len({text[:6] for text in texts}) == 3

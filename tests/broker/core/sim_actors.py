@@ -1,0 +1,346 @@
+"""Who takes part in the simulator: what must come, a worker that makes it, a client that checks it.
+
+The client is the real one (`mlxpool.client.retry`, `stream`, `request`) without its thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from mlxpool.broker.workers.liveness import Sample
+from mlxpool.client import request
+from mlxpool.client.retry import Course, Pace, Step, Watch
+from mlxpool.client.stream import StreamState
+from mlxpool.common.errors import BrokerLost
+from mlxpool.common.progress import Look
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Delta, Header, Message, pack_ids, unpack_ids
+
+DIGEST = "sim"
+HELD, STOP = 5, 41  # an id that these divide may begin a stop string, is the end of one
+PACE = Pace(tick=0.5, gap=0.5, connect_grace=60.0)
+
+
+class Violation(AssertionError):
+    """The promise is broken."""
+
+
+# ---- what must come ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """A completion: `cuts[k]` characters of `text` are told with the first k ids."""
+
+    ids: bytes
+    count: int
+    text: str
+    cuts: tuple[int, ...]
+    reason: str
+
+    @property
+    def whole(self) -> int:
+        """Characters of the whole text, what was held back included; a stop string is not."""
+        return len(self.text) if self.reason == "length" else self.cuts[self.count]
+
+
+@lru_cache(maxsize=256)
+def truth(seed: int, most: int) -> Truth:
+    """f(seed, i) for i in 0..most-1, up to a stop."""
+    ids: list[int] = []
+    pieces, cuts, length, reason = [], [0], 0, "length"
+    while len(ids) < most:
+        position = len(ids)
+        token = ((seed + 7919 * position) * 2654435761 >> 9) % 997 + 1
+        ids.append(token)
+        pieces.append(f"{token} ")
+        length += len(pieces[-1])
+        if token % STOP == 0:
+            cuts.append(cuts[-1])
+            reason = "stop"
+            break
+        cuts.append(cuts[-1] if token % HELD == 0 else length)
+    return Truth(pack_ids(ids), len(ids), "".join(pieces), tuple(cuts), reason)
+
+
+# ---- a worker ------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    id: bytes
+    run: int
+    truth: Truth
+    pos: int
+    starts_at: float  # until then its prompt is read
+    facts: Mapping[str, Any] | None
+
+
+@dataclass(eq=False)
+class Worker:
+    """One process in a slot; `send` puts a frame on its connection."""
+
+    slot: str
+    send: Callable[[str, Any], None]
+    capacity: int
+    conn: Any = None
+    epoch: int = 0
+    alive: bool = True
+    ready: bool = False
+    hung: bool = False  # its compute thread does not move
+    mute: bool = False  # nor does its edge
+    frozen_until: float = 0.0
+    stepping: bool = False
+    works: int = 0
+    count: int = 0
+    edge: int = 0
+    runs: dict[tuple[bytes, int], Run] = field(default_factory=dict)
+    over: list[Run] = field(default_factory=list)  # cancelled, to be confirmed with the next step
+
+    def begin_again(self, epoch: int) -> None:
+        self.epoch, self.works = epoch, 0
+        self.runs.clear()
+        self.over.clear()
+
+    def told(
+        self, header: Header, body: Mapping[str, Any], blobs: tuple[bytes, ...], now: float
+    ) -> None:
+        key = (header.id or b"", header.attempt)
+        if header.kind == frames.WORK:
+            self.works += 1
+            self._work(key, body, blobs, now)
+        elif header.kind == frames.CANCEL and key in self.runs:
+            self.over.append(self.runs.pop(key))
+        elif header.kind == frames.DRAIN:
+            keys = list(self.runs)
+            self.runs.clear()
+            self.send("yield", [[ident, run] for ident, run in keys])
+
+    def _work(
+        self, key: tuple[bytes, int], body: Mapping[str, Any], blobs: tuple[bytes, ...], now: float
+    ) -> None:
+        resume = body.get("resume", {})
+        have = int(resume.get("count", 0))
+        made = truth(int(body["seed"]), int(body["options"]["max_tokens"]))
+        if have and blobs[-1] != made.ids[: 4 * have]:
+            raise Violation(f"a worker is to go on after ids that nobody made: {have}")
+        facts = None if "facts" in resume else {"digest": DIGEST, "prompt_tokens": 1}
+        self.runs[key] = Run(*key, made, have, now + 0.1 + 0.02 * (self.count % 7), facts)
+
+    def step(self, ids: int, now: float) -> bool:
+        """One step of all that run; True when places became free."""
+        self.count += 1
+        rows = [Delta(r.id, r.run, r.pos, "", b"", end={"reason": "cancelled"}) for r in self.over]
+        self.over.clear()
+        for run in [r for r in self.runs.values() if r.starts_at <= now]:
+            rows.append(self._row(run, ids))
+        if rows:
+            self.send("deltas", rows)
+        return any(row.end is not None for row in rows)
+
+    def _row(self, run: Run, ids: int) -> Delta:
+        made, start = run.truth, run.pos
+        run.pos = min(start + ids, made.count)
+        end = None
+        if run.pos == made.count:
+            del self.runs[run.id, run.run]
+            rest = made.text[made.cuts[run.pos] : made.whole]
+            usage = {"prompt_tokens": 1, "completion_tokens": made.count}
+            end = {"reason": made.reason, "text": rest, "usage": usage}
+        text = made.text[made.cuts[start] : made.cuts[run.pos]]
+        facts, run.facts = run.facts, None
+        blob = made.ids[4 * start : 4 * run.pos]
+        return Delta(run.id, run.run, start, text, blob, None, dict(facts) if facts else None, end)
+
+    def credit(self) -> None:
+        free = max(0, self.capacity - len(self.runs) - len(self.over))
+        self.send("credit", {"sequences": free, "works": self.works})
+
+    def prefilling(self, now: float) -> bytes | None:
+        return next((run.id for run in self.runs.values() if run.starts_at > now), None)
+
+    def sample(self, now: float) -> Sample:
+        """What the supervisor sees of it."""
+        reads = self.prefilling(now)
+        phase = "load" if not self.ready else "idle"
+        if self.runs or self.over or (self.hung and self.ready):
+            phase = "prefill" if reads else "decode"
+        look = Look(phase, 0, self.count, request=reads, edge_ns=self.edge)
+        return Sample(look, stopped=now < self.frozen_until)
+
+
+# ---- a client ------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Stream:
+    """One stream and what its reader has seen."""
+
+    state: StreamState
+    course: Course
+    body: Mapping[str, Any]
+    most: int
+    deadline: float = math.inf
+    slow: bool = False  # reads a few ids a second
+    truth: Truth | None = None
+    shown: int = 0  # characters
+    read: int = 0
+    acked: int = 0
+    ended: set[int] = field(default_factory=set)  # attempts that got a terminal
+
+    def left(self, now: float) -> float | None:
+        return None if math.isinf(self.deadline) else self.deadline - now
+
+
+@dataclass(eq=False)
+class Client:
+    """A process with one connection; `send` puts a frame on it, `replace` makes a new one."""
+
+    number: int
+    send: Callable[[Header, Mapping[str, Any], tuple[bytes, ...]], None]
+    replace: Callable[[], None]
+    watch: Watch
+    streams: dict[bytes, Stream] = field(default_factory=dict)
+    finished: list[Stream] = field(default_factory=list)
+    frozen_until: float = 0.0
+    ping_at: float = 0.0
+    ticking: bool = False
+
+    def open(self, stream: Stream) -> None:
+        self.streams[stream.state.id] = stream
+        self.send(Header(frames.GENERATE, stream.state.id, 0, 1), stream.body, ())
+        stream.course.sent(self.watch.now)
+
+    def cancel(self, stream: Stream) -> None:
+        if stream.state.id in self.streams:
+            self.send(Header(frames.CANCEL, stream.state.id), {}, ())
+            stream.course.cancel(self.watch.now)
+
+    def turn(self, now: float) -> None:
+        self.watch.turn(now)
+        if not self.streams:
+            self.watch.idle()
+
+    def received(self, message: Message, now: float) -> None:
+        self.turn(now)
+        self.watch.heard()
+        kind, ident = message.kind, message.header.id
+        if kind == frames.DELTAS:
+            for row in frames.unpack_deltas(message):
+                body = {"text": row.text, "facts": row.facts}
+                header = Header(frames.DELTA, row.id, 0, row.attempt, row.pos)
+                self._frame(Message(header, body, (row.ids,)), now)
+        elif kind == frames.PONG:
+            self._at_home(int(message.body["boot"]), int(message.body["link"]), now)
+        elif kind == frames.FATE:
+            stream = self.streams.get(ident or b"")
+            if stream is not None:
+                stream.course.fate(str(message.body["state"]), self.watch.now)
+                self._settle(stream)
+        elif ident is not None:
+            self._frame(message, now)
+        elif kind == frames.ERROR:
+            stream = self.streams.get(message.body.get("about") or b"")
+            if stream is not None:
+                stream.state.error = stream.course.about(message)
+                self._settle(stream)
+
+    def _frame(self, message: Message, now: float) -> None:
+        stream = self.streams.get(message.header.id or b"")
+        if stream is None:
+            self._too_late(message)
+            return
+        state, course, had = stream.state, stream.course, stream.state.accepted
+        delta = course.receive(message, self.watch.now, stream.left(now))
+        if state.gap:
+            raise Violation(f"a gap on one connection: {state.gap}")
+        if delta is not None:
+            self._show(stream, delta.text)
+        if message.kind in (frames.DONE, frames.ERROR):
+            stream.ended.add(message.header.attempt)
+        if state.over:
+            self._settle(stream)
+        elif course.due <= self.watch.now:
+            self._step(stream, now)
+        elif state.accepted and not had:
+            stream.truth = truth(state.seed, stream.most)
+            self._at_home(state.boot, state.link, now)
+
+    def _too_late(self, message: Message) -> None:
+        for stream in self.finished:
+            if stream.state.id == message.header.id and message.header.attempt in stream.ended:
+                raise Violation(f"{message.kind} after the terminal of {stream.state.attempt}")
+
+    def _show(self, stream: Stream, text: str) -> None:
+        """Every id and every character is checked as it comes."""
+        made, ids = stream.truth, stream.state.ids
+        if made is None:
+            raise Violation("a delta before accepted")
+        if pack_ids(ids) != made.ids[: 4 * len(ids)]:
+            raise Violation(f"ids {ids} are not {unpack_ids(made.ids)}")
+        stream.shown += len(text)
+        rest = stream.state.result is not None
+        due = made.whole if rest else made.cuts[len(ids)]
+        if rest and stream.state.result is not None and stream.state.result.reason == "cancelled":
+            return
+        if "".join(stream.state.texts) != made.text[:due]:
+            raise Violation(
+                f"text after {len(ids)} ids: {stream.state.texts}, not {made.text[:due]!r}"
+            )
+        if not stream.slow:
+            stream.read = len(ids)
+
+    def _step(self, stream: Stream, now: float) -> None:
+        state, left = stream.state, stream.left(now)
+        step = stream.course.tick(self.watch.now, self.watch.heard_at, left)
+        if step is Step.SEND:
+            body, blobs = request.again(stream.body, (), state, left)
+            stream.course.sent_again(self.watch.now)
+            stream.acked = stream.read = len(state.ids)
+            self.send(Header(frames.GENERATE, state.id, 0, state.attempt), body, tuple(blobs))
+        elif step is Step.CANCEL:
+            self.cancel(stream)
+        elif step is Step.GIVE_UP:
+            state.error = BrokerLost("overdue")
+        self._settle(stream)
+
+    def _settle(self, stream: Stream) -> None:
+        if stream.state.over and self.streams.pop(stream.state.id, None) is not None:
+            self.finished.append(stream)
+
+    def _at_home(self, boot: int, link: int, now: float) -> None:
+        for stream in list(self.streams.values()):
+            stream.course.at_home(boot, link, self.watch.now)
+            self._step(stream, now)
+
+    def tick(self, now: float) -> None:
+        """A turn of its loop in which nothing came."""
+        self.turn(now)
+        if self.watch.lost:
+            raise Violation("a client gives up on its broker")
+        if self.watch.move_due and self.streams:
+            self.replace()
+            self.watch.moved()
+            for stream in self.streams.values():
+                stream.course.moved(self.watch.now)
+        for stream in list(self.streams.values()):
+            self._step(stream, now)
+        if now >= self.ping_at and self.streams:
+            self.ping_at = now + PACE.ping
+            self._ack()
+            self.send(Header(frames.PING), {}, ())
+
+    def _ack(self) -> None:
+        have = []
+        for stream in self.streams.values():
+            if stream.slow:
+                stream.read = min(len(stream.state.ids), stream.read + 3)
+            if stream.state.accepted and stream.read > stream.acked:
+                stream.acked = stream.read
+                have.append([stream.state.id, stream.read])
+        if have:
+            self.send(Header(frames.ACK), {"have": have}, ())

@@ -1,0 +1,136 @@
+"""Ways in which streams died that need not, or somebody got more than a share: found by attack."""
+
+from __future__ import annotations
+
+from mlxpool.broker.interface import events as ev
+from mlxpool.broker.requests.request import State
+from mlxpool.common.protocol import frames
+from support.core_harness import Story, model
+
+TWO = {"m": model(replicas=2), "other": model()}
+
+
+def test_a_sibling_that_cannot_load_ends_nobodys_stream() -> None:
+    story = Story(TWO)
+    first = story.ready_worker()
+    request = story.generate()
+    first.tokens(request, 3)
+    first.die()
+    story.later(3)
+    second = story.workers["m/1"]
+    second.hello().bye("model_load_failed", "a tensor is missing")
+    second.die("exit code 1")
+    assert story.request(request).state is State.QUEUED
+    story.ready_worker().end(request)
+    story.assert_ended(request, "stop")
+
+
+def test_a_model_that_grew_beyond_the_limit_can_still_be_started() -> None:
+    """What it was seen to take holds keys and values; it fitted before."""
+    story = Story(memory=1000, needs={"m": 100})
+    worker, request = story.running()
+    story.do(ev.WorkerBeat(worker.epoch, {"memory": {"active": 5000}}))
+    worker.tokens(request, 2)
+    worker.die()
+    story.later(3)
+    story.ready_worker().end(request)
+    story.assert_ended(request, "stop")
+
+
+def test_new_connections_count_as_no_losses() -> None:
+    """As after a freeze of the broker: every worker says hello again, one after the other."""
+    story = Story({"m": model(replicas=4)})
+    workers = [story.ready_worker(replica=n) for n in range(4)]
+    request = story.generate()
+    for _ in range(2):
+        for worker in workers:
+            worker.runs.clear()
+            worker.hello()
+    for worker in workers:
+        worker.works = 0
+        worker.credit(4)
+    (busy,) = [worker for worker in workers if request in worker.runs]
+    busy.end(request)
+    story.assert_ended(request, "stop")
+
+
+def test_an_unload_before_a_restart_leaves_nobody_waiting(story: Story) -> None:
+    request = story.generate()
+    story.workers["m/0"].hello().die("killed by SIGSEGV")
+    story.do(ev.Unload("m"))
+    story.later(3)
+    story.ready_worker().end(request)
+    story.assert_ended(request, "stop")
+
+
+def test_a_broker_that_ends_starts_nobody(story: Story) -> None:
+    story.ready_worker()
+    story.do(ev.Shutdown())
+    story.do(ev.Restart("other/0"))
+    assert story.started() == []
+    story.do(ev.Restart("m/0"))
+    story.workers["m/0"].die("stopped")
+    story.later(400)
+    assert story.started() == []
+
+
+def test_sending_again_while_waiting_gains_nothing(story: Story) -> None:
+    worker = story.ready_worker(sequences=1)
+    running = story.generate()
+    first, second = story.generate(), story.generate()
+    story.generate(second, attempt=2)
+    worker.end(running)
+    worker.credit()
+    assert story.request(first).state is State.ASSIGNED
+    assert story.request(second).state is State.QUEUED
+
+
+def test_resumes_from_another_broker_have_a_bound_too() -> None:
+    story = Story(queue_limit=2)
+    for number in range(9):
+        story.generate(resume={"count": 1}, blobs=[b"1234"], attempt=2)
+        if number == 8:
+            story.assert_refused("queue_full")
+    assert len(story.model().queue) == 8
+
+
+def test_poison_of_one_is_no_end_of_anothers_stream(story: Story) -> None:
+    worker = story.ready_worker()
+    live = story.generate(prompt="the same", owner="uid:2", link=2)
+    worker.tokens(live, 2)
+    story.core._quarantine(story.request(live).digest, story.now)
+    story.generate(
+        live, prompt="the same", owner="uid:2", link=3, attempt=2,
+        resume={"count": 2}, blobs=[frames.pack_ids([0, 1])],
+    )  # fmt: skip
+    assert not story.to_client("error")
+    assert live in story.core.requests
+
+
+def test_one_id_for_calls_of_two_models_is_refused(story: Story) -> None:
+    story.ready_worker()
+    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    story.do(ev.Ask(1, frames.TOKENIZE, ident, 1, {"model": "other", "text": "a"}, ()))
+    story.assert_sent(1, "error", code="duplicate_id")
+    story.do(ev.Ask(1, frames.DETOKENIZE, ident, 1, {"model": "m"}, (b"1234",)))
+    story.assert_sent(1, "error", code="duplicate_id")
+
+
+def test_nobody_begins_again_what_was_cancelled(story: Story) -> None:
+    _, request = story.running()
+    story.cancel(request)
+    story.generate(request, attempt=2)
+    story.assert_sent(1, "error", code="duplicate_id")
+    assert request not in story.core.requests
+
+
+def test_what_a_worker_says_of_itself_is_no_trap(story: Story) -> None:
+    worker, request = story.running()
+    for body in ({"sequences": "x", "works": None}, {}, {"sequences": -5, "works": 1}):
+        story.do(ev.WorkerCredit(worker.epoch, body))
+    broken: list[object] = [None, [[]], [[request, []]], [[["x"], 1]], "runs"]
+    for runs in broken:
+        story.do(ev.WorkerYield(worker.epoch, runs))
+    worker.credit()
+    worker.end(request)
+    story.assert_ended(request, "stop")

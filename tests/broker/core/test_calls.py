@@ -1,0 +1,243 @@
+"""Calls beside streams, and what operations ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxpool.broker.interface import events as ev
+from mlxpool.common.protocol import frames
+from support.core_harness import (
+    BOOT,
+    FakeWorker,
+    Story,
+    X,
+    model,
+)
+
+# ---- questions -----------------------------------------------------------------------------------
+
+
+def test_ping(story: Story) -> None:
+    story.ask(frames.PING, 6)
+    story.assert_sent(6, "pong", boot=BOOT, link=6, version=1, attempt=3)
+
+
+def test_models(story: Story) -> None:
+    story.ready_worker()
+    story.ask(frames.MODELS)
+    models = story.assert_sent(1, "models").body["models"]
+    assert [(m["name"], m["state"], m["queued"], m["context"]) for m in models] == [
+        ("m", "ready", 0, 2048),
+        ("other", "cold", 0, 0),
+    ]
+
+
+@pytest.mark.parametrize("kind", [frames.TOKENIZE, frames.DETOKENIZE])
+def test_a_question_for_a_worker_starts_it_and_is_forwarded(story: Story, kind: str) -> None:
+    ident = story.ask(kind, 1, b"blob", model="m", text="a")
+    assert story.started() == ["m/0"]
+    worker = story.ready_worker()
+    (asked,) = worker.asked
+    assert (asked.header.kind, asked.header.id, asked.blobs) == (kind, ident, (b"blob",))
+    story.do(ev.WorkerTokens(worker.epoch, ident, {"text": "a"}, (b"1234",)))
+    frame = story.assert_sent(1, "tokens", id=ident, attempt=3, text="a")
+    assert frame.blobs == (b"1234",)
+    assert story.do(ev.WorkerTokens(worker.epoch, ident, {}, ())) == []
+    story.assert_idle()
+
+
+def test_a_question_that_the_worker_refuses(story: Story) -> None:
+    worker = story.ready_worker()
+    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    story.do(ev.WorkerTokens(worker.epoch, ident, {"code": "bad_request", "message": "no"}, ()))
+    story.assert_sent(1, "error", id=ident, code="bad_request")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [({"model": "x"}, "unknown_model"), ({}, "bad_request"), ({"model": 3}, "bad_request")],
+)
+def test_a_question_about_no_model(story: Story, body: dict[str, Any], code: str) -> None:
+    ident = story.ask(frames.TOKENIZE, **body)
+    story.assert_sent(1, "error", id=ident, code=code)
+
+
+def test_a_question_that_is_asked_again_is_answered_where_it_was_asked_last(story: Story) -> None:
+    worker = story.ready_worker()
+    for link in (1, 2):
+        story.do(ev.Ask(link, frames.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
+    assert len(worker.asked) == 1
+    story.do(ev.WorkerTokens(worker.epoch, X, {"text": "a"}, ()))
+    story.assert_sent(2, "tokens", id=X, attempt=2)
+    assert not story.to_client(link=1)
+
+
+def test_a_question_that_waits_moves_too(story: Story) -> None:
+    for link in (1, 2):
+        story.do(ev.Ask(link, frames.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
+    worker = story.ready_worker()
+    assert len(worker.asked) == 1
+    story.do(ev.WorkerTokens(worker.epoch, X, {"text": "a"}, ()))
+    story.assert_sent(2, "tokens", id=X, attempt=2)
+
+
+def test_questions_that_wait_are_bounded() -> None:
+    story = Story(queue_limit=2)
+    for _ in range(3):
+        story.ask(frames.TOKENIZE, model="m", text="a")
+    story.assert_sent(1, "error", code="queue_full")
+
+
+def test_a_question_for_a_draining_model_is_answered_by_the_next_worker(story: Story) -> None:
+    worker = story.ready_worker()
+    story.do(ev.Unload("m"))
+    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    worker.die("stopped")
+    assert story.started() == ["m/0"]
+    assert story.ready_worker().asked[0].header.id == ident
+
+
+def test_a_model_without_keep_alive_answers_a_question_before_it_goes() -> None:
+    story = Story({"m": model(keep_alive=0)})
+    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    worker = story.ready_worker()
+    story.later(1)
+    assert not worker.stopped
+    story.do(ev.WorkerTokens(worker.epoch, ident, {}, (b"1234",)))
+    story.assert_sent(1, "tokens", id=ident)
+    story.later(1)
+    assert worker.stopped
+
+
+def test_a_beat_is_answered_and_kept(story: Story) -> None:
+    worker = story.ready_worker()
+    story.do(ev.WorkerBeat(worker.epoch, {"phase": "decode"}))
+    assert worker.heard == 1
+    assert story.model().workers[0].beat["phase"] == "decode"
+
+
+# ---- operations ----------------------------------------------------------------------------------
+
+
+def everything_at_once(story: Story) -> tuple[FakeWorker, dict[str, bytes]]:
+    """A stream, an assigned, a queued request and two questions."""
+    worker = story.ready_worker(sequences=2)
+    streaming = story.generate(link=1)
+    worker.tokens(streaming, 2)
+    assigned, queued = story.generate(link=2), story.generate(link=3)
+    waiting = story.ask(frames.TOKENIZE, 4, model="other", text="a")
+    ids = {"streaming": streaming, "assigned": assigned, "queued": queued, "waiting": waiting}
+    return worker, ids
+
+
+def test_shutdown_ends_everything_with_draining(story: Story) -> None:
+    worker, ids = everything_at_once(story)
+    story.do(ev.Shutdown())
+    for link, name in enumerate(("streaming", "assigned", "queued", "waiting"), start=1):
+        story.assert_sent(link, "error", id=ids[name], code="draining", retryable=True)
+    assert sorted(story.stopped()) == ["m/0", "other/0"]
+    assert {request for request, _ in worker.cancelled} == {ids["streaming"], ids["assigned"]}
+    story.assert_conserved()
+    story.generate(link=5)
+    story.assert_refused("draining", link=5)
+    story.ask(frames.TOKENIZE, 6, model="m", text="a")
+    story.assert_sent(6, "error", code="draining")
+    worker.die("stopped")
+    story.workers["other/0"].die("stopped")
+    story.later(1000)
+    assert story.started() == []
+    story.assert_idle()
+
+
+def test_nothing_starts_a_worker_once_the_broker_goes_down(story: Story) -> None:
+    story.do(ev.Shutdown())
+    story.do(ev.Load("m"))
+    assert story.started() == []
+
+
+def test_unload_by_the_operator_ends_what_runs(story: Story) -> None:
+    worker, request = story.running()
+    story.do(ev.Unload("m"))
+    frame = story.assert_sent(1, "error", id=request, code="worker_lost")
+    assert "unloaded by the operator" in frame.body["message"]
+    assert story.stopped() == ["m/0"]
+    story.do(ev.Unload("m"))
+    assert story.stopped() == []
+    worker.die("stopped")
+    story.later(1000)
+    assert story.started() == []
+    assert story.model().failures == 0
+
+
+def test_unload_leaves_what_waits_to_the_next_worker(story: Story) -> None:
+    worker, _running = story.running(sequences=1)
+    waiting = story.generate()
+    story.do(ev.Unload("m"))
+    assert waiting in story.core.requests
+    worker.die("stopped")
+    assert story.started() == ["m/0"]
+    story.ready_worker().end(waiting)
+    story.assert_ended(waiting, "stop")
+
+
+def test_a_worker_that_is_unloaded_while_it_starts_is_not_welcomed(story: Story) -> None:
+    story.do(ev.Load("m"))
+    story.do(ev.Unload("m"))
+    assert story.stopped() == ["m/0"]
+    assert story.do(ev.WorkerHello("m/0", {})) == []
+
+
+def test_load_by_the_operator(story: Story) -> None:
+    story.do(ev.Load("m"))
+    assert story.started() == ["m/0"]
+    story.do(ev.Load("m"))
+    assert story.started() == []
+
+
+def test_an_end_that_nobody_knows_is_nothing(story: Story) -> None:
+    assert story.do(ev.WorkerExited("m/0", "killed")) == []
+    assert story.do(ev.Spawned("m/0", 1)) == []
+    assert story.do(ev.SpawnFailed("m/0", "no")) == []
+
+
+def test_a_question_is_put_to_the_next_worker_once(story: Story) -> None:
+    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    story.ready_worker().die()
+    assert story.to_client() == []
+    again = story.ready_worker()
+    assert [asked.header.id for asked in again.asked] == [ident]
+    again.die("killed by SIGSEGV")
+    frame = story.assert_sent(1, "error", id=ident, code="worker_lost")
+    assert "two workers" in frame.body["message"] and "SIGSEGV" in frame.body["message"]
+    story.assert_idle()
+
+
+def test_a_question_goes_on_in_another_replica_at_once() -> None:
+    story = Story({"m": model(replicas=2)})
+    first, second = story.ready_worker(), story.ready_worker(replica=1)
+    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    assert len(first.asked) == 1
+    first.die()
+    assert [asked.header.id for asked in second.asked] == [ident]
+
+
+def test_the_answer_of_a_fenced_worker_is_not_taken(story: Story) -> None:
+    worker = story.ready_worker()
+    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    old = worker.epoch
+    worker.hello().credit(1)
+    fenced = story.core.counters.fenced
+    assert story.do(ev.WorkerTokens(old, ident, {"text": "old"}, ())) == []
+    assert story.core.counters.fenced == fenced + 1
+    story.do(ev.WorkerTokens(worker.epoch, ident, {"text": "new"}, ()))
+    story.assert_sent(1, "tokens", id=ident, text="new")
+
+
+def test_a_question_under_way_is_answered_at_shutdown(story: Story) -> None:
+    story.ready_worker()
+    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    story.do(ev.Shutdown())
+    story.assert_sent(1, "error", id=ident, code="draining")
+    story.assert_idle()

@@ -1,0 +1,230 @@
+"""Connections, frames that no longer count, and batches."""
+
+from __future__ import annotations
+
+from mlxpool.broker.interface import events as ev
+from mlxpool.broker.requests.request import State
+from mlxpool.broker.workers.worker import WorkerState
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import pack_ids
+from support.core_harness import (
+    Story,
+    X,
+    model,
+)
+
+# ---- links ---------------------------------------------------------------------------------------
+
+
+def test_a_silent_links_streams_are_cancelled_after_the_grace(story: Story) -> None:
+    """Without a terminal: a client that was only frozen sees a new link and sends again."""
+    worker, streaming = story.running(sequences=1)
+    worker.tokens(streaming)
+    queued = story.generate()
+    other = story.generate(link=2)
+    for _ in range(3):
+        story.later(3)
+        story.hear(2)
+    assert ev.ForgetLink(1) not in story.last
+    assert ev.ForgetLink(1) in story.later(1)
+    assert story.to_client() == []
+    for request in (streaming, queued):
+        assert story.core.tombstones[request].state is State.CANCELLED
+    assert worker.cancelled == [(streaming, 1)]
+    assert other in story.core.requests
+    assert list(story.core.links) == [2]
+    story.assert_conserved()
+
+
+def test_a_link_that_is_heard_lives_on(story: Story) -> None:
+    request = story.generate()
+    for _ in range(10):
+        story.later(5)
+        story.hear()
+    assert request in story.core.requests
+
+
+def test_nothing_is_sent_on_a_lost_link_and_its_streams_end_in_time(story: Story) -> None:
+    worker, request = story.running()
+    story.do(ev.LinkLost(1))
+    story.do(ev.LinkLost(1))
+    assert story.core.counters.links_lost == 1
+    worker.tokens(request)
+    assert story.to_client() == []
+    story.later(10)
+    assert story.to_client() == []
+    assert worker.cancelled == [(request, 1)]
+    assert story.core.counters.cancelled == 1
+    story.assert_conserved()
+
+
+def test_the_loss_of_an_unknown_link_is_nothing(story: Story) -> None:
+    assert story.do(ev.LinkLost(4)) == []
+
+
+def test_a_links_end_and_a_deadline_at_one_wake(story: Story) -> None:
+    """As after a suspend of the machine: everything is due at once."""
+    requests = [story.generate(deadline_ms=20_000) for _ in range(2)]
+    story.now += 100
+    story.do(ev.Wake())
+    for request in requests:
+        stream = story.heard[request, 1]
+        assert stream.forgotten or stream.ended
+    story.assert_conserved()
+    story.assert_idle()
+
+
+# ---- what no longer counts -----------------------------------------------------------------------
+
+
+def test_frames_of_an_old_epoch_are_fenced(story: Story) -> None:
+    worker, request = story.running()
+    old = worker.row(request)
+    epoch = worker.epoch
+    worker.die()
+    story.later(1)
+    again = story.ready_worker()
+    assert again.epoch > epoch
+    story.generate(request, attempt=2)
+    for event in (
+        ev.WorkerDeltas(epoch, [old]),
+        ev.WorkerBeat(epoch, {}),
+        ev.WorkerCredit(epoch, {"sequences": 9, "works": 0}),
+    ):
+        before = story.core.counters.fenced
+        assert story.do(event) == []
+        assert story.core.counters.fenced == before + 1
+    story.do(ev.WorkerBye(epoch, {"code": "internal", "message": "old"}))
+    again.end(request)
+    story.assert_ended(request, "stop", attempt=2)
+
+
+def test_a_place_that_the_worker_does_not_have_is_fenced(story: Story) -> None:
+    worker, request = story.running()
+    for strange in (
+        frames.Delta(X, 1, 0, "x", pack_ids([0])),
+        frames.Delta(request, 2, 0, "x", pack_ids([0])),
+    ):
+        before = story.core.counters.fenced
+        assert worker.say(strange) == []
+        assert story.core.counters.fenced == before + 1
+    worker.end(request)
+    story.assert_ended(request, "stop")
+    worker.say(frames.Delta(request, 1, 0, "", b"", end={"reason": "stop"}))
+    assert story.to_client() == []
+
+
+def test_a_wrong_position_condemns_the_worker(story: Story) -> None:
+    worker = story.ready_worker(sequences=2)
+    bad, good = story.generate(), story.generate(link=2)
+    worker.tokens(good, 2)
+    worker.tokens(bad, 1)
+    worker.tokens(bad, 1, pos=5)
+    assert story.stopped() == ["m/0"]
+    assert worker.state is WorkerState.CONDEMNED
+    assert story.to_client() == []
+    # Whatever it says now is fenced; its slot is refilled when the process is gone.
+    assert worker.tokens(good) == []
+    waiting = story.generate()
+    assert story.started() == []
+    worker.die("stopped")
+    cause = story.core.fleet.slots["m/0"].last_exit
+    assert cause == "it sent position 5 where 1 was due"
+    again = story.ready_worker(sequences=3)
+    for request, have in ((bad, 1), (good, 2), (waiting, 0)):
+        assert again.runs[request].pos == have
+        again.end(request, count=1)
+        story.assert_ended(request, "stop")
+    story.assert_conserved()
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+def test_deltas_are_grouped_for_each_link_that_asked_for_it(story: Story) -> None:
+    worker = story.ready_worker(sequences=4)
+    a, b = (story.generate(link=1, batch=True) for _ in range(2))
+    c = story.generate(link=2, batch=True)
+    d = story.generate(link=1)
+    worker.say(*(worker.row(r, n) for r, n in ((a, 1), (b, 2), (c, 3), (d, 4))))
+    grouped = story.assert_sent(1, "deltas")
+    assert [row[0] for row in grouped.body["rows"]] == [a, b]
+    assert len(grouped.blobs[0]) == 4 * 3
+    assert [row[0] for row in story.assert_sent(2, "deltas").body["rows"]] == [c]
+    story.assert_sent(1, "delta", id=d)
+
+
+def test_the_end_of_a_batched_stream_comes_after_its_tokens(story: Story) -> None:
+    worker = story.ready_worker()
+    a, b = (story.generate(batch=True) for _ in range(2))
+    worker.say(
+        worker.row(a, 1), worker.row(b, 2, end={"reason": "stop", "usage": {}}, text="<0><1>")
+    )
+    story.assert_ended(b, "stop")
+    assert story.heard[b, 1].ids == [0, 1]
+    assert story.heard[a, 1].ids == [0]
+
+
+def test_two_entries_of_one_batched_stream_in_a_frame_stay_in_order(story: Story) -> None:
+    worker, request = story.running(batch=True)
+    worker.say(worker.row(request, 1), worker.row(request, 1, end={"reason": "stop"}))
+    story.assert_ended(request, "stop")
+    assert story.heard[request, 1].ids == [0, 1]
+
+
+def test_a_second_hello_fences_the_first_connection_and_moves_its_runs(story: Story) -> None:
+    worker, request = story.running()
+    worker.tokens(request, 2)
+    old, late = worker.epoch, worker.row(request, 1)
+    worker.hello()
+    assert worker.epoch > old
+    assert worker.state is WorkerState.LOADING
+    assert story.request(request).state is State.QUEUED
+    worker.credit(2)
+    assert worker.runs[request].pos == 2
+    assert worker.say(late, epoch=old) == []
+    worker.end(request, count=1)
+    story.assert_ended(request, "stop")
+    assert story.heard[request, 1].ids == [0, 1, 2]
+    story.assert_idle()
+
+
+def test_a_condemned_worker_sends_nothing_more(story: Story) -> None:
+    worker = story.ready_worker()
+    good, bad = story.generate(batch=True), story.generate(batch=True)
+    worker.say(worker.row(good, 2), worker.row(bad, 1, pos=7), worker.row(good, 1))
+    assert story.heard[good, 1].ids == [0, 1]
+    assert story.request(good).taken == 2
+
+
+def test_the_runs_of_a_condemned_worker_go_to_another_at_once() -> None:
+    story = Story({"m": model(replicas=2)})
+    first, second = story.ready_worker(sequences=2), story.ready_worker(sequences=1, replica=1)
+    request = story.generate()
+    first.tokens(request, 2)
+    first.tokens(request, 1, pos=7)
+    assert second.runs[request].pos == 2
+
+
+def test_accepted_of_an_equal_attempt_tells_where_the_stream_is(story: Story) -> None:
+    story.generate(X)
+    story.generate(X, link=2)
+    story.assert_sent(2, "accepted", link=1)
+
+
+def test_a_client_that_was_frozen_goes_on_from_what_it_has(story: Story) -> None:
+    worker, request = story.running(sequences=1)
+    worker.tokens(request, 2)
+    story.later(11)
+    worker.confirm(request)
+    worker.credit()
+    story.generate(request, link=2, attempt=2, resume={"count": 2}, blobs=[pack_ids([0, 1])])
+    worker.end(request, count=1)
+    story.assert_ended(request, "stop", attempt=2)
+    assert story.heard[request, 2].ids == [2]
+
+
+def test_a_link_without_streams_is_forgotten_in_silence(story: Story) -> None:
+    story.hear(4)
+    assert story.later(11) == []
+    assert not story.core.links

@@ -1,0 +1,305 @@
+"""Names of models: two for the same weights share workers, and each stream keeps its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxpool.broker.core.core import Core
+from mlxpool.broker.interface import events as ev
+from mlxpool.broker.telemetry import stats
+from mlxpool.common.config.loading import Counting, ModelConfig
+from mlxpool.common.config.model_names import MOST
+from mlxpool.common.protocol import frames
+from support.core_harness import Story, model
+
+HERE, THERE = "/models/here", "/models/there"
+
+
+def pool(places: dict[str, str], **models: ModelConfig) -> Story:
+    story = Story(models)
+    story.core = Core(story.core.config, story.core.boot, places=places)
+    return story
+
+
+def twins(**other: Any) -> Story:
+    """Names a and b for one folder; `other` are settings of b."""
+    return pool({"a": HERE, "b": HERE}, a=model(), b=model(**other))
+
+
+def describe(story: Story, name: str, digest: str, **about: Any) -> None:
+    story.do(ev.ModelDescribed(name, {"digest": digest, **about}))
+
+
+def row(story: Story, name: str) -> dict[str, Any]:
+    return next(m for m in story.core.model_list(story.now) if m["name"] == name)
+
+
+def test_two_names_for_one_folder_share_a_worker() -> None:
+    story = twins()
+    worker = story.ready_worker("a", sequences=4)
+    request = story.generate(name="b")
+    assert request in worker.runs and story.started() == []
+    worker.end(request)
+    story.assert_ended(request, "stop")
+    assert list(story.core.fleet.slots) == ["a/0"]
+    assert (row(story, "b")["state"], row(story, "b")["shares"]) == ("ready", "a")
+    assert row(story, "a")["shares"] is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"context": 64},
+        {"memory_limit": 10**9},
+        {"sequences": 2},
+        {"prefix_cache": "off"},
+        {"prefix_bytes": 10**6},
+        {"deterministic": True},
+        {"counting": Counting(step_us=5)},
+    ],
+)
+def test_workers_are_not_shared_under_other_settings(other: dict[str, Any]) -> None:
+    story = twins(**other)
+    story.ready_worker("a", sequences=4)
+    story.generate(name="b")
+    assert story.started() == ["b/0"]
+    assert row(story, "b")["shares"] is None
+
+
+def test_what_is_about_company_only_is_the_most_that_any_name_asks_for() -> None:
+    story = twins(replicas=2, keep_alive=5000.0)
+    assert list(story.core.fleet.slots) == ["a/0", "a/1"]
+    assert story.model("a").config.keep_alive == 5000.0
+    assert twins(keep_alive=-1.0).model("a").config.keep_alive == -1.0
+    assert twins(pin=True, keep_alive=-1.0).model("a").config.pin
+
+
+def test_models_without_a_place_are_never_shared() -> None:
+    story = pool({}, a=model(), b=model())
+    assert list(story.core.fleet.slots) == ["a/0", "b/0"]
+
+
+def test_each_stream_and_each_error_keeps_the_name_that_was_asked_for() -> None:
+    story = twins()
+    worker = story.ready_worker("a", sequences=1)
+    runs, waits = story.generate(name="a"), story.generate(name="b")
+    assert story.request(waits).payload.model == "b"
+    story.do(ev.Drain(None, "a", 10.0))
+    story.generate(name="b")
+    story.assert_refused("draining", "model 'b' is drained")
+    worker.end(runs)
+    worker.credit()
+    assert waits in worker.runs
+
+
+def test_those_who_wait_for_a_model_that_gives_up_are_told_by_their_name() -> None:
+    story = twins()
+    story.model("a").failures = 4
+    requests = {name: story.generate(name=name) for name in "ab"}
+    story.do(ev.WorkerExited("a/0", "exit code 3", own=True))
+    for name, request in requests.items():
+        message = story.assert_ended(request, "model_unavailable").body["message"]
+        assert f"model {name!r} failed 5 times" in message
+
+
+def test_the_first_words_of_a_fault_are_those_of_all_names() -> None:
+    story = twins()
+    request = story.generate(name="b")
+    worker = story.workers["a/0"].hello()
+    worker.bye("model_load_failed", "no config.json")
+    worker.die("exit code 1", own=True)
+    story.assert_ended(request, "model_load_failed")
+    assert row(story, "a")["error"] == row(story, "b")["error"] == "no config.json"
+
+
+def test_why_a_model_failed_is_shown_until_it_is_asked_for_or_mended() -> None:
+    story = twins()
+    describe(story, "a", "", problems=["no config.json"])
+    story.generate(name="b")
+    worker = story.workers["a/0"].hello()
+    worker.bye("model_load_failed", "no weights")
+    worker.die("exit code 1", own=True)
+    story.later(story.core.config.probe_interval + 1)
+    assert (row(story, "b")["state"], row(story, "b")["error"]) == ("failed", "no weights")
+    describe(story, "a", "d1")
+    assert (row(story, "b")["state"], row(story, "b")["error"]) == ("cold", None)
+
+
+def test_one_digest_in_two_places_is_one_model() -> None:
+    story = pool({"a": HERE, "b": THERE}, a=model(), b=model())
+    describe(story, "a", "d1")
+    assert list(story.core.fleet.slots) == ["a/0", "b/0"]
+    describe(story, "b", "d1")
+    assert list(story.core.fleet.slots) == ["a/0"]
+    assert row(story, "b")["shares"] == "a"
+
+
+def test_names_that_share_already_find_their_twins_together() -> None:
+    places = {"a": HERE, "b": HERE, "c": THERE, "d": THERE}
+    story = pool(places, **{name: model() for name in "abcd"})
+    shares = []
+    for name in "abcd":
+        describe(story, name, "d1")
+        shares.append([row(story, one)["shares"] for one in "abcd"])
+    assert shares[2] == [None, "a", None, "c"], "d has not been looked at"
+    assert shares[3] == [None, "a", "a", "a"]
+    assert list(story.core.fleet.slots) == ["a/0"]
+    worker = story.ready_worker("a")
+    worker.end(story.generate(name="d"))
+
+
+def test_a_model_at_work_stays_what_it_is_until_it_is_quiet() -> None:
+    story = pool({"a": HERE, "b": THERE}, a=model(), b=model())
+    worker = story.ready_worker("b")
+    for name in "ab":
+        describe(story, name, "d1")
+    assert row(story, "b")["shares"] is None
+    story.do(ev.Unload("b"))
+    worker.die("stopped")
+    describe(story, "b", "d1")
+    assert row(story, "b")["shares"] == "a"
+
+
+def test_names_part_when_the_files_of_one_change() -> None:
+    story = pool({"a": HERE, "b": THERE}, a=model(), b=model())
+    for name in "ab":
+        describe(story, name, "d1")
+    worker = story.ready_worker("a", sequences=2)
+    old = story.generate(name="b")
+    describe(story, "b", "d2")
+    assert row(story, "b")["shares"] is None
+    story.generate(name="b")
+    assert story.started() == ["b/0"]
+    worker.end(old)
+    story.assert_ended(old, "stop")
+
+
+def test_when_the_files_of_the_first_name_change_the_others_leave_it() -> None:
+    story = pool({"a": HERE, "b": THERE, "c": HERE}, a=model(), b=model(), c=model())
+    for name in "ab":
+        describe(story, name, "d1")
+    describe(story, "a", "d2")
+    shares = {name: row(story, name)["shares"] for name in "abc"}
+    assert shares == {"a": None, "b": None, "c": "a"}, "c is the same folder, whatever is in it"
+
+
+def test_timers_of_a_model_that_found_its_twin_do_nothing() -> None:
+    story = pool({"a": HERE, "b": THERE}, a=model(), b=model(keep_alive=1.0))
+    worker = story.ready_worker("b")
+    story.do(ev.Drain("b/0", None, 30.0))
+    worker.die("stopped")
+    story.do(ev.Unload("b"))
+    story.do(ev.WorkerExited("b/0", "stopped"))  # the one that took the drained one's place
+    for key in (("drained", "b"), ("restart", "b"), ("model", "b")):
+        story.core.timers.set(key, story.now + 1)
+    for name in "ab":
+        describe(story, name, "d1")
+    assert row(story, "b")["shares"] == "a"
+    story.later(100)
+    assert not [
+        key for key in story.core.timers._at if isinstance(key, tuple) and key[1] in ("b", "b/0")
+    ]
+
+
+def test_what_was_found_in_a_model_is_shown() -> None:
+    story = pool({"a": HERE}, a=model(context=64))
+    chat = {"tools": "hermes", "thinking": None}
+    about = {"type": "llama", "size": 500, "quantisation": "bf16", "context": 128}
+    describe(story, "a", "0123456789abcdef", **about, features=["batching"], chat=chat)
+    assert row(story, "a") == {
+        "name": "a",
+        "state": "cold",
+        "queued": 0,
+        "context": 64,
+        "type": "llama",
+        "size": 500,
+        "quantisation": "bf16",
+        "features": ["batching"],
+        "layout": None,
+        "chat": {"tools": "hermes", "thinking": None},
+        "digest": "0123456789ab",
+        "shares": None,
+        "error": None,
+    }
+    assert story.model("a").need == 500
+
+
+def test_what_is_wrong_with_a_cold_model_is_shown_and_nobody_is_refused_for_it() -> None:
+    story = pool({"a": HERE}, a=model())
+    describe(story, "a", "", problems=["first", "second"])
+    assert (row(story, "a")["state"], row(story, "a")["error"]) == ("failed", "first")
+    worker = story.ready_worker("a")
+    worker.end(story.generate(name="a"))
+    describe(story, "a", "d")
+    assert (row(story, "a")["state"], row(story, "a")["error"]) == ("ready", None)
+
+
+@pytest.mark.parametrize("count", [stats.DETAILED, stats.DETAILED + 1, MOST + 10])
+def test_the_list_of_many_models_fits_into_a_frame(count: int) -> None:
+    names = ["é" * 97 + f"{number:05}" for number in range(count)]
+    story = pool({}, **{name: model() for name in names})
+    for name in names:
+        describe(story, name, "d" * 64, problems=["\N{SNOWMAN}" * 2000])
+    story.ask(frames.MODELS)
+    (frame,) = story.to_client(frames.MODELS)
+    frames.encode(frame.header, frame.body)
+    assert [row["name"] for row in frame.body["models"]] == names
+    assert ("error" in frame.body["models"][0]) == (count <= stats.DETAILED)
+
+
+def test_a_model_that_is_found_later() -> None:
+    story = pool({"a": HERE}, a=model())
+    story.generate(name="b")
+    story.assert_refused("unknown_model", "known: a")
+    story.do(ev.ModelFound("b", model(), HERE, 0))
+    story.do(ev.ModelFound("c", model(), THERE, 7))
+    story.do(ev.ModelFound("c", model(context=3), THERE, 9))
+    assert [m["name"] for m in story.core.model_list(story.now)] == ["a", "b", "c"]
+    assert (row(story, "b")["shares"], story.model("c").need) == ("a", 7)
+    worker = story.ready_worker("c")
+    worker.end(story.generate(name="c"))
+
+
+@pytest.mark.parametrize("name", ["../a", "/models/here", "a\0", "", "x" * 5000])
+def test_a_name_is_a_key_and_never_a_path(name: str) -> None:
+    story = pool({"a": HERE}, a=model())
+    story.generate(name=name)
+    frame = story.to_client(frames.ERROR)[0]
+    assert frame.body["code"] == ("unknown_model" if name else "bad_request")
+    assert len(frame.body["message"]) < 300
+
+
+# ---- pinned models ---------------------------------------------------------------------------
+
+
+def test_a_pinned_model_comes_again_without_being_asked_for() -> None:
+    story = pool({}, a=model(pin=True, keep_alive=-1.0))
+    worker = story.ready_worker("a")
+    story.later(10_000)
+    assert not worker.stopped
+    worker.die(own=True)
+    story.later(5)
+    assert story.core.fleet.slots["a/0"].worker is not None
+
+
+def test_a_pinned_model_that_cannot_be_loaded_is_tried_again() -> None:
+    story = pool({}, a=model(pin=True, keep_alive=-1.0))
+    story.do(ev.Load("a"))
+    worker = story.workers["a/0"].hello()
+    worker.bye("model_load_failed", "no config.json")
+    worker.die("exit code 1", own=True)
+    story.later(5)
+    assert story.core.fleet.slots["a/0"].worker is not None
+
+
+def test_a_pinned_model_that_was_unloaded_stays_so_until_it_is_asked_for() -> None:
+    story = pool({}, a=model(pin=True, keep_alive=-1.0))
+    worker = story.ready_worker("a")
+    story.do(ev.Unload("a"))
+    worker.die("stopped")
+    story.later(10_000)
+    assert story.core.fleet.slots["a/0"].worker is None
+    story.generate(name="a")
+    assert story.started() == ["a/0"]

@@ -1,0 +1,251 @@
+"""Requests that end their workers are found out; their neighbours are not blamed for good."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpool.broker.interface import events as ev
+from mlxpool.broker.workers.worker import WorkerState
+from mlxpool.common.progress import Look
+from support.core_harness import (
+    FakeWorker,
+    Story,
+    X,
+    model,
+)
+
+
+def company(story: Story, count: int) -> tuple[FakeWorker, list[bytes]]:
+    worker = story.ready_worker(sequences=count)
+    return worker, [story.generate(link=n) for n in range(1, count + 1)]
+
+
+def charge(story: Story, request: bytes) -> float:
+    return story.request(request).charge
+
+
+def test_the_one_in_prefill_is_charged_alone(story: Story) -> None:
+    worker, (a, b, c) = company(story, 3)
+    worker.die("killed by SIGSEGV", own=True, prefill=b)
+    assert [charge(story, r) for r in (a, b, c)] == [0, 1, 0]
+    assert [story.request(r).company for r in (a, b, c)] == [0, 1, 0]
+
+
+def test_without_a_prefill_all_are_charged_alike(story: Story) -> None:
+    worker, requests = company(story, 4)
+    worker.die("exit code 1", own=True)
+    assert [charge(story, r) for r in requests] == [0.25] * 4
+
+
+def test_a_prefill_that_is_not_there_any_more_charges_all(story: Story) -> None:
+    worker, requests = company(story, 2)
+    worker.die("exit code 1", own=True, prefill=X)
+    assert [charge(story, r) for r in requests] == [0.5] * 2
+
+
+def test_a_kill_from_outside_charges_nobody(story: Story) -> None:
+    worker, requests = company(story, 2)
+    for _ in range(2):
+        worker.die("killed by SIGKILL", prefill=requests[0])
+        worker = story.ready_worker(sequences=2)
+    assert [charge(story, r) for r in requests] == [0, 0]
+    assert len(worker.runs) == 2
+
+
+def test_charged_requests_come_back_in_small_groups(story: Story) -> None:
+    worker, requests = company(story, 8)
+    worker.die("killed by SIGSEGV", own=True)
+    assert {story.request(r).company for r in requests} == {2}
+    again = story.ready_worker(sequences=8)
+    assert list(again.runs) == requests[:2]
+    again.end(requests[0])
+    again.credit()
+    assert list(again.runs) == requests[1:3]
+
+
+def test_a_charge_of_one_is_retried_alone(story: Story) -> None:
+    worker, (a, b, c) = company(story, 3)
+    worker.die("killed by SIGSEGV", own=True, prefill=a)
+    again = story.ready_worker(sequences=3)
+    assert list(again.runs) == [a]
+    again.end(a)
+    again.credit()
+    assert set(again.runs) == {b, c}
+
+
+def test_a_solo_retry_gets_its_worker_though_others_come_and_go() -> None:
+    """The worker with least to do is kept free for it; the other serves everybody else."""
+    story = Story({"m": model(replicas=2)})
+    first = story.ready_worker(sequences=2)
+    second = story.ready_worker(sequences=2, replica=1)
+    bad = story.generate()
+    first.tokens(bad, 1)
+    others = [story.generate() for _ in range(3)]
+    here = next(r for r in others if r in first.runs)
+    first.die("killed by SIGSEGV", own=True, prefill=bad)
+    for request in [r for r in others if r in second.runs]:
+        second.tokens(request, 1)
+    story.ready_worker(sequences=2)
+    assert list(story.workers["m/0"].runs) == [bad]
+    assert here not in story.workers["m/0"].runs
+    for _ in range(4):
+        fresh = story.generate()
+        running = min(second.runs)
+        second.end(running)
+        second.credit()
+        assert fresh not in story.workers["m/0"].runs
+    story.workers["m/0"].end(bad)
+    story.assert_ended(bad, "stop")
+
+
+def test_a_solo_retry_waits_for_its_worker_to_run_dry(story: Story) -> None:
+    worker, (a, b, c) = company(story, 3)
+    worker.tokens(b, 1)
+    worker.die("killed by SIGSEGV", own=True, prefill=a)
+    again = story.ready_worker(sequences=3)
+    again.end(a)
+    again.credit()
+    story.request(b).charge, story.request(b).company = 1.0, 1
+    story.do(ev.WorkerYield(again.epoch, [[b, again.runs.pop(b).attempt]]))
+    fresh = story.generate()
+    again.credit()
+    assert list(again.runs) == [c], "nothing new while the charged one waits"
+    again.end(c)
+    again.credit()
+    assert list(again.runs) == [b]
+    again.end(b)
+    again.credit()
+    assert list(again.runs) == [fresh]
+
+
+def test_at_two_it_is_poisoned_and_refused_for_a_time() -> None:
+    story = Story(poison_life=60.0)
+    worker, bad = story.running(prompt="bad")
+    worker.die("killed by SIGSEGV", own=True, prefill=bad)
+    story.ready_worker().die("killed by SIGSEGV", own=True, prefill=bad)
+    frame = story.assert_sent(1, "error", id=bad, code="poisoned", retryable=False)
+    assert "killed by SIGSEGV" in frame.body["message"]
+    story.generate(prompt="bad")
+    story.assert_refused("poisoned", "1 minutes")
+    story.generate(bad, attempt=2, prompt="bad")
+    story.assert_refused("poisoned")
+    good = story.generate(prompt="good", deadline_ms=100_000)
+    assert good in story.core.requests
+    story.cancel(good)
+    story.later(61)
+    assert not story.core.poisoned
+    story.generate(prompt="bad")
+    story.assert_sent(1, "accepted")
+    story.assert_conserved()
+
+
+def test_a_poisonous_request_does_not_take_its_neighbours_with_it(story: Story) -> None:
+    """Whenever the bad one has made a token, its worker dies by itself: all others end well."""
+    _, requests = company(story, 8)
+    bad, worker = requests[5], story.workers["m/0"]
+    while story.core.requests:
+        if bad in worker.runs:
+            worker.tokens(bad, 1)
+            worker.die("killed by SIGSEGV", own=True)
+            worker = story.ready_worker(sequences=8)
+        else:
+            worker.end(min(worker.runs), count=1)
+            worker.credit()
+    story.assert_ended(bad, "poisoned")
+    for request in requests:
+        if request != bad:
+            story.assert_ended(request, "stop")
+    story.assert_idle()
+
+
+def test_who_is_cleared_has_lost_nothing(story: Story) -> None:
+    worker, requests = company(story, 3)
+    worker.die("killed by SIGSEGV", own=True, prefill=requests[1])
+    assert [story.request(r).barren for r in requests] == [0, 1, 0]
+    worker = story.ready_worker(sequences=3)
+    assert list(worker.runs) == [requests[0]]
+    worker.die("killed by SIGSEGV", own=True)
+    assert [story.request(r).barren for r in requests] == [1, 1, 0]
+
+
+def test_who_runs_alone_is_judged_by_its_own_ends(story: Story) -> None:
+    """Kills from outside say nothing of it; but there is an end to them, too."""
+    worker, (bad, other) = company(story, 2)
+    worker.die("killed by SIGSEGV", own=True, prefill=bad)
+    story.cancel(other)
+    for _ in range(3):
+        story.ready_worker().die("killed by SIGKILL")
+    assert story.request(bad).barren == 4
+    story.ready_worker().die("killed by SIGKILL")
+    story.assert_ended(bad, "worker_lost")
+
+
+def test_the_second_end_by_one_request_says_nothing_of_its_model(story: Story) -> None:
+    """The first one does: what no request gets through is broken, and ends whoever asks."""
+    worker, requests = company(story, 5)
+    model = story.core.fleet.models["m"]
+    for n, request in enumerate(requests[:4], 1):
+        worker.die("killed by SIGSEGV", own=True, prefill=request)
+        assert model.failures == n
+        worker = story.ready_worker(sequences=5)
+        worker.die("killed by SIGSEGV", own=True, prefill=request)
+        assert model.failures == n
+        story.assert_ended(request, "poisoned")
+        worker = story.ready_worker(sequences=5)
+    worker.die("killed by SIGSEGV", own=True, prefill=requests[4])
+    story.assert_ended(requests[4], "model_unavailable")
+
+
+def test_nor_does_the_second_hang_by_one_request(story: Story) -> None:
+    worker, requests = company(story, 2)
+    model = story.core.fleet.models["m"]
+    for n, request in enumerate(requests, 1):
+        for _ in range(2):
+            worker.watched(21, Look("prefill", request=request, count=5))
+            worker.die("killed by SIGKILL")
+            assert model.failures == n
+            worker = story.ready_worker(sequences=2)
+        story.assert_ended(request, "poisoned")
+
+
+@pytest.mark.parametrize("places", [(40,), (0, 1), (0, 1, 2), (5, 6, 50)])
+def test_poison_in_a_pass_of_many_prompts_ends_alone(places: tuple[int, ...]) -> None:
+    """The first death names nobody; then suspects are read one by one."""
+    story = Story()
+    worker, requests = company(story, 64)
+    bad = [requests[place] for place in places]
+    assert not any(run.body.get("suspect") for run in worker.runs.values())
+    worker.die("killed by SIGSEGV", own=True)
+    while story.core.requests:
+        worker = story.ready_worker(sequences=64)
+        assert all(run.body["suspect"] for run in worker.runs.values())
+        while worker.runs and not (here := [one for one in worker.runs if one in bad]):
+            worker.end(min(worker.runs), count=1)
+            worker.credit()
+        if worker.runs:
+            worker.die("killed by SIGSEGV", own=True, prefill=here[0])
+    for request in requests:
+        if request in bad:
+            story.assert_ended(request, "poisoned")
+        else:
+            story.assert_ended(request, "stop")
+
+
+def test_a_hang_charges_what_was_in_prefill(story: Story) -> None:
+    worker, (a, b) = company(story, 2)
+    worker.watched(21, Look("prefill", request=a, count=5))
+    assert worker.state is WorkerState.CONDEMNED
+    assert [charge(story, r) for r in (a, b)] == [1, 0]
+
+
+def test_poisoned_digests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story(restart_limit=100)
+    monkeypatch.setattr("mlxpool.broker.core.state.POISONED", 2)
+    worker = story.ready_worker()
+    for number in range(3):
+        request = story.generate(prompt=f"bad {number}")
+        for _ in range(2):
+            worker.die("exit code 9", own=True, prefill=request)
+            worker = story.ready_worker()
+        story.assert_ended(request, "poisoned")
+    assert len(story.core.poisoned) == 2

@@ -1,0 +1,448 @@
+"""The core under events in any order: what a client may rely on holds after each of them.
+
+`Story` itself checks every frame (positions, ids, terminals, credit, company); here are the laws
+between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from mlxpool.broker.interface import events as ev
+from mlxpool.broker.requests.request import Request, State
+from mlxpool.broker.workers.worker import FENCED, Worker, WorkerState
+from mlxpool.common.progress import Look
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import pack_ids
+from support.core_harness import FakeWorker, Story, model, owed, request_id
+
+IDS = [request_id(n) for n in range(101, 107)]  # calls have lower ones
+LINKS = (1, 2, 3)
+MEMORY = 10  # room for two workers of three
+NOT_DURABLE = IDS[5]
+
+ids = st.sampled_from(IDS)
+links = st.sampled_from(LINKS)
+replicas = st.integers(0, 1)
+phases = st.sampled_from(["idle", "load", "prefill", "decode", "blocked"])
+
+
+class Pool(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        models = {"m": model(replicas=2, keep_alive=20.0), "other": model(keep_alive=-1)}
+        self.story = Story(
+            models,
+            needs={"m": 4, "other": 4},
+            memory=MEMORY,
+            queue_limit=4,
+            unread_bytes=2048,
+            poison_life=100.0,
+        )
+        self.newest: dict[bytes, int] = {}  # attempt of the newest sending
+        self.lost: set[int] = set()
+        self.steps = 0
+
+    @initialize()
+    def begin(self) -> None:
+        self.serve(0)
+        for link, request in zip(LINKS, IDS, strict=False):
+            self.send(request, link, 1, window=link, batch=link == 2)
+
+    def send(self, request: bytes, link: int, attempt: int, have: int = 0, **body: Any) -> None:
+        """`generate`: what names the request depends on its id alone."""
+        number = IDS.index(request)
+        self.newest[request] = max(attempt, self.newest.get(request, 0))
+        blobs = [pack_ids(range(have))] if have else []
+        if have:
+            body["resume"] = {"count": have}
+        if request == NOT_DURABLE:
+            body["durable"] = False
+        self.story.generate(
+            request, link=link, attempt=attempt, blobs=blobs, priority=number % 3, **body
+        )
+
+    def busy(self, replica: int) -> FakeWorker | None:
+        """A worker with something to do, this one rather than the other."""
+        for number in (replica, 1 - replica):
+            worker = self.pick(number)
+            if worker is not None and worker.runs:
+                return worker
+        return None
+
+    def pick(self, replica: int) -> FakeWorker | None:
+        worker = self.story.workers.get(f"m/{replica}")
+        return worker if worker and worker.state is not WorkerState.LOST else None
+
+    # ---- clients -----------------------------------------------------------------------------
+
+    @rule(
+        request=ids,
+        link=links,
+        attempt=st.integers(1, 3),
+        batch=st.booleans(),
+        window=st.sampled_from([1, 3, 1000]),
+        deadline=st.sampled_from([None, 3_000, 10_000]),
+        queue=st.sampled_from([None, 1_000]),
+    )
+    def submit(
+        self,
+        request: bytes,
+        link: int,
+        attempt: int,
+        batch: bool,
+        window: int,
+        deadline: int | None,
+        queue: int | None,
+    ) -> None:
+        """A first sending, or the same again, whatever became of it."""
+        times: dict[str, Any] = {"deadline_ms": deadline, "queue_ms": queue}
+        if request == IDS[4]:  # not one of what may differ between two sendings
+            times["first_token_ms"] = 2_000
+        self.send(request, link, attempt, batch=batch, window=window, **times)
+
+    @rule(request=ids, link=links, share=st.integers(0, 3), window=st.sampled_from([1, 1000]))
+    def resend(self, request: bytes, link: int, share: int, window: int) -> None:
+        """A client goes on from some of the ids that it was sent."""
+        core = self.story.core
+        live, tomb = core.requests.get(request), core.tombstones.get(request)
+        known = live or tomb
+        if known is None:
+            return
+        sent = live.sent if live is not None else core.tombstones[request].pos
+        first: dict[str, Any] = {"first_token_ms": 2_000} if request == IDS[4] else {}
+        have = sent * share // 3
+        self.send(request, link, known.attempt + 1, have, window=window, **first)
+
+    @rule(request=ids, link=links, other_owner=st.booleans())
+    def duplicate(self, request: bytes, link: int, other_owner: bool) -> None:
+        known = request in self.story.core.requests or request in self.story.core.tombstones
+        if not known:
+            return
+        if other_owner:
+            self.story.generate(request, link=link, attempt=9, owner="uid:2")
+        else:
+            self.story.generate(request, link=link, attempt=9, prompt="another")
+        frame = self.story.assert_sent(link, "error", code="duplicate_id")
+        assert frame.header.id is None
+
+    @rule(request=ids, link=links)
+    def foreign_ids(self, request: bytes, link: int) -> None:
+        """Ids that the stream does not have end it, and no other."""
+        live = self.story.core.requests.get(request)
+        if live is None or request in (NOT_DURABLE, IDS[4]) or link in self.lost:
+            return
+        others = set(self.story.core.requests) - {request}
+        attempt = live.attempt + 1
+        self.newest[request] = max(self.newest[request], attempt)
+        self.story.generate(
+            request,
+            link=link,
+            attempt=attempt,
+            resume={"count": 1},
+            blobs=[pack_ids([7])],
+            priority=IDS.index(request) % 3,
+        )
+        self.story.assert_sent(link, "error", id=request, attempt=attempt)
+        assert set(self.story.core.requests) == others
+
+    @rule(request=ids, link=links, owner=st.sampled_from(["uid:1", "uid:2", None]))
+    def cancel(self, request: bytes, link: int, owner: str | None) -> None:
+        self.story.cancel(request, link, owner)
+        if owner != "uid:2":
+            assert request not in self.story.core.requests
+
+    @rule(request=ids, more=st.integers(-1, 5))
+    def ack(self, request: bytes, more: int) -> None:
+        known = self.story.core.requests.get(request)
+        if known is not None:
+            self.story.ack(request, known.acked + more, known.link)
+
+    @rule(link=links)
+    def hear(self, link: int) -> None:
+        self.story.hear(link)
+
+    @rule()
+    def ask(self) -> None:
+        self.story.ask(frames.TOKENIZE, model="m", text="a")
+
+    @rule()
+    def lose_link(self) -> None:
+        self.lost.add(3)  # the others are heard of to the end
+        self.story.do(ev.LinkLost(3))
+
+    # ---- workers -----------------------------------------------------------------------------
+
+    @rule(replica=replicas)
+    def hello(self, replica: int) -> None:
+        worker = self.pick(replica)
+        if worker is not None:
+            worker.hello()
+
+    @rule(replica=replicas)
+    def serve(self, replica: int) -> None:
+        """The usual course, so that there is always somebody who works."""
+        self.story.do(ev.Load("m"))
+        worker = self.pick(replica)
+        if worker is not None:
+            if not worker.epoch:
+                worker.hello()
+            if worker.epoch:
+                worker.credit(3)
+
+    @rule(replica=replicas, capacity=st.integers(0, 3))
+    def credit(self, replica: int, capacity: int) -> None:
+        worker = self.pick(replica)
+        if worker is not None and worker.epoch:
+            worker.credit(capacity)
+
+    @rule(replica=replicas, count=st.integers(1, 3), many=st.booleans())
+    def tokens(self, replica: int, count: int, many: bool) -> None:
+        worker = self.busy(replica)
+        if worker is not None:
+            running = sorted(worker.runs)
+            worker.say(*(worker.row(r, count) for r in (running if many else running[:1])))
+
+    @rule(replica=replicas, count=st.integers(0, 2), outcome=st.sampled_from(["stop", "length"]))
+    def end(self, replica: int, count: int, outcome: str) -> None:
+        worker = self.busy(replica)
+        if worker is None:
+            return
+        request = min(worker.runs)
+        live, run = self.story.core.requests.get(request), worker.runs[request].attempt
+        due = live.taken + count if live is not None and live.run == run else None
+        worker.end(request, outcome, count)
+        if due is not None and worker.state not in FENCED:
+            assert self.story.core.tombstones[request].pos == due, "a tail that was not sent"
+
+    @rule(replica=replicas)
+    def error_end(self, replica: int) -> None:
+        worker = self.busy(replica)
+        if worker is not None:
+            worker.fail(max(worker.runs), "out_of_memory")
+
+    @rule(replica=replicas)
+    def wrong_position(self, replica: int) -> None:
+        worker = self.busy(replica)
+        if worker is not None:
+            request = min(worker.runs)
+            worker.tokens(request, 1, pos=worker.runs[request].pos + 1)
+
+    @rule(replica=replicas)
+    def answer(self, replica: int) -> None:
+        worker = self.pick(replica)
+        if worker is not None and worker.asked:
+            asked = worker.asked.pop(0)
+            assert asked.header.id is not None
+            self.story.do(ev.WorkerTokens(asked.header.epoch, asked.header.id, {}, ()))
+
+    @rule(
+        replica=replicas,
+        reason=st.sampled_from(["own", "outside", "prefill", "load", "device", "spawn"]),
+    )
+    def exit(self, replica: int, reason: str) -> None:
+        worker = self.pick(replica)
+        if worker is None:
+            return
+        if reason == "spawn" and not worker.epoch:
+            self.story.do(ev.SpawnFailed(worker.slot, "no memory"))
+            return
+        if reason == "load" and worker.epoch and not worker.runs:
+            worker.bye("model_load_failed", "a tensor is missing")
+        if reason == "device" and worker.epoch:
+            worker.bye("internal", "the device is lost")
+        prefill = max(worker.runs, default=None) if reason == "prefill" else None
+        worker.die(own=reason != "outside", prefill=prefill)
+
+    @rule(replica=replicas, own=st.booleans(), count=st.integers(0, 2))
+    def lose_and_go_on(self, replica: int, own: bool, count: int) -> None:
+        """A worker makes some tokens and is lost; another comes in its place."""
+        worker = self.busy(replica)
+        if worker is None:
+            return
+        worker.say(*(worker.row(request, count) for request in sorted(worker.runs)))
+        if worker.state is not WorkerState.LOST:
+            worker.die(own=own)
+        self.hear_all()
+        self.story.later(3.0)
+        self.hear_all()
+        for number in (0, 1):
+            self.serve(number)
+
+    @rule(replica=replicas, count=st.integers(1, 2))
+    def redial(self, replica: int, count: int) -> None:
+        """A worker makes some tokens and comes on a new connection."""
+        worker = self.busy(replica)
+        if worker is not None:
+            worker.say(*(worker.row(request, count) for request in sorted(worker.runs)))
+            worker.hello().credit(3)
+
+    @rule(replica=replicas, phase=phases, seconds=st.sampled_from([1, 6, 12, 25]))
+    def stand_still(self, replica: int, phase: str, seconds: int) -> None:
+        """It beats and does not move: suspect, then condemned, or well again at the next look."""
+        worker = self.pick(replica)
+        if worker is None:
+            return
+        worker.moves += 1
+        prefill = max(worker.runs, default=None) if phase == "prefill" else None
+        worker.watched(seconds, Look(phase, count=worker.moves, request=prefill))
+
+    @rule(replica=replicas)
+    def move_again(self, replica: int) -> None:
+        worker = self.pick(replica)
+        if worker is not None:
+            worker.moves += 1
+            worker.look(Look("decode", count=worker.moves))
+
+    # ---- time and operations -----------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.0, 0.3, 1.0, 4.0, 13.0]), heard=st.booleans())
+    def tick(self, seconds: float, heard: bool) -> None:
+        if heard:
+            self.hear_all()
+        self.story.later(seconds)
+
+    def hear_all(self) -> None:
+        for link in list(self.story.core.links):
+            self.story.hear(link)
+
+    @rule(seconds=st.sampled_from([1.0, 10.0, 13.0]), told=st.booleans())
+    def suspend(self, seconds: float, told: bool) -> None:
+        """As after a sleep of the machine: all that was due comes in one wake."""
+        self.story.now += seconds
+        if told:
+            self.story.do(ev.Late(seconds))
+        self.story.do(ev.Wake())
+
+    @rule(
+        what=st.sampled_from(
+            [
+                ev.Load("m"),
+                ev.Load("other"),
+                ev.Unload("m"),
+                ev.Drain(None, "m", 3.0),
+                ev.Restart("m/1"),
+                *(ev.Drain(f"m/{n}", None, grace) for n in (0, 1) for grace in (0.0, 3.0)),
+            ]
+        )
+    )
+    def operate(self, what: ev.Event) -> None:
+        self.story.do(what)
+
+    @rule(replica=replicas)
+    def give_back(self, replica: int) -> None:
+        worker = self.busy(replica)
+        if worker is not None and worker.draining:
+            worker.give_back()
+
+    @rule()
+    def drain_pool(self) -> None:
+        self.steps += 1
+        if self.steps > 3:  # rarely, for nothing comes after it
+            self.story.do(ev.Drain(None, None, 5.0))
+
+    # ---- the laws ----------------------------------------------------------------------------
+
+    @invariant()
+    def conservation(self) -> None:
+        self.story.assert_conserved()
+
+    @invariant()
+    def every_live_request_is_whole(self) -> None:
+        core = self.story.core
+        for request in core.requests.values():
+            assert request.live
+            assert core.timers._at.get(request.id, 1e99) <= request.deadline, "no timer"
+            assert request.acked <= request.sent <= request.taken
+            unread = b"".join(chunk.ids for chunk in request.unread)
+            assert request.ids[4 * request.sent :] == unread, "sent is no prefix of taken"
+            assert request.unread_bytes == sum(chunk.size for chunk in request.unread)
+            shut = request.sent - request.acked >= request.payload.window
+            assert shut or not request.unread, "it waits behind an open window"
+            assert request.id in core.links[request.link].ids
+            assert request.barren <= (2 if request.charge < 1 else 4) and request.charge < 2
+            self.check_place(request)
+
+    def check_place(self, request: Request) -> None:
+        """It waits in its queue exactly while it is QUEUED; else a worker has it."""
+        queue = self.story.model(request.payload.model).queue
+        worker = self.story.core.fleet.worker(request.worker)
+        queued = request.state is State.QUEUED
+        assert sum(each is request for each in queue) == int(queued)
+        assert (worker is not None and (request.id, request.run) in worker.places) != queued
+
+    @invariant()
+    def books_agree(self) -> None:
+        core = self.story.core
+        assert not core.grouped
+        assert core.fleet.used() <= MEMORY
+        for each in core.fleet.models.values():
+            waiting = list(each.queue)
+            assert len(each.queue) == len(waiting)
+            assert each.queue.bytes == sum(request.payload.size for request in waiting)
+            assert all(core.requests.get(request.id) is request for request in waiting)
+            for worker in each.workers:
+                self.check_worker(worker)
+        for number, link in core.links.items():
+            assert ("link", number) in core.timers._at
+            assert all(core.requests[request].link == number for request in link.ids)
+        for epoch, worker in core.fleet.by_epoch.items():
+            assert worker.epoch == epoch and core.fleet.slots[worker.slot].worker is worker
+        assert all(
+            ident in core.fleet.by_epoch[epoch].asked for ident, (_, epoch) in core.asked.items()
+        )
+
+    def check_worker(self, worker: Worker) -> None:
+        assert worker.credit() >= 0
+        assert worker.credit() == 0 or worker.credit() == owed(worker)
+        assert worker.credit() == 0 or worker.state is WorkerState.READY
+        assert set(worker.company) <= {run for _, run in worker.places}
+        assert len(worker.places) <= min(worker.company.values(), default=len(worker.places))
+        fake = self.story.workers[worker.slot]
+        if worker.state in FENCED:
+            assert not worker.places and not worker.asked
+        else:
+            assert {(r, run.attempt) for r, run in fake.runs.items()} <= worker.places
+
+    def teardown(self) -> None:
+        """Finish everything: nothing is left but tombstones, and these not for ever."""
+        story = self.story
+        for worker in list(story.workers.values()):
+            for request in list(worker.runs):
+                if worker.state is not WorkerState.LOST:
+                    worker.end(request)
+        for _ in range(20):  # until nothing is wanted any more
+            for worker in list(story.workers.values()):
+                if worker.state is not WorkerState.LOST:
+                    worker.die(own=True)
+            story.later(70)
+        if story.core.stopping:  # calls do not hold up a drain; what stops the broker answers them
+            story.do(ev.Shutdown())
+        story.assert_conserved()
+        story.assert_idle()
+        assert not story.core.links and not story.core.poisoned
+        assert not story.core.fleet.by_epoch
+        self.check_ends()
+        story.later(700)
+        assert not story.core.tombstones
+        assert not any(isinstance(key, bytes) for key in story.core.timers._at)
+
+    def check_ends(self) -> None:
+        """Only what was sent again, or whose client is gone, may lack its terminal."""
+        for (request, attempt), stream in self.story.heard.items():
+            gone = stream.forgotten or stream.link in self.lost
+            replaced = attempt < self.newest[request]
+            assert stream.ended or gone or replaced, "a stream without its end"
+
+
+TestPool = Pool.TestCase
+TestPool.settings = settings(
+    max_examples=200,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

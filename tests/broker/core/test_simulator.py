@@ -1,0 +1,66 @@
+"""Ten thousand short lives of a pool, in each of which other things go wrong."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from functools import partial
+
+import pytest
+
+from broker.core.simulator import FAULTS, Run, run_seed, run_seeds
+from mlxpool.broker.core.admission import Intake
+from mlxpool.broker.requests.request import Request
+
+SEEDS = 10_000
+
+
+@pytest.mark.timeout(900)
+def test_no_seed_breaks_the_promise() -> None:
+    ends, faults, seen = Counter[str](), 0, 0
+    for outcome in run_seeds(0, SEEDS, os.cpu_count() or 1):
+        assert not outcome.error, f"seed {outcome.seed}: {outcome.error}"
+        ends.update(outcome.ends)
+        faults, seen = faults + outcome.faults, seen + 1
+    assert seen == SEEDS
+    # It proves nothing if little happens in it.
+    assert faults > SEEDS
+    assert ends["done"] > SEEDS
+    assert min(ends["cancelled"], ends["worker_lost"], ends["poisoned"]) > 0
+    assert ends["done"] > 0.8 * ends.total()
+
+
+def test_a_seed_is_the_same_run_every_time() -> None:
+    for seed in (1, 2, 3):
+        one, two = run_seed(seed), run_seed(seed)
+        assert one == two
+        assert not one.error
+
+
+def test_every_fault_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    struck = Counter[str]()
+
+    def count(run: Run, name: str) -> None:
+        struck[name] += 1
+        struck_by[name](run)
+
+    struck_by = {name: fault for name, (fault, _) in FAULTS.items()}
+    for name, (_, weight) in list(FAULTS.items()):
+        monkeypatch.setitem(FAULTS, name, (partial(count, name=name), weight))
+    for seed in range(60):
+        assert not run_seed(seed).error
+    assert set(struck) == set(FAULTS)
+
+
+def test_it_sees_a_token_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core that resumes from what was sent makes ids behind a shut window again."""
+    tell = Intake._tell_work
+
+    def from_sent(self: Intake, request: Request, *rest: object) -> None:
+        ids = request.ids
+        request.ids = ids[: 4 * request.sent]
+        tell(self, request, *rest)  # type: ignore[arg-type]
+        request.ids = ids
+
+    monkeypatch.setattr(Intake, "_tell_work", from_sent)
+    assert any(run_seed(seed).error for seed in range(400))

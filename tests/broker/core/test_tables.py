@@ -1,0 +1,111 @@
+"""The two tables of states: what is not in them raises and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from mlxpool.broker.requests import request as requests
+from mlxpool.broker.requests.payload import Payload
+from mlxpool.broker.requests.request import Request, State
+from mlxpool.broker.workers import worker as workers
+from mlxpool.broker.workers.worker import Worker, WorkerState
+
+TABLES: list[tuple[type[Enum], Mapping[Any, Mapping[str, Any]], Enum, set[Enum]]] = [
+    (State, requests.TRANSITIONS, State.QUEUED, set(requests.TERMINAL)),
+    (WorkerState, workers.TRANSITIONS, WorkerState.STARTING, {WorkerState.LOST}),
+]
+
+
+def new_request(state: State) -> Request:
+    payload = Payload.parse({"model": "m", "prompt": "a"}, ())
+    return Request(bytes(16), 1, 1, "uid:1", b"", payload, "m", 0, 0.0, 1.0, 1.0, 1.0, state=state)
+
+
+def new_worker(state: WorkerState) -> Worker:
+    return Worker("m/0", "m", state=state)
+
+
+def cases(table: Mapping[Any, Mapping[str, Any]], legal: bool) -> list[tuple[Any, str, Any]]:
+    """(state, event, following state) for all that is in the table, or that is not."""
+    events = sorted({event for exits in table.values() for event in exits} | {"nonsense"})
+    return [
+        (state, event, exits.get(event))
+        for state, exits in table.items()
+        for event in events
+        if (event in exits) is legal
+    ]
+
+
+@pytest.mark.parametrize(("states", "table", "first", "last"), TABLES)
+def test_every_state_has_its_row_and_terminal_states_have_no_exits(
+    states: type[Enum],
+    table: Mapping[Any, Mapping[str, Any]],
+    first: Enum,
+    last: set[Enum],
+) -> None:
+    assert set(table) == set(states)
+    assert {state for state, exits in table.items() if not exits} == last
+
+
+@pytest.mark.parametrize(("states", "table", "first", "last"), TABLES)
+def test_every_state_is_reachable_and_leads_to_an_end(
+    states: type[Enum],
+    table: Mapping[Any, Mapping[str, Any]],
+    first: Enum,
+    last: set[Enum],
+) -> None:
+    reached, new = set(), {first}
+    while new:
+        reached |= new
+        new = {after for state in new for after in table[state].values()} - reached
+    assert reached == set(states)
+    assert all(set(table[state].values()) & (last | reached) for state in set(states) - last)
+
+
+@pytest.mark.parametrize(("state", "event", "after"), cases(requests.TRANSITIONS, True))
+def test_legal_moves_of_a_request(state: State, event: str, after: State) -> None:
+    request = new_request(state)
+    request.move(event)
+    assert request.state is after
+    assert request.live is (after not in requests.TERMINAL)
+
+
+@pytest.mark.parametrize(("state", "event", "_"), cases(requests.TRANSITIONS, False))
+def test_illegal_moves_of_a_request(state: State, event: str, _: None) -> None:
+    request = new_request(state)
+    with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
+        request.move(event)
+    assert request.state is state
+
+
+@pytest.mark.parametrize(("state", "event", "after"), cases(workers.TRANSITIONS, True))
+def test_legal_moves_of_a_worker(state: WorkerState, event: str, after: WorkerState) -> None:
+    worker = new_worker(state)
+    worker.move(event)
+    assert worker.state is after
+
+
+@pytest.mark.parametrize(("state", "event", "_"), cases(workers.TRANSITIONS, False))
+def test_illegal_moves_of_a_worker(state: WorkerState, event: str, _: None) -> None:
+    worker = new_worker(state)
+    with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
+        worker.move(event)
+    assert worker.state is state
+
+
+def test_every_worker_that_lives_can_exit() -> None:
+    for state, exits in workers.TRANSITIONS.items():
+        assert state is WorkerState.LOST or exits["exit"] is WorkerState.LOST
+
+
+@pytest.mark.parametrize("state", list(WorkerState))
+def test_only_a_ready_worker_has_credit(state: WorkerState) -> None:
+    worker = new_worker(state)
+    worker.sequences, worker.works_sent, worker.works_seen = 5, 7, 5
+    assert worker.credit() == (3 if state is WorkerState.READY else 0)
+    worker.works_sent = 99
+    assert worker.credit() == 0

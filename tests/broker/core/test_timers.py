@@ -1,0 +1,84 @@
+"""One time for each key, the earliest first."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpool.broker.core.timers import Timers
+
+
+def test_nothing_waits() -> None:
+    timers = Timers()
+    assert timers.next() == math.inf
+    assert timers.due(1e9) == []
+    assert len(timers) == 0
+
+
+def test_the_earliest_comes_first() -> None:
+    timers = Timers()
+    for key, at in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
+        timers.set(key, at)
+    assert timers.next() == 1.0
+    assert timers.due(2.0) == ["a", "b"]
+    assert timers.next() == 3.0
+    assert len(timers) == 1
+
+
+def test_only_the_newest_time_of_a_key_counts() -> None:
+    timers = Timers()
+    timers.set("a", 1.0)
+    timers.set("a", 5.0)
+    assert timers.next() == 5.0
+    assert timers.due(4.0) == []
+    timers.set("a", 2.0)
+    assert timers.due(9.0) == ["a"]
+    assert timers.due(9.0) == []
+
+
+def test_back_to_a_time_it_had_before() -> None:
+    timers = Timers()
+    for at in (1.0, 2.0, 1.0):
+        timers.set("a", at)
+    assert timers.due(3.0) == ["a"]
+    assert timers.next() == math.inf
+
+
+def test_clear() -> None:
+    timers = Timers()
+    timers.set("a", 1.0)
+    timers.set("b", 2.0)
+    timers.clear("a")
+    timers.clear("unknown")
+    timers.set("b", math.inf)
+    assert timers.next() == math.inf
+    assert timers.due(9.0) == []
+
+
+def test_keys_of_any_kind_at_one_time_keep_their_order() -> None:
+    timers = Timers()
+    keys = [b"x", ("link", 1), "tombstones", ("model", "m")]
+    for key in keys:
+        timers.set(key, 1.0)
+    assert timers.due(1.0) == keys
+
+
+steps = st.lists(st.tuples(st.integers(0, 4), st.none() | st.integers(0, 9)), max_size=60)
+
+
+@given(steps, st.integers(0, 9))
+def test_as_a_plain_map_would_do_it(changes: list[tuple[int, int | None]], now: int) -> None:
+    timers, plain = Timers(), dict[int, int]()
+    for key, at in changes:
+        if at is None:
+            timers.clear(key)
+            plain.pop(key, None)
+        else:
+            timers.set(key, at)
+            plain[key] = at
+        assert timers.next() == min(plain.values(), default=math.inf)
+    due = timers.due(now)
+    assert sorted(map(repr, due)) == sorted(repr(k) for k, at in plain.items() if at <= now)
+    assert len(timers) == len(plain) - len(due)

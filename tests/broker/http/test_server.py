@@ -1,0 +1,321 @@
+"""The broker's HTTP threads, with a loop of our own behind the desk."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from http import HTTPStatus
+from pathlib import Path
+from select import select
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlxpool.broker.http import connections
+from mlxpool.broker.http import server as web
+from mlxpool.broker.http.connections import Stage
+from mlxpool.broker.http.server import Web
+from mlxpool.broker.http.status_page import PAGE
+from mlxpool.broker.telemetry import history
+from mlxpool.common.config.bounds import ConfigError, host_port
+from mlxpool.common.config.loading import load
+from support import snapshots
+from support.core_harness import Story
+from support.pool import until
+from support.web_loop import Loop
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    """Asks the loop for nothing by itself."""
+    monkeypatch.setattr(history, "STEP", 3600.0)
+    with Web("127.0.0.1:0") as running:
+        yield running
+
+
+@pytest.fixture
+def loop(server: Web, story: Story) -> Iterator[Loop]:
+    with Loop(server, snapshots.of(story)) as running:
+        yield running
+
+
+def get(server: Web, path: str, method: str = "GET") -> tuple[int, str, str]:
+    """Status, content type, body."""
+    request = urllib.request.Request(server.url + path, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+def test_metrics(server: Web, loop: Loop) -> None:
+    status, kind, text = get(server, "/metrics")
+    assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert "mlxpool_build_info" in {m.name for m in text_string_to_metric_families(text)}
+
+
+def test_stats_are_those_of_the_admin(server: Web, loop: Loop) -> None:
+    status, kind, text = get(server, "/stats")
+    assert (status, kind) == (200, "application/json")
+    assert json.loads(text) == loop.snapshot.stats
+
+
+def test_health(server: Web, loop: Loop) -> None:
+    assert get(server, "/healthz")[::2] == (200, "ok\n")
+    assert get(server, "/readyz")[::2] == (200, "ready\n")
+
+
+@pytest.mark.parametrize("state", ["draining", "stopping"])
+def test_a_broker_that_drains_is_healthy_and_not_ready(
+    server: Web, story: Story, state: str
+) -> None:
+    with Loop(server, snapshots.of(story, state=state)):
+        assert get(server, "/healthz")[0] == 200
+        assert get(server, "/readyz")[::2] == (503, f"{state}\n")
+        assert get(server, "/metrics")[0] == 200
+
+
+def test_not_ready_while_no_model_can_be_had(server: Web, story: Story) -> None:
+    taken = snapshots.of(story)
+    models = tuple(replace(each, available=False, state="broken") for each in taken.models)
+    with Loop(server, replace(taken, models=models)):
+        status, _, text = get(server, "/readyz")
+    assert status == 503
+    assert text == "no model can be had: m is broken, other is broken\n"
+
+
+def test_a_path_that_is_not_there(server: Web, loop: Loop) -> None:
+    status, _, text = get(server, "/metric")
+    assert status == 404
+    assert "'/metric'" in text and "/, /metrics, /healthz, /readyz, /stats, /status.json" in text
+    assert loop.left == 0, "the loop was bothered"
+
+
+def test_a_query_is_no_part_of_the_path(server: Web, loop: Loop) -> None:
+    assert get(server, "/healthz?verbose=1")[0] == 200
+
+
+def test_head_has_no_body(server: Web, loop: Loop) -> None:
+    status, kind, text = get(server, "/metrics", "HEAD")
+    assert (status, text) == (200, "")
+    assert kind.startswith("text/plain")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_nothing_can_be_changed(server: Web, loop: Loop, method: str) -> None:
+    assert get(server, "/metrics", method)[0] == 501
+    assert loop.left == 0
+
+
+def test_many_scrapes_are_little_work_for_the_loop(
+    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "FRESH", 3600.0)
+    for _ in range(20):
+        assert get(server, "/metrics")[0] == 200
+    assert loop.left == 1
+
+
+def test_an_old_snapshot_is_not_given_out(
+    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "FRESH", 0.0)
+    for count in (1, 2, 3):
+        assert get(server, "/metrics")[0] == 200
+        assert loop.left == count
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/stats", "/status.json"])
+def test_a_loop_that_is_stuck_is_told(
+    server: Web, loop: Loop, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "FRESH", 0.0)
+    monkeypatch.setattr(web, "PATIENCE", 0.05)
+    loop.turning = False
+    status, _, text = get(server, path)
+    assert (status, text) == (503, "the broker's loop has not answered for 0.05 s\n")
+    monkeypatch.setattr(web, "PATIENCE", 60.0)
+    loop.turning = True
+    assert get(server, path)[0] == 200
+
+
+def connect(server: Web, said: bytes = b"") -> socket.socket:
+    """A connection that has sent so much, in no hurry for more."""
+    peer = socket.create_connection(host_port(server.url.removeprefix("http://")), timeout=60)
+    peer.sendall(said)
+    return peer
+
+
+def test_a_crowd_that_says_nothing_keeps_nobody_out(server: Web, loop: Loop) -> None:
+    with ExitStack() as silent:
+        crowd = [silent.enter_context(connect(server)) for _ in range(3 * connections.AT_ONCE)]
+        for path in ("/healthz", "/metrics", "/healthz"):
+            assert get(server, path)[0] == 200
+        assert crowd[0].recv(1) == b"", "the oldest was shut"
+
+
+def test_a_crowd_that_says_too_little_keeps_nobody_out(server: Web, loop: Loop) -> None:
+    with ExitStack() as slow:
+        for _ in range(2 * connections.AT_ONCE):
+            slow.enter_context(connect(server, b"GET /healthz HTTP/1.0\r\nX-Slow: "))
+        assert get(server, "/healthz")[0] == 200
+
+
+def test_who_takes_no_answer_gives_way(
+    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer larger than the buffers of a connection, which nobody reads."""
+    answer = (HTTPStatus.OK, "text/plain", bytes(32 * 1024 * 1024))
+    monkeypatch.setitem(web.PATHS, "/metrics", lambda server, snapshot: answer)
+    with ExitStack() as greedy:
+        for _ in range(2 * connections.AT_ONCE):
+            greedy.enter_context(connect(server, b"GET /metrics HTTP/1.0\r\n\r\n"))
+        assert get(server, "/healthz")[0] == 200
+
+
+def test_while_all_wait_for_the_loop_a_further_one_is_turned_away(
+    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end by themselves, in PATIENCE."""
+    monkeypatch.setattr(web, "PATIENCE", 60.0)
+    loop.turning = False
+    with ExitStack() as waiting:
+        peers = [
+            waiting.enter_context(connect(server, b"GET /stats HTTP/1.0\r\n\r\n"))
+            for _ in range(connections.AT_ONCE)
+        ]
+        open_now = server._server.visits._open
+        until(lambda: [v.stage for v in open_now.values()].count(Stage.MAKING) == len(peers), "all")
+        with connect(server) as further:
+            assert further.recv(1) == b""
+        loop.turning = True
+        for peer in peers:
+            assert peer.makefile("rb").readline() == b"HTTP/1.0 200 OK\r\n"
+
+
+def test_a_slow_connection_has_its_time(
+    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "LONGEST", 0.0)
+    with connect(server, b"GET /hea") as peer:
+        assert peer.recv(1) == b""
+    until(lambda: not len(server._server.visits), "it is counted no more")
+
+
+def test_the_page(server: Web, loop: Loop) -> None:
+    with urllib.request.urlopen(server.url, timeout=60) as answer:
+        assert answer.read() == PAGE
+        policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert loop.left == 0, "the loop was bothered"
+
+
+def test_the_page_is_there_while_the_loop_is_stuck(server: Web, loop: Loop) -> None:
+    loop.turning = False
+    assert get(server, "/")[0] == 200
+
+
+def test_what_the_page_shows(server: Web, loop: Loop) -> None:
+    status, kind, text = get(server, "/status.json")
+    assert (status, kind) == (200, "application/json")
+    assert [model["name"] for model in json.loads(text)["models"]] == ["m", "other"]
+
+
+def test_the_past_is_noted_while_nobody_looks(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "STEP", 0.01)
+    with Web("127.0.0.1:0") as server, Loop(server, snapshots.of(story)):
+        until(lambda: len(server._server.past.points) > 2, "points")
+
+
+def test_the_past_goes_on_after_a_stuck_loop(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "STEP", 0.01)
+    monkeypatch.setattr(web, "PATIENCE", 0.01)
+    monkeypatch.setattr(web, "FRESH", 0.0)
+    with Web("127.0.0.1:0") as server, Loop(server, snapshots.of(story)) as loop:
+        points = server._server.past.points
+        until(lambda: len(points) > 2, "points")
+        loop.turning = False
+        assert get(server, "/healthz")[0] == 503
+        loop.turning = True
+        before = len(points)
+        until(lambda: len(points) > before, "further points")
+
+
+def test_an_end_waits_for_no_loop(server: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop itself ends it, so nobody answers any more."""
+    monkeypatch.setattr(web, "PATIENCE", 3600.0)
+    with connect(server, b"GET /stats HTTP/1.0\r\n\r\n") as peer:
+        until(lambda: server.desk.bell in select([server.desk.bell], [], [], 0)[0], "it waits")
+        server.close()
+        assert peer.makefile("rb").read().endswith(b"the broker is ending\n")
+
+
+@pytest.mark.parametrize("junk", [b"\r\n\r\n", b"\x16\x03\x01\x00", b"GET\r\n\r\n", b"x" * 70_000])
+def test_junk_harms_nobody(server: Web, loop: Loop, junk: bytes) -> None:
+    host, port = host_port(server.url.removeprefix("http://"))
+    with socket.create_connection((host, port)) as peer:
+        peer.sendall(junk)
+    assert get(server, "/healthz")[0] == 200
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(OSError, match=f"cannot listen on {address}: .* another port"):
+            Web(address)
+
+
+def test_it_leaves_nothing_behind(story: Story) -> None:
+    before = sys.getswitchinterval()
+    with Web("127.0.0.1:0") as server:
+        url = server.url
+        assert sys.getswitchinterval() == pytest.approx(web.SWITCH)
+    assert sys.getswitchinterval() == before
+    assert not {"web", "past"} & {thread.name for thread in threading.enumerate()}
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(url, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("127.0.0.1:9464", ("127.0.0.1", 9464)),
+        ("[::1]:0", ("::1", 0)),
+        ("localhost:65535", ("localhost", 65535)),
+    ],
+)
+def test_addresses(text: str, parts: tuple[str, int]) -> None:
+    assert host_port(text) == parts
+
+
+@pytest.mark.parametrize(
+    "text", ["9464", ":9464", "127.0.0.1", "127.0.0.1:65536", "::1:9464", "http://a:1", "a b:1"]
+)
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"pool\.metrics must be HOST:PORT such as"):
+        host_port(text)
+
+
+def test_a_wrong_address_is_a_wrong_setting(tmp_path: Path) -> None:
+    file = tmp_path / "mlxpool.toml"
+    file.write_text('[pool]\nmetrics = "9464"\n')
+    with pytest.raises(ConfigError, match=r"pool\.metrics must be HOST:PORT .*, got '9464'"):
+        load(file)
+
+
+def test_the_environment_beats_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mlxpool.toml"
+    file.write_text('[pool]\nmetrics = "127.0.0.1:1"\n')
+    monkeypatch.setenv("MLXPOOL_METRICS", "127.0.0.1:2")
+    assert load(file).metrics == "127.0.0.1:2"

@@ -1,0 +1,343 @@
+"""Real child processes: their end is noticed, they are ended, and it is said why."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from mlxpool.broker.processes.supervisor import DUMPS, Child, End, Supervisor, end_of
+from mlxpool.common.config.loading import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
+from mlxpool.common.progress import PHASES, Look
+from support.pool import until
+
+PATIENCE = 30.0  # seconds
+PYTHON = sys.executable
+SLEEP = "import sys; print('up', flush=True); sys.stdin.read()"
+DEAF = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    " print('up', flush=True); time.sleep(600)"
+)
+
+
+class Nursery:
+    """A supervisor whose workers are `python -c CODE`."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, portable: bool) -> None:
+        (folder / "logs").mkdir()
+        self.folder = folder
+        models = {"m": ModelConfig(path="builtin:counting")}
+        self.config = PoolConfig(
+            run_dir=folder, models=models, stop_grace=7.0, worker_log_bytes=2048
+        )
+        self.supervisor = Supervisor(self.config, "ipc:///back", portable=portable)
+        self.patch = patch
+
+    def start(self, code: str = SLEEP, slot: str = "m/0") -> Child:
+        """Start and wait until it says that it is up."""
+        program = self.folder / "python"
+        program.write_text(f'#!/bin/sh\nexec "{PYTHON}" -c "{code}"\n')
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        self.patch.setattr("sys.executable", str(program))
+        before = self.said(slot).count("up\n")
+        child = self.supervisor.start(slot, "m", self.config.models["m"])
+        end = time.monotonic() + PATIENCE
+        while self.said(slot).count("up\n") == before and child.process.poll() is None:
+            assert time.monotonic() < end, "it never came up"
+            time.sleep(0.005)
+        return child
+
+    def said(self, slot: str = "m/0") -> str:
+        path = self.supervisor.log_path(slot)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+@pytest.fixture(params=[False, True], ids=["pidfd", "portable"])
+def nursery(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Nursery]:
+    made = Nursery(tmp_path, monkeypatch, request.param)
+    try:
+        yield made
+    finally:
+        made.supervisor.close()
+
+
+def gone(child: Child, patience: float = PATIENCE) -> bool:
+    """Whether `watch` becomes readable in time."""
+    return bool(select.select([child.watch], [], [], patience)[0])
+
+
+def test_a_kill_is_noticed(nursery: Nursery) -> None:
+    child = nursery.start()
+    assert not gone(child, 0.05)
+    os.kill(child.process.pid, signal.SIGKILL)
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0") == End("killed by SIGKILL", False, None)
+    assert nursery.supervisor.children == {}
+
+
+def test_an_exit_is_noticed(nursery: Nursery) -> None:
+    child = nursery.start("import sys; sys.exit(3)")
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0").cause == "exit code 3"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells before it is collected")
+@pytest.mark.parametrize(("deed", "by_itself"), [("sys.exit(3)", True), ("os.abort()", False)])
+def test_an_end_by_itself_is_told_from_others(nursery: Nursery, deed: str, by_itself: bool) -> None:
+    child = nursery.start(f"import os, sys; print('up', flush=True); sys.stdin.read(); {deed}")
+    assert not nursery.supervisor.left_by_itself("m/0")
+    assert child.process.stdin is not None
+    child.process.stdin.close()
+    os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
+    assert nursery.supervisor.left_by_itself("m/0") == by_itself
+    nursery.supervisor.reap("m/0")
+
+
+def test_nothing_of_a_reaped_child_is_left_open(nursery: Nursery) -> None:
+    before = set(os.listdir("/dev/fd"))
+    child = nursery.start()
+    child.process.kill()
+    assert gone(child)
+    nursery.supervisor.reap("m/0")
+    assert len(os.listdir("/dev/fd")) == len(before)
+
+
+def test_sigterm_is_enough_for_most(nursery: Nursery) -> None:
+    child = nursery.start()
+    nursery.supervisor.stop("m/0", now=100.0)
+    assert nursery.supervisor.due(106.9)
+    assert nursery.supervisor.next_wake() == 107.0
+    nursery.supervisor.poll(now=106.9)
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0").cause == "stopped"
+    assert child.process.returncode == -signal.SIGTERM
+    assert nursery.supervisor.next_wake() == float("inf")
+
+
+def test_sigkill_follows_for_the_deaf(nursery: Nursery) -> None:
+    child = nursery.start(DEAF)
+    nursery.supervisor.stop("m/0", now=100.0)
+    nursery.supervisor.stop("m/0", now=105.0)
+    nursery.supervisor.poll(now=106.9)
+    assert not gone(child, 0.2)
+    nursery.supervisor.poll(now=107.0)
+    assert gone(child)
+    nursery.supervisor.reap("m/0")
+    assert child.process.returncode == -signal.SIGKILL
+
+
+def test_to_stop_what_is_not_there_is_nothing(nursery: Nursery) -> None:
+    nursery.supervisor.stop("m/0", now=1.0)
+    nursery.supervisor.poll(now=1.0)
+    child = nursery.start("pass")
+    assert gone(child)
+    nursery.supervisor.stop("m/0", now=1.0)  # it has ended, and was not reaped yet
+    nursery.supervisor.poll(now=99.0)
+
+
+def test_close_ends_everybody_at_once(nursery: Nursery) -> None:
+    children = [nursery.start(DEAF, slot) for slot in ("m/0", "m/1")]
+    nursery.supervisor.close()
+    assert nursery.supervisor.children == {}
+    assert [child.process.returncode for child in children] == [-signal.SIGKILL] * 2
+
+
+def test_a_worker_ends_with_its_broker(nursery: Nursery) -> None:
+    """Its standard input is a pipe that only the broker holds."""
+    child = nursery.start()
+    assert child.process.stdin is not None
+    child.process.stdin.close()
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0").cause == "exit code 0"
+
+
+def test_a_worker_is_told_its_settings(nursery: Nursery) -> None:
+    child = nursery.start(
+        f"import os, sys; print(os.environ['{WORKER_VARIABLE}']); print('up', flush=True);"
+        " sys.stdin.read()"
+    )
+    line = nursery.said().splitlines()[0]
+    told = WorkerConfig.from_environment(line)
+    model = nursery.config.models["m"]
+    assert told.block_fd > 2 and told.dump_fd > 2
+    told = replace(told, block_fd=-1, dump_fd=-1)
+    assert told == WorkerConfig("ipc:///back", "m/0", child.token, "m", model, "text")
+    assert len(json.loads(line)["token"]) == 32
+
+
+def test_tokens_differ(nursery: Nursery) -> None:
+    assert nursery.start().token != nursery.start(slot="m/1").token
+
+
+def test_a_worker_leads_its_own_session(nursery: Nursery) -> None:
+    child = nursery.start()
+    assert os.getpgid(child.process.pid) == child.process.pid
+
+
+def test_a_log_is_appended_to_and_cut_when_it_is_long(nursery: Nursery) -> None:
+    path = nursery.supervisor.log_path("m/0")
+    assert path.name == "m-0.log"
+    path.write_text("old\n")
+    child = nursery.start("import sys; print('new')")
+    assert gone(child)
+    nursery.supervisor.reap("m/0")
+    assert nursery.said() == "old\nnew\n"
+    path.write_bytes(b"a" * 5000 + b"end\n")
+    child = nursery.start("import sys; print('new')")
+    assert gone(child)
+    nursery.supervisor.reap("m/0")
+    assert nursery.said() == "a" * 1020 + "end\n" + "new\n"
+
+
+def test_what_cannot_be_logged_is_not_started(nursery: Nursery) -> None:
+    (nursery.folder / "logs").rmdir()
+    (nursery.folder / "logs").write_text("no folder")
+    before = set(os.listdir("/dev/fd"))
+    with pytest.raises(OSError):
+        nursery.supervisor.start("m/0", "m", nursery.config.models["m"])
+    assert nursery.supervisor.children == {}
+    assert len(os.listdir("/dev/fd")) == len(before)
+
+
+LEADER_OF_ANOTHER = (
+    "import subprocess, sys; p = subprocess.Popen(['sleep', '600']);"
+    " print(p.pid, flush=True); print('up', flush=True); sys.stdin.read()"
+)
+
+
+def has_content(path: Path) -> bool:
+    return path.stat().st_size > 0
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_nobody_of_a_dead_workers_group_is_left(nursery: Nursery) -> None:
+    child = nursery.start(LEADER_OF_ANOTHER)
+    other = int(nursery.said().splitlines()[0])
+    assert is_alive(other)
+    child.process.kill()
+    assert gone(child)
+    nursery.supervisor.reap("m/0")
+    until(lambda: not is_alive(other), "the worker's own child is gone")
+
+
+def test_survivors_of_an_earlier_broker_are_swept(nursery: Nursery) -> None:
+    child = nursery.start()
+    later = Supervisor(nursery.config, "ipc:///back")
+    assert later.sweep() == [child.process.pid]
+    assert gone(child)
+    assert later.sweep() == []
+
+
+def test_a_pid_that_is_another_process_by_now_is_left_alone(nursery: Nursery) -> None:
+    child = nursery.start()
+    record = nursery.folder / "workers" / "m-0.json"
+    known = json.loads(record.read_text())
+    record.write_text(json.dumps({**known, "start_time": known["start_time"] - 1}))
+    (nursery.folder / "workers" / "broken.json").write_text("{")
+    assert Supervisor(nursery.config, "ipc:///back").sweep() == []
+    assert not gone(child, 0.05)
+    assert list((nursery.folder / "workers").iterdir()) == []
+
+
+def test_what_can_be_seen_of_a_child(nursery: Nursery) -> None:
+    child = nursery.start()
+    sample = nursery.supervisor.look("m/0")
+    assert sample.look.phase == "boot" and not sample.stopped and sample.rss > 0
+    child.block.write("phase", PHASES.index("prefill"))
+    child.block.write_request(bytes(range(16)))
+    os.kill(child.process.pid, signal.SIGSTOP)
+    until(lambda: nursery.supervisor.look("m/0").stopped, "it is seen as stopped")
+    assert nursery.supervisor.look("m/0").look.phase == "prefill"
+    child.process.kill()
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0").prefill == bytes(range(16))
+
+
+DUMPER = (
+    "import faulthandler, json, os, signal, sys;"
+    f" fd = json.loads(os.environ['{WORKER_VARIABLE}'])['dump_fd'];"
+    " faulthandler.register(signal.SIGUSR1, file=fd);"
+    " print('up', flush=True); sys.stdin.read()"
+)
+
+
+def test_stacks_are_kept_of_those_who_were_asked(nursery: Nursery) -> None:
+    supervisor = nursery.supervisor
+    for number in range(DUMPS + 2):
+        child = nursery.start(DUMPER)
+        supervisor.dump("m/0")
+        until(partial(has_content, child.dump_path), "the stacks are written")
+        assert supervisor.last_dump("m/0") == child.dump_path
+        assert "most recent call first" in child.dump_path.read_text()
+        child.process.kill()
+        assert gone(child)
+        supervisor.reap("m/0")
+        assert len(list((nursery.folder / "logs").glob("*.stacks"))) == min(number + 1, DUMPS)
+    quiet = nursery.start(slot="m/1")
+    quiet.process.kill()
+    assert gone(quiet)
+    supervisor.reap("m/1")
+    assert supervisor.last_dump("m/1") is None
+
+
+def test_a_program_that_is_not_there(nursery: Nursery) -> None:
+    nursery.patch.setattr("sys.executable", str(nursery.folder / "missing"))
+    before = set(os.listdir("/dev/fd"))
+    with pytest.raises(OSError):
+        nursery.supervisor.start("m/0", "m", nursery.config.models["m"])
+    assert nursery.supervisor.children == {}
+    assert len(os.listdir("/dev/fd")) == len(before)
+
+
+def test_without_pidfd_the_portable_twin_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    assert Supervisor(PoolConfig(run_dir=tmp_path), "ipc:///back").portable
+
+
+@pytest.mark.parametrize(
+    ("code", "commanded", "out_of_memory", "words", "own"),
+    [
+        (0, False, False, "exit code 0", True),
+        (3, False, False, "exit code 3", True),
+        (-11, False, False, "killed by SIGSEGV", True),
+        (-6, False, True, "killed by SIGABRT", True),
+        (-9, False, False, "killed by SIGKILL", False),
+        (-9, False, True, "killed by the kernel: out of memory", True),
+        (-15, False, False, "killed by SIGTERM", False),
+        (-250, False, False, "killed by signal 250", False),
+        (-15, True, False, "stopped", False),
+        (-9, True, True, "stopped", False),
+        (0, True, False, "stopped", False),
+    ],
+)
+def test_causes_in_words_and_whom_they_speak_against(
+    code: int, commanded: bool, out_of_memory: bool, words: str, own: bool
+) -> None:
+    look = Look(request=bytes(range(16)))
+    assert end_of(code, commanded, out_of_memory, look) == End(words, own, look.request)
+
+
+def test_each_slot_has_files_of_its_own(nursery: Nursery) -> None:
+    slots = ("a/b/0", "a-b/0", "a%2Fb/0", "a/0", "a-0/0")
+    assert len({nursery.supervisor.log_path(slot) for slot in slots}) == len(slots)
+    assert nursery.supervisor.log_path("org/name/0").name == "org%2Fname-0.log"

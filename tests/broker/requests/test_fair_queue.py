@@ -1,0 +1,140 @@
+"""Who is next: priorities are strict, owners inside one share by what they ask for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpool.broker.requests.fair_queue import MAX_COST, OPEN_ENDED, Queue, cost
+from mlxpool.broker.requests.payload import Payload
+from mlxpool.broker.requests.request import Request
+
+
+def request(
+    number: int, owner: str = "a", prompt: str = "p", tokens: int = 0, **body: Any
+) -> Request:
+    options = {"max_tokens": tokens} if tokens else {}
+    payload = Payload.parse({"model": "m", "prompt": prompt, "options": options, **body}, ())
+    ident = number.to_bytes(16, "big")
+    return Request(ident, 1, 1, owner, b"", payload, "m", 0, 0.0, 1.0, 1.0, 1.0, place=number)
+
+
+def filled(*requests: Request) -> Queue:
+    queue = Queue()
+    for each in requests:
+        queue.add(each)
+    return queue
+
+
+def served(queue: Queue, count: int) -> list[Request]:
+    order = []
+    for _ in range(count):
+        head = queue.head()
+        assert head is not None
+        queue.take(head)
+        order.append(head)
+    return order
+
+
+def test_one_owner_is_served_in_order() -> None:
+    requests = [request(n) for n in range(5)]
+    assert served(filled(*requests), 5) == requests
+
+
+def test_priorities_are_strict() -> None:
+    requests = [request(n, owner, priority=n % 3) for n, owner in enumerate("abcabcabc")]
+    order = [each.payload.priority for each in served(filled(*requests), 9)]
+    assert order == [2, 2, 2, 1, 1, 1, 0, 0, 0]
+
+
+def test_a_flood_of_one_owner_leaves_the_other_its_share() -> None:
+    flood = [request(n, "greedy", tokens=100) for n in range(100)]
+    few = [request(200 + n, "modest", tokens=100) for n in range(10)]
+    order = [each.owner for each in served(filled(*flood, *few), 20)]
+    assert Counter(order) == {"greedy": 10, "modest": 10}
+
+
+def test_shares_are_of_tokens_not_of_requests() -> None:
+    long = [request(n, "long", tokens=4000) for n in range(50)]
+    short = [request(100 + n, "short", tokens=400) for n in range(500)]
+    order = served(filled(*long, *short), 220)
+    spent = Counter[str]()
+    for each in order:
+        spent[each.owner] += cost(each)
+    assert 0.8 < spent["long"] / spent["short"] < 1.25
+
+
+def test_who_waits_for_nothing_saves_nothing() -> None:
+    queue = filled(request(1, "a", tokens=5000))
+    served(queue, 1)
+    assert queue.head() is None
+    assert not any(lane.deficits for lane in queue.lanes)
+
+
+def test_what_a_request_costs() -> None:
+    assert cost(request(1, prompt="x" * 400, tokens=50)) == 1 + 100 + 50
+    assert cost(request(1, prompt="x")) == 1 + OPEN_ENDED
+    assert cost(request(1, tokens=10**6)) == MAX_COST
+
+
+def test_what_was_at_work_comes_back_in_its_old_order() -> None:
+    queue = filled(request(9))
+    for number in (3, 1, 2):
+        queue.add_back(request(number))
+    queue.add_back(request(7, priority=1))
+    assert [each.place for each in queue.returning] == [7, 1, 2, 3]
+    assert len(queue) == 5
+    assert [queue.before(each) for each in queue.returning] == [0, 1, 2, 3]
+    head = queue.head()
+    assert head is not None
+    assert queue.before(head) == 4
+
+
+def test_a_drop_in_the_middle() -> None:
+    requests = [request(n) for n in range(3)]
+    queue = filled(*requests)
+    queue.drop(requests[1])
+    assert served(queue, 2) == [requests[0], requests[2]]
+    with pytest.raises(KeyError):
+        queue.drop(requests[1])
+
+
+def test_bytes_are_counted() -> None:
+    one, two = request(1, prompt="x" * 10), request(2, prompt="y" * 20)
+    queue = filled(one)
+    queue.add_back(two)
+    assert (queue.count, queue.bytes) == (2, 30)
+    queue.drop(two)
+    queue.take(one)
+    assert (queue.count, queue.bytes) == (0, 0)
+
+
+waiting = st.tuples(
+    st.sampled_from("abc"), st.integers(0, 2), st.integers(1, 3000), st.booleans(), st.booleans()
+)
+
+
+@given(st.lists(waiting, max_size=40))
+def test_everyone_is_served_once(entries: list[tuple[str, int, int, bool, bool]]) -> None:
+    queue, left = Queue(), set()
+    for number, (owner, priority, tokens, back, gone) in enumerate(entries):
+        each = request(number, owner, tokens=tokens, priority=priority)
+        (queue.add_back if back else queue.add)(each)
+        if gone:
+            queue.drop(each)
+        else:
+            left.add(number)
+    assert {each.place for each in queue} == left
+    for back_again in list(queue.returning):
+        queue.take(back_again)
+        left.discard(back_again.place)
+    order = served(queue, len(left))
+    assert {each.place for each in order} == left
+    assert [e.payload.priority for e in order] == sorted(
+        (e.payload.priority for e in order), reverse=True
+    )
+    assert (queue.count, queue.bytes, queue.head()) == (0, 0, None)

@@ -1,0 +1,166 @@
+"""The text for Prometheus, read by prometheus_client's parser."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlxpool.broker.telemetry.metric_table import FAMILIES, HISTOGRAM
+from mlxpool.broker.telemetry.prometheus import Writer
+from support import snapshots
+from support.core_harness import Story, model
+
+BEAT = {
+    "memory": {"weights": 600, "kv": 100, "rss": 900, "limit": 1000, "preemptions": 3},
+    "prefix": {"hits": 4, "misses": 6, "tokens": 80},
+}
+
+
+def read(story: Story, writer: Writer | None = None, **about: Any) -> dict[str, Metric]:
+    text = (writer or Writer()).text(snapshots.of(story, **about)).decode()
+    assert text.endswith("\n")
+    return {metric.name: metric for metric in text_string_to_metric_families(text)}
+
+
+def value(metrics: dict[str, Metric], name: str, **labels: str) -> float:
+    """Of the one series with these labels."""
+    found = [
+        sample.value
+        for metric in metrics.values()
+        for sample in metric.samples
+        if sample.name == name and sample.labels == labels
+    ]
+    assert len(found) == 1, f"{len(found)} series {name}{labels}"
+    return float(found[0])
+
+
+def busy(story: Story) -> None:
+    """One request done, one failed, one running, one refused; a beat."""
+    worker = story.ready_worker()
+    for end in (worker.end, worker.fail):
+        request = story.generate()
+        story.later(0.25)
+        worker.tokens(request, facts={"prompt_tokens": 5})
+        end(request)
+    story.generate()
+    story.generate(name="nowhere")
+    worker.beat(**BEAT)
+
+
+def test_every_family_of_the_table_is_there_in_its_kind(story: Story) -> None:
+    busy(story)
+    metrics = read(story)
+    for family in FAMILIES:
+        metric = metrics[family.name.removesuffix("_total")]
+        assert metric.type == family.kind, family.name
+        assert metric.documentation == family.help
+        assert metric.samples, f"{family.name} has no value"
+        names = {sample.name for sample in metric.samples}
+        assert names == set(family.series()), family.name
+        for sample in metric.samples:
+            assert set(sample.labels) - {"le"} == set(family.labels), sample
+    assert len(metrics) == len(FAMILIES)
+
+
+def test_names_keep_to_the_rules() -> None:
+    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
+    for family in FAMILIES:
+        assert family.name.startswith(("mlxpool_", "process_")), family.name
+        assert family.name.endswith("_total") == (family.kind == "counter"), family.name
+        assert not {"id", "owner", "pid", "link", "epoch"} & set(family.labels), family.name
+
+
+def test_the_values(story: Story) -> None:
+    busy(story)
+    metrics = read(story, lag=0.125)
+    assert value(metrics, "mlxpool_broker_loop_lag_seconds") == 0.125
+    assert value(metrics, "mlxpool_requests_running", model="m") == 1
+    assert value(metrics, "mlxpool_requests_waiting", model="m") == 0
+    assert value(metrics, "mlxpool_requests_accepted_total", model="m") == 3
+    assert value(metrics, "mlxpool_request_success_total", model="m", reason="stop") == 1
+    assert value(metrics, "mlxpool_request_failures_total", model="m", error="internal") == 1
+    assert value(metrics, "mlxpool_request_failures_total", model="m", error="queue_full") == 0
+    assert value(metrics, "mlxpool_requests_rejected_total", error="unknown_model") == 1
+    assert value(metrics, "mlxpool_prompt_tokens_total", model="m") == 10
+    assert value(metrics, "mlxpool_generation_tokens_total", model="m") == 2
+    assert value(metrics, "mlxpool_time_to_first_token_seconds_sum", model="m") == 0.5
+    assert value(metrics, "mlxpool_workers", model="m", state="ready") == 1
+    assert value(metrics, "mlxpool_model_state", model="other", state="cold") == 1
+    at = {"model": "m", "worker": "m/0"}
+    assert value(metrics, "mlxpool_worker_memory_bytes", kind="kv", **at) == 100
+    assert value(metrics, "mlxpool_worker_memory_limit_bytes", **at) == 1000
+    assert value(metrics, "mlxpool_kv_cache_usage_ratio", **at) == 0.25
+    assert value(metrics, "mlxpool_preemptions_total", **at) == 3
+    assert value(metrics, "mlxpool_prefix_cache_queries_total", **at) == 10
+    assert value(metrics, "mlxpool_prefix_cache_hits_total", **at) == 4
+
+
+def test_histograms_add_up(story: Story) -> None:
+    busy(story)
+    metrics = read(story)
+    for family in FAMILIES:
+        if family.kind != HISTOGRAM:
+            continue
+        samples = metrics[family.name].samples
+        counts = [s.value for s in samples if s.name.endswith("_bucket")]
+        ends = [s.labels["le"] for s in samples if s.name.endswith("_bucket")]
+        assert all(low <= high for low, high in pairwise(counts))
+        assert ends[-1] == "+Inf"
+        assert counts[-1] == value(metrics, f"{family.name}_count", model="m")
+
+
+def test_the_states_are_all_there_and_one_holds(story: Story) -> None:
+    metrics = read(story, state="draining")
+    states = {s.labels["state"]: s.value for s in metrics["mlxpool_broker_state"].samples}
+    assert states == {"ready": 0, "draining": 1, "stopping": 0}
+
+
+def test_what_happens_to_requests_adds_no_series(story: Story) -> None:
+    """Labels are models, slots and codes: neither owners nor ids nor what a worker says."""
+    busy(story)
+    writer = Writer()
+    before = {name: len(metric.samples) for name, metric in read(story, writer).items()}
+    worker = story.workers["m/0"]
+    for number in range(20):
+        worker.credit()
+        request = story.generate(link=number, owner=f"uid:{number}", session=f"s{number}")
+        worker.fail(request, f"code {number}")
+        story.generate(name=f"nowhere-{number}")
+        worker.beat(memory={**BEAT["memory"], f"kind {number}": 1}, prefix=BEAT["prefix"])
+    assert {name: len(metric.samples) for name, metric in read(story, writer).items()} == before
+
+
+def test_a_beat_that_lies_about_its_types_is_left_out(story: Story) -> None:
+    worker = story.ready_worker()
+    worker.beat(memory={"kv": "many", "rss": True, "weights": 5}, prefix=["hits"])
+    metrics = read(story)
+    kinds = [s.labels["kind"] for s in metrics["mlxpool_worker_memory_bytes"].samples]
+    assert kinds == ["weights"]
+    assert not metrics["mlxpool_prefix_cache_hits"].samples
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "100%d", "ü/é"])
+def test_the_name_of_a_model_may_be_anything(name: str) -> None:
+    story = Story({name: model()})
+    worker = story.ready_worker(name)
+    worker.end(story.generate(name=name))
+    metrics = read(story)
+    assert value(metrics, "mlxpool_requests_accepted_total", model=name) == 1
+    assert value(metrics, "mlxpool_request_success_total", model=name, reason="stop") == 1
+    assert value(metrics, "mlxpool_e2e_request_latency_seconds_count", model=name) == 1
+
+
+def test_a_writer_says_what_is_new(story: Story) -> None:
+    busy(story)
+    writer = Writer()
+    first = read(story, writer)
+    worker = story.workers["m/0"]
+    for request in list(worker.runs):
+        worker.end(request)
+    second = read(story, writer)
+    name = "mlxpool_e2e_request_latency_seconds_count"
+    assert value(second, name, model="m") == value(first, name, model="m") + 1

@@ -1,0 +1,101 @@
+"""What the status page is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from mlxpool.broker.http.status_page import PAGE
+from mlxpool.broker.telemetry.history import COLUMNS, POINTS, STEP, Past
+from mlxpool.broker.telemetry.status import SHOWN, status
+from mlxpool.common.config.model_names import MAX_NAME
+from support import snapshots
+from support.core_harness import START, Story, model
+
+MOST = 100_000  # bytes of the page and its first figures
+
+
+def test_a_pool_at_work(story: Story) -> None:
+    worker, request = story.running(sequences=1)
+    story.generate()
+    past = Past()
+    past.note(snapshots.of(story), START)
+    worker.tokens(request, 6)
+    worker.beat(phase="decode", memory={"weights": 600, "kv": 100, "rss": 900, "limit": 1000})
+    past.note(snapshots.of(story), START + 2)
+    told = status(snapshots.of(story, pid=7), past, START + 3)
+    assert told["broker"] == {"state": "ready", "pid": 7, "uptime_s": 1.5, "links": 2}
+    assert (told["requests"]["live"], told["tokens"]) == (2, 6)
+    (busy, cold), (row,) = told["models"], told["workers"]
+    assert (busy["name"], busy["state"], busy["running"], busy["waiting"]) == ("m", "ready", 1, 1)
+    assert (busy["accepted"], busy["tokens"], busy["now"]) == (2, 6, 3.0)
+    assert busy["recent"][-1] == 3.0
+    assert (cold["state"], cold["now"], cold["recent"]) == ("cold", 0.0, [])
+    assert (row["slot"], row["state"], row["phase"], row["running"]) == (
+        "m/0",
+        "ready",
+        "decode",
+        1,
+    )
+    assert row["memory"] == {"weights": 600, "kv": 100, "limit": 1000}
+    assert row["taken"] == 900
+    assert told["past"]["age_s"] == [1.0]
+    assert told["past"]["tokens_s"] == [3.0]
+    assert told["past"]["running"] == [1]
+
+
+def test_a_worker_that_ended(story: Story) -> None:
+    worker, _ = story.running()
+    worker.die(cause="killed by SIGKILL")
+    (row,) = status(snapshots.of(story), Past(), START)["workers"]
+    assert row["last_exit"].startswith("killed by SIGKILL")
+    assert (row["state"], row["running"], row["memory"]) == ("none", 0, {})
+
+
+def test_errors_are_not_the_ends_that_somebody_asked_for(story: Story) -> None:
+    worker = story.ready_worker()
+    worker.end(story.generate())
+    worker.fail(story.generate())
+    story.cancel(story.generate())
+    row = status(snapshots.of(story), Past(), START)["models"][0]
+    assert (row["accepted"], row["failed"]) == (3, 1)
+
+
+def test_nothing_of_a_request_is_told(story: Story) -> None:
+    _, request = story.running(prompt="a secret")
+    told = json.dumps(status(snapshots.of(story, run_dir="/where"), Past(), START))
+    for kept in ("a secret", request.hex(), "uid:1", "/where"):
+        assert kept not in told
+
+
+def test_of_many_those_in_trouble_and_those_at_work_are_shown(story: Story) -> None:
+    taken = snapshots.of(story)
+    rows = [replace(taken.models[0], name=f"m{place:03}", state="cold") for place in range(200)]
+    rows[150] = replace(rows[150], state="broken")
+    rows[160] = replace(rows[160], state="ready", running=1)
+    rows[170] = replace(rows[170], state="ready")
+    told = status(replace(taken, models=tuple(rows)), Past(), START)
+    names = [row["name"] for row in told["models"]]
+    assert len(names) == SHOWN and told["models_hidden"] == 200 - SHOWN
+    assert names == sorted(names)
+    assert {"m150", "m160", "m170", "m000"} <= set(names)
+
+
+def test_the_page_stays_small_however_large_the_pool_is() -> None:
+    """Every model at work for ten minutes, under the longest of names."""
+    names = [f"{place:0{MAX_NAME}}" for place in range(500)]
+    story = Story({name: model() for name in names})
+    taken, past = snapshots.of(story), Past()
+    for place in range(POINTS + 1):
+        counts = {"tokens": 1_234_567 * place, "accepted": 10**7}
+        past.note(
+            replace(
+                taken,
+                models=tuple(replace(each, counts=counts, running=123) for each in taken.models),
+            ),
+            place * STEP,
+        )
+    told = status(taken, past, POINTS * STEP)
+    assert len(told["models"][0]["recent"]) == COLUMNS
+    size = len(json.dumps(told, separators=(",", ":"))) + len(PAGE)
+    assert size <= MOST, size

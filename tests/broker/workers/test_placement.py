@@ -1,0 +1,143 @@
+"""Which request, which worker, how long to wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpool.broker.requests.payload import Payload
+from mlxpool.broker.requests.request import Request
+from mlxpool.broker.workers.placement import (
+    KNOWN,
+    charges,
+    choose_worker,
+    company_of,
+    prefix_keys,
+    remember,
+    restart_delay,
+    to_evict,
+)
+from mlxpool.broker.workers.worker import Model, Slot, Worker, WorkerState
+from mlxpool.common.config.loading import ModelConfig
+
+
+def request(number: int, priority: int = 0) -> Request:
+    payload = Payload.parse({"model": "m", "prompt": "a", "priority": priority}, ())
+    ident = number.to_bytes(16, "big")
+    return Request(ident, 1, 1, "uid:1", b"", payload, "m", 0, 0.0, 1.0, 1.0, 1.0)
+
+
+def worker(name: str, free: int, ready_at: float = 1.0, **fields: int) -> Worker:
+    made = Worker(name, "m", state=WorkerState.READY, sequences=free, ready_at=ready_at)
+    made.works_sent = fields.get("unseen", 0)
+    return made
+
+
+def test_no_worker() -> None:
+    assert choose_worker([], request(1)) is None
+    assert choose_worker([worker("a", 0), worker("b", 2, unseen=2)], request(1)) is None
+
+
+def test_a_worker_that_is_not_ready_gets_nothing() -> None:
+    suspect = worker("a", 9)
+    suspect.move("suspect")
+    assert choose_worker([suspect], request(1)) is None
+    other = worker("b", 1)
+    assert choose_worker([suspect, other], request(1)) is other
+
+
+def test_the_worker_with_most_room_then_the_longest_ready() -> None:
+    few, many = worker("a", 1), worker("b", 3, unseen=1)
+    assert choose_worker([few, many], request(1)) is many
+    young, old = worker("a", 2, ready_at=9.0), worker("b", 2, ready_at=3.0)
+    assert choose_worker([young, old], request(1)) is old
+
+
+@pytest.mark.parametrize(
+    ("failures", "delay"), [(-1, 0), (0, 0), (1, 1), (2, 2), (3, 4), (6, 32), (7, 60), (10**9, 60)]
+)
+def test_the_restart_delay_doubles_up_to_a_bound(failures: int, delay: float) -> None:
+    assert restart_delay(failures, 1.0, 60.0) == delay
+
+
+def with_prompt(prompt: str, session: str = "", owner: str = "uid:1") -> Request:
+    body = {"model": "m", "prompt": prompt, "session": session}
+    return Request(bytes(16), 1, 1, owner, b"", Payload.parse(body, ()), "m", 0, 0.0, 1.0, 1.0, 1.0)
+
+
+def test_the_worker_that_knows_the_prompts_head_before_the_emptier_one() -> None:
+    few, many = worker("a", 1), worker("b", 3)
+    head = "x" * 300
+    remember(few, prefix_keys(with_prompt(head + "one")))
+    assert choose_worker([few, many], with_prompt(head + "two")) is few
+    assert choose_worker([few, many], with_prompt("y" + head)) is many
+
+
+def test_a_session_is_the_surer_sign() -> None:
+    by_head, by_session = worker("a", 9), worker("b", 1)
+    remember(by_head, prefix_keys(with_prompt("hello")))
+    remember(by_session, prefix_keys(with_prompt("other", "s1")))
+    both = [by_head, by_session]
+    assert choose_worker(both, with_prompt("hello", "s1")) is by_session
+    assert choose_worker(both, with_prompt("hello", "s2")) is by_head
+    assert choose_worker(both, with_prompt("third", "s1", owner="uid:2")) is by_head
+
+
+def test_messages_are_known_by_the_first_of_them() -> None:
+    def chat(last: str) -> Request:
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": last}]
+        payload = Payload.parse({"model": "m", "messages": messages}, ())
+        return Request(bytes(16), 1, 1, "uid:1", b"", payload, "m", 0, 0.0, 1.0, 1.0, 1.0)
+
+    assert prefix_keys(chat("a")) == prefix_keys(chat("b"))
+
+
+def test_all_text_of_a_chat_counts() -> None:
+    call = {"function": {"name": "ab", "arguments": {"k": "é"}}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "abc"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    body = {"model": "m", "messages": messages, "tools": [{"name": "clock"}]}
+    payload = Payload.parse(body, ())
+    words = ("user", "text", "abc", "assistant", "ab", "é", "clock")
+    assert payload.size == sum(len(word.encode()) for word in words)
+    assert payload.prompt == {"messages": messages, "tools": [{"name": "clock"}]}
+    assert Payload.parse({**body, "tools": []}, ()).prompt == {"messages": messages}
+
+
+def test_known_prefixes_are_bounded() -> None:
+    one = worker("a", 1)
+    for number in range(KNOWN + 10):
+        remember(one, [b"%d" % number])
+    remember(one, [b"10"])
+    assert len(one.known) == KNOWN
+    assert next(iter(one.known)) == b"11" and list(one.known)[-1] == b"10"
+
+
+def test_whom_to_blame() -> None:
+    runs = [request(n) for n in range(4)]
+    ids = [each.id for each in runs]
+    assert charges(runs, ids[2]) == {ids[0]: 0, ids[1]: 0, ids[2]: 1, ids[3]: 0}
+    assert charges(runs, None) == dict.fromkeys(ids, 0.25)
+    assert charges(runs, b"gone") == dict.fromkeys(ids, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("charge", "group", "company"),
+    [(0.0, 8, 0), (0.125, 8, 2), (0.9, 3, 1), (1.0, 100, 1), (0.01, 100, 25), (0.5, 2, 1)],
+)
+def test_how_many_may_run_together(charge: float, group: int, company: int) -> None:
+    assert company_of(charge, group) == company
+
+
+def idle(name: str, since: float, need: int = 4, **config: float) -> Model:
+    slot = Slot(f"{name}/0", name, worker(f"{name}/0", 1))
+    return Model(name, ModelConfig(path="p", **config), [slot], need=need, idle_since=since)  # type: ignore[arg-type]
+
+
+def test_who_makes_room() -> None:
+    models = [idle("a", 3.0), idle("b", 1.0), idle("c", 2.0), idle("busy", 0.0)]
+    models.append(idle("pinned", 0.5, keep_alive=-1.0))
+    assert [m.name for m in to_evict(models, 4)] == ["b"]
+    assert [m.name for m in to_evict(models, 5)] == ["b", "c"]
+    assert to_evict(models, 13) == [], "not enough: nobody goes"

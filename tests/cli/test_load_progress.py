@@ -1,0 +1,53 @@
+"""What is told of a load, from what `ps` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxpool.cli.load_progress import nobody_starts, words
+
+
+def seen(*workers: dict[str, Any], **model: Any) -> dict[str, Any]:
+    rows = [{"model": "m", "epoch": 1, "memory": {}, "uptime_s": 2.0, **row} for row in workers]
+    return {"broker": {}, "workers": rows, "models": [{"name": "m", "queued": 0, **model}]}
+
+
+LOADING = {"state": "loading", "memory": {"weights": 250_000}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (seen(), "starting a worker for m"),
+        (seen({"state": "none"}), "starting a worker for m"),
+        (seen({"state": "starting"}), "starting a worker for m, 2.0 s"),
+        (seen({"state": "loading"}), "loading m, 2.0 s"),
+        (seen(LOADING), "loading m: 250 kB, 2.0 s"),
+        (seen(LOADING, size=1_000_000), "loading m: 25 % of 1.0 MB, 2.0 s"),
+        (seen(LOADING, size=1000), "loading m: 250 kB, 2.0 s"),
+        (seen({"state": "none"}, {"state": "loading", "epoch": 2}), "loading m, 2.0 s"),
+        (seen({"state": "ready"}), ""),
+        (seen({"state": "ready"}, LOADING, queued=3), "waiting for m, 3 in its queue"),
+    ],
+)
+def test_words(answer: dict[str, Any], told: str) -> None:
+    assert words(answer, "m") == told
+
+
+def test_a_name_that_shares_workers() -> None:
+    answer = seen({"state": "starting"})
+    answer["models"] = [{"name": "other", "shares": "m", "queued": 0}]
+    assert words(answer, "other") == "starting a worker for other, 2.0 s"
+
+
+def test_a_broker_that_starts_no_worker() -> None:
+    answer = seen({"state": "none"}) | {"broker": {"local_workers": False}}
+    assert words(answer, "m") == nobody_starts("m")
+    assert "`mlxpool worker m --endpoint ENDPOINT`" in nobody_starts("m")
+    assert words(seen(LOADING) | {"broker": {"local_workers": False}}, "m").startswith("loading")
+
+
+def test_a_name_that_nobody_knows() -> None:
+    assert words({"broker": {}, "models": [], "workers": []}, "m") == "starting a worker for m"

@@ -1,0 +1,183 @@
+"""Whatever is lost on the way: each id reaches the reader once, in order, and the stream ends."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxpool.client import request
+from mlxpool.client.retry import Course, Pace, Step, Watch
+from mlxpool.client.stream import Delta, StreamState
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header, Message, pack_ids, unpack_ids
+
+ID = bytes(16)
+COUNT = 12
+TICK = 0.25
+FACTS = {"digest": "d", "prompt_tokens": 3}
+FAULTS = ("none", "lose a frame", "relink", "restart", "half-open", "thaw", "drain", "freeze")
+
+
+def token(seed: int, position: int) -> int:
+    return seed * 1000 + position
+
+
+def text(seed: int, count: int) -> str:
+    """What is out after so many ids: the newest one's text is held back."""
+    return "".join(f"{token(seed, i)} " for i in range(count - 1))
+
+
+@dataclass
+class ModelBroker:
+    """Answers as docs/protocol.md says, a token for each call of `work`."""
+
+    boot: int = 1
+    link: int = 1
+    open: bool = True  # False: half-open, nothing goes through and nobody is told
+    attempt: int = 0
+    pos: int = 0
+    seed: int = 0
+    live: bool = False
+    out: deque[Message] = field(default_factory=deque)
+
+    def hear(self, message: Message) -> None:
+        if message.kind == frames.PING:
+            self._say(frames.PONG, {"boot": self.boot, "link": self.link}, 0)
+        elif message.header.attempt > self.attempt:
+            self._generate(message)
+
+    def _generate(self, message: Message) -> None:
+        resume = message.body.get("resume", {"count": 0, "seed": self.boot * 7})
+        ids = unpack_ids(message.blobs[0]) if message.blobs else []
+        self.attempt, self.pos, self.live = message.header.attempt, resume["count"], True
+        self.seed = resume["seed"]
+        assert ids == [token(self.seed, i) for i in range(self.pos)]
+        assert not ids or resume["facts"] == FACTS
+        self._say(frames.ACCEPTED, {"boot": self.boot, "link": self.link, "seed": self.seed}, 0)
+
+    def work(self) -> None:
+        if not self.live:
+            return
+        if self.pos == COUNT:
+            rest = text(self.seed, COUNT + 1)[len(text(self.seed, COUNT)) :]
+            self._say(frames.DONE, {"text": rest, "reason": "length"}, self.pos)
+            self.live = False
+            return
+        more = text(self.seed, self.pos + 1)[len(text(self.seed, self.pos)) :]
+        ids = pack_ids([token(self.seed, self.pos)])
+        self._say(frames.DELTA, {"text": more, "n": 1, "facts": FACTS}, self.pos, ids)
+        self.pos += 1
+
+    def _say(self, kind: str, body: dict[str, object], pos: int, *blobs: bytes) -> None:
+        ident = None if kind == frames.PONG else ID
+        self.out.append(Message(Header(kind, ident, self.boot, self.attempt, pos), body, blobs))
+
+    def relink(self) -> None:
+        """What was under way is lost."""
+        self.link += 1
+        self.open = True
+        self.out.clear()
+
+    def restart(self) -> None:
+        self.relink()
+        self.boot, self.link, self.attempt, self.live = self.boot + 1, 1, 0, False
+
+    def drain(self) -> None:
+        if self.live:
+            self._say(frames.ERROR, {"code": "draining", "retry_after_ms": 300}, self.pos)
+            self.live = False
+
+
+class Reader:
+    """The client: a stream, its course and its watch, and what the reader was given."""
+
+    def __init__(self, broker: ModelBroker) -> None:
+        self.broker = broker
+        self.state = StreamState(ID)
+        self.course = Course(self.state, Pace())
+        self.watch = Watch(Pace(), 0.0)
+        self.wall = 0.0
+        self.ping_at = 1.0
+        self.taken: list[Delta] = []
+        self._generate()
+        self.course.sent(0.0)
+
+    def _send(self, kind: str, body: dict[str, object], *blobs: bytes) -> None:
+        if self.broker.open:
+            self.broker.hear(Message(Header(kind, ID, 0, self.state.attempt), body, blobs))
+
+    def _generate(self) -> None:
+        body, blobs = request.again({"model": "m"}, [], self.state, None)
+        self._send(frames.GENERATE, body, *blobs)
+
+    def turn(self, seconds: float = TICK) -> None:
+        """As the link does: read everything, then look at what is due."""
+        self.wall += seconds
+        self.watch.turn(self.wall)
+        while self.broker.open and self.broker.out:
+            self._read(self.broker.out.popleft())
+        if self.watch.move_due:
+            self.watch.moved()
+            self.broker.relink()
+            self.course.moved(self.watch.now)
+        self._step()
+        if self.wall >= self.ping_at:
+            self.ping_at = self.wall + 1.0
+            self._send(frames.PING, {})
+
+    def _read(self, message: Message) -> None:
+        self.watch.heard()
+        if message.kind == frames.PONG:
+            self.course.at_home(message.body["boot"], message.body["link"], self.watch.now)
+            return
+        delta = self.course.receive(message, self.watch.now)
+        if delta is not None:
+            self.taken.append(delta)
+
+    def _step(self) -> None:
+        if self.course.tick(self.watch.now, self.watch.heard_at) is Step.SEND:
+            self.course.sent_again(self.watch.now)
+            self._generate()
+
+
+def strike(broker: ModelBroker, reader: Reader, fault: str) -> None:
+    if fault == "lose a frame":
+        # A terminal is lost only together with its connection: nothing behind it would tell.
+        if broker.out and broker.out[0].kind not in (frames.DONE, frames.ERROR):
+            broker.out.popleft()
+    elif fault == "half-open":
+        broker.open = False
+    elif fault == "thaw":
+        broker.open = True
+    elif fault == "freeze":
+        reader.turn(3600.0)
+    elif fault == "drain":
+        if reader.state.boot or reader.state.attempt > 1:  # else it is a refusal, and final
+            broker.drain()
+    elif fault in ("relink", "restart"):
+        getattr(broker, fault)()
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 6)), max_size=40))
+def test_each_id_once_and_in_order(story: list[tuple[str, int]]) -> None:
+    broker = ModelBroker()
+    reader = Reader(broker)
+    for fault, turns in story:
+        broker.work()
+        strike(broker, reader, fault)
+        for _ in range(turns):
+            reader.turn()
+    for _ in range(400):  # a hundred seconds without a fault: longer than any back-off
+        broker.work()
+        reader.turn()
+    state = reader.state
+    assert state.error is None and state.result is not None, (reader.course, broker)
+    ids = [token(state.seed, i) for i in range(COUNT)]
+    assert [i for delta in reader.taken for i in delta.ids] == ids == list(state.result.ids)
+    assert [delta.pos for delta in reader.taken if delta.ids] == list(range(COUNT))
+    assert "".join(delta.text for delta in reader.taken) == state.result.text
+    assert state.result.text == text(state.seed, COUNT + 1)

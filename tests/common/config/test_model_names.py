@@ -1,0 +1,113 @@
+"""Names of models, and the folders of a models folder that have one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mlxpool.common.config.model_names import MAX_NAME, fault_of_name, scan, way_out
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["demo", "org/name", "llama3:8b", "registry.example/owner/model:tag", "Ünï cödé", "a..b", "7"],
+)
+def test_what_may_be_a_name(name: str) -> None:
+    assert fault_of_name(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", "empty"),
+        ("  ", "empty"),
+        ("/etc/passwd", "slash"),
+        ("a/", "slash"),
+        ("a//b", "slash"),
+        ("..", "not be a path"),
+        ("../x", "not be a path"),
+        ("a/../../b", "not be a path"),
+        (".hidden", "not be a path"),
+        ("a\\b", "not be a path"),
+        ("a\0b", "printable"),
+        ("a\nb", "printable"),
+        ("\udcff", "printable"),
+        ("\u202edemo", "printable"),
+        ("x" * (MAX_NAME + 1), "201 bytes"),
+        ("ü" * 101, "202 bytes"),
+        ("a/b/c/d/e", "5 parts"),
+        ("org/7", "slots"),
+    ],
+)
+def test_what_may_not(name: str, words: str) -> None:
+    assert words in (fault_of_name(name) or "")
+
+
+def model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_folders_one_and_two_levels_deep(tmp_path: Path) -> None:
+    for name in ("b", "a", "org/one", "org/two", "org/deep/er", ".hidden", ".cache/x", "org/.git"):
+        model(tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    assert list(scan(tmp_path)) == ["a", "b", "org/one", "org/two"]
+    assert scan(tmp_path)["org/one"] == tmp_path / "org" / "one"
+
+
+def test_a_models_own_folders_are_no_models(tmp_path: Path) -> None:
+    model(tmp_path / "a")
+    model(tmp_path / "a" / "original")
+    assert list(scan(tmp_path)) == ["a"]
+
+
+def test_what_cannot_be_a_name_hides_nothing_else(tmp_path: Path) -> None:
+    """A name that is no UTF-8 could not be listed, and would keep all others from it."""
+    model(tmp_path / "good")
+    for name in (b"bad\xff", b"bad\n", b"bad\\"):
+        model(Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)))
+    assert list(scan(tmp_path)) == ["good"]
+
+
+def test_a_list_that_fits_into_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxpool.common.config.model_names.MOST", 2)
+    for name in "cab":
+        model(tmp_path / name)
+    assert list(scan(tmp_path)) == ["a", "b"]
+
+
+def test_links_that_lead_nowhere_hide_nothing_else(tmp_path: Path) -> None:
+    model(tmp_path / "good")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "gone").symlink_to(tmp_path / "nothing")
+    assert list(scan(tmp_path)) == ["good"]
+
+
+def test_a_link_inside_the_border(tmp_path: Path) -> None:
+    model(tmp_path / "a")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path / "a" / "loop")
+    assert list(scan(tmp_path)) == ["a", "b"]
+    assert way_out(tmp_path / "a", tmp_path) is None
+    assert way_out(tmp_path / "b", tmp_path) is None
+
+
+def test_a_link_out_of_the_border(tmp_path: Path) -> None:
+    outside = model(tmp_path / "outside")
+    inside = tmp_path / "models"
+    model(inside / "a")
+    (inside / "b").symlink_to(outside)
+    assert way_out(inside / "b", inside) == outside.resolve()
+    (inside / "a" / "model.safetensors").symlink_to(tmp_path / "weights")
+    assert way_out(inside / "a", inside) == (tmp_path / "weights").resolve()
+
+
+def test_a_border_that_is_reached_by_a_link(tmp_path: Path) -> None:
+    model(tmp_path / "real" / "a")
+    (tmp_path / "models").symlink_to(tmp_path / "real")
+    assert way_out(tmp_path / "models" / "a", tmp_path / "models") is None

@@ -1,0 +1,158 @@
+"""Each setting's origin, and the places where settings are looked for."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from mlxpool.common import paths
+from mlxpool.common.config import origins
+from mlxpool.common.config.loading import NO_SETTINGS, PoolConfig, variables
+
+FILE = """\
+[pool]
+queue_limit = 7
+beat_limit = 3  # queue_bytes = "1KiB"
+front = [
+  "ipc:///tmp/x",
+]
+
+[models.mine]
+path = "/m"
+pin = true
+
+[models."org/name"]
+path = "/n"
+counting.step_us = 5
+
+[models.inline]
+path = "builtin:counting"
+counting = { vocab = 300 }
+"""
+
+
+@pytest.fixture(autouse=True)
+def nobody_elses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("MLXPOOL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a.toml"
+    path.write_text(FILE)
+    return path
+
+
+def found(
+    path: Path | None, flags: dict[str, object] | None = None, **folders: str
+) -> dict[str, tuple[object, str]]:
+    settings = origins.settings(path, flags or {}, folders)
+    return {one.key: (one.value, one.origin) for one in settings}
+
+
+def test_lines_of_the_file(file: Path) -> None:
+    told = found(file)
+    assert told["pool.queue_limit"] == (7, f"{file}:2")
+    assert told["pool.beat_limit"] == (3.0, f"{file}:3")
+    assert told["pool.front"] == (["ipc:///tmp/x"], f"{file}:4")
+    assert told["pool.queue_bytes"] == (256 * 1024 * 1024, "default")
+    assert told["models.mine.path"] == ("/m", f"{file}:9")
+    assert told["models.mine.keep_alive"] == (-1.0, f"{file}:10")  # pin says so
+    assert told['models."org/name".counting.step_us'] == (5, f"{file}:14")
+    assert told["models.inline.counting.vocab"] == (300, f"{file}:18")
+    assert told["models.inline.counting.step_us"] == (1000, "default")
+    assert told["models.demo.path"] == ("builtin:demo", "default")
+
+
+def test_flag_beats_environment_beats_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLXPOOL_QUEUE_LIMIT", "8")
+    monkeypatch.setenv("MLXPOOL_LOG_FORMAT", "json")
+    told = found(file, {"log_format": "text", "models_dir": None}, mine="/other")
+    assert told["pool.queue_limit"] == (8, "$MLXPOOL_QUEUE_LIMIT")
+    assert told["pool.log_format"] == ("text", "--log-format")
+    assert told["pool.models_dir"] == (None, "default")
+    assert told["models.mine.path"] == ("/other", "--model")
+    assert told["models.mine.pin"] == (False, "default")
+
+
+def test_models_of_the_models_folder(tmp_path: Path) -> None:
+    (tmp_path / "models" / "x").mkdir(parents=True)
+    (tmp_path / "models" / "x" / "config.json").write_text("{}")
+    told = found(None, {"models_dir": str(tmp_path / "models")})
+    assert told["models.x.path"] == (str(tmp_path / "models" / "x"), "models_dir")
+    assert told["pool.models_dir"] == (str(tmp_path / "models"), "--models-dir")
+
+
+def test_every_setting_is_told() -> None:
+    told = found(None)
+    pool = {key.removeprefix("pool.") for key in told if key.startswith("pool.")}
+    assert pool == set(PoolConfig.__dataclass_fields__) - set(NO_SETTINGS)
+
+
+def test_variables_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLXPOOL_QUEUE_LIMTI", "1")
+    monkeypatch.setenv("MLXPOOL_CONFIG", "/x")
+    assert origins.strangers() == {"MLXPOOL_QUEUE_LIMTI": "MLXPOOL_QUEUE_LIMIT"}
+
+
+def test_every_variable_of_the_code_is_known() -> None:
+    """One that is forgotten here would be called a stranger."""
+    root = Path(__file__).parents[3]
+    read = {
+        name
+        for room in ("broker", "client", "common", "worker")
+        for file in (root / room).rglob("*.py")
+        for name in re.findall(r"\bMLXPOOL_[A-Z][A-Z_]*[A-Z]\b", file.read_text("utf-8"))
+    }
+    known = {*variables().values(), *origins.OTHERS}
+    assert read - known - {"MLXPOOL_NAME"} == set()
+    assert set(origins.OTHERS) - {"MLXPOOL_HYPOTHESIS"} <= read
+
+
+# ---- the places ----------------------------------------------------------------------------------
+
+
+def test_the_places_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user, machine = paths.config_places()
+    assert (user, machine) == (
+        tmp_path / "config" / "mlxpool" / "mlxpool.toml",
+        Path("/etc/mlxpool/mlxpool.toml"),
+    )
+    monkeypatch.setattr(paths, "config_places", lambda: (user, tmp_path / "etc.toml"))
+    assert paths.config_file() is None
+    (tmp_path / "etc.toml").write_text("")
+    assert paths.config_file() == tmp_path / "etc.toml"
+    user.parent.mkdir(parents=True)
+    user.write_text("")
+    assert paths.config_file() == user
+    monkeypatch.setenv("MLXPOOL_CONFIG", "/named")
+    assert paths.config_file() == Path("/named")
+    assert paths.config_file(Path("/flag")) == Path("/flag")
+
+
+def test_commands_find_the_broker_by_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    file = tmp_path / "a.toml"
+    monkeypatch.setenv("MLXPOOL_CONFIG", str(file))
+    default = tmp_path / "mlxpool"
+    assert paths.run_dir_of() == default  # there is no such file: `serve` says so, `ps` goes on
+    for text, run_dir in (
+        ('[pool]\nrun_dir = "/of/the/file"', Path("/of/the/file")),
+        ("[pool]\nrun_dir = 5", default),
+        ("pool = 5", default),
+        ("= no TOML", default),
+        ("", default),
+    ):
+        file.write_text(text)
+        assert paths.run_dir_of() == run_dir
+    file.write_text('[pool]\nrun_dir = "/of/the/file"')
+    monkeypatch.setenv("MLXPOOL_RUN_DIR", "/env")
+    assert paths.run_dir_of() == Path("/env")
+    assert paths.run_dir_of(Path("/flag")) == Path("/flag")

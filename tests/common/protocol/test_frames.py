@@ -1,0 +1,397 @@
+"""The protocol's bytes: what goes out comes back; whatever else comes is garbage, nothing worse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpool.common.errors import BadRequest, PoolError, TooLarge
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Delta, Garbage, Header, Message
+
+ID = bytes(range(16))
+counts = st.integers(0, frames.MAX_NUMBER)
+token_ids = st.integers(0, 2**32 - 1)
+idents = st.binary(min_size=16, max_size=16)
+headers = st.builds(
+    Header, st.text("abcdefgh_", max_size=20), st.none() | idents, counts, counts, counts
+)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | texts | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+bodies = st.dictionaries(texts, values, max_size=4)
+
+
+def packed(value: Any) -> bytes:
+    return bytes(msgpack.packb(value, use_bin_type=True))
+
+
+def head(*fields: Any) -> bytes:
+    return packed([*fields] or [1, "ping", None, 0, 0, 0])
+
+
+def garbage(*parts: bytes) -> Garbage:
+    with pytest.raises(Garbage) as caught:
+        frames.decode(parts)
+    assert caught.value.error.code
+    return caught.value
+
+
+# ---- round trips ---------------------------------------------------------------------------------
+
+
+@given(headers, bodies, st.lists(st.binary(max_size=20), max_size=2))
+def test_a_message_comes_back_as_it_went(
+    header: Header, body: dict[str, Any], blobs: list[bytes]
+) -> None:
+    parts = frames.encode(header, body, blobs)
+    assert frames.decode(parts) == Message(header, body, tuple(blobs))
+
+
+def test_a_header_alone_is_one_part() -> None:
+    parts = frames.encode(Header("ping"))
+    assert len(parts) == 1
+    assert frames.decode(parts) == Message(Header("ping"))
+
+
+def test_blobs_bring_a_body_with_them() -> None:
+    assert len(frames.encode(Header("x"), None, [b"a"])) == 3
+
+
+def test_every_kind_fits_the_header() -> None:
+    big = frames.MAX_NUMBER
+    kinds = [v for k, v in vars(frames).items() if k.isupper() and isinstance(v, str)]
+    assert {"generate", "deltas", "welcome"} <= set(kinds)
+    for kind in kinds:
+        assert len(frames.encode(Header(kind, ID, big, big, big))[0]) <= frames.MAX_HEADER
+
+
+@given(st.lists(token_ids, max_size=50))
+def test_ids_come_back(ids: list[int]) -> None:
+    blob = frames.pack_ids(ids)
+    assert frames.unpack_ids(blob) == ids
+    assert blob == b"".join(i.to_bytes(4, "little") for i in ids)
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [1.5], ["a"], [None], 3, "abc"])
+def test_what_is_no_id(ids: Any) -> None:
+    with pytest.raises(BadRequest, match="token ids must be integers"):
+        frames.pack_ids(ids)
+
+
+def test_a_blob_of_ids_has_whole_ids() -> None:
+    with pytest.raises(BadRequest, match="5 bytes"):
+        frames.unpack_ids(bytes(5))
+
+
+# ---- garbage -------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=60), max_size=6))
+def test_random_bytes_are_garbage_at_worst(parts: list[bytes]) -> None:
+    try:
+        frames.decode(parts)
+    except Garbage:
+        pass
+
+
+@given(st.binary(max_size=80))
+def test_random_bodies_are_garbage_at_worst(body: bytes) -> None:
+    try:
+        message = frames.decode([head(), body])
+    except Garbage:
+        return
+    assert all(isinstance(key, str) for key in message.body)
+
+
+@given(values)
+def test_random_headers_are_garbage_at_worst(value: Any) -> None:
+    try:
+        frames.decode([packed(value)])
+    except Garbage:
+        pass
+
+
+@given(headers, bodies, st.integers(0, 200), st.integers(0, 255))
+def test_one_wrong_byte_is_garbage_at_worst(
+    header: Header, body: dict[str, Any], place: int, value: int
+) -> None:
+    parts = frames.encode(header, body)
+    part = bytearray(parts[place % 2])
+    part[place % len(part)] = value
+    parts[place % 2] = bytes(part)
+    try:
+        frames.decode(parts)
+    except Garbage:
+        pass
+
+
+@pytest.mark.parametrize("number", [0, 5, 50])
+def test_too_few_and_too_many_parts(number: int) -> None:
+    error = garbage(*[head()] * number).error
+    assert f"got {number}" in error.message
+
+
+@pytest.mark.parametrize("version", [0, 2, 255])
+def test_another_version(version: int) -> None:
+    error = garbage(head(version, "ping", None, 0, 0, 0)).error
+    assert error.code == "version_mismatch"
+    assert str(version) in error.message
+    assert error.details == {"version": 1}
+
+
+def test_another_version_may_have_another_header() -> None:
+    assert garbage(head(2)).error.code == "version_mismatch"
+
+
+def test_elements_of_a_later_minor_version_are_ignored() -> None:
+    message = frames.decode([head(1, "ping", ID, 1, 2, 3, "new", {})])
+    assert message.header == Header("ping", ID, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (),
+        (True, "ping", None, 0, 0, 0),
+        ("1", "ping", None, 0, 0, 0),
+        (1,),
+        (1, "ping", None, 0, 0),
+        (1, 5, None, 0, 0, 0),
+        (1, b"ping", None, 0, 0, 0),
+        (1, "ping", b"short", 0, 0, 0),
+        (1, "ping", "x" * 16, 0, 0, 0),
+        (1, "ping", None, True, 0, 0),
+        (1, "ping", None, 0, -1, 0),
+        (1, "ping", None, 0, 0, 1.0),
+        (1, "ping", None, 0, 0, 2**63),
+    ],
+)
+def test_headers_that_are_wrong(fields: tuple[Any, ...]) -> None:
+    found = garbage(packed(list(fields)))
+    assert found.error.code == "bad_request"
+    assert found.about is None
+
+
+@pytest.mark.parametrize("part", [b"", packed({}), packed("ping"), packed(None), b"\xc1"])
+def test_headers_that_are_no_list(part: bytes) -> None:
+    assert garbage(part).error.code == "bad_request"
+
+
+def test_a_header_has_a_bound() -> None:
+    assert garbage(head(1, "x" * 200, None, 0, 0, 0)).error.code == "too_large"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        packed([]),
+        packed(1),
+        packed({1: 2}),
+        packed({b"a": 1}),
+        packed({"a": {1: 2}}),
+        packed({None: 1}),
+        packed({}) + b"\x00",
+        b"",
+        b"\x81",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdd\xff\xff\xff\xff",
+        b"\x81\xa1a\xd9",
+        b"\x81\xa1\xff\x01",
+        b"\x81\xa1a" + b"\x91" * 5000 + b"\x00",
+        packed({"a": msgpack.ExtType(5, b"x")}),
+    ],
+)
+def test_bodies_that_are_wrong(body: bytes) -> None:
+    found = garbage(head(1, "generate", ID, 0, 1, 0), body)
+    assert found.error.code == "bad_request"
+    assert found.about == ID, "whom the answer is about is known"
+    assert len(found.error.message) < 300
+
+
+def test_a_time_stamp_is_an_extension_too() -> None:
+    body = packed({"a": msgpack.Timestamp(1)})
+    assert garbage(head(1, "generate", ID, 0, 1, 0), body).error.code == "bad_request"
+
+
+def nested(depth: int) -> list[bytes]:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return [head(1, "generate", ID, 0, 1, 0), packed({"a": value})]
+
+
+def test_a_body_has_a_depth() -> None:
+    assert frames.decode(nested(frames.MAX_DEPTH - 1)).body, "the body itself is the first"
+    found = garbage(*nested(frames.MAX_DEPTH))
+    assert found.about == ID
+    assert f"deeper than {frames.MAX_DEPTH}" in found.error.message
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+def body_of(size: int) -> dict[str, str]:
+    return {"p": "x" * (size - 8)}  # a map of one: 1 + 2 + 5 bytes around the text
+
+
+def test_a_body_has_a_bound() -> None:
+    assert len(frames.encode(Header("x"), body_of(frames.MAX_BODY))[1]) == frames.MAX_BODY
+    with pytest.raises(TooLarge, match=str(frames.MAX_BODY + 1)):
+        frames.encode(Header("x"), body_of(frames.MAX_BODY + 1))
+    big = [head(1, "generate", ID, 0, 1, 0), packed(body_of(frames.MAX_BODY + 1))]
+    found = garbage(*big)
+    assert (found.error.code, found.about) == ("too_large", ID)
+    assert "blob" in found.error.message
+    assert frames.decode(big, max_body=frames.MAX_BACK_BODY).body
+
+
+def test_a_blob_has_a_bound() -> None:
+    frames.decode(frames.encode(Header("x"), {}, [bytes(frames.MAX_BLOB)]))
+    with pytest.raises(TooLarge, match="a blob"):
+        frames.encode(Header("x"), {}, [bytes(frames.MAX_BLOB + 1)])
+    assert garbage(head(), packed({}), bytes(frames.MAX_BLOB + 1)).error.code == "too_large"
+
+
+def test_a_message_has_a_bound() -> None:
+    full = bytes(frames.MAX_BLOB)
+    found = garbage(head(), packed({}), full, full)
+    assert found.error.code == "too_large"
+    assert str(frames.MAX_TOTAL) in found.error.message
+
+
+def test_what_is_somewhat_too_large_still_arrives_to_be_answered() -> None:
+    assert max(frames.MAX_BLOB, frames.MAX_BODY, frames.MAX_BACK_BODY) < frames.MAX_FRAME
+
+
+# ---- deltas --------------------------------------------------------------------------------------
+
+maps = st.none() | st.dictionaries(texts, st.integers(0, 9), max_size=2)
+rows = st.builds(
+    Delta,
+    idents,
+    counts,
+    counts,
+    texts,
+    st.lists(token_ids, max_size=4).map(frames.pack_ids),
+    st.none() | st.lists(st.dictionaries(texts, st.integers(0, 9), max_size=2), max_size=2),
+    maps,
+    maps,
+)
+
+
+@given(st.lists(rows, max_size=5))
+def test_deltas_come_back(deltas: list[Delta]) -> None:
+    body, blob = frames.pack_deltas(deltas)
+    message = frames.decode(frames.encode(Header(frames.DELTAS), body, [blob]))
+    assert frames.unpack_deltas(message) == deltas
+
+
+def test_absent_fields_of_a_row_are_left_out() -> None:
+    plain = Delta(ID, 1, 0, "a", b"")
+    body, _ = frames.pack_deltas([plain, Delta(ID, 1, 0, "a", b"", facts={"now": 1})])
+    assert [len(row) for row in body["rows"]] == [5, 7]
+
+
+ROW = [ID, 1, 0, "a", 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "blob"),
+    [
+        (None, b""),
+        ({}, b""),
+        ([1], b""),
+        ([ROW[:4]], b""),
+        ([[*ROW, None, None, None, None]], bytes(4)),
+        ([[b"x", 1, 0, "a", 1]], bytes(4)),
+        ([[ID, True, 0, "a", 1]], bytes(4)),
+        ([[ID, 1, -1, "a", 1]], bytes(4)),
+        ([[ID, 1, 0, b"a", 1]], bytes(4)),
+        ([[ID, 1, 0, "a", -1]], bytes(4)),
+        ([[ID, 1, 0, "a", 2**62]], bytes(4)),
+        ([ROW], b""),
+        ([ROW], bytes(3)),
+        ([ROW], bytes(8)),
+        ([ROW, ROW], bytes(4)),
+        ([], bytes(4)),
+    ],
+)
+def test_deltas_that_are_wrong(rows: Any, blob: bytes) -> None:
+    with pytest.raises(BadRequest, match="deltas:"):
+        frames.unpack_deltas(Message(Header(frames.DELTAS), {"rows": rows}, (blob,)))
+
+
+@given(values, st.lists(st.binary(max_size=9), max_size=2))
+def test_random_rows_are_bad_requests_at_worst(rows: Any, blobs: list[bytes]) -> None:
+    try:
+        frames.unpack_deltas(Message(Header(frames.DELTAS), {"rows": rows}, tuple(blobs)))
+    except PoolError:
+        pass
+
+
+@given(st.lists(st.integers(0, 40_000), max_size=30))
+def test_batches_keep_the_order_and_fit(sizes: list[int]) -> None:
+    deltas = [Delta(ID, 1, n, "x" * size, b"") for n, size in enumerate(sizes)]
+    groups = list(frames.batches(deltas))
+    assert [d for group in groups for d in group] == deltas
+    for group in groups:
+        body, blob = frames.pack_deltas(group)
+        frames.encode(Header(frames.DELTAS), body, [blob])
+
+
+# ---- the digest ----------------------------------------------------------------------------------
+
+BASE = {"model": "m", "prompt": "a", "options": {"seed": 1}}
+
+
+def test_a_digest_is_of_the_request_not_of_the_sending() -> None:
+    first = frames.request_digest(BASE, [])
+    again = {**BASE, "deadline_ms": 5, "queue_ms": 1, "window": 3, "batch": True}
+    assert frames.request_digest(again, []) == first
+    assert frames.request_digest(dict(reversed(BASE.items())), []) == first
+    assert len(first) == 16
+
+
+def test_the_ids_of_a_resume_do_not_count() -> None:
+    blob = {**BASE, "prompt": True}
+    resumed = {**blob, "resume": {"count": 1}}
+    assert frames.request_digest(resumed, [b"text", b"1234"]) == frames.request_digest(
+        blob, [b"text"]
+    )
+    assert frames.request_digest(
+        {**BASE, "resume": {"count": 1}}, [b"1234"]
+    ) == frames.request_digest(BASE, [])
+
+
+@pytest.mark.parametrize(
+    "other", [{"model": "n"}, {"prompt": "b"}, {"options": {}}, {"priority": 1}, {"session": "s"}]
+)
+def test_another_request_has_another_digest(other: dict[str, Any]) -> None:
+    assert frames.request_digest({**BASE, **other}, []) != frames.request_digest(BASE, [])
+
+
+def test_a_prompt_in_a_blob_counts() -> None:
+    body = {**BASE, "prompt": True}
+    assert frames.request_digest(body, [b"a"]) != frames.request_digest(body, [b"b"])
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"options": {"seed": 2**64}}, "options.seed is 18446744073709551616, .* at most 64 bits"),
+        ({"options": {"seed": -(2**63) - 1}}, "options.seed is -9223372036854775809, .* 64 bits"),
+        ({"options": {"stop": ["a", "\ud800"]}}, "options.stop.1 is not Unicode text"),
+        ({"messages": [{"content": {1}}]}, "messages.0.content is of the type set"),
+    ],
+)
+def test_what_msgpack_cannot_hold_is_named(body: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        frames.encode(Header("generate", bytes(16)), body)

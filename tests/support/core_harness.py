@@ -1,0 +1,448 @@
+"""A vocabulary for stories about the core: clients, workers and a clock, without a socket.
+
+Every action is checked as it comes: it fits the wire, `pos` has no gap, each accepted (id, attempt)
+gets one terminal and nothing after it, and work goes only where there is a READY worker with room.
+A fake worker's token at position i is i, so that a client can tell what it should have got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxpool.broker.core.core import Core
+from mlxpool.broker.interface import events as ev
+from mlxpool.broker.requests.request import Request, State
+from mlxpool.broker.workers.liveness import Sample
+from mlxpool.broker.workers.worker import Model, Worker, WorkerState
+from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.progress import Look
+from mlxpool.common.protocol import frames as wire
+from mlxpool.common.protocol.frames import Delta, pack_ids, unpack_ids
+
+BOOT = 77
+START = 1000.0
+ENTROPY = 4242
+OWNER = "uid:1"
+
+
+def request_id(number: int) -> bytes:
+    return number.to_bytes(wire.ID_BYTES, "big")
+
+
+X = request_id(900)  # an id chosen by a test
+BOB = "uid:2"
+
+
+def model(**settings: Any) -> ModelConfig:
+    return ModelConfig(**{"path": "builtin:counting", **settings})
+
+
+@dataclass(eq=False)
+class Run:
+    """What a worker has of a request."""
+
+    attempt: int
+    pos: int
+    body: Mapping[str, Any]
+    blobs: tuple[bytes, ...]
+
+
+@dataclass(eq=False)
+class Heard:
+    """What a client has of one (id, attempt)."""
+
+    pos: int | None = None  # None: whatever the first frame says, for a resume
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    frames: int = 0
+    link: int = 0  # where it is told to be
+    forgotten: bool = False  # its link was silent for too long: nothing more may come
+    ended: ev.ToClient | None = None
+
+
+class FakeWorker:
+    """Says what a worker says; remembers what it was told."""
+
+    def __init__(self, story: Story, slot: str) -> None:
+        self.story = story
+        self.slot = slot
+        self.epoch = 0
+        self.capacity = 0
+        self.works = 0
+        self.runs: dict[bytes, Run] = {}
+        self.cancelled: list[tuple[bytes, int]] = []
+        self.asked: list[ev.ToWorker] = []
+        self.heard = 0
+        self.stopped = False
+        self.draining = False
+        self.dumps = 0
+        self.moves = 0
+
+    def told(self, action: ev.ToWorker) -> None:
+        kind, request = action.header.kind, action.header.id
+        if kind == wire.WELCOME:
+            self.epoch, self.works = action.header.epoch, 0
+            self.runs.clear()
+        elif kind == wire.WORK:
+            assert request is not None
+            self.works += 1
+            have = int(action.body.get("resume", {}).get("count", 0))
+            if "resume" in action.body:
+                assert action.blobs[-1] == pack_ids(range(have)), "not the ids that were taken"
+            self.runs[request] = Run(action.header.attempt, have, action.body, action.blobs)
+        elif kind == wire.DRAIN:
+            self.draining = True
+        elif kind == wire.CANCEL:
+            assert request is not None
+            self.cancelled.append((request, action.header.attempt))
+        elif kind == wire.HEARD:
+            self.heard += 1
+        else:
+            self.asked.append(action)
+
+    def hello(self, **body: Any) -> FakeWorker:
+        self.story.do(ev.WorkerHello(self.slot, {"context": 2048, **body}))
+        return self
+
+    def credit(self, capacity: int | None = None) -> FakeWorker:
+        """Report free places, of `capacity` in all."""
+        self.capacity = self.capacity if capacity is None else capacity
+        free = max(0, self.capacity - len(self.runs))
+        self.story.do(ev.WorkerCredit(self.epoch, {"sequences": free, "works": self.works}))
+        return self
+
+    def row(self, request: bytes, count: int = 0, **parts: Any) -> Delta:
+        """The next `count` tokens of a run as an entry of `deltas`; the ids are the positions."""
+        run = self.runs[request]
+        ids = range(run.pos, run.pos + count)
+        row = Delta(
+            request,
+            parts.get("attempt", run.attempt),
+            parts.get("pos", run.pos),
+            parts.get("text", "".join(f"<{i}>" for i in ids)),
+            pack_ids(ids),
+            parts.get("logprobs"),
+            parts.get("facts"),
+            parts.get("end"),
+        )
+        run.pos += count
+        if row.end is not None:
+            del self.runs[request]
+        return row
+
+    def say(self, *rows: Delta, epoch: int | None = None) -> list[ev.Action]:
+        return self.story.do(ev.WorkerDeltas(self.epoch if epoch is None else epoch, rows))
+
+    def tokens(self, request: bytes, count: int = 1, **parts: Any) -> list[ev.Action]:
+        """One `deltas` frame with one entry."""
+        return self.say(self.row(request, count, **parts))
+
+    def end(
+        self, request: bytes, reason: str = "stop", count: int = 0, rest: str = ""
+    ) -> list[ev.Action]:
+        """The last `count` tokens and the end in one entry; `rest` is text that was held back."""
+        end = {"reason": reason, "text": rest, "usage": {"completion_tokens": count}}
+        return self.tokens(request, count, end=end)
+
+    def fail(self, request: bytes, code: str = "internal", message: str = "no") -> list[ev.Action]:
+        return self.tokens(request, end={"code": code, "message": message}, count=0, text="")
+
+    def confirm(self, request: bytes) -> None:
+        """The end of a run that was cancelled, as a worker reports it."""
+        self.end(request, "cancelled")
+
+    def bye(self, code: str, message: str) -> None:
+        error = {"code": code, "message": message, "retryable": False}
+        self.story.do(ev.WorkerBye(self.epoch, error))
+
+    def die(
+        self, cause: str = "killed by SIGKILL", *, own: bool = False, prefill: bytes | None = None
+    ) -> list[ev.Action]:
+        self.runs.clear()
+        return self.story.do(ev.WorkerExited(self.slot, cause, own, prefill))
+
+    def give_back(self, *requests: bytes) -> list[ev.Action]:
+        """Hand back runs, as at a drain; all of them when none is named."""
+        named = requests or tuple(self.runs)
+        runs = [[request, self.runs.pop(request).attempt] for request in named]
+        return self.story.do(ev.WorkerYield(self.epoch, runs))
+
+    def look(self, look: Look | None = None, **sample: Any) -> list[ev.Action]:
+        """The supervisor looks at it, as it does every second."""
+        return self.story.do(ev.Looked(self.slot, Sample(look or Look("idle"), **sample), 1.0))
+
+    def watched(self, seconds: int, look: Look, **sample: Any) -> None:
+        """So many seconds of looks that all see the same; all others are heard all the while."""
+        for _ in range(seconds):
+            for link in list(self.story.core.links):
+                self.story.hear(link)
+            self.story.later(1.0)
+            self.beat()
+            self.look(look, **sample)
+
+    def beat(self, **body: Any) -> list[ev.Action]:
+        return self.story.do(ev.WorkerBeat(self.epoch, body))
+
+    @property
+    def state(self) -> WorkerState:
+        worker = self.story.core.fleet.slots[self.slot].worker
+        return WorkerState.LOST if worker is None else worker.state
+
+    def assert_is(self, state: WorkerState) -> None:
+        assert self.state is state, f"{self.slot} is {self.state.value}, not {state.value}"
+
+
+class Story:
+    """A core, the links to it and its workers. `last` holds what the last call made it do."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelConfig] | None = None,
+        *,
+        needs: Mapping[str, int] | None = None,
+        memory: int = 1 << 62,
+        **settings: Any,
+    ) -> None:
+        config = PoolConfig(
+            run_dir=Path("/nowhere"), models=models or {"m": model(), "other": model()}, **settings
+        )
+        self.core = Core(config, BOOT, needs, memory)
+        self.now = START
+        self.last: list[ev.Action] = []
+        self.workers: dict[str, FakeWorker] = {}
+        self.heard: dict[tuple[bytes, int], Heard] = {}
+        self.pool_stopped = 0
+        self._made = 0
+
+    # ---- what happens --------------------------------------------------------------------------
+
+    def do(self, event: ev.Event) -> list[ev.Action]:
+        """One event, now."""
+        self.last = list(self.core.handle(event, self.now))
+        for action in self.last:
+            self._check(action)
+        return self.last
+
+    def later(self, seconds: float) -> list[ev.Action]:
+        """Let time pass, waking the core whenever it asks for it."""
+        end, actions = self.now + seconds, []
+        while self.core.next_wake() <= end:
+            self.now = max(self.now, self.core.next_wake())
+            actions += self.do(ev.Wake())
+        self.now, self.last = end, actions
+        return actions
+
+    def generate(
+        self,
+        request: bytes | None = None,
+        *,
+        name: str = "m",
+        link: int = 1,
+        owner: str = OWNER,
+        attempt: int = 1,
+        blobs: Sequence[bytes] = (),
+        options: Any = None,
+        **body: Any,
+    ) -> bytes:
+        """A client sends `generate`; returns its id, a new one when none is given."""
+        if request is None:
+            self._made += 1
+            request = request_id(self._made)
+        if not {"prompt", "messages", "tokens"} & body.keys():
+            body["prompt"] = "hello"
+        body = {"model": name, "options": options or {}, **body}
+        self.do(ev.Generate(link, owner, request, attempt, body, tuple(blobs), ENTROPY))
+        return request
+
+    def cancel(
+        self, request: bytes, link: int | None = 1, owner: str | None = OWNER
+    ) -> list[ev.Action]:
+        return self.do(ev.Cancel(link, owner, request))
+
+    def ack(self, request: bytes, count: Any, link: int = 1) -> list[ev.Action]:
+        return self.do(ev.Ack(link, [[request, count]]))
+
+    def ask(self, kind: str, link: int = 1, *blobs: bytes, **body: Any) -> bytes:
+        self._made += 1
+        ident = request_id(self._made)
+        self.do(ev.Ask(link, kind, ident, 3, body, blobs))
+        return ident
+
+    def hear(self, link: int = 1) -> None:
+        self.do(ev.Heard(link))
+
+    def ready_worker(
+        self, name: str = "m", sequences: int = 4, replica: int = 0, **hello: Any
+    ) -> FakeWorker:
+        """The worker of a slot, started if it is not, welcomed, with so many places."""
+        slot = f"{name}/{replica}"
+        self._wait_out(name, slot)
+        if self.core.fleet.slots[slot].worker is None:
+            self.do(ev.Load(name))
+        return self.workers[slot].hello(**hello).credit(sequences)
+
+    def _wait_out(self, name: str, slot: str) -> None:
+        """The pause before a restart, when the slot's worker is lost."""
+        wanted = self.core.fleet.models[name].wanted
+        while wanted and slot in self.workers and self.core.fleet.slots[slot].worker is None:
+            for link in list(self.core.links):
+                self.hear(link)
+            self.later(0.5)
+
+    def running(self, sequences: int = 4, **request: Any) -> tuple[FakeWorker, bytes]:
+        """A ready worker that has been given a request."""
+        worker = self.ready_worker(sequences=sequences)
+        request_id = self.generate(**request)
+        assert self.request(request_id).state is State.ASSIGNED
+        return worker, request_id
+
+    # ---- what is there -------------------------------------------------------------------------
+
+    def request(self, request: bytes) -> Request:
+        return self.core.requests[request]
+
+    def model(self, name: str = "m") -> Model:
+        return self.core.fleet.models[name]
+
+    def to_client(self, kind: str | None = None, link: int | None = None) -> list[ev.ToClient]:
+        """What the last call sent to clients."""
+        return [
+            action
+            for action in self.last
+            if isinstance(action, ev.ToClient)
+            and kind in (None, action.header.kind)
+            and link in (None, action.link)
+        ]
+
+    def started(self) -> list[str]:
+        """Slots whose worker the last call had started."""
+        return [action.slot for action in self.last if isinstance(action, ev.StartWorker)]
+
+    def stopped(self) -> list[str]:
+        return [action.slot for action in self.last if isinstance(action, ev.StopWorker)]
+
+    def assert_sent(self, link: int, kind: str, /, **fields: Any) -> ev.ToClient:
+        """Exactly one such frame went out in the last call; fields are of its body or header."""
+        found = self.to_client(kind, link)
+        shown = [(a.link, a.header.kind, dict(a.body)) for a in self.to_client()]
+        assert len(found) == 1, f"not one {kind} to {link} in {shown}"
+        frame = found[0]
+        for key, value in fields.items():
+            has = getattr(frame.header, key) if key in ("id", "pos", "attempt") else None
+            has = frame.body.get(key) if has is None else has
+            assert has == value, f"{kind}.{key} is {has!r}, not {value!r}"
+        return frame
+
+    def assert_refused(self, code: str, *words: str, link: int = 1) -> ev.ToClient:
+        """The last call answered with an error and accepted nothing."""
+        frame = self.assert_sent(link, wire.ERROR, code=code)
+        assert not self.to_client(wire.ACCEPTED)
+        for word in words:
+            assert word in frame.body["message"], frame.body["message"]
+        return frame
+
+    def assert_ended(self, request: bytes, outcome: str, attempt: int = 1) -> ev.ToClient:
+        """The stream has its terminal: a `reason` or an error's `code`."""
+        ended = self.heard[request, attempt].ended
+        assert ended is not None, "the stream has not ended"
+        assert outcome in (ended.body.get("reason"), ended.body.get("code")), ended.body
+        return ended
+
+    def assert_conserved(self) -> None:
+        counters = self.core.counters
+        ended = counters.done + counters.failed + counters.cancelled
+        assert counters.accepted == ended + len(self.core.requests)
+
+    def assert_idle(self) -> None:
+        """Nothing is left of anybody but tombstones."""
+        core = self.core
+        assert not core.requests and not core.asked
+        for each in core.fleet.models.values():
+            assert not each.queue and not each.queue.bytes and not each.asks
+            assert not list(each.queue), "the queue's count is wrong"
+            assert not any(w.places or w.company or w.asked for w in each.workers)
+        assert not any(link.ids for link in core.links.values())
+
+    # ---- the checks ----------------------------------------------------------------------------
+
+    def _check(self, action: ev.Action) -> None:
+        if isinstance(action, ev.ToClient):
+            wire.encode(action.header, action.body, action.blobs)
+            self._to_client(action)
+        elif isinstance(action, ev.ToWorker):
+            wire.encode(action.header, action.body, action.blobs, max_body=wire.MAX_BACK_BODY)
+            if action.header.kind == wire.WORK:
+                self._check_work(action)
+            self.workers[action.slot].told(action)
+        elif isinstance(action, ev.StartWorker):
+            self.workers[action.slot] = FakeWorker(self, action.slot)
+        elif isinstance(action, ev.StopWorker):
+            self.workers[action.slot].stopped = True
+        elif isinstance(action, ev.DumpStacks):
+            self.workers[action.slot].dumps += 1
+        elif isinstance(action, ev.ForgetLink):
+            for stream in self.heard.values():
+                stream.forgotten |= stream.link == action.link and stream.ended is None
+        elif isinstance(action, ev.StopPool):
+            assert not self.core.requests, "the pool stops under a stream"
+            self.pool_stopped += 1
+
+    def _check_work(self, action: ev.ToWorker) -> None:
+        worker = self.core.fleet.slots[action.slot].worker
+        assert worker is not None and worker.state is WorkerState.READY
+        assert worker.epoch == action.header.epoch
+        assert owed(worker) >= 0, "work beyond the worker's credit"
+        bounds = [self.core.requests[r].company for r, run in worker.places if self._at(r, run)]
+        company = min((bound for bound in bounds if bound), default=len(worker.places))
+        assert len(worker.places) <= company, "more company than a charged request may have"
+
+    def _at(self, request: bytes, run: int) -> bool:
+        live = self.core.requests.get(request)
+        return live is not None and live.run == run
+
+    def _to_client(self, action: ev.ToClient) -> None:
+        header = action.header
+        assert header.epoch == BOOT
+        if header.kind == wire.DELTAS:
+            message = wire.Message(header, dict(action.body), action.blobs)
+            for row in wire.unpack_deltas(message):
+                self._delta((row.id, row.attempt), row.pos, row.text, unpack_ids(row.ids))
+        elif header.id is not None:
+            self._frame(action, (header.id, header.attempt))
+
+    def _frame(self, action: ev.ToClient, key: tuple[bytes, int]) -> None:
+        kind, body = action.header.kind, action.body
+        if kind == wire.ACCEPTED:
+            stream = self.heard.setdefault(key, Heard())
+            assert stream.ended is None, "accepted after the end"
+            stream.link = body["link"]
+        elif kind == wire.DELTA:
+            ids = unpack_ids(action.blobs[0])
+            assert body["n"] == len(ids)
+            self._delta(key, action.header.pos, body["text"], ids)
+        elif kind in (wire.DONE, wire.ERROR) and key in self.heard:
+            stream = self.heard[key]
+            assert stream.ended is None, f"a second terminal {key} {stream.ended} {action}"
+            assert not stream.forgotten, f"a terminal on a forgotten link {key} {action}"
+            assert stream.pos in (None, action.header.pos), "the terminal's pos"
+            stream.ended = action
+            stream.text += body.get("text", "")
+
+    def _delta(self, key: tuple[bytes, int], pos: int, text: str, ids: list[int]) -> None:
+        stream = self.heard[key]
+        assert stream.ended is None, "a delta after the terminal"
+        assert not stream.forgotten, "a delta on a forgotten link"
+        assert stream.pos in (None, pos), f"pos is {pos}, {stream.pos} was due"
+        assert ids == list(range(pos, pos + len(ids))), "ids that the worker did not send there"
+        stream.pos = pos + len(ids)
+        stream.ids += ids
+        stream.text += text
+        stream.frames += 1
+
+
+def owed(worker: Worker) -> int:
+    """Free places by the worker's word, minus the work it has not seen; never below 0."""
+    return worker.sequences - (worker.works_sent - worker.works_seen)

@@ -1,0 +1,112 @@
+"""A broker's front socket that does what a test says."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from mlxpool.client import Pace
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header, Message, pack_ids
+from mlxpool.common.transport import sockets
+
+PATIENCE = 30  # seconds; no test measures time, so this only bounds a failure
+NEVER = 3600.0
+USAGE = {"completion_tokens": 0}
+FACTS = {"digest": "d", "context": 64, "max_tokens": 9, "prompt_tokens": 3, "now": 5}
+# Looks often, and sends nothing again on its own account, however slow the machine.
+CALM = Pace(ping=0.05, tick=0.01, silence=NEVER, answer=(NEVER,))
+
+
+class FakeBroker:
+    """A ROUTER that a test speaks through. Used by one thread at a time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.boot = 11
+        self.number = 5  # of the one connection
+        self.peer = b""
+        self.seen: list[Message] = []
+        self.attempts: dict[bytes, int] = {}  # the newest of each stream
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket: zmq.Socket[bytes] | None = None
+
+    def open(self) -> FakeBroker:
+        self.socket = sockets.router(self.context, sockets.ipc(self.run_dir, "front"))
+        return self
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.close(linger=0)
+            self.socket = None
+        self.context.term()
+
+    def receive(self, kind: str, *, pongs: bool = True) -> Message:
+        """The next message of a kind; pings are answered, others noted."""
+        assert self.socket is not None
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            if not self.socket.poll(100):
+                continue
+            self.peer, *parts = self.socket.recv_multipart()
+            message = frames.decode(parts)
+            self.seen.append(message)
+            if message.kind == frames.PING and pongs:
+                with contextlib.suppress(zmq.ZMQError):  # the client may be gone by now
+                    self.pong()
+            if message.kind == frames.GENERATE and message.header.id is not None:
+                self.attempts[message.header.id] = message.header.attempt
+            if message.kind == kind:
+                return message
+        raise AssertionError(f"no {kind} came, only {Counter(self.kinds())}")
+
+    def kinds(self) -> list[str]:
+        """What came so far."""
+        return [message.kind for message in self.seen]
+
+    def say(
+        self,
+        kind: str,
+        request: bytes | None,
+        body: dict[str, Any],
+        *blobs: bytes,
+        pos: int = 0,
+        attempt: int | None = None,
+    ) -> None:
+        assert self.socket is not None
+        if attempt is None:
+            attempt = self.attempts.get(request or b"", 0)
+        header = Header(kind, request, self.boot, attempt, pos)
+        self.socket.send_multipart([self.peer, *frames.encode(header, body, blobs)])
+
+    def pong(self) -> None:
+        self.say(frames.PONG, None, {"boot": self.boot, "link": self.number, "version": 1})
+
+    def accept(self) -> bytes:
+        """Take the next `generate`; returns its id."""
+        request = self.receive(frames.GENERATE).header.id
+        assert request is not None
+        self.accepted(request)
+        return request
+
+    def accepted(self, request: bytes, seed: int = 1, attempt: int | None = None) -> None:
+        body = {"boot": self.boot, "link": self.number, "queue_position": 0, "seed": seed}
+        self.say(frames.ACCEPTED, request, body, attempt=attempt)
+
+    def tokens(self, request: bytes, pos: int, count: int = 1, **body: Any) -> None:
+        """Ids that are their own positions."""
+        ids = range(pos, pos + count)
+        fields = {"text": "x" * count, "n": count, **body}
+        self.say(frames.DELTA, request, fields, pack_ids(ids), pos=pos)
+
+    def done(self, request: bytes, pos: int, reason: str = "stop") -> None:
+        body = {"text": "", "reason": reason, "usage": USAGE, "timings_ms": {}, "attempts": 1}
+        self.say(frames.DONE, request, body, pos=pos)
+
+    def error(self, request: bytes, code: str, **more: Any) -> None:
+        self.say(frames.ERROR, request, {"code": code, "message": "no", **more})

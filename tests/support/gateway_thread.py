@@ -1,0 +1,37 @@
+"""A gateway on a thread of the test's own process, on a port of loopback that was free."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from mlxpool.common.closing import Closing
+from mlxpool.gateway.app import Gateway
+from mlxpool.gateway.server import listen, server
+from mlxpool.gateway.settings import Settings
+from support.pool import PATIENCE, until
+
+
+class GatewayThread(Closing):
+    """Answers once it is made, until it is closed."""
+
+    def __init__(self, run_dir: Path, **settings: Any) -> None:
+        made = Settings(run_dir=run_dir, port=0, **settings)
+        self.gateway = Gateway(made)
+        self._bound = listen(made)
+        self._server = server(self.gateway)
+        self._thread = threading.Thread(target=self._server.run, args=([self._bound],))
+        self._thread.start()
+        until(lambda: self._server.started, "the gateway answers")
+
+    @property
+    def url(self) -> str:
+        host, port = self._bound.getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(PATIENCE)
+        self._bound.close()
+        assert not self._thread.is_alive(), "the gateway did not end"

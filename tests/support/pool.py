@@ -1,0 +1,191 @@
+"""A real broker in a process of its own, for tests; everything it made is gone at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from mlxpool.cli.operations import ask
+from mlxpool.client import Client
+from mlxpool.common.closing import Closing
+from mlxpool.common.errors import BrokerLost
+
+PATIENCE = 60.0  # seconds; no test measures time, so this only bounds a failure
+
+
+def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
+    """The first true value of `check`; fails naming what never came."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        value = check()
+        if value:
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"never happened: {what}")
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether it has ended, taken note of by its parent or not."""
+    try:
+        return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def with_path(folder: Path) -> str:
+    """A PYTHONPATH that begins with this folder, for a `sitecustomize.py` in it."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+class Pool(Closing):
+    """`mlxpool serve` with a config; the run directory is short, for its path has to fit."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        config: str = "",
+        *,
+        environment: Mapping[str, str] | None = None,
+        arguments: tuple[str, ...] = (),
+        prefix: tuple[str, ...] = (),
+        log_path: Path | None = None,
+        verb: str = "serve",
+    ) -> None:
+        """`prefix` goes before the broker's command, such as a shell that sets a limit."""
+        self.tmp_path = tmp_path
+        self._folder = tempfile.TemporaryDirectory(prefix="mlxpool-")
+        self.run_dir = Path(self._folder.name)
+        self.config = tmp_path / "mlxpool.toml"
+        self.config.write_text(config)
+        self.prefix = prefix
+        self.verb = verb
+        self.log_path = log_path or tmp_path / "broker.log"
+        self.environment = {**os.environ, **(environment or {})}
+        self.arguments = arguments
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the broker and wait until it answers."""
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *self.prefix,
+                    *self.command(),
+                    self.verb,
+                    "--config",
+                    str(self.config),
+                    *self.arguments,
+                ],
+                stdout=log,
+                stderr=log,
+                env=self.environment,
+            )
+        until(self._answers, f"the broker answers; it said:\n{self.log()}")
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(self.run_dir)]
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, f"the broker ended:\n{self.log()}"
+        try:
+            return bool(ask(self.run_dir, "ps"))
+        except BrokerLost:
+            return False
+
+    def close(self) -> None:
+        """End the broker and remove its folder."""
+        try:
+            self.stop()
+        finally:
+            self._folder.cleanup()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code. Whatever is left of it is killed and makes the test fail."""
+        process, self.process = self.process, None
+        if process is None:
+            return 0
+        process.terminate()
+        try:
+            return process.wait(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise AssertionError(f"the broker did not end:\n{self.log()}") from None
+
+    def kill(self) -> None:
+        """SIGKILL to the broker."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        self.process = None
+
+    def log(self) -> str:
+        return self.log_path.read_text() if self.log_path.is_file() else ""
+
+    def client(self, **options: Any) -> Client:
+        return Client(self.run_dir, **options)
+
+    def ask(self, kind: str, **body: Any) -> dict[str, Any]:
+        """An admin command; a broker without a processor may take its time."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return ask(self.run_dir, kind, body)
+            except BrokerLost:
+                assert self.process is not None and time.monotonic() < end
+                if self.process.poll() is not None:
+                    raise
+
+    def worker(self, slot: str) -> dict[str, Any]:
+        """A worker's line in `ps`; {} when it was never started."""
+        rows = [w for w in self.ask("ps")["workers"] if w["slot"] == slot]
+        return dict(rows[0]) if rows else {}
+
+    def in_state(self, slot: str, **wanted: Any) -> dict[str, Any]:
+        """Wait until a worker's line has these values."""
+
+        def check() -> dict[str, Any] | None:
+            row = self.worker(slot)
+            return row if all(row.get(k) == v for k, v in wanted.items()) else None
+
+        return dict(until(check, f"{slot} has {wanted}; is {self.worker(slot)}"))
+
+    def kill_worker(self, slot: str, number: int = signal.SIGKILL) -> int:
+        """Signal the worker of a slot; returns its pid."""
+        pid = int(self.worker(slot)["pid"])
+        os.kill(pid, number)
+        return pid
+
+    def cli(
+        self, *arguments: str, stdin: str | None = None, timeout: float = PATIENCE
+    ) -> subprocess.CompletedProcess[str]:
+        """The `mlxpool` command against this pool."""
+        return subprocess.run(
+            [*self.command(), *arguments],
+            capture_output=True,
+            text=True,
+            input=stdin,
+            timeout=timeout,
+            env=self.environment,
+        )
+
+    def cli_json(self, *arguments: str) -> Any:
+        """The same with --json, parsed."""
+        done = self.cli(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)

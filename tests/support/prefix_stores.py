@@ -1,0 +1,215 @@
+"""Stores for tests of the prefix cache whose memory can be checked: no weights, no MLX.
+
+A cell stands for the keys and values of one token. It follows from all tokens up to it, so that
+memory put at a wrong place, or under a wrong prompt, is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxpool.worker.prefix.cache import PrefixCache, TreeCache
+from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockStore
+from mlxpool.worker.prefix.tree import Node
+
+CELL = 10  # bytes of a token
+STATE = 70  # bytes of a whole state
+
+
+def chain(before: int, token: int) -> int:
+    """The cell of a token whose predecessor's is `before`; 0: it has none."""
+    return (before * 48271 + token + 1) % (2**31 - 1)
+
+
+def cells_of(tokens: Sequence[int]) -> list[int]:
+    cells: list[int] = []
+    for token in tokens:
+        cells.append(chain(cells[-1] if cells else 0, token))
+    return cells
+
+
+@dataclass(eq=False)
+class ListRow:
+    cells: list[int] = field(default_factory=list)
+    state: int = 0  # 0: after no token
+    stateful: bool = False
+
+    @property
+    def offset(self) -> int:
+        return len(self.cells)
+
+    @property
+    def nbytes(self) -> int:
+        return CELL * len(self.cells)
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        """Computes what follows; a stateful row goes by its state, as a recurrent layer does."""
+        for token in tokens:
+            before = self.state if self.stateful else self.cells[-1] if self.cells else 0
+            self.cells.append(chain(before, token))
+            self.state = self.cells[-1]
+
+
+class ListStore:
+    """Rows and kept pieces are lists of cells."""
+
+    joins_copy = True
+
+    def __init__(self, stateful: bool = False, window: int = 0) -> None:
+        """A whole state of up to `window` tokens can be cut back to any of them."""
+        self.stateful = stateful
+        self.nbytes = 0
+        self.rows = 0  # made and not yet given back
+        self.window = window
+        self.broken = False  # whether memory runs out
+
+    def new_row(self) -> ListRow:
+        self.rows += 1
+        return ListRow(stateful=self.stateful)
+
+    def release(self, row: ListRow) -> None:
+        self.rows -= 1
+
+    def rewind(self, row: ListRow, to: int) -> bool:
+        if self.stateful and to < row.offset:
+            return False
+        del row.cells[to:]
+        return True
+
+    def fill(
+        self,
+        row: ListRow,
+        kept: Sequence[tuple[list[int], int]],
+        state: list[int] | None,
+        tokens: int,
+        room: int,
+    ) -> None:
+        assert room > tokens
+        if self.broken:
+            raise MemoryError("no memory for a row")
+        row.cells = [cell for held, count in kept for cell in held[:count]]
+        assert len(row.cells) == tokens and (state is not None) == self.stateful
+        if state is not None:
+            row.state = state[tokens - 1]
+            assert tokens == len(state) or len(state) <= self.window
+
+    def fit(self, row: ListRow, start: int, end: int, free: int) -> int:
+        return min(end, start + free // CELL)
+
+    def keep(self, row: ListRow, start: int, end: int) -> list[int]:
+        assert end <= row.offset
+        self.nbytes += CELL * (end - start)
+        return row.cells[start:end]
+
+    def state_bytes(self, row: ListRow) -> int:
+        return STATE
+
+    def keep_state(self, row: ListRow) -> list[int]:
+        if self.broken:
+            raise MemoryError("no memory for a state")
+        self.nbytes += STATE
+        return list(row.cells)
+
+    def lowest(self, state: list[int]) -> int:
+        return 0 if len(state) <= self.window else len(state)
+
+    def cut(self, held: list[int], at: int) -> tuple[list[int], list[int]]:
+        assert 0 < at < len(held)
+        return held[:at], held[at:]
+
+    def join(self, left: list[int], right: list[int]) -> list[int]:
+        return left + right
+
+    def free(self, held: list[int]) -> None:
+        self.nbytes -= CELL * len(held)
+
+    def free_state(self, state: list[int]) -> None:
+        self.nbytes -= STATE
+
+
+class PagedMemory:
+    """The cells behind block tables: what a GPU's block pool holds."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self.cells = [[-1] * size for _ in range(blocks)]
+        self.size = size
+        self.copies = 0
+        self.pool = BlockPool(blocks)
+        self.store = BlockStore(self.pool, size, CELL * size, self._copy)
+
+    def _copy(self, source: int, target: int) -> None:
+        self.copies += 1
+        self.cells[target] = list(self.cells[source])
+
+    def feed(self, row: BlockRow, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            before = self.read(row)[-1] if row.offset else 0
+            at = row.offset
+            self.store.reserve(row, at + 1)
+            row.offset += 1
+            block = row.table[at // self.size]
+            assert self.pool.holders(block) == 1, "a shared block is written"
+            self.cells[block][at % self.size] = chain(before, token)
+
+    def read(self, row: BlockRow) -> list[int]:
+        every = [cell for block in row.table for cell in self.cells[block]]
+        return every[: row.offset]
+
+
+def edges(cache: TreeCache[Any, Any, Any]) -> dict[tuple[int, ...], Node[Any, Any]]:
+    """Each node by all the tokens from the root to its end."""
+    found: dict[tuple[int, ...], Node[Any, Any]] = {}
+    for node in cache.tree.walk():
+        path: tuple[int, ...] = ()
+        above = node
+        while above.parent is not None:
+            path, above = (*above.tokens, *path), above.parent
+        found[path] = node
+    return found
+
+
+def unique_tokens(cache: TreeCache[Any, Any, Any]) -> int:
+    return sum(len(node.tokens) for node in cache.tree.walk())
+
+
+def check_shape(cache: TreeCache[Any, Any, Any], *, stateful: bool = False) -> None:
+    """What is true of the tree between any two calls."""
+    for node in cache.tree.walk():
+        assert node.parent is not None and node.start == node.parent.end
+        assert node.tokens and node.parent.children[node.tokens[0]] is node
+        assert sum(piece.tokens for piece in node.pieces) == len(node.tokens)
+        assert node.readers >= 0
+        if len(node.children) == 1:
+            assert node.readers or node.chosen, "a place that nobody needs"
+        if stateful and not node.children:
+            assert node.readers or node.state is not None, "a leaf that serves nobody"
+
+
+def serve(
+    cache: PrefixCache[ListRow],
+    prompt: Sequence[int],
+    generated: Sequence[int] = (),
+    *,
+    stop_at: int | None = None,
+    restore_at: int = 0,
+) -> int:
+    """A whole request, or one cancelled at `stop_at`; returns what was cached.
+
+    The last generated token is never computed. Prefill ends its chunks at the stops.
+    """
+    row, cached = cache.begin(list(prompt), restore_at)
+    assert row.cells == cells_of(prompt)[:cached] and row.offset == cached
+    last = min(len(prompt) - 1, len(prompt) if stop_at is None else stop_at)
+    while row.offset < last:
+        stop = cache.next_stop(row)
+        row.feed(prompt[row.offset : min(last, stop or last)])
+        if row.offset == stop:
+            cache.keep(row, prompt)
+    tokens = [*prompt, *generated]
+    if stop_at is None:
+        row.feed(tokens[row.offset : len(prompt) + max(0, len(generated) - 1)])
+        assert row.cells == cells_of(tokens)[: row.offset]
+    cache.close(row, tokens)
+    return cached

@@ -1,0 +1,48 @@
+"""A peer in plain pyzmq, for frames that the client would never send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import zmq
+
+from mlxpool.common.closing import Closing
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.transport import sockets
+from support.pool import PATIENCE
+
+
+class RawPeer(Closing):
+    """A DEALER on one of the pool's sockets."""
+
+    def __init__(self, run_dir: Path, name: str = "front") -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = sockets.dealer(self.context, sockets.ipc(run_dir, name))
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+        self.context.term()
+
+    def send(self, parts: list[bytes]) -> None:
+        self.socket.send_multipart(parts)
+
+    def say(self, header: Header, body: Mapping[str, object] | None = None, *blobs: bytes) -> None:
+        self.send(frames.encode(header, body or {}, blobs))
+
+    def receive(self, patience: float = PATIENCE) -> Message:
+        """The next message; fails when none comes."""
+        assert self.socket.poll(int(patience * 1000)), "no message came"
+        return frames.decode(self.socket.recv_multipart())
+
+    def receive_kind(self, kind: str) -> Message:
+        """The next message of a kind; others are skipped."""
+        while True:
+            message = self.receive()
+            if message.kind == kind:
+                return message
+
+    def quiet(self, seconds: float) -> bool:
+        """Whether nothing comes for this long."""
+        return not self.socket.poll(int(seconds * 1000))

@@ -1,0 +1,156 @@
+"""A pool that speaks CURVE on the loopback, the keys to it, and workers that dial in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mlxpool.client import Client
+from mlxpool.common.closing import Closing
+from mlxpool.common.transport import keys
+from mlxpool.common.transport.keys import KeyPair
+from support.pool import PATIENCE, Pool, until
+
+SLOW = "[models.counting]\npath = 'builtin:counting'\n[models.counting.counting]\nstep_us = {}\n"
+
+
+class Keys:
+    """Makes keys in a folder of a test, and the sections that name them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pairs: dict[str, KeyPair] = {}
+
+    def make(self, name: str, role: str) -> KeyPair:
+        self.pairs[name] = keys.make(name, role)
+        keys.write(self.pairs[name], self.folder)
+        return self.pairs[name]
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.key"
+
+    def section(self, *names: str) -> str:
+        """`[keys.NAME]` of each."""
+        return "".join(
+            f'[keys.{name}]\nrole = "{self.pairs[name].role}"\n'
+            f'public = "{self.pairs[name].public}"\n'
+            for name in names
+        )
+
+
+class SecurePool(Pool):
+    """A pool with tcp for clients, workers and operators; keys alice, bob, hand and chief."""
+
+    def __init__(
+        self, tmp_path: Path, *, pool: str = "", models: str = "", verb: str = "serve"
+    ) -> None:
+        self.keys = Keys(tmp_path / "keys")
+        self.keys.make("pool", "server")
+        for name, role in (
+            ("alice", "client"),
+            ("bob", "client"),
+            ("hand", "worker"),
+            ("chief", "admin"),
+        ):
+            self.keys.make(name, role)
+        self.pool, self.models = pool, models
+        super().__init__(tmp_path, verb=verb)
+        self.write("alice", "bob", "hand", "chief")
+
+    def write(self, *names: str, pool: str | None = None, models: str | None = None) -> None:
+        """The config, with an allow-list of these."""
+        self.config.write_text(
+            "[pool]\n"
+            'front = ["tcp://127.0.0.1:*"]\n'
+            'back = ["tcp://127.0.0.1:*"]\n'
+            'admin = ["tcp://127.0.0.1:*"]\n'
+            f'secret_key = "{self.keys.path("pool")}"\n'
+            f"{self.pool if pool is None else pool}\n"
+            f"{self.models if models is None else models}\n{self.keys.section(*names)}"
+        )
+
+    @property
+    def server_key(self) -> str:
+        return self.keys.pairs["pool"].public
+
+    def endpoint(self, socket: str) -> str:
+        return str(self.ask("ps")["broker"]["endpoints"][socket][0])
+
+    def dial(self, name: str, server_key: str = "", socket: str = "front") -> Client:
+        """A client with this key."""
+        return Client(
+            endpoint=self.endpoint(socket),
+            server_key=server_key or self.server_key,
+            key=self.keys.path(name),
+        )
+
+    def flags(self, name: str, socket: str) -> tuple[str, ...]:
+        """Of a command that dials with this key."""
+        return (
+            *("--endpoint", self.endpoint(socket)),
+            *("--server-key", self.server_key),
+            *("--key", str(self.keys.path(name))),
+        )
+
+    def reload(self) -> None:
+        """Have the settings read again, and wait until they hold or are refused."""
+        before = self.verdicts()
+        self.ask("reload")
+        until(lambda: self.ended() or self.verdicts() > before, f"reloaded:\n{self.log()}")
+        assert not self.ended(), f"the broker ended:\n{self.log()}"
+
+    def ended(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    def verdicts(self) -> int:
+        """How many reloads are over."""
+        log = self.log()
+        return sum(log.count(words) for words in (" reloaded", "not reloaded"))
+
+
+class RemoteWorker(Closing):
+    """`mlxpool worker` in a process of its own; `pids` are those of its workers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *flags: str,
+        models: Sequence[str] = (),
+        config: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        self.log_path = folder / "worker.log"
+        path = folder / "worker.toml"
+        path.write_text(config)
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(folder / "run")),
+                    *("worker", name, "--config", str(path), *flags),
+                ],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **(environment or {})},
+            )
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended by itself."""
+        return self.process.wait(timeout=PATIENCE)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"the worker did not end:\n{self.log()}") from None

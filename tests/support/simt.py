@@ -1,0 +1,266 @@
+"""Our CUDA kernels without a GPU: their texts are C++ for the machine of simt.h.
+
+Slow, and exact about what a kernel's text says: which thread computes what, who waits for whom.
+It says nothing about speed. Where NVIDIA's compiler is installed it has to take each text, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import math
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxpool.worker.kernels import kernel_cache, nvrtc
+from mlxpool.worker.kernels.kernel_cache import Text
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("c++") or shutil.which("g++")
+HOPPER = "sm_90a"
+TYPES = {
+    mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.int32: "int",
+    mx.uint32: "unsigned", mx.uint8: "unsigned char",
+}  # fmt: skip
+REPLACED = ("machine.cuh",)  # by simt.h, with what CUDA itself has
+WHY = {2: "threads wait for others that never come", 3: "a copy is not aligned"}
+
+
+@contextmanager
+def simulated() -> Iterator[set[str]]:
+    """Kernels run here, and everybody believes that there is a CUDA GPU.
+
+    Gives the names of those that ran.
+    """
+    if COMPILER is None:
+        pytest.skip("a C++ compiler is not installed, which builds a simulated GPU")
+    with pytest.MonkeyPatch.context() as patch:
+        called: set[str] = set()
+        patch.setattr(mx.fast, "cuda_kernel", functools.partial(kernel, called))
+        patch.setattr(mx.cuda, "is_available", lambda: True)
+        forget_kernels()
+        mx.disable_compile()
+        try:
+            yield called
+        finally:
+            mx.enable_compile()
+            forget_kernels()
+
+
+def forget_kernels() -> None:
+    """Those of the GPU are not those of here, nor is what was found out about them."""
+    from mlxpool.worker import kernels
+    from mlxpool.worker.engine import kernel_trials
+
+    rooms = [value for value in vars(kernels).values() if hasattr(value, "__file__")]
+    for room in [*rooms, kernel_trials]:
+        for one in vars(room).values():
+            if hasattr(one, "cache_clear"):
+                one.cache_clear()
+
+
+def kernel(
+    called: set[str],
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str = "",
+    ensure_row_contiguous: bool = True,
+    shared_memory: int = 0,
+) -> Callable[..., list[Any]]:
+    """What mx.fast.cuda_kernel returns; it is computed when it is called, and `called` then."""
+    text = Text(name, tuple(input_names), tuple(output_names), header, source)
+
+    def call(
+        *,
+        inputs: Sequence[Any],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[Any],
+    ) -> list[Any]:
+        called.add(name.removeprefix("mlxpool_"))
+        if ensure_row_contiguous:
+            inputs = [mx.contiguous(one) for one in inputs]
+        mx.eval(inputs)
+        for one, its_name in zip(inputs, input_names, strict=True):
+            if f"{its_name}_strides" not in source and not _whole(one):
+                raise RuntimeError(f"{name}: {its_name} is not contiguous, and read as if it were")
+        outs = [
+            mx.full(shape, math.nan, dtype=dtype) if mx.issubdtype(dtype, mx.floating)
+            else mx.full(shape, -7, dtype=dtype)
+            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+        ]  # fmt: skip
+        arrays = [*inputs, *outs]
+        mx.eval(arrays)
+        views = [_view(one) for one in arrays]
+        run = _built(text, tuple(one.dtype for one in arrays))
+        compiled(text, tuple((x.dtype, x.ndim > 0) for x in inputs), tuple(output_dtypes))
+        blocks = [-(-all_ // one) for all_, one in zip(grid, threadgroup, strict=True)]
+        why = run(
+            (ctypes.c_void_p * len(views))(*(view.data for view in views)),
+            (ctypes.c_void_p * len(views))(*(ctypes.addressof(view.shape) for view in views)),
+            (ctypes.c_void_p * len(views))(*(ctypes.addressof(view.strides) for view in views)),
+            (ctypes.c_uint * 3)(*blocks),
+            ctypes.c_uint(threadgroup[0]),
+            ctypes.c_long(shared_memory),
+        )
+        if why:
+            raise RuntimeError(f"{name}: {WHY.get(why, why)}")
+        return outs
+
+    return call
+
+
+@functools.cache
+def nvidia() -> nvrtc.Compiler | None:
+    """NVIDIA's compiler, if it is installed as a package."""
+    packages = Path(sysconfig.get_path("platlib")) / "nvidia" / "cu13"
+    for library in sorted((packages / "lib").glob("libnvrtc.so.*")):
+        return nvrtc.Compiler(
+            ctypes.CDLL(str(library)), HOPPER, [packages / "include"], kernel_cache.HEADERS
+        )
+    return None
+
+
+@functools.cache
+def compiled(text: Text, inputs: tuple[kernel_cache.Kind, ...], outputs: tuple[Any, ...]) -> int:
+    """Bytes of machine code, 0 without NVIDIA's compiler; RuntimeError with what it says."""
+    compiler = nvidia()
+    if compiler is None:
+        return 0
+    code = kernel_cache.code_of(text, inputs, outputs)
+    return len(compiler.machine_code(kernel_cache.SPACE + kernel_cache.name_of(text), code)[0])
+
+
+@functools.cache
+def _built(text: Text, dtypes: tuple[Any, ...]) -> Any:
+    code = _code(text, dtypes)
+    room = _room()
+    path = room / hashlib.sha256(code.encode()).hexdigest()[:20]
+    path.with_suffix(".cpp").write_text(code)
+    library = path.with_suffix(".so")
+    command = [
+        str(COMPILER), "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-U_FORTIFY_SOURCE",
+        "-fno-strict-aliasing", f"-I{HERE}", str(path.with_suffix(".cpp")), "-o", str(library),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{text.name} is not C++:\n{done.stderr[-3000:]}")
+    return ctypes.CDLL(str(library)).run
+
+
+@functools.cache
+def _room() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="mlxpool-simt-")
+    _room.folder = folder  # type: ignore[attr-defined]  # as long as the process
+    return Path(folder.name)
+
+
+def _code(text: Text, dtypes: Sequence[Any]) -> str:
+    parameters, given = [], []
+    names = [*text.inputs, *text.outputs]
+    for i, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
+        const = "const " if i < len(text.inputs) else ""
+        parameters.append(f"static {const}{TYPES[dtype]}* {name};")
+        given.append(f"{name} = (decltype({name}))data[{i}];")
+        for kind, number in (("shape", "int"), ("strides", "long")):
+            if f"{name}_{kind}" in text.source:
+                parameters.append(f"static const {number}* {name}_{kind};")
+                given.append(f"{name}_{kind} = (const {number}*){kind}[{i}];")
+    source = _expanded(text.source).replace(
+        "extern __shared__ uint4 space[];", "uint4* const space = (uint4*)simt::shared;"
+    )
+    return "\n".join(
+        [
+            '#include "simt.h"',
+            _expanded(_without_products(text)),
+            *parameters,
+            f"static void body() {{\n{source}\n}}",
+            'extern "C" int run(void** data, void** shape, void** strides, const unsigned* grid, '
+            "unsigned threads, long bytes) {",
+            *given,
+            "return simt::launch(body, grid, threads, bytes);",
+            "}\n",
+        ]
+    )
+
+
+def _without_products(text: Text) -> str:
+    """The header, with simt.h's products instead of the instruction of group_mma in tiles.py."""
+    dtype = re.search(r"using N = (\w+);", text.source)
+
+    def ours(found: re.Match[str]) -> str:
+        kind = f"{dtype[1] if dtype else 'float'}, {found[2]}"
+        return f"{found[1]} {{ products<{kind}>(c, a, b); }}\n"
+
+    heads = r"__device__ inline (void group_mma\(float \(&c\)\[(\d+)\][^)]*\)) {.*?\n}\n"
+    return re.sub(heads, ours, text.header, flags=re.DOTALL)
+
+
+def _expanded(text: str) -> str:
+    """With the files of the kernels' room in their places."""
+
+    def file(found: re.Match[str]) -> str:
+        path = Path(found[1])
+        return "" if path.name in REPLACED else path.read_text(encoding="utf-8")
+
+    text = re.sub(r'#include "(.*)"\n', file, text)
+    return re.sub(r"#include <cuda_.*>\n", "", text)
+
+
+class _Managed(ctypes.Structure):
+    """DLPack's DLManagedTensor, as far as it is read."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint32),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where an array's numbers lie; `capsule` keeps them there."""
+
+    data: int
+    shape: Any
+    strides: Any
+    capsule: Any
+
+
+def _whole(array: Any) -> bool:
+    view, expected = _view(array), 1
+    for size, stride in reversed(list(zip(view.shape, view.strides, strict=True))[: array.ndim]):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _view(array: Any) -> View:
+    capsule = array.__dlpack__()
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    managed = _Managed.from_address(pointer(capsule, b"dltensor"))
+    count = managed.ndim
+    shape = (ctypes.c_int * max(count, 1))(*managed.shape[:count])
+    strides = (ctypes.c_long * max(count, 1))(*managed.strides[:count])
+    return View(managed.data + managed.offset, shape, strides, capsule)

@@ -1,0 +1,326 @@
+"""Programs that pages name and no test may run: what stands in for each, and why.
+
+`install` puts an executable of each name into a folder for the PATH. It looks at its words as
+strictly as can be done here, and fails with what is wrong. Run by itself it is one of them:
+
+    python tests/support/stand_ins.py PROGRAM WORD …
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PLACE = "STAND_INS_ROOT"  # the folder that is `/` to a page
+
+# What is not run as it stands, and what is done instead.
+REASONS = {
+    "mlxpool bench": "measures for minutes: its own parser reads the words",
+    "python bench/": "the same",
+    "python examples/train_demo_model.py": "trains on a GPU: its own parser reads the words",
+    "python -m pytest": "the suite runs these itself: they are collected",
+    "python3 -m venv": "takes long: a folder with this environment's programs is made",
+    "pip": "needs a registry: what is named is looked up in pyproject.toml",
+    "make": "would install an environment: `make -n`; what `make demo` runs is run",
+    "docker": "needs a daemon: files, targets and services are looked up",
+    "kubectl": "needs a cluster: --dry-run=client, kustomize; else the files are looked up",
+    "launchctl": "is a Mac's: the plist is read",
+    "systemctl": "needs systemd: `systemd-analyze verify`, then the unit's own command is run",
+    "systemd-sysusers": "makes users: a dry run",
+    "sudo": "needs root: the user has to be the one of sysusers.conf, the command is run as we are",
+    "install": "-o and -g need root: the names are looked up, the rest is done",
+}
+
+
+def fail(words: str) -> NoReturn:
+    sys.exit(f"stand-in: {words}")
+
+
+def need(truth: object, words: str) -> None:
+    if not truth:
+        fail(words)
+
+
+def only(words: Sequence[str], *known: str) -> None:
+    """No flag but these."""
+    for word in words:
+        need(not word.startswith("-") or word.partition("=")[0] in known, f"no flag {word}")
+
+
+def at(path: str) -> Path:
+    """A path of a page, which the runner may have placed already."""
+    place = os.environ[PLACE]
+    return Path(path) if not path.startswith("/") or path.startswith(place) else Path(place + path)
+
+
+def real(name: str) -> str:
+    """The program itself; "" if there is none here."""
+    return shutil.which(name, path=os.defpath) or ""
+
+
+# ---- Python --------------------------------------------------------------------------------------
+
+
+class Understood(Exception):
+    """A program's parser took its words."""
+
+
+def parse_only(program: str, words: Sequence[str]) -> None:
+    """Run a program until it has read its command line."""
+
+    def parsed(
+        self: argparse.ArgumentParser, args: object = None, namespace: object = None
+    ) -> None:
+        whole(self, words)
+        raise Understood
+
+    whole = argparse.ArgumentParser.parse_args
+    argparse.ArgumentParser.parse_args = parsed  # type: ignore[assignment, method-assign]
+    sys.argv = [program, *words]
+    sys.path.insert(0, str(Path(program).resolve().parent))
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except Understood:
+        return
+    fail(f"{program} read no command line")
+
+
+def python(words: Sequence[str]) -> None:
+    if words[:2] == ["-m", "venv"]:
+        make_environment(Path(words[2]))
+    elif words[:2] == ["-m", "pytest"]:
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *words[2:]]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        need(done.returncode == 0, done.stdout)
+    else:
+        parse_only(words[0], words[1:])
+
+
+def make_environment(folder: Path) -> None:
+    """What `python3 -m venv` and `pip install` make, as far as a page uses it."""
+    (folder / "bin").mkdir(parents=True)
+    for name in ("pip", "mlxpool"):
+        (folder / "bin" / name).symlink_to(str(shutil.which(name)))
+
+
+def mlxpool(words: Sequence[str]) -> None:
+    from support.command_lines import parsed
+
+    parsed(words)
+
+
+def pip(words: Sequence[str]) -> None:
+    need(words[0] == "install", f"pip {words[0]}")
+    only(words[1:])
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    for word in words[1:]:
+        match = re.fullmatch(r"(?:\.|mlxpool)(?:\[([\w,]+)\])?", word)
+        need(match and set((match[1] or "").split(",")) <= {*extras, ""}, f"pip install {word}")
+
+
+def make(words: Sequence[str]) -> None:
+    done = subprocess.run(
+        [real("make"), "-n", "-C", str(ROOT), *words], capture_output=True, text=True
+    )
+    need(done.returncode == 0, done.stderr)
+    if list(words) == ["demo"]:
+        subprocess.run([sys.executable, "examples/demo.py"], cwd=ROOT, check=True)
+
+
+# ---- containers ----------------------------------------------------------------------------------
+
+
+def docker(words: Sequence[str]) -> None:
+    options = argparse.ArgumentParser(allow_abbrev=False)
+    commands = options.add_subparsers(required=True, dest="verb")
+    build = commands.add_parser("build", allow_abbrev=False)
+    build.add_argument("-f", type=Path, required=True)
+    build.add_argument("--target", required=True)
+    build.add_argument("-t", required=True)
+    build.add_argument("context", type=Path)
+    compose = commands.add_parser("compose", allow_abbrev=False)
+    compose.add_argument("-f", type=Path, required=True)
+    compose.add_argument("what", choices=["up"])
+    compose.add_argument("--build", action="store_true")
+    given = options.parse_args(words)
+    if given.verb == "build":
+        need(given.context.is_dir(), f"no folder {given.context}")
+        need(given.target in targets(given.f), f"no target {given.target} in {given.f}")
+        return
+    for name, service in yaml.safe_load(given.f.read_text("utf-8"))["services"].items():
+        about = service.get("build")
+        if about is not None:
+            file = given.f.parent / about["context"] / about["dockerfile"]
+            need(about["target"] in targets(file), f"{name}: no target {about['target']} in {file}")
+
+
+def targets(dockerfile: Path) -> set[str]:
+    return set(re.findall(r"^FROM \S+ AS (\S+)$", dockerfile.read_text("utf-8"), re.M))
+
+
+def kubectl(words: Sequence[str]) -> None:
+    for word in words:
+        if word.startswith("--from-file="):
+            need(Path(word.partition("=")[2]).is_file(), f"no file of {word}")
+    if "apply" in words:
+        need(words[0] == "apply" and words[1] == "-k", f"kubectl {shlex.join(words)}")
+        need((Path(words[2]) / "kustomization.yaml").is_file(), f"no kustomization in {words[2]}")
+        command = ["kustomize", words[2]]
+    else:
+        need("create" in words, f"kubectl {shlex.join(words)}")
+        command = [*words, "--dry-run=client", "-o", "yaml"]
+    program = real("kubectl")
+    if program:
+        done = subprocess.run([program, *command], capture_output=True, text=True)
+        need(done.returncode == 0, done.stderr)
+
+
+# ---- services ------------------------------------------------------------------------------------
+
+
+def user_is_known(name: str) -> None:
+    made = re.findall(r"^u (\S+) ", (at("/etc/sysusers.d") / "mlxpool.conf").read_text(), re.M)
+    need(name in made, f"no user {name}; sysusers.conf makes {made}")
+
+
+def sudo(words: Sequence[str]) -> None:
+    need(words[0] == "-u", f"sudo {shlex.join(words)}")
+    user_is_known(words[1])
+    os.execvp(words[2], list(words[2:]))
+
+
+def install(words: Sequence[str]) -> None:
+    rest = list(words)
+    for flag in ("-o", "-g"):
+        if flag in rest:
+            where = rest.index(flag)
+            user_is_known(rest[where + 1])
+            del rest[where : where + 2]
+    parent = Path(rest[-1].rstrip("/") if "-d" in rest else rest[-1])
+    (parent if rest[-1].endswith("/") else parent.parent).mkdir(parents=True, exist_ok=True)
+    os.execv(real("install"), ["install", *rest])
+
+
+def systemd_sysusers(words: Sequence[str]) -> None:
+    only(words)
+    program, text = real("systemd-sysusers"), at("/etc/sysusers.d/mlxpool.conf")
+    if program:
+        done = subprocess.run([program, "--dry-run", str(text)], capture_output=True, text=True)
+        need(done.returncode == 0, done.stderr)
+    need(re.fullmatch(r"(#.*\n)*u \S+ - \".*\" /\S+\n", text.read_text()), f"{text} is odd")
+
+
+def systemctl(words: Sequence[str]) -> None:
+    if list(words) == ["daemon-reload"]:
+        return
+    need(words[0] == "restart" or words[:2] == ["enable", "--now"], f"systemctl {words}")
+    name, _, instance = words[-1].partition("@")
+    unit = at("/etc/systemd/system") / (f"{name}@.service" if instance else f"{name}.service")
+    need(unit.is_file(), f"no unit {unit}")
+    text = unit.read_text("utf-8")
+    program = real("systemd-analyze")
+    if program:
+        copy = Path(os.environ[PLACE]) / f"{name}{'@' * bool(instance)}{instance}.service"
+        copy.write_text(text.replace("/opt/mlxpool/current/bin/mlxpool", "/bin/true"))
+        done = subprocess.run([program, "verify", "--man=no", copy], capture_output=True, text=True)
+        need((done.returncode, done.stderr) == (0, ""), done.stderr)
+    (line,) = re.findall(r"^ExecStart=(.*)$", text, re.M)
+    if instance:  # its broker is on another machine: only its words are looked at
+        mlxpool(shlex.split(re.sub(r"\$\{(\w+)\}", r"of-\1", line).replace("%I", instance))[1:])
+    else:
+        start(name, re.sub(r"(?<=[ =])/(?=\w)", f"{os.environ[PLACE]}/", f" {line}").split())
+
+
+def start(name: str, command: Sequence[str]) -> None:
+    """End the service if it runs, start it, and wait until it answers, as Type=notify would."""
+    at("/run/mlxpool").mkdir(mode=0o700, parents=True, exist_ok=True)
+    pid_file = at(f"/run/{name}.pid")
+    if pid_file.exists():
+        pid = int(pid_file.read_text())
+        os.kill(pid, 15)
+        while is_there(pid):
+            time.sleep(0.02)
+    with at(f"/run/{name}.log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    pid_file.write_text(str(process.pid))
+    asked = [command[0], "--run-dir", str(at("/run/mlxpool")), "ps"]
+    while subprocess.run(asked, capture_output=True).returncode:
+        need(process.poll() is None, at(f"/run/{name}.log").read_text())
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has waited for has."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def launchctl(words: Sequence[str]) -> None:
+    import plistlib
+
+    need(words[0] == "bootstrap" and words[1].startswith("gui/"), f"launchctl {words}")
+    plist = plistlib.loads(Path(words[2]).read_bytes())
+    need("@HOME@" not in str(plist), f"{words[2]} names no home")
+    program, *arguments = plist["ProgramArguments"]
+    need(Path(program).exists(), f"no program {program}")
+    mlxpool(arguments)
+
+
+# ---- the folder ----------------------------------------------------------------------------------
+
+STAND_INS: dict[str, Callable[[Sequence[str]], None]] = {
+    "docker": docker,
+    "install": install,
+    "kubectl": kubectl,
+    "launchctl": launchctl,
+    "make": make,
+    "mlxpool": mlxpool,
+    "pip": pip,
+    "python": python,
+    "python3": python,
+    "sudo": sudo,
+    "systemctl": systemctl,
+    "systemd-sysusers": systemd_sysusers,
+}
+# Of these only some words are stood in for; with others the real program is run.
+SOMETIMES = {
+    "mlxpool": '*" bench "*',
+    "python": '" bench/"*|" examples/train_demo_model.py "*|" -m pytest "*',
+    "python3": '" -m venv "*',
+}
+
+
+def put_into(folder: Path) -> None:
+    """Executables for the PATH."""
+    folder.mkdir()
+    real = Path(sys.executable).parent
+    for name in STAND_INS:
+        call = f'exec {sys.executable} {__file__} {name} "$@"'
+        if name in SOMETIMES:
+            program = real / name.removesuffix("3") if name != "mlxpool" else real / name
+            call = f'case " $* " in {SOMETIMES[name]}) {call};; esac\nexec {program} "$@"'
+        path = folder / name
+        path.write_text(f"#!/bin/bash\n{call}\n")
+        path.chmod(0o755)
+
+
+if __name__ == "__main__":
+    STAND_INS[sys.argv[1]](sys.argv[2:])

@@ -1,0 +1,33 @@
+"""A broker's loop behind the desk of the HTTP server, for tests: it can get stuck."""
+
+from __future__ import annotations
+
+import threading
+from select import select
+
+from mlxpool.broker.http.server import Web
+from mlxpool.broker.telemetry.snapshot import Snapshot
+from mlxpool.common.closing import Closing
+
+
+class Loop(Closing):
+    """Leaves a snapshot whenever the bell rings, while it is `turning`."""
+
+    def __init__(self, server: Web, snapshot: Snapshot) -> None:
+        self.server, self.snapshot = server, snapshot
+        self.left = 0
+        self.turning = True
+        self.over = False
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        bell = self.server.desk.bell
+        while not self.over:
+            if select([bell], [], [], 0.01)[0] and self.turning:
+                self.left += 1
+                self.server.desk.leave(self.snapshot)
+
+    def close(self) -> None:
+        self.over = True
+        self.thread.join()

@@ -1,0 +1,163 @@
+"""Latent attention: two ways to read lines give the same, in little memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+else:
+    mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.attention import attention
+from mlxpool.worker.attention.attention import Span, Step
+from mlxpool.worker.attention.row_cache import Row, RowShape
+from mlxpool.worker.layers.interface import Latent
+from mlxpool.worker.layers.linear import Heads
+from mlxpool.worker.layers.mla import EXPANDED, LineHeads, Sizes
+
+SMALL = Sizes(heads=4, rank=16, rotated=8, plain=12, value=10)
+FLASH = Sizes(heads=20, rank=512, rotated=64, plain=192, value=256)  # GLM-4.7-Flash
+SCALE = 0.2
+FLOAT = 4  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Bent(LineHeads):
+    """Heads that are told which way to go."""
+
+    way: bool
+
+    def expands(self, count: int, length: int) -> bool:
+        return self.way
+
+
+def weights() -> tuple[mx.array, mx.array]:
+    keys = mx.random.normal((SMALL.heads, SMALL.rank, SMALL.plain), key=mx.random.key(1))
+    values = mx.random.normal((SMALL.heads, SMALL.value, SMALL.rank), key=mx.random.key(2))
+    mx.eval(keys, values)
+    return keys, values
+
+
+def heads(way: bool) -> Bent:
+    keys, values = weights()
+    return Bent(SMALL, Heads(keys), Heads(values), way)
+
+
+def row_of(length: int) -> Row:
+    """A row with so many lines."""
+    row = Row(RowShape((Latent(SMALL.line, SMALL.rank),), mx.float32, 1 << 14))
+    if length:
+        lines = mx.random.normal((1, 1, length, SMALL.line), key=mx.random.key(3))
+        row.put(0, [(lines,)], length)
+        row.advance(length)
+        mx.eval(row.arrays())
+    return row
+
+
+def new_tokens(count: int) -> tuple[mx.array, mx.array]:
+    q = mx.random.normal((count, SMALL.heads, SMALL.query), key=mx.random.key(4))
+    line = mx.random.normal((count, SMALL.line), key=mx.random.key(5))
+    mx.eval(q, line)
+    return q, line
+
+
+def attend(length: int, count: int, way: bool) -> mx.array:
+    """What `count` tokens behind `length` others read."""
+    q, line = new_tokens(count)
+    step = Step([Span(row_of(length), count)], logits=False)
+    return step.attend_latent(0, q, line, SCALE, heads(way))
+
+
+def by_definition(length: int, count: int) -> np.ndarray:
+    """Each head has its keys and values of every line; a token sees those up to its own."""
+    q, line = (np.array(one) for one in new_tokens(count))
+    held = np.array(row_of(length).part(0, 0, length)[0][0, 0]) if length else line[:0]
+    lines, (made_keys, made_values) = np.concatenate([held, line]), weights()
+    out = np.zeros((count, SMALL.heads, SMALL.value))
+    for head in range(SMALL.heads):
+        shared, rotated = lines[:, : SMALL.rank], lines[:, SMALL.rank :]
+        keys = np.concatenate([shared @ np.array(made_keys[head]), rotated], axis=1)
+        values = shared @ np.array(made_values[head]).T
+        for token in range(count):
+            scores = keys[: length + token + 1] @ q[token, head] * SCALE
+            shares = np.exp(scores - scores.max())
+            out[token, head] = shares / shares.sum() @ values[: length + token + 1]
+    return out
+
+
+@pytest.mark.parametrize("way", [False, True])
+@pytest.mark.parametrize(("length", "count"), [(0, 1), (0, 9), (30, 1), (30, 7), (300, 20)])
+def test_both_ways_are_what_the_definition_says(length: int, count: int, way: bool) -> None:
+    assert np.allclose(attend(length, count, way), by_definition(length, count), atol=1e-4)
+
+
+@pytest.mark.parametrize("way", [False, True])
+def test_rows_of_a_step_are_read_each_in_its_own_lines(way: bool) -> None:
+    rows = [(12, 1), (40, 6), (0, 3)]
+    q, line = new_tokens(10)
+    step = Step([Span(row_of(length), count) for length, count in rows], logits=False)
+    together = step.attend_latent(0, q, line, SCALE, heads(way))
+    start = 0
+    for length, count in rows:
+        alone = Step([Span(row_of(length), count)], logits=False)
+        end = start + count
+        one = alone.attend_latent(0, q[start:end], line[start:end], SCALE, heads(way))
+        assert mx.allclose(together[start:end], one, atol=1e-5).item()
+        start = end
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "length", "expands"),
+    [
+        (FLASH, 1, 4096, False),  # a token: opening every line for it costs far more
+        (FLASH, 256, 4096, False),
+        (FLASH, 512, 4096, True),
+        (FLASH, 64, 64, True),  # a prompt's first chunk opens its own lines in either way
+        (FLASH, 2048, EXPANDED // (20 * 512), True),
+        (FLASH, 2048, EXPANDED // (20 * 512) + 1, False),  # they would take too much room
+        (Sizes(heads=4, rank=16, rotated=8, plain=12, value=40), 64, 64, False),  # longer values
+    ],
+)
+def test_the_way_with_fewer_products_is_taken(
+    sizes: Sizes, count: int, length: int, expands: bool
+) -> None:
+    assert sizes.expands(count, length) is expands
+
+
+@pytest.mark.parametrize("way", [False, True])
+@pytest.mark.parametrize("length", [2048, 8192])
+def test_a_long_chunk_does_not_write_down_all_its_scores(
+    length: int, way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it takes for a while is some times SCORES, and what is made of the lines."""
+    monkeypatch.setattr(attention, "SCORES", 2**16)
+    opened = SMALL.heads * (SMALL.query + SMALL.value)
+    made = length * (3 * opened if way else SMALL.line) * FLOAT
+    before = mx.set_cache_limit(0)
+    try:
+        taken = peak(length, 256, way)
+    finally:
+        mx.set_cache_limit(before)
+    every = length * 256 * SMALL.heads * FLOAT
+    if mx.cuda.is_available():  # copies what it multiplies, if that lies in another order
+        assert taken < every or length < 8192
+        return
+    assert taken < 12 * 2**16 * FLOAT + made
+    assert taken < every / 2
+
+
+def peak(length: int, count: int, way: bool) -> int:
+    """Bytes that a chunk's attention takes at most, beyond what was there."""
+    row, (q, line) = row_of(length - count), new_tokens(count)
+    both = heads(way)
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    step = Step([Span(row, count)], logits=False)
+    mx.eval(step.attend_latent(0, q, line, SCALE, both))
+    return int(mx.get_peak_memory() - before)

@@ -1,0 +1,379 @@
+"""Rows that keep states through the engine: restore points, splits, cuts, preemption, lookahead.
+
+A state cannot be cut by tokens, so whatever the prefix cache gives back has to be a place where one
+was kept; every answer is compared with that of an engine that computes it from the beginning.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.worker_checkpoints import write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.sequence import RowFailed, Sequence  # noqa: E402
+from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
+from mlxpool.worker.sampling import sampler  # noqa: E402
+from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 3,
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
+STEPS = 12
+MIXTURE: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_k": 0},
+    {"temperature": 0.8, "repeat_penalty": 1.5, "repeat_last_n": 5},
+]
+AHEAD = pytest.mark.parametrize("lookahead", [False, True])
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load(inspect(write_checkpoint(tmp_path_factory.mktemp("model"), **CONFIG)))
+
+
+@pytest.fixture(scope="module")
+def text(loaded: Loaded) -> Text:
+    return Text.from_folder(loaded.folder)
+
+
+def engine_of(loaded: Loaded, text: Text, **settings: Any) -> ModelEngine:
+    return ModelEngine(loaded, text, **{"lookahead": False, **settings})
+
+
+def prompt_of(size: int, salt: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(salt).integers(0, 256, size).tolist())
+
+
+def sequence(prompt: tuple[int, ...], restore_at: int = 0, **raw: Any) -> Sequence:
+    options = Options(**{"temperature": 0.0, **raw})
+    return Sequence(b"", 1, prompt, options, 11, STEPS, restore_at=restore_at)
+
+
+def prefill(engine: ModelEngine, seq: Sequence, budget: int = 2048) -> None:
+    engine.admit(seq)
+    while engine.prefill(seq, budget):
+        pass
+
+
+def decode(engine: ModelEngine, rows: list[Sequence], steps: int = 1) -> None:
+    for _ in range(steps):
+        for drawn in engine.decode(rows):
+            drawn.sequence.ids.append(drawn.token)
+
+
+def ids_of(engine: ModelEngine, seq: Sequence, steps: int = STEPS) -> list[int]:
+    prefill(engine, seq)
+    decode(engine, [seq], steps - len(seq.ids))
+    engine.release(seq)
+    return seq.ids
+
+
+_answers: dict[tuple[tuple[int, ...], str], list[int]] = {}
+
+
+def afresh(loaded: Loaded, text: Text, seq: Sequence) -> list[int]:
+    """What an engine without any past answers."""
+    key = seq.prompt, str(seq.options)
+    if key not in _answers:
+        again = Sequence(b"", 1, seq.prompt, seq.options, seq.seed, seq.max_tokens)
+        _answers[key] = ids_of(engine_of(loaded, text, prefix="off"), again)
+    return _answers[key]
+
+
+@AHEAD
+def test_goes_on_from_a_restore_point(loaded: Loaded, text: Text, lookahead: bool) -> None:
+    engine, prompt = engine_of(loaded, text, lookahead=lookahead), prompt_of(40)
+    ids_of(engine, sequence(prompt, restore_at=25))
+    other = sequence((*prompt[:33], 1, 2, 3))
+    assert ids_of(engine, other) == afresh(loaded, text, other)
+    assert other.cached == 25
+
+
+@AHEAD
+def test_the_place_where_prompts_part_becomes_one(
+    loaded: Loaded, text: Text, lookahead: bool
+) -> None:
+    engine, prompt = engine_of(loaded, text, lookahead=lookahead), prompt_of(40)
+    found = []
+    for salt in range(3):
+        seq = sequence((*prompt[:30], *prompt_of(10, salt + 1)))
+        assert ids_of(engine, seq) == afresh(loaded, text, seq)
+        found.append(seq.cached)
+    assert found == [0, 0, 30]
+
+
+def test_long_prompts_have_restore_points_on_their_way(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_cache, "EVERY", 16)
+    engine, prompt = engine_of(loaded, text), prompt_of(75)
+    prefill(engine, first := sequence(prompt), budget=10)
+    engine.release(first)
+    for end, cached in ((75, 74), (65, 64), (64, 48), (50, 48), (17, 16)):
+        seq = sequence(prompt[:end])
+        assert ids_of(engine, seq) == afresh(loaded, text, seq)
+        assert seq.cached == cached
+
+
+@AHEAD
+def test_a_cancelled_prefill_keeps_its_part(loaded: Loaded, text: Text, lookahead: bool) -> None:
+    engine, cancelled = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
+    engine.admit(cancelled)
+    engine.prefill(cancelled, 18)
+    engine.release(cancelled)
+    again = sequence(prompt_of(47))
+    assert ids_of(engine, again) == afresh(loaded, text, again)
+    assert again.cached == 18
+
+
+@AHEAD
+def test_the_next_turn_goes_on_from_the_answer(loaded: Loaded, text: Text, lookahead: bool) -> None:
+    engine, seq = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
+    prefill(engine, seq)
+    decode(engine, [seq], 7)
+    engine.release(seq)
+    turn = sequence((*seq.prompt, *seq.ids, 1, 2, 3))
+    assert ids_of(engine, turn) == afresh(loaded, text, turn)
+    assert turn.cached == 26  # the last token drawn was never taken in, or taken back
+
+
+@AHEAD
+@pytest.mark.parametrize("raw", MIXTURE, ids=str)
+@pytest.mark.parametrize("prefix", prefix_cache.MODES)
+def test_preemption_changes_no_token(
+    loaded: Loaded, text: Text, prefix: str, raw: dict[str, Any], lookahead: bool
+) -> None:
+    engine = engine_of(loaded, text, prefix=prefix, lookahead=lookahead)
+    seq = sequence(prompt_of(21), **raw)
+    prefill(engine, seq)
+    for steps in (1, 5):
+        decode(engine, [seq], steps)
+        engine.release(seq)
+        seq.preempt()
+        engine.admit(seq)
+        assert (seq.prefilled > 0) == (prefix != "off")
+        while engine.prefill(seq, 4):
+            pass
+    decode(engine, [seq], STEPS - 6)
+    assert seq.ids == afresh(loaded, text, seq)
+
+
+@AHEAD
+@pytest.mark.parametrize("had", [1, 5])
+def test_a_resume_continues(loaded: Loaded, text: Text, had: int, lookahead: bool) -> None:
+    seq = sequence(prompt_of(21), **MIXTURE[1])
+    expected = afresh(loaded, text, seq)
+    seq.ids += expected[:had]
+    assert ids_of(engine_of(loaded, text, lookahead=lookahead), seq) == expected
+
+
+@AHEAD
+def test_a_token_that_is_not_taken_is_drawn_again(
+    loaded: Loaded, text: Text, lookahead: bool
+) -> None:
+    engine, seq = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
+    prefill(engine, seq)
+    decode(engine, [seq], 3)
+    assert engine.decode([seq]) == engine.decode([seq]) == engine.decode([seq])
+    decode(engine, [seq], STEPS - 3)
+    assert seq.ids == afresh(loaded, text, seq)
+
+
+@AHEAD
+def test_a_row_that_fails_costs_its_neighbours_nothing(
+    loaded: Loaded, text: Text, lookahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(loaded, text, lookahead=lookahead)
+    rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
+    for seq in rows:
+        prefill(engine, seq)
+    decode(engine, rows, 3)
+    draw, drawn = sampler.draw, 0
+
+    def damaged(logits: Any, *others: Any) -> sampler.Sampled:
+        nonlocal drawn
+        drawn += 1
+        return draw(mx.where(mx.arange(3)[:, None] == 1, mx.nan, logits), *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "draw", damaged)
+        with pytest.raises(RowFailed) as failed:
+            decode(engine, rows, 3)
+    assert drawn and failed.value.sequence is rows[1]
+    engine.release(rows.pop(1))
+    decode(engine, rows, STEPS - len(rows[0].ids))
+    assert [seq.ids for seq in rows] == [afresh(loaded, text, seq) for seq in rows]
+
+
+def test_a_step_that_fails_half_way_leaves_nothing_of_it(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, hit, beside = engine_of(loaded, text), sequence(prompt_of(20)), sequence(prompt_of(30))
+    for seq in (hit, beside):
+        prefill(engine, seq)
+    decode(engine, [hit, beside], 3)
+
+    def fails(*arrays: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="malloc"):
+        patch.setattr(mx, "eval", fails)
+        engine.decode([hit])
+    engine.release(hit)
+    assert engine.memory().prefix == 0
+    decode(engine, [beside], STEPS - 3)
+    assert beside.ids == afresh(loaded, text, beside)
+    again = sequence(prompt_of(20))
+    assert ids_of(engine, again) == afresh(loaded, text, again)
+
+
+def one_state(loaded: Loaded) -> int:
+    """Bytes of the states of all layers, once."""
+    return sum(
+        4 * int(np.prod(shape))
+        for cache in loaded.folder.plan.caches
+        for shape in getattr(cache, "shapes", ())
+    )
+
+
+def test_a_budget_below_a_state_keeps_nothing(loaded: Loaded, text: Text) -> None:
+    state = one_state(loaded)
+    token = sum(cache.token_bytes(4) for cache in loaded.folder.plan.caches)
+    for budget, cached in ((state, 0), (state + 19 * token, 0), (state + 40 * token, 19)):
+        engine = engine_of(loaded, text, prefix_bytes=budget)
+        prefill(engine, seq := sequence(prompt_of(20)))
+        engine.release(seq)
+        again = sequence(prompt_of(20))
+        assert ids_of(engine, again) == afresh(loaded, text, again)
+        assert again.cached == (19 if budget >= state + 19 * token else cached)
+        assert engine.memory().prefix <= budget
+
+
+def test_what_a_row_may_take_is_reserved(loaded: Loaded, text: Text) -> None:
+    engine, seq = engine_of(loaded, text), sequence(prompt_of(20))
+    prefill(engine, seq)
+    decode(engine, [seq], 4)
+    shape = engine._layout.store.new_row().shape
+    (row,) = engine._rows.values()
+    assert row.nbytes <= shape.fixed_bytes + 256 * shape.token_bytes
+    assert shape.fixed_bytes == 3 * one_state(loaded)
+    engine.release(seq)
+    engine.prefix.clear()
+    assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
+
+
+def test_warm_up_leaves_nothing_behind(loaded: Loaded, text: Text) -> None:
+    engine = engine_of(loaded, text)
+    engine.warm_up()
+    assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
+    assert engine.blocks > 0
+
+
+def test_deterministic_is_refused(loaded: Loaded) -> None:
+    exact = load(loaded.folder, deterministic=True)
+    with pytest.raises(ModelLoadFailed, match="deterministic = true is not built"):
+        ModelEngine(exact)
+
+
+class Crowd:
+    """Requests whose prompts share beginnings, at work in one engine, in a random order."""
+
+    def __init__(self, engine: ModelEngine, seed: int) -> None:
+        self.engine, self.draw = engine, random.Random(seed)
+        self.waiting = [self._request(salt) for salt in range(10)]
+        self.every = list(self.waiting)
+        self.prefilling: list[Sequence] = []
+        self.decoding: list[Sequence] = []
+
+    def _request(self, salt: int) -> Sequence:
+        trunk, branch = prompt_of(30), prompt_of(24, salt % 3 + 1)
+        cut = self.draw.choice((9, 20, 30))
+        prompt = (*trunk[:cut], *branch[: self.draw.randrange(1, 24)])
+        return sequence(prompt, restore_at=self.draw.choice((0, 5, 20)), **MIXTURE[salt % 3])
+
+    def step(self) -> None:
+        act = self.draw.choice((self._admit, self._prefill, self._prefill, *[self._decode] * 4))
+        act()
+        if self.draw.random() < 0.15:
+            self.draw.choice((self._preempt, self._cancel, self._shrink))()
+
+    def _admit(self) -> None:
+        if self.waiting and len(self.prefilling) + len(self.decoding) < 4:
+            seq = self.waiting.pop(self.draw.randrange(len(self.waiting)))
+            self.engine.admit(seq)
+            self.prefilling.append(seq)
+
+    def _prefill(self) -> None:
+        if self.prefilling:
+            seq = self.draw.choice(self.prefilling)
+            if not self.engine.prefill(seq, self.draw.choice((1, 5, 2048))):
+                self.prefilling.remove(seq)
+                self.decoding.append(seq)
+
+    def _decode(self) -> None:
+        rows = [seq for seq in self.decoding if self.draw.random() < 0.9]
+        if rows:
+            decode(self.engine, rows)
+        for seq in [seq for seq in self.decoding if len(seq.ids) == STEPS]:
+            self.engine.release(seq)
+            self.decoding.remove(seq)
+
+    def _preempt(self) -> None:
+        running = self.prefilling + self.decoding
+        if running:
+            self._back(seq := self.draw.choice(running))
+            seq.preempt()
+
+    def _cancel(self) -> None:
+        """It is cut off and comes again, as a resume of what it has."""
+        running = self.prefilling + self.decoding
+        if running:
+            self._back(seq := self.draw.choice(running))
+            seq.prefilled = 0
+
+    def _back(self, seq: Sequence) -> None:
+        (self.prefilling if seq in self.prefilling else self.decoding).remove(seq)
+        self.engine.release(seq)
+        self.waiting.append(seq)
+
+    def _shrink(self) -> None:
+        self.engine.shrink(self.draw.choice((1, 100)))
+
+
+@AHEAD
+@pytest.mark.parametrize(("seed", "prefix"), [(1, "tree"), (2, "tree"), (3, "single")])
+def test_a_crowd_in_any_order(
+    loaded: Loaded, text: Text, seed: int, prefix: str, lookahead: bool
+) -> None:
+    budget = 6 * one_state(loaded) if seed == 2 else 0
+    engine = engine_of(loaded, text, prefix=prefix, lookahead=lookahead, prefix_bytes=budget)
+    crowd = Crowd(engine, seed)
+    for _ in range(2000):
+        crowd.step()
+        if not (crowd.waiting or crowd.prefilling or crowd.decoding):
+            break
+    for seq in crowd.every:
+        assert seq.ids == afresh(loaded, text, seq)
+    engine.prefix.clear()
+    assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
+    if prefix == "tree":
+        assert engine.prefix.hits > 3

@@ -1,0 +1,170 @@
+"""The kinds of layers that a row has: what comes back is what was written, whatever the order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.attention.attention import Span, Step, seen  # noqa: E402
+from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.layers.interface import (  # noqa: E402
+    KeyValue,
+    Latent,
+    LayerCache,
+    Recurrent,
+    Scores,
+    window_room,
+)
+
+CHUNK = 40
+
+
+def row_of(*caches: LayerCache, capacity: int = 4000) -> Row:
+    return Row(RowShape(caches, mx.float32, capacity, CHUNK))
+
+
+def lines(start: int, count: int, heads: int, size: int) -> Any:
+    """[1, heads, count, size]: every number says its token."""
+    tokens = mx.arange(start, start + count).astype(mx.float32)
+    return mx.broadcast_to(tokens[None, None, :, None], (1, heads, count, size))
+
+
+def tokens_of(array: Any) -> list[int]:
+    found: list[int] = array[0, 0, :, 0].astype(mx.int32).tolist()
+    return found
+
+
+STEPS = st.lists(st.one_of(st.integers(1, CHUNK), st.just(-1)), max_size=60)
+
+
+@given(STEPS, st.sampled_from([1, 2, 7, 300]))
+@settings(max_examples=60)
+def test_a_window_shows_what_each_token_sees(steps: list[int], window: int) -> None:
+    """A step of -1 takes one token back, as a token in flight is."""
+    row, before = row_of(KeyValue(2, 3, 5, window)), 0
+    for step in steps:
+        if step < 0:
+            row.trim(max(row.offset - 1, before))
+            continue
+        before = row.offset
+        keys, values = row.write(0, lines(before, step, 2, 3), lines(before, step, 2, 5))
+        row.advance(step)
+        expected = [*range(max(0, before - window + 1), before + step)]
+        assert tokens_of(keys) == tokens_of(values) == expected
+        assert (keys.shape[3], values.shape[3]) == (3, 5)
+        first = max(0, row.offset - window + 1)
+        assert tokens_of(row.part(0, first, row.offset)[0]) == [*range(first, row.offset)]
+
+
+def test_a_window_takes_no_more_than_it_says() -> None:
+    spec = KeyValue(2, 3, 5, 100)
+    row = row_of(spec)
+    while row.offset < 3000:
+        row.write(0, lines(row.offset, CHUNK, 2, 3), lines(row.offset, CHUNK, 2, 5))
+        row.advance(CHUNK)
+    assert row.nbytes == row.shape.fixed_bytes == window_room(100, CHUNK) * 2 * 8 * 4
+    assert row.shape.token_bytes == 0
+
+
+@given(st.integers(1, 500), st.integers(0, 500))
+@settings(max_examples=25)
+def test_a_window_is_kept_and_filled_again(tokens: int, window: int) -> None:
+    """What `part` gave of one row goes on in another as if it had been written there."""
+    one, other = (row_of(KeyValue(1, 2, 2, window + 1)) for _ in range(2))
+    while one.offset < tokens:
+        count = min(CHUNK, tokens - one.offset)
+        one.write(0, lines(one.offset, count, 1, 2), lines(one.offset, count, 1, 2))
+        one.advance(count)
+    first = max(0, tokens - window)
+    other.put(0, [one.part(0, first, tokens)], tokens)
+    other.advance(tokens)
+    new = lines(tokens, 3, 1, 2)
+    assert tokens_of(other.write(0, new, new)[0]) == tokens_of(one.write(0, new, new)[0])
+
+
+def test_a_latent_layer_keeps_one_line_a_token() -> None:
+    row = row_of(Latent(6, 4))
+    row.write(0, lines(0, 10, 1, 6))
+    row.advance(10)
+    (held,) = row.write(0, lines(10, 1, 1, 6))
+    assert tokens_of(held) == [*range(11)]
+    assert row.nbytes == 256 * row.shape.token_bytes == 256 * 6 * 4
+
+
+@pytest.mark.parametrize("back", [1, 2])
+def test_a_state_goes_back_by_two_steps(back: int) -> None:
+    row = row_of(Recurrent(((2, 3), (4,))))
+    assert [array.shape for array in row.state(0)] == [(2, 3), (4,)]
+    for step in (1, 2, 3, 4):
+        row.put_state(0, (mx.full((2, 3), step), mx.full((4,), step)))
+        row.advance(10)
+    row.trim(40 - 10 * back)
+    assert row.state(0)[1].tolist() == [4 - back] * 4
+    with pytest.raises(AssertionError, match="tokens cannot go back to 10"):
+        row.trim(10)
+    row.trim(0)
+    assert row.state(0)[1].tolist() == [0] * 4
+    assert row.shape.fixed_bytes == 3 * 4 * (6 + 4)
+
+
+def running_sum(inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The sum of all tokens so far, for each row."""
+    total = mx.cumsum(inputs[0], axis=1) + state[0][:, None]
+    return total, (total[:, -1],)
+
+
+@pytest.mark.parametrize("counts", [[[5, 3]], [[2, 3], [3, 0]], [[1, 1]] * 5, [[1, 4], [4, 1]]])
+def test_rows_recur_alone_and_together(counts: Sequence[Sequence[int]]) -> None:
+    rows = [row_of(Recurrent(((2,),))) for _ in range(2)]
+    for each in counts:
+        spans = [Span(row, count) for row, count in zip(rows, each, strict=True) if count]
+        step = Step(spans, logits=False)
+        x = mx.concatenate(
+            [mx.full((span.count, 2), 1.0 + rows.index(span.row)) for span in spans]  # type: ignore[arg-type]
+        )
+        out = step.recur(0, [x], running_sum)
+        assert out.shape == x.shape
+        step.done()
+    for number, row in enumerate(rows):
+        total = sum(each[number] for each in counts) * (1.0 + number)
+        assert row.state(0)[0].tolist() == [total] * 2
+
+
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize("window", [0, 1, 9, 64])
+def test_scores_in_parts_are_those_in_one(
+    window: int, cap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries are taken a few at a time where the scores would be too many."""
+    mx.random.seed(3)
+    q = mx.random.normal((30, 4, 8))
+    keys, values = mx.random.normal((1, 2, 50, 8)), mx.random.normal((1, 2, 50, 8))
+    scores = Scores(8**-0.5, cap=cap)
+    whole = seen(q, keys, values, scores, window)
+    monkeypatch.setattr("mlxpool.worker.attention.attention.SCORES", 4 * 50 * 7)
+    assert mx.allclose(seen(q, keys, values, scores, window), whole, atol=1e-6)
+    ends = mx.arange(20, 50)[:, None]
+    seen_by = (mx.arange(50) <= ends) & ((mx.arange(50) > ends - window) | (window == 0))
+    products = mx.einsum("nhd,hld->hnl", q * 8**-0.5, mx.repeat(keys[0], 2, axis=0))
+    bent = mx.tanh(products / cap) * cap if cap else products
+    shares = mx.softmax(mx.where(seen_by, bent, -mx.inf), axis=-1)
+    expected = mx.einsum("hnl,hlv->nhv", shares, mx.repeat(values[0], 2, axis=0))
+    assert mx.allclose(whole, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_attention_written_out_is_the_kernel_s(count: int) -> None:
+    """Where a cap so large that it bends nothing makes the difference; sinks included."""
+    mx.random.seed(4)
+    q = mx.random.normal((count, 4, 8))
+    keys, values = mx.random.normal((1, 2, 30, 8)), mx.random.normal((1, 2, 30, 8))
+    for sinks in (None, mx.random.normal((4,))):
+        expected = seen(q, keys, values, Scores(8**-0.5, sinks), 12)
+        found = seen(q, keys, values, Scores(8**-0.5, sinks, cap=1e4), 12)
+        assert mx.allclose(found, expected, atol=1e-4)

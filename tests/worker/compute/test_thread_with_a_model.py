@@ -1,0 +1,319 @@
+"""The compute thread with real weights: preemptions, races, failed steps and odd sizes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxpool.common.config.loading import ModelConfig
+from mlxpool.worker.compute.messages import Opened, Rows, Unusable
+from mlxpool.worker.engine.block_manager import BLOCK
+from mlxpool.worker.engine.factory import Source
+from mlxpool.worker.engine.sequence import Drawn
+from mlxpool.worker.testing.faults import Faults
+from support.compute_room import PATIENCE, Room, end_of, ids_of
+from support.pool import until
+from support.worker_checkpoints import write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.attention.layouts import InSlabs  # noqa: E402
+from mlxpool.worker.engine import backend  # noqa: E402
+from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.interface import Engine  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
+from mlxpool.worker.sampling import sampler  # noqa: E402
+from mlxpool.worker.weights.load import inspect, load  # noqa: E402
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+OPTIONS: list[dict[str, Any]] = [GREEDY, {"temperature": 0.8, "ignore_eos": True}]
+TIE = 1e-4  # a margin between the two best that rounding may close
+on_cpu = pytest.mark.skipif(backend.on_gpu(), reason="a GPU refuses `deterministic`")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+
+
+def source_of(
+    folder: Path,
+    kind: type[ModelEngine] = ModelEngine,
+    *,
+    deterministic: bool = False,
+    **settings: Any,
+) -> Callable[[ModelConfig, Faults], Source]:
+    """Opens the folder with an engine of these settings; no warm-up, which takes longer."""
+
+    def open_source(config: ModelConfig, faults: Faults) -> Source:
+        found = inspect(folder)
+        text = Text.from_folder(found)
+
+        def build(on_progress: object) -> Engine:
+            loaded = load(found, deterministic=deterministic)
+            engine = kind(loaded, text, **{"blocks": 40, **settings})
+            engine.warm_up = lambda moved=None: None  # type: ignore[method-assign]
+            return engine
+
+        opened = Opened("", found.context, found.plan.vocab_size, text)
+        return Source(opened, build, config.sequences)
+
+    return open_source
+
+
+def prompt_of(size: int, salt: int = 0) -> list[int]:
+    ids: list[int] = np.random.default_rng([size, salt]).integers(0, 256, size).tolist()
+    return ids
+
+
+def admit(room: Room, name: int, size: int, count: int, **options: Any) -> None:
+    chosen = {**OPTIONS[name % 2], "logprobs": True, "top_logprobs": 2, **options}
+    room.admit(name, prompt_of(size, name), count, **chosen)
+
+
+SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, of which one comes late
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "prefix"),
+    [
+        pytest.param(True, "tree", marks=on_cpu),
+        pytest.param(True, "off", marks=on_cpu),
+        (False, "tree"),
+    ],
+)
+def test_preempted_requests_get_the_tokens_they_get_alone(
+    folder: Path, deterministic: bool, prefix: str
+) -> None:
+    room = Room(source=source_of(folder, deterministic=deterministic)).ready()
+    expected = {}
+    for name, (size, count) in SIZES.items():
+        admit(room, name, size, count)
+        expected[name] = room.until_ended({name})[name]
+    tight = source_of(folder, deterministic=deterministic, blocks=6, prefix=prefix)
+    room = Room(source=tight).ready()
+    for name, (size, count) in SIZES.items():
+        admit(room, name, size, count)
+    found = room.until_ended(set(SIZES))
+    assert room.progress.preemptions >= 1
+    for name, (_, count) in SIZES.items():
+        assert end_of(found[name])["usage"]["completion_tokens"] == count
+        if deterministic:
+            assert ids_of(found[name]) == ids_of(expected[name])
+        elif name % 2 == 0:  # greedy
+            same_but_for_ties(found[name], expected[name])
+
+
+def same_but_for_ties(rows: list[Any], wanted: list[Any]) -> None:
+    for one, other in zip(rows, wanted, strict=True):
+        if one.ids != other.ids:
+            first, second = other.logprobs[0]["top"]
+            assert first["logprob"] - second["logprob"] < TIE
+            return
+
+
+class Failing(ModelEngine):
+    """Its allocations fail where `place` says, in a step with a sequence named 2."""
+
+    place = ""
+    hit = False
+
+    def prefill_all(self, shares: Any) -> list[int]:
+        self._aim([seq for seq, _ in shares])
+        return super().prefill_all(shares)
+
+    def decode(self, rows: Any) -> list[Drawn]:
+        self._aim(rows)
+        return super().decode(rows)
+
+    def _aim(self, rows: Any) -> None:
+        type(self).hit = any(seq.id[:1] == b"\2" for seq in rows)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
+    """MLX raises at the evaluation or while the step is built."""
+    evaluate, draw = mx.eval, sampler.draw
+
+    def fail_at(place: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if Failing.hit and Failing.place == place:
+                Failing.hit = False
+                raise RuntimeError("[malloc] Unable to allocate 123 bytes.")
+            return otherwise(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(mx, "eval", fail_at("eval", evaluate))
+    monkeypatch.setattr(sampler, "draw", fail_at("build", draw))
+    return Failing
+
+
+@pytest.mark.parametrize("place", ["eval", "build"])
+@pytest.mark.parametrize("size", [1, 100])  # fails in decode, in prefill
+def test_a_failed_allocation_ends_the_requests_it_hit(
+    folder: Path, failing: type[Failing], place: str, size: int
+) -> None:
+    room = Room(source=source_of(folder, failing)).ready()
+    admit(room, 4, 50, 40)
+    expected = ids_of(room.until_ended({4})[4])
+    failing.place = place
+    room.admit(2, prompt_of(size), 500, **GREEDY)
+    error = end_of(room.until_ended({2})[2])
+    assert error["code"] == "out_of_memory" and "Unable to allocate 123" in error["message"]
+    admit(room, 4, 50, 40)
+    assert ids_of(room.until_ended({4})[4]) == expected
+
+
+@pytest.mark.parametrize("spoiled", ["raises", "is wrong"])
+def test_a_device_is_sound_while_it_computes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
+) -> None:
+    loaded = load(inspect(folder), deterministic=False)
+    engine = ModelEngine(loaded, Text.from_folder(loaded.folder), blocks=40)
+    assert engine.sound()
+
+    def numbers(count: int) -> Any:
+        if spoiled == "raises":
+            raise RuntimeError("an illegal memory access was encountered")
+        return mx.zeros(count)
+
+    monkeypatch.setattr(mx, "arange", numbers)
+    assert not engine.sound()
+
+
+def test_a_full_device_is_not_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(count: int) -> Any:
+        raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
+
+    monkeypatch.setattr(mx, "arange", full)
+    assert backend.computes()
+
+
+@pytest.mark.parametrize("place", ["eval", "build"])
+@pytest.mark.parametrize("size", [1, 100])  # fails in decode, in prefill
+def test_a_lost_device_ends_the_worker_and_no_request(
+    folder: Path,
+    failing: type[Failing],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    size: int,
+) -> None:
+    room = Room(source=source_of(folder, failing)).ready()
+    monkeypatch.setattr(backend, "computes", lambda: False)
+    failing.place = place
+    room.admit(2, prompt_of(size), 500, **GREEDY)
+    while isinstance(mail := room.mail.get(timeout=PATIENCE), Rows):
+        assert all(row.end is None for row in mail.rows)
+    assert isinstance(mail, Unusable)
+    assert "the device is lost: RuntimeError: [malloc]" in mail.error["message"]
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("prefix", ["tree", "single", "off"])
+@pytest.mark.parametrize(
+    ("context", "size", "count"),
+    [
+        (16, 1, 15),
+        (16, 15, 1),
+        (None, 1, 1),
+        (None, BLOCK - 1, 1),
+        (None, BLOCK, BLOCK),
+        (None, 2 * BLOCK, 1),
+        (None, 2047, 1),
+        (600, 500, 100),
+    ],
+)
+def test_sizes_that_just_fit(
+    folder: Path, context: int | None, size: int, count: int, prefix: str, lookahead: bool
+) -> None:
+    settings: dict[str, Any] = {"context": context, "prefix": prefix, "lookahead": lookahead}
+    room = Room(source=source_of(folder, blocks=9, **settings)).ready()
+    for _ in range(2):
+        admit(room, 2, size, count)
+        rows = room.until_ended({2})[2]
+        assert end_of(rows)["reason"] == "length" and len(ids_of(rows)) == count
+    assert room.progress.preemptions == 0
+
+
+class Growing(ModelEngine):
+    """Has CAPACITY blocks, and LEFT from the step on in which a row holds GROWN tokens."""
+
+    CAPACITY, LEFT, GROWN = 7, 2, 3 * BLOCK
+    outside = 0  # bytes that the process is said to take beside MLX
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{**settings, "blocks": None, "limit": 2**30, "layout": "slabs"})
+        self._grow_to(self.CAPACITY)
+        self._settled = self.outside
+
+    def _grow_to(self, blocks: int) -> None:
+        type(self).outside += (self._capacity() - blocks) * self._block_bytes
+        self.memory()
+        assert self.blocks == blocks
+
+    def decode(self, rows: Any) -> list[Drawn]:
+        if self.blocks > self.LEFT and any(seq.length >= self.GROWN for seq in rows):
+            self._grow_to(self.LEFT)
+        return super().decode(rows)
+
+
+@pytest.mark.parametrize("prefix", ["tree", "off"])
+def test_what_runs_keeps_what_it_was_promised_when_the_process_grows(
+    folder: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Growing, "outside", 0)
+    monkeypatch.setattr(backend, "outside_mlx", lambda: Growing.outside)
+    room = Room(source=source_of(folder, Growing, blocks=None, prefix=prefix)).ready()
+    sizes = {0: (3 * BLOCK - 10, BLOCK + 30), 1: (2 * BLOCK - 5, BLOCK + 30)}
+    for name, (size, count) in sizes.items():
+        admit(room, name, size, count)
+    found = room.until_ended(set(sizes))
+    for name, (_, count) in sizes.items():
+        assert end_of(found[name])["reason"] == "length", end_of(found[name])
+        assert len(ids_of(found[name])) == count
+    assert room.progress.preemptions >= 1
+    assert room.progress.memory["capacity_tokens"] == Growing.LEFT * BLOCK
+    admit(room, 3, 2 * BLOCK, 2 * BLOCK)  # who comes now is told what there is now
+    error = end_of(room.until_ended({3})[3])
+    assert error["details"]["capacity_tokens"] == Growing.LEFT * BLOCK
+
+
+class Books(ModelEngine):
+    """Keeps what is left when every sequence has gone."""
+
+    last: Books
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        type(self).last = self
+
+
+@pytest.mark.parametrize("prefix", ["tree", "single", "off"])
+def test_a_crowd_of_cancels_deadlines_and_hits_in_little_memory(folder: Path, prefix: str) -> None:
+    draw, blocks = random.Random(prefix), 4
+    room = Room(source=source_of(folder, Books, blocks=blocks, prefix=prefix), sequences=5).ready()
+    whole = prompt_of(700)
+    for name in range(1, 101):
+        size, count = draw.choice([1, 20, 255, 256, 300, 600]), draw.choice([1, 3, 20])
+        count = 258 if name % 25 == 0 else count
+        left = draw.choice([1e9] * 5 + [0.0, 0.05])
+        room.admit(name, whole[:size], count, left, **draw.choice(OPTIONS))
+        if draw.random() < 0.3:
+            room.drop(draw.choice([name, max(1, name - 3)]))
+    found = room.until_ended(set(range(1, 101)))
+    for rows in found.values():
+        end = end_of(rows)
+        assert end.get("reason") in ("length", "cancelled") or end["code"] == "deadline_exceeded"
+    until(lambda: room.progress.phase == "idle", "it is idle")
+    engine = Books.last
+    assert not engine._rows and engine.memory().kv == 0
+    assert engine.memory().prefix <= blocks * engine._block_bytes
+    if prefix != "single":
+        layout = engine._layout
+        assert not isinstance(layout, InSlabs) or layout.slabs.nbytes == 0

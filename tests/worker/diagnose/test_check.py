@@ -1,0 +1,430 @@
+"""`check` says what a model is and needs, and everything that is wrong with it, in one pass."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpool.cli.check import lines
+from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.diagnose.check import check, misfits
+from mlxpool.worker.engine import versions
+from mlxpool.worker.engine.factory import open_source
+from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.weights import description, memory_estimate
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.locate import DEMO_FOLDER
+from mlxpool.worker.weights.memory_estimate import Needs
+from support.worker_checkpoints import EOS, config, random_weights, write_checkpoint, write_json
+from support.worker_stores import Store, put_in_hub
+
+MODEL = {
+    "type", "size", "parameters", "layers", "context", "vocabulary", "quantisation", "tokenizer",
+    "templates", "chat", "eos_ids", "digest", "features",
+}  # fmt: skip
+MEMORY = {
+    "context", "sequences", "weights", "token", "fixed", "sequence", "all_sequences",
+    "prefix_cache", "least",
+}  # fmt: skip
+MACHINE = {"device", "total", "free", "limit", "pool_limit", "longest", "fits", "why"}
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "good")
+
+
+def of(path: Path, **settings: Any) -> dict[str, Any]:
+    return check("m", ModelConfig(path=str(path), **settings))
+
+
+def problems(path: Path) -> list[str]:
+    """All of them; what a worker would say is always the first."""
+    found = of(path)["problems"]
+    with pytest.raises(ModelLoadFailed) as caught:
+        inspect(path)
+    assert found[0] == str(caught.value)
+    return list(found)
+
+
+def refused_with(folder: Path) -> str:
+    """What a worker says of it."""
+    with pytest.raises(ModelLoadFailed) as caught:
+        open_source(ModelConfig(path=str(folder)))
+    return str(caught.value)
+
+
+def change(file: Path, **changes: Any) -> None:
+    settings = {**json.loads(file.read_text()), **changes}
+    write_json(file, {key: value for key, value in settings.items() if value is not None})
+
+
+def test_a_setting_that_the_model_cannot_have(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, model_type="mistral", sliding_window=9)
+    spec = ModelConfig(path=str(path), deterministic=True)
+    (words,) = check("m", spec)["problems"]
+    assert "'mistral', whose layers keep windows or states" in words
+    with pytest.raises(ModelLoadFailed) as caught:
+        open_source(spec)
+    assert str(caught.value) == words
+    assert check("m", replace(spec, deterministic=False))["problems"] == []
+
+
+# ---- what it is ----------------------------------------------------------------------------------
+
+
+def test_what_a_sound_model_is(good: Path) -> None:
+    report = of(good)
+    weights = random_weights(config())
+    assert (report["name"], report["path"], report["problems"]) == ("m", str(good), [])
+    assert report["model"] == {
+        "type": "llama",
+        "size": sum(array.nbytes for array in weights.values()),
+        "parameters": sum(array.size for array in weights.values()),
+        "layers": 2,
+        "context": 512,
+        "vocabulary": 264,
+        "quantisation": "f32",
+        "tokenizer": "BPE, byte-level",
+        "templates": ["default"],
+        "chat": {"tools": None, "thinking": None},
+        "eos_ids": [EOS],
+        "digest": versions.digest_of(inspect(good).digest),
+        "features": ["batching", "tree", "resume", "deterministic"],
+    }
+    assert set(report["model"]) == MODEL
+
+
+def test_a_context_beyond_the_models_own_is_told(good: Path) -> None:
+    (note,) = of(good, context=10_000)["notes"]
+    assert "context is 10000 tokens, the model's own is 512" in note
+    assert note in "\n".join(lines(of(good, context=10_000)))
+    assert of(good, context=512)["notes"] == of(good)["notes"] == []
+
+
+def test_what_becomes_of_messages_without_a_template(good: Path) -> None:
+    counting = check("c", ModelConfig(path="builtin:counting"))
+    assert "`ROLE: CONTENT`" in "\n".join(lines(counting))
+    (good / "chat_template.jinja").unlink(missing_ok=True)
+    (good / "tokenizer_config.json").write_text("{}")
+    assert "it takes no messages, only a prompt" in "\n".join(lines(of(good)))
+
+
+def test_the_digest_is_the_one_that_workers_tell(good: Path) -> None:
+    opened = open_source(ModelConfig(path=str(good))).opened
+    assert of(good)["model"]["digest"] == opened.digest
+
+
+def test_a_model_without_a_template(good: Path) -> None:
+    change(good / "tokenizer_config.json", chat_template=None)
+    report = of(good)
+    model = report["model"]
+    assert (report["problems"], model["templates"], model["chat"]) == ([], [], None)
+
+
+def test_the_built_in_models() -> None:
+    demo = check("d", ModelConfig(path="builtin:demo"))
+    counting = check("c", ModelConfig(path="builtin:counting", context=64))
+    assert set(demo["model"]) == set(counting["model"]) == MODEL
+    assert demo["problems"] == counting["problems"] == []
+    assert counting["model"]["context"] == 64
+    assert "tree" not in counting["model"]["features"]
+    (words,) = check("x", ModelConfig(path="builtin:nothing"))["problems"]
+    assert "there is no 'builtin:nothing'" in words
+
+
+@pytest.mark.parametrize(
+    ("layouts", "words"),
+    [
+        ({"a": Quant("affine", 4, 64)}, "4-bit affine g64"),
+        ({"a": Quant("mxfp4", 4, 32)}, "4-bit mxfp4 g32"),
+        (
+            {"a": Quant("affine", 4, 64), "b": Quant("affine", 4, 64), "c": Quant("affine", 8, 64)},
+            "4-bit affine g64, some layers otherwise",
+        ),
+    ],
+)
+def test_quantisation_in_words(good: Path, layouts: dict[str, Quant], words: str) -> None:
+    sound = inspect(good)
+    assert (
+        description.quantisation(replace(sound, fit=replace(sound.fit, layouts=layouts))) == words
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "words"),
+    [
+        ({"model": {"type": "BPE"}, "decoder": {"type": "ByteLevel"}}, "BPE, byte-level"),
+        (
+            {
+                "model": {"type": "BPE", "byte_fallback": True},
+                "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]},
+            },
+            "BPE, byte fallback",
+        ),
+        ({"model": {"type": "WordPiece"}, "decoder": None}, "WordPiece"),
+        ({}, "BPE"),
+    ],
+)
+def test_the_kind_of_tokenizer_in_words(tokenizer: Any, words: str) -> None:
+    assert description.tokenizer_kind(tokenizer) == words
+
+
+# ---- what is wrong with it -----------------------------------------------------------------------
+
+
+def test_all_keys_that_are_missing_or_wrong(good: Path) -> None:
+    change(good / "config.json", hidden_size=None, num_hidden_layers=0, vocab_size="many")
+    found = problems(good)
+    assert len(found) == 3
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        assert any(key in words for words in found), found
+
+
+def test_all_tensors_that_do_not_fit(tmp_path: Path) -> None:
+    weights = random_weights(config())
+    names = list(weights)
+    del weights[names[1]]
+    weights["extra.weight"] = weights[names[2]]
+    weights[names[2]] = weights[names[2]][:3].copy()
+    weights[names[3]] = weights[names[3]][:, :5].copy()
+    folder = write_checkpoint(tmp_path / "m", weights=weights)
+    found = problems(folder)
+    assert len(found) == 4
+    for words, name in zip(found, (names[1], "extra.weight", names[2], names[3]), strict=True):
+        assert repr(name) in words
+
+
+def test_faults_of_all_kinds_are_listed_at_once(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", shards=3)
+    second, third = sorted(folder.glob("model-*.safetensors"))[1:]
+    second.unlink()
+    third.write_bytes(b"GGUF")
+    change(folder / "config.json", rms_norm_eps=None)
+    (folder / "tokenizer.json").unlink()
+    change(folder / "tokenizer_config.json", chat_template="{% for %}")
+    found = problems(folder)
+    for part in ("rms_norm_eps", "no tokenizer.json", second.name, "GGUF", "template"):
+        assert any(part in words for words in found), (part, found)
+    assert len(found) == 5
+
+
+def test_every_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", shards=3)
+    shards = sorted(folder.glob("model-*.safetensors"))
+    for shard in shards[:2]:
+        shard.unlink()
+    (words,) = problems(folder)
+    assert all(repr(shard.name) in words for shard in shards[:2]), words
+    assert repr(shards[2].name) not in words
+
+
+def test_a_shape_in_a_shard_that_is_there_while_another_is_not(tmp_path: Path) -> None:
+    weights = random_weights(config())
+    weights["lm_head.weight"] = weights["lm_head.weight"][:7].copy()
+    folder = write_checkpoint(tmp_path / "m", shards=2, weights=weights)
+    sorted(folder.glob("model-*.safetensors"))[0].unlink()
+    missing, shape = problems(folder)
+    assert "missing" in missing and "'lm_head.weight' has shape [7, 32]" in shape
+
+
+def test_a_tokenizer_of_another_model(good: Path) -> None:
+    change(good / "config.json", vocab_size=200)
+    weights = random_weights(config(vocab_size=200))
+    folder = write_checkpoint(good.parent / "other", weights=weights, vocab_size=200)
+    (words,) = of(folder)["problems"]
+    assert "ids up to 255" in words and "rows for 200" in words
+    assert refused_with(folder) == words
+    found = of(good)["problems"]
+    assert words in found and len(found) > 1
+
+
+def test_a_template_that_does_not_compile(good: Path) -> None:
+    change(good / "tokenizer_config.json", chat_template="{% if x %}\n{% endfor %}")
+    (words,) = of(good)["problems"]
+    assert "template" in words and "line 2" in words
+    assert refused_with(good) == words
+
+
+def test_files_that_are_no_json(good: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (good / name).write_text("{")
+    found = problems(good)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert any(f"{name} is not JSON" in words for words in found), found
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{}", '{"model_type": []}', '{"model_type": "zzz"}', "\x00", "[" * 100_000],
+)
+def test_nothing_in_a_config_makes_it_fail(good: Path, content: str) -> None:
+    (good / "config.json").write_text(content)
+    assert problems(good)
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    (words,) = problems(tmp_path / "nothing")
+    assert "does not exist" in words
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    (words,) = problems(tmp_path)
+    assert "GGUF" in words and "convert" in words
+    (words,) = problems(tmp_path / "x.gguf")
+    assert "GGUF" in words
+
+
+def test_a_link_out_of_the_models_folder(good: Path, tmp_path: Path) -> None:
+    border = tmp_path / "models"
+    border.mkdir()
+    (border / "m").symlink_to(good)
+    spec = ModelConfig(path=str(border / "m"), within=str(border))
+    (words,) = check("m", spec)["problems"]
+    assert f"leads out of the models folder, to {good}" in words
+    with pytest.raises(ModelLoadFailed) as caught:
+        open_source(spec)
+    assert str(caught.value) == words
+    shutil.copytree(good, border / "n")
+    assert check("n", ModelConfig(path=str(border / "n"), within=str(border)))["problems"] == []
+
+
+def test_models_of_ollamas_store(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "store"))
+    store = Store(tmp_path / "store")
+    for name in ("small:1b", "small:latest"):
+        manifest = store.write(name, store.layers(good))
+    one, two = (check("m", ModelConfig(path=f"ollama:small:{tag}")) for tag in ("1b", "latest"))
+    assert (two["path"], two["problems"]) == (str(manifest), [])
+    assert one["model"] == two["model"], "two tags for one model have one digest"
+    (words,) = check("m", ModelConfig(path="ollama:nothing"))["problems"]
+    assert "nothing" in words
+
+
+def test_models_of_the_hugging_face_cache(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = put_in_hub(good, tmp_path / "hub", "org/name")
+    report = check("m", ModelConfig(path="org/name"))
+    assert (report["path"], report["problems"]) == (str(folder), [])
+    (words,) = check("m", ModelConfig(path="org/other"))["problems"]
+    assert "hf download org/other" in words
+
+
+# ---- what it needs -------------------------------------------------------------------------------
+
+
+def reckoned(folder: Path, **changes: Any) -> Needs:
+    settings: dict[str, Any] = {
+        "context": 100,
+        "sequences": 4,
+        "prefix_cache": "tree",
+        "prefix_bytes": 0,
+        "limit": 10**6,
+        "chunk": 512,
+        "float32": True,
+    }
+    return memory_estimate.needs(inspect(folder), **{**settings, **changes})
+
+
+def test_memory_is_weights_and_keys_and_values(good: Path) -> None:
+    need = reckoned(good)
+    weights = sum(array.nbytes for array in random_weights(config()).values())
+    token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, bytes
+    assert (need.weights, need.token, need.sequence) == (weights, token, 100 * token)
+    assert need.all_sequences == 4 * need.sequence
+    assert need.least == weights + need.sequence
+    assert need.prefix_cache == (10**6 - weights) // 4
+    assert reckoned(good, prefix_bytes=77).prefix_cache == 77
+    assert reckoned(good, prefix_bytes=77, prefix_cache="off").prefix_cache == 0
+
+
+def test_a_cpu_computes_halves_in_four_bytes() -> None:
+    on_gpu, on_cpu = reckoned(DEMO_FOLDER, float32=False), reckoned(DEMO_FOLDER, float32=True)
+    assert on_cpu.weights == 2 * on_gpu.weights == 2 * inspect(DEMO_FOLDER).weight_bytes
+    assert on_cpu.token == 2 * on_gpu.token
+
+
+def test_the_longest_context_that_fits(good: Path) -> None:
+    need = reckoned(good, context=512)
+    assert need.context_within(need.weights + 10 * need.token) == 10
+    assert need.context_within(need.weights - 1) == 0
+    assert need.context_within(10**12) == 512
+
+
+def test_why_a_model_does_not_fit(good: Path) -> None:
+    need = reckoned(good)
+    assert misfits(need, 10**9, 10**9, need.weights) == []
+    (limit,) = misfits(need, need.weights, 10**9, need.weights)
+    assert f"weights take {need.weights} bytes" in limit and "raise memory_limit" in limit
+    (pool,) = misfits(need, 10**9, need.weights - 1, need.weights)
+    assert f"the pool's memory_limit is {need.weights - 1}" in pool
+
+
+# ---- the process ---------------------------------------------------------------------------------
+
+
+def ask(*lines: dict[str, Any]) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxpool.worker.diagnose.check"],
+        input="".join(json.dumps(line) + "\n" for line in lines),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_gpu_refuses_to_be_deterministic(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlx.core")
+    monkeypatch.setattr("mlxpool.worker.engine.backend.on_gpu", lambda: True)
+    spec = ModelConfig(path=str(good), deterministic=True)
+    with pytest.raises(ModelLoadFailed, match="deterministic = true is built for the CPU alone"):
+        open_source(spec).load(lambda tensors, size: None)
+    (why,) = check("m", spec, machine=True)["machine"]["why"]
+    assert "built for the CPU alone" in why
+
+
+def test_a_line_for_each_model(good: Path) -> None:
+    pytest.importorskip("mlx.core")
+    spec = asdict(ModelConfig(path=str(good), context=64, sequences=3))
+    listed, measured = ask(
+        {"name": "a", "model": spec},
+        {"name": "b", "model": spec, "machine": True, "memory_limit": 5},
+    )
+    assert set(listed) == {"name", "path", "problems", "notes", "model"}
+    assert set(measured) == {"name", "path", "problems", "notes", "model", "memory", "machine"}
+    assert set(measured["memory"]) == MEMORY and set(measured["machine"]) == MACHINE
+    assert (measured["memory"]["context"], measured["memory"]["sequences"]) == (64, 3)
+    assert measured["machine"]["pool_limit"] == 5 and not measured["machine"]["fits"]
+
+
+def test_looking_at_models_for_a_list_imports_no_mlx(good: Path) -> None:
+    code = (
+        "import sys; from mlxpool.common.config.loading import ModelConfig;"
+        "from mlxpool.worker.diagnose.check import check;"
+        "check('m', ModelConfig(path=sys.argv[1]));"
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'mlx']"
+    )
+    subprocess.run([sys.executable, "-c", code, str(good)], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not count it elsewhere")
+def test_a_look_in_the_background_is_bounded() -> None:
+    code = (
+        "from mlxpool.worker.diagnose.check import bound_memory;"
+        "from mlxpool.worker.diagnose.problems import *;"
+        "problems = Problems(); bound_memory(2**29); problems.of(bytearray, 2**30);"
+        "print(*problems.found); bound_memory(2**40)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("MemoryError")

@@ -1,0 +1,551 @@
+"""The engine: chunks, lookahead, the company of others and cancels change no token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.worker_checkpoints import EOS, config, random_weights, write_checkpoint, write_weights
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention.contiguous import Slabs  # noqa: E402
+from mlxpool.worker.attention.layouts import LAYOUTS, InPool, InSlabs  # noqa: E402
+from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.engine import backend  # noqa: E402
+from mlxpool.worker.engine import engine as engine_module  # noqa: E402
+from mlxpool.worker.engine.base import HEAP  # noqa: E402
+from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.interface import Engine  # noqa: E402
+from mlxpool.worker.engine.sequence import Drawn, RowFailed, Sequence  # noqa: E402
+from mlxpool.worker.layers.interface import KeyValue  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
+from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+
+MIXTURE: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"top_k": 0, "temperature": 1.5},
+    {"repeat_penalty": 1.5, "frequency_penalty": 0.5, "repeat_last_n": 5},
+    {"logprobs": True, "top_logprobs": 3, "min_p": 0.05},
+]
+
+
+GROWING = "slabs"  # a layout that takes memory as rows grow; a pool takes all at once
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load(inspect(write_checkpoint(tmp_path_factory.mktemp("model"))))
+
+
+@pytest.fixture(scope="module")
+def text(loaded: Loaded) -> Text:
+    return Text.from_folder(loaded.folder)
+
+
+@pytest.fixture
+def engine(loaded: Loaded, text: Text) -> ModelEngine:
+    return ModelEngine(loaded, text)
+
+
+def prompt_of(size: int, salt: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(salt).integers(0, 256, size).tolist())
+
+
+def sequence(prompt: tuple[int, ...], max_tokens: int = 30, **raw: Any) -> Sequence:
+    return Sequence(b"", 1, prompt, Options(**{"temperature": 0.0, **raw}), 11, max_tokens)
+
+
+def mixture(max_tokens: int = 30) -> list[Sequence]:
+    return [
+        sequence(prompt_of(5 + 17 * salt, salt), max_tokens, **{"temperature": 0.8, **raw})
+        for salt, raw in enumerate(MIXTURE)
+    ]
+
+
+def slabs_of(engine: ModelEngine) -> Slabs:
+    assert isinstance(engine._layout, InSlabs)
+    return engine._layout.slabs
+
+
+def prefill(engine: ModelEngine, seq: Sequence, budget: int = 2048) -> list[int]:
+    engine.admit(seq)
+    chunks = []
+    while done := engine.prefill(seq, budget):
+        chunks.append(done)
+    return chunks
+
+
+def decode(engine: ModelEngine, rows: list[Sequence], steps: int = 1) -> list[Drawn]:
+    drawn: list[Drawn] = []
+    for _ in range(steps):
+        line = engine.decode(rows)
+        assert [one.sequence for one in line] == rows
+        for one in line:
+            one.sequence.ids.append(one.token)
+        drawn += line
+    return drawn
+
+
+def ids_of(engine: ModelEngine, seq: Sequence, steps: int = 30) -> list[int]:
+    prefill(engine, seq)
+    decode(engine, [seq], steps)
+    engine.release(seq)
+    return seq.ids
+
+
+def test_is_an_engine(engine: ModelEngine, loaded: Loaded, text: Text) -> None:
+    checked: Engine = engine
+    assert (checked.context, checked.vocab_size, checked.chunk) == (512, 264, 512)
+    assert (checked.eos, checked.piece(104)) == (frozenset({EOS}), b"h")
+    assert ModelEngine(loaded, text, context=100).chunk == 100
+    assert len(checked.digest) == 64 and checked.digest != loaded.folder.digest
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64, 2048])
+def test_chunks_change_no_token(loaded: Loaded, text: Text, budget: int) -> None:
+    prompt = prompt_of(100)
+    expected = ids_of(ModelEngine(loaded, text), sequence(prompt))
+    engine, seq = ModelEngine(loaded, text), sequence(prompt)
+    chunks = prefill(engine, seq, budget)
+    assert (sum(chunks), max(chunks)) == (99, min(budget, 99))
+    assert seq.prefilled == 99
+    decode(engine, [seq], 30)
+    assert seq.ids == expected
+
+
+def test_a_prompt_of_one_token_needs_no_prefill(engine: ModelEngine) -> None:
+    seq = sequence((5,))
+    assert prefill(engine, seq) == []
+    decode(engine, [seq], 3)
+    assert len(seq.ids) == 3
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_company_changes_no_token(loaded: Loaded, text: Text, lookahead: bool) -> None:
+    expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq) for seq in mixture()]
+    engine, rows = ModelEngine(loaded, text, lookahead=lookahead), mixture()
+    for seq in rows:
+        prefill(engine, seq)
+    decode(engine, rows, 30)
+    assert [seq.ids for seq in rows] == expected
+
+
+def test_lookahead_gives_the_same_log_probabilities(loaded: Loaded, text: Text) -> None:
+    def logprobs(lookahead: bool) -> list[Any]:
+        engine, rows = ModelEngine(loaded, text, lookahead=lookahead), mixture()[3:]
+        for seq in rows:
+            prefill(engine, seq)
+        return [drawn.logprob for drawn in decode(engine, rows, 10)]
+
+    ahead, plain = logprobs(True), logprobs(False)
+    assert [one is None for one in ahead] == [one is None for one in plain] == [True, False] * 10
+    for one, other in zip(ahead[1::2], plain[1::2], strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert len(one.top) == 3
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+def staggered(engine: ModelEngine) -> list[list[int]]:
+    """Rows join, pause, leave and end at different steps."""
+    rows = mixture(max_tokens=14)
+    running: list[Sequence] = []
+    for step in range(40):
+        if step % 3 == 0 and step // 3 < len(rows):
+            prefill(engine, rows[step // 3])
+            running.append(rows[step // 3])
+        paused = running[1:2] if step % 5 == 4 else []
+        decode(engine, [seq for seq in running if seq not in paused])
+        for seq in [seq for seq in running if len(seq.ids) == 14]:
+            engine.release(seq)
+            running.remove(seq)
+    assert not running
+    return [seq.ids for seq in rows]
+
+
+def test_rows_that_come_and_go(loaded: Loaded, text: Text) -> None:
+    expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq, 14) for seq in mixture()]
+    for lookahead in (False, True):
+        assert staggered(ModelEngine(loaded, text, lookahead=lookahead)) == expected
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_resume_continues_as_if_nothing_happened(
+    loaded: Loaded, text: Text, lookahead: bool
+) -> None:
+    for salt in range(len(MIXTURE)):
+        expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
+        engine, seq = ModelEngine(loaded, text, lookahead=lookahead), mixture()[salt]
+        seq.ids += expected[:12]
+        prefill(engine, seq)
+        decode(engine, [seq], 18)
+        assert seq.ids == expected
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_cancelled_prefill_keeps_its_part(loaded: Loaded, text: Text, lookahead: bool) -> None:
+    expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(47)))
+    engine, cancelled = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
+    engine.admit(cancelled)
+    engine.prefill(cancelled, 18)
+    engine.release(cancelled)
+    again = sequence(prompt_of(47))
+    assert ids_of(engine, again) == expected
+    assert again.cached == 18
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_cancelled_completion_serves_the_next_turn(
+    loaded: Loaded, text: Text, lookahead: bool
+) -> None:
+    engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
+    prefill(engine, seq)
+    decode(engine, [seq], 10)
+    engine.release(seq)
+    turn = (*prompt_of(20), *seq.ids, 1, 2, 3)
+    follow_up = sequence(turn)
+    ids = ids_of(engine, follow_up)
+    assert follow_up.cached in (29, 30)  # with lookahead the last token was already computed
+    assert ids == ids_of(ModelEngine(loaded, text, prefix="off"), sequence(turn))
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_token_that_is_not_taken_is_drawn_again(
+    loaded: Loaded, text: Text, lookahead: bool
+) -> None:
+    engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
+    prefill(engine, seq)
+    decode(engine, [seq], 3)
+    assert engine.decode([seq]) == engine.decode([seq])
+    decode(engine, [seq], 27)
+    assert seq.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(20)))
+
+
+def test_an_end_of_sequence_that_is_not_appended(loaded: Loaded, text: Text) -> None:
+    engine, seq = ModelEngine(loaded, text, lookahead=True), sequence(prompt_of(20))
+    prefill(engine, seq)
+    decode(engine, [seq], 5)
+    engine.decode([seq])  # say this was the end of sequence
+    engine.release(seq)
+    follow_up = sequence((*prompt_of(20), *seq.ids, 9, 9))
+    ids = ids_of(engine, follow_up)
+    assert follow_up.cached == 25
+    assert ids == ids_of(ModelEngine(loaded, text), sequence(follow_up.prompt))
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_context_of_16(loaded: Loaded, text: Text, lookahead: bool) -> None:
+    engine = ModelEngine(loaded, text, context=16, lookahead=lookahead)
+    seq = sequence(prompt_of(10), max_tokens=6)
+    assert prefill(engine, seq) == [9]
+    decode(engine, [seq], 6)
+    assert seq.length == 16
+    assert seq.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(10)), 6)
+    full = sequence(prompt_of(15), max_tokens=1)
+    prefill(engine, full)
+    decode(engine, [full])
+
+
+def test_release_is_for_every_phase(engine: ModelEngine) -> None:
+    waiting, admitted = sequence((1, 2)), sequence((1, 2, 3))
+    engine.release(waiting)
+    engine.admit(admitted)
+    engine.release(admitted)
+    engine.release(admitted)
+    assert engine.memory().kv == 0
+
+
+def test_memory_tells_rows_from_prefixes(loaded: Loaded, text: Text) -> None:
+    engine = ModelEngine(loaded, text, layout="slabs", blocks=200)
+    seq = sequence(prompt_of(300))
+    prefill(engine, seq)
+    token = 2 * 2 * 8 * 4 * 2  # layers, heads, size, bytes, keys and values
+    used = engine.memory()
+    assert (used.weights, used.kv, used.prefix) == (loaded.weight_bytes, 512 * token, 0)
+    assert used.active >= used.weights
+    assert used.limit > used.active and used.device_free > 0
+    engine.release(seq)
+    kept = 299 * token  # the last token of the prompt was never computed
+    assert (engine.memory().kv, engine.memory().prefix) == (0, kept)
+    assert engine.prefix_blocks() == engine.shrink(1) == 2
+    assert engine.memory().prefix == engine.prefix_blocks() == 0
+    engine.close()
+
+
+def transient(engine: ModelEngine, seq: Sequence) -> int:
+    """What a decode step needs beyond what is there before and after it."""
+    decode(engine, [seq], 2)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    decode(engine, [seq])
+    return int(mx.get_peak_memory() - before)
+
+
+def test_no_step_copies_the_cache(loaded: Loaded, text: Text) -> None:
+    """What a decode step needs for a while does not grow with the allocated cache."""
+    needs, sizes = [], []
+    for blocks in (4, 256):
+        engine = ModelEngine(loaded, text, lookahead=False, layout="slabs")
+        slabs = slabs_of(engine)
+        slabs._blocks = blocks
+        seq = sequence(prompt_of(10), max_tokens=60)
+        prefill(engine, seq)
+        needs.append(transient(engine, seq))
+        sizes.append(slabs.nbytes)
+    assert sizes[1] == 64 * sizes[0]
+    assert needs[1] <= needs[0] + sizes[1] / 16  # a copy of one layer's keys would be an eighth
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
+    loaded: Loaded, text: Text, layout: str, lookahead: bool
+) -> None:
+    """With lookahead its token in flight is of the row that it gave back."""
+    for prefix in ("tree", "off"):
+        for salt in range(len(MIXTURE)):
+            expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
+            engine = ModelEngine(
+                loaded, text, prefix=prefix, lookahead=lookahead, layout=layout, blocks=200
+            )
+            seq = mixture()[salt]
+            prefill(engine, seq)
+            cached = seq.cached
+            for steps in (1, 11):
+                decode(engine, [seq], steps)
+                engine.release(seq)
+                seq.preempt()
+                prefill(engine, seq)
+                assert (engine.prefix.hits > 0) == (prefix == "tree")
+            decode(engine, [seq], 18)
+            assert (seq.ids, seq.cached) == (expected, cached)
+
+
+def test_capacity_is_what_the_limit_leaves(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "outside_mlx", lambda: 0)  # what others leave in the heap varies
+    block = 256 * 2 * 2 * 8 * 4 * 2
+    small, large = (
+        ModelEngine(loaded, text, limit=size * 2**30, layout=GROWING) for size in (2, 4)
+    )
+    for engine in (small, large):
+        engine.warm_up()
+    left = 2 * 2**30 * 15 / 16  # one part is for freed buffers
+    assert large.blocks - small.blocks == pytest.approx(left / block, rel=0.01)
+    assert 0 < small.blocks < 2 * 2**30 // block
+    with pytest.raises(ModelLoadFailed, match=r"limit is 1000 bytes.*leaves 0 blocks of 256"):
+        ModelEngine(loaded, text, limit=1000, layout=GROWING).warm_up()
+    assert ModelEngine(loaded, text, blocks=7).blocks == 7
+
+
+def test_a_pool_leaves_room_for_what_a_step_needs(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is allocated whole, which is done again once that is known."""
+    monkeypatch.setattr(backend, "outside_mlx", lambda: 0)
+    limit = 2**26
+    engine = ModelEngine(loaded, text, layout="pool", sequences=2, prefix_bytes=2**30, limit=limit)
+    before = engine._layout.blocks
+    outside = mx.get_active_memory() - before * engine._block_bytes
+    engine.warm_up()
+    assert isinstance(engine._layout, InPool)
+    now = mx.get_active_memory() - outside
+    assert now == pytest.approx(engine._layout.pool.nbytes, rel=0.05)  # the first one has gone
+    assert engine.blocks == engine._layout.blocks < before
+    taken = loaded.weight_bytes + engine._layout.pool.nbytes + engine._transient
+    assert limit * 0.9 < taken <= limit
+    assert engine.memory().prefix == engine.memory().kv == 0
+
+
+def test_what_the_process_takes_beside_mlx_is_kept_from_the_rows(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, freed = 2**26, 2**25
+
+    def trim() -> None:
+        nonlocal freed
+        freed = 0
+
+    monkeypatch.setattr(backend, "outside_mlx", lambda: live + freed)
+    monkeypatch.setattr(backend, "trim", trim)
+    engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
+    engine.warm_up()
+    blocks = engine.blocks
+    free = 2**30 * 15 // 16 - loaded.weight_bytes - engine._transient - engine._layout.spare
+    assert blocks == (free - live - HEAP) // engine._block_bytes  # what was freed counts for none
+    live, freed = live + HEAP, HEAP
+    engine.memory()
+    assert (engine.blocks, freed) == (blocks, 0)
+    live += 10 * engine._block_bytes
+    engine.memory()
+    assert engine.blocks == blocks - 10
+    live -= HEAP
+    engine.memory()
+    assert engine.blocks == blocks
+
+
+@pytest.mark.parametrize(("on_gpu", "trims"), [(False, 2), (True, 0)])
+def test_the_heap_is_trimmed_now_and_then_on_a_cpu(
+    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, trims: int
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(engine_module, "CLEAR_EVERY", 3)
+    monkeypatch.setattr(backend, "on_gpu", lambda: on_gpu)
+    monkeypatch.setattr(backend, "trim", lambda: calls.append(None))
+    seq = sequence(prompt_of(10))
+    prefill(engine, seq)
+    decode(engine, [seq], 8)
+    assert len(calls) == trims
+    engine.release(seq)
+
+
+def test_a_capacity_that_shrinks_takes_from_the_prefix_cache(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = 0
+    monkeypatch.setattr(backend, "outside_mlx", lambda: outside)
+    engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
+    for salt in range(3):
+        ids_of(engine, sequence(prompt_of(300, salt)), 3)
+    assert engine.prefix_blocks() == 4
+    outside = (engine.blocks - 2) * engine._block_bytes
+    engine.memory()
+    assert engine.blocks == 2 and 0 < engine.prefix_blocks() <= 2
+
+
+def test_a_limit_that_is_too_small_is_told_with_all_that_is_taken(
+    loaded: Loaded, text: Text
+) -> None:
+    engine = ModelEngine(loaded, text, limit=1000, layout="slabs")
+    with pytest.raises(ModelLoadFailed) as caught:
+        engine.warm_up()
+    limit, *parts, blocks = (
+        int(number)
+        for number in re.findall(r" (\d+)(?= bytes;|,| besides| blocks)", str(caught.value))
+    )
+    assert (limit, len(parts), blocks) == (1000, 5, 0)
+    assert parts[-1] == engine._layout.spare > 0
+
+
+def test_the_prefix_cache_leaves_room_for_rows(loaded: Loaded, text: Text) -> None:
+    engine = ModelEngine(loaded, text, blocks=18, layout="slabs")
+    slabs = slabs_of(engine)
+    for salt in range(30):
+        ids_of(engine, sequence(prompt_of(300, salt)), 3)
+        used = slabs.nbytes + engine.memory().prefix
+        assert used <= 18 * engine._block_bytes
+    assert engine.prefix_blocks() > 0
+
+
+def test_what_a_running_row_began_from_goes_last(loaded: Loaded, text: Text) -> None:
+    engine = ModelEngine(loaded, text)
+    ids_of(engine, sequence(prompt_of(300)), 3)
+    expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(300)))
+    row = sequence(prompt_of(300))
+    prefill(engine, row)
+    assert row.cached == 299
+    assert engine.shrink(2) == 0
+    assert engine.shrink(2, in_use=True) == 2
+    decode(engine, [row], 30)
+    engine.release(row)
+    assert row.ids == expected and engine.memory().prefix > 0
+
+
+def test_few_blocks_leave_some_for_the_prefix_cache(loaded: Loaded, text: Text) -> None:
+    engine = ModelEngine(loaded, text, blocks=4)  # fewer than a slab has
+    first, beside = sequence(prompt_of(300)), sequence(prompt_of(10))
+    prefill(engine, beside)
+    ids_of(engine, first, 3)
+    assert engine.prefix_blocks() == 2 and engine._left() == 3 * engine._block_bytes
+
+
+def test_warm_up_leaves_nothing_behind(loaded: Loaded, text: Text) -> None:
+    for context in (4, 16, None):
+        engine = ModelEngine(loaded, text, context=context, layout="slabs")
+        moves: list[int] = []
+        engine.warm_up(lambda moves=moves: moves.append(1))  # type: ignore[misc]
+        assert len(moves) == 1 + 1 + 8  # the chunks, every option, widths of a decode step
+        assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
+        assert slabs_of(engine).nbytes == 0
+        assert engine.prefix.hits + engine.prefix.misses == 0
+
+
+def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path)
+    weights = random_weights(config())
+    weights["model.norm.weight"][0] = np.nan
+    write_weights(path, weights)
+    engine, seq = ModelEngine(load(inspect(path))), sequence((1, 2))
+    prefill(engine, seq)
+    with pytest.raises(RowFailed, match="after 2 tokens are no numbers"):
+        engine.decode([seq])
+
+
+def test_a_step_that_fails_half_way_leaves_nothing_of_it(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, hit, beside = (
+        ModelEngine(loaded, text, layout="slabs"),
+        sequence(prompt_of(20)),
+        sequence(prompt_of(90)),
+    )
+    prefill(engine, hit)
+    decode(engine, [hit], 3)
+    engine.admit(beside)
+    engine.prefill(beside, 50)
+
+    def fails(*arrays: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="malloc"):
+        patch.setattr(mx, "eval", fails)
+        engine.decode([hit])
+    with pytest.raises(OutOfMemory, match="50 tokens were lost"):
+        engine.prefill(beside, 50)
+    engine.release(hit)
+    engine.release(beside)
+    assert engine.memory().prefix == engine.memory().kv == 0
+    again = sequence(prompt_of(20))
+    assert ids_of(engine, again) == ids_of(ModelEngine(loaded, text), sequence(prompt_of(20)))
+
+
+def test_where_rows_are_apart_a_failed_step_hits_its_own_alone(
+    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ModelEngine(loaded, text, layout="rows", lookahead=False)
+    hit, beside = sequence(prompt_of(20)), sequence(prompt_of(90))
+    for seq in (hit, beside):
+        prefill(engine, seq)
+        decode(engine, [seq], 3)
+
+    def fails(*arrays: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="malloc"):
+        patch.setattr(mx, "eval", fails)
+        engine.decode([hit])
+    decode(engine, [beside], 27)
+    assert beside.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(90)))
+
+
+def test_a_row_refuses_more_than_its_capacity() -> None:
+    row = Row(RowShape((KeyValue(1, 2, 2),), mx.float32, 10))
+    keys: Callable[[int], Any] = lambda count: mx.zeros((1, 1, count, 2))  # noqa: E731
+    row.write(0, keys(10), keys(10))
+    row.advance(10)
+    assert (row.nbytes, row.offset) == (10 * 2 * 4 * 2, 10)
+    with pytest.raises(ValueError, match="10 tokens was asked to hold 11"):
+        row.write(0, keys(1), keys(1))
+    row.trim(4)
+    row.trim(7)
+    assert row.offset == 4

@@ -1,0 +1,406 @@
+"""Models that only mlx-lm knows, through our engine: the same tokens as mlx-lm alone."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support import mlx_lm_peer, zoo_peer
+from support.worker_checkpoints import EOS, config, write_checkpoint, write_json, write_tokenizer
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.config.loading import ModelConfig  # noqa: E402
+from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.diagnose.check import check  # noqa: E402
+from mlxpool.worker.engine import factory  # noqa: E402
+from mlxpool.worker.engine.interface import Engine  # noqa: E402
+from mlxpool.worker.engine.mlx_lm_engine import ZooEngine, load  # noqa: E402
+from mlxpool.worker.engine.sequence import RowFailed, Sequence  # noqa: E402
+from mlxpool.worker.layers.memory_kinds import Full, State  # noqa: E402
+from mlxpool.worker.sampling import sampler  # noqa: E402
+from mlxpool.worker.weights import mlx_lm_models  # noqa: E402
+from mlxpool.worker.weights.description import quantisation  # noqa: E402
+from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
+
+STEPS = 40
+PROMPTS = (21, 2, 45)  # tokens
+WINDOW = 12
+CASES: dict[str, dict[str, Any]] = {
+    # keys and values of every token
+    "phi3": config(model_type="phi3"),
+    # windows and full layers
+    "cohere2": config(
+        model_type="cohere2",
+        head_dim=8,
+        layer_norm_eps=1e-5,
+        logit_scale=0.25,
+        attention_bias=False,
+        layer_norm_bias=False,
+        sliding_window=WINDOW,
+        sliding_window_pattern=2,
+    ),
+    # states alone, and no bound of the context
+    "mamba": {
+        "model_type": "falcon_mamba",
+        "vocab_size": 264,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "state_size": 8,
+        "num_hidden_layers": 2,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+        "tie_word_embeddings": True,
+    },
+}
+
+PEER = Path(zoo_peer.__file__)
+
+
+def prompt_of(size: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(7).integers(0, 256, size).tolist())
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A model and what mlx-lm answers to each of PROMPTS."""
+
+    folder: ModelFolder
+    model: Any
+    ids: list[list[int]]
+    logits: np.ndarray  # [prompts, STEPS, V]
+
+    def engine(self, prefix: str = "tree", **settings: Any) -> ZooEngine:
+        return ZooEngine(self.model, self.folder, prefix=prefix, **settings)
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
+    paths = {case: tmp_path_factory.mktemp(case) for case in CASES}
+    for case, path in paths.items():
+        write_json(path / "config.json", CASES[case])
+        write_json(path / "generation_config.json", {"eos_token_id": EOS})
+        write_tokenizer(path)
+    models = {str(path): CASES[case] for case, path in paths.items()}
+    job = {"models": models, "prompts": [prompt_of(size) for size in PROMPTS], "steps": STEPS}
+    mlx_lm_peer.ask(job, PEER)
+    found = {}
+    for case, path in paths.items():
+        folder, peer = inspect(path), np.load(path / "peer.npz")
+        found[case] = Checked(folder, load(folder), peer["ids"].tolist(), peer["logits"])
+    return found
+
+
+def sequence(prompt: tuple[int, ...], restore_at: int = 0, **raw: Any) -> Sequence:
+    options = Options(**{"temperature": 0.0, **raw})
+    return Sequence(b"", 1, prompt, options, 11, STEPS, restore_at=restore_at)
+
+
+def prefill(engine: Engine, seq: Sequence, budget: int = 2048) -> None:
+    engine.admit(seq)
+    while any(engine.prefill_all([(seq, budget)])):
+        pass
+
+
+def decode(engine: Engine, rows: list[Sequence], steps: int) -> None:
+    for _ in range(steps):
+        for drawn in engine.decode(rows):
+            drawn.sequence.ids.append(drawn.token)
+
+
+every = pytest.mark.parametrize("case", CASES)
+
+
+@every
+@pytest.mark.parametrize("budget", [1, 7, 2048])
+def test_chunks_give_mlx_lms_tokens(case: str, budget: int, checked: dict[str, Checked]) -> None:
+    one = checked[case]
+    engine, seq = one.engine(), sequence(prompt_of(PROMPTS[2]))
+    prefill(engine, seq, budget)
+    decode(engine, [seq], STEPS)
+    assert seq.ids == one.ids[2]
+
+
+@every
+def test_log_probabilities_are_mlx_lms(case: str, checked: dict[str, Checked]) -> None:
+    one = checked[case]
+    engine, seq = one.engine(), sequence(prompt_of(PROMPTS[0]), logprobs=True)
+    prefill(engine, seq)
+    for logits in one.logits[0].astype(np.float64):
+        (drawn,) = engine.decode([seq])
+        whole = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
+        assert drawn.logprob is not None
+        assert abs(logits[drawn.token] - whole - drawn.logprob.logprob) < 2e-4 * logits.max()
+        seq.ids.append(drawn.token)
+
+
+@every
+def test_rows_in_turn_give_mlx_lms_tokens(case: str, checked: dict[str, Checked]) -> None:
+    one = checked[case]
+    engine, rows = one.engine(), [sequence(prompt_of(size)) for size in PROMPTS]
+    for seq in rows:
+        prefill(engine, seq)
+    decode(engine, rows, STEPS)
+    assert [seq.ids for seq in rows] == one.ids
+
+
+@every
+@pytest.mark.parametrize("prefix", ["tree", "single", "off"])
+def test_prefixes_are_found_again(case: str, prefix: str, checked: dict[str, Checked]) -> None:
+    one = checked[case]
+    engine, prompt = one.engine(prefix), prompt_of(PROMPTS[2])
+    begun = sequence((*prompt[:30], 1, 2, 3), restore_at=20)
+    prefill(engine, begun)
+    decode(engine, [begun], WINDOW + 1)
+    engine.release(begun)
+    found = []
+    for _ in range(2):
+        seq = sequence(prompt)
+        prefill(engine, seq)
+        decode(engine, [seq], STEPS)
+        engine.release(seq)
+        assert seq.ids == one.ids[2]
+        found.append(seq.cached)
+    states = case != "phi3"
+    cached = {"tree": 20 if states else 30, "single": 0 if states else 30, "off": 0}[prefix]
+    again = {"tree": 30 if states else 44, "single": 0 if states else 44, "off": 0}[prefix]
+    assert found == [cached, again]
+
+
+@every
+def test_what_is_kept_is_not_written_to(case: str, checked: dict[str, Checked]) -> None:
+    """Three go on from one place in a stream, where windows are rings that are written in place."""
+    one = checked[case]
+    engine, prompt = one.engine(), prompt_of(PROMPTS[0])
+    begun = sequence(prompt)
+    prefill(engine, begun)
+    decode(engine, [begun], 10)
+    engine.release(begun)
+    rows = [sequence(prompt) for _ in range(3)]
+    for seq in rows:
+        seq.ids += begun.ids
+        prefill(engine, seq)
+        assert seq.cached == len(prompt) + 9
+        decode(engine, [seq], 5)
+    decode(engine, rows, STEPS - 15)
+    assert [seq.ids for seq in rows] == [one.ids[0]] * 3
+
+
+@every
+@pytest.mark.parametrize("prefix", ["tree", "off"])
+def test_preemption_and_resume_change_no_token(
+    case: str, prefix: str, checked: dict[str, Checked]
+) -> None:
+    one = checked[case]
+    engine, seq = one.engine(prefix), sequence(prompt_of(PROMPTS[0]))
+    seq.ids += one.ids[0][:3]
+    prefill(engine, seq)
+    for steps in (1, 9):
+        decode(engine, [seq], steps)
+        engine.release(seq)
+        seq.preempt()
+        engine.admit(seq)
+        assert (seq.prefilled == seq.length - 1) == (prefix == "tree")
+        while engine.prefill(seq, 5):
+            pass
+    decode(engine, [seq], STEPS - 13)
+    assert seq.ids == one.ids[0]
+
+
+@every
+def test_a_token_that_is_not_taken_is_drawn_again(case: str, checked: dict[str, Checked]) -> None:
+    one = checked[case]
+    engine, rows = one.engine(), [sequence(prompt_of(size)) for size in PROMPTS]
+    for seq in rows:
+        prefill(engine, seq)
+    decode(engine, rows, 3)
+    assert engine.decode(rows[:1]) == engine.decode(rows[:1])
+    decode(engine, rows, STEPS - 3)
+    assert [seq.ids for seq in rows] == one.ids
+
+
+def test_a_row_that_fails_costs_its_neighbours_nothing(
+    checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = checked["mamba"]
+    engine, rows = one.engine(), [sequence(prompt_of(size)) for size in PROMPTS]
+    for seq in rows:
+        prefill(engine, seq)
+    sample = sampler.sample
+    with monkeypatch.context() as patch, pytest.raises(RowFailed) as failed:
+        damaged = mx.array([0.0, np.nan, 0.0])[:, None]
+        patch.setattr(sampler, "sample", lambda logits, draws: sample(logits + damaged, draws))
+        engine.decode(rows)
+    assert failed.value.sequence is rows[1]
+    decode(engine, [rows[0], rows[2]], STEPS)
+    assert [rows[0].ids, rows[2].ids] == [one.ids[0], one.ids[2]]
+
+
+def test_a_step_that_fails_half_way_leaves_nothing_of_it(
+    checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seq = checked["phi3"].engine(), sequence(prompt_of(20))
+    prefill(engine, seq)
+
+    def fails(*arrays: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="malloc"):
+        patch.setattr(mx, "eval", fails)
+        engine.decode([seq])
+    with pytest.raises(OutOfMemory, match="19 tokens were lost"):
+        engine.decode([seq])
+    engine.release(seq)
+    assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
+
+
+def test_memory_is_measured_at_load(checked: dict[str, Checked]) -> None:
+    moves: list[int] = []
+    engine = checked["phi3"].engine()
+    engine.warm_up(lambda: moves.append(1))
+    token = 2 * 2 * 8 * 4 * 2  # layers, heads, size, bytes, keys and values
+    assert len(moves) == 2
+    assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
+    assert (engine._block_bytes, engine._per_row) == (256 * token, 0)
+    states = checked["mamba"].engine()
+    states.warm_up()
+    assert (states._block_bytes, states._per_row) == (1, 2 * (64 * 8 + 3 * 64) * 4 - 1)
+    with pytest.raises(ModelLoadFailed, match=r"limit is 1000 bytes.*leaves 0 blocks"):
+        checked["phi3"].engine(limit=1000).warm_up()
+
+
+def test_features_are_what_the_caches_allow(checked: dict[str, Checked]) -> None:
+    assert checked["phi3"].engine().features == ("tree", "resume")
+    assert checked["mamba"].engine("single").features == ("single", "resume")
+    assert checked["phi3"].engine("off").features == mlx_lm_models.FEATURES == ("resume",)
+    home = "mlx_lm.models.cache."
+    assert mlx_lm_models.kinds_of([f"{home}KVCache", f"{home}ArraysCache"]) == (Full(0), State(1))
+    for other in (f"{home}ChunkedKVCache", "mlx_lm.models.somewhere.KVCache"):
+        assert mlx_lm_models.kinds_of([f"{home}KVCache", other]) is None
+
+
+def test_caches_that_cannot_be_copied_are_not_kept(
+    checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlx_lm_models, "KINDS", {})
+    engine = checked["phi3"].engine("tree")
+    assert engine.features == ("resume",)
+    for _ in range(2):
+        prefill(engine, seq := sequence(prompt_of(20)))
+        engine.release(seq)
+        assert seq.cached == 0
+
+
+def test_what_is_known_without_loading(checked: dict[str, Checked]) -> None:
+    folder = checked["phi3"].folder
+    assert folder.in_zoo and folder.eos_ids == {EOS}
+    assert (folder.context, folder.plan.vocab_size) == (512, 264)
+    assert folder.weight_bytes == sum(tensor.nbytes for tensor in folder.tensors.values()) > 0
+    assert checked["mamba"].folder.context == mlx_lm_models.UNBOUNDED
+
+
+def test_what_check_says_of_it(checked: dict[str, Checked]) -> None:
+    """No figure of what only mlx-lm's code knows."""
+    path = str(checked["phi3"].folder.path)
+    report = check("m", ModelConfig(path=path), machine=True)
+    assert report["problems"] == []
+    model, memory, machine = report["model"], report["memory"], report["machine"]
+    assert (model["layers"], model["parameters"], model["quantisation"]) == (None, None, "f32")
+    unknown = {"token", "fixed", "sequence", "all_sequences", "least"}
+    assert {key for key, value in memory.items() if value is None} == unknown
+    assert (memory["weights"], machine["longest"]) == (model["size"], None)
+    (words,) = check("m", ModelConfig(path=path, deterministic=True))["problems"]
+    assert "'phi3', which is computed by mlx-lm's code" in words
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"bits": 4, "group_size": 32}, "4-bit affine g32"),
+        ({"quant_method": "other"}, "f32"),
+    ],
+)
+def test_quantised_by_mlx_lm_in_words(
+    told: dict[str, Any], words: str, checked: dict[str, Checked]
+) -> None:
+    plain = checked["phi3"].folder
+    tensors = {"head.scales": next(iter(plain.tensors.values()))}
+    config = {**plain.config, "quantization": told}
+    folder = replace(plain, config=config, fit=replace(plain.fit, tensors=tensors))
+    assert quantisation(folder) == words
+
+
+def test_the_catalogue_opens_it_and_limits_stay(checked: dict[str, Checked]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    path = str(checked["phi3"].folder.path)
+    source = factory.open_source(ModelConfig(path=path, context=100))
+    seen: list[tuple[int, int]] = []
+    engine = source.load(lambda tensors, size: seen.append((tensors, size)))
+    assert isinstance(engine, ZooEngine) and engine.context == source.opened.context == 100
+    assert seen[-1][1] == engine.memory().weights
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+    with pytest.raises(ModelLoadFailed, match=r"deterministic = true is not built for .*'phi3'"):
+        factory.open_source(ModelConfig(path=path, deterministic=True))
+
+
+def test_importing_mlx_lm_lowers_no_limit() -> None:
+    """In a new process, as here it may be imported already."""
+    code = (
+        "import resource; before = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "from mlxpool.worker.engine.mlx_lm_engine import limits_kept\n"
+        "with limits_kept():\n    import mlx_lm\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == before\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 64\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if "No module named 'mlx_lm'" in done.stderr:
+        pytest.skip("mlx-lm is not installed")
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_the_extra_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: dict[str, Checked]
+) -> None:
+    monkeypatch.setattr(mlx_lm_models, "_home", lambda: None)
+    words = (
+        r"'phi3', which is not supported; supported are: .*llama, .*pip install 'mlxpool\[zoo\]'"
+    )
+    with pytest.raises(ModelLoadFailed, match=words):
+        inspect(checked["phi3"].folder.path)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["unheard_of", "../models/phi3", "cache.py", None, 3, ["phi3"]]
+)
+def test_a_type_that_mlx_lm_has_not_is_refused(tmp_path: Path, model_type: Any) -> None:
+    assert not mlx_lm_models.has({"model_type": model_type})
+
+
+def test_a_type_that_we_have_is_ours(tmp_path: Path) -> None:
+    assert not inspect(write_checkpoint(tmp_path)).in_zoo
+
+
+def test_what_mlx_lm_cannot_load_is_said_in_its_words(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path)  # a llama's tensors
+    write_json(path / "config.json", config(model_type="phi3"))
+    with pytest.raises(ModelLoadFailed, match=r"mlx-lm cannot load model_type 'phi3': ValueError"):
+        load(inspect(path))
+
+
+def test_a_config_without_a_vocabulary_is_named() -> None:
+    with pytest.raises(ModelLoadFailed, match="no 'vocab_size'"):
+        mlx_lm_models.plan({"model_type": "phi3", "max_position_embeddings": 5})
+    inner = {"vocab_size": 7, "n_positions": 9}
+    plan = mlx_lm_models.plan({"model_type": "x", "text_config": inner})
+    assert (plan.vocab_size, plan.context) == (7, 9)

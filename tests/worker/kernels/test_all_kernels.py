@@ -1,0 +1,150 @@
+"""A whole engine with every kernel of ours, beside one without any; by simt.py where no GPU is."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.worker_checkpoints import GLM, config, random_weights, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention import layouts  # noqa: E402
+from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.sequence import Drawn, Sequence  # noqa: E402
+from mlxpool.worker.weights import load as load_room  # noqa: E402
+from support import simt  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "head_dim": 64,
+    "vocab_size": 288,
+    "max_position_embeddings": 1024,
+}
+LATENT: dict[str, Any] = {
+    **GLM,
+    **SIZES,
+    "head_dim": None,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 2,  # a CPU has no experts in bfloat16
+}
+COMMON = {"paged_attention", "block_copy", "sampling", "rms_norm", "block_write"}
+MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
+    "llama": (SIZES, False, COMMON | {"matmul_small", "matmul_tiled"}),
+    "llama, 4 bits": (
+        SIZES,
+        True,
+        COMMON | {"matmul_4bit", "matmul_small", "matmul_tiled", "dequantise"},
+    ),
+    "glm": (
+        LATENT,
+        False,
+        (COMMON - {"paged_attention"}) | {"latent_attention", "matmul_small", "matmul_tiled"},
+    ),
+}
+PROMPTS = [tuple((7 * n + n * n + salt) % 256 for n in range(40)) for salt in (0, 0, 3)]
+STEPS = 6
+ON_GPU = mx.cuda.is_available()
+USUAL, WORST = 0.1, 0.5  # nats that rounding to bfloat16 costs, with kernels and without
+
+
+def halved(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Numbers that bfloat16 holds."""
+    return {
+        name: array if array.dtype == np.uint32 else np.array(rounded(array))
+        for name, array in weights.items()
+    }
+
+
+def rounded(array: np.ndarray) -> Any:
+    return mx.array(array).astype(mx.bfloat16).astype(mx.float32)
+
+
+def quantised(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The linear layers in groups of 64 numbers of 4 bits."""
+    stored = {}
+    for name, array in weights.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = array
+            continue
+        parts = mx.quantize(mx.array(array), group_size=64, bits=4)
+        for kind, part in zip(("weight", "scales", "biases"), parts, strict=True):
+            stored[name.removesuffix("weight") + kind] = np.array(part)
+    return stored
+
+
+def drawn(engine: ModelEngine, called: set[str], *, fused: bool) -> list[list[Drawn]]:
+    """What three rows draw, and one that begins as the first did, which the tree has by then."""
+    options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
+    rows = [Sequence(b"", 1, prompt, options, 11, STEPS) for prompt in PROMPTS]
+    for seq in rows:
+        engine.admit(seq)
+        while engine.prefill(seq, 512):
+            pass
+    steps = []
+    for _ in range(STEPS):
+        before = set(called)
+        called.clear()
+        steps.append(engine.decode(rows))
+        assert (
+            not fused or "rms_norm" not in called
+        )  # products of few lines do it, and the sums, too
+        called |= before
+        for one in steps[-1]:
+            one.sequence.ids.append(one.token)
+    for seq in rows:
+        engine.release(seq)
+    twin = Sequence(b"", 1, (*PROMPTS[0], 9, 8), options, 11, 1)
+    engine.admit(twin)
+    assert twin.cached == len(PROMPTS[0])
+    while engine.prefill(twin, 512):
+        pass
+    again = engine.decode([twin])
+    engine.release(twin)
+    return [*zip(*steps, strict=True), again]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kernel_in_an_engine_changes_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logprobs are those of float32 but for rounding, as long as the tokens before them are."""
+    changes, packed, expected = MODELS[name]
+    weights = random_weights(config(**changes))
+    if packed:
+        weights = quantised(weights)
+        changes = {**changes, "quantization": {"group_size": 64, "bits": 4}}
+    folder = load_room.inspect(write_checkpoint(tmp_path, weights=halved(weights), **changes))
+    plain = drawn(
+        ModelEngine(load_room.load(folder), layout="rows", lookahead=False), set(), fused=False
+    )
+    monkeypatch.setattr(load_room, "_dtype", lambda folder: mx.bfloat16)
+    loaded = load_room.load(folder)
+    machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
+    with machine as called:
+        monkeypatch.setattr(layouts, "_in_place", lambda shape, on_gpu: True)
+        engine = ModelEngine(loaded, layout="pool", lookahead=False, blocks=30)
+        assert engine.layout == "pool, own kernels"
+        ours = drawn(engine, called, fused="latent_attention" not in expected)
+    assert called == (set() if ON_GPU else expected)  # a GPU does not tell
+    errors = []
+    for row, other in zip(ours, plain, strict=True):
+        for mine, theirs in zip(row, other, strict=True):
+            assert mine.logprob is not None and theirs.logprob is not None
+            near, exact = dict(mine.logprob.top), dict(theirs.logprob.top)
+            errors += [abs(near[token] - exact[token]) for token in near.keys() & exact.keys()]
+            if mine.token != theirs.token:
+                break
+    assert len(errors) > 20 and np.median(errors) < USUAL and max(errors) < WORST

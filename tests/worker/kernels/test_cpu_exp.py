@@ -1,0 +1,97 @@
+"""exp by sums and products, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from mlxpool.worker.attention import softmax  # noqa: E402
+from mlxpool.worker.kernels import cpu_exp  # noqa: E402
+from mlxpool.worker.kernels.cpu_exp import LEAST, LOWEST  # noqa: E402
+
+on_cpu = pytest.mark.skipif(
+    mx.default_device().type == mx.DeviceType.gpu, reason="a GPU has an exp of its own"
+)
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a compiler; without one the same numbers come more slowly."""
+    monkeypatch.setattr(cpu_exp, "vectorised", lambda: True)
+
+
+@pytest.fixture
+def compiled() -> Iterator[None]:
+    cpu_exp.vectorised.cache_clear()
+    yield
+    mx.enable_compile()
+    cpu_exp.vectorised.cache_clear()
+
+
+@on_cpu
+@pytest.mark.usefixtures("fast")
+def test_exp_is_exact_enough_wherever_it_counts() -> None:
+    x = np.concatenate([np.linspace(-150, 0, 100_001), np.linspace(-1e-3, 0, 1001)])
+    x = x.astype(np.float32)
+    got = np.array(cpu_exp.exp_below(mx.array(x)), dtype=np.float64)
+    exact = np.exp(x.astype(np.float64))
+    relative = np.abs(got / exact - 1)
+    assert relative[x >= -10].max() < 5e-6
+    assert relative[x >= LOWEST].max() < 2e-4
+    assert (got[x < LOWEST] > 0).all() and (got[x < LOWEST] < 1e-30).all()  # MLX's own gives 0
+    assert got[x == 0].tolist() == [1.0] * int((x == 0).sum())
+
+
+@on_cpu
+@pytest.mark.usefixtures("fast")
+def test_what_is_no_number_stays_none() -> None:
+    """A poisoned score must be seen, not weighed."""
+    x = mx.concatenate([mx.full((LEAST,), -1.0), mx.array([mx.nan, -mx.inf])])
+    got = np.array(cpu_exp.exp_below(x))
+    assert np.isnan(got[LEAST]) and 0 <= got[LEAST + 1] < 1e-30
+
+
+@on_cpu
+@pytest.mark.usefixtures("fast")
+def test_swiglu_beside_float64() -> None:
+    gate = np.random.default_rng(1).normal(0, 8, (8, LEAST)).astype(np.float32)
+    gate[0, :4] = 0, 120, -120, -0.0
+    up = np.random.default_rng(2).normal(0, 2, gate.shape).astype(np.float32)
+    got = np.array(cpu_exp.swiglu(mx.array(gate), mx.array(up)), dtype=np.float64)
+    wide = gate.astype(np.float64)
+    exact = wide / (1 + np.exp(-wide)) * up
+    assert np.abs(got - exact).max() < 1e-5 * np.abs(exact).max()
+    assert np.abs(got[0, 2]) < 1e-27
+
+
+@on_cpu
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("beside", [0, 3])
+def test_averages_are_those_of_the_softmax(beside: int) -> None:
+    """`beside` scores take their part of it and give nothing."""
+    draw = np.random.default_rng(beside)
+    scores = draw.normal(0, 5, (2, 3, 40, 50 + beside)).astype(np.float32)
+    scores[:, :, :, 10] = -np.inf
+    values = draw.normal(size=(2, 3, 50, 8)).astype(np.float32)
+    shares = np.exp(scores.astype(np.float64) - scores.max(-1, keepdims=True))
+    exact = (shares / shares.sum(-1, keepdims=True))[..., :50] @ values
+    got = np.array(softmax.averaged(mx.array(scores), mx.array(values)))
+    assert np.abs(got - exact).max() < 1e-5
+
+
+@on_cpu
+def test_without_a_compiler_exp_is_that_of_mlx(compiled: None) -> None:
+    mx.disable_compile()
+    assert not cpu_exp.vectorised()
+    x = mx.full((LEAST,), -2.5)
+    assert mx.array_equal(cpu_exp.exp_below(x), mx.exp(x)).item()
+
+
+def test_few_numbers_and_other_types_are_left_to_mlx(fast: None) -> None:
+    assert cpu_exp.serves(mx.zeros((LEAST,)))
+    assert not cpu_exp.serves(mx.zeros((LEAST - 1,)))
+    assert not cpu_exp.serves(mx.zeros((LEAST,), dtype=mx.bfloat16))

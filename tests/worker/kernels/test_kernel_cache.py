@@ -1,0 +1,306 @@
+"""Compiled kernels lie where MLX looks for them, under its names."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.kernels import kernel_builder, kernel_cache, nvrtc, rms_norm  # noqa: E402
+from mlxpool.worker.kernels.kernel_cache import Text  # noqa: E402
+from support import simt  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+TEXT = Text(
+    "mlxpool_add", ("x", "slots", "one"), ("out", "count"), "// head\n", "// slots_shape\n{}"
+)
+KINDS = ((mx.bfloat16, True), (mx.int32, True), (mx.float32, False))
+OUTPUTS = (mx.float16, mx.uint32)
+CODE = """
+#include "mlx/backend/cuda/device/utils.cuh"
+
+#include <cooperative_groups.h>
+
+// head
+namespace mlx::core::cu {
+
+namespace cg = cooperative_groups;
+
+__global__ void custom_kernel_mlxpool_add(
+    const __nv_bfloat16* x,
+    const int32_t* slots,
+    const __grid_constant__ Shape slots_shape,
+    const float* one,
+    __half* out,
+    uint32_t* count) {
+// slots_shape
+{}
+}
+
+} // namespace mlx::core::cu
+"""
+HASH = """#include <functional>
+#include <string>
+extern "C" unsigned long hash(const char* text, unsigned long size) {
+  return std::hash<std::string>{}(std::string(text, size));
+}
+"""
+
+
+class Compiled:
+    """In the place of NVIDIA's compiler: it knows what it was asked for."""
+
+    version, architecture = "13.0", "sm_90a"
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.asked: list[str] = []
+        self.error = error
+
+    def machine_code(self, kernel: str, code: str) -> tuple[bytes, str, str]:
+        self.asked.append(code)
+        if self.error is not None:
+            raise self.error
+        return b"machine code", kernel, "_Zmangled"
+
+
+@pytest.fixture
+def lay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Compiled], None]]:
+    """Lays TEXT's machine code, of the compiler that it is given, into the folder `cache`."""
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "cache"))
+    kernel_cache.edition.cache_clear()
+
+    def done(compiler: Compiled) -> None:
+        monkeypatch.setattr(kernel_cache, "_compiler", lambda: compiler)
+        kernel_cache._lay.cache_clear()
+        made = kernel_cache.stored(TEXT, lambda **given: given)
+        x, slots, one = mx.zeros((2,), mx.bfloat16), mx.zeros((3,), mx.int32), mx.array(1.0)
+        for _ in range(2):
+            given = made(inputs=[x, slots, one], output_dtypes=[*OUTPUTS], grid=(1, 1, 1))
+            assert set(given) == {"inputs", "output_dtypes", "grid"}
+
+    yield done
+    kernel_cache._lay.cache_clear()
+    kernel_cache.edition.cache_clear()
+
+
+def test_the_text_is_mlxs_to_a_letter() -> None:
+    assert kernel_cache.code_of(TEXT, KINDS, OUTPUTS) == CODE
+
+
+def test_the_hash_is_that_of_gnus_library(tmp_path: Path) -> None:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("a C++ compiler is not installed, whose std::hash this is compared with")
+    (tmp_path / "hash.cpp").write_text(HASH)
+    library = tmp_path / "hash.so"
+    command = [compiler, "-shared", "-fPIC", "-o", str(library), str(tmp_path / "hash.cpp")]
+    subprocess.run(command, check=True)
+    theirs = ctypes.CDLL(str(library)).hash
+    theirs.restype, theirs.argtypes = ctypes.c_ulong, [ctypes.c_char_p, ctypes.c_ulong]
+    for size in (*range(40), 4095, 4096, 4099):
+        text = bytes((size + 31 * at) % 256 for at in range(size))
+        assert kernel_cache.string_hash(text) == theirs(text, size)
+
+
+def test_machine_code_is_laid_once(lay: Callable[[Compiled], None], tmp_path: Path) -> None:
+    compiler = Compiled()
+    lay(compiler)
+    lay(compiler)  # another process
+    assert compiler.asked == [CODE]
+    name = f"custom_kernel_mlxpool_add_{kernel_cache.string_hash(CODE.encode()):x}"
+    files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    kernels = b"mlx::core::cu::custom_kernel_mlxpool_add\t_Zmangled\n"
+    mark = hashlib.sha256(b"machine code").hexdigest()
+    listed = kernels + f"# {mark}\n".encode()  # MLX heeds lines with a tab alone
+    assert files == {f"{name}.ptx": b"machine code", f"{name}.txt": listed}
+
+
+@pytest.mark.parametrize("damage", ["txt gone", "ptx gone", "ptx empty", "txt of another"])
+def test_what_is_damaged_is_laid_again(
+    lay: Callable[[Compiled], None], tmp_path: Path, damage: str
+) -> None:
+    lay(Compiled())
+    kind, how = damage.split(" ", 1)
+    (path,) = (tmp_path / "cache").glob(f"*.{kind}")
+    whole = path.read_bytes()
+    path.unlink() if how == "gone" else path.write_bytes(b"" if how == "empty" else b"# 0\n")
+    compiler = Compiled()
+    lay(compiler)
+    assert compiler.asked == [CODE] and path.read_bytes() == whole
+
+
+def test_an_upgrade_in_place_lays_nothing_under_the_old_name(
+    lay: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel_cache.edition()
+    monkeypatch.setattr(kernel_cache, "_texts", lambda: "those of tomorrow")
+    compiler = Compiled()
+    lay(compiler)
+    assert compiler.asked == [CODE] and list((tmp_path / "cache").iterdir()) == []
+
+
+def test_where_nothing_can_be_written_nothing_is_compiled(
+    lay: Callable[[Compiled], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    compiler = Compiled()
+    lay(compiler)
+    assert compiler.asked == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "where"),
+    [
+        ({"MLX_PTX_CACHE_DIR": "/a", "TMPDIR": "/b"}, "/a"),
+        ({"TMP": "/c", "TEMP": "/d"}, "/c/mlx/VERSION/ptx"),
+        ({}, "/tmp/mlx/VERSION/ptx"),
+    ],
+)
+def test_the_folder_is_mlxs(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], where: str
+) -> None:
+    for name in ("MLX_PTX_CACHE_DIR", "TMPDIR", "TMP", "TEMP", "TEMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert kernel_cache.folder() == Path(where.replace("VERSION", version("mlx")))
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "")
+    with pytest.raises(OSError, match="MLX_PTX_CACHE_DIR is empty"):
+        kernel_cache.folder()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no such type"), AttributeError("nvrtcGetCUBIN"), OSError("gone")]
+)
+def test_where_nothing_can_be_compiled_mlx_compiles(
+    lay: Callable[[Compiled], None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        lay(Compiled(error))
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert f"MLX compiles our kernel mlxpool_add by itself: {error}" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_file_is_whole_or_not_there(
+    lay: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    lay(Compiled())
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_costs_nothing(
+    lay: Callable[[Compiled], None], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    lay(Compiled())
+
+
+def test_other_texts_have_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kernel_cache.edition()
+    for path in kernel_cache.ROOM.glob("*.cu*"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(kernel_cache, "ROOM", tmp_path)
+    kernel_cache.edition.cache_clear()
+    assert kernel_cache.edition() == before
+    (tmp_path / "rms_norm.cu").write_text((tmp_path / "rms_norm.cu").read_text() + "// changed\n")
+    kernel_cache.edition.cache_clear()
+    assert kernel_cache.edition() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(kernel_cache, "version", lambda _: "0.33.0")
+    kernel_cache.edition.cache_clear()
+    assert kernel_cache.edition() != before
+    kernel_cache.edition.cache_clear()
+
+
+def test_nvidias_compiler_takes_a_kernel_and_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if simt.nvidia() is None:
+        pytest.skip("nvidia-cuda-nvrtc is not installed, which compiles kernels on Linux")
+    texts: list[Text] = []
+
+    def kept(text: Text, made: Any) -> Any:
+        texts.append(text)
+        return made
+
+    monkeypatch.setattr(kernel_builder, "stored", kept)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: None)
+    rms_norm._kernel.__wrapped__(2048, 256, 1e-5, mx.bfloat16)
+    kinds = tuple((mx.bfloat16, True) for _ in range(3))
+    assert simt.compiled(texts[0], kinds, (mx.bfloat16, mx.bfloat16)) > 1000
+    wrong = Text("mlxpool_wrong", ("x",), ("out",), "", "out[0] = nothing;")
+    with pytest.raises(RuntimeError, match=r'NVRTC_ERROR_COMPILATION.*"nothing" is undefined'):
+        simt.compiled(wrong, kinds[:1], (mx.float32,))
+
+
+def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    if ON_GPU:
+        assert kernel_cache._compiler() is not None
+    else:
+        monkeypatch.setattr(mx.cuda, "is_available", lambda: True)  # as in a simulation
+        assert kernel_cache._compiler.__wrapped__() is None
+
+
+def test_an_unknown_mlx_compiles_by_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernel_cache, "_architecture", lambda: "sm_90a")
+    monkeypatch.setattr(kernel_cache, "version", lambda _: "1.2.0")
+    with caplog.at_level(logging.INFO):
+        assert kernel_cache._compiler.__wrapped__() is None
+    assert "compiled by MLX in each process: MLX 1.2.0 is not 0.32.*" in caplog.text
+
+    def none(_: str) -> str:
+        raise PackageNotFoundError("mlx")
+
+    monkeypatch.setattr(kernel_cache, "version", none)
+    assert kernel_cache._compiler.__wrapped__() is None
+
+
+def test_headers_are_found_beside_mlx_or_where_the_system_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "include").mkdir()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    (tmp_path / "include" / "cuda_fp16.h").touch()
+    assert tmp_path / "include" in nvrtc.includes()
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    with pytest.raises(OSError, match=f"headers are in none of .*{tmp_path}"):
+        nvrtc.includes()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="MLX has no CUDA GPU here")
+def test_mlx_reads_what_lies_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no machine code in the place of a kernel's is what MLX stumbles over."""
+    x = mx.ones((1, 96), mx.bfloat16)
+    laid: list[Path] = []
+    write = kernel_cache._write
+
+    def spoiled(path: Path, code: bytes, *names: str) -> None:
+        write(path, b"nonsense", *names)
+        laid.append(path)
+
+    monkeypatch.setattr(kernel_cache, "_write", spoiled)
+    with pytest.raises(RuntimeError, match="Failed to load compiled custom_kernel_mlxpool_norm"):
+        mx.eval(rms_norm.add_norm(x, x, x[0], 0.0009765625))
+    for path in laid:
+        path.unlink()
+    assert laid

@@ -1,0 +1,595 @@
+"""Our CUDA kernels: on a GPU where there is one, else some of the cases by simt.py."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention.attention import Rotation  # noqa: E402
+from mlxpool.worker.engine.block_manager import BLOCK  # noqa: E402
+from mlxpool.worker.kernels import (  # noqa: E402
+    block_write,
+    dequantise,
+    float32_attention,
+    kernel_builder,
+    kernel_cache,
+    latent_attention,
+    matmul_4bit,
+    matmul_small,
+    matmul_tiled,
+    paged_attention,
+    rms_norm,
+    sampling,
+)
+from mlxpool.worker.kernels.matmul_small import Around  # noqa: E402
+from mlxpool.worker.layers.interface import Rope, Scores  # noqa: E402
+from mlxpool.worker.sampling import sampler  # noqa: E402
+from mlxpool.worker.sampling.batch import Company  # noqa: E402
+from support import simt  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+LENGTHS = (1, 2, 15, 16, 17, 31, 255, 256, 257, 511, 512, 513, 1500)
+WIDTH = 6  # blocks of a row's table
+HALVES = ("float16", "bfloat16")
+
+
+@pytest.fixture
+def machine() -> Iterator[None]:
+    """Runs CUDA kernels."""
+    if ON_GPU:
+        yield
+        return
+    with simt.simulated():
+        yield
+
+
+runs = pytest.mark.usefixtures("machine")
+
+
+def cases(few: Iterable[Any], more: Iterable[Any]) -> list[Any]:
+    """`few` everywhere, and more on a GPU: the simulator is slow."""
+    few = list(few)
+    return [*few, *(one for one in more if ON_GPU and one not in few)]
+
+
+def test_constants_are_declared_in_c() -> None:
+    found = kernel_builder.declared({"A": 3, "B": True, "C": 0.125, "N": mx.bfloat16})
+    assert found == (
+        "constexpr int A = 3;\nconstexpr bool B = true;\nconstexpr float C = 0.125f;\n"
+        "using N = __nv_bfloat16;\n"
+    )
+
+
+def test_a_kernel_is_named_by_its_file() -> None:
+    names, file = kernel_builder.body("rms_norm", ["x", "y"]).splitlines()
+    assert (names.strip(), Path(file.split('"')[1]).name) == ("//", "rms_norm.cu")
+    assert kernel_builder.body("paged_attention", ["q", "table"]).startswith(
+        "// q_strides table_shape\n"
+    )
+    for every in kernel_cache.ROOM.glob("*.cu*"):
+        text = every.read_text()
+        assert text.count("{") == text.count("}") > 0
+
+
+def test_how_rows_are_parted() -> None:
+    assert paged_attention.parts_of(1, 64) == 1
+    assert paged_attention.parts_of(8, 2000) == 8
+    assert paged_attention.parts_of(512, 100_000) == 1
+    assert paged_attention.parts_of(8, 10**6) == 64
+    assert [
+        paged_attention.warps_of(8, 512),
+        paged_attention.warps_of(512, 512),
+        paged_attention.warps_of(8, 4096),
+    ] == [
+        8,
+        4,
+        2,
+    ]
+
+
+def test_how_a_weight_is_cut() -> None:
+    warps = [kernel_builder.warps_of(columns // 32, 16) for columns in (32, 96, 256, 2048, 14336)]
+    assert warps == [1, 1, 2, 16, 16]
+    assert [kernel_builder.warps_of(columns // 128, 8) for columns in (128, 2048, 14336)] == [
+        1,
+        4,
+        8,
+    ]
+    tiles_of = [matmul_4bit.tiles_of(rows, 1, gated=False) for rows in (64, 2048, 4096, 28672)]
+    assert tiles_of == [1, 1, 2, 4]
+    assert matmul_4bit.tiles_of(2048, 1, gated=True) == 2
+    assert matmul_4bit.tiles_of(28672, 4, gated=True) == 2
+    splits = [matmul_tiled.splits_of(*size) for size in ((2048, 8192), (3072, 2048), (16384, 2048))]
+    assert splits == [8, 5, 1]
+    assert matmul_tiled.splits_of(128, 128) == 2
+
+
+def test_what_the_kernels_serve() -> None:
+    assert paged_attention.serves(32, 8, 128, 128, mx.bfloat16)
+    assert not paged_attention.serves(32, 8, 128, 128, mx.float32)
+    assert not paged_attention.serves(34, 2, 128, 128, mx.bfloat16)
+    assert not paged_attention.serves(32, 8, 72, 72, mx.bfloat16)
+    assert float32_attention.serves(32, 8, 128, 128, mx.float32)
+    assert rms_norm.serves(64, mx.bfloat16) == sampling.serves(1000, mx.float32) == ON_GPU
+    assert not rms_norm.serves(100, mx.bfloat16)
+    assert matmul_small.serves(8, 2048, 4096, mx.bfloat16) == ON_GPU
+    assert not matmul_small.serves(matmul_tiled.MOST_LINES + 1, 2048, 4096, mx.bfloat16)
+    assert not matmul_tiled.serves(64, 4096, 28672, mx.bfloat16)
+    assert matmul_4bit.serves(8, 4096, 2048, 64, mx.bfloat16) == ON_GPU
+    assert not matmul_4bit.serves(8, 4096, 2048, 128, mx.bfloat16)
+    assert dequantise.serves(4, 64, mx.bfloat16) == ON_GPU
+    assert not dequantise.serves(4, 64, mx.float32)
+    assert not matmul_small.serves(8, 2050, 4096, mx.bfloat16)
+
+
+def test_a_kernel_that_fails_is_told_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> bool:
+        raise RuntimeError("no such instruction")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.cuda, "is_available", lambda: True)
+        assert not kernel_builder.works("this", fails)
+        assert not kernel_builder.works("that", lambda: False)
+        assert kernel_builder.works("all", lambda: True)
+    assert [record.message for record in caplog.records] == [
+        "our CUDA kernel for this does not work here, the slow way is taken: no such instruction",
+        "our CUDA kernel for that gives something else here, the slow way is taken",
+    ]
+
+
+class Rows:
+    """Rows of these tokens in a pool whose spare memory is poisoned."""
+
+    def __init__(self, pairs: int, size: int, dtype: Any, lengths: Sequence[int] = LENGTHS) -> None:
+        count = len(lengths)
+        blocks = count * WIDTH
+        shape = (blocks, pairs, BLOCK, size)
+        self.pools = [mx.full(shape, float("nan"), dtype=dtype) for _ in "kv"]
+        self.table = mx.random.permutation(blocks).reshape(count, WIDTH).astype(mx.int32)
+        self.fresh = [mx.random.normal((count, pairs, size)).astype(dtype) for _ in "kv"]
+        self.positions = mx.array(lengths, dtype=mx.int32) - 1
+        mx.eval(self.pools, self.table, self.fresh)
+        self.old: list[list[Any]] = []
+        for row, length in enumerate(lengths):
+            old = [mx.random.normal((length - 1, pairs, size)).astype(dtype) for _ in "kv"]
+            if length > 1:
+                places = mx.arange(length - 1)
+                slots = self.table[row][places // BLOCK] * BLOCK + places % BLOCK
+                for pool, one in zip(self.pools, old, strict=True):
+                    mx.eval(block_write.write(pool, one, slots.astype(mx.int32)))
+            self.old.append(old)
+
+    def places(self, longest: int) -> paged_attention.Places:
+        arrived = mx.zeros((paged_attention.FILL,), dtype=mx.int32)
+        return paged_attention.Places(self.positions, self.table, arrived, longest)
+
+    def written(self, row: int) -> list[Any]:
+        """The new key and value as the pool has them."""
+        at = LENGTHS[row] - 1
+        block = self.table[row, at // BLOCK]
+        return [_numbers(pool[block, :, at % BLOCK]) for pool in self.pools]
+
+
+def _numbers(array: Any) -> Any:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def _turned(x: Any, position: int, rope: Rope | None) -> Any:
+    """x [heads, size] in float64, rotated by mx.fast.rope's rules."""
+    if rope is None:
+        return x
+    half = rope.dims // 2
+    if rope.freqs is None:
+        turns = rope.base ** (-np.arange(half) / half)
+    else:
+        turns = 1 / np.array(rope.freqs)
+    angle = position * turns * rope.scale
+    cos, sin = np.cos(angle) * rope.gain, np.sin(angle) * rope.gain
+    out = x.copy()
+    if rope.traditional:
+        first, second = slice(0, rope.dims, 2), slice(1, rope.dims, 2)
+    else:
+        first, second = slice(0, half), slice(half, rope.dims)
+    out[:, first] = x[:, first] * cos - x[:, second] * sin
+    out[:, second] = x[:, second] * cos + x[:, first] * sin
+    return out
+
+
+def _expected(q: Any, keys: Any, values: Any, scores: Scores, window: int) -> Any:
+    """q [H, D], keys and values [L, KV, D] -> [H, D] in float64."""
+    start = max(0, keys.shape[0] - window) if window else 0
+    keys, values = keys[start:], values[start:]
+    group = q.shape[0] // keys.shape[1]
+    out = np.zeros((q.shape[0], values.shape[2]))
+    for head in range(q.shape[0]):
+        found = keys[:, head // group] @ q[head] * scores.scale
+        sink = -np.inf if scores.sinks is None else float(_numbers(scores.sinks)[head])
+        top = max(found.max(), sink)
+        weights = np.exp(found - top)
+        out[head] = weights @ values[:, head // group] / (weights.sum() + np.exp(sink - top))
+    return out
+
+
+ROPES: dict[str, Callable[[int], Rope | None]] = {
+    "none": lambda size: None,
+    "whole": lambda size: Rope(size, 10_000.0),
+    "half, by frequencies": lambda size: Rope(
+        size // 2, 1.0, freqs=tuple(1.5**i for i in range(size // 4)), gain=1.25
+    ),
+    "traditional": lambda size: Rope(size, 500_000.0, scale=0.5, traditional=True),
+}
+CASES = [
+    *((size, 4, "bfloat16", "whole") for size in (16, 48, 64, 80, 96, 112, 128, 160, 192, 256)),
+    *((128, group, "bfloat16", "none") for group in (1, 2, 7, 8, 9, 16)),
+    *((64, 4, "float16", rope) for rope in ROPES),
+    (256, 16, "float16", "traditional"),
+]
+SEEN = ((0, False), (100, True))
+FEW = [
+    (48, 4, "bfloat16", "whole", 0, False),
+    (64, 4, "float16", "half, by frequencies", 100, True),
+    (128, 9, "bfloat16", "none", 0, False),
+]
+
+
+@runs
+@pytest.mark.parametrize(
+    ("size", "group", "dtype", "rope", "window", "sinks"),
+    cases(FEW, [(*case, *seen) for case in CASES for seen in SEEN]),
+)
+def test_the_kernel_is_attention(
+    size: int, group: int, dtype: str, rope: str, window: int, sinks: bool
+) -> None:
+    """Against float64, for lengths at and around every border, with poisoned spare memory."""
+    kind, pairs, turn = getattr(mx, dtype), 2, ROPES[rope](size)
+    mx.random.seed(size + group)
+    rows = Rows(pairs, size, kind)
+    every = mx.random.normal((len(LENGTHS), pairs * (group + 2), size)).astype(kind)
+    mx.eval(every)
+    rows.fresh = [every[:, pairs * group : -pairs], every[:, -pairs:]]  # views, as a model has them
+    scores = Scores(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
+    for longest in (paged_attention.LEAST, 1500):
+        places = rows.places(longest)
+        out = paged_attention.attend(
+            every[:, : pairs * group],
+            rows.fresh[0],
+            rows.fresh[1],
+            (rows.pools[0], rows.pools[1]),
+            places,
+            scores,
+            Rotation(rows.positions).turns(turn) if turn else None,
+            window,
+        )
+        mx.eval(out)
+        assert not mx.any(places.arrived).item()  # as it was, for the next layer
+        for row, length in enumerate(LENGTHS):
+            key = _turned(_numbers(rows.fresh[0][row]), length - 1, turn)
+            value = _numbers(rows.fresh[1][row])
+            written = rows.written(row)
+            assert np.abs(written[0] - key).max() < 0.03
+            assert np.array_equal(written[1], value)
+            keys = np.concatenate([_numbers(rows.old[row][0]), written[0][None]])
+            values = np.concatenate([_numbers(rows.old[row][1]), value[None]])
+            q = _turned(_numbers(every[row, : pairs * group]), length - 1, turn)
+            worst = np.abs(_numbers(out[row]) - _expected(q, keys, values, scores, window)).max()
+            assert worst < 0.03, (length, longest)
+
+
+CHUNKS = [
+    (64, 4, 16, "bfloat16", 0, False),
+    (64, 3, 16, "float16", 100, True),
+    (128, 8, 30, "bfloat16", 0, True),
+    (128, 1, 48, "bfloat16", 300, False),
+    (256, 2, 48, "float16", 0, False),
+    (80, 7, 128, "bfloat16", 0, False),
+]
+
+
+@runs
+@pytest.mark.parametrize(
+    ("size", "group", "count", "dtype", "window", "sinks"), cases(CHUNKS[:3], CHUNKS)
+)
+def test_tokens_of_a_row_read_it_together(
+    size: int, group: int, count: int, dtype: str, window: int, sinks: bool
+) -> None:
+    """Behind many tokens and few, the last lines nobody's."""
+    kind, pairs, turn = getattr(mx, dtype), 2, Rope(size, 10_000.0)
+    tokens = paged_attention.tokens_of(group, count)
+    assert tokens == math.gcd({4: 4, 3: 4, 8: 2, 1: 16, 2: 8, 7: 2}[group], count)
+    scores = Scores(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
+    mx.random.seed(size + group)
+    for before, nobody in ((0, 0), (1240, 5)):
+        real = count - nobody
+        rows = Rows(pairs, size, kind, lengths=(before + real,))
+        q = mx.random.normal((count, pairs * group, size)).astype(kind)
+        slots = mx.concatenate([mx.arange(before, before + real), mx.full((nobody,), 7)])
+        table = mx.concatenate(
+            [mx.repeat(rows.table, real, axis=0), mx.zeros((nobody, WIDTH), dtype=mx.int32)]
+        )
+        positions = mx.concatenate([slots[:real], mx.zeros((nobody,))]).astype(mx.int32)
+        for pool, old in zip(rows.pools, rows.fresh, strict=True):
+            at = before + real - 1  # the last of the row's tokens is there, too
+            slot = rows.table[0, at // BLOCK] * BLOCK + at % BLOCK
+            mx.eval(block_write.write(pool, old, slot[None].astype(mx.int32)))
+        keys, values = (
+            np.concatenate([_numbers(old), _numbers(new[0])[None]])
+            for old, new in zip(rows.old[0], rows.fresh, strict=True)
+        )
+        places = paged_attention.Places(
+            positions, table, mx.zeros((paged_attention.FILL,), dtype=mx.int32), 1300
+        )
+        out = paged_attention.attend(
+            q, q[:, :pairs], q[:, :pairs], (rows.pools[0], rows.pools[1]), places, scores,
+            Rotation(positions).turns(turn), window, tokens,
+        )  # fmt: skip
+        for line in range(real):
+            asked = _turned(_numbers(q[line]), before + line, turn)
+            seen = before + line + 1
+            expected = _expected(asked, keys[:seen], values[:seen], scores, window)
+            assert np.abs(_numbers(out[line]) - expected).max() < 0.03, (before, line)
+
+
+@runs
+@pytest.mark.parametrize(
+    ("size", "group", "parts", "window"),
+    cases(
+        [(64, 4, 8, 0), (64, 2, 1, 100)],
+        itertools.product(float32_attention.SIZES, (1, 4, 7), (1, 8), (0, 100)),
+    ),
+)
+def test_the_kernel_without_tensor_cores_is_attention(
+    size: int, group: int, parts: int, window: int
+) -> None:
+    mx.random.seed(size + group)
+    rows = Rows(2, size, mx.float32)
+    q = mx.random.normal((len(LENGTHS), 2 * group, size))
+    out = float32_attention.attend(
+        q,
+        (rows.fresh[0], rows.fresh[1]),
+        (rows.pools[0], rows.pools[1]),
+        rows.table,
+        rows.positions,
+        size**-0.5,
+        parts,
+        window,
+    )
+    for row in range(len(LENGTHS)):
+        keys, values = (
+            np.concatenate([_numbers(old), _numbers(new[row])[None]])
+            for old, new in zip(rows.old[row], rows.fresh, strict=True)
+        )
+        expected = _expected(_numbers(q[row]), keys, values, Scores(size**-0.5), window)
+        assert np.abs(_numbers(out[row]) - expected).max() < 2e-4
+
+
+LINES = [
+    (192, 128, 3, "float16"),
+    (576, 512, 20, "bfloat16"),
+    (320, 256, 40, "bfloat16"),
+    (576, 512, 16, "bfloat16"),
+    (576, 512, 128, "float16"),
+    (128, 128, 33, "bfloat16"),
+]
+
+
+@runs
+@pytest.mark.parametrize(("size", "rank", "heads", "dtype"), cases(LINES[:2], LINES))
+def test_the_kernel_reads_lines_of_all_heads(size: int, rank: int, heads: int, dtype: str) -> None:
+    """Against float64, as above; the value is the first numbers of the key."""
+    kind = getattr(mx, dtype)
+    mx.random.seed(size + heads)
+    rows = Rows(1, size, kind)
+    q = mx.random.normal((len(LENGTHS), heads, size)).astype(kind)
+    scores = Scores(size**-0.5)
+    assert latent_attention.serves(size, rank, kind)
+    for longest in (paged_attention.LEAST, 1500):
+        places = rows.places(longest)
+        found = latent_attention.attend(
+            q, rows.fresh[0][:, 0], rows.pools[0], places, scores.scale, rank
+        )
+        mx.eval(found)
+        assert not mx.any(places.arrived).item()
+        for row in range(len(LENGTHS)):
+            assert np.array_equal(rows.written(row)[0], _numbers(rows.fresh[0][row]))
+            lines = np.concatenate([_numbers(rows.old[row][0]), _numbers(rows.fresh[0][row])[None]])
+            expected = _expected(_numbers(q[row]), lines, lines[..., :rank], scores, 0)
+            worst = np.abs(_numbers(found[row]) - expected).max()
+            assert worst < 0.03, (LENGTHS[row], longest)
+
+
+@runs
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("size", cases([2880], [8, 256, 2048, 4096, 8192]))
+def test_the_kernel_adds_and_norms(size: int, dtype: str) -> None:
+    kind = getattr(mx, dtype)
+    x, y = (mx.random.normal((5, size)).astype(kind) for _ in range(2))
+    weight = mx.random.normal((size,)).astype(kind)
+    added, normed = rms_norm.add_norm(x, y, weight, 1e-5)
+    assert mx.array_equal(added, x + y).item()
+    sums = _numbers(added)
+    expected = sums / np.sqrt((sums**2).mean(-1, keepdims=True) + 1e-5) * _numbers(weight)
+    assert np.abs(_numbers(normed) - expected).max() < 0.02 * np.abs(expected).max()
+
+
+SIZES = [(32, 32), (64, 128), (96, 64), (2048, 1024), (4096, 256), (14336, 512)]
+
+
+@runs
+@pytest.mark.parametrize(
+    ("columns", "rows", "dtype"),
+    cases(
+        [(96, 64, "float16"), (640, 128, "bfloat16")],
+        [(*size, dtype) for size in SIZES for dtype in ("float16", "bfloat16")],
+    ),
+)
+def test_the_kernels_multiply_lines(columns: int, rows: int, dtype: str) -> None:
+    """By sixteen and less, and by more in parts of the columns."""
+    kind = getattr(mx, dtype)
+    weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
+    for lines in (1, 2, 7, 8, 9, 16, 17, 24, 25, 33, 64, 100, 128) if ON_GPU else (2, 9, 17, 100):
+        if not matmul_small.serves(lines, columns, rows, kind):
+            assert lines > matmul_small.FEW and (columns % 64 or rows % 128)
+            continue
+        x = mx.random.normal((lines, columns)).astype(kind)
+        expected = _numbers(x) @ _numbers(weight).T
+        for _ in range(2):  # counters of parts are as they were
+            assert np.abs(_numbers(matmul_small.product(x, weight)) - expected).max() < 0.03
+        assert np.allclose(_numbers(matmul_small.gated(x, weight)), _gated(expected), 0.02, 0.03)
+
+
+@runs
+@pytest.mark.parametrize(("columns", "rows"), cases([(96, 64), (640, 128)], SIZES))
+def test_products_of_few_lines_norm_them_and_add(columns: int, rows: int) -> None:
+    """Lines of lengths that differ much, too small for the norm's epsilon in one."""
+    weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
+    gain = (1 + 0.5 * mx.random.normal((columns,))).astype(mx.bfloat16)
+    for lines in (1, 2, 7, 8) if ON_GPU else (3, 8):
+        lengths = mx.array([0.003, 1, 300] * 6)[:lines, None]
+        x = (mx.random.normal((lines, columns)) * lengths).astype(mx.bfloat16)
+        beside = mx.random.normal((lines, rows)).astype(mx.bfloat16)
+        assert matmul_small.fuses(x, weight) and matmul_small.norms(x, gain)
+        expected = _normed(x, gain, 1e-5) @ _numbers(weight).T
+        found = matmul_small.product(x, weight, Around(gain=gain, eps=1e-5))
+        assert np.abs(_numbers(found) - expected).max() < 0.05
+        found = matmul_small.product(x, weight, Around(gain=gain, eps=1e-5, beside=beside))
+        assert np.abs(_numbers(found) - expected - _numbers(beside)).max() < 0.06
+        found = matmul_small.product(x, weight, Around(gated=True, gain=gain, eps=1e-5))
+        assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
+        plain = _numbers(x) @ _numbers(weight).T
+        found = matmul_small.product(x, weight, Around(beside=beside))
+        assert np.allclose(_numbers(found), plain + _numbers(beside), 0.01, 0.05)
+    assert not matmul_small.fuses(x.astype(mx.float16), weight)
+    assert not matmul_small.fuses(mx.concatenate([x, x]), weight)
+
+
+def _normed(x: Any, gain: Any, eps: float) -> Any:
+    numbers = _numbers(x)
+    return numbers / np.sqrt((numbers**2).mean(-1, keepdims=True) + eps) * _numbers(gain)
+
+
+FOURS = itertools.product([(128, 64), (2048, 1024), (14336, 256)], matmul_4bit.GROUPS, HALVES)
+
+
+@runs
+@pytest.mark.parametrize(
+    ("columns", "rows", "group", "dtype"),
+    cases(
+        [(128, 64, 32, "float16"), (1024, 64, 64, "bfloat16")],
+        [(*size, group, dtype) for size, group, dtype in FOURS],
+    ),
+)
+def test_the_kernel_multiplies_with_four_bits(
+    columns: int, rows: int, group: int, dtype: str
+) -> None:
+    kind = getattr(mx, dtype)
+    numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
+    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=matmul_4bit.BITS)
+    opened = _exact(weight, scales, biases, group, matmul_4bit.BITS)
+    for lines in (1, 2, 8, 9, 16, 17, 24, 32) if ON_GPU else (2, 9):
+        assert matmul_4bit.serves(lines, rows, columns, group, kind)
+        x = mx.random.normal((lines, columns)).astype(kind)
+        expected = _numbers(x) @ opened.T
+        found = matmul_4bit.product(x, weight, scales, biases, group)
+        assert np.abs(_numbers(found) - expected).max() < 0.03
+        found = matmul_4bit.product(x, weight, scales, biases, group, Around(gated=True))
+        assert np.allclose(_numbers(found), _gated(expected), 0.02, 0.03)
+        if not matmul_small.few(x):
+            continue
+        gain = mx.random.normal((columns,)).astype(kind)
+        beside = mx.random.normal((lines, rows)).astype(kind)
+        around = Around(gain=gain, eps=1e-5, beside=beside)
+        found = matmul_4bit.product(x, weight, scales, biases, group, around)
+        expected = _normed(x, gain, 1e-5) @ opened.T
+        assert np.allclose(_numbers(found), expected + _numbers(beside), 0.02, 0.05)
+        around = Around(gated=True, gain=gain, eps=1e-5)
+        found = matmul_4bit.product(x, weight, scales, biases, group, around)
+        assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
+
+
+@runs
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype"),
+    cases(
+        [(3, 64, "bfloat16"), (4, 32, "float16"), (8, 128, "bfloat16")],
+        itertools.product([2, 3, 4, 5, 6, 8], [32, 64, 128], HALVES),
+    ),
+)
+def test_the_kernel_opens_weights(bits: int, group: int, dtype: str) -> None:
+    kind = getattr(mx, dtype)
+    numbers = mx.random.normal((33, 3 * group)).astype(kind)
+    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=bits)
+    expected = _exact(weight, scales, biases, group, bits)
+    assert dequantise.serves(bits, group, kind)
+    found = dequantise.unpack(weight, scales, biases, bits, group, kind)
+    assert np.allclose(_numbers(found), expected, 0.01, 0.01)
+
+
+def _exact(weight: Any, scales: Any, biases: Any, group: int, bits: int) -> Any:
+    """The numbers of a weight; in bfloat16 MLX rounds them in between."""
+    factors = (one.astype(mx.float32) for one in (scales, biases))
+    return _numbers(mx.dequantize(weight, *factors, group_size=group, bits=bits))
+
+
+def _gated(both: Any) -> Any:
+    gate, other = np.split(both, 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * other
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 0, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 0, "top_p": 1.0},
+    {"temperature": 0.6, "top_k": 5, "top_p": 1.0, "min_p": 0.1},
+    {"temperature": 0.3, "top_k": 0, "top_p": 0.5, "min_p": 0.05},
+    {"temperature": 1.0, "top_k": 2000, "top_p": 0.99},
+    {"temperature": 1.0, "top_k": 1, "top_p": 0.2},
+    {"temperature": 0.9, "top_k": 3, "logit_bias": {"7": 5.0}, "repeat_penalty": 1.3},
+)
+
+
+@runs
+@pytest.mark.parametrize(
+    ("size", "spread", "dtype"),
+    cases(
+        [(257, 0.0, "float32"), (5000, 8.0, "bfloat16")],
+        itertools.product([3, 257, 5000, 128_256], [0.0, 1.0, 8.0], ["float32", "bfloat16"]),
+    ),
+)
+def test_the_kernel_draws_what_the_slow_way_draws(size: int, spread: float, dtype: str) -> None:
+    """The same tokens, but where two are as good to within the last digits."""
+    picked = random.Random(size)
+    rows = [Options.parse(picked.choice(OPTIONS)) for _ in range(64)]
+    seeds = [picked.randrange(2**64) for _ in rows]
+    positions = [picked.randrange(1000) for _ in rows]
+    histories = [[picked.randrange(size) for _ in range(30)] for _ in rows]
+    logits = (mx.random.normal((len(rows), size)) * spread).astype(getattr(mx, dtype))
+    company = Company(rows, seeds, size)
+    fast: Any = sampler.draw(logits, company, positions, histories).tokens.tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "serves", lambda size, dtype: False)
+        slow: Any = sampler.draw(logits, company, positions, histories).tokens.tolist()
+    differing = [row for row in range(len(rows)) if fast[row] != slow[row]]
+    assert len(differing) <= 1, [(row, rows[row], fast[row], slow[row]) for row in differing]
+
+
+@runs
+def test_the_kernel_tells_of_logits_that_are_no_numbers() -> None:
+    logits = mx.zeros((4, 500))
+    logits[0, 3] = float("nan")
+    logits[1, 499] = float("inf")
+    logits[2] = -float("inf")
+    logits[3, 17] = 1.0
+    rows = [Options.parse({"temperature": temperature}) for temperature in (0.0, 1.0, 0.0, 0.0)]
+    company = Company(rows, [0] * 4, 500)
+    assert sampler.draw(logits, company, [0] * 4, [()] * 4).tokens.tolist() == [-1, -1, -1, 17]

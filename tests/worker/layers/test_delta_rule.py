@@ -1,0 +1,113 @@
+"""The rule in blocks against the rule token by token, written down in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.layers import delta_rule  # noqa: E402
+from mlxpool.worker.layers.delta_rule import BLOCK, Rule  # noqa: E402
+from mlxpool.worker.layers.interface import State  # noqa: E402
+
+HEADS, RATIO, KEY, VALUE = 2, 3, 8, 5
+Inputs = tuple[np.ndarray, ...]
+
+
+def inputs_of(count: int, *, alike: float = 0.0, batch: int = 2) -> Inputs:
+    """q, k, v, decay, rate, state; `alike`: how much all keys have in common."""
+    draw = np.random.default_rng(count)
+
+    def normal(*shape: int) -> np.ndarray:
+        return draw.standard_normal((batch, *shape)).astype(np.float32)
+
+    heads = HEADS * RATIO
+    q, k = (mx.array(normal(count, HEADS, KEY) + shift) for shift in (0.0, alike))
+    # A few tokens forget nearly all that was there, most of them next to nothing.
+    decay = np.where(np.abs(normal(count, heads)) > 1.5, -300.0, -1e-3).astype(np.float32)
+    rate = 1 / (1 + np.exp(-4 * normal(count, heads)))
+    units = (np.array(delta_rule.unit(x)) for x in (q, k))
+    return *units, normal(count, heads, VALUE), decay, rate, normal(heads, KEY, VALUE)
+
+
+def token_by_token(inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
+    q, k, v, decay, rate, state = (x.astype(np.float64) for x in inputs)
+    q, k = np.repeat(q, RATIO, axis=2), np.repeat(k, RATIO, axis=2)
+    outs = []
+    for t in range(q.shape[1]):
+        state = np.exp(decay[:, t])[..., None, None] * state
+        read = np.einsum("bhk,bhkv->bhv", k[:, t], state)
+        delta = rate[:, t, :, None] * (v[:, t] - read)
+        state = state + k[:, t, ..., None] * delta[..., None, :]
+        outs.append(np.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return np.stack(outs, axis=1), state
+
+
+def assert_near(ours: object, exact: np.ndarray) -> None:
+    assert np.abs(np.array(ours) - exact).max() < 1e-5 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("alike", [0.0, 1.0, 10.0])
+@pytest.mark.parametrize("count", [1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+def test_blocks_give_what_single_tokens_give(count: int, alike: float) -> None:
+    inputs = inputs_of(count, alike=alike)
+    for ours, exact in zip(
+        delta_rule.scan(*(mx.array(x) for x in inputs)), token_by_token(inputs), strict=True
+    ):
+        assert_near(ours, exact)
+
+
+def test_a_state_that_forgets_nothing_stays_exact() -> None:
+    """Without decay, with a rate of 1 and keys nearly alike, powers of the system overflow."""
+    q, k, v, decay, rate, state = inputs_of(400, alike=3.0)
+    inputs = (q, k, v, np.zeros_like(decay), np.ones_like(rate), state)
+    out, after = delta_rule.scan(*(mx.array(x) for x in inputs))
+    exact = token_by_token(inputs)
+    assert_near(out, exact[0])
+    assert_near(after, exact[1])
+
+
+def rule_of(width: int) -> tuple[Rule, int]:
+    channels = 2 * HEADS * KEY + HEADS * RATIO * VALUE
+    draw = np.random.default_rng(width)
+    conv, speed, bias = (
+        mx.array(draw.standard_normal(shape).astype(np.float32))
+        for shape in ((width, channels), (HEADS * RATIO,), (HEADS * RATIO,))
+    )
+    return Rule(HEADS, conv, speed, bias), channels
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_the_convolution_looks_back_over_cuts(width: int) -> None:
+    rule, channels = rule_of(width)
+    x = np.random.default_rng(0).standard_normal((1, 9, channels)).astype(np.float32)
+    padded = np.concatenate([np.zeros((1, width - 1, channels), np.float32), x], axis=1)
+    taps = np.array(rule.conv)
+    exact = sum(padded[:, tap : tap + 9] * taps[tap] for tap in range(width))
+    state = mx.zeros((1, width - 1, channels))
+    outs = []
+    for start, end in ((0, 1), (1, 3), (3, 9)):
+        out, state = delta_rule.convolved(mx.array(x[:, start:end]), rule.conv, state)
+        outs.append(np.array(out))
+    assert np.allclose(np.concatenate(outs, axis=1), exact, atol=1e-6)
+    assert np.array_equal(np.array(state), padded[:, 9:])
+
+
+@pytest.mark.parametrize("cuts", [[1] * 40, [7, 1, 32], [40]])
+def test_cuts_change_nothing(cuts: list[int]) -> None:
+    rule, channels = rule_of(4)
+    draw = np.random.default_rng(1)
+    sizes = (channels, HEADS * RATIO, HEADS * RATIO)
+    inputs = [mx.array(draw.standard_normal((1, 40, size)).astype(np.float32)) for size in sizes]
+    begin = (mx.zeros((1, 3, channels)), mx.zeros((1, HEADS * RATIO, KEY, VALUE)))
+    whole, end = rule(tuple(inputs), begin)
+    state: State = begin
+    at, outs = 0, []
+    for count in cuts:
+        out, state = rule(tuple(x[:, at : at + count] for x in inputs), state)
+        outs.append(np.array(out))
+        at += count
+    assert_near(np.concatenate(outs, axis=1), np.array(whole))
+    for ours, exact in zip(state, end, strict=True):
+        assert_near(ours, np.array(exact))

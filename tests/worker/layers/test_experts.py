@@ -1,0 +1,153 @@
+"""Experts and per-head layers against plain products, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxpool.worker.layers.quantisation import Quant
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.layers import linear  # noqa: E402
+from mlxpool.worker.layers.experts import SORTED, ExpertMLP, Experts  # noqa: E402
+from mlxpool.worker.layers.linear import Parts  # noqa: E402
+
+EXPERTS, WIDTH, INNER, CHOSEN = 6, 64, 32, 3
+LAYOUTS: dict[str, list[Quant | None]] = {
+    "plain": [None] * 3,
+    "affine": [Quant("affine", 4, 32)] * 3,
+    "mxfp4": [Quant("mxfp4", 4, 32)] * 3,
+    "mixed": [Quant("affine", 8, 32), Quant("affine", 4, 32), None],
+}
+NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def draw(*shape: int, seed: int = 0) -> Any:
+    return mx.random.normal(shape, key=mx.random.key(seed)) / shape[-1] ** 0.5
+
+
+def stored(case: str) -> tuple[dict[str, Any], dict[str, Quant], dict[str, Any]]:
+    """The arrays of an MLP's experts, their layouts, and the numbers these stand for."""
+    arrays: dict[str, Any] = {}
+    layouts, dense = {}, {}
+    for seed, (name, layout) in enumerate(zip(NAMES, LAYOUTS[case], strict=True)):
+        shape = (EXPERTS, WIDTH, INNER) if name == "down_proj" else (EXPERTS, INNER, WIDTH)
+        weight, module = draw(*shape, seed=seed), f"mlp.{name}"
+        arrays[f"{module}.bias"] = draw(*shape[:2], seed=seed + 10)
+        dense[name] = weight
+        if layout is None:
+            arrays[f"{module}.weight"] = weight
+            continue
+        layouts[module] = layout
+        settings = {"group_size": layout.group, "bits": layout.bits, "mode": layout.mode}
+        made = mx.quantize(weight, **settings)
+        arrays |= {f"{module}.{k}": a for k, a in zip(("weight", "scales", "biases"), made)}  # noqa: B905
+        dense[name] = mx.dequantize(*made, **settings, dtype=mx.float32)
+    return arrays, layouts, dense
+
+
+def choices(tokens: int) -> Any:
+    """[T, k] experts, each token's all different."""
+    return mx.argsort(mx.random.uniform(shape=(tokens, EXPERTS), key=mx.random.key(9)))[:, :CHOSEN]
+
+
+def swiglu(gate: Any, up: Any) -> Any:
+    return gate * mx.sigmoid(gate) * up
+
+
+def one_by_one(dense: dict[str, Any], biases: dict[str, Any], x: Any, chosen: Any) -> Any:
+    def line(token: int, expert: int) -> Any:
+        def apply(name: str, y: Any) -> Any:
+            return dense[name][expert] @ y + biases[f"mlp.{name}.bias"][expert]
+
+        return apply("down_proj", swiglu(apply("gate_proj", x[token]), apply("up_proj", x[token])))
+
+    lines = [[line(t, e) for e in row] for t, row in enumerate(chosen.tolist())]
+    return mx.stack([mx.stack(row) for row in lines])
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_experts_equal_single_products(
+    case: str, tokens: int, exact: bool, gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "_on_gpu", lambda: gpu)
+    assert (40 * CHOSEN >= SORTED) and (5 * CHOSEN < SORTED)
+    arrays, layouts, dense = stored(case)
+    x, chosen = draw(tokens, WIDTH, seed=3), choices(tokens)
+    expected = one_by_one(dense, arrays, x, chosen)
+    mlp = Parts(dict(arrays), layouts, mx.float32, exact=exact).expert_mlp("mlp")
+    assert isinstance(mlp, ExpertMLP)
+    apart = not exact and (case == "mixed" or (case != "plain" and not gpu))
+    assert len(mlp.gate_up) == (2 if apart else 1)
+    assert mx.allclose(mlp(x, chosen), expected, rtol=1e-4, atol=1e-5).item()
+
+
+def test_lines_of_sorted_experts_lie_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU reads them by the stride of their last axis but one, also where that has length 1."""
+    arrays, layouts, _ = stored("plain")
+    mlp = Parts(dict(arrays), layouts, mx.float32).expert_mlp("mlp")
+    product, strides = mx.gather_mm, []
+
+    def seen(x: Any, *others: Any, **named: Any) -> Any:
+        mx.eval(x)
+        steps = memoryview(x).strides or ()
+        strides.append((named["sorted_indices"], steps[-2] // x.itemsize))
+        return product(x, *others, **named)
+
+    monkeypatch.setattr(mx, "gather_mm", seen)
+    mlp(draw(40, WIDTH, seed=3), choices(40))
+    assert strides == [(True, WIDTH), (True, INNER)]
+
+
+def test_another_activation_and_single_layers() -> None:
+    arrays, layouts, _ = stored("affine")
+    x, chosen = draw(7, WIDTH, seed=3), choices(7)
+    whole = Parts(dict(arrays), layouts, mx.float32).expert_mlp("mlp", lambda gate, up: up + gate)
+    single = Parts(dict(arrays), layouts, mx.float32)
+    gate, up, down = (single.experts(f"mlp.{name}") for name in NAMES)
+    inner = up(x, chosen) + gate(x, chosen)
+    assert inner.shape == (7, CHOSEN, INNER)
+    assert mx.allclose(down(inner, chosen), whole(x, chosen), rtol=1e-4, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("case", ["plain", "mxfp4"])
+def test_exact_experts_do_not_depend_on_how_many_tokens_there_are(case: str) -> None:
+    arrays, layouts, _ = stored(case)
+    mlp = Parts(arrays, layouts, mx.float32, exact=True).expert_mlp("mlp")
+    x, chosen = draw(100, WIDTH, seed=3), choices(100)
+    whole = mlp(x, chosen)
+    for start, count in ((0, 1), (3, 8), (7, 60), (0, 99)):
+        span = slice(start, start + count)
+        assert mx.array_equal(mlp(x[span], chosen[span]), whole[span]).item()
+
+
+@pytest.mark.parametrize("layout", [None, Quant("affine", 8, 32)])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_layer_for_each_head_and_back(layout: Quant | None, exact: bool) -> None:
+    weight = draw(3, 64, 32)
+    arrays, layouts, dense = {"m.weight": weight}, {}, weight
+    if layout is not None:
+        made = mx.quantize(weight, 32, 8)
+        arrays = dict(zip(("m.weight", "m.scales", "m.biases"), made, strict=True))
+        layouts, dense = {"m": layout}, mx.dequantize(*made, 32, 8)
+    heads = Parts(arrays, layouts, mx.float32, exact=exact).heads("m")
+    x = draw(3, 11, 32, seed=4)
+    there = heads(x)
+    assert mx.allclose(there, x @ dense.swapaxes(-1, -2), atol=1e-5).item()
+    back = heads.back(there)
+    assert mx.allclose(back, there @ dense, atol=1e-5).item()
+    if exact:
+        assert mx.array_equal(heads(x[:, 3:5]), there[:, 3:5]).item()
+        assert mx.array_equal(heads.back(there[:, :9]), back[:, :9]).item()
+
+
+def test_an_expert_layer_without_bias() -> None:
+    weight = draw(EXPERTS, INNER, WIDTH)
+    x, chosen = draw(4, WIDTH, seed=3), choices(4)
+    out = Experts(weight, None)(x, chosen)
+    assert mx.allclose(out[2, 1], weight[chosen[2, 1]] @ x[2], atol=1e-5).item()

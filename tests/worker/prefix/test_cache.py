@@ -1,0 +1,546 @@
+"""What a prompt finds and what a sequence leaves, in each mode. No MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpool.worker.prefix import cache as prefix_cache
+from mlxpool.worker.prefix import tree as prefix_tree
+from mlxpool.worker.prefix.cache import MODES, PrefixCache, SingleCache, TreeCache
+from mlxpool.worker.prefix.tree import common
+from support.prefix_stores import (
+    CELL,
+    STATE,
+    ListRow,
+    ListStore,
+    check_shape,
+    edges,
+    serve,
+    unique_tokens,
+)
+
+Tree = TreeCache[ListRow, list[int], list[int]]
+ROOMY = 10**9
+
+A, B, C = [*range(1, 9)], [1, 2, 3, 4, 5, 10, 11, 12], [*range(1, 9), 40, 41]
+
+
+def tree(budget: int = ROOMY, *, stateful: bool = False, window: int = 0) -> Tree:
+    return TreeCache(ListStore(stateful, window), budget)
+
+
+def single(budget: int = ROOMY, *, stateful: bool = False) -> SingleCache[ListRow]:
+    return SingleCache(ListStore(stateful), budget)
+
+
+def begun(cache: PrefixCache[ListRow], prompt: list[int]) -> ListRow:
+    """A row that computed all of its prompt but the last token."""
+    row, cached = cache.begin(prompt)
+    row.feed(prompt[cached:-1])
+    return row
+
+
+# ---- every mode ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_by_name(mode: str) -> None:
+    kind = {"tree": TreeCache, "single": SingleCache, "off": PrefixCache}[mode]
+    assert type(prefix_cache.build(mode, ListStore(), 5)) is kind
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'forest'.*tree, single, off"):
+        prefix_cache.build("forest", ListStore(), 5)
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="-1 bytes"):
+        tree(-1)
+
+
+def test_default_budget_is_a_quarter_of_what_weights_leave() -> None:
+    assert prefix_cache.default_budget(1000, 200) == 200
+    assert prefix_cache.default_budget(100, 200) == 0
+
+
+def test_off_keeps_nothing() -> None:
+    cache = prefix_cache.build("off", ListStore(), ROOMY)
+    assert [serve(cache, A), serve(cache, A), cache.nbytes] == [0, 0, 0]
+    assert (cache.hits, cache.misses, cache.shrink(9), cache.clear()) == (0, 2, 0, 0)
+
+
+@pytest.mark.parametrize("make", [tree, single])
+def test_exact_match_seed(make: Callable[[], PrefixCache[ListRow]]) -> None:
+    """ExactMatchSeed: the last token is always left."""
+    cache = make()
+    prompt = [1, 2, 3, 4, 5]
+    assert [serve(cache, prompt, (6,)), serve(cache, prompt, (6,))] == [0, 4]
+    assert [serve(cache, [7], (8,)), serve(cache, [7], (8,))] == [0, 0]
+
+
+@pytest.mark.parametrize("make", [tree, single])
+def test_conversation_resumption(make: Callable[[], PrefixCache[ListRow]]) -> None:
+    cache = make()
+    serve(cache, A, (20, 21, 22))
+    assert serve(cache, [*A, 20, 21, 22, 30, 31]) == len(A) + 2
+
+
+@pytest.mark.parametrize("make", [tree, single])
+def test_prompt_inside_what_is_held(make: Callable[[], PrefixCache[ListRow]]) -> None:
+    cache = make()
+    serve(cache, A)
+    assert serve(cache, A[:3]) == 2
+
+
+@pytest.mark.parametrize("make", [tree, single])
+def test_cancelled_prefill_keeps_its_part(make: Callable[[], PrefixCache[ListRow]]) -> None:
+    cache, prompt = make(), [*range(47)]
+    assert [serve(cache, prompt, stop_at=at) for at in (18, 36, 46)] == [0, 18, 36]
+
+
+@pytest.mark.parametrize("make", [tree, single])
+def test_cancel_before_any_prefill_leaves_nothing(
+    make: Callable[[], PrefixCache[ListRow]],
+) -> None:
+    cache = make()
+    row, _ = cache.begin(A)
+    cache.close(row, A)
+    assert (cache.nbytes, serve(cache, A)) == (0, 0)
+
+
+@pytest.mark.parametrize("make", [tree, single])
+def test_a_token_in_flight_is_forgotten(make: Callable[[], PrefixCache[ListRow]]) -> None:
+    cache = make()
+    row, _ = cache.begin(A)
+    row.feed([*A, 20, 99])  # 99 was drawn ahead and never given to anyone
+    cache.close(row, [*A, 20])
+    assert cache.nbytes == 9 * CELL
+    assert serve(cache, [*A, 20, 99, 1]) == 9
+
+
+@pytest.mark.parametrize("make", [tree, single])
+def test_counters_and_clear(make: Callable[[], PrefixCache[ListRow]]) -> None:
+    cache = make()
+    serve(cache, A, (9,))
+    serve(cache, C, (9,))
+    assert (cache.hits, cache.misses, cache.tokens) == (1, 1, 8)
+    assert cache.clear() == 10 * CELL
+    assert (cache.nbytes, serve(cache, A)) == (0, 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_row_is_given_back_once(mode: str) -> None:
+    store = ListStore()
+    cache = prefix_cache.build(mode, store, ROOMY)
+    for prompt in (A, B, [77, 78], C):
+        serve(cache, prompt)
+    row = begun(cache, B)
+    cache.clear()
+    cache.close(row, B)
+    cache.clear()
+    assert store.rows == 0
+
+
+# ---- single: the exact rules of one entry --------------------------------------------------------
+
+
+def test_single_finds_only_the_last() -> None:
+    cache = single()
+    assert serve(cache, A, (20, 21)) == 0
+    assert cache.nbytes == 9 * CELL  # 1..8 and 20: the last token was never computed
+    assert serve(cache, B, (9,)) == 5
+    assert serve(cache, C) == 5
+
+
+def test_single_takes_the_entry() -> None:
+    cache = single()
+    serve(cache, A)
+    first, _ = cache.begin(A)
+    second, cached = cache.begin(A)
+    assert (first is second, cached) == (False, 0)
+
+
+def test_single_keeps_what_closed_last() -> None:
+    cache = single()
+    one, two = begun(cache, A), begun(cache, B)
+    cache.close(one, A)
+    cache.close(two, B)
+    assert serve(cache, A) == 5
+
+
+def test_single_gives_up_what_does_not_fit() -> None:
+    cache = single(7 * CELL)
+    serve(cache, A, (9,))
+    assert cache.nbytes == 0
+    serve(cache, A[:7])
+    assert cache.nbytes == 7 * CELL
+    cache.budget = 6 * CELL
+    assert cache.nbytes == 0
+
+
+def test_single_cannot_rewind_a_recurrent_row() -> None:
+    cache = single(stateful=True)
+    serve(cache, A, (9,))
+    assert serve(cache, [*A, 9, 9]) == 8  # goes on where it ended
+    assert serve(cache, B) == 0  # has to begin anew
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+
+
+@given(st.lists(st.tuples(prompts, prompts, st.integers(0, 8)), max_size=8))
+def test_single_finds_exactly_what_the_last_left(
+    requests: list[tuple[list[int], list[int], int]],
+) -> None:
+    cache = single()
+    last: list[int] = []
+    for prompt, generated, cancelled_at in requests:
+        row, cached = cache.begin(prompt)
+        common = 0
+        while common < min(len(last), len(prompt)) and last[common] == prompt[common]:
+            common += 1
+        assert cached == min(common, len(prompt) - 1)
+        tokens = [*prompt, *generated]
+        row.feed(tokens[cached : max(cached, cancelled_at)])
+        last = tokens[: row.offset]
+        cache.close(row, tokens)
+
+
+# ---- tree ----------------------------------------------------------------------------------------
+
+
+def test_branch_creation_and_reuse() -> None:
+    cache = tree()
+    assert serve(cache, A, (20, 21)) == 0
+    assert cache.nbytes == 9 * CELL
+    assert serve(cache, B, (9,)) == 5  # a partial match of an edge
+    assert serve(cache, C, (9,)) == 8
+    assert set(edges(cache)) == {
+        (1, 2, 3, 4, 5),
+        (*B,),
+        (*A,),
+        (*A, 20),
+        (*C,),
+    }
+    assert cache.nbytes == unique_tokens(cache) * CELL == (5 + 3 + 3 + 1 + 2) * CELL
+
+
+def test_branch_switch_restores() -> None:
+    cache = tree()
+    for _ in range(2):
+        serve(cache, A, (20,))
+        serve(cache, B, (20,))
+    row, cached = cache.begin([*A, 1])
+    assert (cached, len(row.cells)) == (8, 8)  # `serve` compares the cells of the others
+
+
+def test_two_rows_from_one_path_at_once() -> None:
+    cache = tree()
+    serve(cache, A, (20,))
+    one, two = cache.begin([*A, 30, 31]), cache.begin([*A, 30, 32])
+    assert one[0] is not two[0] and one[1] == two[1] == 8
+    one[0].feed((30, 31))
+    two[0].feed((30, 32))
+    cache.close(one[0], [*A, 30, 31])
+    cache.close(two[0], [*A, 30, 32])
+    assert unique_tokens(cache) == 11
+    check_shape(cache)
+
+
+def test_the_same_prompt_twice_at_once_is_kept_once() -> None:
+    cache = tree()
+    one, two = begun(cache, A), begun(cache, A)
+    cache.close(one, A)
+    before = cache.nbytes
+    cache.close(two, A)
+    assert cache.nbytes == before == 7 * CELL
+
+
+def test_lru_only_updates_used_nodes() -> None:
+    """LRUOnlyUpdatesUsedNodes: going on from one branch makes the other no younger."""
+    cache = tree()
+    serve(cache, A, (9,))
+    serve(cache, B, (9,))
+    serve(cache, [*A, 50], (9,))
+    used = {path: node.used for path, node in edges(cache).items()}
+    assert used[(*A, 50)] > used[(*B,)]
+    cache.shrink(1)
+    assert set(edges(cache)) == {(*A, 50)}
+
+
+def test_the_oldest_leaf_goes_first() -> None:
+    cache = tree()
+    for first in (1, 2, 3):
+        serve(cache, [first, 0, 0, 0], (9,))
+    serve(cache, [1, 0, 0, 0], (9,))
+    assert cache.shrink(1) == 4 * CELL
+    assert set(edges(cache)) == {(1, 0, 0, 0), (3, 0, 0, 0)}
+    assert cache.shrink(4 * CELL + 1) == 8 * CELL
+    assert cache.shrink(1) == 0
+    assert cache.evictions == 3
+
+
+def test_a_path_in_use_stays() -> None:
+    cache = tree()
+    serve(cache, A, (9,))
+    serve(cache, B, (9,))
+    row, cached = cache.begin(C)
+    assert (cached, cache.shrink(ROOMY)) == (8, 3 * CELL)
+    assert set(edges(cache)) == {(*A,)}
+    cache.close(row, C)
+    assert cache.shrink(ROOMY) == 8 * CELL
+
+
+def test_eviction_preserves_active() -> None:
+    """EvictionPreservesActive: five chats on one system prompt; their branches go, it stays."""
+    system = [7, 7, 7, 7, 7]
+    cache = tree(20 * CELL)
+    row = None
+    for chat in range(5):
+        row = begun(cache, [*system, *range(100 * (chat + 1), 100 * (chat + 1) + 7)])
+        if chat < 4:
+            cache.close(row, [*system, *range(100 * (chat + 1), 100 * (chat + 1) + 7)])
+        assert cache.nbytes <= cache.budget
+    assert row is not None and row.offset == 11
+    assert cache.shrink(ROOMY) > 0
+    assert serve(cache, [*system, 1]) == 5
+
+
+def test_budget_holds_and_what_fits_is_kept() -> None:
+    cache = tree(10 * CELL)
+    serve(cache, [*range(30)], (9,))
+    assert (cache.nbytes, serve(cache, [*range(30)])) == (10 * CELL, 10)
+    serve(cache, [50, 51, 52], (9,))
+    assert cache.nbytes <= 10 * CELL
+    assert serve(cache, [50, 51, 52]) == 2
+
+
+def test_a_budget_of_nothing() -> None:
+    cache = tree(0)
+    assert [serve(cache, A), serve(cache, A), cache.nbytes] == [0, 0, 0]
+
+
+def test_a_smaller_budget_applies_at_once() -> None:
+    cache = tree()
+    serve(cache, A, (9,))
+    cache.budget = 8 * CELL - 1
+    assert cache.nbytes == 0
+
+
+def test_a_long_edge_loses_its_tail_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_tree, "PIECE", 4)
+    monkeypatch.setattr(prefix_tree, "JOIN", 2)
+    cache = tree()
+    serve(cache, [*range(12)], (9,))
+    assert cache.shrink(1) == 4 * CELL
+    assert serve(cache, [*range(12)], (9,)) == 8
+
+
+def test_close_of_a_row_that_was_not_begun_is_ignored() -> None:
+    cache = tree()
+    row = begun(cache, A)
+    cache.close(row, A)
+    cache.close(row, A)
+    assert cache.nbytes == 7 * CELL
+
+
+def test_clear_while_rows_are_at_work() -> None:
+    cache = tree()
+    serve(cache, A, (9,))
+    row, cached = cache.begin(C)
+    assert (cached, cache.clear(), cache.nbytes) == (8, 8 * CELL, 0)
+    row.feed(C[cached:])
+    cache.close(row, C)
+    assert (cache.nbytes, serve(cache, C)) == (10 * CELL, 9)
+    check_shape(cache)
+
+
+def test_a_long_prompt_is_kept_while_it_goes_on() -> None:
+    cache = tree()
+    row = begun(cache, A)
+    cache.keep(row, A)
+    assert serve(cache, C) == 7
+    row.feed(A[-1:])
+    cache.close(row, A)
+    check_shape(cache)
+
+
+# ---- tree: layers that keep whole states ---------------------------------------------------------
+
+
+def test_recurrent_exact_match_seed() -> None:
+    """ExactMatchSeed of a recurrent model: all again, and from then on from the branch point."""
+    cache = tree(stateful=True)
+    prompt = [1, 2, 3, 4, 5]
+    found = [serve(cache, prompt, (6,)) for _ in range(3)]
+    assert found == [0, 0, 4]
+
+
+def test_recurrent_branch_gets_a_restore_point() -> None:
+    cache = tree(stateful=True)
+    serve(cache, A, (20,))
+    assert [serve(cache, B, (9,)), serve(cache, [*B[:5], 60], (9,))] == [0, 5]
+
+
+def test_recurrent_conversation_resumption() -> None:
+    cache = tree(stateful=True)
+    serve(cache, A, (20, 21, 22))
+    assert serve(cache, [*A, 20, 21, 22, 30, 31]) == len(A) + 2
+    assert sum(node.state is not None for node in cache.tree.walk()) == 1  # the older one went
+
+
+def test_user_snapshot_preserves_and_resists_auto_merge() -> None:
+    """UserSnapshotPreserves, UserSnapshotResistsAutoMerge: a hint survives with one child."""
+    cache = tree(stateful=True)
+    serve(cache, A, (20,), restore_at=4)
+    assert set(edges(cache)) == {(1, 2, 3, 4), (*A,)}
+    serve(cache, [1, 2, 3, 4, 70, 71], (9,))
+    assert serve(cache, [1, 2, 3, 4, 80], (9,)) == 4
+
+
+def test_snapshot_beyond_prefill_skipped() -> None:
+    cache = tree(stateful=True)
+    for hint in (8, 9, 100):
+        serve(cache, A, (20,), restore_at=hint)
+    assert set(edges(cache)) == {(*A[:7],), (*A,)}  # 7: where the second one ran into the first
+    serve(cache, [*range(50, 60)], (9,), restore_at=3)
+    assert tuple(range(50, 53)) in edges(cache)
+
+
+def test_prefill_snapshots_kept_on_cancel() -> None:
+    cache = tree(stateful=True)
+    serve(cache, A, restore_at=3, stop_at=6)
+    assert set(edges(cache)) == {(1, 2, 3), (*A[:6],)}
+    assert serve(cache, [1, 2, 3, 90, 91]) == 3
+    check_shape(cache, stateful=True)
+
+
+def test_a_long_prompt_has_restore_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "EVERY", 8)
+    cache = tree(stateful=True)
+    prompt = [*range(30)]
+    serve(cache, prompt, (9,))
+    assert serve(cache, [*prompt[:20], 77, 78]) == 16
+
+
+def test_stops_are_passed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """'Captures persist over two writes': each stop is told until the row is beyond it."""
+    monkeypatch.setattr(prefix_cache, "EVERY", 3)
+    cache = tree(stateful=True)
+    row, _ = cache.begin([*range(9)], 5)
+    assert cache.next_stop(row) == 3
+    row.feed(range(2))
+    cache.keep(row, [*range(9)])
+    assert cache.next_stop(row) == 3
+    row.feed(range(2, 5))  # through the stop at 3, whose state is gone, to the one at 5
+    cache.keep(row, [*range(9)])
+    assert (cache.next_stop(row), set(edges(cache))) == (6, {(*range(5),)})
+    row.feed(range(5, 8))
+    cache.keep(row, [*range(9)])
+    assert cache.next_stop(row) is None
+    assert [node.end for node in cache.tree.walk() if node.chosen] == [5]
+    cache.close(row, [*range(9)])
+
+
+def test_a_state_is_of_exactly_the_tokens_that_are_recorded() -> None:
+    cache = tree(stateful=True)
+    row, _ = cache.begin(A)
+    row.feed([*A, 20, 99])  # 99 is in the state and in nobody's record
+    cache.close(row, [*A, 20])
+    assert cache.nbytes == 0
+
+
+def test_an_unwrapped_window_serves_any_place() -> None:
+    cache = tree(stateful=True, window=100)
+    serve(cache, A, (20,))
+    assert [serve(cache, B, (9,)), serve(cache, A[:3], (9,))] == [5, 2]
+
+
+def test_states_count_and_go() -> None:
+    cache = tree(8 * CELL + 2 * STATE, stateful=True)
+    serve(cache, A, (20,), restore_at=4)
+    assert cache.nbytes == 8 * CELL + 2 * STATE
+    assert cache.shrink(1) == STATE  # the restore point: its place is the older one
+    assert set(edges(cache)) == {(*A,)}
+    assert serve(cache, [*A, 1]) == 8
+
+
+def test_a_state_that_does_not_fit_leaves_nothing() -> None:
+    cache = tree(8 * CELL + STATE - 1, stateful=True)
+    serve(cache, A, (20,))
+    assert cache.nbytes == 0
+
+
+def test_memory_that_runs_out_in_begin_leaks_nothing() -> None:
+    store = ListStore()
+    cache: Tree = TreeCache(store, ROOMY)
+    serve(cache, A)
+    store.broken = True
+    with pytest.raises(MemoryError):
+        cache.begin(C)
+    store.broken = False
+    assert (store.rows, cache.shrink(ROOMY), cache.nbytes) == (0, 8 * CELL, 0)
+
+
+def test_memory_that_runs_out_in_close_leaks_nothing() -> None:
+    store = ListStore(stateful=True)
+    cache: Tree = TreeCache(store, ROOMY)
+    row = begun(cache, A)
+    store.broken = True
+    with pytest.raises(MemoryError):
+        cache.close(row, A)
+    store.broken = False
+    assert (cache.nbytes, store.rows, cache.tree.root.readers) == (0, 0, 0)
+    assert serve(cache, A) == 0
+
+
+# ---- scenarios -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("style", ["keep", "drop", "away"])
+def test_scenario_conversation_turns(
+    style: str, stateful: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ScenarioConversationTurns: ten turns that keep or drop answers, or go away and back."""
+    monkeypatch.setattr(prefix_cache, "EVERY", 8)
+    cache, history, other = tree(stateful=stateful), [*range(50)], [*range(500, 530)]
+    before: list[int] = []
+    for turn in range(10):
+        answer = [1000 + 10 * turn + index for index in range(6)]
+        matched = common(before, history)
+        cached = serve(cache, history, answer, restore_at=len(history) - 4)
+        bound = 8 + 4 + len(answer) if stateful else 0
+        assert cached >= min(matched, len(history) - 1) - bound
+        before = [*history, *answer[:-1]]
+        if style == "away":
+            serve(cache, other, answer)
+        history = [*history, *(() if style == "drop" else answer), *range(200 + turn, 205 + turn)]
+        check_shape(cache, stateful=stateful)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_scenario_cancelled_prefills(stateful: bool) -> None:
+    """ScenarioCancelledPrefills: 47 tokens cancelled at 18, a probe that shares 18, two retries."""
+    cache, prompt = tree(stateful=stateful), [*range(47)]
+    serve(cache, prompt, stop_at=18)
+    assert serve(cache, [*prompt[:18], 900, 901], (9,)) == 18
+    assert serve(cache, prompt, stop_at=36) == 18
+    assert serve(cache, prompt, (9,)) == 36
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_scenario_divergent_cancels(stateful: bool) -> None:
+    """ScenarioDivergentCancels: cancelled below and above a restore point, then in full."""
+    cache, prompt = tree(stateful=stateful), [*range(40)]
+    serve(cache, prompt, restore_at=20, stop_at=10)
+    serve(cache, [*prompt[:15], 700, 701], restore_at=16, stop_at=15)
+    serve(cache, [*prompt[:25], *range(800, 810)], restore_at=20, stop_at=30)
+    assert serve(cache, prompt, (9,)) >= 20
+    assert serve(cache, prompt, (9,)) >= 36 if not stateful else 20
+    check_shape(cache, stateful=stateful)

@@ -1,0 +1,123 @@
+"""Blocks shared by rows and the tree: references, and copies of at most one block. No MLX."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpool.common.errors import OutOfMemory
+from mlxpool.worker.prefix.cache import TreeCache
+from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, Run
+from support.prefix_stores import CELL, PagedMemory, cells_of
+
+SIZE = 4
+BLOCK = CELL * SIZE
+
+
+def test_a_pool_counts_holders() -> None:
+    pool = BlockPool(2)
+    one, two = pool.take(), pool.take()
+    assert (one, two, pool.free) == (0, 1, 0)
+    pool.share(one)
+    pool.leave(one)
+    assert (pool.free, pool.holders(one)) == (0, 1)
+    pool.leave(one)
+    assert pool.free == 1
+    with pytest.raises(AssertionError, match="block 0 is free"):
+        pool.leave(one)
+
+
+def test_a_pool_without_blocks_says_so() -> None:
+    pool = BlockPool(3)
+    for _ in range(3):
+        pool.take()
+    with pytest.raises(OutOfMemory, match="all 3 blocks"):
+        pool.take()
+
+
+def begun(memory: PagedMemory, cache: TreeCache[BlockRow, Run, None], prompt: list[int]) -> int:
+    """A whole request; returns how many blocks were copied for it."""
+    before = memory.copies
+    row, cached = cache.begin(prompt)
+    assert memory.read(row) == cells_of(prompt)[:cached]
+    memory.feed(row, prompt[cached:])
+    assert memory.read(row) == cells_of(prompt)
+    cache.close(row, prompt)
+    assert row.table == []
+    return memory.copies - before
+
+
+@pytest.mark.parametrize("shared", [*range(1, 13)])
+def test_entering_copies_the_partly_filled_block_only(shared: int) -> None:
+    memory = PagedMemory(50, SIZE)
+    cache = TreeCache(memory.store, 10**9)
+    assert begun(memory, cache, [*range(12)]) == 0
+    assert begun(memory, cache, [*range(shared), 90, 91]) == (shared % SIZE != 0)
+    row, cached = cache.begin([*range(12), 1])  # both branches are whole
+    assert (cached, memory.read(row)) == (12, cells_of(range(12)))
+
+
+def test_leaving_copies_nothing_and_frees_what_nobody_has() -> None:
+    memory = PagedMemory(50, SIZE)
+    cache = TreeCache(memory.store, 10**9)
+    row, _ = cache.begin([*range(10)])
+    memory.feed(row, [*range(10)])
+    cache.close(row, [*range(6)])
+    assert (memory.copies, memory.pool.free, cache.nbytes) == (0, 48, 2 * BLOCK)
+    assert cache.clear() == 2 * BLOCK
+    assert memory.pool.free == 50
+
+
+def test_a_row_that_goes_on_leaves_the_kept_block_alone() -> None:
+    memory = PagedMemory(50, SIZE)
+    cache = TreeCache(memory.store, 10**9)
+    prompt = [*range(10)]
+    row, _ = cache.begin(prompt)
+    memory.feed(row, prompt)
+    cache.keep(row, prompt)
+    shared = list(row.table)
+    memory.feed(row, [77])
+    assert (row.table[:2], row.table[2] != shared[2], memory.copies) == (shared[:2], True, 1)
+    cache.close(row, [*prompt, 77])
+    row, _ = cache.begin([*prompt, 78])
+    assert memory.read(row) == cells_of(prompt)
+
+
+def test_rows_on_one_path_hold_its_blocks_once() -> None:
+    memory = PagedMemory(50, SIZE)
+    cache = TreeCache(memory.store, 10**9)
+    begun(memory, cache, [*range(16)])
+    rows = [cache.begin([*range(16), 100 + n])[0] for n in range(5)]
+    assert memory.pool.free == 50 - 4
+    for n, row in enumerate(rows):
+        memory.feed(row, [100 + n])
+    assert (memory.pool.free, memory.copies) == (50 - 4 - 5, 0)
+
+
+def test_a_row_that_runs_out_of_blocks_is_as_long_as_before() -> None:
+    memory = PagedMemory(2, SIZE)
+    cache = TreeCache(memory.store, 10**9)
+    row, _ = cache.begin([*range(9)])
+    memory.feed(row, [*range(8)])
+    with pytest.raises(OutOfMemory):
+        memory.feed(row, [8])
+    assert memory.read(row) == cells_of(range(8))
+    cache.close(row, [*range(8)])
+    assert cache.shrink(1) == 2 * BLOCK and memory.pool.free == 2
+
+
+def test_the_budget_counts_blocks() -> None:
+    memory = PagedMemory(50, SIZE)
+    cache = TreeCache(memory.store, 2 * BLOCK + BLOCK // 2)
+    begun(memory, cache, [*range(20)])
+    assert cache.nbytes == 2 * BLOCK
+    row, cached = cache.begin([*range(20)])
+    assert (cached, memory.read(row)) == (8, cells_of(range(8)))
+
+
+def test_a_row_forgets_whole_blocks() -> None:
+    memory = PagedMemory(50, SIZE)
+    row = memory.store.new_row()
+    memory.feed(row, [*range(10)])
+    assert memory.store.rewind(row, 8) and (len(row.table), memory.pool.free) == (2, 48)
+    assert memory.store.rewind(row, 7) and len(row.table) == 2
+    assert memory.store.rewind(row, 0) and (row.table, memory.pool.free) == ([], 50)

@@ -1,0 +1,167 @@
+"""The shape of the tree: matches, splits, joins, removals. No MLX."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpool.worker.prefix import tree as prefix_tree
+from mlxpool.worker.prefix.tree import Node, Piece, Tree, common
+from support.prefix_stores import CELL, ListStore, cells_of
+
+ListTree = Tree[list[int], list[int]]
+
+
+def planted(store: ListStore, *sequences: list[int]) -> ListTree:
+    """A tree of these sequences, in this order."""
+    tree: ListTree = Tree(store)
+    for tokens in sequences:
+        plant(tree, store, tuple(tokens))
+    return tree
+
+
+def plant(tree: ListTree, store: ListStore, tokens: tuple[int, ...]) -> None:
+    match = tree.match(tokens, len(tokens))
+    last = match.last or tree.root
+    if match.tokens < last.end:
+        last = tree.split(last, match.tokens)
+    if match.tokens < len(tokens):
+        row = store.new_row()
+        row.feed(tokens)
+        held = store.keep(row, match.tokens, len(tokens))
+        tree.add(last, tokens[match.tokens :], [Piece(len(held), held)])
+        tree.settle(last)
+
+
+def shape(node: Node[list[int], list[int]]) -> dict[tuple[int, ...], object]:
+    """Edges as nested dictionaries."""
+    return {child.tokens: shape(child) for child in node.children.values()}
+
+
+def cells(tree: ListTree, tokens: tuple[int, ...]) -> list[int]:
+    match = tree.match(tokens, len(tokens))
+    kept = tree.kept(match, match.tokens)
+    return [cell for held, count in kept for cell in held[:count]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"), [([1, 2, 3, 4, 5], 5), ([1, 2, 3, 6, 7], 5), ([1, 2, 3, 9], 3), ([9], 0)]
+)
+def test_find_best_match(tokens: list[int], found: int) -> None:
+    """FindBestMatch: [1..5] split at 3, then + [6, 7]."""
+    tree = planted(ListStore(), [1, 2, 3, 4, 5], [1, 2, 3, 6, 7])
+    assert shape(tree.root) == {(1, 2, 3): {(4, 5): {}, (6, 7): {}}}
+    match = tree.match(tuple(tokens), len(tokens))
+    assert match.tokens == found
+    assert cells(tree, tuple(tokens)) == cells_of(tokens)[:found]
+
+
+def test_a_match_ends_at_its_limit() -> None:
+    tree = planted(ListStore(), [1, 2, 3, 4, 5])
+    assert [tree.match((1, 2, 3, 4, 5), limit).tokens for limit in range(6)] == [0, 1, 2, 3, 4, 5]
+    assert tree.match((1, 2), 0).nodes == ()
+
+
+def test_a_path_is_given_from_the_root() -> None:
+    """'KV snapshot [5,10) onto an empty cache: refused': nothing begins in the middle."""
+    tree = planted(ListStore(), [*range(5)], [*range(10)], [0, 1, 2, 3, 4, 77])
+    match = tree.match(tuple(range(10)), 10)
+    assert (match.nodes[0].start, [node.end for node in match.nodes]) == (0, [5, 10])
+    assert [count for _, count in tree.kept(match, 7)] == [5, 2]
+    assert tree.match(tuple(range(5, 10)), 5).tokens == 0
+
+
+@pytest.mark.parametrize("join", [0, 4, 256])
+@given(st.integers(1, 7), st.integers(1, 7))
+def test_split_and_merge_round_trip(join: int, first: int, second: int) -> None:
+    store = ListStore()
+    tree, tokens = planted(store, [*range(8)]), tuple(range(8))
+    before, prefix_tree.JOIN = prefix_tree.JOIN, join
+    try:
+        (node,) = tree.walk()
+        upper = tree.split(node, first)
+        assert (upper.start, upper.end, node.start, node.end) == (0, first, first, 8)
+        if second != first:
+            tree.split(node if second > first else upper, second)
+        assert cells(tree, tokens) == cells_of(tokens)
+        for one in list(tree.walk()):
+            tree.settle(one)
+        assert shape(tree.root) == {tokens: {}}
+        assert cells(tree, tokens) == cells_of(tokens)
+        assert store.nbytes == 8 * CELL
+    finally:
+        prefix_tree.JOIN = before
+
+
+def test_a_split_outside_an_edge_is_a_mistake() -> None:
+    tree = planted(ListStore(), [1, 2, 3])
+    (node,) = tree.walk()
+    for at in (0, 3, 4):
+        with pytest.raises(AssertionError, match="not inside"):
+            tree.split(node, at)
+
+
+def test_repeated_branching() -> None:
+    tree = planted(ListStore(), [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [1, 7], [8])
+    assert shape(tree.root) == {
+        (1,): {(2,): {(3,): {(4,): {}, (5,): {}}, (6,): {}}, (7,): {}},
+        (8,): {},
+    }
+
+
+def test_remove_node() -> None:
+    store = ListStore()
+    tree = planted(store, [1, 2, 3, 4, 5], [1, 2, 3, 6, 7])
+    tree.drop(tree.match((1, 2, 3, 4, 5), 5).nodes[-1])
+    assert shape(tree.root) == {(1, 2, 3, 6, 7): {}}
+    assert store.nbytes == 5 * CELL
+    assert cells(tree, (1, 2, 3, 6, 7)) == cells_of((1, 2, 3, 6, 7))
+
+
+def test_only_leaves_are_dropped() -> None:
+    tree = planted(ListStore(), [1, 2, 3], [1, 2, 4])
+    with pytest.raises(AssertionError, match="only leaves"):
+        tree.drop(tree.match((1, 2), 2).nodes[-1])
+
+
+def test_a_branch_with_two_children_is_not_merged() -> None:
+    tree = planted(ListStore(), [1, 2, 3], [1, 2, 4])
+    before = shape(tree.root)
+    for node in list(tree.walk()):
+        tree.settle(node)
+    assert shape(tree.root) == before
+
+
+def test_readers_and_marks_keep_a_place() -> None:
+    tree = planted(ListStore(), [1, 2, 3, 4])
+    upper = tree.split(next(tree.walk()), 2)
+    upper.readers = 1
+    tree.settle(upper)
+    upper.readers, upper.chosen = 0, True
+    tree.settle(upper)
+    assert shape(tree.root) == {(1, 2): {(3, 4): {}}}
+    upper.chosen = False
+    tree.settle(upper)
+    assert shape(tree.root) == {(1, 2, 3, 4): {}}
+
+
+def test_siblings_never_begin_alike() -> None:
+    tree = planted(ListStore(), [1, 2, 3])
+    with pytest.raises(AssertionError, match="same token"):
+        tree.add(tree.root, (1, 9), [Piece(2, [0, 0])])
+
+
+def test_long_neighbours_stay_pieces_of_one_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_tree, "JOIN", 4)
+    tree = planted(ListStore(), [*range(3)], [*range(6)], [*range(7)], [*range(8)], [*range(9)])
+    (node,) = tree.walk()
+    assert [piece.tokens for piece in node.pieces] == [3, 4, 2]
+    assert cells(tree, tuple(range(9))) == cells_of(range(9))
+
+
+@given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
+def test_common_prefix(left: list[int], right: list[int]) -> None:
+    length = common(left, right)
+    assert left[:length] == right[:length]
+    assert length == min(len(left), len(right)) or left[length] != right[length]

@@ -1,0 +1,236 @@
+"""The edge of a real worker process: its link to the broker, drain, and what it writes down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpool.common.config.loading import ModelConfig, WorkerConfig
+from mlxpool.common.options import Options
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Delta, pack_ids, unpack_ids
+from mlxpool.common.trace import History
+from mlxpool.worker.compute.messages import Admit, DropAll
+from mlxpool.worker.engine.counting_engine import piece
+from mlxpool.worker.engine.sequence import Sequence
+from mlxpool.worker.process.edge import Edge
+from mlxpool.worker.process.link import HEARD_LIMIT, LONGEST_TURN, Link, Silence
+from mlxpool.worker.process.prepare import Prepared
+from mlxpool.worker.prompt.detokenizer import Completion
+from support.counting_checker import expected_ids, text_of
+from support.pool import until
+from support.worker_process import TOKEN, WorkerProcess, id_of
+
+
+def ids_of(rows: list[Delta]) -> list[int]:
+    return [token for row in rows for token in unpack_ids(row.ids)]
+
+
+def test_hello_welcome_credit_work_and_the_history_of_it(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path) as worker:
+        hello = worker.welcome(7)
+        assert hello.body["token"] == TOKEN and hello.body["digest"] == "counting-50000"
+        worker.work(1, max_tokens=3)
+        rows = worker.rows_until(1)[1]
+        assert ids_of(rows) == expected_ids("xyz", 1, 3)
+        credit = worker.receive(frames.CREDIT)
+        assert credit.body == {"sequences": 8, "works": 1}
+        lines = [
+            {k: v for k, v in line.items() if k not in ("t", "pid")} for line in worker.history()
+        ]
+    run = {"id": id_of(1).hex(), "attempt": 1}
+    assert lines == [
+        {"who": "worker-counting/0", **line}
+        for line in (
+            {"what": "hello"},
+            {"what": "welcome", "epoch": 7},
+            {"what": "work", **run, "count": 0},
+            {"what": "deltas", **run, "pos": 0, "n": 1, "end": None},
+            {"what": "deltas", **run, "pos": 1, "n": 1, "end": None},
+            {"what": "deltas", **run, "pos": 2, "n": 1, "end": "length"},
+        )
+    ]
+
+
+def test_who_makes_it_drop_everything_and_say_hello_with_the_newest_token(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path, step_us=2000) as worker:
+        worker.welcome(7, "second")
+        worker.work(1, max_tokens=100_000)
+        worker.receive(frames.DELTAS)
+        for _ in range(3):
+            worker.say(frames.WHO)
+        hello = worker.receive(frames.HELLO)
+        assert hello.body["token"] == "second"
+        worker.epoch = 8
+        worker.say(frames.WELCOME, {"token": "third"})
+        credit = worker.receive(frames.CREDIT, frames.DELTAS, frames.HELLO)
+        assert (credit.kind, credit.header.epoch) == (frames.CREDIT, 8)
+        assert credit.body == {"sequences": 8, "works": 0}
+        worker.work(2, max_tokens=4)
+        found = worker.rows_until(2)
+        assert set(found) == {2} and ids_of(found[2]) == expected_ids("xyz", 2, 4)
+        until(lambda: worker.block.read().phase == "idle", "the old run is gone")
+
+
+def test_an_unanswered_hello_is_said_again_after_who(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path) as worker:
+        first = worker.receive(frames.HELLO)
+        worker.say(frames.WHO)
+        assert worker.receive(frames.HELLO, no=(frames.CREDIT, frames.BEAT)).body == first.body
+        worker.epoch = 1
+        worker.say(frames.WELCOME, {"token": "x"})
+        assert worker.receive(frames.CREDIT).header.epoch == 1
+
+
+def test_a_silent_broker_is_called_again_on_a_new_connection(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path, step_us=2000) as worker:
+        worker.welcome(7)
+        worker.work(1, max_tokens=100_000)
+        first, worker.hearing = worker.peer, False
+        hello = worker.receive(frames.HELLO)
+        assert worker.peer != first and hello.body["token"] == "token-7"
+        worker.hearing = True
+        worker.epoch = 8
+        worker.say(frames.WELCOME, {"token": "third"})
+        assert worker.receive(frames.CREDIT, no=(frames.DELTAS,)).header.epoch == 8
+
+
+def test_silence_counts_only_time_in_which_the_loop_turned() -> None:
+    silence = Silence()
+    assert not silence.turn(100.0)
+    assert not silence.turn(100.0 + 3600)  # stopped for an hour
+    assert silence.seconds == LONGEST_TURN
+    silence.heard()
+    turns = [silence.turn(3700.0 + second) for second in range(1, 8)]
+    assert turns.index(True) + 1 == HEARD_LIMIT
+
+
+def test_what_is_unsent_belongs_to_its_epoch(tmp_path: Path) -> None:
+    link = Link(f"ipc://{tmp_path}/nobody", "token", History("test", ""))
+    try:
+        link.introduce({"slot": "a/0"}, 10.0)
+        link.put([b"of no epoch"])
+        welcome = frames.Message(frames.Header(frames.WELCOME, epoch=4), {"token": "next"})
+        assert link.welcome(welcome) and not link.unsent
+        link.put([b"of epoch 4"])
+        assert not link.welcome(welcome) and link.unsent, "the same welcome twice"
+        assert link.again(10.2) and not link.again(10.3)
+        link.turn(10.5)
+        assert link.epoch == 0, "hello is said once a second at most"
+        link.turn(11.0)
+        (hello,) = link.unsent
+        assert frames.decode(hello).body == {"slot": "a/0", "token": "next"}
+    finally:
+        link.unsent.clear()
+        link.handshake.close()
+        link.socket.close(linger=0)
+        link.context.term()
+
+
+def test_drain_hands_everything_back_once_after_its_deltas(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path, sequences=2, step_us=2000) as worker:
+        worker.welcome(3)
+        for name in (1, 2, 3):  # the third waits inside
+            worker.work(name, max_tokens=100_000)
+        worker.receive(frames.DELTAS)
+        worker.say(frames.DRAIN)
+        worker.say(frames.DRAIN)
+        handed = worker.receive(frames.YIELD)
+        assert sorted(map(tuple, handed.body["runs"])) == [(id_of(n), 1) for n in (1, 2, 3)]
+        credit = worker.receive(frames.CREDIT, no=(frames.DELTAS, frames.YIELD))
+        assert credit.body["sequences"] == 0
+        worker.work(4)
+        late = worker.receive(frames.YIELD, no=(frames.DELTAS,))
+        assert late.body["runs"] == [[id_of(4), 1]]
+        worker.say(frames.STOP)
+        assert worker.receive(frames.BYE, no=(frames.DELTAS, frames.YIELD)).body == {}
+        assert worker.ended() == 0
+        assert [line["id"][:2] for line in worker.history() if line["what"] == "yield"] == [
+            "01",
+            "02",
+            "03",
+            "04",
+        ]
+
+
+def test_a_drain_with_a_prompt_in_preparation_and_a_cancel(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path, sequences=1, prefill_us=200) as worker:
+        worker.welcome(3)
+        worker.work(1, "y" * 60_000)
+        worker.work(2, "z" * 60_000)
+        worker.say(frames.CANCEL, id=id_of(2), attempt=1)
+        worker.say(frames.DRAIN)
+        ended: set[int] = set()
+        while True:
+            message = worker.receive(frames.YIELD, frames.DELTAS)
+            if message.kind == frames.YIELD:
+                break
+            rows = frames.unpack_deltas(message)
+            ended |= {row.id[0] for row in rows if row.end and row.end["reason"] == "cancelled"}
+        assert ended == {2} and message.body["runs"] == [[id_of(1), 1]]
+
+
+def test_nothing_to_hand_back_says_only_that_there_is_no_place(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path) as worker:
+        worker.welcome(3)
+        worker.say(frames.DRAIN)
+        credit = worker.receive(frames.CREDIT, frames.YIELD)
+        assert (credit.kind, credit.body["sequences"]) == (frames.CREDIT, 0)
+
+
+def test_a_resume_goes_on_where_it_was(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path) as worker:
+        worker.welcome(1)
+        ids = expected_ids("xyz", 1, 9)
+        worker.work(1, "xyz", pack_ids(ids[:4]), resume={"count": 4, "facts": None}, max_tokens=9)
+        rows = worker.rows_until(1)[1]
+        assert rows[0].pos == 4 and ids_of(rows) == ids[4:]
+        assert "".join(row.text for row in rows) == text_of(ids[4:])
+
+
+@pytest.mark.parametrize(
+    ("resume", "words"),
+    [
+        ({"count": 1, "facts": {"digest": "other"}}, "counting-50000"),
+        ({"count": 1, "facts": {"now": "noon"}}, "now"),
+        ({"count": -1}, "count"),
+        ({"count": "many"}, "count"),
+        (5, "resume"),
+    ],
+)
+def test_a_resume_that_does_not_fit_is_a_bad_request_of_its_own(
+    tmp_path: Path, resume: Any, words: str
+) -> None:
+    with WorkerProcess(tmp_path) as worker:
+        worker.welcome(1)
+        worker.work(1, "xyz", pack_ids([5]), resume=resume)
+        worker.work(2, max_tokens=1)
+        found = worker.rows_until(1, 2)
+    (row,) = found[1]
+    assert row.end is not None and row.end["code"] == "bad_request"
+    assert words in row.end["message"]
+
+
+def test_what_was_prepared_for_an_older_link_is_not_run(tmp_path: Path) -> None:
+    """Its request is somebody else's by now; a run of it would take a place for ever."""
+    config = WorkerConfig(
+        f"ipc://{tmp_path}/back", "m/0", TOKEN, "m", ModelConfig(path="builtin:counting")
+    )
+    edge = Edge(config)
+    try:
+        sequence = Sequence(id_of(1), 1, (1,), Options(), 0, 5)
+        old = Prepared((id_of(1), 1), Admit(sequence, {}, Completion(piece, ()), 0.0))
+        edge._drop_all()
+        assert isinstance(edge.compute.inbox.get_nowait(), DropAll)
+        edge.alive.add(old.key)  # as if a broker used the number again
+        edge.preparing.add(old.key)
+        edge._take(old)
+        assert edge.compute.inbox.empty()
+        edge._take(replace(old, generation=edge.generation))
+        assert isinstance(edge.compute.inbox.get_nowait(), Admit)
+    finally:
+        edge.link.close()
+        edge.wake.close()

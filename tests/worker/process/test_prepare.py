@@ -1,0 +1,155 @@
+"""From a `work` message to a sequence, or to the error its stream ends with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxpool.common.errors import BadRequest, ContextExceeded
+from mlxpool.common.protocol.frames import Header, Message, pack_ids, unpack_ids
+from mlxpool.worker.compute.messages import Admit, Opened
+from mlxpool.worker.engine.counting_engine import CountingText
+from mlxpool.worker.process.prepare import Answer, Prepared, Preparer, prepare
+
+OPENED = Opened("digest", 32, 300, CountingText())
+ID = bytes(16)
+
+
+def work(*blobs: bytes, **body: Any) -> Admit:
+    header = Header("work", ID, 1, 2)
+    return prepare(OPENED, header, Message(header, body, blobs), 1.5, 1000.0)
+
+
+def test_text_becomes_a_sequence_with_its_facts() -> None:
+    admit = work(prompt="abc", options={"max_tokens": 5}, seed=9)
+    assert admit.sequence.prompt == (97, 98, 99)
+    assert (admit.sequence.id, admit.sequence.attempt, admit.sequence.seed) == (ID, 2, 9)
+    assert admit.facts == {
+        "digest": "digest",
+        "context": 32,
+        "max_tokens": 5,
+        "prompt_tokens": 3,
+        "now": 1000.0,
+    }
+
+
+@pytest.mark.parametrize(("wanted", "given"), [(-1, 29), (0, 29), (5, 5), (1000, 29)])
+def test_max_tokens_is_what_the_context_leaves(wanted: int, given: int) -> None:
+    assert work(prompt="abc", options={"max_tokens": wanted}).sequence.max_tokens == given
+
+
+def test_blobs_of_text_and_of_ids() -> None:
+    assert work("né".encode(), prompt=True).sequence.prompt == (110, 195, 169)
+    assert work(pack_ids([7, 299]), tokens=True).sequence.prompt == (7, 299)
+
+
+@pytest.mark.parametrize(
+    ("blobs", "body", "words"),
+    [
+        ((b"\xff\xfe",), {"prompt": True}, "not UTF-8"),
+        ((pack_ids([300]),), {"tokens": True}, "300"),
+        ((), {"prompt": "a", "options": {"logit_bias": {"300": 1}}}, "300"),
+        ((), {"prompt": ""}, "empty"),
+        ((pack_ids([999]),), {"prompt": "a", "resume": {"count": 1}}, "999"),
+        (
+            (pack_ids([1, 2]),),
+            {"prompt": "a", "options": {"max_tokens": 1}, "resume": {"count": 2}},
+            "2 ids",
+        ),
+        (
+            (),
+            {"prompt": "a", "resume": {"count": 0, "facts": {"digest": "other"}}},
+            "other.*digest",
+        ),
+        ((), {"prompt": "a", "resume": {"count": 0, "facts": {"prompt_tokens": 9}}}, "9.* 1"),
+        ((), {"prompt": "a", "resume": {"facts": {"context": 33}}}, "33.* 32"),
+        ((), {"prompt": "a", "resume": {"facts": {"context": 8, "max_tokens": 8}}}, "1 to 7"),
+        ((), {"prompt": "a", "resume": {"facts": {"max_tokens": 32}}}, "32.* 1 to 31"),
+        ((), {"prompt": "a", "resume": {"facts": {"max_tokens": 0}}}, "1 to 31"),
+        ((), {"prompt": "a", "resume": {"facts": {"max_tokens": 2**70}}}, "max_tokens"),
+        ((), {"prompt": "a", "resume": {"facts": {"max_tokens": True}}}, "max_tokens"),
+        ((), {"prompt": "a", "resume": {"facts": {"context": "32"}}}, "context"),
+        ((), {"prompt": "a", "resume": {"facts": {"digest": 5}}}, "digest"),
+        ((), {"prompt": "a", "resume": {"facts": {"now": "noon"}}}, "now"),
+        ((), {"prompt": "a", "resume": {"facts": {"now": float("nan")}}}, "now"),
+        ((), {"prompt": "a", "resume": {"facts": {"now": 1e300}}}, "now"),
+        ((), {"prompt": "a", "resume": {"facts": []}}, "facts"),
+        ((), {"prompt": "a", "resume": [1]}, "resume"),
+        ((), {"prompt": "a", "resume": {"count": 1}}, "count is 1.* 0 ids"),
+        ((b"abc",), {"prompt": "a", "resume": {"count": 1}}, "multiple of 4"),
+        ((), {"prompt": "a", "options": 5}, "options"),
+        ((), {"prompt": "a", "seed": "x"}, "seed"),
+        ((), {"prompt": True}, "blob"),
+        ((), {}, "prompt"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    blobs: tuple[bytes, ...], body: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BadRequest, match=words):
+        work(*blobs, **body)
+
+
+@pytest.mark.parametrize("size", [32, 33, 1000])
+def test_a_prompt_of_the_context_names_both_numbers(size: int) -> None:
+    with pytest.raises(ContextExceeded, match=f"{size} tokens.* 32") as caught:
+        work(prompt="a" * size)
+    assert caught.value.details == {"prompt_tokens": size, "context": 32}
+    with pytest.raises(ContextExceeded, match=f"{size} tokens.* 32"):
+        work(pack_ids([7] * size), tokens=True)
+    assert work(prompt="a" * 31).sequence.max_tokens == 1
+
+
+def test_a_resume_goes_on_with_its_ids_and_its_facts() -> None:
+    facts = {"digest": "digest", "prompt_tokens": 1, "now": 5.0, "max_tokens": 9, "context": 20}
+    blob, resume = pack_ids([1, 2]), {"count": 2, "facts": facts}
+    admit = work(blob, prompt="a", options={"max_tokens": 3}, resume=resume)
+    assert admit.sequence.ids == [1, 2] and admit.sequence.max_tokens == 9
+    assert admit.facts == facts, "the first worker's word counts, the smaller context holds"
+    assert admit.text.push(3) == "3 "
+
+
+def test_a_resume_without_ids_is_new_but_for_its_facts() -> None:
+    admit = work(prompt="a", resume={"count": 0, "facts": {"max_tokens": 4}})
+    assert (admit.sequence.ids, admit.sequence.max_tokens) == ([], 4)
+    assert admit.facts["now"] == 1000.0
+
+
+def test_the_blob_of_a_resume_comes_after_that_of_the_prompt() -> None:
+    ids = work(pack_ids([7]), pack_ids([8]), tokens=True, resume={"count": 1}).sequence
+    assert (ids.prompt, ids.ids) == ((7,), [8])
+    alone = work(pack_ids([7]), tokens=True, resume={"count": 0}).sequence
+    assert (alone.prompt, alone.ids) == ((7,), [])
+
+
+def test_nil_is_absent() -> None:
+    nothing = {"resume": None, "options": None, "seed": None, "tokens": None, "messages": None}
+    admit = work(prompt="abc", **nothing)
+    assert (admit.sequence.ids, admit.sequence.seed) == ([], 0)
+    facts = dict.fromkeys(("digest", "context", "max_tokens", "prompt_tokens", "now"))
+    assert work(prompt="a", resume={"count": None, "facts": facts}).facts["max_tokens"] == 31
+
+
+def test_the_thread_answers_in_order_and_survives_anything() -> None:
+    import queue
+
+    results: queue.SimpleQueue[Prepared | Answer] = queue.SimpleQueue()
+    preparer = Preparer(OPENED, results.put)
+    preparer.start()
+    for message in (
+        Message(Header("work", ID, 1, 1), {"prompt": "abc"}),
+        Message(Header("work", ID, 1, 2), {"messages": [5]}),  # no broker sends it
+        Message(Header("tokenize", ID, 1), {"text": "ab"}),
+        Message(Header("tokenize", ID, 1), {"text": 5}),
+        Message(Header("detokenize", ID, 1), {}, (pack_ids([1, 2]),)),
+        Message(Header("detokenize", ID, 1), {}, (b"abc",)),
+    ):
+        preparer.tell(message)
+    good, bad, ids, wrong, text, odd = (results.get(timeout=30) for _ in range(6))
+    assert isinstance(good, Prepared) and good.admit is not None
+    assert isinstance(bad, Prepared) and bad.error is not None and bad.error.code == "internal"
+    assert isinstance(ids, Answer) and unpack_ids(ids.blobs[0]) == [97, 98]
+    assert isinstance(wrong, Answer) and wrong.body["code"] == "bad_request"
+    assert isinstance(text, Answer) and text.body == {"text": "1 2 "}
+    assert isinstance(odd, Answer) and odd.body["code"] == "bad_request"

@@ -1,0 +1,115 @@
+"""One template: what templates use, by feature; what fails. Bounds: test_renderer.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxpool.common.errors import BadRequest, ModelLoadFailed
+from mlxpool.worker.prompt.chat_template.process import MEMORY
+from mlxpool.worker.prompt.chat_template.sandbox import Contents, Template
+from support.template_features import FEATURES, USER
+
+NOW = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC
+
+
+def render(source: str, messages: Any = USER, **variables: Any) -> str:
+    given = {"messages": messages, "add_generation_prompt": True, "tools": None, **variables}
+    return Template(source).render(given, NOW)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_of_templates(feature: str) -> None:
+    source, variables, expected = FEATURES[feature]
+    assert render(source, **variables) == expected
+
+
+def test_the_features_give_what_transformers_gives() -> None:
+    """Where that library is installed; it shows local time, so `now` is left out."""
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    for feature, (source, variables, expected) in FEATURES.items():
+        if not feature.startswith("now"):
+            given = {"messages": USER, "add_generation_prompt": True, "tools": None, **variables}
+            template = utils._compile_jinja_template(source)
+            assert template.render(**given) == expected, feature
+
+
+def test_a_template_refuses_with_its_own_words() -> None:
+    source = FEATURES["roles in turn, or an exception"][0]
+    with pytest.raises(BadRequest, match=r"refused the messages: roles must alternate"):
+        render(source, [*USER, *USER])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ 1 / 0 }}", "failed at line 1: division by zero"),
+        ("a\n\n{{ 'a' + 1 }}", "failed at line 3"),
+        ("{% macro f() %}\n{{ nothing.at.all }}{% endmacro %}\n{{ f() }}", "line 2: 'nothing' is"),
+        ("{{ ''.__class__.__mro__ }}", "failed.*unsafe"),
+        ("{{ messages.append(1) }}", "failed.*unsafe|failed.*not safely callable"),
+        ("{{ range(10**7)|length }}", "failed.*[Rr]ange too big"),
+        ("{% include 'other' %}", "failed"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed.*recursion"),
+        ("{{ messages[0].content.nope() }}", "failed"),
+        ("{{ messages | tojson(indent='x' * 2, nope=1) }}", "failed"),
+    ],
+)
+def test_a_template_that_fails_is_the_requests_error(source: str, words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% if %}", "the chat template fails to compile at line 1: Expected an expression"),
+        ("{% for x in messages %}\n{{ x ", "compile at line 2"),
+        ("a\n\n{{ x | no_such_filter }}", "compile at line 3: No filter named 'no_such_filter'"),
+        ("{% unknown %}", "at line 1: Encountered unknown tag 'unknown'"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "fails to compile: RecursionError"),
+    ],
+)
+def test_a_template_that_does_not_compile_is_told_at_once(source: str, words: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=words):
+        Template(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ 9 ** 9 ** 9 }}", "{{ 'x' * 2**50 }}", "{{ 'x' | center(2**50) }}", "{% if 9**9**9 %}"],
+)
+def test_compiling_computes_nothing(source: str) -> None:
+    """It happens in the worker; what takes too much is met where chats are rendered."""
+    end = "{% endif %}" if source.startswith("{%") else ""
+    assert Template(source + end).contents is Contents.TEXT
+
+
+def test_running_out_of_memory_names_the_line_and_the_bound() -> None:
+    def greedy() -> None:
+        raise MemoryError
+
+    with pytest.raises(BadRequest, match=rf"line 2: it takes more than {MEMORY} bytes of memory"):
+        render("\n{{ greedy() }}", greedy=greedy)
+
+
+@pytest.mark.parametrize(
+    ("source", "contents"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", Contents.TEXT),
+        ("{% for part in m.content %}{{ part.text }}{% endfor %}", Contents.PARTS),
+        ("{% for part in m['content'] %}{{ part.text }}{% endfor %}", Contents.PARTS),
+        (
+            "{% set content = m.content %}{% for c in content %}{{ c.text }}{% endfor %}",
+            Contents.PARTS,
+        ),
+        (
+            "{% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}",
+            Contents.EITHER,
+        ),
+    ],
+)
+def test_what_a_template_takes_as_content(source: str, contents: Contents) -> None:
+    assert Template(source).contents is contents

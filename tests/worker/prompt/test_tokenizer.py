@@ -1,0 +1,261 @@
+"""Text <-> tokens: round trips, what begins a prompt, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from mlxpool.common.errors import BadRequest, ModelLoadFailed
+from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.worker.compute.messages import Opened
+from mlxpool.worker.process.prepare import prepare
+from mlxpool.worker.prompt.chat_template.sandbox import Template
+from mlxpool.worker.prompt.chat_template.templates import Chat
+from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.weights.load import inspect
+from support import worker_tokenizers as zoo
+from support.worker_checkpoints import BOS, EOS, write_checkpoint, write_json
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "good")
+
+
+def test_text_round_trip_and_template(good: Path) -> None:
+    text = Text.from_folder(inspect(good))
+    assert text.decode(text.encode("né<|user|>")) == "né<|user|>"
+    assert text.encode("a</s>") == [ord("a"), EOS]
+    assert text.chat(HI, None, 0.0).ids == text.encode("<|user|>hi<|assistant|>")
+    assert (text.piece(EOS), text.piece(10**6)) == (b"</s>", b"")
+
+
+def test_text_that_is_not_unicode(good: Path) -> None:
+    with pytest.raises(BadRequest, match="not valid Unicode"):
+        Text.from_folder(inspect(good)).encode("\ud800")
+
+
+def test_a_broken_tokenizer(good: Path) -> None:
+    (good / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(ModelLoadFailed, match=r"tokenizer\.json cannot be read"):
+        Text.from_folder(inspect(good))
+
+
+@pytest.mark.parametrize("processor", [False, True])
+@pytest.mark.parametrize("add_bos", [None, False, True])
+def test_a_prompt_begins_with_bos_once(tmp_path: Path, processor: bool, add_bos: Any) -> None:
+    path = write_checkpoint(tmp_path, tokenizer_config={"add_bos_token": add_bos})
+    if processor:
+        _add_post_processor(path)
+    text = Text.from_folder(inspect(path))
+    begins = add_bos if add_bos is not None else processor
+    assert text.encode("a") == ([BOS, 97] if begins else [97])
+    assert text.encode("<s>a") == [BOS, 97]
+    assert text.encode("") == ([BOS] if begins else [])
+
+
+def _add_post_processor(path: Path) -> None:
+    raw = json.loads((path / "tokenizer.json").read_text())
+    special = {"<s>": {"id": "<s>", "ids": [BOS], "tokens": ["<s>"]}}
+    single = [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    raw["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": special,
+    }
+    write_json(path / "tokenizer.json", raw)
+
+
+# ---- the end of the messages ---------------------------------------------------------------------
+
+TALK = [*HI, {"role": "assistant", "content": "né"}, {"role": "user", "content": "こ"}]
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_where_the_generation_prompt_begins(tmp_path: Path, add_bos: bool) -> None:
+    path = write_checkpoint(tmp_path, tokenizer_config={"add_bos_token": add_bos})
+    text = Text.from_folder(inspect(path))
+    prompt = text.chat(TALK, None, 0.0)
+    assert prompt.restore_at == len(prompt.ids) - 1
+    assert text.piece(prompt.ids[prompt.restore_at]) == b"<|assistant|>"
+    later = text.chat([*TALK, {"role": "assistant", "content": "x"}, *HI], None, 0.0)
+    assert later.ids[: prompt.restore_at] == prompt.ids[: prompt.restore_at]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content }}",
+        "{{ messages[0].content }}{% if add_generation_prompt %}{% endif %}",
+        "{% if add_generation_prompt %}>{% endif %}{{ messages[0].content }}",
+        "{{ messages[0].content }}{% if not add_generation_prompt %}{{ 1 / 0 }}{% endif %}",
+    ],
+    ids=["not asked for", "empty", "in front", "fails without"],
+)
+def test_where_it_cannot_be_told_it_is_0(tmp_path: Path, template: str) -> None:
+    path = write_checkpoint(tmp_path, tokenizer_config={"chat_template": template})
+    assert Text.from_folder(inspect(path)).chat(HI, None, 0.0).restore_at == 0
+
+
+def test_a_token_over_the_boundary_is_not_before_it() -> None:
+    tokenizer = zoo.sentencepiece()
+    source = "{{ messages[0].content }}{% if add_generation_prompt %}e fox{% endif %}"
+    text = Text(tokenizer, Chat({"default": Template(source)}))
+    prompt = text.chat([{"role": "user", "content": " th"}], None, 0.0)
+    assert text.decode(prompt.ids[: prompt.restore_at]).strip() in ("", "th")
+
+
+def test_where_plain_text_begins_the_generation_prompt() -> None:
+    """Its ids alone are not the last ones of the whole, for alone it begins a text."""
+    source = "{{ messages[0].content }}{% if add_generation_prompt %} fox{% endif %}"
+    text = Text(zoo.sentencepiece(), Chat({"default": Template(source)}))
+    prompt = text.chat([{"role": "user", "content": "the"}], None, 0.0)
+    assert 0 < prompt.restore_at < len(prompt.ids)
+    assert text.decode(prompt.ids[: prompt.restore_at]) == "the"
+
+
+# ---- before and beside ---------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_told_before_the_ids_are_listed(tmp_path: Path) -> None:
+    path = write_checkpoint(
+        tmp_path, tokenizer_config={"add_bos_token": True, "chat_template": "x"}
+    )
+    text = Text.from_folder(inspect(path))
+    sizes: list[int] = []
+    assert text.encode("abc", sizes.append) == [BOS, *b"abc"]
+    assert text.encode("<s>abc", sizes.append) == [BOS, *b"abc"]
+    assert text.chat(HI, None, 0.0, sizes.append).ids == [BOS, *b"x"]
+    assert sizes == [4, 4, 2]
+
+    def refuse(size: int) -> None:
+        raise BadRequest(f"{size} are too many")
+
+    with pytest.raises(BadRequest, match="4 are too many"):
+        text.encode("abc", refuse)
+
+
+def test_warming_up_starts_the_templates_process(tmp_path: Path) -> None:
+    text = Text.from_folder(inspect(write_checkpoint(tmp_path)))
+    before = len(psutil.Process().children())
+    text.warm_up()
+    assert len(psutil.Process().children()) == before + 1
+    text.chat(HI, None, 0.0)
+    assert len(psutil.Process().children()) == before + 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has one priority")
+def test_the_tokenizers_threads_give_way(good: Path) -> None:
+    """In a process of its own: they are started once. Who started them may be about to end."""
+    code = f"""
+import contextlib, os
+from pathlib import Path
+from mlxpool.worker.weights.load import inspect
+from mlxpool.worker.prompt.tokenizer import Text
+text = Text.from_folder(inspect(Path({str(good)!r})))
+before = set(os.listdir("/proc/self/task"))
+text.warm_up()
+new = set(os.listdir("/proc/self/task")) - before
+nice = set()
+for thread in new:
+    with contextlib.suppress(ProcessLookupError):
+        nice.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
+assert nice == {{min(os.nice(0) + 10, 19)}}, nice
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_long_texts_are_left_to_these_threads(good: Path) -> None:
+    text = Text.from_folder(inspect(good))
+    text.encode("a")
+    own, all_ = time.thread_time(), time.process_time()
+    text.encode("né<|user|>" * 20_000)
+    own, all_ = time.thread_time() - own, time.process_time() - all_
+    assert own < all_ / 2
+
+
+def test_a_chat_begins_with_bos_once(tmp_path: Path) -> None:
+    for template in ("{{ messages[0].content }}", "{{ bos_token }}{{ messages[0].content }}"):
+        settings = {"add_bos_token": True, "chat_template": template}
+        path = write_checkpoint(tmp_path, tokenizer_config=settings)
+        assert Text.from_folder(inspect(path)).chat(HI, None, 0.0).ids == [BOS, *b"hi"]
+
+
+def test_tools_reach_the_template(tmp_path: Path) -> None:
+    settings = {"chat_template": "{% for t in tools %}{{ t.function.name }}{% endfor %}"}
+    text = Text.from_folder(inspect(write_checkpoint(tmp_path, tokenizer_config=settings)))
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    assert text.chat(HI, tools, 0.0).ids == list(b"clock")
+    with pytest.raises(BadRequest, match=r"tools\[0\] must be a map, got 5"):
+        text.chat(HI, [5], 0.0)
+
+
+# ---- the size of the vocabulary ------------------------------------------------------------------
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, vocab_size=255)
+    with pytest.raises(ModelLoadFailed, match=r"ids up to 255, the model has rows for 255"):
+        Text.from_folder(inspect(path))
+
+
+def test_an_added_token_that_prompts_have_needs_a_row(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, vocab_size=259)
+    with pytest.raises(ModelLoadFailed, match=r"'<\|assistant\|>' \(id 259\).* rows for 259 ids"):
+        Text.from_folder(inspect(path))
+    add_bos = {"add_bos_token": True, "chat_template": "x"}
+    path = write_checkpoint(tmp_path, vocab_size=256, tokenizer_config=add_bos)
+    with pytest.raises(ModelLoadFailed, match=r"'<s>' \(id 256\)"):
+        Text.from_folder(inspect(path))
+
+
+def test_an_added_token_that_only_texts_may_have_is_let_pass(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, vocab_size=257, tokenizer_config={"chat_template": "x"})
+    text = Text.from_folder(inspect(path))
+    opened = Opened("digest", 64, 257, text)
+    header = Header("work", bytes(16), 1, 1)
+    with pytest.raises(BadRequest, match="prompt: token id 257 is not below 257"):
+        prepare(opened, header, Message(header, {"prompt": "a</s>"}), 0.0, 0.0)
+
+
+def test_fewer_ids_than_rows_are_fine(tmp_path: Path) -> None:
+    text = Text.from_folder(inspect(write_checkpoint(tmp_path, vocab_size=500)))
+    assert (text.piece(499), text.decode([97, 499, 98])) == (b"", "ab")
+
+
+# ---- other families ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [zoo.sentencepiece, zoo.unigram, zoo.word_piece])
+def test_other_families_from_a_folder(tmp_path: Path, make: Callable[[], Tokenizer]) -> None:
+    tokenizer = make()
+    path = write_checkpoint(tmp_path, vocab_size=tokenizer.get_vocab_size())
+    tokenizer.save(str(path / "tokenizer.json"))
+    write_json(path / "tokenizer_config.json", {})
+    text = Text.from_folder(inspect(path))
+    ids = text.encode("the fox")
+    assert ids == tokenizer.encode("the fox", add_special_tokens=False).ids or text.prefix
+    begin = "[CLS] " if make is zoo.word_piece else ""
+    assert text.decode(ids) == f"{begin}the fox"
+
+
+def test_a_decoder_that_is_not_supported_is_told_at_once(good: Path) -> None:
+    raw = json.loads((good / "tokenizer.json").read_text())
+    write_json(good / "tokenizer.json", {**raw, "decoder": {"type": "BPEDecoder", "suffix": "w"}})
+    with pytest.raises(ModelLoadFailed, match="decoder has a step that is not supported"):
+        Text.from_folder(inspect(good))

@@ -1,0 +1,352 @@
+"""Every fault by its name, and every place in which one can happen."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mlxpool.common.config.bounds import FAULTS
+from mlxpool.common.config.loading import Counting
+from mlxpool.common.options import Options
+from mlxpool.common.protocol import frames as wire
+from mlxpool.common.protocol.frames import unpack_ids
+from mlxpool.common.trace import History
+from mlxpool.worker.engine.counting_engine import CountingEngine
+from mlxpool.worker.engine.sequence import RowFailed, Sequence
+from mlxpool.worker.testing import faults
+from mlxpool.worker.testing.faults import (
+    DEVICE,
+    LEAK,
+    NO_FAULTS,
+    OF_FRAMES,
+    DeviceGone,
+    Faults,
+    Struck,
+)
+from support.counting_checker import expected_ids
+from support.pool import PATIENCE, until
+from support.worker_process import WorkerProcess, id_of
+
+STRIKE = """
+import faulthandler, signal, sys, threading, time
+faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+from mlxpool.common.config.loading import Counting
+from mlxpool.common.trace import History
+from mlxpool.worker.testing.faults import Faults
+_, name, folder = sys.argv
+deed = Faults(Counting(fault=name), History("strike", folder)).strike
+threading.Thread(target=deed, daemon=True).start()
+while True:
+    print("tick", flush=True)
+    time.sleep(0.01)
+"""
+
+
+class Strike:
+    """A process of its own in which a thread does the deed and another one prints."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", STRIKE, name, str(folder)], stdout=out, stderr=err
+            )
+        self.state = psutil.Process(self.process.pid)
+
+    def __enter__(self) -> Strike:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def has_begun(self) -> bool:
+        return any("fault" in path.read_text() for path in self.folder.glob("strike-*"))
+
+    def stacks(self) -> str:
+        """What the process says it is in, so far."""
+        self.process.send_signal(signal.SIGUSR1)
+        return (self.folder / "err").read_text("utf-8", "replace")
+
+    def ticks(self) -> int:
+        return (self.folder / "out").read_text().count("tick")
+
+
+def test_every_name_is_either_a_deed_or_about_frames() -> None:
+    assert {*faults._DEEDS, *OF_FRAMES, DEVICE, ""} == set(FAULTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("kill", -signal.SIGKILL),
+        ("exit", 0),
+        ("exit3", 3),
+        ("segfault", -signal.SIGSEGV),
+        ("abort", -signal.SIGABRT),
+    ],
+)
+def test_the_deeds_that_end_a_process(tmp_path: Path, name: str, code: int) -> None:
+    with Strike(tmp_path, name) as strike:
+        assert strike.process.wait(timeout=PATIENCE) == code
+
+
+def test_stop_stops_the_process(tmp_path: Path) -> None:
+    with Strike(tmp_path, "stop") as strike:
+        until(lambda: strike.state.status() == psutil.STATUS_STOPPED, "it is stopped")
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("lock", "_lock"), ("native", "_sleep_in"), ("gil", "_sleep_in")]
+)
+def test_the_deeds_that_hang(tmp_path: Path, name: str, where: str) -> None:
+    """They hang where they say; all but `gil` leave the rest of the interpreter alone."""
+    with Strike(tmp_path, name) as strike:
+        until(strike.has_begun, "it has begun")
+        until(lambda: f"in {where}" in strike.stacks(), "its stack names the deed")
+        ticks = strike.ticks()
+        if name != "gil":
+            until(lambda: strike.ticks() > ticks + 20, "the other thread goes on")
+        assert strike.process.poll() is None
+
+
+def test_leak_takes_memory_without_end(tmp_path: Path) -> None:
+    with Strike(tmp_path, "leak") as strike:
+        until(lambda: strike.state.memory_info().rss > 12 * LEAK, "it has grown")
+
+
+def test_raise_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    Faults(Counting(fault="slow")).strike()
+    assert slept == [0.2]
+    with pytest.raises(Struck):
+        Faults(Counting(fault="raise")).strike()
+
+
+# ---- where and when ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("times", "incarnation", "armed"), [(0, 0, True), (0, 9, True), (2, 1, True), (2, 2, False)]
+)
+def test_only_in_the_first_workers_of_a_slot(times: int, incarnation: int, armed: bool) -> None:
+    settings = Counting(fault="kill", fault_times=times)
+    found = Faults.armed_by(settings, incarnation, History("test", ""))
+    assert found.place == ("decode" if armed else "")
+
+
+def test_nothing_is_armed_without_a_name_nor_a_frame_fault_outside_send() -> None:
+    assert NO_FAULTS.place == ""
+    assert Faults(Counting(fault="late", fault_in="decode")).place == ""
+
+
+def row(prompt: bytes = b"abc", **settings: Any) -> tuple[CountingEngine, Sequence]:
+    given = Counting(step_us=0, **{"fault": "raise", **settings})
+    engine = CountingEngine(given, 100_000, Faults(given))
+    return engine, Sequence(b"", 1, tuple(prompt), Options(), 9, 10)
+
+
+def test_decode_strikes_at_its_position() -> None:
+    engine, seq = row(fault_at=1)
+    assert engine.decode([seq])
+    seq.ids.append(5)
+    with pytest.raises(RowFailed, match="raise") as caught:
+        engine.decode([Sequence(b"", 1, (1,), Options(), 9, 10), seq])
+    assert caught.value.sequence is seq
+
+
+def test_prefill_strikes_in_the_chunk_that_has_the_token() -> None:
+    engine, seq = row(b"x" * 5000, fault_in="prefill", fault_at=2048)
+    assert engine.prefill_all([(seq, 4096)]) == [2048]
+    with pytest.raises(RowFailed):
+        engine.prefill_all([(seq, 4096)])
+
+
+def test_load_strikes_in_its_step() -> None:
+    seen: list[int] = []
+    engine, _ = row(fault_in="load", fault_at=4)
+    with pytest.raises(Struck):
+        engine.load(lambda tensors, size: seen.append(tensors))
+    assert seen == [1, 2, 3, 4]
+
+
+def test_only_prompts_with_the_text() -> None:
+    engine, bad = row(b"some poison", fault_prompt="poison")
+    good = Sequence(b"", 1, (400, 401), Options(), 9, 10)
+    assert engine.decode([good])
+    with pytest.raises(RowFailed):
+        engine.decode([good, bad])
+
+
+@pytest.mark.parametrize(
+    ("place", "call"),
+    [
+        ("decode", lambda engine, seq: engine.decode([seq, seq, seq])),
+        ("prefill", lambda engine, seq: engine.prefill_all([(seq, 2)])),
+        ("load", lambda engine, seq: engine.load(lambda tensors, size: None)),
+    ],
+)
+def test_slow_is_slow_in_each_step_chunk_and_shard(
+    place: str,
+    call: Callable[[CountingEngine, Sequence], object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    engine, seq = row(fault="slow", fault_in=place, fault_at=77)
+    call(engine, seq)
+    assert slept.count(0.2) == (10 if place == "load" else 1)
+
+
+@pytest.mark.parametrize("place", ["accept", "prefill", "decode", "end"])
+def test_after_a_lost_device_nothing_computes(place: str) -> None:
+    engine, seq = row(fault="device", fault_in=place)
+    engine.admit(seq)
+    assert engine.sound()
+    if place in ("accept", "end"):
+        engine.faults.strike()  # by others: it raises nothing itself
+    calls: dict[str, Callable[[], object]] = {
+        "prefill": lambda: engine.prefill_all([(seq, 2)]),
+        "decode": lambda: engine.decode([seq]),
+    }
+    first = calls.pop(place, lambda: engine.admit(seq))
+    for call in (first, *calls.values(), first):
+        with pytest.raises(DeviceGone):
+            call()
+    assert not engine.sound()
+
+
+def test_a_device_lost_in_the_load_fails_the_load() -> None:
+    engine, _ = row(fault="device", fault_in="load", fault_at=2)
+    with pytest.raises(DeviceGone):
+        engine.load(lambda tensors, size: None)
+
+
+# ---- in the process ----------------------------------------------------------------------------
+
+
+def sent(worker: WorkerProcess) -> list[int]:
+    """The ids of every `deltas` frame that came before the worker ended."""
+    ids: list[int] = []
+    while (message := worker.next(1.0)) is not None or worker.process.poll() is None:
+        if message is not None and message.kind == wire.DELTAS:
+            ids += [t for r in wire.unpack_deltas(message) for t in unpack_ids(r.ids)]
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("place", "at", "count"),
+    [("accept", 0, 0), ("prefill", 1, 0), ("decode", 3, 3), ("end", 0, 4), ("send", 2, 2)],
+)
+def test_a_worker_ends_in_the_place_it_is_told(
+    tmp_path: Path, place: str, at: int, count: int
+) -> None:
+    with WorkerProcess(
+        tmp_path, fault="exit3", fault_in=place, fault_at=at, fault_prompt="bad"
+    ) as worker:
+        worker.welcome(1)
+        worker.work(1, "good", max_tokens=5)
+        worker.rows_until(1)
+        worker.work(2, "a bad one", max_tokens=5)
+        worker.ended()
+        ids = sent(worker)
+        assert worker.process.returncode == 3
+        # What was on its way when the process ended may be lost, as it is in life.
+        assert ids == expected_ids("a bad one", 2, 5)[: len(ids)] and len(ids) <= count
+        struck = [line for line in worker.history() if line["what"] == "fault"]
+        assert [(line["name"], line["place"]) for line in struck] == [("exit3", place)]
+        made = [line for line in worker.history() if line["what"] == "deltas"]
+        assert sum(line["n"] for line in made[5:]) <= count + (place == "send")
+
+
+def test_after_the_end_its_frame_is_made_and_then_it_strikes(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path, fault="exit3", fault_in="after_end") as worker:
+        worker.welcome(1)
+        worker.work(1, max_tokens=4)
+        assert worker.ended() == 3
+        whats = [(line["what"], line.get("end")) for line in worker.history()]
+        assert whats[-2:] == [("deltas", "length"), ("fault", None)]
+
+
+def test_raise_costs_the_one_request(tmp_path: Path) -> None:
+    for place in ("accept", "end"):
+        folder = tmp_path / place
+        folder.mkdir()
+        with WorkerProcess(folder, fault="raise", fault_in=place, fault_prompt="bad") as worker:
+            worker.welcome(1)
+            worker.work(1, "bad", max_tokens=3)
+            worker.work(2, "good", max_tokens=3)
+            found = worker.rows_until(1, 2)
+        bad, good = found[1][-1].end, found[2][-1].end
+        assert bad is not None and bad["code"] == "internal" and "raise" in bad["message"]
+        assert good is not None and good["reason"] == "length"
+        assert found[1][-1].pos == (0 if place == "accept" else 2)
+
+
+def test_a_worker_without_its_device_says_so_and_ends(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path, fault="device", fault_in="prefill", fault_prompt="bad") as worker:
+        worker.welcome(1)
+        worker.work(1, "good", max_tokens=3)
+        assert len(worker.rows_until(1)[1]) == 3
+        worker.work(2, "very bad", max_tokens=3)
+        bye = worker.receive(wire.BYE, no=(wire.DELTAS,))
+        assert bye.body["error"]["message"].startswith("the device is lost: DeviceGone: ")
+        assert worker.ended() == 1
+        assert worker.block.read().request == id_of(2), "the end is charged to it"
+        assert " critical " in worker.log() and "the device is lost" in worker.log()
+
+
+FRAMES = 8
+
+
+def frames(worker: WorkerProcess, count: int) -> list[tuple[str, int, int]]:
+    """Kind, epoch and pos of the next frames that carry rows, garbage included."""
+    found: list[tuple[str, int, int]] = []
+    while len(found) < count:
+        assert worker.router.poll(int(PATIENCE * 1000))
+        _, *parts = worker.router.recv_multipart()
+        try:
+            message = wire.decode(parts, max_body=wire.MAX_BACK_BODY)
+        except wire.Garbage:
+            found.append(("garbage", 0, 0))
+            continue
+        if message.kind == wire.DELTAS:
+            pos = wire.unpack_deltas(message)[0].pos
+            found.append((message.kind, message.header.epoch, pos))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "after", "extra"),
+    [
+        ("garbage", 2, ("garbage", 0, 0)),
+        ("duplicate", 2, ("deltas", 5, 2)),
+        ("stale", 2, ("deltas", 4, 2)),
+        ("late", 5, ("deltas", 5, 2)),
+    ],
+)
+def test_frames_that_are_not_as_they_should_be(
+    tmp_path: Path, name: str, after: int, extra: tuple[str, int, int]
+) -> None:
+    with WorkerProcess(tmp_path, fault=name, fault_in="send", fault_at=2) as worker:
+        worker.welcome(5)
+        worker.work(1, max_tokens=FRAMES)
+        found = frames(worker, FRAMES + 1)
+    right = [("deltas", 5, pos) for pos in range(FRAMES)]
+    assert found == [*right[: after + 1], extra, *right[after + 1 :]]
+
+
+def test_a_worker_that_is_no_longer_concerned_is_healthy(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path, fault="kill", fault_times=2, incarnation=2) as worker:
+        worker.welcome(1)
+        worker.work(1, max_tokens=3)
+        assert len(worker.rows_until(1)[1]) == 3

@@ -1,0 +1,120 @@
+"""Folders made to hang, to fill the memory or to be untellable: each is refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpool.cli.check import lines
+from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.protocol import frames
+from mlxpool.worker.diagnose.check import check
+from mlxpool.worker.engine.factory import open_source
+from mlxpool.worker.layers.interface import MOST, MOST_PARTS
+from mlxpool.worker.prompt.chat_template.templates import MOST_SOURCE
+from mlxpool.worker.weights import json_files
+from support.worker_checkpoints import write_checkpoint, write_json
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "m")
+
+
+def change(file: Path, **changes: Any) -> None:
+    write_json(file, {**json.loads(file.read_text()), **changes})
+
+
+def refusal(folder: Path) -> str:
+    """What a worker says; `check` says it too, and both can be sent and printed."""
+    with pytest.raises(ModelLoadFailed) as caught:
+        open_source(ModelConfig(path=str(folder)))
+    words = str(caught.value.body()["message"])
+    report = check("m", ModelConfig(path=str(folder)))
+    assert words in report["problems"]
+    frames.encode(frames.Header(frames.ERROR), {"error": words})
+    "\n".join(lines(report)).encode()
+    return words
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("max_position_embeddings", 10**30, f"a number of 100 bits, must be at most {MOST}"),
+        ("max_position_embeddings", 10**400, f"a number of 1329 bits, must be at most {MOST}"),
+        ("num_hidden_layers", 10**7, f"10000000, must be at most {MOST_PARTS}"),
+        ("num_hidden_layers", 10**30, f"must be at most {MOST_PARTS}"),
+        ("rms_norm_eps", float("inf"), "inf, must be finite"),
+        ("rms_norm_eps", 10**400, "a number of 1329 bits, must be finite"),
+    ],
+)
+def test_numbers_that_no_model_has(folder: Path, key: str, value: float, words: str) -> None:
+    change(folder / "config.json", **{key: value})
+    told = refusal(folder)
+    assert repr(key) in told and told.endswith(words)
+
+
+def pipe(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    file.parent.mkdir(exist_ok=True)
+    os.mkfifo(file)
+
+
+def vast(file: Path) -> None:
+    """Takes no room on the disk."""
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    os.truncate(file, 2**40)
+
+
+@pytest.mark.parametrize(
+    ("name", "deed", "words"),
+    [
+        ("model.safetensors", pipe, "no regular file"),
+        ("additional_chat_templates/a.jinja", pipe, "no regular file"),
+        *(
+            (name, vast, f"has {2**40} bytes, at most {json_files.MOST}")
+            for name in (
+                "config.json",
+                "generation_config.json",
+                "tokenizer.json",
+                "tokenizer_config.json",
+                "special_tokens_map.json",
+                "chat_template.json",
+                "chat_template.jinja",
+                "additional_chat_templates/a.jinja",
+                "model.safetensors.index.json",
+            )
+        ),
+    ],
+)
+def test_files_that_never_end(
+    folder: Path, name: str, deed: Callable[[Path], None], words: str
+) -> None:
+    deed(folder / name)
+    told = refusal(folder)
+    assert words in told and str(folder / name) in told
+
+
+def test_a_vast_template_inside_another_file(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", chat_template="x" * (MOST_SOURCE + 1))
+    assert f"has {MOST_SOURCE + 1} characters, at most {MOST_SOURCE}" in refusal(folder)
+
+
+def test_templates_with_names_that_are_none(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", chat_template=[{"name": ["x"], "template": "x"}])
+    assert "must be text or a list of {name, template}" in refusal(folder)
+
+
+def test_a_file_whose_name_is_no_text(folder: Path) -> None:
+    try:
+        Path(os.fsdecode(os.fsencode(folder) + b"/model\xff.safetensors")).write_bytes(b"x")
+    except OSError:
+        pytest.skip("this file system has only names that are text")
+    assert "model\\udcff.safetensors: truncated" in refusal(folder)

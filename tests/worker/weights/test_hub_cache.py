@@ -1,0 +1,102 @@
+"""Models in the Hugging Face cache by repository name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.weights import hub_cache
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.locate import files_of
+from support.worker_checkpoints import write_checkpoint
+from support.worker_stores import REVISION, put_in_hub
+
+NAME = "some-org/Some.Model-4bit"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "folder")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def refusal(path: str = NAME) -> str:
+    with pytest.raises(ModelLoadFailed) as caught:
+        inspect(files_of(path))
+    return str(caught.value)
+
+
+def test_a_name_means_the_snapshot_that_main_is(folder: Path, cache: Path) -> None:
+    snapshot = put_in_hub(folder, cache, NAME)
+    (cache / "models--some-org--Some.Model-4bit" / "snapshots" / "fedcba9876543210").mkdir()
+    found = inspect(files_of(NAME))
+    assert found.path == snapshot
+    assert found.digest == inspect(folder).digest
+
+
+def test_the_only_snapshot_will_do(folder: Path, cache: Path) -> None:
+    snapshot = put_in_hub(folder, cache, NAME)
+    (snapshot.parents[1] / "refs" / "main").unlink()
+    assert inspect(files_of(NAME)).path == snapshot
+    (snapshot.parent / "fedcba9876543210").mkdir()
+    assert "has no refs/main and 2 snapshots: the download is not complete" in refusal()
+
+
+def test_a_folder_of_that_name_goes_first(folder: Path, cache: Path, tmp_path: Path) -> None:
+    put_in_hub(folder, cache, NAME)
+    local = write_checkpoint(tmp_path / NAME)
+    assert files_of(NAME).where == local.relative_to(tmp_path)
+
+
+def test_a_model_that_is_not_downloaded(cache: Path) -> None:
+    place = cache / "models--some-org--Some.Model-4bit"
+    assert f"nor in the Hugging Face cache (looked for {place})" in refusal()
+    assert f"download it with `hf download {NAME}`" in refusal()
+    assert "some-org/a/b does not exist" in refusal("some-org/a/b")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}, "/a"),
+        ({"HF_HOME": "/b", "XDG_CACHE_HOME": "/c"}, "/b/hub"),
+        ({"XDG_CACHE_HOME": "/c"}, "/c/huggingface/hub"),
+        ({"HOME": "/home/someone"}, "/home/someone/.cache/huggingface/hub"),
+    ],
+)
+def test_where_the_cache_is(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert hub_cache.cache() == Path(expected)
+
+
+def test_a_download_that_was_broken_off(folder: Path, cache: Path) -> None:
+    snapshot = put_in_hub(folder, cache, NAME)
+    blob = (snapshot / "model.safetensors").resolve()
+    blob.unlink()
+    assert f"is a link to {blob}, which is missing" in refusal()
+    assert f"repeat `hf download {NAME}`" in refusal()
+    (snapshot.parents[1] / "refs" / "main").write_text("../../elsewhere")
+    assert "refs/main holds '../../elsewhere', must be a revision" in refusal()
+    (snapshot.parents[1] / "refs" / "main").write_text(REVISION[::-1])
+    assert f"{REVISION[::-1]} does not exist: the download is not complete" in refusal()
+
+
+def test_a_link_that_leads_out_of_the_repository(folder: Path, cache: Path) -> None:
+    snapshot = put_in_hub(folder, cache, NAME)
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(folder / "config.json")
+    words = f"config.json is a link to {folder / 'config.json'}, which is not of '{NAME}': refused"
+    assert words in refusal()

@@ -1,0 +1,256 @@
+"""Models in Ollama's store: the same as the folder they were made from, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.weights.inspect import ModelFolder, inspect
+from mlxpool.worker.weights.locate import files_of
+from mlxpool.worker.weights.ollama_store import MODEL
+from support.worker_checkpoints import config, random_weights, write_checkpoint
+from support.worker_stores import JSON, TENSOR, Store
+
+NAME = "small:1b"
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "folder", shards=2, attention_bias=True)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "store"))
+    return Store(tmp_path / "store")
+
+
+def opened(name: str = NAME) -> ModelFolder:
+    return inspect(files_of(f"ollama:{name}"))
+
+
+def refusal(name: str = NAME) -> str:
+    with pytest.raises(ModelLoadFailed) as caught:
+        opened(name)
+    return str(caught.value)
+
+
+def test_a_model_is_what_its_folder_was(folder: Path, store: Store) -> None:
+    manifest = store.write(NAME, store.layers(folder))
+    there, here = opened(), inspect(folder)
+    assert there.path == manifest
+    assert there.fit.weights == here.fit.weights
+    assert (there.context, there.eos_ids, there.bos_token) == (512, here.eos_ids, "<s>")
+    text = Text.from_folder(there)
+    asked = text.chat([{"role": "user", "content": "hi"}], None, 0.0)
+    assert text.decode(asked.ids) == "<|user|>hi<|assistant|>"
+    assert "model.layers.0.self_attn.q_proj.bias" in there.tensors
+
+
+def test_names_as_ollama_writes_them(folder: Path, store: Store) -> None:
+    layers = store.layers(folder)
+    for name in ("small:latest", NAME):
+        store.write(name, layers)
+    full = "registry.ollama.ai/library/small:1b"
+    digests = {opened(name).digest for name in ("small", NAME, "library/small", full)}
+    assert len(digests) == 1
+    for bad in ("../small", "a/b/c/d", "small:../1b", "small:", ".hidden"):
+        assert "is no model's name: write ollama:[[host/]namespace/]model[:tag]" in refusal(bad)
+
+
+def test_a_model_that_is_not_there(store: Store) -> None:
+    place = store.root / "manifests/registry.ollama.ai/library/other/latest"
+    assert f"Ollama has no model 'other' here (looked for {place})" in refusal("other")
+    assert "get it with `ollama pull other`" in refusal("other")
+
+
+def test_where_stores_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OLLAMA_MODELS", raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert "/home/someone/.ollama/models/manifests" in refusal()
+    assert "/usr/share/ollama/.ollama/models/manifests" in refusal()
+
+
+def test_layers_of_one_digest_and_drafts_are_read_once_and_not_at_all(
+    folder: Path, store: Store
+) -> None:
+    layers = store.layers(folder)
+    draft = store.layer(TENSOR, "draft.model.norm.weight", b"never read")
+    store.write(NAME, [*layers, {**layers[-1], "name": "again"}, draft])
+    assert opened().fit.weights == inspect(folder).fit.weights
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "", "unheard-of"])
+def test_scales_and_biases_get_their_names_whatever_their_order(
+    tmp_path: Path, store: Store, kind: str
+) -> None:
+    """A true bias stays one; what is not told of a layout, the shapes tell."""
+    weights = random_weights(config(attention_bias=True))
+    folder = write_checkpoint(tmp_path / "folder", weights=weights, attention_bias=True)
+    layers = [layer for layer in store.layers(folder) if not layer["name"].startswith(UP)]
+    header: dict[str, Any] = {"__metadata__": {f"{UP}.weight.quant_type": kind}} if kind else {}
+    end = 0
+    for name, dtype, shape, size in (
+        (f"{UP}.weight.scale", "U8", [48, 2], 1),
+        (f"{UP}.weight", "U32", [48, 4], 4),
+        (f"{UP}.weight_scale_2", "F32", [], 4),
+    ):
+        begin, end = end, end + int(np.prod(shape)) * size
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    blob = len(raw).to_bytes(8, "little") + raw + bytes(end)
+    store.write(NAME, [*layers, store.layer(TENSOR, f"{UP}.weight", blob)])
+    found = opened()
+    assert found.fit.layouts == {UP: Quant("nvfp4", 4, 16)}
+    assert [name for name in found.tensors if name.startswith(UP)] == [
+        f"{UP}.weight",
+        f"{UP}.scales",
+        f"{UP}.factor",
+    ]
+
+
+def test_a_layout_that_is_told_wrong(folder: Path, store: Store) -> None:
+    layers = [layer for layer in store.layers(folder) if layer["name"] != f"{UP}.weight"]
+    entries = {f"{UP}.weight": ("U32", [48, 4], 768), f"{UP}.weight.scale": ("U8", [48, 1], 48)}
+    header: dict[str, Any] = {"__metadata__": {"quant_type": "mxfp8"}}
+    end = 0
+    for name, (dtype, shape, size) in entries.items():
+        begin, end = end, end + size
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    blob = len(raw).to_bytes(8, "little") + raw + bytes(end)
+    store.write(NAME, [*layers, store.layer(TENSOR, f"{UP}.weight", blob)])
+    words = "has shape [48, 4], config.json asks for [48, 8] quantised (mxfp8, 8 bits in groups of"
+    assert words in refusal()
+
+
+def _tensor(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    return next(layer for layer in layers if layer["name"] == f"{UP}.weight")
+
+
+def test_a_gguf_model(store: Store) -> None:
+    manifest = store.write(NAME, [store.layer(MODEL, "", b"GGUF\3\0\0\0")])
+    assert f"{manifest}: '{NAME}' is a GGUF file: MLX workers load" in refusal()
+    assert "mlx_lm.convert" in refusal()
+    store.write(NAME, [store.layer("application/vnd.ollama.image.license", "", b"free")])
+    assert "is a manifest without tensors" in refusal()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"digest": "sha256:../../../../etc/passwd"},
+        {"digest": "sha256-../" + "0" * 61},
+        {"digest": "md5:" + "0" * 64},
+        {"digest": None},
+        {"size": "12"},
+    ],
+)
+def test_a_manifest_that_points_out_of_its_store(folder: Path, store: Store, change: Any) -> None:
+    layers = store.layers(folder)
+    _tensor(layers).update(change)
+    manifest = store.write(NAME, layers)
+    assert f"{manifest} has the layer" in refusal()
+    assert "its digest must be sha256: and 64 hex digits" in refusal()
+
+
+def test_links_that_lead_out_of_the_store(folder: Path, store: Store, tmp_path: Path) -> None:
+    layers = store.layers(folder)
+    manifest = store.write(NAME, layers)
+    blob = store.blob(_tensor(layers))
+    blob.rename(tmp_path / "elsewhere")
+    blob.symlink_to(tmp_path / "elsewhere")
+    words = f"is a link to {tmp_path / 'elsewhere'}, outside of the store: refused"
+    assert f"{blob} {words}" in refusal()
+    manifest.rename(tmp_path / "elsewhere")
+    manifest.symlink_to(tmp_path / "elsewhere")
+    assert f"{manifest} {words}" in refusal()
+
+
+def test_a_store_whose_root_is_a_link_is_fine(
+    folder: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write(NAME, store.layers(folder))
+    (tmp_path / "link").symlink_to(store.root)
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "link"))
+    assert opened().fit.weights == inspect(folder).fit.weights
+
+
+def test_blobs_that_are_missing_or_of_another_size(folder: Path, store: Store) -> None:
+    layers = store.layers(folder)
+    store.write(NAME, layers)
+    blob = store.blob(_tensor(layers))
+    size = blob.stat().st_size
+    os.truncate(blob, size - 1)
+    assert f"{blob} ({UP}.weight) has {size - 1} bytes, the manifest says {size}" in refusal()
+    blob.unlink()
+    assert f"{blob} ({UP}.weight) is missing: get the model again with" in refusal()
+    assert f"`ollama pull {NAME}`" in refusal()
+
+
+def test_a_small_file_with_a_wrong_digest(folder: Path, store: Store) -> None:
+    layers = store.layers(folder)
+    store.write(NAME, layers)
+    blob = store.blob(next(layer for layer in layers if layer["name"] == "config.json"))
+    blob.write_bytes(blob.read_bytes().replace(b"llama", b"LLAMA"))
+    assert f"{blob} (config.json) does not have the digest that is its name" in refusal()
+
+
+def test_weights_with_a_wrong_digest(folder: Path, store: Store) -> None:
+    mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+    from mlxpool.worker.weights.load import load
+
+    layers = store.layers(folder)
+    store.write(NAME, layers)
+    sound = load(opened()).model.embed.weight  # type: ignore[attr-defined]
+    assert mx.array_equal(sound, load(inspect(folder)).model.embed.weight).item()  # type: ignore[attr-defined]
+    blob = store.blob(_tensor(layers))
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 1
+    blob.write_bytes(content)
+    found = opened()
+    words = f"{blob} does not have the digest that is its name: get the model again with `ollama"
+    with pytest.raises(ModelLoadFailed) as caught:
+        load(found)
+    assert words in caught.value.message
+    with pytest.raises(ModelLoadFailed):
+        found.files.verify(blob)
+
+
+def test_manifests_that_cannot_be_read(folder: Path, store: Store) -> None:
+    manifest = store.write(NAME, [])
+    assert f"{manifest} has no layers" in refusal()
+    manifest.write_text("{")
+    assert f"{manifest} is not JSON" in refusal()
+    layers = [layer for layer in store.layers(folder) if layer["mediaType"] != JSON]
+    store.write(NAME, layers)
+    assert "has no layer config.json: get the model again" in refusal()
+
+
+def test_more_blobs_than_a_process_may_open(folder: Path, store: Store) -> None:
+    pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+    fds = Path("/proc/self/fd")
+    if not fds.is_dir():
+        pytest.skip("counts descriptors in /proc")
+    from mlxpool.worker.weights.load import load
+
+    store.write(NAME, store.layers(folder))
+    found = opened()
+    before, most = len(list(fds.iterdir())), 0
+
+    def count(tensors: int, size: int) -> None:
+        nonlocal most
+        most = max(most, len(list(fds.iterdir())))
+
+    load(found, count)
+    assert len(found.shards) > 25
+    assert most - before < 5

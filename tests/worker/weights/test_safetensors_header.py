@@ -1,0 +1,85 @@
+"""Safetensors headers that do not agree with their file: each is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.weights import safetensors_header
+from mlxpool.worker.weights.load import inspect
+from support.worker_checkpoints import write_checkpoint, write_raw_safetensors
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "good")
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelLoadFailed) as caught:
+        inspect(path)
+    return str(caught.value)
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+HEADERS: dict[str, tuple[bytes, str]] = {
+    "not JSON": (b"{]", "the header is not JSON"),
+    "not a map": (b"[]", "the header is a list"),
+    "tensor is no map": (b'{"w": 3}', "tensor 'w' is described by 3"),
+    "dtype": (json.dumps({"w": entry(dtype="F12")}).encode(), "'w' has dtype 'F12'"),
+    "shape": (json.dumps({"w": entry(shape=[-1])}).encode(), r"'w' has shape [-1]"),
+    "offsets": (json.dumps({"w": entry(offsets=[8, 0])}).encode(), "data_offsets [8, 0]"),
+    "outside": (
+        json.dumps({"w": entry(shape=[5], offsets=[0, 20])}).encode(),
+        "'w' ends at byte 20 of the data, the file has 16",
+    ),
+    "span": (json.dumps({"w": entry(shape=[3])}).encode(), "has 8 bytes, its shape [3] of F32"),
+    "axes": (json.dumps({"w": entry(shape=[1] * 33)}).encode(), "33 axes, at most 32"),
+    "huge axes": (json.dumps({"w": entry(shape=[2**63, 0])}).encode(), "has shape"),
+    "overlap": (
+        json.dumps({"v": entry(), "w": entry(offsets=[4, 12])}).encode(),
+        "'v' and 'w' overlap: 0..8 and 4..12",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_bad_safetensors_header(good: Path, case: str) -> None:
+    header, words = HEADERS[case]
+    write_raw_safetensors(good / "model.safetensors", header, bytes(16))
+    assert words in refusal(good)
+    assert "model.safetensors" in refusal(good)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "truncated: 0 bytes"),
+        (b"\x01\0\0", "truncated: 3 bytes"),
+        ((500).to_bytes(8, "little") + b"{}", "truncated: the header claims 500 bytes"),
+        ((2**63).to_bytes(8, "little") + b"{}", "at most 104857600"),
+    ],
+)
+def test_a_safetensors_file_that_ends_early(good: Path, content: bytes, words: str) -> None:
+    (good / "model.safetensors").write_bytes(content)
+    assert words in refusal(good)
+
+
+def test_a_truncated_download(good: Path) -> None:
+    file = good / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "truncated, download it again" in refusal(good)
+
+
+def test_metadata_and_empty_tensors_are_fine(tmp_path: Path) -> None:
+    header = {"__metadata__": {"format": "pt"}, "w": entry(), "e": entry(shape=[0], offsets=[8, 8])}
+    write_raw_safetensors(tmp_path / "x", json.dumps(header).encode(), bytes(8))
+    tensors = safetensors_header.read_header(tmp_path / "x").tensors
+    assert set(tensors) == {"w", "e"}

@@ -1,0 +1,158 @@
+"""`python -m mlxpool.worker.diagnose.check`: looks at models without serving them.
+
+One line of JSON in for each model, {name, model, machine?, memory_limit?}; one line out, as
+docs/models.md says. MLX is imported only for `machine`: what it can run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from mlxpool.common.config.loading import ModelConfig
+from mlxpool.worker.diagnose.problems import Problems, look
+from mlxpool.worker.engine.block_manager import BLOCK
+from mlxpool.worker.engine.counting_engine import CountingEngine
+from mlxpool.worker.engine.factory import NO_BACK_END
+from mlxpool.worker.process import lifecycle
+from mlxpool.worker.weights.description import (
+    NOT_ON_A_GPU,
+    about,
+    about_counting,
+    features,
+    require_deterministic,
+)
+from mlxpool.worker.weights.files import Files
+from mlxpool.worker.weights.inspect import ModelFolder
+from mlxpool.worker.weights.locate import COUNTING, place_of
+from mlxpool.worker.weights.memory_estimate import Needs, needs
+
+NICENESS = 10  # whoever is served goes first
+MEMORY = 8 * 2**30  # bytes that a look in the background may take: a config can ask for anything
+
+OF_CACHES = ("token", "fixed", "sequence", "all_sequences", "least")  # of `memory`, see needs.py
+
+
+def check(
+    name: str, config: ModelConfig, *, machine: bool = False, memory_limit: int = 0
+) -> dict[str, Any]:
+    """The report on a model; never raises for what its files hold.
+
+    `memory_limit` is the pool's, in bytes; 0: the usual share of the machine's memory.
+    """
+    report: dict[str, Any] = {"name": name, "path": config.path, "problems": [], "notes": []}
+    report["model"] = None
+    if config.path == COUNTING:
+        report["model"] = about_counting(CountingEngine(config.counting, config.context))
+        return report
+    problems = Problems()
+    path = problems.of(place_of, config)
+    folder = None
+    if path is not None:
+        report["path"] = str(path.where if isinstance(path, Files) else path)
+        folder, found = look(path)
+        problems.add(found)
+    if folder is not None:
+        report["model"] = problems.of(about, folder)
+        if config.context > folder.context:
+            report["notes"].append(
+                f"context is {config.context} tokens, the model's own is {folder.context}, which"
+                " counts: a longer prompt is refused"
+            )
+        if config.deterministic:
+            problems.of(require_deterministic, folder)
+        if machine:
+            report.update(_machine(folder, config, memory_limit))
+    report["problems"] = list(problems.found)
+    return report
+
+
+def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dict[str, Any]:
+    """`memory`, what it needs, and `machine`, whether that is there."""
+    try:
+        from mlxpool.worker.engine import backend
+    except ImportError as error:
+        return {"machine": {"fits": False, "why": [NO_BACK_END.format(error=error)]}}
+    total, free = backend.device_memory()
+    limit = backend.limit_of(config.memory_limit)
+    pool = memory_limit or backend.limit_of(0)
+    need = needs(
+        folder,
+        context=min(folder.context, config.context or folder.context),
+        sequences=config.sequences,
+        prefix_cache=config.prefix_cache,
+        prefix_bytes=config.prefix_bytes,
+        limit=limit,
+        chunk=backend.chunk(),
+        float32=not backend.on_gpu(),
+        deterministic=config.deterministic,
+    )
+    why = [*misfits(need, limit, pool, config.memory_limit or folder.weight_bytes)]
+    if config.deterministic and "deterministic" in features(folder) and backend.on_gpu():
+        why.append(NOT_ON_A_GPU)
+    machine = {
+        "device": "gpu" if backend.on_gpu() else "cpu",
+        "total": total,
+        "free": free,
+        "limit": limit,
+        "pool_limit": pool,
+        "longest": None if folder.in_zoo else need.context_within(limit),
+        "fits": not why,
+        "why": why,
+    }
+    memory: dict[str, int | None] = {**asdict(need), "least": need.least}
+    if folder.in_zoo:  # what a token takes only mlx-lm's code knows
+        memory |= dict.fromkeys(OF_CACHES)
+    return {"memory": memory, "machine": machine}
+
+
+def misfits(need: Needs, limit: int, pool: int, floor: int) -> list[str]:
+    """Why a worker cannot run here. `floor` is what the broker sets aside for it."""
+    why = []
+    least = need.fixed + 2 * BLOCK * need.token
+    if need.weights + least > limit:
+        why.append(
+            f"weights take {need.weights} bytes and {2 * BLOCK} tokens {least}, a"
+            f" worker may take {limit}: raise memory_limit or take a smaller model"
+        )
+    if floor > pool:
+        why.append(
+            f"a worker needs {floor} bytes, the pool's memory_limit is {pool};"
+            " raise memory_limit or take a smaller model"
+        )
+    return why
+
+
+def answer(line: str) -> dict[str, Any]:
+    """The report that a line asks for."""
+    asked: Mapping[str, Any] = json.loads(line)
+    config = ModelConfig.from_table(asked["model"])
+    rest = {key: asked[key] for key in ("machine", "memory_limit") if key in asked}
+    return check(str(asked["name"]), config, **rest)
+
+
+def bound_memory(size: int) -> None:
+    """What goes beyond is a MemoryError, where the kernel counts it; a lower bound stays."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or size < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (size, hard))
+
+
+def main(arguments: list[str]) -> int:
+    """Answer every line of standard input; `--background` gives way to everybody else."""
+    if "--background" in arguments:
+        os.nice(NICENESS)
+        bound_memory(MEMORY)
+        lifecycle.die_with_parent()
+    for line in sys.stdin:
+        print(json.dumps(answer(line)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""From a model's settings to an engine: the folder on disk, or one of the two built in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpool.common.config.loading import ModelConfig, WorkerConfig
+from mlxpool.common.errors import ModelLoadFailed, PoolError
+from mlxpool.common.trace import History
+from mlxpool.worker.compute.messages import Opened
+from mlxpool.worker.engine import versions
+from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
+from mlxpool.worker.engine.interface import Engine
+from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.testing.faults import NO_FAULTS, Faults
+from mlxpool.worker.weights.description import require_deterministic
+from mlxpool.worker.weights.files import Files
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.locate import COUNTING, as_files, place_of
+from mlxpool.worker.weights.memory_estimate import opens
+
+NO_BACK_END = (
+    "MLX has no usable back end here ({error}); on Linux install one of mlxpool[cpu],"
+    " mlxpool[cuda12], mlxpool[cuda13]"
+)
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A sound model that is not loaded yet."""
+
+    opened: Opened
+    load: Callable[[OnProgress], Engine]
+    sequences: int  # how many its engine runs at once
+
+
+def open_source(
+    config: ModelConfig,
+    faults: Faults = NO_FAULTS,
+    counting: type[CountingEngine] = CountingEngine,
+) -> Source:
+    """Look at the model without MLX. Raises ModelLoadFailed naming what is wrong with it."""
+    if config.path == COUNTING:
+        return _counting(counting(config.counting, config.context, faults), config.sequences)
+    return _folder(as_files(place_of(config)), config)
+
+
+def _counting(engine: CountingEngine, sequences: int) -> Source:
+    def load(on_progress: OnProgress) -> Engine:
+        engine.load(on_progress)
+        return engine
+
+    opened = Opened(engine.digest, engine.context, engine.vocab_size, CountingText())
+    return Source(opened, load, sequences)
+
+
+def _folder(files: Files, config: ModelConfig) -> Source:
+    folder = inspect(files)
+    if config.deterministic:
+        require_deterministic(folder)
+    text = Text.from_folder(folder)
+    context = min(folder.context, config.context or folder.context)
+
+    def load(on_progress: OnProgress) -> Engine:
+        try:
+            import mlx.core  # noqa: F401
+        except ImportError as error:
+            raise ModelLoadFailed(NO_BACK_END.format(error=error)) from error
+        from mlxpool.worker.engine import backend
+        from mlxpool.worker.engine.engine import ModelEngine
+        from mlxpool.worker.weights.load import load as load_weights
+
+        backend.say()
+        if config.deterministic:
+            require_deterministic(folder, on_gpu=backend.on_gpu())
+        backend.steady_heap()
+        settings: dict[str, Any] = {
+            "context": context,
+            "prefix": config.prefix_cache,
+            "prefix_bytes": config.prefix_bytes,
+            "sequences": config.sequences,
+            "limit": config.memory_limit,
+        }
+        if folder.in_zoo:
+            from mlxpool.worker.engine import mlx_lm_engine
+
+            model = mlx_lm_engine.load(folder, on_progress)
+            return mlx_lm_engine.ZooEngine(model, folder, text, **settings)
+        loaded = load_weights(
+            folder,
+            on_progress,
+            deterministic=config.deterministic,
+            opened=opens(
+                folder,
+                limit=backend.limit_of(config.memory_limit),
+                float32=not backend.on_gpu(),
+            ),
+        )
+        return ModelEngine(loaded, text, **settings)
+
+    opened = Opened(versions.digest_of(folder.digest), context, folder.plan.vocab_size, text)
+    return Source(opened, load, config.sequences)
+
+
+def faults_of(config: WorkerConfig, history: History) -> Faults:
+    """What goes wrong in this worker on purpose; only the counting model's settings can say so."""
+    if config.model.path != COUNTING:
+        return NO_FAULTS
+    return Faults.armed_by(config.model.counting, config.incarnation, history)
+
+
+def as_load_error(error: BaseException, name: str) -> PoolError:
+    """The error that waiting requests get."""
+    if isinstance(error, PoolError):
+        return error
+    return ModelLoadFailed(f"loading model {name!r} failed: {type(error).__name__}: {error}")

@@ -1,0 +1,32 @@
+// The end of paged_attention.cu and latent_attention.cu. A part has found, for each of QUERIES, NUMBERS sums, behind all
+// of these their greatest scores, then their totals. The last of a row's parts to come adds them up and
+// leaves the counter as it was; `to` is where a number goes, null: it is nobody's.
+if (PARTED) {
+  __shared__ int before;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) before = atomicAdd((int*)arrived + mine, 1);
+  __syncthreads();
+  if (before == count - 1) {
+    __threadfence();
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < QUERIES * NUMBERS; i += THREADS) {
+      const int g = i / NUMBERS;
+      N* const place = to(i);
+      if (!place) break;
+      float top = least(g);
+      #pragma unroll 4
+      for (int p = 0; p < count; p++)
+        top = fmaxf(top, __ldcg(parts + p * WHOLE + QUERIES * NUMBERS + g));
+      float numbers = 0, all = 0;
+      #pragma unroll 2
+      for (int p = 0; p < count; p++) {
+        const float weight = exp2f(__ldcg(parts + p * WHOLE + QUERIES * NUMBERS + g) - top);
+        numbers += weight * __ldcg(parts + p * WHOLE + i);
+        all += weight * __ldcg(parts + p * WHOLE + QUERIES * NUMBERS + QUERIES + g);
+      }
+      down(numbers / (all + sunk(g, top)), place);
+    }
+    if (threadIdx.x == 0) ((int*)arrived)[mine] = 0;
+  }
+}

@@ -1,0 +1,45 @@
+// The end of matmul_small.cu and matmul_4bit.cu: what the warps of a thread block found is added up and goes out,
+// EACH numbers of a line. Of a line that is NORMED they know the squares, too; `beside` is ADDED last.
+__syncthreads();
+constexpr int WHOLE = SETS * 8 + 1;
+float* const found = (float*)space;  // [WARPS][TILES * 16][WHOLE]
+float* const lengths = found + WARPS * TILES * 16 * WHOLE;  // [WARPS][SETS * 8]
+#pragma unroll
+for (int tile = 0; tile < TILES; tile++)
+  #pragma unroll
+  for (int set = 0; set < SETS; set++)
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+      found[((warp * TILES + tile) * 16 + line + i / 2 * 8) * WHOLE + set * 8 + quarter * 2 + i % 2]
+          = sum[tile][set][i];
+#pragma unroll
+for (int set = 0; set < SETS; set++)
+  if (NORMED) {
+    squares[set] += __shfl_xor_sync(0xffffffff, squares[set], 1);
+    squares[set] += __shfl_xor_sync(0xffffffff, squares[set], 2);
+    if (quarter == 0) lengths[warp * SETS * 8 + set * 8 + line] = squares[set];
+  }
+__syncthreads();
+for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
+  const int row = i % EACH, l = i / EACH;
+  const long to = (long)l * OUT + first + row;
+  float one = 0, other = 0, length = 0;
+  #pragma unroll
+  for (int w = 0; w < WARPS; w++) {
+    one += found[(w * TILES * 16 + row) * WHOLE + l];
+    if (GATED) other += found[(w * TILES * 16 + EACH + row) * WHOLE + l];
+    if (NORMED) length += lengths[w * SETS * 8 + l];
+  }
+  if (NORMED) {
+    const float factor = rsqrtf(length / IN + EPS);
+    one *= factor;
+    other *= factor;
+  }
+  if (GATED) one = gated(one, other, N());
+  if (ADDED) {
+    N rounded;
+    down(one, &rounded);
+    one = up(rounded) + up(((const N*)beside)[to]);
+  }
+  down(one, (N*)out + to);
+}

@@ -1,0 +1,174 @@
+"""The gated delta-net: a recurrent layer in the place of attention, whose memory never grows.
+
+What it computes is in delta_rule.py. No MLX here before a model is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.attention import Mixing, Shapes, linear
+from mlxpool.worker.layers.derived_weights import Derived, Found, reordered
+from mlxpool.worker.layers.interface import Layer, Parts, Recurrent, Step, integer, number
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+FLOAT32 = ("A_log", "dt_bias")  # tensors that decide how fast a state decays
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """A Mixer (blocks.py). Value heads share the queries and keys of the key heads in groups.
+
+    Its inputs, the outputs of one product, are queries, keys, values, gates (z), rates (b) and
+    decays (a), each of all heads. `fused`: a checkpoint has them in two layers, key head by key
+    head; else in four.
+    """
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int  # tokens that the convolution sees
+    eps: float
+    fused: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], *, fused: bool) -> DeltaNet:
+        """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
+        spec = cls(
+            hidden=integer(config, "hidden_size"),
+            key_heads=integer(config, "linear_num_key_heads"),
+            value_heads=integer(config, "linear_num_value_heads"),
+            key_dim=integer(config, "linear_key_head_dim"),
+            value_dim=integer(config, "linear_value_head_dim"),
+            width=integer(config, "linear_conv_kernel_dim"),
+            eps=number(config, "rms_norm_eps"),
+            fused=fused,
+        )
+        if spec.value_heads % spec.key_heads:
+            raise ModelLoadFailed(
+                f"config.json has linear_num_value_heads {spec.value_heads}, which is no multiple "
+                f"of linear_num_key_heads {spec.key_heads}"
+            )
+        return spec
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all heads' keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers of all heads' values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def cache(self) -> Recurrent:
+        """The convolution's last inputs, and what each head remembers."""
+        memory = (self.value_heads, self.key_dim, self.value_dim)
+        return Recurrent(((self.width - 1, self.channels), memory))
+
+    @property
+    def inputs(self) -> Mapping[str, int]:
+        """The layers of the inputs and how many numbers each gives."""
+        if self.fused:
+            return {
+                "in_proj_qkvz": self.channels + self.values,
+                "in_proj_ba": 2 * self.value_heads,
+            }
+        return {
+            "in_proj_qkv": self.channels,
+            "in_proj_z": self.values,
+            "in_proj_b": self.value_heads,
+            "in_proj_a": self.value_heads,
+        }
+
+    def shapes(self, name: str) -> Shapes:
+        """See Mixer."""
+        for one, rows in self.inputs.items():
+            yield from linear(f"{name}.{one}", rows, self.hidden)
+        yield f"{name}.conv1d.weight", (self.channels, 1, self.width)
+        yield f"{name}.A_log", (self.value_heads,)
+        yield f"{name}.dt_bias", (self.value_heads,)
+        yield f"{name}.norm.weight", (self.value_dim,)
+        yield from linear(f"{name}.out_proj", self.hidden, self.values)
+
+    def derived(self, found: Found, name: str) -> Iterator[Derived]:
+        """What a checkpoint keeps otherwise: the order of the inputs, the convolution's axes."""
+        if self.fused:
+            for one, sizes in zip(self.inputs, self._of_a_key_head(), strict=True):
+                yield from reordered(found, f"{name}.{one}", by_kind(self.key_heads, sizes))
+        conv, shape = f"{name}.conv1d.weight", (self.channels, 1, self.width)
+        stored = found.get(conv)
+        if stored is not None and stored.shape == (self.channels, self.width, 1):
+            made = {conv: type(stored)(stored.dtype, shape)}
+            yield Derived((conv,), made, lambda arrays: [arrays[0].reshape(shape)])
+
+    def build(self, parts: Parts, name: str, layer: int) -> Mixing:
+        """See Mixer."""
+        from mlxpool.worker.layers.delta_rule import Rule
+
+        rule = Rule(
+            key_heads=self.key_heads,
+            conv=parts.array(f"{name}.conv1d.weight").squeeze(1).T,
+            speed=parts.array(f"{name}.A_log"),
+            bias=parts.array(f"{name}.dt_bias"),
+        )
+        return _Built(self, rule, parts, name, layer)
+
+    def _of_a_key_head(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many numbers of each kind the fused layers give for one key head."""
+        ratio = self.value_heads // self.key_heads
+        values = ratio * self.value_dim
+        return (self.key_dim, self.key_dim, values, values), (ratio, ratio)
+
+
+class _Built:
+    def __init__(
+        self,
+        spec: DeltaNet,
+        rule: Callable[..., Any],
+        parts: Parts,
+        name: str,
+        layer: int,
+    ) -> None:
+        self.spec, self.rule, self.layer = spec, rule, layer
+        self.inputs = parts.joined([f"{name}.{one}" for one in spec.inputs])
+        self.norm = parts.norm(f"{name}.norm", spec.eps)
+        self.swiglu = parts.swiglu
+        self.out: Layer = parts.linear(f"{name}.out_proj")
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        spec, tokens = self.spec, x.shape[0]
+        gates = spec.channels + spec.values
+        mixed = self.inputs(x)
+        z = mixed[:, spec.channels : gates].reshape(tokens, spec.value_heads, -1)
+        b, a = mixed[:, gates : gates + spec.value_heads], mixed[:, gates + spec.value_heads :]
+        out = self.norm(step.recur(self.layer, (mixed[:, : spec.channels], a, b), self.rule))
+        gated = self.swiglu(z.astype(out.dtype), out)
+        return self.out(gated.reshape(tokens, -1).astype(x.dtype))
+
+
+def by_kind(heads: int, sizes: tuple[int, ...]) -> list[int]:
+    """Where the rows lie that are stored head by head, each with so many of every kind, in the
+    order of kinds, each with those of all heads.
+    """
+    each = sum(sizes)
+    starts = [sum(sizes[:kind]) for kind in range(len(sizes))]
+    return [
+        head * each + start + row
+        for start, size in zip(starts, sizes, strict=True)
+        for head in range(heads)
+        for row in range(size)
+    ]

@@ -1,0 +1,144 @@
+"""How config.json says that positions are turned into angles. No MLX.
+
+Long contexts are reached by stretching the waves of a base: `rope_scaling` (or `rope_parameters`,
+its newer name) names the kind, and KINDS has one function for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.interface import Rope, integer, number
+
+Settings: TypeAlias = Mapping[str, Any]
+
+
+def rope(
+    config: Settings, dims: int, *, base: float | None = 10000.0, traditional: bool = False
+) -> Rope:
+    """The rotation of the first `dims` numbers of a head; `base` where config.json has none.
+
+    Without a `base` it needs one, as readers of such files do not agree on what it is then.
+
+    Raises ModelLoadFailed naming the kind or the key that cannot be used.
+    """
+    if dims % 2:
+        raise ModelLoadFailed(f"config.json has heads of which {dims} are rotated, must be even")
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ModelLoadFailed(f"config.json has rope_scaling {scaling!r}, must be a map")
+    settings = {**config, **scaling}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ModelLoadFailed(
+            f"config.json has rope type {kind!r}, must be one of {', '.join(KINDS)}"
+        )
+    plain = Rope(dims, number(settings, "rope_theta", base), traditional=traditional)
+    try:
+        return KINDS[kind](plain, settings)
+    except (ArithmeticError, ValueError) as error:  # numbers that no file of a model has
+        raise ModelLoadFailed(
+            f"config.json has numbers of which rope type {kind!r} cannot be reckoned: {error}"
+        ) from error
+
+
+def _default(plain: Rope, settings: Settings) -> Rope:
+    return plain
+
+
+def _linear(plain: Rope, settings: Settings) -> Rope:
+    return replace(plain, scale=1 / number(settings, "factor"))
+
+
+def _llama3(plain: Rope, settings: Settings) -> Rope:
+    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    low = number(settings, "low_freq_factor", 1.0)
+    high = number(settings, "high_freq_factor", 4.0)
+    trained = number(settings, "original_max_position_embeddings", 8192)
+
+    def kept(period: float) -> float:
+        turns = trained / (2 * math.pi * period)  # full turns within the trained context
+        return _ramp(turns, low, high) if high != low else float(turns > high)
+
+    return replace(plain, freqs=_blended(plain, settings, [kept(one) for one in _periods(plain)]))
+
+
+def _yarn(plain: Rope, settings: Settings) -> Rope:
+    """As llama3, blended over dimensions; what is rotated grows, so that scores keep their spread.
+
+    Ends of the blend are whole dimensions, whatever `truncate` says.
+    """
+    trained = integer(settings, "original_max_position_embeddings")
+
+    def dimension(turns: float) -> float:
+        """Where a wave makes so many turns within the trained context."""
+        wave = trained / (turns * 2 * math.pi)
+        return plain.dims * math.log(wave) / (2 * math.log(plain.base))
+
+    low = max(math.floor(dimension(number(settings, "beta_fast", 32.0))), 0)
+    high = min(math.ceil(dimension(number(settings, "beta_slow", 1.0))), plain.dims - 1)
+    top = high if high != low else high + 0.001
+    kept = [1 - _ramp(index, low, top) for index in range(plain.dims // 2)]
+    factor = number(settings, "factor")
+    gain = yarn_gain(factor, _weight(settings, "mscale", 1.0))
+    gain /= yarn_gain(factor, _weight(settings, "mscale_all_dim", 0.0))
+    return replace(plain, freqs=_blended(plain, settings, kept), gain=gain)
+
+
+def yarn_gain(factor: float, weight: float) -> float:
+    """What scores of a context stretched by `factor` are multiplied by, for queries or keys each.
+
+    Latent attention puts the square of it, with `mscale_all_dim` as its weight, on its scale.
+    """
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(plain: Rope, settings: Settings) -> Rope:
+    """Every wave has its own factor. Those for long texts serve short ones too: keys in the cache
+    cannot change when a text gets long.
+    """
+    factors = settings.get("long_factor")
+    wanted = plain.dims // 2
+    if not isinstance(factors, list) or len(factors) != wanted:
+        size = len(factors) if isinstance(factors, list) else factors
+        raise ModelLoadFailed(f"config.json has long_factor of {size}, must list {wanted} numbers")
+    factors = [number({"long_factor": factor}, "long_factor") for factor in factors]
+    trained = integer(settings, "original_max_position_embeddings")
+    stretch = integer(settings, "max_position_embeddings") / trained
+    gain = math.sqrt(1 + math.log(stretch) / math.log(trained)) if stretch > 1 else 1.0
+    freqs = [factor * period for factor, period in zip(factors, _periods(plain), strict=True)]
+    return replace(plain, freqs=tuple(freqs), gain=gain)
+
+
+def _periods(plain: Rope) -> list[float]:
+    return [plain.base ** (index / plain.dims) for index in range(0, plain.dims, 2)]
+
+
+def _blended(plain: Rope, settings: Settings, kept: list[float]) -> tuple[float, ...]:
+    """Each wave between itself, where `kept` is 1, and the one stretched by `factor`, where 0."""
+    factor = number(settings, "factor")
+    waves = zip(_periods(plain), kept, strict=True)
+    return tuple(period / ((1 - part) / factor + part) for period, part in waves)
+
+
+def _ramp(at: float, low: float, high: float) -> float:
+    return min(max((at - low) / (high - low), 0.0), 1.0)
+
+
+def _weight(settings: Settings, key: str, default: float) -> float:
+    """A number that may be 0."""
+    return number(settings, key) if settings.get(key) else default
+
+
+KINDS: Mapping[str, Callable[[Rope, Settings], Rope]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "mrope": _default,  # of three axes, all the same where there are no pictures
+}

@@ -1,0 +1,4 @@
+"""The worker process: its main thread, its link to the broker, signals, CPU threads, its end.
+
+Imports no MLX.
+"""

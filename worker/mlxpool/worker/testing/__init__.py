@@ -1,0 +1,4 @@
+"""Faults that tests inject into a worker.
+
+Nothing here runs unless the settings of the counting model ask for it.
+"""

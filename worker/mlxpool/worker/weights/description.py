@@ -1,0 +1,139 @@
+"""What a sound model is, in the words of `mlxpool models` and `mlxpool check`. No MLX."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.engine import versions
+from mlxpool.worker.engine.counting_engine import CountingEngine
+from mlxpool.worker.layers import quantisation as quant
+from mlxpool.worker.layers.interface import KeyValue
+from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.prompt.chat_template.output_format import chat_format
+from mlxpool.worker.prompt.chat_template.templates import Chat
+from mlxpool.worker.weights import mlx_lm_models
+from mlxpool.worker.weights.inspect import ModelFolder
+from mlxpool.worker.weights.json_files import read_json
+from mlxpool.worker.weights.memory_estimate import NAMES, main_dtype
+
+FEATURES = ("batching", "tree", "resume")  # of every architecture in models/
+SCALES = ".scales"  # the end of the name of a quantised module's tensor
+NOT_ON_A_GPU = (
+    "deterministic = true is built for the CPU alone, on a GPU the bits of a product depend on how"
+    " many lines it has; leave it out"
+)
+COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it keeps no keys and values
+
+
+def about(folder: ModelFolder) -> dict[str, Any]:
+    """See docs/models.md, `model`; the values are those of JSON."""
+    tokenizer = read_json(folder.files / "tokenizer.json")
+    templates = Chat.from_folder(folder.files).templates
+    return {
+        "type": folder.model_type,
+        "size": folder.weight_bytes,
+        "parameters": None if folder.in_zoo else _parameters(folder),
+        "layers": None if folder.in_zoo else len(folder.plan.caches),
+        "context": folder.context,
+        "vocabulary": folder.plan.vocab_size,
+        "quantisation": quantisation(folder),
+        "tokenizer": tokenizer_kind(tokenizer),
+        "templates": sorted(templates),
+        "chat": chat_format(template.source for template in templates.values()),
+        "eos_ids": sorted(folder.eos_ids),
+        "digest": versions.digest_of(folder.digest),
+        "features": list(features(folder)),
+    }
+
+
+def _parameters(folder: ModelFolder) -> int:
+    return sum(math.prod(shape) for shape in folder.plan.shapes.values())
+
+
+def features(folder: ModelFolder) -> tuple[str, ...]:
+    """What of batching, prefix tree, resume and `deterministic` the model has."""
+    if folder.in_zoo:
+        return mlx_lm_models.FEATURES
+    plain = all(isinstance(one, KeyValue) and not one.window for one in folder.plan.caches)
+    return (*FEATURES, "deterministic") if plain else FEATURES
+
+
+def require_deterministic(folder: ModelFolder, *, on_gpu: bool = False) -> None:
+    """Raises ModelLoadFailed where the setting `deterministic` is not built for a model."""
+    if "deterministic" in features(folder):
+        if on_gpu:
+            raise ModelLoadFailed(NOT_ON_A_GPU)
+        return
+    why = "which is computed by mlx-lm's code"
+    if not folder.in_zoo:
+        why = "whose layers keep windows or states"
+    raise ModelLoadFailed(
+        f"deterministic = true is not built for model_type {folder.model_type!r}, {why};"
+        " leave it out"
+    )
+
+
+def about_counting(engine: CountingEngine) -> dict[str, Any]:
+    """The same of the built-in model that counts; it has no files."""
+    return {
+        "type": "counting",
+        "size": 0,
+        "parameters": 0,
+        "layers": 0,
+        "context": engine.context,
+        "vocabulary": engine.vocab_size,
+        "quantisation": None,
+        "tokenizer": "bytes",
+        "templates": [],
+        "chat": {"tools": None, "thinking": None},
+        "eos_ids": [],
+        "digest": engine.digest,
+        "features": list(COUNTING_FEATURES),
+    }
+
+
+def quantisation(folder: ModelFolder) -> str:
+    """Such as `4-bit affine g64`, or for plain weights what most of them are: `bf16`."""
+    layouts = Counter(_layouts(folder)).most_common()
+    if not layouts:
+        return NAMES[main_dtype(folder.tensors.values())]
+    layout, _ = layouts[0]
+    words = f"{layout.bits}-bit {layout.mode} g{layout.group}"
+    return f"{words}, some layers otherwise" if len(layouts) > 1 else words
+
+
+def _layouts(folder: ModelFolder) -> Iterable[Quant]:
+    """Of every quantised module; in the zoo, of those with scales, as mlx-lm tells them."""
+    if not folder.in_zoo:
+        return folder.fit.layouts.values()
+    try:
+        told = quant.parse(folder.config)
+    except ModelLoadFailed:  # a layout that mlx-lm may know all the same
+        return ()
+    modules = (name[: -len(SCALES)] for name in folder.tensors if name.endswith(SCALES))
+    return [layout for one in modules if (layout := told.named.get(one, told.default))]
+
+
+def tokenizer_kind(tokenizer: Mapping[str, Any]) -> str:
+    """The algorithm that tokenizer.json names, and how it sees bytes."""
+    model = tokenizer.get("model")
+    settings: Mapping[str, Any] = model if isinstance(model, Mapping) else {}
+    kind = str(settings.get("type") or "BPE")
+    if "ByteLevel" in _types(tokenizer.get("decoder")):
+        return f"{kind}, byte-level"
+    return f"{kind}, byte fallback" if settings.get("byte_fallback") else kind
+
+
+def _types(part: Any) -> set[str]:
+    """The types of a decoder and of those that it is made of."""
+    if not isinstance(part, Mapping):
+        return set()
+    inner = part.get("decoders")
+    found = {str(part.get("type"))}
+    for one in inner if isinstance(inner, list) else []:
+        found |= _types(one)
+    return found

@@ -1,0 +1,136 @@
+"""A model's files, checked in full before MLX is touched: config, tensors, tokens, digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker import models
+from mlxpool.worker.layers import quantisation
+from mlxpool.worker.layers.interface import Plan
+from mlxpool.worker.layers.quantisation import Quantisation
+from mlxpool.worker.weights import mlx_lm_models
+from mlxpool.worker.weights.files import Content, Files, in_folder, tensors_of
+from mlxpool.worker.weights.json_files import Folder, read_file, read_json, require_size
+from mlxpool.worker.weights.match import Fit, fit
+from mlxpool.worker.weights.safetensors_header import Tensor
+from mlxpool.worker.weights.special_tokens import SpecialTokens
+
+_SAMPLE = 2**20  # bytes at each end of a shard that the digest reads
+_TEMPLATES = "additional_chat_templates"
+_DIGESTED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model whose files agree with each other."""
+
+    path: Path  # shown in errors
+    files: Files
+    config: Mapping[str, Any]
+    model_type: str
+    context: int  # tokens
+    plan: Plan
+    fit: Fit
+    weight_bytes: int  # of the tensors that the model uses, as stored
+    eos_ids: frozenset[int]
+    bos_token: str | None
+    add_bos: bool | None  # None: tokenizer_config.json does not say
+    digest: str  # hex; of what decides text: config, tokenizer, template, weights
+    in_zoo: bool = False  # mlx-lm's code computes it, see zoo.py
+
+    @property
+    def shards(self) -> tuple[Path, ...]:
+        return self.files.shards
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Those that the model uses, by its names for them, in the order of use."""
+        return self.fit.tensors
+
+
+def inspect(model: Path | Files) -> ModelFolder:
+    """The model of these files or of the folder at a path; reads headers, not weights, and no MLX.
+
+    Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
+    """
+    files = model if isinstance(model, Files) else in_folder(model)
+    config = read_json(files / "config.json")
+    in_zoo = config.get("model_type") not in models.SUPPORTED and mlx_lm_models.has(config)
+    plan = mlx_lm_models.plan(config) if in_zoo else models.plan(config)
+    require_tokenizer(files.where, files)
+    special = SpecialTokens.read(files, config)
+    contents = files.contents()
+    tensors = tensors_of(contents)
+    if in_zoo:
+        fitted = mlx_lm_models.fit(files, tensors)
+    else:
+        fitted = fit(plan, tensors, known_of(files, config, contents.values()))
+    return ModelFolder(
+        path=files.where,
+        files=files,
+        config=config,
+        model_type=str(config["model_type"]),
+        context=plan.context,
+        plan=plan,
+        fit=fitted,
+        weight_bytes=sum(tensor.nbytes for tensor in fitted.tensors.values()),
+        eos_ids=special.eos_ids,
+        bos_token=special.bos_token,
+        add_bos=special.add_bos,
+        digest=_digest(files, contents),
+        in_zoo=in_zoo,
+    )
+
+
+def require_tokenizer(where: Path, files: Folder) -> None:
+    """Raises ModelLoadFailed for files without one; `where` is shown."""
+    if not (files / "tokenizer.json").is_file():
+        raise ModelLoadFailed(f"{where} has no tokenizer.json, the only tokenizer format supported")
+    require_size(files / "tokenizer.json")
+
+
+def known_of(files: Files, config: Mapping[str, Any], contents: Iterable[Content]) -> Quantisation:
+    """What config.json says; a store quantises by itself, so that its blobs alone know."""
+    if not files.digests:
+        return quantisation.parse(config)
+    named = {module: layout for content in contents for module, layout in content.layouts.items()}
+    return Quantisation(named=named, recognise=True)
+
+
+def _digest(files: Files, contents: Mapping[Path, Content]) -> str:
+    """The whole of the small files; header, size and both ends of each shard, or its digest."""
+    digest = hashlib.sha256()
+    templates = sorted(file.name for file in (files / _TEMPLATES).glob("*.jinja"))
+    for name in (*_DIGESTED, *(f"{_TEMPLATES}/{name}" for name in templates)):
+        if (files / name).is_file():
+            _add(digest, name, read_file(files / name))
+    for shard, content in contents.items():
+        _add(digest, shard.name, content.raw)
+        if shard not in files.digests:
+            _add(digest, str(shard.stat().st_size), _ends(shard))
+    return digest.hexdigest()
+
+
+def _ends(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        first = stream.read(_SAMPLE)
+        stream.seek(max(file.stat().st_size - _SAMPLE, 0))
+        return first + stream.read(_SAMPLE)
+
+
+def _add(digest: Any, label: str, content: bytes) -> None:
+    digest.update(f"{label}:{len(content)}:".encode())
+    digest.update(content)

@@ -1,0 +1,56 @@
+"""From a model's settings to the files they mean: the one place that knows what `path` may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.config.model_names import way_out
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.weights import hub_cache, ollama_store
+from mlxpool.worker.weights.files import Files, in_folder
+
+BUILTIN = "builtin:"
+COUNTING = f"{BUILTIN}counting"
+DEMO = f"{BUILTIN}demo"
+DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+
+
+def place_of(config: ModelConfig) -> Path | Files:
+    """Where a model's files are: a folder, which need not exist, or the blobs of Ollama's store.
+
+    `path` is a folder, `ollama:NAME`, or `org/name` in the Hugging Face cache where there is no
+    such folder. Raises ModelLoadFailed for a reference that leads nowhere, saying how to get it,
+    and for a model of the models folder whose files a link takes from elsewhere.
+    """
+    if config.path == DEMO:
+        return DEMO_FOLDER
+    if config.path.startswith(BUILTIN):
+        raise ModelLoadFailed(f"there is no {config.path!r}; built in are {DEMO} and {COUNTING}")
+    if config.path.startswith(ollama_store.PREFIX):
+        return ollama_store.open_model(config.path.removeprefix(ollama_store.PREFIX))
+    path = Path(config.path)
+    if config.within:
+        _refuse_way_out(path, Path(config.within))
+    if hub_cache.is_name(config.path) and not path.exists():
+        return hub_cache.snapshot(config.path)
+    return path
+
+
+def as_files(place: Path | Files) -> Files:
+    """The files at a place. Raises ModelLoadFailed where they are no model's."""
+    return place if isinstance(place, Files) else in_folder(place)
+
+
+def files_of(path: str) -> Files:
+    """The files that `path` means."""
+    return as_files(place_of(ModelConfig(path=path)))
+
+
+def _refuse_way_out(path: Path, border: Path) -> None:
+    outside = way_out(path, border)
+    if outside is not None:
+        raise ModelLoadFailed(
+            f"a link in {path} leads out of the models folder, to {outside}; if it is meant to,"
+            " name the model in the config: [models.NAME] with its path"
+        )

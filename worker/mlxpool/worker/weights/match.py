@@ -1,0 +1,210 @@
+"""Do the tensors of a checkpoint make the weights that its config asks for? No MLX."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.derived_weights import STORED, Derived, Spec
+from mlxpool.worker.layers.interface import Plan, Shape
+from mlxpool.worker.layers.quantisation import (
+    FACTORS,
+    FLOATS,
+    MODES,
+    Quant,
+    Quantisation,
+    recognised,
+)
+from mlxpool.worker.weights.files import listed
+from mlxpool.worker.weights.safetensors_header import Tensor
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a model's weights are made of a checkpoint's tensors."""
+
+    weights: Mapping[str, Spec]  # what the model is built of, in the order of use
+    tensors: Mapping[str, Tensor]  # what is read for that, in the same order
+    derived: tuple[Derived, ...]
+    layouts: Mapping[str, Quant]  # of the modules whose weight is quantised
+
+
+def fit(plan: Plan, found: Mapping[str, Tensor], known: Quantisation) -> Fit:
+    """Raises ModelLoadFailed naming the tensors that are missing, surplus or of another kind."""
+    attempt = _Attempt(plan, found, known)
+    for fault in attempt.faults():
+        raise ModelLoadFailed(fault)
+    return attempt.fit()
+
+
+def faults(plan: Plan, found: Mapping[str, Tensor], known: Quantisation) -> Iterator[str]:
+    """Everything that is wrong with the tensors, where `fit` stops at the first."""
+    return _Attempt(plan, found, known).faults()
+
+
+class _Attempt:
+    """One comparison. What is named in a fault is left out of the steps behind it."""
+
+    def __init__(self, plan: Plan, found: Mapping[str, Tensor], known: Quantisation) -> None:
+        self._plan, self._found, self._known = plan, found, known
+        self._have = {name: Spec(tensor.dtype, tensor.shape) for name, tensor in found.items()}
+        self._origin = {name: name for name in found}  # of each we have: a tensor it is made of
+        self._derived: list[Derived] = []
+        self._layouts: dict[str, Quant] = {}
+        self._wanted: dict[str, tuple[Shape, tuple[str, ...]]] = {}
+
+    def fit(self) -> Fit:
+        """Once there are no faults."""
+        return Fit(
+            weights={name: self._have[name] for name in self._wanted},
+            tensors={name: self._found[name] for name in _read(self._wanted, self._derived)},
+            derived=tuple(self._derived),
+            layouts=self._layouts,
+        )
+
+    def faults(self) -> Iterator[str]:
+        """Goes through all steps, saying what is wrong."""
+        yield from self._unquantised()
+        stored = dict(self._have)
+        lost = yield from self._derive()
+        for name, shape in self._plan.shapes.items():
+            if name in lost:
+                continue
+            try:
+                self._want(name, shape)
+            except ModelLoadFailed as error:
+                lost |= {f"{name.removesuffix('.weight')}.{kind}" for kind in STORED}
+                yield error.message
+        yield from self._missing(stored, [name for name in self._wanted if name not in self._have])
+        yield from self._surplus(lost)
+        for name, (shape, dtypes) in self._wanted.items():
+            if name in self._have:
+                yield from self._differing(name, shape, dtypes)
+
+    def _unquantised(self) -> Iterator[str]:
+        default = self._known.default
+        if default is not None and not any(name.endswith("scales") for name in self._found):
+            yield (
+                f"config.json says that the weights are quantised ({default}), but none of them "
+                "has scales: take `quantization` out, or name the folder of the quantised model"
+            )
+
+    def _derive(self) -> Generator[str, None, set[str]]:
+        """Puts what is made in the place of what it is made of; returns what cannot be made."""
+        stored, lost = dict(self._have), set[str]()
+        try:
+            rules = tuple(self._plan.derived(stored))
+        except ModelLoadFailed as error:
+            yield error.message
+            return set(self._plan.shapes) | set(stored)
+        lacking = [name for one in rules for name in one.sources if name not in stored]
+        yield from self._missing(stored, lacking)
+        for one in rules:
+            for name in one.sources:
+                self._have.pop(name, None)
+        for one in rules:
+            if not set(one.sources) <= set(stored):
+                lost |= set(one.makes)
+                continue
+            self._derived.append(one)
+            self._have.update(one.makes)
+            self._origin.update(dict.fromkeys(one.makes, one.sources[0]))
+        return lost
+
+    def _want(self, name: str, shape: Shape) -> None:
+        """Adds the tensors that one of the plan's is kept as, with the dtypes they may have."""
+        module, _, kind = name.rpartition(".")
+        layout = self._layout(module, shape) if kind == "weight" and len(shape) > 1 else None
+        if layout is None:
+            self._wanted[name] = (shape, FLOATS)
+            return
+        self._layouts[module] = layout
+        scales = MODES[layout.mode].scales
+        for part, packed in layout.tensors(shape):
+            self._wanted[f"{module}.{part}"] = (packed, ("U32",) if part == "weight" else scales)
+        factors = [one for kind in FACTORS if (one := f"{module}.{kind}") in self._have]
+        for factor in factors if layout.mode == "nvfp4" else ():
+            size, there = math.prod(shape[:-2]), self._have[factor].shape
+            self._wanted[factor] = (there if math.prod(there) == size else (size,), FLOATS)
+
+    def _layout(self, module: str, shape: Shape) -> Quant | None:
+        """None for a plain weight; raises ModelLoadFailed for one that is quantised in no way."""
+        known, scaled = self._known, f"{module}.scales" in self._have
+        layout = known.named.get(module)
+        if scaled and module not in known.named:
+            origin = self._origin.get(f"{module}.weight", "").removesuffix(".weight")
+            layout = known.named.get(origin, known.default)
+        if scaled and layout is None:
+            layout = self._recognised(module, shape)
+        if layout is not None and not layout.divides(shape[-1]):
+            raise ModelLoadFailed(
+                f"config.json quantises {module!r} ({layout}), whose rows of {shape[-1]} are no "
+                f"multiple of {layout.group}"
+            )
+        return layout
+
+    def _recognised(self, module: str, shape: Shape) -> Quant:
+        weight, scales = self._have.get(f"{module}.weight"), self._have[f"{module}.scales"]
+        if not self._known.recognise or weight is None:
+            raise ModelLoadFailed(
+                f"the weights have {module + '.scales'!r}, but config.json does not say that "
+                f"{module!r} is quantised: it needs `quantization` with its bits and group_size"
+            )
+        return recognised(module, shape[-1], weight.shape, scales.shape, scales.dtype)
+
+    def _missing(self, stored: Iterable[str], missing: list[str]) -> Iterator[str]:
+        if missing:
+            names = listed("tensor", missing)
+            yield f"the weights lack {names}, which config.json asks for{self._counts(stored)}"
+
+    def _surplus(self, lost: set[str]) -> Iterator[str]:
+        ignored = self._plan.ignored
+        known = {*self._wanted, *lost}
+        surplus = [name for name in self._have if name not in known and not ignored(name)]
+        if surplus:
+            yield (
+                f"{self._found[self._origin[surplus[0]]].file} has {listed('tensor', surplus)}, "
+                f"unknown to the model that config.json describes{self._counts(self._have)}"
+            )
+
+    def _counts(self, stored: Iterable[str]) -> str:
+        """Said only where the number of layers is what differs."""
+        asked = _layers(self._plan.shapes)
+        there = _layers(name for name in stored if not self._plan.ignored(name))
+        return "" if asked == there else f": it describes {asked} layers, the weights have {there}"
+
+    def _differing(self, name: str, shape: Shape, dtypes: tuple[str, ...]) -> Iterator[str]:
+        spec = self._have[name]
+        module, _, kind = name.rpartition(".")
+        layout = self._layouts.get(module) if kind != "bias" else None
+        of = f" quantised ({layout})" if layout else ""
+        where = f"{self._found[self._origin[name]].file}: tensor {name!r}"
+        if spec.shape != shape:
+            shown = f"config.json asks for {list(shape)}{of}"
+            yield f"{where} has shape {list(spec.shape)}, {shown}"
+        if spec.dtype not in dtypes:
+            one_of = "one of " if len(dtypes) > 1 else ""
+            yield f"{where} has dtype {spec.dtype}, must be {one_of}{', '.join(dtypes)}{of}"
+
+
+def _layers(names: Iterable[str]) -> int:
+    numbers = (int(match[1]) for name in names if (match := _LAYER.search(name)))
+    return max(numbers, default=-1) + 1
+
+
+def _read(wanted: Iterable[str], derived: Iterable[Derived]) -> Iterator[str]:
+    """The stored tensors that the wanted ones need, each once."""
+    made = {name: one for one in derived for name in one.makes}
+    done: set[int] = set()
+    for name in wanted:
+        one = made.get(name)
+        if one is None:
+            yield name
+        elif id(one) not in done:
+            done.add(id(one))
+            yield from one.sources

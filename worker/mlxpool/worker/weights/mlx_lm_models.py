@@ -1,0 +1,127 @@
+"""Models that have no file in models/: mlx-lm's code computes them, where the extra `zoo` is there.
+
+What can be known of them without loading anything: that there is such code, the context, the
+vocabulary. Neither MLX nor mlx-lm is imported here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.derived_weights import Spec
+from mlxpool.worker.layers.interface import Parts, Plan, integer
+from mlxpool.worker.layers.memory_kinds import Full, Kind, State
+from mlxpool.worker.weights.files import Files
+from mlxpool.worker.weights.match import Fit
+from mlxpool.worker.weights.safetensors_header import Tensor
+
+CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+)
+UNBOUNDED = 2**20  # tokens of context where config.json has no key of these: recurrent models
+FEATURES = ("resume",)  # what every model of the zoo has, known before it is loaded
+CACHES = "mlx_lm.models.cache"
+# Which of its caches can be copied. A KVCache grows by tokens; the others are only good for exactly
+# the tokens that made them.
+KINDS: Mapping[str, Callable[[int], Kind]] = {
+    "KVCache": Full,
+    "RotatingKVCache": State,
+    "ArraysCache": State,
+}
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def has(config: Mapping[str, Any]) -> bool:
+    """Whether mlx-lm is installed and has code for this model."""
+    model_type, home = config.get("model_type"), _home()
+    if home is None or not isinstance(model_type, str) or not _NAME.fullmatch(model_type):
+        return False
+    name = _renamed(home).get(model_type, model_type)
+    return (home / "models" / f"{name}.py").is_file()
+
+
+def plan(config: Mapping[str, Any]) -> Plan:
+    """What is known beforehand; its caches and its tensors only mlx-lm knows.
+
+    Raises ModelLoadFailed naming the key that is missing or cannot be used.
+    """
+    text = config.get("text_config")
+    settings = {**config, **text} if isinstance(text, Mapping) else config
+    keys = (key for key in CONTEXT_KEYS if settings.get(key) is not None)
+    key = next(keys, None)
+    return Plan(
+        context=UNBOUNDED if key is None else integer(settings, key),
+        vocab_size=integer(settings, "vocab_size"),
+        caches=(),
+        shapes={},
+        ignored=lambda name: True,
+        build=_built_by_mlx_lm,
+    )
+
+
+def fit(files: Files, tensors: Mapping[str, Tensor]) -> Fit:
+    """Every tensor, as it is stored. Raises ModelLoadFailed where mlx-lm could not find them."""
+    if files.named:
+        raise ModelLoadFailed(
+            f"{files.where} is no folder: a model_type that only mlx-lm has is read from a folder "
+            "in Hugging Face's layout"
+        )
+    weights = {name: Spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return Fit(weights=weights, tensors=dict(tensors), derived=(), layouts={})
+
+
+def kinds_of(classes: Iterable[str]) -> tuple[Kind, ...] | None:
+    """How each of a model's caches is kept, by their classes' whole names; None: not all can be."""
+    kinds = []
+    for layer, name in enumerate(classes):
+        home, _, short = name.rpartition(".")
+        if home != CACHES or short not in KINDS:
+            return None
+        kinds.append(KINDS[short](layer))
+    return tuple(kinds)
+
+
+def features_of(prefix: str) -> tuple[str, ...]:
+    """What of batching, tree and resume an engine has whose prefix cache works as `prefix`.
+
+    Its rows are computed one by one, so never "batching".
+    """
+    return FEATURES if prefix == "off" else (prefix, *FEATURES)
+
+
+def _built_by_mlx_lm(parts: Parts) -> NoReturn:
+    raise NotImplementedError("a model of the zoo is loaded by zoo_engine.py")
+
+
+@cache
+def _home() -> Path | None:
+    """mlx-lm's folder; finding it imports nothing of it."""
+    spec = find_spec("mlx_lm")
+    places = spec.submodule_search_locations if spec is not None else None
+    return Path(next(iter(places))) if places else None
+
+
+@cache
+def _renamed(home: Path) -> Mapping[str, str]:
+    """Types that mlx-lm has under the names of others, as its source lists them."""
+    utils = home / "utils.py"
+    tree = ast.parse(utils.read_text(encoding="utf-8")) if utils.is_file() else ast.Module([], [])
+    return dict(_entries(tree))
+
+
+def _entries(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_REMAPPING":
+            yield from ast.literal_eval(node.value).items()

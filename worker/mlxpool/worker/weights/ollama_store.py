@@ -1,0 +1,211 @@
+"""Models in Ollama's store: a manifest names blobs by their digest, each tensor in one of its own.
+
+A layer of type image.tensor is a safetensors file, one of type image.json a file such as
+config.json. Blobs are shared: of two layers with one digest there is one file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.weights.files import Content, Files, sha256
+from mlxpool.worker.weights.json_files import read_json
+from mlxpool.worker.weights.other_formats import GGUF_CURE
+from mlxpool.worker.weights.safetensors_header import Header
+
+PREFIX = "ollama:"
+TENSOR = "application/vnd.ollama.image.tensor"
+JSON = "application/vnd.ollama.image.json"
+MODEL = "application/vnd.ollama.image.model"
+_DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+_PART = re.compile(r"[\w-][\w.-]*", re.ASCII)
+_DRAFT = ("draft.", "draft/")  # a second, smaller model that may come along
+_MAX_MANIFEST = 16 * 2**20  # bytes
+# What a blob's quant_type means; a group_size of its own goes before the one here.
+_TYPES = {
+    "NVFP4": Quant("nvfp4", 4, 16),
+    "MXFP4": Quant("mxfp4", 4, 32),
+    "MXFP8": Quant("mxfp8", 8, 32),
+    **dict.fromkeys(("INT4", "Q4", "FP4"), Quant("affine", 4, 64)),
+    **dict.fromkeys(("INT8", "Q8", "FP8"), Quant("affine", 8, 64)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One line of a manifest."""
+
+    kind: str
+    name: str
+    digest: str  # 64 hex digits
+    size: int
+    blob: Path
+
+
+def stores() -> tuple[Path, ...]:
+    """Where Ollama keeps models: OLLAMA_MODELS, else of this user, then of its Linux service."""
+    told = os.environ.get("OLLAMA_MODELS")
+    if told:
+        return (Path(told).expanduser(),)
+    return (Path("~/.ollama/models").expanduser(), Path("/usr/share/ollama/.ollama/models"))
+
+
+def open_model(name: str) -> Files:
+    """The files of `name`, [[host/]namespace/]model[:tag] as Ollama writes it.
+
+    Sizes are compared, and digests of the small files; `Files.verify` does it with the weights.
+    Raises ModelLoadFailed naming the manifest or the blob, and what to do.
+    """
+    store, manifest = _manifest(name)
+    layers = list(_layers(name, store, manifest))
+    kinds = {layer.kind for layer in layers}
+    if TENSOR not in kinds:
+        raise ModelLoadFailed(f"{manifest}: {name!r} is {_what_else(kinds)}: {GGUF_CURE}")
+    for layer in layers:
+        _require_sound(name, layer)
+    named = {layer.name: layer.blob for layer in layers if layer.kind == JSON}
+    if "config.json" not in named:
+        raise ModelLoadFailed(f"{manifest} has no layer config.json: {_again(name)}")
+    weights = {layer.blob: layer.digest for layer in layers if layer.kind == TENSOR}
+    return Files(
+        where=manifest,
+        shards=tuple(weights),
+        named=named,
+        read=_contents,
+        digests=weights,
+        cure=_again(name),
+    )
+
+
+def _manifest(name: str) -> tuple[Path, Path]:
+    """The store that has the model, and its manifest there."""
+    path, tag = name, "latest"
+    if ":" in name.rpartition("/")[2]:
+        path, _, tag = name.rpartition(":")
+    parts = path.split("/")
+    parts = [*("registry.ollama.ai", "library")[: 3 - len(parts)], *parts, tag]
+    if len(parts) != 4 or not all(_PART.fullmatch(part) for part in parts):
+        raise ModelLoadFailed(
+            f"{PREFIX}{name} is no model's name: write {PREFIX}[[host/]namespace/]model[:tag]"
+        )
+    for store in stores():
+        manifest = store.joinpath("manifests", *parts)
+        if manifest.is_file():
+            return store, manifest
+    looked = " and ".join(str(store.joinpath("manifests", *parts)) for store in stores())
+    raise ModelLoadFailed(
+        f"Ollama has no model {name!r} here (looked for {looked}): get it with `ollama pull "
+        f"{name}`, or set OLLAMA_MODELS to the store that has it"
+    )
+
+
+def _again(name: str) -> str:
+    return f"get the model again with `ollama pull {name}`"
+
+
+def _layers(name: str, store: Path, manifest: Path) -> Iterator[Layer]:
+    _require_inside(store, manifest)
+    size = manifest.stat().st_size
+    if size > _MAX_MANIFEST:
+        raise ModelLoadFailed(f"{manifest} has {size} bytes, at most {_MAX_MANIFEST} are allowed")
+    layers = read_json(manifest).get("layers")
+    if not isinstance(layers, list) or not layers:
+        raise ModelLoadFailed(f"{manifest} has no layers: {_again(name)}")
+    for entry in layers:
+        layer = _layer(store, manifest, entry)
+        if not layer.name.startswith(_DRAFT):
+            yield layer
+
+
+def _layer(store: Path, manifest: Path, entry: Any) -> Layer:
+    fields: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
+    match = _DIGEST.fullmatch(str(fields.get("digest")))
+    size = fields.get("size")
+    if match is None or type(size) is not int:
+        raise ModelLoadFailed(
+            f"{manifest} has the layer {entry!r}: its digest must be sha256: and 64 hex digits, "
+            "its size a whole number, for blobs lie in the store and nowhere else"
+        )
+    blob = store / "blobs" / f"sha256-{match[1]}"
+    return Layer(str(fields.get("mediaType")), str(fields.get("name", "")), match[1], size, blob)
+
+
+def _what_else(kinds: set[str]) -> str:
+    return "a GGUF file" if MODEL in kinds else "a manifest without tensors"
+
+
+def _require_inside(store: Path, file: Path) -> None:
+    target = file.resolve()
+    if not target.is_relative_to(store.resolve()):
+        raise ModelLoadFailed(f"{file} is a link to {target}, outside of the store: refused")
+
+
+def _require_sound(name: str, layer: Layer) -> None:
+    if layer.kind not in (TENSOR, JSON):
+        return
+    if not layer.blob.is_file():
+        raise ModelLoadFailed(
+            f"{layer.blob} ({layer.name or 'a tensor'}) is missing: {_again(name)}"
+        )
+    _require_inside(layer.blob.parent.parent, layer.blob)
+    size = layer.blob.stat().st_size
+    if size != layer.size:
+        raise ModelLoadFailed(
+            f"{layer.blob} ({layer.name}) has {size} bytes, the manifest says {layer.size}: "
+            f"{_again(name)}"
+        )
+    if layer.kind == JSON and sha256(layer.blob) != layer.digest:
+        raise ModelLoadFailed(
+            f"{layer.blob} ({layer.name}) does not have the digest that is its name: {_again(name)}"
+        )
+
+
+def _contents(headers: Mapping[Path, Header]) -> dict[Path, Content]:
+    """Of each blob, with its tensors under MLX's names: X.weight.scale is X.scales there.
+
+    All names are known before one is changed: X.bias is of the groups where X.scale exists, and a
+    layer's own where not.
+    """
+    names = {name for header in headers.values() for name in header.tensors}
+    return {
+        blob: Content(
+            header.raw,
+            {
+                (new := _renamed(name, names)): replace(tensor, name=new)
+                for name, tensor in header.tensors.items()
+            },
+            dict(_layouts(header, names)),
+        )
+        for blob, header in headers.items()
+    }
+
+
+def _renamed(name: str, names: set[str]) -> str:
+    base, _, kind = name.rpartition(".")
+    if name.endswith(".weight_scale_2"):
+        return f"{name.removesuffix('.weight_scale_2')}.factor"
+    if f"{base}.scale" not in names:
+        return name
+    new = {"scale": "scales", "bias": "biases", "global_scale": "factor"}.get(kind)
+    return f"{base.removesuffix('.weight')}.{new}" if new else name
+
+
+def _layouts(header: Header, names: set[str]) -> Iterator[tuple[str, Quant]]:
+    """What the header tells of its quantised tensors; without it their shapes do, see fit.py."""
+    told = header.metadata
+    for name in header.tensors:
+        kind = told.get(f"{name}.quant_type") or told.get("quant_type") or ""
+        layout = _TYPES.get(kind.strip().upper())
+        if f"{name}.scale" in names and layout is not None:
+            group = told.get(f"{name}.group_size") or told.get("group_size") or ""
+            yield (
+                name.removesuffix(".weight"),
+                replace(layout, group=int(group)) if group.isdecimal() else layout,
+            )
