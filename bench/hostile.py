@@ -29,7 +29,7 @@ import psutil
 from chaos.raw_zmtp import MORE, RawZmtp, frame, message
 from mlxpool.bench import report
 from mlxpool.client import Client
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from peers import beside, gaps_between
@@ -43,7 +43,7 @@ CROWD = 1000
 
 
 def _generate() -> bytes:
-    header = Header(frames.GENERATE, os.urandom(16), 0, 1)
+    header = Header(kinds.GENERATE, os.urandom(16), 0, 1)
     return message(frames.encode(header, {"model": "nobody", "prompt": "x"}))
 
 
@@ -104,7 +104,7 @@ def million(endpoint: str) -> None:
 
 def crowd(endpoint: str) -> None:
     """A thousand that connect, say something or half of it, and vanish; again and again."""
-    ping = message(frames.encode(Header(frames.PING)))
+    ping = message(frames.encode(Header(kinds.PING)))
     while True:
         peers = [RawZmtp(endpoint).greet() for _ in range(CROWD)]
         for peer, words in zip(peers, itertools.cycle((ping, ping[:-3], b"")), strict=False):
@@ -115,11 +115,11 @@ def crowd(endpoint: str) -> None:
 
 PEERS: dict[str, Callable[[str], None]] = {
     "busy neighbour": neighbour,
-    "pings": flood(lambda: message(frames.encode(Header(frames.PING)))),
+    "pings": flood(lambda: message(frames.encode(Header(kinds.PING)))),
     "unknown models": flood(_generate),
     "garbage": flood(lambda: message([os.urandom(40), os.urandom(40)])),
     "empty frames": flood(lambda: frame(b"")),
-    "cancels": flood(lambda: message(frames.encode(Header(frames.CANCEL, os.urandom(16))))),
+    "cancels": flood(lambda: message(frames.encode(Header(kinds.CANCEL, os.urandom(16))))),
     "unfinished, large parts": unfinished(frame(bytes(frames.MAX_FRAME - 64), MORE)),
     "unfinished, empty parts": unfinished(frame(b"", MORE) * 100_000),
     "half a million parts": million,

@@ -40,7 +40,7 @@ from mlxpool.broker.telemetry.metric_table import FAMILIES
 from mlxpool.broker.telemetry.prometheus import Writer
 from mlxpool.broker.telemetry.snapshot import Snapshot
 from mlxpool.common.config.loading import ModelConfig, PoolConfig
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from support.pool import Pool
@@ -214,7 +214,7 @@ def ask_others(counter: Counter, models: int) -> None:
     """One request for each further model, so that all its series are there."""
     for number in range(models - 3):
         body = {"model": f"model-{number}", "prompt": "x", "queue_ms": 100}
-        header = Header(frames.GENERATE, os.urandom(16), 0, 1)
+        header = Header(kinds.GENERATE, os.urandom(16), 0, 1)
         counter.socket.send_multipart(frames.encode(header, body))
 
 

@@ -19,7 +19,7 @@ from chaos.harness import LIMITS, Chaos, model
 from chaos.raw_zmtp import GREETING, LONG, MORE, RawZmtp, frame, message, ready
 from chaos.storm import free_port
 from mlxpool.broker.edge.peers import SKIP
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import deltas, frames, kinds, token_ids
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from support.pool import PATIENCE, until
@@ -57,8 +57,8 @@ class Target(Chaos):
     def assert_answers(self, endpoint: str) -> None:
         """A peer that behaves is served as ever."""
         with RawZmtp(endpoint) as peer:
-            peer.greet().say(Header(frames.PING))
-            assert peer.receive().kind == frames.PONG
+            peer.greet().say(Header(kinds.PING))
+            assert peer.receive().kind == kinds.PONG
 
 
 @pytest.fixture
@@ -116,11 +116,11 @@ def test_a_name_of_its_own_gives_a_peer_nothing(door: tuple[Target, str], size: 
     with RawZmtp(endpoint) as first, RawZmtp(endpoint) as second:
         for peer in (first, second):
             peer.greet("DEALER", b"A" * size)
-        first.say(Header(frames.PING))
-        assert first.receive().kind == frames.PONG
-        second.say(Header(frames.PING))
-        first.say(Header(frames.MODELS, bytes([1] * 16)))
-        assert first.receive().kind == frames.MODELS
+        first.say(Header(kinds.PING))
+        assert first.receive().kind == kinds.PONG
+        second.say(Header(kinds.PING))
+        first.say(Header(kinds.MODELS, bytes([1] * 16)))
+        assert first.receive().kind == kinds.MODELS
     target.assert_answers(endpoint)
     target.start(20)
     target.assert_all_done()
@@ -138,9 +138,9 @@ def test_who_speaks_another_language_harms_nobody(door: tuple[Target, str]) -> N
 
 def test_a_req_socket_learns_that_its_delimiter_is_wrong(target: Target) -> None:
     with RawZmtp(target.front) as peer:
-        peer.greet("REQ").send(message([b"", *frames.encode(Header(frames.PING))]))
+        peer.greet("REQ").send(message([b"", *frames.encode(Header(kinds.PING))]))
         answer = peer.receive()
-    assert (answer.kind, answer.body["code"]) == (frames.ERROR, "bad_request")
+    assert (answer.kind, answer.body["code"]) == (kinds.ERROR, "bad_request")
 
 
 # ---- messages that never end, or never seem to -------------------------------------------------
@@ -179,7 +179,7 @@ def test_one_who_comes_back_at_once_fills_nothing_either(target: Target) -> None
     cuts = 0
     while cuts < 4:
         with RawZmtp(target.front) as peer:
-            peer.greet().say(Header(frames.PING))
+            peer.greet().say(Header(kinds.PING))
             while peer.send(NEVER_FINISHED["large parts"]):
                 assert target.resident() < MOST
         cuts += 1
@@ -203,8 +203,8 @@ def test_a_message_of_half_a_million_parts(target: Target) -> None:
         peer.greet().send(frame(b"", MORE) * 500_000 + frame(b""))
         answer = peer.receive()
         assert "1 to 4 parts" in answer.body["message"]
-        peer.say(Header(frames.PING))
-        assert peer.receive().kind == frames.PONG
+        peer.say(Header(kinds.PING))
+        assert peer.receive().kind == kinds.PONG
     target.assert_all_done()
     assert target.resident() < 256 * MB
 
@@ -256,17 +256,17 @@ def test_what_is_no_frame_is_cut(target: Target, name: str, data: bytes) -> None
 
 
 def unknown_model() -> bytes:
-    header = Header(frames.GENERATE, os.urandom(16), 0, 1)
+    header = Header(kinds.GENERATE, os.urandom(16), 0, 1)
     return message(frames.encode(header, {"model": "nobody", "prompt": "x"}))
 
 
 FLOODS: dict[str, Callable[[], bytes]] = {
     "empty frames": lambda: frame(b"") * 500,
-    "pings": lambda: message(frames.encode(Header(frames.PING))) * 500,
+    "pings": lambda: message(frames.encode(Header(kinds.PING))) * 500,
     "unknown models": lambda: unknown_model() * 500,
     "garbage": lambda: message([os.urandom(40), os.urandom(40)]) * 500,
-    "cancels": lambda: message(frames.encode(Header(frames.CANCEL, os.urandom(16)))) * 500,
-    "too large": lambda: message([*frames.encode(Header(frames.PING, NOBODY), {}), bytes(5 * MB)]),
+    "cancels": lambda: message(frames.encode(Header(kinds.CANCEL, os.urandom(16)))) * 500,
+    "too large": lambda: message([*frames.encode(Header(kinds.PING, NOBODY), {}), bytes(5 * MB)]),
 }
 
 
@@ -313,7 +313,7 @@ def test_a_flood_beside_a_stream(target: Target, name: str, reads: bool) -> None
 FILLED_AND_GONE = """\
 import sys, time, zmq
 from chaos.raw_zmtp import RawZmtp, frame
-from mlxpool.common import sockets
+from mlxpool.common.transport import sockets
 
 context = zmq.Context()
 router = sockets.router(context, sys.argv[1])
@@ -353,8 +353,8 @@ def test_who_fills_our_input_and_goes_does_not_end_us(tmp_path: Path) -> None:
 
 CROWD = 1000
 WAYS_TO_GO: tuple[Callable[[], bytes], ...] = (
-    lambda: message(frames.encode(Header(frames.PING))),  # says something, and goes
-    lambda: message(frames.encode(Header(frames.PING)))[:-3],  # in the middle of a frame
+    lambda: message(frames.encode(Header(kinds.PING))),  # says something, and goes
+    lambda: message(frames.encode(Header(kinds.PING)))[:-3],  # in the middle of a frame
     lambda: frame(b"begun", MORE),  # in the middle of a message
     unknown_model,
     lambda: b"",
@@ -411,19 +411,21 @@ def test_an_unwelcome_peer_behind_changes_nothing(target: Target) -> None:
     target.reach(asks, 10)
     epoch = int(target.pool.worker("m/0")["epoch"])
     forged = [
-        frames.Delta(ask.ident, 1, ask.had, "forged ", frames.pack_ids([1]), end={"reason": "stop"})
+        deltas.Delta(
+            ask.ident, 1, ask.had, "forged ", token_ids.pack_ids([1]), end={"reason": "stop"}
+        )
         for ask in asks
     ]
-    body, blob = frames.pack_deltas(forged)
+    body, blob = deltas.pack_deltas(forged)
     with RawZmtp(sockets.ipc(target.pool.run_dir, "back")) as peer:
         peer.greet()
         for kind, what, blobs in (
-            (frames.DELTAS, body, [blob]),
-            (frames.HELLO, {"slot": "m/0", "token": "0" * 32}, []),
-            (frames.BYE, {"error": {"code": "internal"}}, []),
-            (frames.DELTAS, body, [blob]),
+            (kinds.DELTAS, body, [blob]),
+            (kinds.HELLO, {"slot": "m/0", "token": "0" * 32}, []),
+            (kinds.BYE, {"error": {"code": "internal"}}, []),
+            (kinds.DELTAS, body, [blob]),
         ):
             assert peer.send(message(frames.encode(Header(kind, None, epoch), what, blobs)))
-        assert peer.receive().kind == frames.WHO
+        assert peer.receive().kind == kinds.WHO
     target.assert_all_done(asks)
     assert target.pool.ask("stats")["frames"]["fenced"] >= 2

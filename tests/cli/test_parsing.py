@@ -279,7 +279,7 @@ def test_exit_codes_of_cancel(
 def test_a_reader_that_went_away_is_no_news() -> None:
     """`mlxpool stats | head -0`: no traceback, no message."""
     code = (
-        "import sys\nfrom mlxpool.cli import ops\nfrom mlxpool.cli.main import main\n"
+        "import sys\nfrom mlxpool.cli import operations as ops\nfrom mlxpool.cli.main import main\n"
         "ops.ask = lambda *a, **k: {str(n): n for n in range(100_000)}\n"
         "sys.exit(main(['stats', '--run-dir', '/a']))"
     )
@@ -408,7 +408,7 @@ def test_help_and_errors_know_every_command(arguments: list[str]) -> None:
 def test_ps_imports_little() -> None:
     """What it does not need it does not wait for."""
     code = (
-        "import sys\nfrom mlxpool.cli import ops\nops.ask = lambda *a, **k: sys.exit(0)\n"
+        "import sys\nfrom mlxpool.cli import operations as ops\nops.ask = lambda *a, **k: sys.exit(0)\n"
         "import atexit; atexit.register(lambda: print(*sys.modules))\n"
         "from mlxpool.cli.main import main; main(['ps', '--run-dir', '/a'])"
     )

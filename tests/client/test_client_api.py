@@ -16,8 +16,8 @@ import pytest
 
 from mlxpool.client import AsyncClient, Client
 from mlxpool.common.errors import BadRequest, BrokerLost, DuplicateId, QueueFull, UnknownModel
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import pack_ids
+from mlxpool.common.protocol import deltas, frames, kinds
+from mlxpool.common.protocol.token_ids import pack_ids
 from support.fake_broker import CALM, NEVER, PATIENCE, FakeBroker
 
 
@@ -62,10 +62,10 @@ def test_grouped_deltas_reach_their_streams(broker: FakeBroker, client: Client) 
     broker.open()
     ids = [broker.accept() for _ in range(2)]
     assert ids == [one.id, two.id]
-    rows = [frames.Delta(i, 1, 0, "ab"[n], pack_ids([n])) for n, i in enumerate(ids)]
-    foreign = frames.Delta(one.id, 9, 0, "late", pack_ids([7]))
-    body, blob = frames.pack_deltas([*rows, foreign])
-    broker.say(frames.DELTAS, None, body, blob)
+    rows = [deltas.Delta(i, 1, 0, "ab"[n], pack_ids([n])) for n, i in enumerate(ids)]
+    foreign = deltas.Delta(one.id, 9, 0, "late", pack_ids([7]))
+    body, blob = deltas.pack_deltas([*rows, foreign])
+    broker.say(kinds.DELTAS, None, body, blob)
     for ident in ids:
         broker.done(ident, 1)
     assert (one.read().text, two.read().text) == ("a", "b")
@@ -75,8 +75,8 @@ def test_an_error_is_raised_by_every_way_to_read(broker: FakeBroker, client: Cli
     streams = [client.stream("m", "a") for _ in range(3)]
     broker.open()
     for stream in streams:
-        broker.receive(frames.GENERATE)
-        broker.say(frames.ERROR, stream.id, {"code": "queue_full", "message": "no"})
+        broker.receive(kinds.GENERATE)
+        broker.say(kinds.ERROR, stream.id, {"code": "queue_full", "message": "no"})
     with pytest.raises(QueueFull, match="no"):
         streams[0].read()
     with pytest.raises(QueueFull):
@@ -91,9 +91,9 @@ def test_an_error_about_our_id_before_it_was_accepted_is_ours(
     broker: FakeBroker, client: Client
 ) -> None:
     stream = client.stream("m", "a")
-    broker.open().receive(frames.GENERATE)
+    broker.open().receive(kinds.GENERATE)
     body = {"code": "duplicate_id", "message": "taken", "about": stream.id}
-    broker.say(frames.ERROR, None, body, attempt=1)
+    broker.say(kinds.ERROR, None, body, attempt=1)
     with pytest.raises(DuplicateId, match="taken"):
         stream.read()
 
@@ -102,7 +102,7 @@ def test_an_error_about_a_live_stream_ends_nothing(broker: FakeBroker, client: C
     stream = client.stream("m", "a")
     request = broker.open().accept()
     for about in (request, bytes(16), None):
-        broker.say(frames.ERROR, None, {"code": "bad_request", "message": "x", "about": about})
+        broker.say(kinds.ERROR, None, {"code": "bad_request", "message": "x", "about": about})
     broker.done(request, 0)
     assert stream.read().reason == "stop"
 
@@ -134,7 +134,7 @@ def test_pings_keep_a_slow_stream_alive(broker: FakeBroker) -> None:
         stream = client.stream("m", "a")
         request = broker.open().accept()
         for _ in range(5):
-            broker.receive(frames.PING)
+            broker.receive(kinds.PING)
         broker.done(request, 0)
         assert stream.read().reason == "stop"
 
@@ -171,8 +171,8 @@ async def answered(broker: FakeBroker, call: asyncio.Future[Any]) -> Any:
             continue
         broker.peer, *parts = broker.socket.recv_multipart()
         message = frames.decode(parts)
-        if message.kind == frames.MODELS:
-            broker.say(frames.MODELS, message.header.id, {"models": []}, attempt=0)
+        if message.kind == kinds.MODELS:
+            broker.say(kinds.MODELS, message.header.id, {"models": []}, attempt=0)
         await asyncio.sleep(0)
     return call.result()
 
@@ -186,9 +186,9 @@ def test_leaving_the_loop_cancels(broker: FakeBroker, client: Client) -> None:
     broker.tokens(request, 0)
     for _ in stream:
         break
-    assert broker.receive(frames.CANCEL).header.id == request
+    assert broker.receive(kinds.CANCEL).header.id == request
     stream.close()
-    broker.say(frames.FATE, request, {"state": "streaming", "pos": 1}, attempt=0)
+    broker.say(kinds.FATE, request, {"state": "streaming", "pos": 1}, attempt=0)
     broker.done(request, 1, "cancelled")
 
 
@@ -199,7 +199,7 @@ def test_closing_the_iterator_cancels(broker: FakeBroker, client: Client) -> Non
     iterator = iter(stream)
     next(iterator)
     iterator.close()  # type: ignore[attr-defined]
-    assert broker.receive(frames.CANCEL).header.id == request
+    assert broker.receive(kinds.CANCEL).header.id == request
 
 
 def test_the_end_of_a_with_cancels_even_when_the_client_closes_at_once(
@@ -210,7 +210,7 @@ def test_the_end_of_a_with_cancels_even_when_the_client_closes_at_once(
         client.stream("m", "a") as stream,
     ):
         broker.open().accept()
-    assert broker.receive(frames.CANCEL).header.id == stream.id
+    assert broker.receive(kinds.CANCEL).header.id == stream.id
 
 
 def test_what_is_over_is_not_cancelled(broker: FakeBroker, client: Client) -> None:
@@ -221,7 +221,7 @@ def test_what_is_over_is_not_cancelled(broker: FakeBroker, client: Client) -> No
     stream = client.stream("m", "b")
     broker.done(broker.accept(), 0)
     stream.read()
-    assert frames.CANCEL not in broker.kinds()
+    assert kinds.CANCEL not in broker.kinds()
 
 
 def test_an_ack_after_64_ids(broker: FakeBroker) -> None:
@@ -237,12 +237,12 @@ def acks_of_many_ids(broker: FakeBroker, client: Client) -> None:
         broker.tokens(request, pos)
         next(iterator)
     broker.tokens(request, 63)
-    assert frames.ACK not in broker.kinds()
+    assert kinds.ACK not in broker.kinds()
     next(iterator)
-    assert broker.receive(frames.ACK).body["have"] == [[request, 64]]
+    assert broker.receive(kinds.ACK).body["have"] == [[request, 64]]
     broker.tokens(request, 64, 100)
     next(iterator)
-    assert broker.receive(frames.ACK).body["have"] == [[request, 164]]
+    assert broker.receive(kinds.ACK).body["have"] == [[request, 164]]
     broker.done(request, 164)
     assert len(stream.read().ids) == 164
 
@@ -252,15 +252,15 @@ def test_the_rest_is_acknowledged_with_the_next_ping(broker: FakeBroker, client:
     request = broker.open().accept()
     broker.tokens(request, 0, 3)
     next(iter(stream))
-    assert broker.receive(frames.ACK).body["have"] == [[request, 3]]
+    assert broker.receive(kinds.ACK).body["have"] == [[request, 3]]
 
 
 def test_what_was_not_read_is_not_acknowledged(broker: FakeBroker, client: Client) -> None:
     client.stream("m", "a")
     broker.tokens(broker.open().accept(), 0, 100)
     for _ in range(3):
-        broker.receive(frames.PING)
-    assert frames.ACK not in broker.kinds()
+        broker.receive(kinds.PING)
+    assert kinds.ACK not in broker.kinds()
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -270,26 +270,26 @@ def test_calls(broker: FakeBroker, client: Client) -> None:
     broker.open()
     with ThreadPoolExecutor(1) as pool:
         models = pool.submit(client.models)
-        ident = broker.receive(frames.MODELS).header.id
-        broker.say(frames.MODELS, ident, {"models": [{"name": "m"}]}, attempt=0)
+        ident = broker.receive(kinds.MODELS).header.id
+        broker.say(kinds.MODELS, ident, {"models": [{"name": "m"}]}, attempt=0)
         assert models.result(PATIENCE) == [{"name": "m"}]
         tokens = pool.submit(client.tokenize, "m", "text")
-        asked = broker.receive(frames.TOKENIZE)
+        asked = broker.receive(kinds.TOKENIZE)
         assert asked.body == {"model": "m", "text": "text"}
-        broker.say(frames.TOKENS, asked.header.id, {}, pack_ids([4, 5]), attempt=0)
+        broker.say(kinds.TOKENS, asked.header.id, {}, pack_ids([4, 5]), attempt=0)
         assert tokens.result(PATIENCE) == [4, 5]
         text = pool.submit(client.detokenize, "m", [4, 5])
-        asked = broker.receive(frames.DETOKENIZE)
+        asked = broker.receive(kinds.DETOKENIZE)
         assert asked.blobs == (pack_ids([4, 5]),)
-        broker.say(frames.TOKENS, asked.header.id, {"text": "text"}, attempt=0)
+        broker.say(kinds.TOKENS, asked.header.id, {"text": "text"}, attempt=0)
         assert text.result(PATIENCE) == "text"
         fate = pool.submit(client.cancel, bytes(16))
-        assert broker.receive(frames.CANCEL).header.id == bytes(16)
-        broker.say(frames.FATE, bytes(16), {"state": "done", "pos": 3}, attempt=0)
+        assert broker.receive(kinds.CANCEL).header.id == bytes(16)
+        broker.say(kinds.FATE, bytes(16), {"state": "done", "pos": 3}, attempt=0)
         assert fate.result(PATIENCE) == {"state": "done", "pos": 3}
         wrong = pool.submit(client.tokenize, "x", "text")
-        ident = broker.receive(frames.TOKENIZE).header.id
-        broker.say(frames.ERROR, ident, {"code": "unknown_model", "message": "no"}, attempt=0)
+        ident = broker.receive(kinds.TOKENIZE).header.id
+        broker.say(kinds.ERROR, ident, {"code": "unknown_model", "message": "no"}, attempt=0)
         with pytest.raises(UnknownModel):
             wrong.result(PATIENCE)
 
@@ -301,7 +301,7 @@ def test_frames_that_make_no_sense_change_nothing(broker: FakeBroker, client: Cl
     for parts in ([b"garbage"], [b"", b""], [b"\xc1"] * 9):
         broker.socket.send_multipart([broker.peer, *parts])
     broker.say("news", request, {"a": 1})
-    broker.say(frames.FATE, bytes(16), {"state": "done", "pos": 3})
+    broker.say(kinds.FATE, bytes(16), {"state": "done", "pos": 3})
     broker.done(request, 0)
     assert stream.read().reason == "stop"
 
@@ -319,7 +319,7 @@ def test_closing_ends_open_streams_and_the_thread(broker: FakeBroker) -> None:
     stream = client.stream("m", "a")
     broker.open().accept()
     client.close()
-    assert broker.receive(frames.CANCEL).header.id == stream.id
+    assert broker.receive(kinds.CANCEL).header.id == stream.id
     with pytest.raises(BrokerLost, match="was closed before"):
         stream.read()
     stream.close()
@@ -354,8 +354,8 @@ def test_async_streams_and_calls(broker: FakeBroker) -> None:
             assert [delta.ids async for delta in stream] == [(0, 1)]
             assert stream.result.ids == (0, 1)
             models = asyncio.ensure_future(client.models())
-            message = await asyncio.to_thread(broker.receive, frames.MODELS)
-            broker.say(frames.MODELS, message.header.id, {"models": []}, attempt=0)
+            message = await asyncio.to_thread(broker.receive, kinds.MODELS)
+            broker.say(kinds.MODELS, message.header.id, {"models": []}, attempt=0)
             assert await models == []
 
     asyncio.run(story())
@@ -369,7 +369,7 @@ def test_a_cancelled_task_cancels_its_request(broker: FakeBroker) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            message = await asyncio.to_thread(broker.receive, frames.CANCEL)
+            message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
             assert message.header.id == request
 
     asyncio.run(story())
@@ -383,7 +383,7 @@ def test_leaving_an_async_loop_cancels(broker: FakeBroker) -> None:
                 broker.tokens(request, 0)
                 async for _ in stream:
                     break
-            message = await asyncio.to_thread(broker.receive, frames.CANCEL)
+            message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
             assert message.header.id == request
 
     asyncio.run(story())

@@ -16,8 +16,9 @@ import pytest
 
 from mlxpool.client import AsyncClient, Client, Stream
 from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, QueueFull, TooLarge
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Message, pack_ids
+from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol.frames import Message
+from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.common.trace import VARIABLE
 from support.fake_broker import CALM, FACTS, NEVER, PATIENCE, FakeBroker
 
@@ -77,7 +78,7 @@ def test_it_goes_on_from_the_ids_that_came(broker: FakeBroker, client: Client, l
     request = broker.accept()
     broker.tokens(request, 0, 2, facts=FACTS)
     lose(broker, stream)
-    again = broker.receive(frames.GENERATE)
+    again = broker.receive(kinds.GENERATE)
     assert again.header.id == request and again.header.attempt == 2
     left = again.body.pop("deadline_ms")
     assert 0 < left <= 3_600_000
@@ -89,7 +90,7 @@ def test_it_goes_on_from_the_ids_that_came(broker: FakeBroker, client: Client, l
         "resume": {"count": 2, "seed": 1, "resumes": 0, "facts": FACTS},
     }
     assert again.blobs == (pack_ids([0, 1]),)
-    broker.say(frames.DELTA, request, {"text": "late", "n": 1}, pack_ids([9]), pos=2, attempt=1)
+    broker.say(kinds.DELTA, request, {"text": "late", "n": 1}, pack_ids([9]), pos=2, attempt=1)
     broker.accepted(request)
     broker.tokens(request, 2, 3)
     broker.done(request, 5)
@@ -113,10 +114,10 @@ def test_without_durable_it_ends(broker: FakeBroker, client: Client, lose: Lose,
     broker.tokens(request, 0)
     lose(broker, stream)
     if lose in (restart, relink):
-        broker.receive(frames.PING)
+        broker.receive(kinds.PING)
     with pytest.raises(BrokerLost, match=why):
         stream.read()
-    assert broker.kinds().count(frames.GENERATE) == 1
+    assert broker.kinds().count(kinds.GENERATE) == 1
 
 
 def test_a_stream_beside_it_tells_of_the_new_connection(broker: FakeBroker) -> None:
@@ -135,8 +136,8 @@ def test_a_stream_beside_it_tells_of_the_new_connection(broker: FakeBroker) -> N
 def test_an_answer_that_does_not_come_is_asked_for_again(broker: FakeBroker) -> None:
     with client_of(broker, answer=(0.05, NEVER)) as client:
         stream = client.stream("m", "a", queue_ms=5)
-        assert broker.receive(frames.GENERATE).header.attempt == 1
-        again = broker.receive(frames.GENERATE)
+        assert broker.receive(kinds.GENERATE).header.attempt == 1
+        again = broker.receive(kinds.GENERATE)
         assert again.header.attempt == 2
         assert again.body == {"model": "m", "batch": True, "prompt": "a", "options": {}}
         broker.accepted(stream.id, seed=5, attempt=1)  # too late
@@ -153,14 +154,14 @@ def test_silence_makes_a_new_connection(broker: FakeBroker) -> None:
         request = broker.accept()
         broker.tokens(request, 0, 2)
         call = pool.submit(client.tokenize, "m", "text")
-        first = broker.receive(frames.TOKENIZE)
+        first = broker.receive(kinds.TOKENIZE)
         old = broker.peer
         while broker.peer == old:
-            again = broker.receive(frames.GENERATE, pongs=False)
+            again = broker.receive(kinds.GENERATE, pongs=False)
         assert again.body["resume"]["count"] == 2
-        asked = [message for message in broker.seen if message.kind == frames.TOKENIZE]
+        asked = [message for message in broker.seen if message.kind == kinds.TOKENIZE]
         assert len(asked) > 1 and {message.header.id for message in asked} == {first.header.id}
-        broker.say(frames.TOKENS, first.header.id, {}, pack_ids([4]))
+        broker.say(kinds.TOKENS, first.header.id, {}, pack_ids([4]))
         broker.accepted(request)
         broker.tokens(request, 2)
         broker.done(request, 3)
@@ -177,7 +178,7 @@ def test_brokers_that_bring_nothing_are_told_to_the_next(
     told = []
     for _ in range(2):
         broker.boot += 1
-        told.append(broker.receive(frames.GENERATE).body["resume"]["resumes"])
+        told.append(broker.receive(kinds.GENERATE).body["resume"]["resumes"])
         broker.accepted(request)
     broker.tokens(request, 1)
     broker.done(request, 2)
@@ -193,7 +194,7 @@ def test_a_broker_that_drains(broker: FakeBroker, client: Client) -> None:
     request = broker.accept()
     broker.tokens(request, 0)
     broker.error(request, "draining", retry_after_ms=1)
-    assert broker.receive(frames.GENERATE).body["resume"]["count"] == 1
+    assert broker.receive(kinds.GENERATE).body["resume"]["count"] == 1
     broker.error(request, "queue_full", retry_after_ms=1)
     assert broker.accept() == request
     broker.done(request, 1)
@@ -213,7 +214,7 @@ def test_a_broker_that_drains_for_good(
 
 def test_a_first_sending_that_is_refused_ends(broker: FakeBroker, client: Client) -> None:
     stream = client.stream("m", "a")
-    broker.receive(frames.GENERATE)
+    broker.receive(kinds.GENERATE)
     broker.error(stream.id, "queue_full", retry_after_ms=1)
     with pytest.raises(QueueFull):
         stream.read()
@@ -226,7 +227,7 @@ def test_a_duplicate_id_ends_the_newest_sending_only(broker: FakeBroker, client:
     assert broker.accept() == request
     for attempt in (1, 2):
         body = {"code": "duplicate_id", "message": f"about {attempt}", "about": request}
-        broker.say(frames.ERROR, None, body, attempt=attempt)
+        broker.say(kinds.ERROR, None, body, attempt=attempt)
     with pytest.raises(DuplicateId, match="about 2"):
         stream.read()
 
@@ -241,7 +242,7 @@ def test_what_became_too_large_to_travel_ends(
     next(iterator)
     monkeypatch.setattr(frames, "MAX_BLOB", 79)
     broker.number += 1
-    broker.receive(frames.PING)
+    broker.receive(kinds.PING)
     with pytest.raises(TooLarge, match="80 bytes, at most 79"):
         next(iterator)
 
@@ -283,15 +284,15 @@ def test_a_cancel_follows_the_connection_and_the_stream_does_not(
     broker.tokens(request, 0)
     iterator = iter(stream)
     next(iterator)
-    broker.receive(frames.PING)
+    broker.receive(kinds.PING)
     stream.close()
-    assert broker.receive(frames.CANCEL).header.id == request
+    assert broker.receive(kinds.CANCEL).header.id == request
     broker.number += 1
-    broker.receive(frames.PING)
-    assert broker.receive(frames.CANCEL).header.id == request
-    broker.say(frames.FATE, request, {"state": "unknown", "pos": 0}, attempt=0)
+    broker.receive(kinds.PING)
+    assert broker.receive(kinds.CANCEL).header.id == request
+    broker.say(kinds.FATE, request, {"state": "unknown", "pos": 0}, attempt=0)
     assert settled(stream).result.reason == "cancelled"
-    assert broker.kinds().count(frames.GENERATE) == 1
+    assert broker.kinds().count(kinds.GENERATE) == 1
 
 
 def settled(stream: Stream) -> Stream:
@@ -307,8 +308,8 @@ def test_a_terminal_that_was_lost_is_not_waited_for(broker: FakeBroker, state: s
         stream = client.stream("m", "a")
         request = broker.accept()
         fate = pool.submit(client.cancel, request)
-        broker.receive(frames.CANCEL)
-        broker.say(frames.FATE, request, {"state": state, "pos": 3}, attempt=0)
+        broker.receive(kinds.CANCEL)
+        broker.say(kinds.FATE, request, {"state": state, "pos": 3}, attempt=0)
         assert fate.result(PATIENCE) == {"state": state, "pos": 3}
         assert stream.read().reason == "cancelled"
 
@@ -318,8 +319,8 @@ def test_the_terminal_counts_when_it_comes(broker: FakeBroker, client: Client) -
         stream = client.stream("m", "a")
         request = broker.accept()
         fate = pool.submit(client.cancel, request)
-        broker.receive(frames.CANCEL)
-        broker.say(frames.FATE, request, {"state": "done", "pos": 0}, attempt=0)
+        broker.receive(kinds.CANCEL)
+        broker.say(kinds.FATE, request, {"state": "done", "pos": 0}, attempt=0)
         fate.result(PATIENCE)
         broker.done(request, 0)
         assert stream.read().reason == "stop"
@@ -334,20 +335,20 @@ def test_acks_after_another_sending(broker: FakeBroker) -> None:
         request = broker.accept()
         broker.tokens(request, 0)
         broker.tokens(request, 1, 2)
-        assert broker.receive(frames.PING)
+        assert broker.receive(kinds.PING)
         broker.number += 1
-        assert broker.receive(frames.GENERATE).body["resume"]["count"] == 3
+        assert broker.receive(kinds.GENERATE).body["resume"]["count"] == 3
         iterator = iter(stream)
         next(iterator)
         before = len(broker.seen)
         next(iterator)  # all three are read, and the broker knows that without being told
         for _ in range(3):
-            broker.receive(frames.PING)
+            broker.receive(kinds.PING)
         broker.accepted(request)
         broker.tokens(request, 3)
         next(iterator)
-        assert broker.receive(frames.ACK).body["have"] == [[request, 4]]
-        acks = [m for m in broker.seen[before:] if m.kind == frames.ACK]
+        assert broker.receive(kinds.ACK).body["have"] == [[request, 4]]
+        acks = [m for m in broker.seen[before:] if m.kind == kinds.ACK]
         assert [ack.body["have"] for ack in acks] == [[[request, 4]]]
         broker.done(request, 4)
 
@@ -356,32 +357,32 @@ def test_acks_after_another_sending(broker: FakeBroker) -> None:
 
 
 def call(broker: FakeBroker, message: Message, body: dict[str, Any], *blobs: bytes) -> None:
-    kind = frames.ERROR if "code" in body else frames.TOKENS
+    kind = kinds.ERROR if "code" in body else kinds.TOKENS
     broker.say(kind, message.header.id, body, *blobs)
 
 
 def test_a_call_follows_the_connection(broker: FakeBroker) -> None:
     with client_of(broker, answer=(0.02, 0.02)) as client, ThreadPoolExecutor(1) as pool:
         tokens = pool.submit(client.tokenize, "m", "text")
-        first = broker.receive(frames.TOKENIZE)
-        broker.receive(frames.PING)
-        broker.receive(frames.PING)
+        first = broker.receive(kinds.TOKENIZE)
+        broker.receive(kinds.PING)
+        broker.receive(kinds.PING)
         broker.number += 1
-        second = broker.receive(frames.TOKENIZE)
+        second = broker.receive(kinds.TOKENIZE)
         assert second == first
         call(broker, second, {"code": "duplicate_id", "message": "under way"})
-        call(broker, broker.receive(frames.TOKENIZE), {}, pack_ids([4]))
+        call(broker, broker.receive(kinds.TOKENIZE), {}, pack_ids([4]))
         assert tokens.result(PATIENCE) == [4]
 
 
 def test_a_quick_call_is_repeated(broker: FakeBroker) -> None:
     with client_of(broker, answer=(0.05, NEVER)) as client, ThreadPoolExecutor(1) as pool:
         models = pool.submit(client.models)
-        first = broker.receive(frames.MODELS)
-        second = broker.receive(frames.MODELS)
+        first = broker.receive(kinds.MODELS)
+        second = broker.receive(kinds.MODELS)
         assert second == first
         for _ in range(2):
-            broker.say(frames.MODELS, first.header.id, {"models": []})
+            broker.say(kinds.MODELS, first.header.id, {"models": []})
         assert models.result(PATIENCE) == []
 
 
@@ -389,8 +390,8 @@ def test_two_who_cancel_the_same_both_get_the_answer(broker: FakeBroker, client:
     with ThreadPoolExecutor(2) as pool:
         fates = [pool.submit(client.cancel, bytes(16)) for _ in range(2)]
         for _ in fates:
-            broker.receive(frames.CANCEL)
-        broker.say(frames.FATE, bytes(16), {"state": "done", "pos": 3})
+            broker.receive(kinds.CANCEL)
+        broker.say(kinds.FATE, bytes(16), {"state": "done", "pos": 3})
         assert [fate.result(PATIENCE)["pos"] for fate in fates] == [3, 3]
 
 

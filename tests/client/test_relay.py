@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxpool.client import Client
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds
 from support.fake_broker import CALM, PATIENCE, FakeBroker
 from support.pool import until
 from support.relay import Relay
@@ -176,7 +176,7 @@ def survive(broker: FakeBroker, relay: Relay, fault: str) -> None:
             relay.freeze()
             until(lambda: client._link._watch.moves, "the client has a new connection")
             relay.thaw()
-        again = broker.receive(frames.GENERATE)
+        again = broker.receive(kinds.GENERATE)
         assert again.body["resume"]["count"] == 2
         broker.accepted(request)
         broker.tokens(request, 2)

@@ -10,7 +10,8 @@ from mlxpool.broker.requests.payload import Payload
 from mlxpool.client import request
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol.frames import TEXT_AS_BLOB, pack_ids
+from mlxpool.common.protocol.frames import TEXT_AS_BLOB
+from mlxpool.common.protocol.token_ids import pack_ids
 
 
 def made(**given: Any) -> tuple[dict[str, Any], list[bytes]]:

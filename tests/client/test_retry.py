@@ -10,8 +10,9 @@ import pytest
 from mlxpool.client.retry import Course, Pace, Step, Watch
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common.errors import BrokerLost, DuplicateId
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Header, Message, pack_ids
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.token_ids import pack_ids
 
 ID = bytes(16)
 PACE = Pace()
@@ -34,15 +35,15 @@ class Story:
         return self.course.receive(Message(header, body, blobs), self.at, left)
 
     def accepted(self, boot: int = 7, link: int = 3) -> None:
-        self.say(frames.ACCEPTED, {"boot": boot, "link": link, "seed": 42})
+        self.say(kinds.ACCEPTED, {"boot": boot, "link": link, "seed": 42})
         self.course.at_home(boot, link, self.at)
 
     def token(self) -> None:
         pos = len(self.state.ids)
-        assert self.say(frames.DELTA, {"text": "x", "n": 1}, pack_ids([pos]), pos=pos) is not None
+        assert self.say(kinds.DELTA, {"text": "x", "n": 1}, pack_ids([pos]), pos=pos) is not None
 
     def refused(self, code: str = "queue_full", left: float | None = None, **more: Any) -> None:
-        self.say(frames.ERROR, {"code": code, "message": "no", **more}, left=left)
+        self.say(kinds.ERROR, {"code": code, "message": "no", **more}, left=left)
 
     def tick(self, heard: float = HEARD, left: float | None = None) -> Step:
         """What is due now; done at once, as the link does it."""
@@ -108,7 +109,7 @@ def test_a_gap_is_sent_again_once() -> None:
     story.accepted()
     story.token()
     for pos in (2, 3):
-        assert story.say(frames.DELTA, {"text": "x", "n": 1}, pack_ids([9]), pos=pos) is None
+        assert story.say(kinds.DELTA, {"text": "x", "n": 1}, pack_ids([9]), pos=pos) is None
     assert story.tick() is Step.SEND
     assert story.tick() is Step.NOTHING
     assert (story.state.ids, story.state.attempt) == ([0], 2)
@@ -143,7 +144,7 @@ def test_a_stream_that_is_not_durable_ends(loss: str) -> None:
     if loss != "no answer":
         story.accepted()
     if loss == "gap":
-        story.say(frames.DELTA, {"text": "", "n": 0}, pos=4)
+        story.say(kinds.DELTA, {"text": "", "n": 0}, pos=4)
     elif loss == "silence":
         story.course.moved(story.at)
     elif loss == "no answer":
@@ -236,7 +237,7 @@ def test_a_refusal_is_waited_for_even_when_the_connection_changes() -> None:
 
 
 def about(code: str, attempt: int) -> Message:
-    return Message(Header(frames.ERROR, None, 0, attempt), {"code": code, "message": "m"})
+    return Message(Header(kinds.ERROR, None, 0, attempt), {"code": code, "message": "m"})
 
 
 def test_a_duplicate_id_counts_for_the_newest_sending_only() -> None:
@@ -283,7 +284,7 @@ def test_a_cancel_is_sent_again_and_never_the_stream(loss: str) -> None:
 
 def test_a_gap_after_a_cancel_changes_nothing() -> None:
     story = cancelled()
-    story.say(frames.DELTA, {"text": "", "n": 0}, pos=4)
+    story.say(kinds.DELTA, {"text": "", "n": 0}, pos=4)
     story.refused("draining", retry_after_ms=5)
     assert story.state.error is not None and story.state.attempt == 1
 
@@ -310,7 +311,7 @@ def test_a_live_fate_waits_for_the_terminal() -> None:
     story.course.fate("streaming", story.at)
     story.at += 2
     assert story.tick() is Step.CANCEL
-    story.say(frames.DONE, {"text": "", "reason": "stop"})
+    story.say(kinds.DONE, {"text": "", "reason": "stop"})
     assert story.state.result is not None and story.state.result.reason == "stop"
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from mlxpool.client import request
 from mlxpool.client.retry import Course, Pace, Step, Watch
 from mlxpool.client.stream import Delta, StreamState
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Header, Message, pack_ids, unpack_ids
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
 ID = bytes(16)
 COUNT = 12
@@ -44,8 +45,8 @@ class ModelBroker:
     out: deque[Message] = field(default_factory=deque)
 
     def hear(self, message: Message) -> None:
-        if message.kind == frames.PING:
-            self._say(frames.PONG, {"boot": self.boot, "link": self.link}, 0)
+        if message.kind == kinds.PING:
+            self._say(kinds.PONG, {"boot": self.boot, "link": self.link}, 0)
         elif message.header.attempt > self.attempt:
             self._generate(message)
 
@@ -56,23 +57,23 @@ class ModelBroker:
         self.seed = resume["seed"]
         assert ids == [token(self.seed, i) for i in range(self.pos)]
         assert not ids or resume["facts"] == FACTS
-        self._say(frames.ACCEPTED, {"boot": self.boot, "link": self.link, "seed": self.seed}, 0)
+        self._say(kinds.ACCEPTED, {"boot": self.boot, "link": self.link, "seed": self.seed}, 0)
 
     def work(self) -> None:
         if not self.live:
             return
         if self.pos == COUNT:
             rest = text(self.seed, COUNT + 1)[len(text(self.seed, COUNT)) :]
-            self._say(frames.DONE, {"text": rest, "reason": "length"}, self.pos)
+            self._say(kinds.DONE, {"text": rest, "reason": "length"}, self.pos)
             self.live = False
             return
         more = text(self.seed, self.pos + 1)[len(text(self.seed, self.pos)) :]
         ids = pack_ids([token(self.seed, self.pos)])
-        self._say(frames.DELTA, {"text": more, "n": 1, "facts": FACTS}, self.pos, ids)
+        self._say(kinds.DELTA, {"text": more, "n": 1, "facts": FACTS}, self.pos, ids)
         self.pos += 1
 
     def _say(self, kind: str, body: dict[str, object], pos: int, *blobs: bytes) -> None:
-        ident = None if kind == frames.PONG else ID
+        ident = None if kind == kinds.PONG else ID
         self.out.append(Message(Header(kind, ident, self.boot, self.attempt, pos), body, blobs))
 
     def relink(self) -> None:
@@ -87,7 +88,7 @@ class ModelBroker:
 
     def drain(self) -> None:
         if self.live:
-            self._say(frames.ERROR, {"code": "draining", "retry_after_ms": 300}, self.pos)
+            self._say(kinds.ERROR, {"code": "draining", "retry_after_ms": 300}, self.pos)
             self.live = False
 
 
@@ -111,7 +112,7 @@ class Reader:
 
     def _generate(self) -> None:
         body, blobs = request.again({"model": "m"}, [], self.state, None)
-        self._send(frames.GENERATE, body, *blobs)
+        self._send(kinds.GENERATE, body, *blobs)
 
     def turn(self, seconds: float = TICK) -> None:
         """As the link does: read everything, then look at what is due."""
@@ -126,11 +127,11 @@ class Reader:
         self._step()
         if self.wall >= self.ping_at:
             self.ping_at = self.wall + 1.0
-            self._send(frames.PING, {})
+            self._send(kinds.PING, {})
 
     def _read(self, message: Message) -> None:
         self.watch.heard()
-        if message.kind == frames.PONG:
+        if message.kind == kinds.PONG:
             self.course.at_home(message.body["boot"], message.body["link"], self.watch.now)
             return
         delta = self.course.receive(message, self.watch.now)
@@ -146,7 +147,7 @@ class Reader:
 def strike(broker: ModelBroker, reader: Reader, fault: str) -> None:
     if fault == "lose a frame":
         # A terminal is lost only together with its connection: nothing behind it would tell.
-        if broker.out and broker.out[0].kind not in (frames.DONE, frames.ERROR):
+        if broker.out and broker.out[0].kind not in (kinds.DONE, kinds.ERROR):
             broker.out.popleft()
     elif fault == "half-open":
         broker.open = False

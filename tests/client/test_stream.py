@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common.errors import ContextExceeded, Internal
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Header, Message, pack_ids
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.token_ids import pack_ids
 
 ID = bytes(16)
 ACCEPTED = {"boot": 7, "link": 3, "queue_position": 0, "seed": 42}
@@ -32,12 +33,12 @@ def frame(
 
 def delta(pos: int, *ids: int, text: str = "", attempt: int = 1, **body: Any) -> Message:
     fields = {"text": text, "n": len(ids), **body}
-    return frame(frames.DELTA, fields, pack_ids(ids), pos=pos, attempt=attempt)
+    return frame(kinds.DELTA, fields, pack_ids(ids), pos=pos, attempt=attempt)
 
 
 def accepted() -> StreamState:
     state = StreamState(ID)
-    assert state.receive(frame(frames.ACCEPTED, ACCEPTED)) is None
+    assert state.receive(frame(kinds.ACCEPTED, ACCEPTED)) is None
     return state
 
 
@@ -57,7 +58,7 @@ def test_done_holds_the_whole_completion() -> None:
     state = accepted()
     state.receive(delta(0, 5, text="a", logprobs=[{"logprob": -1}], facts={"now": 3}))
     state.receive(delta(1, 6, text="b"))
-    assert state.receive(frame(frames.DONE, DONE, pos=2)) is None
+    assert state.receive(frame(kinds.DONE, DONE, pos=2)) is None
     result = state.result
     assert state.over and result is not None
     assert (result.text, result.ids, result.reason) == ("ab", (5, 6), "stop")
@@ -70,7 +71,7 @@ def test_done_holds_the_whole_completion() -> None:
 def test_text_that_was_held_back_comes_with_the_end() -> None:
     state = accepted()
     state.receive(delta(0, 5, text="a"))
-    assert state.receive(frame(frames.DONE, {**DONE, "text": "z"}, pos=1)) == Delta("z", (), 1)
+    assert state.receive(frame(kinds.DONE, {**DONE, "text": "z"}, pos=1)) == Delta("z", (), 1)
     assert state.result is not None and state.result.text == "az"
 
 
@@ -92,14 +93,14 @@ def test_a_frame_without_all_its_ids_is_a_gap() -> None:
 def test_an_end_that_does_not_fit_is_no_result() -> None:
     state = accepted()
     state.receive(delta(0, 5))
-    state.receive(frame(frames.DONE, DONE, pos=2))
+    state.receive(frame(kinds.DONE, DONE, pos=2))
     assert state.gap and not state.over
 
 
 def test_nothing_is_taken_before_it_was_accepted() -> None:
     state = StreamState(ID)
     assert state.receive(delta(0, 5)) is None
-    state.receive(frame(frames.DONE, DONE))
+    state.receive(frame(kinds.DONE, DONE))
     assert state.ids == [] and not state.over and not state.gap
 
 
@@ -111,9 +112,9 @@ def test_it_goes_on_after_another_sending() -> None:
     assert (state.attempt, state.accepted, state.gap) == (2, False, "")
     assert state.receive(delta(1, 6, text="b")) is None
     assert state.receive(delta(1, 6, text="b", attempt=2)) is None
-    state.receive(frame(frames.ACCEPTED, ACCEPTED, attempt=2))
+    state.receive(frame(kinds.ACCEPTED, ACCEPTED, attempt=2))
     assert state.receive(delta(1, 6, text="b", attempt=2, facts={"now": 4})) is not None
-    state.receive(frame(frames.DONE, DONE, pos=2, attempt=2))
+    state.receive(frame(kinds.DONE, DONE, pos=2, attempt=2))
     assert state.result is not None
     assert (state.result.text, state.result.ids) == ("ab", (5, 6))
     assert state.facts == {"now": 3}
@@ -123,7 +124,7 @@ def test_brokers_that_brought_nothing_are_counted() -> None:
     state = accepted()
     for attempt, boot, counted in ((2, 8, 1), (3, 8, 1), (4, 9, 2)):
         state.sent_again()
-        state.receive(frame(frames.ACCEPTED, {**ACCEPTED, "boot": boot}, attempt=attempt))
+        state.receive(frame(kinds.ACCEPTED, {**ACCEPTED, "boot": boot}, attempt=attempt))
         assert state.barren_boots == counted
     state.receive(delta(0, 5, attempt=4))
     assert state.barren_boots == 0
@@ -133,7 +134,7 @@ def test_another_seed_is_no_way_to_go_on() -> None:
     state = accepted()
     state.receive(delta(0, 5))
     state.sent_again()
-    state.receive(frame(frames.ACCEPTED, {**ACCEPTED, "seed": 43}, attempt=2))
+    state.receive(frame(kinds.ACCEPTED, {**ACCEPTED, "seed": 43}, attempt=2))
     assert isinstance(state.error, Internal) and "seed 42" in state.error.message
 
 
@@ -150,9 +151,9 @@ def test_frames_of_another_attempt_are_nothing() -> None:
     state = accepted()
     for strange in (
         delta(0, 9, attempt=2),
-        frame(frames.DONE, DONE, attempt=3),
-        frame(frames.ERROR, {"code": "internal", "message": "x"}, attempt=2),
-        frame(frames.ACCEPTED, {**ACCEPTED, "boot": 8}, attempt=2),
+        frame(kinds.DONE, DONE, attempt=3),
+        frame(kinds.ERROR, {"code": "internal", "message": "x"}, attempt=2),
+        frame(kinds.ACCEPTED, {**ACCEPTED, "boot": 8}, attempt=2),
     ):
         assert state.receive(strange) is None
     assert not state.over and state.ids == [] and state.boot == 7
@@ -161,16 +162,16 @@ def test_frames_of_another_attempt_are_nothing() -> None:
 def test_an_error_is_typed() -> None:
     state = accepted()
     state.receive(delta(0, 5))
-    state.receive(frame(frames.ERROR, {"code": "context_exceeded", "message": "why"}, pos=1))
+    state.receive(frame(kinds.ERROR, {"code": "context_exceeded", "message": "why"}, pos=1))
     assert isinstance(state.error, ContextExceeded)
     assert state.over and state.result is None
 
 
 def test_nothing_counts_after_the_end() -> None:
     state = accepted()
-    state.receive(frame(frames.DONE, DONE))
+    state.receive(frame(kinds.DONE, DONE))
     result = state.result
-    for late in (delta(0, 5), frame(frames.ERROR, {"code": "internal"}), frame(frames.DONE, DONE)):
+    for late in (delta(0, 5), frame(kinds.ERROR, {"code": "internal"}), frame(kinds.DONE, DONE)):
         assert state.receive(late) is None
     assert state.result is result and state.error is None and state.ids == []
 
@@ -189,7 +190,7 @@ def test_however_it_is_cut_it_is_the_same(cuts: list[int]) -> None:
         got = state.receive(delta(pos, *ids, text="x" * count))
         assert got == Delta("x" * count, tuple(ids), pos)
         pos += count
-    state.receive(frame(frames.DONE, DONE, pos=pos))
+    state.receive(frame(kinds.DONE, DONE, pos=pos))
     assert state.result is not None
     assert state.result.ids == tuple(range(pos))
     assert state.result.text == "x" * pos

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header, Message
 from support.doc_blocks import blocks
 from support.pool import Pool
@@ -20,9 +20,9 @@ def test_a_broker_answers_the_bytes_of_the_page(tmp_path: Path) -> None:
     answers: list[Message] = []
     with Pool(tmp_path) as pool, RawPeer(pool.run_dir) as peer:
         peer.send(PARTS[:2])
-        while not answers or answers[-1].kind != frames.DONE:
+        while not answers or answers[-1].kind != kinds.DONE:
             answers.append(peer.receive())
-    assert answers.pop(0).kind == frames.ACCEPTED
+    assert answers.pop(0).kind == kinds.ACCEPTED
     ids = [answer.blobs[0] for answer in answers if answer.blobs]
     assert b"".join(ids) == bytes.fromhex("504b0000fd1c0000")
     text = "".join(answer.body["text"] for answer in answers)
@@ -32,6 +32,6 @@ def test_a_broker_answers_the_bytes_of_the_page(tmp_path: Path) -> None:
 
 def test_the_other_bytes_of_the_page_are_a_delta() -> None:
     """As it is written: of the first token, without facts."""
-    header = Header(frames.DELTA, ID, BOOT, 1, 0)
+    header = Header(kinds.DELTA, ID, BOOT, 1, 0)
     assert frames.encode(header, {"text": "19280 ", "n": 1}, [PARTS[4]]) == PARTS[2:]
     assert PARTS[4] == (19280).to_bytes(4, "little")

@@ -14,7 +14,7 @@ import zmq
 
 from mlxpool.client import AsyncClient, Client
 from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import deltas, frames, kinds, token_ids
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from mlxpool.common.transport.keys import Credentials
@@ -54,7 +54,7 @@ def say(socket: zmq.Socket[bytes], parts: list[bytes]) -> None:
 
 def generate(prompt: str, **options: object) -> list[bytes]:
     body = {"model": "counting", "prompt": prompt, "options": {"max_tokens": 3, **options}}
-    return frames.encode(Header(frames.GENERATE, bytes(range(16))), body)
+    return frames.encode(Header(kinds.GENERATE, bytes(range(16))), body)
 
 
 def test_a_key_on_the_list_is_served(secure: SecurePool) -> None:
@@ -170,17 +170,17 @@ def test_who_was_refused_is_let_in_once_his_key_is_on_the_list(
 def test_a_revoked_key_is_cut_at_once(secure: SecurePool, bystander: Bystander) -> None:
     with secure.dial("alice") as client:
         stream = client.stream("counting", "mine", seed=1, max_tokens=10**6)
-        deltas = iter(stream)
-        next(deltas)
+        pieces = iter(stream)
+        next(pieces)
         raw = peer(secure, "alice", "front")
-        raw.send_multipart(frames.encode(Header(frames.PING)))
+        raw.send_multipart(frames.encode(Header(kinds.PING)))
         assert raw.poll(60_000)
         raw.recv_multipart()
         secure.write("bob", "hand", "chief")
         secure.reload()
         assert not [r for r in secure.ask("requests")["requests"] if r["owner"] == "key:alice"]
         with pytest.raises(Unauthorized):
-            for _ in deltas:
+            for _ in pieces:
                 pass
         with pytest.raises(Unauthorized, match="refuses the key 'alice'"):
             client.generate("counting", "again", max_tokens=3)
@@ -198,7 +198,7 @@ def test_a_revoked_keys_frames_are_dropped_though_its_connection_stands(
 ) -> None:
     """What came before the cut and is read after it must not count either."""
     raw = peer(secure, "alice", "front")
-    raw.send_multipart(frames.encode(Header(frames.PING)))
+    raw.send_multipart(frames.encode(Header(kinds.PING)))
     assert raw.poll(60_000)
     accepted = secure.ask("stats")["requests"]["accepted"]
     secure.write("bob", "hand", "chief")
@@ -237,7 +237,7 @@ def served_as(secure: SecurePool, name: str, ident: bytes) -> bool:
         socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
         socket.connect(secure.endpoint("front"))
         body = {"model": "counting", "prompt": name, "options": {"max_tokens": 10**6}}
-        socket.send_multipart(frames.encode(Header(frames.GENERATE, ident), body))
+        socket.send_multipart(frames.encode(Header(kinds.GENERATE, ident), body))
         if not socket.poll(2000):
             return False
         rows = {r["id"]: r["owner"] for r in secure.ask("requests")["requests"]}
@@ -250,7 +250,7 @@ def test_only_a_workers_key_opens_the_back(
     secure: SecurePool, bystander: Bystander, name: str
 ) -> None:
     raw = peer(secure, name, "back")
-    raw.send_multipart(frames.encode(Header(frames.HELLO), {"slot": "", "model": "counting"}))
+    raw.send_multipart(frames.encode(Header(kinds.HELLO), {"slot": "", "model": "counting"}))
     assert not raw.poll(300)
     raw.close(linger=0)
     assert len([w for w in secure.ask("ps")["workers"] if w["state"] != "none"]) == 1
@@ -263,15 +263,15 @@ def test_a_worker_cannot_take_the_slot_of_a_local_one(
     raw = peer(secure, "hand", "back")
     epoch = secure.worker("counting/0")["epoch"]
     for body in ({"slot": "counting/0"}, {"slot": "counting/0", "token": "guess"}):
-        raw.send_multipart(frames.encode(Header(frames.HELLO), {**body, "model": "counting"}))
-        raw.send_multipart(frames.encode(Header(frames.DELTAS, None, epoch), {"rows": []}))
-    kinds = []
+        raw.send_multipart(frames.encode(Header(kinds.HELLO), {**body, "model": "counting"}))
+        raw.send_multipart(frames.encode(Header(kinds.DELTAS, None, epoch), {"rows": []}))
+    got = []
     while raw.poll(300):  # `who` answers the frame without an epoch; nothing welcomes it
         answer = frames.decode(raw.recv_multipart(), max_body=frames.MAX_BACK_BODY)
-        kinds.append(answer.kind)
-        if answer.kind == frames.STOP:
+        got.append(answer.kind)
+        if answer.kind == kinds.STOP:
             assert answer.body["error"]["code"] == "unauthorized"
-    assert kinds == [frames.STOP, frames.WHO] * 2
+    assert got == [kinds.STOP, kinds.WHO] * 2
     raw.close(linger=0)
     assert secure.worker("counting/0")["epoch"] == epoch
 
@@ -280,15 +280,15 @@ def test_a_worker_that_lies_harms_only_itself(secure: SecurePool, bystander: Bys
     """Rows of requests that it was never given are dropped."""
     raw = peer(secure, "hand", "back")
     hello = {"slot": "", "model": "other", "pid": 1, "digest": "x", "context": 100}
-    raw.send_multipart(frames.encode(Header(frames.HELLO), hello))
+    raw.send_multipart(frames.encode(Header(kinds.HELLO), hello))
     assert raw.poll(60_000)
     welcome = frames.decode(raw.recv_multipart(), max_body=frames.MAX_BACK_BODY)
-    assert welcome.kind == frames.WELCOME
+    assert welcome.kind == kinds.WELCOME
     victim = bystander.stream.id
-    row = frames.Delta(victim, 1, len(bystander.ids), "lie", frames.pack_ids([1]))
-    body, blob = frames.pack_deltas([row])
+    row = deltas.Delta(victim, 1, len(bystander.ids), "lie", token_ids.pack_ids([1]))
+    body, blob = deltas.pack_deltas([row])
     raw.send_multipart(
-        frames.encode(Header(frames.DELTAS, None, welcome.header.epoch), body, (blob,))
+        frames.encode(Header(kinds.DELTAS, None, welcome.header.epoch), body, (blob,))
     )
     raw.send_multipart([b"\xc1", b"garbage"])
     bystander.unmoved()
@@ -319,7 +319,7 @@ def test_admin_commands_on_the_front_are_no_commands(
     raw.send_multipart(frames.encode(Header("stop", bytes(16))))
     assert raw.poll(60_000)
     answer = frames.decode(raw.recv_multipart())
-    assert (answer.kind, answer.body["code"]) == (frames.ERROR, "bad_request")
+    assert (answer.kind, answer.body["code"]) == (kinds.ERROR, "bad_request")
     assert "'stop' is an operator's command" in answer.body["message"]
     assert "--run-dir" in answer.body["message"] and "--admin" in answer.body["message"]
     raw.close(linger=0)

@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from mlxpool.common.errors import BadRequest, Draining, PoolError
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds, token_ids
 from mlxpool.common.protocol.frames import Header
 from support.counting_checker import expected_ids
 from support.pool import Pool, until
@@ -50,7 +50,7 @@ def a_stream_that_must_not_notice(pool: Pool) -> Iterator[None]:
 def generate(**body: Any) -> list[bytes]:
     ident = os.urandom(16)
     whole = {"model": "counting", "prompt": "x", "options": {"max_tokens": 3}, **body}
-    return frames.encode(Header(frames.GENERATE, ident, 0, 1), whole)
+    return frames.encode(Header(kinds.GENERATE, ident, 0, 1), whole)
 
 
 GARBAGE: dict[str, tuple[list[bytes], str, str]] = {
@@ -70,17 +70,17 @@ GARBAGE: dict[str, tuple[list[bytes], str, str]] = {
         "explode",
     ),
     "body is a list": (
-        [*frames.encode(Header(frames.GENERATE, bytes(16))), msgpack.packb([1])],
+        [*frames.encode(Header(kinds.GENERATE, bytes(16))), msgpack.packb([1])],
         "bad_request",
         "map",
     ),
     "body too large": (
-        [*frames.encode(Header(frames.GENERATE, bytes(16))), bytes(300_000)],
+        [*frames.encode(Header(kinds.GENERATE, bytes(16))), bytes(300_000)],
         "too_large",
         str(frames.MAX_BODY),
     ),
     "blob too large": (
-        [*frames.encode(Header(frames.GENERATE, bytes(16)), {"a": 1}), bytes(frames.MAX_BLOB + 1)],
+        [*frames.encode(Header(kinds.GENERATE, bytes(16)), {"a": 1}), bytes(frames.MAX_BLOB + 1)],
         "too_large",
         str(frames.MAX_BLOB),
     ),
@@ -138,23 +138,23 @@ def test_one_clear_error(pool: Pool, name: str) -> None:
     with RawPeer(pool.run_dir) as peer:
         peer.send(parts)
         answer = peer.receive()
-        assert answer.kind == frames.ERROR and answer.body["code"] == code, answer
+        assert answer.kind == kinds.ERROR and answer.body["code"] == code, answer
         assert words in answer.body["message"]
-        peer.say(Header(frames.PING))
-        assert peer.receive().kind == frames.PONG, "the connection goes on"
+        peer.say(Header(kinds.PING))
+        assert peer.receive().kind == kinds.PONG, "the connection goes on"
 
 
 def test_a_duplicate_id_ends_nothing(pool: Pool) -> None:
     ident = os.urandom(16)
     body = {"model": "slow", "prompt": "x", "options": {"max_tokens": 5, "seed": 1}}
     with RawPeer(pool.run_dir) as peer:
-        peer.say(Header(frames.GENERATE, ident, 0, 1), body)
-        peer.receive_kind(frames.ACCEPTED)
-        peer.say(Header(frames.GENERATE, ident, 0, 1), {**body, "prompt": "other"})
-        error = peer.receive_kind(frames.ERROR)
+        peer.say(Header(kinds.GENERATE, ident, 0, 1), body)
+        peer.receive_kind(kinds.ACCEPTED)
+        peer.say(Header(kinds.GENERATE, ident, 0, 1), {**body, "prompt": "other"})
+        error = peer.receive_kind(kinds.ERROR)
         assert error.header.id is None and error.body["about"] == ident
         assert error.body["code"] == "duplicate_id"
-        done = peer.receive_kind(frames.DONE)
+        done = peer.receive_kind(kinds.DONE)
         assert done.header.id == ident and done.header.pos == 5
 
 
@@ -163,24 +163,24 @@ def test_a_second_sending_takes_over_where_the_client_stands(pool: Pool) -> None
     body = {"model": "slow", "prompt": "x", "options": {"max_tokens": 20, "seed": 1}}
     right = expected_ids("x", 1, 20)
     with RawPeer(pool.run_dir) as peer:
-        peer.say(Header(frames.GENERATE, ident, 0, 1), body)
+        peer.say(Header(kinds.GENERATE, ident, 0, 1), body)
         for _ in range(4):
-            peer.receive_kind(frames.DELTA)
+            peer.receive_kind(kinds.DELTA)
         resume = {"count": 3, "facts": {}, "resumes": 1}
         peer.say(
-            Header(frames.GENERATE, ident, 0, 2),
+            Header(kinds.GENERATE, ident, 0, 2),
             {**body, "resume": resume},
-            frames.pack_ids(right[:3]),
+            token_ids.pack_ids(right[:3]),
         )
         ids = right[:3]
         while True:
             message = peer.receive()
             if message.header.attempt != 2:
                 continue
-            if message.kind == frames.DELTA:
+            if message.kind == kinds.DELTA:
                 assert message.header.pos == len(ids)
-                ids += frames.unpack_ids(message.blobs[0])
-            if message.kind == frames.DONE:
+                ids += token_ids.unpack_ids(message.blobs[0])
+            if message.kind == kinds.DONE:
                 break
         assert ids == right
 
@@ -204,12 +204,12 @@ def test_a_resume_that_does_not_fit_the_stream(
     ident = os.urandom(16)
     body = {"model": "slow", "prompt": "x", "options": {"max_tokens": 2000, "seed": 1}}
     with RawPeer(pool.run_dir) as peer:
-        peer.say(Header(frames.GENERATE, ident, 0, 1), body)
+        peer.say(Header(kinds.GENERATE, ident, 0, 1), body)
         for _ in range(3):
-            peer.receive_kind(frames.DELTA)
+            peer.receive_kind(kinds.DELTA)
         again = {**body, "resume": resume}
-        peer.say(Header(frames.GENERATE, ident, 0, 2), again, frames.pack_ids(ids))
-        error = peer.receive_kind(frames.ERROR)
+        peer.say(Header(kinds.GENERATE, ident, 0, 2), again, token_ids.pack_ids(ids))
+        error = peer.receive_kind(kinds.ERROR)
         assert (error.header.id, error.header.attempt) == (ident, 2)
         assert error.body["code"] == "bad_request"
         assert words in error.body["message"]
@@ -229,8 +229,8 @@ def test_a_resume_that_no_worker_can_take(
     """As after a broker's death, with ids or facts that never were."""
     body = {"model": "slow", "prompt": "x", "options": {"seed": 1}, "resume": resume}
     with RawPeer(pool.run_dir) as peer:
-        peer.say(Header(frames.GENERATE, os.urandom(16), 0, 2), body, frames.pack_ids(ids))
-        error = peer.receive_kind(frames.ERROR)
+        peer.say(Header(kinds.GENERATE, os.urandom(16), 0, 2), body, token_ids.pack_ids(ids))
+        error = peer.receive_kind(kinds.ERROR)
         assert error.body["code"] in ("bad_request", "model_unavailable")
         assert words in error.body["message"]
 
@@ -263,16 +263,16 @@ def test_a_client_that_never_acks_gets_slow_consumer(pool: Pool) -> None:
     ident = os.urandom(16)
     with RawPeer(pool.run_dir) as peer:
         peer.say(
-            Header(frames.GENERATE, ident, 0, 1),
+            Header(kinds.GENERATE, ident, 0, 1),
             {"model": "fast", "prompt": "x", "window": 10, "options": {"max_tokens": 90_000}},
         )
 
         def ended() -> int:
-            peer.say(Header(frames.PING))  # alive, but not reading
+            peer.say(Header(kinds.PING))  # alive, but not reading
             return _failed(pool, "slow_consumer")
 
         until(ended, "it is too slow")
-        error = peer.receive_kind(frames.ERROR)
+        error = peer.receive_kind(kinds.ERROR)
         assert error.header.id == ident and error.body["code"] == "slow_consumer"
         pool.in_state("fast/0", running=0)
 
@@ -282,7 +282,7 @@ def test_a_window_that_opens_again_lets_everything_through(pool: Pool) -> None:
     right = expected_ids("x", 4, 300)
     with RawPeer(pool.run_dir) as peer:
         peer.say(
-            Header(frames.GENERATE, ident, 0, 1),
+            Header(kinds.GENERATE, ident, 0, 1),
             {
                 "model": "fast",
                 "prompt": "x",
@@ -291,11 +291,11 @@ def test_a_window_that_opens_again_lets_everything_through(pool: Pool) -> None:
             },
         )
         ids: list[int] = []
-        while (message := peer.receive()).kind != frames.DONE:
-            if message.kind == frames.DELTA:
+        while (message := peer.receive()).kind != kinds.DONE:
+            if message.kind == kinds.DELTA:
                 assert message.header.pos == len(ids)
-                ids += frames.unpack_ids(message.blobs[0])
-                peer.say(Header(frames.ACK), {"have": [[ident, len(ids)]]})
+                ids += token_ids.unpack_ids(message.blobs[0])
+                peer.say(Header(kinds.ACK), {"have": [[ident, len(ids)]]})
         assert ids == right and message.header.pos == 300
 
 
@@ -303,21 +303,21 @@ def test_an_ack_beyond_what_was_sent_is_told(pool: Pool) -> None:
     ident = os.urandom(16)
     with RawPeer(pool.run_dir) as peer:
         peer.say(
-            Header(frames.GENERATE, ident, 0, 1),
+            Header(kinds.GENERATE, ident, 0, 1),
             {"model": "slow", "prompt": "x", "options": {"max_tokens": 8}},
         )
-        peer.receive_kind(frames.DELTA)
-        peer.say(Header(frames.ACK), {"have": [[ident, 10_000]]})
-        error = peer.receive_kind(frames.ERROR)
+        peer.receive_kind(kinds.DELTA)
+        peer.say(Header(kinds.ACK), {"have": [[ident, 10_000]]})
+        error = peer.receive_kind(kinds.ERROR)
         assert error.header.id is None and "10000" in error.body["message"]
-        assert peer.receive_kind(frames.DONE).header.pos == 8
+        assert peer.receive_kind(kinds.DONE).header.pos == 8
 
 
 def test_a_vanished_client_frees_the_worker(pool: Pool) -> None:
     ident = os.urandom(16)
     peer = RawPeer(pool.run_dir)
-    peer.say(Header(frames.GENERATE, ident, 0, 1), {"model": "fast", "prompt": "gone"})
-    peer.receive_kind(frames.DELTA)
+    peer.say(Header(kinds.GENERATE, ident, 0, 1), {"model": "fast", "prompt": "gone"})
+    peer.receive_kind(kinds.DELTA)
     peer.close()
     until(
         lambda: pool.ask("stats")["requests"]["cancelled"] + _failed(pool, "slow_consumer") >= 1,
@@ -328,11 +328,11 @@ def test_a_vanished_client_frees_the_worker(pool: Pool) -> None:
 
 def test_a_client_cannot_reach_the_workers_socket(pool: Pool) -> None:
     with RawPeer(pool.run_dir, "back") as peer:
-        peer.say(Header(frames.HELLO), {"slot": "counting/0", "token": "guessed", "pid": 1})
-        peer.say(Header(frames.DELTAS, None, 1), {"rows": []})
+        peer.say(Header(kinds.HELLO), {"slot": "counting/0", "token": "guessed", "pid": 1})
+        peer.say(Header(kinds.DELTAS, None, 1), {"rows": []})
         refused = peer.receive()
-        assert refused.kind == frames.STOP and refused.body["error"]["code"] == "unauthorized"
-        assert peer.receive().kind == frames.WHO
+        assert refused.kind == kinds.STOP and refused.body["error"]["code"] == "unauthorized"
+        assert peer.receive().kind == kinds.WHO
         assert peer.quiet(0.2)
 
 
@@ -341,7 +341,7 @@ def test_the_admin_socket_names_what_it_does_not_know(pool: Pool) -> None:
         peer.say(Header("explode", bytes(16)))
         assert "explode" in peer.receive().body["message"]
         peer.send([b"garbage"])
-        assert peer.receive().kind == frames.ERROR
+        assert peer.receive().kind == kinds.ERROR
 
 
 def _failed(pool: Pool, code: str) -> int:

@@ -13,8 +13,9 @@ import ollama
 import openai
 import pytest
 
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Message, pack_ids
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.frames import Message
+from mlxpool.common.protocol.token_ids import pack_ids
 from support.fake_broker import FACTS, PATIENCE, USAGE, FakeBroker
 from support.gateway_thread import GatewayThread
 
@@ -48,18 +49,18 @@ class Model:
 
     def _serve(self) -> None:
         broker = self._broker
-        models = broker.receive(frames.MODELS).header.id
+        models = broker.receive(kinds.MODELS).header.id
         row = {"name": "m", "state": "ready", "context": 64, "type": "x", "chat": self._chat}
-        broker.say(frames.MODELS, models, {"models": [row]}, attempt=0)
+        broker.say(kinds.MODELS, models, {"models": [row]}, attempt=0)
         request = broker.accept()
-        self.asked = next(one for one in broker.seen if one.kind == frames.GENERATE)
+        self.asked = next(one for one in broker.seen if one.kind == kinds.GENERATE)
         facts = {**FACTS, "thinks": True} if self._thinks else FACTS
         for pos, text in enumerate(self._pieces):
             body = {"text": text, "n": 1, "facts": facts}
-            broker.say(frames.DELTA, request, body, pack_ids([pos]), pos=pos)
+            broker.say(kinds.DELTA, request, body, pack_ids([pos]), pos=pos)
         usage = {**USAGE, "prompt_tokens": 3, "completion_tokens": len(self._pieces)}
         body = {"text": "", "reason": "stop", "usage": usage, "timings_ms": {}, "attempts": 1}
-        broker.say(frames.DONE, request, body, pos=len(self._pieces))
+        broker.say(kinds.DONE, request, body, pos=len(self._pieces))
 
     def close(self) -> None:
         self._thread.join(PATIENCE)

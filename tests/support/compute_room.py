@@ -11,7 +11,8 @@ from typing import Any
 
 from mlxpool.common.config.loading import Counting, ModelConfig, WorkerConfig
 from mlxpool.common.options import Options
-from mlxpool.common.protocol.frames import Delta, unpack_ids
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.token_ids import unpack_ids
 from mlxpool.worker.compute.messages import Admit, Drop, Loaded, Opened, Outbound, Rows
 from mlxpool.worker.compute.progress import Progress, monotonic
 from mlxpool.worker.compute.thread import Compute

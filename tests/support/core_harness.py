@@ -19,8 +19,10 @@ from mlxpool.broker.workers.liveness import Sample
 from mlxpool.broker.workers.worker import Model, Worker, WorkerState
 from mlxpool.common.config.loading import ModelConfig, PoolConfig
 from mlxpool.common.progress import Look
+from mlxpool.common.protocol import deltas, kinds
 from mlxpool.common.protocol import frames as wire
-from mlxpool.common.protocol.frames import Delta, pack_ids, unpack_ids
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
 BOOT = 77
 START = 1000.0
@@ -83,22 +85,22 @@ class FakeWorker:
 
     def told(self, action: ev.ToWorker) -> None:
         kind, request = action.header.kind, action.header.id
-        if kind == wire.WELCOME:
+        if kind == kinds.WELCOME:
             self.epoch, self.works = action.header.epoch, 0
             self.runs.clear()
-        elif kind == wire.WORK:
+        elif kind == kinds.WORK:
             assert request is not None
             self.works += 1
             have = int(action.body.get("resume", {}).get("count", 0))
             if "resume" in action.body:
                 assert action.blobs[-1] == pack_ids(range(have)), "not the ids that were taken"
             self.runs[request] = Run(action.header.attempt, have, action.body, action.blobs)
-        elif kind == wire.DRAIN:
+        elif kind == kinds.DRAIN:
             self.draining = True
-        elif kind == wire.CANCEL:
+        elif kind == kinds.CANCEL:
             assert request is not None
             self.cancelled.append((request, action.header.attempt))
-        elif kind == wire.HEARD:
+        elif kind == kinds.HEARD:
             self.heard += 1
         else:
             self.asked.append(action)
@@ -338,8 +340,8 @@ class Story:
 
     def assert_refused(self, code: str, *words: str, link: int = 1) -> ev.ToClient:
         """The last call answered with an error and accepted nothing."""
-        frame = self.assert_sent(link, wire.ERROR, code=code)
-        assert not self.to_client(wire.ACCEPTED)
+        frame = self.assert_sent(link, kinds.ERROR, code=code)
+        assert not self.to_client(kinds.ACCEPTED)
         for word in words:
             assert word in frame.body["message"], frame.body["message"]
         return frame
@@ -374,7 +376,7 @@ class Story:
             self._to_client(action)
         elif isinstance(action, ev.ToWorker):
             wire.encode(action.header, action.body, action.blobs, max_body=wire.MAX_BACK_BODY)
-            if action.header.kind == wire.WORK:
+            if action.header.kind == kinds.WORK:
                 self._check_work(action)
             self.workers[action.slot].told(action)
         elif isinstance(action, ev.StartWorker):
@@ -406,24 +408,24 @@ class Story:
     def _to_client(self, action: ev.ToClient) -> None:
         header = action.header
         assert header.epoch == BOOT
-        if header.kind == wire.DELTAS:
+        if header.kind == kinds.DELTAS:
             message = wire.Message(header, dict(action.body), action.blobs)
-            for row in wire.unpack_deltas(message):
+            for row in deltas.unpack_deltas(message):
                 self._delta((row.id, row.attempt), row.pos, row.text, unpack_ids(row.ids))
         elif header.id is not None:
             self._frame(action, (header.id, header.attempt))
 
     def _frame(self, action: ev.ToClient, key: tuple[bytes, int]) -> None:
         kind, body = action.header.kind, action.body
-        if kind == wire.ACCEPTED:
+        if kind == kinds.ACCEPTED:
             stream = self.heard.setdefault(key, Heard())
             assert stream.ended is None, "accepted after the end"
             stream.link = body["link"]
-        elif kind == wire.DELTA:
+        elif kind == kinds.DELTA:
             ids = unpack_ids(action.blobs[0])
             assert body["n"] == len(ids)
             self._delta(key, action.header.pos, body["text"], ids)
-        elif kind in (wire.DONE, wire.ERROR) and key in self.heard:
+        elif kind in (kinds.DONE, kinds.ERROR) and key in self.heard:
             stream = self.heard[key]
             assert stream.ended is None, f"a second terminal {key} {stream.ended} {action}"
             assert not stream.forgotten, f"a terminal on a forgotten link {key} {action}"

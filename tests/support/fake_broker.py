@@ -11,8 +11,9 @@ from typing import Any
 import zmq
 
 from mlxpool.client import Pace
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Header, Message, pack_ids
+from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.common.transport import sockets
 
 PATIENCE = 30  # seconds; no test measures time, so this only bounds a failure
@@ -56,10 +57,10 @@ class FakeBroker:
             self.peer, *parts = self.socket.recv_multipart()
             message = frames.decode(parts)
             self.seen.append(message)
-            if message.kind == frames.PING and pongs:
+            if message.kind == kinds.PING and pongs:
                 with contextlib.suppress(zmq.ZMQError):  # the client may be gone by now
                     self.pong()
-            if message.kind == frames.GENERATE and message.header.id is not None:
+            if message.kind == kinds.GENERATE and message.header.id is not None:
                 self.attempts[message.header.id] = message.header.attempt
             if message.kind == kind:
                 return message
@@ -85,28 +86,28 @@ class FakeBroker:
         self.socket.send_multipart([self.peer, *frames.encode(header, body, blobs)])
 
     def pong(self) -> None:
-        self.say(frames.PONG, None, {"boot": self.boot, "link": self.number, "version": 1})
+        self.say(kinds.PONG, None, {"boot": self.boot, "link": self.number, "version": 1})
 
     def accept(self) -> bytes:
         """Take the next `generate`; returns its id."""
-        request = self.receive(frames.GENERATE).header.id
+        request = self.receive(kinds.GENERATE).header.id
         assert request is not None
         self.accepted(request)
         return request
 
     def accepted(self, request: bytes, seed: int = 1, attempt: int | None = None) -> None:
         body = {"boot": self.boot, "link": self.number, "queue_position": 0, "seed": seed}
-        self.say(frames.ACCEPTED, request, body, attempt=attempt)
+        self.say(kinds.ACCEPTED, request, body, attempt=attempt)
 
     def tokens(self, request: bytes, pos: int, count: int = 1, **body: Any) -> None:
         """Ids that are their own positions."""
         ids = range(pos, pos + count)
         fields = {"text": "x" * count, "n": count, **body}
-        self.say(frames.DELTA, request, fields, pack_ids(ids), pos=pos)
+        self.say(kinds.DELTA, request, fields, pack_ids(ids), pos=pos)
 
     def done(self, request: bytes, pos: int, reason: str = "stop") -> None:
         body = {"text": "", "reason": reason, "usage": USAGE, "timings_ms": {}, "attempts": 1}
-        self.say(frames.DONE, request, body, pos=pos)
+        self.say(kinds.DONE, request, body, pos=pos)
 
     def error(self, request: bytes, code: str, **more: Any) -> None:
-        self.say(frames.ERROR, request, {"code": code, "message": "no", **more})
+        self.say(kinds.ERROR, request, {"code": code, "message": "no", **more})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import pack_ids
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.token_ids import pack_ids
 from support.fake_broker import FACTS, FakeBroker
 
 
@@ -21,14 +21,14 @@ def lose_everything_once(broker: FakeBroker) -> None:
     goes_on(broker, request, 5)
     before = broker.peer
     while broker.peer == before:
-        broker.receive(frames.GENERATE, pongs=False)
+        broker.receive(kinds.GENERATE, pongs=False)
     broker.accepted(request)
     broker.done(request, 6)
 
 
 def goes_on(broker: FakeBroker, request: bytes, have: int) -> None:
     """It is sent again with so many ids and gets one more."""
-    while (again := broker.receive(frames.GENERATE)).body["resume"]["count"] != have:
+    while (again := broker.receive(kinds.GENERATE)).body["resume"]["count"] != have:
         pass
     assert again.header.id == request and again.body["prompt"] == "hello"
     assert again.body["resume"]["facts"] == FACTS and again.body["resume"]["seed"] == 1

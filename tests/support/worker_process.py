@@ -18,8 +18,9 @@ import zmq
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.loading import WORKER_VARIABLE, Counting, ModelConfig, WorkerConfig
 from mlxpool.common.progress import Block
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Delta, Header, Message
+from mlxpool.common.protocol import deltas, frames, kinds
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.trace import VARIABLE
 from mlxpool.common.transport import sockets
 from support.pool import PATIENCE
@@ -97,9 +98,9 @@ class WorkerProcess(Closing):
             return None
         self.peer, *parts = self.router.recv_multipart()
         message = frames.decode(parts, max_body=frames.MAX_BACK_BODY)
-        if message.kind == frames.BEAT and self.hearing:
+        if message.kind == kinds.BEAT and self.hearing:
             with contextlib.suppress(zmq.ZMQError):  # it may have ended meanwhile
-                self.say(frames.HEARD)
+                self.say(kinds.HEARD)
         return message
 
     def receive(self, *kinds: str, no: tuple[str, ...] = ()) -> Message:
@@ -128,10 +129,10 @@ class WorkerProcess(Closing):
 
     def welcome(self, epoch: int, token: str = "") -> Message:
         """Wait for hello and answer it; the credit that follows is awaited, too."""
-        hello = self.receive(frames.HELLO)
+        hello = self.receive(kinds.HELLO)
         self.epoch = epoch
-        self.say(frames.WELCOME, {"boot": 1, "token": token or f"token-{epoch}"})
-        credit = self.receive(frames.CREDIT, no=(frames.DELTAS, frames.YIELD))
+        self.say(kinds.WELCOME, {"boot": 1, "token": token or f"token-{epoch}"})
+        credit = self.receive(kinds.CREDIT, no=(kinds.DELTAS, kinds.YIELD))
         assert credit.header.epoch == epoch
         return hello
 
@@ -139,14 +140,14 @@ class WorkerProcess(Closing):
         self, name: int, prompt: str = "xyz", *blobs: bytes, resume: Any = None, **options: Any
     ) -> None:
         body = {"prompt": prompt, "options": options, "seed": name, "resume": resume}
-        self.say(frames.WORK, body, *blobs, id=id_of(name), attempt=1)
+        self.say(kinds.WORK, body, *blobs, id=id_of(name), attempt=1)
 
     def rows_until(self, *names: int) -> dict[int, list[Delta]]:
         """All rows until these streams have ended."""
         found: dict[int, list[Delta]] = {}
         left = set(names)
         while left:
-            for row in frames.unpack_deltas(self.receive(frames.DELTAS)):
+            for row in deltas.unpack_deltas(self.receive(kinds.DELTAS)):
                 found.setdefault(row.id[0], []).append(row)
                 if row.end is not None:
                     left.discard(row.id[0])

@@ -22,7 +22,7 @@ import zmq
 from mlxpool.bench.firehose import Flood, environment
 from mlxpool.bench.measurement import OURS, Line
 from mlxpool.bench.pools import serving, started
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 
@@ -80,7 +80,7 @@ class Counter:
                 "model": "m", "prompt": "x", "batch": batch, "window": 1 << 20,
                 "options": {"max_tokens": tokens},
             }  # fmt: skip
-            header = Header(frames.GENERATE, os.urandom(16), 0, 1)
+            header = Header(kinds.GENERATE, os.urandom(16), 0, 1)
             self.socket.send_multipart(frames.encode(header, body))
 
     def read(self, *, delays: bool) -> None:
@@ -98,7 +98,7 @@ class Counter:
             self.ids += len(parts[2]) // 4
             if delays:
                 self._note(frames.decode(parts))
-        elif frames.decode(parts).kind in (frames.DONE, frames.ERROR):
+        elif frames.decode(parts).kind in (kinds.DONE, kinds.ERROR):
             self.ended += 1
         return True
 

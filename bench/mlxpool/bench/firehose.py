@@ -24,6 +24,7 @@ import zmq
 
 from mlxpool.common.config.loading import WORKER_VARIABLE, WorkerConfig
 from mlxpool.common.protocol import frames as wire
+from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 
@@ -63,16 +64,16 @@ def serve() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = sockets.dealer(context, config.endpoint)
     hello = {"slot": config.slot, "token": config.token, "digest": "firehose", "context": 1 << 30}
-    socket.send_multipart(wire.encode(Header(wire.HELLO), hello))
+    socket.send_multipart(wire.encode(Header(kinds.HELLO), hello))
     runs: list[tuple[bytes, int]] = []
     epoch = 0
     while True:
         message = wire.decode(socket.recv_multipart(), max_body=wire.MAX_BACK_BODY)
-        if message.kind == wire.WELCOME:
+        if message.kind == kinds.WELCOME:
             epoch = message.header.epoch
             credit = {"sequences": flood.streams, "works": 0}
-            socket.send_multipart(wire.encode(Header(wire.CREDIT, None, epoch), credit))
-        elif message.kind == wire.WORK:
+            socket.send_multipart(wire.encode(Header(kinds.CREDIT, None, epoch), credit))
+        elif message.kind == kinds.WORK:
             runs.append((message.header.id or b"", message.header.attempt))
             if len(runs) == flood.streams:
                 talk(socket, epoch, runs, flood)
@@ -83,7 +84,7 @@ def talk(
     socket: zmq.Socket[bytes], epoch: int, runs: list[tuple[bytes, int]], flood: Flood
 ) -> None:
     """All frames of one round."""
-    header = wire.encode(Header(wire.DELTAS, None, epoch))[0]
+    header = wire.encode(Header(kinds.DELTAS, None, epoch))[0]
     blob = bytes(4 * flood.rows)
     pause = 1 / flood.rate if flood.rate else 0.0
     due = time.monotonic()

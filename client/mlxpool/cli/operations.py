@@ -17,7 +17,7 @@ import zmq
 from mlxpool.cli.formatting import count, duration, size, table
 from mlxpool.cli.target import Place
 from mlxpool.common.errors import BadRequest, BrokerLost, Unauthorized, from_body
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from mlxpool.common.transport.handshake import Handshake
@@ -120,7 +120,7 @@ def ask(
         handshake.close()
         socket.close(linger=0)
         context.term()
-    if message.kind == frames.ERROR:
+    if message.kind == kinds.ERROR:
         raise from_body(message.body)
     return message.body
 

@@ -13,7 +13,7 @@ from mlxpool.cli.operations import nobody
 from mlxpool.cli.target import Place
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost, from_body
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 
@@ -55,12 +55,12 @@ class Watch(Closing):
         now = time.monotonic()
         if now - self._asked_at >= RENEW:
             self._asked_at = now
-            self._socket.send_multipart(frames.encode(Header(frames.WATCH, self._id), {}))
+            self._socket.send_multipart(frames.encode(Header(kinds.WATCH, self._id), {}))
 
     def _take(self) -> dict[str, Any]:
         message = frames.decode(self._socket.recv_multipart(), max_body=frames.MAX_BLOB)
         self._lost_at = time.monotonic() + SILENCE
-        if message.kind == frames.ERROR:
+        if message.kind == kinds.ERROR:
             raise from_body(message.body)
         return message.body
 

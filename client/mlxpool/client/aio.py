@@ -16,7 +16,7 @@ from mlxpool.client.stream import Delta, Result, StreamState
 from mlxpool.client.transport import Link
 from mlxpool.client.transport import Stream as LinkStream
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds, token_ids
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.transport.keys import Credentials
 
@@ -156,22 +156,22 @@ class AsyncClient:
 
     async def models(self) -> list[dict[str, Any]]:
         """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
-        return list((await self._call(frames.MODELS, {})).body["models"])
+        return list((await self._call(kinds.MODELS, {})).body["models"])
 
     async def tokenize(self, model: str, text: str) -> list[int]:
         """The ids of a text, as the model would read it as a prompt."""
         value, blobs = request.text(text)
-        message = await self._call(frames.TOKENIZE, {"model": model, "text": value}, blobs)
-        return frames.unpack_ids(message.blobs[0]) if message.blobs else []
+        message = await self._call(kinds.TOKENIZE, {"model": model, "text": value}, blobs)
+        return token_ids.unpack_ids(message.blobs[0]) if message.blobs else []
 
     async def detokenize(self, model: str, ids: Sequence[int]) -> str:
         """The text of these ids."""
-        message = await self._call(frames.DETOKENIZE, {"model": model}, [frames.pack_ids(ids)])
+        message = await self._call(kinds.DETOKENIZE, {"model": model}, [token_ids.pack_ids(ids)])
         return str(message.body["text"])
 
     async def cancel(self, request_id: bytes) -> dict[str, Any]:
         """Cancel any of this owner's requests by its 16 bytes; returns its fate {state, pos}."""
-        return dict((await self._call(frames.CANCEL, {}, ident=request_id)).body)
+        return dict((await self._call(kinds.CANCEL, {}, ident=request_id)).body)
 
     async def _call(
         self,

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from mlxpool.client.retry import Pace, nth
 from mlxpool.common.errors import DuplicateId, PoolError, from_body
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Message
 
-ANSWERED_AT_ONCE = frozenset({frames.MODELS, frames.CANCEL})  # the others may wait for a model
+ANSWERED_AT_ONCE = frozenset({kinds.MODELS, kinds.CANCEL})  # the others may wait for a model
 
 OnReply = Callable[[Message | PoolError], None]
 Send = Callable[[Sequence[bytes]], None]
@@ -65,7 +65,7 @@ class Calls:
         """Hand the answer to those who wait for it."""
         ident = message.header.id or b""
         call = self._open[ident]
-        answer = from_body(message.body) if message.kind == frames.ERROR else message
+        answer = from_body(message.body) if message.kind == kinds.ERROR else message
         if isinstance(answer, DuplicateId) and call.sendings > 1:
             # An earlier sending is under way, but its answer goes to a connection that is no more.
             call.due = now + nth(self._pace.answer, call.sendings)

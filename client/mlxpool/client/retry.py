@@ -12,7 +12,7 @@ from enum import Enum
 
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, PoolError, from_body
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Message
 
 BROKER_GRACE = 60.0  # seconds of silence after which the client ends its streams itself
@@ -160,11 +160,11 @@ class Course:
         state = self.state
         if not state.counts(message.header):
             return None
-        if message.kind == frames.ERROR and self._come_back(from_body(message.body), now, left):
+        if message.kind == kinds.ERROR and self._come_back(from_body(message.body), now, left):
             return None
         had, boot = len(state.ids), state.boot
         delta = state.receive(message)
-        if message.kind == frames.ACCEPTED:
+        if message.kind == kinds.ACCEPTED:
             self._accepted(boot)
         if len(state.ids) > had:
             self.barren, self.refused_at = 0, math.inf

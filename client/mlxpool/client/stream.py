@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.common.errors import Internal, PoolError, from_body
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds, token_ids
 from mlxpool.common.protocol.frames import Header, Message
 
 
@@ -76,14 +76,14 @@ class StreamState:
         if not self.counts(message.header):
             return None
         kind, body = message.kind, message.body
-        if kind == frames.ACCEPTED:
+        if kind == kinds.ACCEPTED:
             self._accept(int(body["boot"]), int(body["link"]), int(body["seed"]))
-        elif kind == frames.DELTA and self.accepted:
+        elif kind == kinds.DELTA and self.accepted:
             blob = message.blobs[0] if message.blobs else b""
-            return self._take(message.header.pos, body, frames.unpack_ids(blob))
-        elif kind == frames.DONE and self.accepted:
+            return self._take(message.header.pos, body, token_ids.unpack_ids(blob))
+        elif kind == kinds.DONE and self.accepted:
             return self._done(message.header.pos, body)
-        elif kind == frames.ERROR:
+        elif kind == kinds.ERROR:
             self.error = from_body(body)
         return None
 

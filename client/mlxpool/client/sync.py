@@ -17,7 +17,7 @@ from mlxpool.client.transport import Link
 from mlxpool.client.transport import Stream as LinkStream
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, PoolError
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds, token_ids
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.transport.keys import Credentials
 
@@ -137,7 +137,7 @@ class Client(Closing):
 
     def models(self) -> list[dict[str, Any]]:
         """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
-        return list(self._call(frames.MODELS, {}).body["models"])
+        return list(self._call(kinds.MODELS, {}).body["models"])
 
     def tokenize(self, model: str, text: str) -> list[int]:
         """The ids of a text, as the model would read it as a prompt. Loads the model if need be.
@@ -145,12 +145,12 @@ class Client(Closing):
         Raises UnknownModel, or DeadlineExceeded without an answer in 60 s.
         """
         value, blobs = request.text(text)
-        message = self._call(frames.TOKENIZE, {"model": model, "text": value}, blobs)
-        return frames.unpack_ids(message.blobs[0]) if message.blobs else []
+        message = self._call(kinds.TOKENIZE, {"model": model, "text": value}, blobs)
+        return token_ids.unpack_ids(message.blobs[0]) if message.blobs else []
 
     def detokenize(self, model: str, ids: Sequence[int]) -> str:
         """The text of these ids. Raises what `tokenize` does."""
-        message = self._call(frames.DETOKENIZE, {"model": model}, [frames.pack_ids(ids)])
+        message = self._call(kinds.DETOKENIZE, {"model": model}, [token_ids.pack_ids(ids)])
         return str(message.body["text"])
 
     def cancel(self, request_id: bytes) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Client(Closing):
 
         Returns its fate: the state it was in, `unknown` if there is none, and `pos`, the ids sent.
         """
-        return dict(self._call(frames.CANCEL, {}, ident=request_id).body)
+        return dict(self._call(kinds.CANCEL, {}, ident=request_id).body)
 
     def _call(
         self,

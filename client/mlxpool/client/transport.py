@@ -23,7 +23,7 @@ from mlxpool.client.socket import Port
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common.errors import BadRequest, BrokerLost, PoolError, Unauthorized
 from mlxpool.common.paths import default_run_dir
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import deltas, frames, kinds
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.trace import History
 from mlxpool.common.transport import sockets
@@ -84,7 +84,7 @@ class Link:
     def open(self, stream: Stream, body: Mapping[str, Any], blobs: Sequence[bytes]) -> None:
         """Send `generate`. Raises TooLarge when the request cannot travel."""
         state = stream.state
-        parts = frames.encode(Header(frames.GENERATE, state.id, 0, state.attempt), body, blobs)
+        parts = frames.encode(Header(kinds.GENERATE, state.id, 0, state.attempt), body, blobs)
         seconds = request.deadline(body)
         stream.deadline = None if seconds is None else time.monotonic() + seconds
         stream.body, stream.blobs = body, blobs
@@ -105,7 +105,7 @@ class Link:
 
         def command(port: Port) -> None:
             if self._streams.get(ident) is stream:
-                port.send(frames.encode(Header(frames.CANCEL, ident), {}))
+                port.send(frames.encode(Header(kinds.CANCEL, ident), {}))
                 stream.course.cancel(self._watch.now)
 
         with contextlib.suppress(BrokerLost):
@@ -133,7 +133,7 @@ class Link:
 
         def command(port: Port) -> None:
             self._calls.ask(ident, kind, parts, on_reply, port.send, self._watch.now)
-            if kind == frames.CANCEL and ident in self._streams:
+            if kind == kinds.CANCEL and ident in self._streams:
                 self._streams[ident].course.cancel(self._watch.now)
 
         self._do(command)
@@ -183,7 +183,7 @@ class Link:
                 self._turn(port)
             self._obey()  # such as the cancel of a stream left early
             for ident in self._streams:  # nobody reads them any more
-                port.send(frames.encode(Header(frames.CANCEL, ident), {}))
+                port.send(frames.encode(Header(kinds.CANCEL, ident), {}))
             port.flush()
         finally:
             self._closing = True
@@ -230,32 +230,32 @@ class Link:
     def _handle(self, port: Port, message: Message) -> None:
         kind, ident = message.kind, message.header.id
         stream = self._streams.get(ident or b"")
-        if kind == frames.DELTAS:
-            for row in frames.unpack_deltas(message):
+        if kind == kinds.DELTAS:
+            for row in deltas.unpack_deltas(message):
                 self._row(port, row)
-        elif kind == frames.PONG:
+        elif kind == kinds.PONG:
             self._at_home(port, int(message.body["boot"]), int(message.body["link"]))
-        elif kind == frames.FATE:
+        elif kind == kinds.FATE:
             self._fate(message)
         elif stream is not None:
             self._frame(port, stream, message)
         elif ident in self._calls:
             self._calls.answer(message, self._watch.now)
-        elif kind == frames.ERROR:
+        elif kind == kinds.ERROR:
             self._about(message)
 
     # ---- streams -------------------------------------------------------------------------------
 
-    def _row(self, port: Port, row: frames.Delta) -> None:
+    def _row(self, port: Port, row: deltas.Delta) -> None:
         stream = self._streams.get(row.id)
         if stream is not None:
             body = {"text": row.text, "logprobs": row.logprobs, "facts": row.facts}
-            header = Header(frames.DELTA, row.id, 0, row.attempt, row.pos)
+            header = Header(kinds.DELTA, row.id, 0, row.attempt, row.pos)
             self._frame(port, stream, Message(header, body, (row.ids,)))
 
     def _frame(self, port: Port, stream: Stream, message: Message) -> None:
         state, course, had = stream.state, stream.course, stream.state.accepted
-        left = stream.left() if message.kind == frames.ERROR else None
+        left = stream.left() if message.kind == kinds.ERROR else None
         delta = course.receive(message, self._watch.now, left)
         if delta is not None:
             self._give(stream, delta)
@@ -282,7 +282,7 @@ class Link:
         if step is Step.SEND:
             self._send_again(port, stream, left)
         elif step is Step.CANCEL:
-            port.send(frames.encode(Header(frames.CANCEL, stream.state.id), {}))
+            port.send(frames.encode(Header(kinds.CANCEL, stream.state.id), {}))
             stream.course.cancel(self._watch.now)
         elif step is Step.GIVE_UP:
             stream.state.error = BrokerLost(
@@ -297,7 +297,7 @@ class Link:
         body, blobs = request.again(stream.body, stream.blobs, state, left)
         stream.course.sent_again(self._watch.now)
         try:
-            parts = frames.encode(Header(frames.GENERATE, state.id, 0, state.attempt), body, blobs)
+            parts = frames.encode(Header(kinds.GENERATE, state.id, 0, state.attempt), body, blobs)
         except PoolError as error:  # prompt and ids together became too large to travel
             state.error = error
             return
@@ -329,7 +329,7 @@ class Link:
                 stream.acked = stream.read
                 have.append([stream.state.id, stream.read])
         if have:
-            port.send(frames.encode(Header(frames.ACK), {"have": have}))
+            port.send(frames.encode(Header(kinds.ACK), {"have": have}))
 
     def _fate(self, message: Message) -> None:
         ident = message.header.id
@@ -352,7 +352,7 @@ class Link:
 
     def _ping(self, port: Port) -> None:
         if self._waiting():
-            port.send(frames.encode(Header(frames.PING)))
+            port.send(frames.encode(Header(kinds.PING)))
 
     def _tick(self, port: Port) -> None:
         watch = self._watch

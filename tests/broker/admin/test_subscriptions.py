@@ -18,7 +18,7 @@ from mlxpool.broker.admin.subscriptions import LEASE, MOST, PERIOD, Watcher, Wat
 from mlxpool.broker.edge.loop import Broker
 from mlxpool.broker.edge.peers import Peers
 from mlxpool.broker.telemetry.stats import Counters
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from support.pool import Pool
@@ -91,7 +91,7 @@ def test_asking_again_prolongs_and_brings_no_second_picture(watchers: Watchers, 
     watchers.admit(1, b"x" * 16, 12.0)
     told(line)
     watchers.serve(10.0 + LEASE)
-    assert line.sent[0][1].header == Header(frames.WATCH, b"x" * 16)
+    assert line.sent[0][1].header == Header(kinds.WATCH, b"x" * 16)
     watchers.serve(12.0 + LEASE)
     assert line.forgotten == [1]
     assert len(watchers) == 0 and watchers.next_wake() == math.inf
@@ -143,9 +143,9 @@ def test_pictures_on_the_admin_socket(pool: Pool) -> None:
     with pool.client() as client:
         client.generate("counting", "x", max_tokens=3)
     with RawPeer(pool.run_dir, "admin") as peer:
-        peer.say(Header(frames.WATCH, ID))
+        peer.say(Header(kinds.WATCH, ID))
         first, second = peer.receive(), peer.receive()
-        assert first.header == second.header == Header(frames.WATCH, ID)
+        assert first.header == second.header == Header(kinds.WATCH, ID)
         assert first.body["seq"] < second.body["seq"]
         model = next(m for m in first.body["models"] if m["name"] == "counting")
         assert (model["accepted"], model["tokens"]) == (1, 3)
@@ -153,8 +153,8 @@ def test_pictures_on_the_admin_socket(pool: Pool) -> None:
         assert first.body["workers"][0]["tokens"] == 3
         peer.say(Header("stats", ID))
         peer.receive_kind("stats")  # other questions are answered on the same connection
-        peer.say(Header(frames.WATCH, ID))
-        assert peer.receive_kind(frames.WATCH).body["seq"] > second.body["seq"]
+        peer.say(Header(kinds.WATCH, ID))
+        assert peer.receive_kind(kinds.WATCH).body["seq"] > second.body["seq"]
 
 
 def test_one_too_many_is_refused() -> None:
@@ -167,7 +167,7 @@ def test_one_too_many_is_refused() -> None:
         admin = Admin(cast(Broker, None), Peers(socket))
         try:
             admin.watchers._of.update((n, Watcher(ID, math.inf)) for n in range(100, 100 + MOST))
-            peer.say(Header(frames.WATCH, ID))
+            peer.say(Header(kinds.WATCH, ID))
             assert admin.socket.poll(60_000)
             admin.serve(1.0)
             refused = peer.receive()

@@ -17,8 +17,10 @@ from mlxpool.client.retry import Course, Pace, Step, Watch
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BrokerLost
 from mlxpool.common.progress import Look
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Delta, Header, Message, pack_ids, unpack_ids
+from mlxpool.common.protocol import deltas, kinds
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
 DIGEST = "sim"
 HELD, STOP = 5, 41  # an id that these divide may begin a stop string, is the end of one
@@ -110,12 +112,12 @@ class Worker:
         self, header: Header, body: Mapping[str, Any], blobs: tuple[bytes, ...], now: float
     ) -> None:
         key = (header.id or b"", header.attempt)
-        if header.kind == frames.WORK:
+        if header.kind == kinds.WORK:
             self.works += 1
             self._work(key, body, blobs, now)
-        elif header.kind == frames.CANCEL and key in self.runs:
+        elif header.kind == kinds.CANCEL and key in self.runs:
             self.over.append(self.runs.pop(key))
-        elif header.kind == frames.DRAIN:
+        elif header.kind == kinds.DRAIN:
             keys = list(self.runs)
             self.runs.clear()
             self.send("yield", [[ident, run] for ident, run in keys])
@@ -212,12 +214,12 @@ class Client:
 
     def open(self, stream: Stream) -> None:
         self.streams[stream.state.id] = stream
-        self.send(Header(frames.GENERATE, stream.state.id, 0, 1), stream.body, ())
+        self.send(Header(kinds.GENERATE, stream.state.id, 0, 1), stream.body, ())
         stream.course.sent(self.watch.now)
 
     def cancel(self, stream: Stream) -> None:
         if stream.state.id in self.streams:
-            self.send(Header(frames.CANCEL, stream.state.id), {}, ())
+            self.send(Header(kinds.CANCEL, stream.state.id), {}, ())
             stream.course.cancel(self.watch.now)
 
     def turn(self, now: float) -> None:
@@ -229,21 +231,21 @@ class Client:
         self.turn(now)
         self.watch.heard()
         kind, ident = message.kind, message.header.id
-        if kind == frames.DELTAS:
-            for row in frames.unpack_deltas(message):
+        if kind == kinds.DELTAS:
+            for row in deltas.unpack_deltas(message):
                 body = {"text": row.text, "facts": row.facts}
-                header = Header(frames.DELTA, row.id, 0, row.attempt, row.pos)
+                header = Header(kinds.DELTA, row.id, 0, row.attempt, row.pos)
                 self._frame(Message(header, body, (row.ids,)), now)
-        elif kind == frames.PONG:
+        elif kind == kinds.PONG:
             self._at_home(int(message.body["boot"]), int(message.body["link"]), now)
-        elif kind == frames.FATE:
+        elif kind == kinds.FATE:
             stream = self.streams.get(ident or b"")
             if stream is not None:
                 stream.course.fate(str(message.body["state"]), self.watch.now)
                 self._settle(stream)
         elif ident is not None:
             self._frame(message, now)
-        elif kind == frames.ERROR:
+        elif kind == kinds.ERROR:
             stream = self.streams.get(message.body.get("about") or b"")
             if stream is not None:
                 stream.state.error = stream.course.about(message)
@@ -260,7 +262,7 @@ class Client:
             raise Violation(f"a gap on one connection: {state.gap}")
         if delta is not None:
             self._show(stream, delta.text)
-        if message.kind in (frames.DONE, frames.ERROR):
+        if message.kind in (kinds.DONE, kinds.ERROR):
             stream.ended.add(message.header.attempt)
         if state.over:
             self._settle(stream)
@@ -301,7 +303,7 @@ class Client:
             body, blobs = request.again(stream.body, (), state, left)
             stream.course.sent_again(self.watch.now)
             stream.acked = stream.read = len(state.ids)
-            self.send(Header(frames.GENERATE, state.id, 0, state.attempt), body, tuple(blobs))
+            self.send(Header(kinds.GENERATE, state.id, 0, state.attempt), body, tuple(blobs))
         elif step is Step.CANCEL:
             self.cancel(stream)
         elif step is Step.GIVE_UP:
@@ -332,7 +334,7 @@ class Client:
         if now >= self.ping_at and self.streams:
             self.ping_at = now + PACE.ping
             self._ack()
-            self.send(Header(frames.PING), {}, ())
+            self.send(Header(kinds.PING), {}, ())
 
     def _ack(self) -> None:
         have = []
@@ -343,4 +345,4 @@ class Client:
                 stream.acked = stream.read
                 have.append([stream.state.id, stream.read])
         if have:
-            self.send(Header(frames.ACK), {"have": have}, ())
+            self.send(Header(kinds.ACK), {"have": have}, ())

@@ -19,8 +19,9 @@ from mlxpool.broker.core.core import Core
 from mlxpool.broker.interface import events as ev
 from mlxpool.client.retry import Watch
 from mlxpool.common.config.loading import ModelConfig, PoolConfig
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Delta, Header, Message
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Header, Message
 
 LOOK = 1.0  # seconds between two looks of the supervisor
 CONFIG = PoolConfig(
@@ -170,13 +171,13 @@ class World:
             conn.number = next(self.numbers)
             self.links[conn.number] = (client, conn)
         kind, ident, link = header.kind, header.id or bytes(16), conn.number
-        if kind == frames.GENERATE:
+        if kind == kinds.GENERATE:
             entropy = self.rng.getrandbits(32)
             owner = f"uid:{client.number}"
             self.do(ev.Generate(link, owner, ident, header.attempt, body, blobs, entropy))
-        elif kind == frames.CANCEL:
+        elif kind == kinds.CANCEL:
             self.do(ev.Cancel(link, f"uid:{client.number}", ident))
-        elif kind == frames.ACK:
+        elif kind == kinds.ACK:
             self.do(ev.Ack(link, body["have"]))
         else:
             self.do(ev.Ask(link, kind, ident, 0, body, blobs))
@@ -259,7 +260,7 @@ class World:
             if self.workers.get(worker.slot) is worker:
                 self.do(ev.WorkerHello(worker.slot, body))
         elif not conn.epoch:
-            self.reply(worker, conn, Header(frames.WHO), {}, ())
+            self.reply(worker, conn, Header(kinds.WHO), {}, ())
         else:
             if kind == "deltas":
                 self.count_tokens(conn.epoch, body)
@@ -276,9 +277,9 @@ class World:
         worker = self.workers.get(action.slot)
         if worker is None:
             return
-        if action.header.kind == frames.WORK:
+        if action.header.kind == kinds.WORK:
             self.works[action.header.id or b""] += 1
-        if action.header.kind == frames.WELCOME:
+        if action.header.kind == kinds.WELCOME:
             worker.conn.epoch = action.header.epoch
         if worker.conn.epoch == action.header.epoch:
             self.reply(worker, worker.conn, action.header, action.body, action.blobs)
@@ -296,11 +297,11 @@ class World:
             return
         if self.now < worker.frozen_until:
             self.at(worker.frozen_until, self.at_worker, worker, conn, header, body, blobs)
-        elif header.kind == frames.WHO:
+        elif header.kind == kinds.WHO:
             if worker.conn is conn and worker.epoch >= 0:
                 worker.begin_again(-1)
                 worker.send("hello", {"context": 1000, "digest": DIGEST})
-        elif header.kind == frames.WELCOME:
+        elif header.kind == kinds.WELCOME:
             worker.begin_again(header.epoch)
             self.after(0.0 if worker.ready else 0.1, self.loaded, worker)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.request import State
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds, token_ids
 from support.core_harness import Story, model
 
 TWO = {"m": model(replicas=2), "other": model()}
@@ -101,7 +101,7 @@ def test_poison_of_one_is_no_end_of_anothers_stream(story: Story) -> None:
     story.core._quarantine(story.request(live).digest, story.now)
     story.generate(
         live, prompt="the same", owner="uid:2", link=3, attempt=2,
-        resume={"count": 2}, blobs=[frames.pack_ids([0, 1])],
+        resume={"count": 2}, blobs=[token_ids.pack_ids([0, 1])],
     )  # fmt: skip
     assert not story.to_client("error")
     assert live in story.core.requests
@@ -109,10 +109,10 @@ def test_poison_of_one_is_no_end_of_anothers_stream(story: Story) -> None:
 
 def test_one_id_for_calls_of_two_models_is_refused(story: Story) -> None:
     story.ready_worker()
-    ident = story.ask(frames.TOKENIZE, model="m", text="a")
-    story.do(ev.Ask(1, frames.TOKENIZE, ident, 1, {"model": "other", "text": "a"}, ()))
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
+    story.do(ev.Ask(1, kinds.TOKENIZE, ident, 1, {"model": "other", "text": "a"}, ()))
     story.assert_sent(1, "error", code="duplicate_id")
-    story.do(ev.Ask(1, frames.DETOKENIZE, ident, 1, {"model": "m"}, (b"1234",)))
+    story.do(ev.Ask(1, kinds.DETOKENIZE, ident, 1, {"model": "m"}, (b"1234",)))
     story.assert_sent(1, "error", code="duplicate_id")
 
 

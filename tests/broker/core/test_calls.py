@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.interface import events as ev
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds
 from support.core_harness import (
     BOOT,
     FakeWorker,
@@ -20,13 +20,13 @@ from support.core_harness import (
 
 
 def test_ping(story: Story) -> None:
-    story.ask(frames.PING, 6)
+    story.ask(kinds.PING, 6)
     story.assert_sent(6, "pong", boot=BOOT, link=6, version=1, attempt=3)
 
 
 def test_models(story: Story) -> None:
     story.ready_worker()
-    story.ask(frames.MODELS)
+    story.ask(kinds.MODELS)
     models = story.assert_sent(1, "models").body["models"]
     assert [(m["name"], m["state"], m["queued"], m["context"]) for m in models] == [
         ("m", "ready", 0, 2048),
@@ -34,7 +34,7 @@ def test_models(story: Story) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", [frames.TOKENIZE, frames.DETOKENIZE])
+@pytest.mark.parametrize("kind", [kinds.TOKENIZE, kinds.DETOKENIZE])
 def test_a_question_for_a_worker_starts_it_and_is_forwarded(story: Story, kind: str) -> None:
     ident = story.ask(kind, 1, b"blob", model="m", text="a")
     assert story.started() == ["m/0"]
@@ -50,7 +50,7 @@ def test_a_question_for_a_worker_starts_it_and_is_forwarded(story: Story, kind: 
 
 def test_a_question_that_the_worker_refuses(story: Story) -> None:
     worker = story.ready_worker()
-    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     story.do(ev.WorkerTokens(worker.epoch, ident, {"code": "bad_request", "message": "no"}, ()))
     story.assert_sent(1, "error", id=ident, code="bad_request")
 
@@ -60,14 +60,14 @@ def test_a_question_that_the_worker_refuses(story: Story) -> None:
     [({"model": "x"}, "unknown_model"), ({}, "bad_request"), ({"model": 3}, "bad_request")],
 )
 def test_a_question_about_no_model(story: Story, body: dict[str, Any], code: str) -> None:
-    ident = story.ask(frames.TOKENIZE, **body)
+    ident = story.ask(kinds.TOKENIZE, **body)
     story.assert_sent(1, "error", id=ident, code=code)
 
 
 def test_a_question_that_is_asked_again_is_answered_where_it_was_asked_last(story: Story) -> None:
     worker = story.ready_worker()
     for link in (1, 2):
-        story.do(ev.Ask(link, frames.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
+        story.do(ev.Ask(link, kinds.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
     assert len(worker.asked) == 1
     story.do(ev.WorkerTokens(worker.epoch, X, {"text": "a"}, ()))
     story.assert_sent(2, "tokens", id=X, attempt=2)
@@ -76,7 +76,7 @@ def test_a_question_that_is_asked_again_is_answered_where_it_was_asked_last(stor
 
 def test_a_question_that_waits_moves_too(story: Story) -> None:
     for link in (1, 2):
-        story.do(ev.Ask(link, frames.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
+        story.do(ev.Ask(link, kinds.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
     worker = story.ready_worker()
     assert len(worker.asked) == 1
     story.do(ev.WorkerTokens(worker.epoch, X, {"text": "a"}, ()))
@@ -86,14 +86,14 @@ def test_a_question_that_waits_moves_too(story: Story) -> None:
 def test_questions_that_wait_are_bounded() -> None:
     story = Story(queue_limit=2)
     for _ in range(3):
-        story.ask(frames.TOKENIZE, model="m", text="a")
+        story.ask(kinds.TOKENIZE, model="m", text="a")
     story.assert_sent(1, "error", code="queue_full")
 
 
 def test_a_question_for_a_draining_model_is_answered_by_the_next_worker(story: Story) -> None:
     worker = story.ready_worker()
     story.do(ev.Unload("m"))
-    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     worker.die("stopped")
     assert story.started() == ["m/0"]
     assert story.ready_worker().asked[0].header.id == ident
@@ -101,7 +101,7 @@ def test_a_question_for_a_draining_model_is_answered_by_the_next_worker(story: S
 
 def test_a_model_without_keep_alive_answers_a_question_before_it_goes() -> None:
     story = Story({"m": model(keep_alive=0)})
-    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     worker = story.ready_worker()
     story.later(1)
     assert not worker.stopped
@@ -127,7 +127,7 @@ def everything_at_once(story: Story) -> tuple[FakeWorker, dict[str, bytes]]:
     streaming = story.generate(link=1)
     worker.tokens(streaming, 2)
     assigned, queued = story.generate(link=2), story.generate(link=3)
-    waiting = story.ask(frames.TOKENIZE, 4, model="other", text="a")
+    waiting = story.ask(kinds.TOKENIZE, 4, model="other", text="a")
     ids = {"streaming": streaming, "assigned": assigned, "queued": queued, "waiting": waiting}
     return worker, ids
 
@@ -142,7 +142,7 @@ def test_shutdown_ends_everything_with_draining(story: Story) -> None:
     story.assert_conserved()
     story.generate(link=5)
     story.assert_refused("draining", link=5)
-    story.ask(frames.TOKENIZE, 6, model="m", text="a")
+    story.ask(kinds.TOKENIZE, 6, model="m", text="a")
     story.assert_sent(6, "error", code="draining")
     worker.die("stopped")
     story.workers["other/0"].die("stopped")
@@ -203,7 +203,7 @@ def test_an_end_that_nobody_knows_is_nothing(story: Story) -> None:
 
 
 def test_a_question_is_put_to_the_next_worker_once(story: Story) -> None:
-    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     story.ready_worker().die()
     assert story.to_client() == []
     again = story.ready_worker()
@@ -217,7 +217,7 @@ def test_a_question_is_put_to_the_next_worker_once(story: Story) -> None:
 def test_a_question_goes_on_in_another_replica_at_once() -> None:
     story = Story({"m": model(replicas=2)})
     first, second = story.ready_worker(), story.ready_worker(replica=1)
-    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     assert len(first.asked) == 1
     first.die()
     assert [asked.header.id for asked in second.asked] == [ident]
@@ -225,7 +225,7 @@ def test_a_question_goes_on_in_another_replica_at_once() -> None:
 
 def test_the_answer_of_a_fenced_worker_is_not_taken(story: Story) -> None:
     worker = story.ready_worker()
-    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     old = worker.epoch
     worker.hello().credit(1)
     fenced = story.core.counters.fenced
@@ -237,7 +237,7 @@ def test_the_answer_of_a_fenced_worker_is_not_taken(story: Story) -> None:
 
 def test_a_question_under_way_is_answered_at_shutdown(story: Story) -> None:
     story.ready_worker()
-    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     story.do(ev.Shutdown())
     story.assert_sent(1, "error", id=ident, code="draining")
     story.assert_idle()

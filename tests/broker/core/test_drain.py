@@ -6,8 +6,8 @@ from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.request import State
 from mlxpool.broker.workers.worker import WorkerState
 from mlxpool.common.progress import Look
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import pack_ids
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import (
     Story,
     X,
@@ -110,7 +110,7 @@ def test_drain_of_an_idle_or_absent_worker(story: Story) -> None:
 
 def test_a_call_under_way_is_waited_for(story: Story) -> None:
     worker = story.ready_worker()
-    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     drain(story)
     assert not worker.stopped
     story.do(ev.WorkerTokens(worker.epoch, ident, {}, ()))
@@ -197,7 +197,7 @@ def test_a_drained_model_takes_nothing_new_until_it_is_loaded(story: Story) -> N
     drain(story, None, "m", 60)
     story.generate()
     story.assert_refused("draining", "mlxpool load m")
-    story.ask(frames.TOKENIZE, model="m", text="a")
+    story.ask(kinds.TOKENIZE, model="m", text="a")
     story.assert_sent(1, "error", code="draining")
     story.generate(name="other")
     story.assert_sent(1, "accepted")
@@ -284,7 +284,7 @@ def test_a_stream_of_a_draining_pool_survives_its_worker(story: Story) -> None:
 
 
 def test_a_call_that_waits_in_a_drained_model_is_answered(story: Story) -> None:
-    ident = story.ask(frames.TOKENIZE, model="m", text="a")
+    ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     story.workers["m/0"].hello().die("killed by SIGSEGV", own=True)
     story.do(ev.Drain(None, "m", 0.5))
     story.later(0.6)

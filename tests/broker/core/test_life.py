@@ -9,7 +9,7 @@ import pytest
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.request import State
 from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import pack_ids
+from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import (
     BOOT,
     ENTROPY,

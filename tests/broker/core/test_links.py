@@ -5,8 +5,8 @@ from __future__ import annotations
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.request import State
 from mlxpool.broker.workers.worker import WorkerState
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import pack_ids
+from mlxpool.common.protocol import deltas
+from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import (
     Story,
     X,
@@ -102,15 +102,15 @@ def test_frames_of_an_old_epoch_are_fenced(story: Story) -> None:
 def test_a_place_that_the_worker_does_not_have_is_fenced(story: Story) -> None:
     worker, request = story.running()
     for strange in (
-        frames.Delta(X, 1, 0, "x", pack_ids([0])),
-        frames.Delta(request, 2, 0, "x", pack_ids([0])),
+        deltas.Delta(X, 1, 0, "x", pack_ids([0])),
+        deltas.Delta(request, 2, 0, "x", pack_ids([0])),
     ):
         before = story.core.counters.fenced
         assert worker.say(strange) == []
         assert story.core.counters.fenced == before + 1
     worker.end(request)
     story.assert_ended(request, "stop")
-    worker.say(frames.Delta(request, 1, 0, "", b"", end={"reason": "stop"}))
+    worker.say(deltas.Delta(request, 1, 0, "", b"", end={"reason": "stop"}))
     assert story.to_client() == []
 
 

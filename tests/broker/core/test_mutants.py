@@ -7,9 +7,9 @@ import pytest
 from broker.core.mutants import MUTANTS, ROOT, Mutant, patched, pytest_of, sown
 
 NEAREST = {
-    "a terminal is sent twice": "test_core_life.py",
-    "a resume is made of what was sent": "test_core_losses.py",
-    "a lower attempt takes over": "test_core_same_id.py",
+    "a terminal is sent twice": "core/test_life.py",
+    "a resume is made of what was sent": "core/test_losses.py",
+    "a lower attempt takes over": "core/test_same_id.py",
 }
 
 

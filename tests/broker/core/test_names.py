@@ -11,7 +11,7 @@ from mlxpool.broker.interface import events as ev
 from mlxpool.broker.telemetry import stats
 from mlxpool.common.config.loading import Counting, ModelConfig
 from mlxpool.common.config.model_names import MOST
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from support.core_harness import Story, model
 
 HERE, THERE = "/models/here", "/models/there"
@@ -242,8 +242,8 @@ def test_the_list_of_many_models_fits_into_a_frame(count: int) -> None:
     story = pool({}, **{name: model() for name in names})
     for name in names:
         describe(story, name, "d" * 64, problems=["\N{SNOWMAN}" * 2000])
-    story.ask(frames.MODELS)
-    (frame,) = story.to_client(frames.MODELS)
+    story.ask(kinds.MODELS)
+    (frame,) = story.to_client(kinds.MODELS)
     frames.encode(frame.header, frame.body)
     assert [row["name"] for row in frame.body["models"]] == names
     assert ("error" in frame.body["models"][0]) == (count <= stats.DETAILED)
@@ -266,7 +266,7 @@ def test_a_model_that_is_found_later() -> None:
 def test_a_name_is_a_key_and_never_a_path(name: str) -> None:
     story = pool({"a": HERE}, a=model())
     story.generate(name=name)
-    frame = story.to_client(frames.ERROR)[0]
+    frame = story.to_client(kinds.ERROR)[0]
     assert frame.body["code"] == ("unknown_model" if name else "bad_request")
     assert len(frame.body["message"]) < 300
 

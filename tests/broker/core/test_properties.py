@@ -16,8 +16,8 @@ from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.request import Request, State
 from mlxpool.broker.workers.worker import FENCED, Worker, WorkerState
 from mlxpool.common.progress import Look
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import pack_ids
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import FakeWorker, Story, model, owed, request_id
 
 IDS = [request_id(n) for n in range(101, 107)]  # calls have lower ones
@@ -168,7 +168,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def ask(self) -> None:
-        self.story.ask(frames.TOKENIZE, model="m", text="a")
+        self.story.ask(kinds.TOKENIZE, model="m", text="a")
 
     @rule()
     def lose_link(self) -> None:

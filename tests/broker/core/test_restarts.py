@@ -11,7 +11,7 @@ from mlxpool.broker.requests.request import State
 from mlxpool.broker.workers.placement import restart_delay
 from mlxpool.broker.workers.worker import PROOF, WorkerState
 from mlxpool.common.errors import MAX_MESSAGE
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds
 from support.core_harness import (
     BOOT,
     Story,
@@ -117,7 +117,7 @@ def test_the_back_off_has_a_bound() -> None:
 
 def test_a_load_failure_tells_all_that_wait_in_the_same_words(story: Story) -> None:
     requests = [story.generate(link=n) for n in (1, 2)]
-    asked = story.ask(frames.TOKENIZE, 3, model="m", text="a")
+    asked = story.ask(kinds.TOKENIZE, 3, model="m", text="a")
     worker = story.workers["m/0"].hello()
     why = "model.embed_tokens.weight is missing"
     worker.bye("model_load_failed", why)
@@ -127,7 +127,7 @@ def test_a_load_failure_tells_all_that_wait_in_the_same_words(story: Story) -> N
         story.assert_sent(link, "error", id=request, code="model_load_failed", message=why)
     story.generate(link=4)
     story.assert_refused("model_load_failed", why, link=4)
-    story.ask(frames.TOKENIZE, 5, model="m", text="a")
+    story.ask(kinds.TOKENIZE, 5, model="m", text="a")
     story.assert_sent(5, "error", code="model_load_failed", message=why)
     assert story.started() == []
     story.later(pause(1))
@@ -158,7 +158,7 @@ def test_the_last_word_of_a_worker_that_was_ready_is_how_it_ended(story: Story, 
 def test_who_said_that_it_ends_gets_no_more_work(story: Story) -> None:
     worker, request = story.running()
     worker.bye("internal", "the device is lost")
-    later, asked = story.generate(link=2), story.ask(frames.TOKENIZE, 3, model="m", text="a")
+    later, asked = story.generate(link=2), story.ask(kinds.TOKENIZE, 3, model="m", text="a")
     worker.die("exit code 1", own=True)
     assert (story.request(request).charge, story.request(later).charge) == (1.0, 0.0)
     assert story.request(later).barren == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.broker.requests.request import State
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import pack_ids
+from mlxpool.common.protocol import deltas
+from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import (
     BOB,
     OWNER,
@@ -67,9 +67,9 @@ def test_a_higher_attempt_takes_over_and_stops_the_old_run(story: Story) -> None
     story.assert_sent(2, "delta", pos=0)
     # What the old run still says is dropped, and its end gives its place back.
     fenced = story.core.counters.fenced
-    old = frames.Delta(X, 1, 2, "late", pack_ids([2]))
+    old = deltas.Delta(X, 1, 2, "late", pack_ids([2]))
     assert worker.say(old) == []
-    worker.say(frames.Delta(X, 1, 3, "", b"", end={"reason": "cancelled"}))
+    worker.say(deltas.Delta(X, 1, 3, "", b"", end={"reason": "cancelled"}))
     assert story.core.counters.fenced == fenced, "the place was still known"
     worker.end(X)
     story.assert_ended(X, "stop", attempt=2)

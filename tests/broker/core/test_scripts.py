@@ -30,8 +30,9 @@ import pytest
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.interface import events as ev
 from mlxpool.common.progress import Look
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Delta, pack_ids
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import BOOT, FakeWorker, Story, model
 
 SCRIPTS = sorted(Path(__file__).with_name("scripts").glob("*.txt"))
@@ -100,7 +101,7 @@ class Play:
         elif verb == "ack":
             self.story.ack(self.ids[words[1]], int(words[2]), link)
         elif verb == "ping":
-            self.story.ask(frames.PING, link)
+            self.story.ask(kinds.PING, link)
         elif rest == "falls silent":
             self.silent.add(link)
         elif rest == "loses its link":

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.requests.request import State
-from mlxpool.common.protocol.frames import Delta, pack_ids
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import (
     BOB,
     ENTROPY,

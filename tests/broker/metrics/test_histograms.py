@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mlxpool.broker.metrics import histograms
 from mlxpool.broker.metrics.histograms import Figures, Histogram
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import pack_ids
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import START, FakeWorker, Story, X
 
 TABLES = (histograms.FIRST_TOKEN, histograms.INTER_TOKEN, histograms.REQUEST, histograms.TOKENS)
@@ -180,6 +180,6 @@ def test_a_second_sending_is_no_second_request(story: Story) -> None:
     worker.tokens(request)
     story.later(1)
     story.generate(request, attempt=2, link=2)
-    assert story.to_client(frames.ACCEPTED, link=2)
+    assert story.to_client(kinds.ACCEPTED, link=2)
     assert of(story).accepted == 1
     assert count(of(story).queue) == 1

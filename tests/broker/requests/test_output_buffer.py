@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.broker.requests.output_buffer import CHUNK_BYTES, Chunk, append, body_of
-from mlxpool.common.protocol.frames import Delta, pack_ids, unpack_ids
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
 
 def delta(pos: int, count: int = 1, text: str = "x", **parts: Any) -> Delta:

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Delta, Garbage, Header, Message
+from mlxpool.common.protocol import deltas, frames, kinds, to_broker, token_ids
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Garbage, Header, Message
 
 ID = bytes(range(16))
 counts = st.integers(0, frames.MAX_NUMBER)
-token_ids = st.integers(0, 2**32 - 1)
+id_values = st.integers(0, 2**32 - 1)
 idents = st.binary(min_size=16, max_size=16)
 headers = st.builds(
     Header, st.text("abcdefgh_", max_size=20), st.none() | idents, counts, counts, counts
@@ -67,28 +68,28 @@ def test_blobs_bring_a_body_with_them() -> None:
 
 def test_every_kind_fits_the_header() -> None:
     big = frames.MAX_NUMBER
-    kinds = [v for k, v in vars(frames).items() if k.isupper() and isinstance(v, str)]
-    assert {"generate", "deltas", "welcome"} <= set(kinds)
-    for kind in kinds:
+    every = [v for k, v in vars(kinds).items() if k.isupper() and isinstance(v, str)]
+    assert {"generate", "deltas", "welcome"} <= set(every)
+    for kind in every:
         assert len(frames.encode(Header(kind, ID, big, big, big))[0]) <= frames.MAX_HEADER
 
 
-@given(st.lists(token_ids, max_size=50))
+@given(st.lists(id_values, max_size=50))
 def test_ids_come_back(ids: list[int]) -> None:
-    blob = frames.pack_ids(ids)
-    assert frames.unpack_ids(blob) == ids
+    blob = token_ids.pack_ids(ids)
+    assert token_ids.unpack_ids(blob) == ids
     assert blob == b"".join(i.to_bytes(4, "little") for i in ids)
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**32], [1.5], ["a"], [None], 3, "abc"])
 def test_what_is_no_id(ids: Any) -> None:
     with pytest.raises(BadRequest, match="token ids must be integers"):
-        frames.pack_ids(ids)
+        token_ids.pack_ids(ids)
 
 
 def test_a_blob_of_ids_has_whole_ids() -> None:
     with pytest.raises(BadRequest, match="5 bytes"):
-        frames.unpack_ids(bytes(5))
+        token_ids.unpack_ids(bytes(5))
 
 
 # ---- garbage -------------------------------------------------------------------------------------
@@ -280,7 +281,7 @@ rows = st.builds(
     counts,
     counts,
     texts,
-    st.lists(token_ids, max_size=4).map(frames.pack_ids),
+    st.lists(id_values, max_size=4).map(token_ids.pack_ids),
     st.none() | st.lists(st.dictionaries(texts, st.integers(0, 9), max_size=2), max_size=2),
     maps,
     maps,
@@ -288,15 +289,15 @@ rows = st.builds(
 
 
 @given(st.lists(rows, max_size=5))
-def test_deltas_come_back(deltas: list[Delta]) -> None:
-    body, blob = frames.pack_deltas(deltas)
-    message = frames.decode(frames.encode(Header(frames.DELTAS), body, [blob]))
-    assert frames.unpack_deltas(message) == deltas
+def test_deltas_come_back(sent: list[Delta]) -> None:
+    body, blob = deltas.pack_deltas(sent)
+    message = frames.decode(frames.encode(Header(kinds.DELTAS), body, [blob]))
+    assert deltas.unpack_deltas(message) == sent
 
 
 def test_absent_fields_of_a_row_are_left_out() -> None:
     plain = Delta(ID, 1, 0, "a", b"")
-    body, _ = frames.pack_deltas([plain, Delta(ID, 1, 0, "a", b"", facts={"now": 1})])
+    body, _ = deltas.pack_deltas([plain, Delta(ID, 1, 0, "a", b"", facts={"now": 1})])
     assert [len(row) for row in body["rows"]] == [5, 7]
 
 
@@ -326,25 +327,25 @@ ROW = [ID, 1, 0, "a", 1]
 )
 def test_deltas_that_are_wrong(rows: Any, blob: bytes) -> None:
     with pytest.raises(BadRequest, match="deltas:"):
-        frames.unpack_deltas(Message(Header(frames.DELTAS), {"rows": rows}, (blob,)))
+        deltas.unpack_deltas(Message(Header(kinds.DELTAS), {"rows": rows}, (blob,)))
 
 
 @given(values, st.lists(st.binary(max_size=9), max_size=2))
 def test_random_rows_are_bad_requests_at_worst(rows: Any, blobs: list[bytes]) -> None:
     try:
-        frames.unpack_deltas(Message(Header(frames.DELTAS), {"rows": rows}, tuple(blobs)))
+        deltas.unpack_deltas(Message(Header(kinds.DELTAS), {"rows": rows}, tuple(blobs)))
     except PoolError:
         pass
 
 
 @given(st.lists(st.integers(0, 40_000), max_size=30))
 def test_batches_keep_the_order_and_fit(sizes: list[int]) -> None:
-    deltas = [Delta(ID, 1, n, "x" * size, b"") for n, size in enumerate(sizes)]
-    groups = list(frames.batches(deltas))
-    assert [d for group in groups for d in group] == deltas
+    sent = [Delta(ID, 1, n, "x" * size, b"") for n, size in enumerate(sizes)]
+    groups = list(deltas.batches(sent))
+    assert [d for group in groups for d in group] == sent
     for group in groups:
-        body, blob = frames.pack_deltas(group)
-        frames.encode(Header(frames.DELTAS), body, [blob])
+        body, blob = deltas.pack_deltas(group)
+        frames.encode(Header(kinds.DELTAS), body, [blob])
 
 
 # ---- the digest ----------------------------------------------------------------------------------
@@ -353,34 +354,34 @@ BASE = {"model": "m", "prompt": "a", "options": {"seed": 1}}
 
 
 def test_a_digest_is_of_the_request_not_of_the_sending() -> None:
-    first = frames.request_digest(BASE, [])
+    first = to_broker.request_digest(BASE, [])
     again = {**BASE, "deadline_ms": 5, "queue_ms": 1, "window": 3, "batch": True}
-    assert frames.request_digest(again, []) == first
-    assert frames.request_digest(dict(reversed(BASE.items())), []) == first
+    assert to_broker.request_digest(again, []) == first
+    assert to_broker.request_digest(dict(reversed(BASE.items())), []) == first
     assert len(first) == 16
 
 
 def test_the_ids_of_a_resume_do_not_count() -> None:
     blob = {**BASE, "prompt": True}
     resumed = {**blob, "resume": {"count": 1}}
-    assert frames.request_digest(resumed, [b"text", b"1234"]) == frames.request_digest(
+    assert to_broker.request_digest(resumed, [b"text", b"1234"]) == to_broker.request_digest(
         blob, [b"text"]
     )
-    assert frames.request_digest(
+    assert to_broker.request_digest(
         {**BASE, "resume": {"count": 1}}, [b"1234"]
-    ) == frames.request_digest(BASE, [])
+    ) == to_broker.request_digest(BASE, [])
 
 
 @pytest.mark.parametrize(
     "other", [{"model": "n"}, {"prompt": "b"}, {"options": {}}, {"priority": 1}, {"session": "s"}]
 )
 def test_another_request_has_another_digest(other: dict[str, Any]) -> None:
-    assert frames.request_digest({**BASE, **other}, []) != frames.request_digest(BASE, [])
+    assert to_broker.request_digest({**BASE, **other}, []) != to_broker.request_digest(BASE, [])
 
 
 def test_a_prompt_in_a_blob_counts() -> None:
     body = {**BASE, "prompt": True}
-    assert frames.request_digest(body, [b"a"]) != frames.request_digest(body, [b"b"])
+    assert to_broker.request_digest(body, [b"a"]) != to_broker.request_digest(body, [b"b"])
 
 
 @pytest.mark.parametrize(

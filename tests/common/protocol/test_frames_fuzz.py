@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from mlxpool.broker.requests.payload import Payload
 from mlxpool.common.errors import PoolError, TooLarge
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Delta, Garbage, Header, Message
+from mlxpool.common.protocol import deltas, frames, kinds, to_broker, token_ids
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Garbage, Header, Message
 
 ID = bytes(range(16))
 MUTATIONS = 20_000
@@ -24,7 +25,10 @@ MUTATIONS = 20_000
 GENERATES: tuple[tuple[dict[str, Any], tuple[bytes, ...]], ...] = (
     ({"model": "m", "prompt": "hello", "options": {"max_tokens": 5, "seed": 7}}, ()),
     ({"model": "m", "prompt": True, "window": 3, "batch": True}, (b"text" * 20,)),
-    ({"model": "m", "tokens": True, "deadline_ms": 5, "priority": 2}, (frames.pack_ids(range(9)),)),
+    (
+        {"model": "m", "tokens": True, "deadline_ms": 5, "priority": 2},
+        (token_ids.pack_ids(range(9)),),
+    ),
     (
         {
             "model": "m",
@@ -46,26 +50,26 @@ GENERATES: tuple[tuple[dict[str, Any], tuple[bytes, ...]], ...] = (
                 "facts": {"digest": "d", "context": 9, "max_tokens": 8, "now": 1.5},
             },
         },
-        (frames.pack_ids([1, 2, 3]),),
+        (token_ids.pack_ids([1, 2, 3]),),
     ),
 )
 DELTAS = (
-    Delta(ID, 1, 0, "text", frames.pack_ids([1, 2]), facts={"prompt_tokens": 3}),
+    Delta(ID, 1, 0, "text", token_ids.pack_ids([1, 2]), facts={"prompt_tokens": 3}),
     Delta(ID, 1, 2, "", b"", end={"reason": "stop", "text": "rest"}),
-    Delta(ID, 2, 5, "x", frames.pack_ids([7]), logprobs=[{"id": 7, "top": []}]),
+    Delta(ID, 2, 5, "x", token_ids.pack_ids([7]), logprobs=[{"id": 7, "top": []}]),
 )
 
 
 def corpus() -> list[list[bytes]]:
     """Legal messages of every shape that a decoder has to tell apart."""
     messages = [
-        frames.encode(Header(frames.GENERATE, ID, 0, 1), body, blobs) for body, blobs in GENERATES
+        frames.encode(Header(kinds.GENERATE, ID, 0, 1), body, blobs) for body, blobs in GENERATES
     ]
-    body, blob = frames.pack_deltas(DELTAS)
-    messages.append(frames.encode(Header(frames.DELTAS, None, 5), body, [blob]))
-    messages.append(frames.encode(Header(frames.PING)))
-    messages.append(frames.encode(Header(frames.ACK), {"have": [[ID, 5], [ID, 2**40]]}))
-    messages.append(frames.encode(Header(frames.CANCEL, ID)))
+    body, blob = deltas.pack_deltas(DELTAS)
+    messages.append(frames.encode(Header(kinds.DELTAS, None, 5), body, [blob]))
+    messages.append(frames.encode(Header(kinds.PING)))
+    messages.append(frames.encode(Header(kinds.ACK), {"have": [[ID, 5], [ID, 2**40]]}))
+    messages.append(frames.encode(Header(kinds.CANCEL, ID)))
     return messages
 
 
@@ -76,7 +80,7 @@ def digest(parts: Sequence[bytes]) -> str:
     except Garbage as garbage:
         assert isinstance(garbage.error, PoolError)
         assert garbage.about is None or len(garbage.about) == frames.ID_BYTES
-        frames.encode(Header(frames.ERROR), {**garbage.error.body(), "about": garbage.about})
+        frames.encode(Header(kinds.ERROR), {**garbage.error.body(), "about": garbage.about})
         return "garbage"
     again = frames.encode(message.header, message.body, message.blobs)
     back = frames.decode(again)
@@ -86,21 +90,21 @@ def digest(parts: Sequence[bytes]) -> str:
 
 def _deltas(message: Message) -> str:
     try:
-        deltas = frames.unpack_deltas(message)
+        found = deltas.unpack_deltas(message)
     except PoolError as error:
-        frames.encode(Header(frames.ERROR), error.body())
+        frames.encode(Header(kinds.ERROR), error.body())
         return "no deltas"
     blob = message.blobs[0] if message.blobs else b""
-    assert b"".join(delta.ids for delta in deltas) == blob
+    assert b"".join(delta.ids for delta in found) == blob
     return "deltas"
 
 
 def _payload(message: Message) -> str:
-    frames.request_digest(message.body, message.blobs)  # the broker makes it before it checks
+    to_broker.request_digest(message.body, message.blobs)  # the broker makes it before it checks
     try:
         payload = Payload.parse(message.body, message.blobs)
     except PoolError as error:
-        frames.encode(Header(frames.ERROR), error.body())
+        frames.encode(Header(kinds.ERROR), error.body())
         return "no payload"
     assert payload.size >= 0 and payload.window >= 1 and len(payload.resume_ids) % 4 == 0
     return "payload"
@@ -204,19 +208,19 @@ def test_any_header(fields: list[Any], body: bytes) -> None:
 )
 def test_any_body(body: dict[str, Any], options: dict[str, Any], blobs: list[bytes]) -> None:
     whole = {"model": "m", "prompt": "x", **body, "options": options}
-    head = msgpack.packb([1, frames.GENERATE, ID, 0, 1, 0])
+    head = msgpack.packb([1, kinds.GENERATE, ID, 0, 1, 0])
     digest([head, msgpack.packb(whole), *blobs])
 
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.lists(VALUES, max_size=9), max_size=4), st.binary(max_size=40))
 def test_any_rows(rows: list[Any], blob: bytes) -> None:
-    digest([msgpack.packb([1, frames.DELTAS, None, 5, 0, 0]), msgpack.packb({"rows": rows}), blob])
+    digest([msgpack.packb([1, kinds.DELTAS, None, 5, 0, 0]), msgpack.packb({"rows": rows}), blob])
 
 
 @pytest.mark.parametrize("opener", [b"\x91", b"\x81\xa1k", b"\xdd\x00\x00\x00\x01"])
 def test_nesting_is_refused_before_it_hurts(opener: bytes) -> None:
-    head = frames.encode(Header(frames.PING))[0]
+    head = frames.encode(Header(kinds.PING))[0]
     for depth in (40, 600, 5000, 80_000):
         body = (b"\x81\xa1k" + opener * depth + b"\xc0")[: frames.MAX_BODY]
         with pytest.raises(Garbage):
@@ -225,7 +229,7 @@ def test_nesting_is_refused_before_it_hurts(opener: bytes) -> None:
 
 def test_sizes_are_checked_before_anything_is_read() -> None:
     """A body over its limit is not even msgpack, and nobody finds out."""
-    head = frames.encode(Header(frames.PING))[0]
+    head = frames.encode(Header(kinds.PING))[0]
     with pytest.raises(Garbage) as caught:
         frames.decode([head, b"\xc1" * (frames.MAX_BODY + 1)])
     assert isinstance(caught.value.error, TooLarge)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from mlxpool.common.errors import OutOfMemory
-from mlxpool.common.protocol.frames import Delta
+from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.generation import Run
 from mlxpool.worker.compute.messages import (
     Drop,

@@ -10,8 +10,9 @@ import pytest
 
 from mlxpool.common.config.loading import ModelConfig, WorkerConfig
 from mlxpool.common.options import Options
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Delta, pack_ids, unpack_ids
+from mlxpool.common.protocol import deltas, frames, kinds
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.common.trace import History
 from mlxpool.worker.compute.messages import Admit, DropAll
 from mlxpool.worker.engine.counting_engine import piece
@@ -36,7 +37,7 @@ def test_hello_welcome_credit_work_and_the_history_of_it(tmp_path: Path) -> None
         worker.work(1, max_tokens=3)
         rows = worker.rows_until(1)[1]
         assert ids_of(rows) == expected_ids("xyz", 1, 3)
-        credit = worker.receive(frames.CREDIT)
+        credit = worker.receive(kinds.CREDIT)
         assert credit.body == {"sequences": 8, "works": 1}
         lines = [
             {k: v for k, v in line.items() if k not in ("t", "pid")} for line in worker.history()
@@ -59,15 +60,15 @@ def test_who_makes_it_drop_everything_and_say_hello_with_the_newest_token(tmp_pa
     with WorkerProcess(tmp_path, step_us=2000) as worker:
         worker.welcome(7, "second")
         worker.work(1, max_tokens=100_000)
-        worker.receive(frames.DELTAS)
+        worker.receive(kinds.DELTAS)
         for _ in range(3):
-            worker.say(frames.WHO)
-        hello = worker.receive(frames.HELLO)
+            worker.say(kinds.WHO)
+        hello = worker.receive(kinds.HELLO)
         assert hello.body["token"] == "second"
         worker.epoch = 8
-        worker.say(frames.WELCOME, {"token": "third"})
-        credit = worker.receive(frames.CREDIT, frames.DELTAS, frames.HELLO)
-        assert (credit.kind, credit.header.epoch) == (frames.CREDIT, 8)
+        worker.say(kinds.WELCOME, {"token": "third"})
+        credit = worker.receive(kinds.CREDIT, kinds.DELTAS, kinds.HELLO)
+        assert (credit.kind, credit.header.epoch) == (kinds.CREDIT, 8)
         assert credit.body == {"sequences": 8, "works": 0}
         worker.work(2, max_tokens=4)
         found = worker.rows_until(2)
@@ -77,12 +78,12 @@ def test_who_makes_it_drop_everything_and_say_hello_with_the_newest_token(tmp_pa
 
 def test_an_unanswered_hello_is_said_again_after_who(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path) as worker:
-        first = worker.receive(frames.HELLO)
-        worker.say(frames.WHO)
-        assert worker.receive(frames.HELLO, no=(frames.CREDIT, frames.BEAT)).body == first.body
+        first = worker.receive(kinds.HELLO)
+        worker.say(kinds.WHO)
+        assert worker.receive(kinds.HELLO, no=(kinds.CREDIT, kinds.BEAT)).body == first.body
         worker.epoch = 1
-        worker.say(frames.WELCOME, {"token": "x"})
-        assert worker.receive(frames.CREDIT).header.epoch == 1
+        worker.say(kinds.WELCOME, {"token": "x"})
+        assert worker.receive(kinds.CREDIT).header.epoch == 1
 
 
 def test_a_silent_broker_is_called_again_on_a_new_connection(tmp_path: Path) -> None:
@@ -90,12 +91,12 @@ def test_a_silent_broker_is_called_again_on_a_new_connection(tmp_path: Path) -> 
         worker.welcome(7)
         worker.work(1, max_tokens=100_000)
         first, worker.hearing = worker.peer, False
-        hello = worker.receive(frames.HELLO)
+        hello = worker.receive(kinds.HELLO)
         assert worker.peer != first and hello.body["token"] == "token-7"
         worker.hearing = True
         worker.epoch = 8
-        worker.say(frames.WELCOME, {"token": "third"})
-        assert worker.receive(frames.CREDIT, no=(frames.DELTAS,)).header.epoch == 8
+        worker.say(kinds.WELCOME, {"token": "third"})
+        assert worker.receive(kinds.CREDIT, no=(kinds.DELTAS,)).header.epoch == 8
 
 
 def test_silence_counts_only_time_in_which_the_loop_turned() -> None:
@@ -113,7 +114,7 @@ def test_what_is_unsent_belongs_to_its_epoch(tmp_path: Path) -> None:
     try:
         link.introduce({"slot": "a/0"}, 10.0)
         link.put([b"of no epoch"])
-        welcome = frames.Message(frames.Header(frames.WELCOME, epoch=4), {"token": "next"})
+        welcome = frames.Message(frames.Header(kinds.WELCOME, epoch=4), {"token": "next"})
         assert link.welcome(welcome) and not link.unsent
         link.put([b"of epoch 4"])
         assert not link.welcome(welcome) and link.unsent, "the same welcome twice"
@@ -135,18 +136,18 @@ def test_drain_hands_everything_back_once_after_its_deltas(tmp_path: Path) -> No
         worker.welcome(3)
         for name in (1, 2, 3):  # the third waits inside
             worker.work(name, max_tokens=100_000)
-        worker.receive(frames.DELTAS)
-        worker.say(frames.DRAIN)
-        worker.say(frames.DRAIN)
-        handed = worker.receive(frames.YIELD)
+        worker.receive(kinds.DELTAS)
+        worker.say(kinds.DRAIN)
+        worker.say(kinds.DRAIN)
+        handed = worker.receive(kinds.YIELD)
         assert sorted(map(tuple, handed.body["runs"])) == [(id_of(n), 1) for n in (1, 2, 3)]
-        credit = worker.receive(frames.CREDIT, no=(frames.DELTAS, frames.YIELD))
+        credit = worker.receive(kinds.CREDIT, no=(kinds.DELTAS, kinds.YIELD))
         assert credit.body["sequences"] == 0
         worker.work(4)
-        late = worker.receive(frames.YIELD, no=(frames.DELTAS,))
+        late = worker.receive(kinds.YIELD, no=(kinds.DELTAS,))
         assert late.body["runs"] == [[id_of(4), 1]]
-        worker.say(frames.STOP)
-        assert worker.receive(frames.BYE, no=(frames.DELTAS, frames.YIELD)).body == {}
+        worker.say(kinds.STOP)
+        assert worker.receive(kinds.BYE, no=(kinds.DELTAS, kinds.YIELD)).body == {}
         assert worker.ended() == 0
         assert [line["id"][:2] for line in worker.history() if line["what"] == "yield"] == [
             "01",
@@ -161,14 +162,14 @@ def test_a_drain_with_a_prompt_in_preparation_and_a_cancel(tmp_path: Path) -> No
         worker.welcome(3)
         worker.work(1, "y" * 60_000)
         worker.work(2, "z" * 60_000)
-        worker.say(frames.CANCEL, id=id_of(2), attempt=1)
-        worker.say(frames.DRAIN)
+        worker.say(kinds.CANCEL, id=id_of(2), attempt=1)
+        worker.say(kinds.DRAIN)
         ended: set[int] = set()
         while True:
-            message = worker.receive(frames.YIELD, frames.DELTAS)
-            if message.kind == frames.YIELD:
+            message = worker.receive(kinds.YIELD, kinds.DELTAS)
+            if message.kind == kinds.YIELD:
                 break
-            rows = frames.unpack_deltas(message)
+            rows = deltas.unpack_deltas(message)
             ended |= {row.id[0] for row in rows if row.end and row.end["reason"] == "cancelled"}
         assert ended == {2} and message.body["runs"] == [[id_of(1), 1]]
 
@@ -176,9 +177,9 @@ def test_a_drain_with_a_prompt_in_preparation_and_a_cancel(tmp_path: Path) -> No
 def test_nothing_to_hand_back_says_only_that_there_is_no_place(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path) as worker:
         worker.welcome(3)
-        worker.say(frames.DRAIN)
-        credit = worker.receive(frames.CREDIT, frames.YIELD)
-        assert (credit.kind, credit.body["sequences"]) == (frames.CREDIT, 0)
+        worker.say(kinds.DRAIN)
+        credit = worker.receive(kinds.CREDIT, kinds.YIELD)
+        assert (credit.kind, credit.body["sequences"]) == (kinds.CREDIT, 0)
 
 
 def test_a_resume_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds
 from support.pool import PATIENCE, gone, until
 from support.worker_process import WorkerProcess
 
@@ -65,7 +65,7 @@ def test_the_kernel_ends_a_worker_with_its_parent(tmp_path: Path) -> None:
     child.write_text(
         textwrap.dedent("""
             import time
-            from mlxpool.worker import ends
+            from mlxpool.worker.process import lifecycle as ends
             ends.die_with_parent()
             print("ready", flush=True)
             time.sleep(1000)
@@ -97,7 +97,11 @@ def test_a_worker_born_an_orphan_ends_before_it_loads_anything() -> None:
     os.close(writer)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", "from mlxpool.worker import ends; ends.die_with_parent()"],
+            [
+                sys.executable,
+                "-c",
+                "from mlxpool.worker.process import lifecycle as ends; ends.die_with_parent()",
+            ],
             stdin=reader,
             timeout=PATIENCE,
         )
@@ -108,9 +112,9 @@ def test_a_worker_born_an_orphan_ends_before_it_loads_anything() -> None:
 
 def test_a_model_that_cannot_load_leaves_with_its_reason(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path, fault="raise", fault_in="load") as worker:
-        worker.receive(frames.HELLO)
+        worker.receive(kinds.HELLO)
         worker.epoch = 1
-        worker.say(frames.WELCOME, {"token": "x"})
-        bye = worker.receive(frames.BYE, no=(frames.CREDIT,))
+        worker.say(kinds.WELCOME, {"token": "x"})
+        bye = worker.receive(kinds.BYE, no=(kinds.CREDIT,))
         assert bye.body["error"]["code"] == "model_load_failed"
         assert worker.ended() == 1

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest, ContextExceeded
-from mlxpool.common.protocol.frames import Header, Message, pack_ids, unpack_ids
+from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.worker.compute.messages import Admit, Opened
 from mlxpool.worker.engine.counting_engine import CountingText
 from mlxpool.worker.process.prepare import Answer, Prepared, Preparer, prepare

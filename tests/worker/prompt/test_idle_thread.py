@@ -83,7 +83,7 @@ def test_a_long_chat_takes_what_is_left_from_then_on() -> None:
     """In a process of its own, for there is no way back."""
     code = """
 import os, socket
-from mlxpool.worker.prompt import rendering
+from mlxpool.worker.prompt.chat_template import render_loop as rendering
 from mlxpool.worker.prompt.chat_template.pipe import packed, received
 ours, theirs = socket.socketpair()
 rendering.BRIEF = 0.01

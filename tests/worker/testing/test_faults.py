@@ -16,8 +16,9 @@ import pytest
 from mlxpool.common.config.bounds import FAULTS
 from mlxpool.common.config.loading import Counting
 from mlxpool.common.options import Options
+from mlxpool.common.protocol import deltas, kinds
 from mlxpool.common.protocol import frames as wire
-from mlxpool.common.protocol.frames import unpack_ids
+from mlxpool.common.protocol.token_ids import unpack_ids
 from mlxpool.common.trace import History
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.engine.sequence import RowFailed, Sequence
@@ -238,8 +239,8 @@ def sent(worker: WorkerProcess) -> list[int]:
     """The ids of every `deltas` frame that came before the worker ended."""
     ids: list[int] = []
     while (message := worker.next(1.0)) is not None or worker.process.poll() is None:
-        if message is not None and message.kind == wire.DELTAS:
-            ids += [t for r in wire.unpack_deltas(message) for t in unpack_ids(r.ids)]
+        if message is not None and message.kind == kinds.DELTAS:
+            ids += [t for r in deltas.unpack_deltas(message) for t in unpack_ids(r.ids)]
     return ids
 
 
@@ -298,7 +299,7 @@ def test_a_worker_without_its_device_says_so_and_ends(tmp_path: Path) -> None:
         worker.work(1, "good", max_tokens=3)
         assert len(worker.rows_until(1)[1]) == 3
         worker.work(2, "very bad", max_tokens=3)
-        bye = worker.receive(wire.BYE, no=(wire.DELTAS,))
+        bye = worker.receive(kinds.BYE, no=(kinds.DELTAS,))
         assert bye.body["error"]["message"].startswith("the device is lost: DeviceGone: ")
         assert worker.ended() == 1
         assert worker.block.read().request == id_of(2), "the end is charged to it"
@@ -319,8 +320,8 @@ def frames(worker: WorkerProcess, count: int) -> list[tuple[str, int, int]]:
         except wire.Garbage:
             found.append(("garbage", 0, 0))
             continue
-        if message.kind == wire.DELTAS:
-            pos = wire.unpack_deltas(message)[0].pos
+        if message.kind == kinds.DELTAS:
+            pos = deltas.unpack_deltas(message)[0].pos
             found.append((message.kind, message.header.epoch, pos))
     return found
 

@@ -13,7 +13,7 @@ import pytest
 from mlxpool.cli.check import lines
 from mlxpool.common.config.loading import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.worker.diagnose.check import check
 from mlxpool.worker.engine.factory import open_source
 from mlxpool.worker.layers.interface import MOST, MOST_PARTS
@@ -38,7 +38,7 @@ def refusal(folder: Path) -> str:
     words = str(caught.value.body()["message"])
     report = check("m", ModelConfig(path=str(folder)))
     assert words in report["problems"]
-    frames.encode(frames.Header(frames.ERROR), {"error": words})
+    frames.encode(frames.Header(kinds.ERROR), {"error": words})
     "\n".join(lines(report)).encode()
     return words
 

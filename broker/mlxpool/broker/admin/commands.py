@@ -14,7 +14,7 @@ from mlxpool.broker.interface import events as ev
 from mlxpool.broker.telemetry import broker_info, stats, top
 from mlxpool.broker.workers.worker import Model, Slot
 from mlxpool.common.errors import BadRequest, Draining, Internal, PoolError, QueueFull
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header, Message
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ class Admin:
                 continue
             kind, ident = _asked(parts)
             answer = partial(self._send, peer.number, parts)
-            if kind == frames.WATCH and self.watchers.takes(peer.number):
+            if kind == kinds.WATCH and self.watchers.takes(peer.number):
                 self._guarded(partial(self.watchers.admit, peer.number, ident), now)
-            elif kind == frames.MODELS:
+            elif kind == kinds.MODELS:
                 self.broker.library.after_look(answer, now)
             else:
                 answer(now)
@@ -90,7 +90,7 @@ class Admin:
         except Exception as bug:  # operations must not be able to end the pool
             self.broker.core.counters.internal_errors += 1
             error = Internal(f"the admin command failed: {bug!r:.200}")
-        return frames.encode(Header(frames.ERROR, request_id), error.body())
+        return frames.encode(Header(kinds.ERROR, request_id), error.body())
 
     def _answer(self, message: Message, now: float) -> Mapping[str, Any]:
         command = COMMANDS.get(message.kind)

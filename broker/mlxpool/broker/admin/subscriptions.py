@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.broker.edge.peers import Peers
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 
 PERIOD = 1.0  # seconds between two pictures
@@ -81,7 +81,7 @@ class Watchers:
         if number in self._peers.full:
             return
         self._count += 1
-        header = Header(frames.WATCH, self._of[number].id)
+        header = Header(kinds.WATCH, self._of[number].id)
         body = {"seq": self._count, **picture}
         if not self._peers.send(number, frames.encode(header, body, max_body=frames.MAX_BLOB)):
             self._of.pop(number, None)

@@ -20,7 +20,7 @@ from mlxpool.common.errors import (
     PoolError,
     QueueFull,
 )
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds, to_broker
 from mlxpool.common.protocol.frames import Header
 
 RESUMED = 4  # times the bounds of a queue, for streams that another broker had accepted
@@ -31,7 +31,7 @@ class Intake(Calls):
 
     def on_generate(self, event: ev.Generate, now: float) -> None:
         self._heard(event.link, now)
-        digest = frames.request_digest(event.body, event.blobs)
+        digest = to_broker.request_digest(event.body, event.blobs)
         known = self.requests.get(event.id) or self.tombstones.get(event.id)
         if known is not None and not self._may_send_again(known, event, digest):
             return
@@ -62,7 +62,7 @@ class Intake(Calls):
         before = self.requests.get(event.id)
         if before is None:
             self.counters.rejected[error.code] += 1
-            self._answer(event, frames.ERROR, error.body())
+            self._answer(event, kinds.ERROR, error.body())
             return
         self.links[before.link].ids.discard(before.id)
         before.link, before.attempt = event.link, event.attempt
@@ -73,7 +73,7 @@ class Intake(Calls):
     def _duplicate(self, event: ev.Generate, why: str) -> None:
         self.counters.rejected[DuplicateId.code] += 1
         error = DuplicateId(f"the id {event.id.hex()} {why}; make a new id for each request")
-        header = Header(frames.ERROR, None, self.boot, event.attempt)
+        header = Header(kinds.ERROR, None, self.boot, event.attempt)
         body = {**error.body(), "about": event.id}
         self.out.append(ev.ToClient(event.link, header, body))
 
@@ -217,7 +217,7 @@ class Intake(Calls):
             "queue_position": self._position(request),
             "seed": request.seed,
         }
-        self._reply(link, frames.ACCEPTED, request.id, request.attempt, body)
+        self._reply(link, kinds.ACCEPTED, request.id, request.attempt, body)
 
 
 def _seed(payload: Payload, entropy: int) -> int:

@@ -16,7 +16,7 @@ from mlxpool.common.errors import (
     QueueFull,
     WorkerLost,
 )
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 
 ASK_TRIES = 2
 
@@ -26,15 +26,15 @@ class Calls(Dispatch):
 
     def on_ask(self, event: ev.Ask, now: float) -> None:
         self._heard(event.link, now)
-        if event.kind == frames.PING:
+        if event.kind == kinds.PING:
             body: dict[str, Any] = {
                 "boot": self.boot,
                 "link": event.link,
                 "version": frames.VERSION,
             }
-            self._answer(event, frames.PONG, body)
-        elif event.kind == frames.MODELS:
-            self._answer(event, frames.MODELS, {"models": stats.brief(self.model_list(now))})
+            self._answer(event, kinds.PONG, body)
+        elif event.kind == kinds.MODELS:
+            self._answer(event, kinds.MODELS, {"models": stats.brief(self.model_list(now))})
         else:
             self._ask_worker(event, now)
 
@@ -54,7 +54,7 @@ class Calls(Dispatch):
                 return
             self._check_asks(model, event)
         except PoolError as error:
-            self._answer(event, frames.ERROR, error.body())
+            self._answer(event, kinds.ERROR, error.body())
             return
         model.asks.append(
             Question(event.id, event.link, event.attempt, event.kind, event.body, event.blobs)
@@ -116,7 +116,7 @@ class Calls(Dispatch):
                 model.asks.append(ask)
             else:
                 error = WorkerLost(f"two workers ended while they were asked: {cause}")
-                self._reply(ask.link, frames.ERROR, ask.id, ask.attempt, error.body())
+                self._reply(ask.link, kinds.ERROR, ask.id, ask.attempt, error.body())
         worker.asked.clear()
 
 

@@ -24,7 +24,7 @@ from mlxpool.common.errors import (
     from_body,
     sendable,
 )
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header
 
 RETRY_DRAINED_MS = 1000  # a client may look for the next broker after this
@@ -54,7 +54,7 @@ class Core(Taking):
             return
         worker.beat, worker.beat_at = event.body, now
         self.fleet.measured(worker)
-        self.fleet.tell(worker, frames.HEARD, {})
+        self.fleet.tell(worker, kinds.HEARD, {})
 
     def on_credit(self, event: ev.WorkerCredit, now: float) -> None:
         worker = self.fleet.worker(event.epoch)
@@ -74,7 +74,7 @@ class Core(Taking):
             return
         worker.asked.discard(event.id)
         ask, _ = self.asked.pop(event.id)
-        kind = frames.ERROR if "code" in event.body else frames.TOKENS
+        kind = kinds.ERROR if "code" in event.body else kinds.TOKENS
         self._reply(ask.link, kind, event.id, ask.attempt, event.body, event.blobs)
         self._after_drain(worker, now)
         self._settled(self.fleet.models[worker.model], now)
@@ -159,7 +159,7 @@ class Core(Taking):
         fate = self.fate(event.id, event.owner)
         if event.link is not None:
             self._heard(event.link, now)
-            header = Header(frames.FATE, event.id, self.boot, 0, fate["pos"])
+            header = Header(kinds.FATE, event.id, self.boot, 0, fate["pos"])
             self._emit(event.link, header, fate)
         if event.owner is not None and self.config.quota_cancels:
             self.cancels.spend(event.owner, 1, self.config.quota_cancels, now)

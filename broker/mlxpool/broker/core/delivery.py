@@ -11,8 +11,9 @@ from mlxpool.broker.requests import output_buffer
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.worker import Model
 from mlxpool.common.errors import BadRequest, PoolError, SlowConsumer
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Delta, Header
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Header
 
 
 class Delivery(Books):
@@ -46,7 +47,7 @@ class Delivery(Books):
             )
             self.grouped.setdefault(request.link, []).append(row)
             return
-        header = Header(frames.DELTA, request.id, self.boot, request.attempt, chunk.pos)
+        header = Header(kinds.DELTA, request.id, self.boot, request.attempt, chunk.pos)
         self._emit(request.link, header, output_buffer.body_of(chunk), (bytes(chunk.ids),))
 
     def _too_slow(self, request: Request, why: str, now: float) -> None:
@@ -99,7 +100,7 @@ class Delivery(Books):
             "timings_ms": timings,
             "attempts": request.tries,
         }
-        self._end(request, event, frames.DONE, body, now)
+        self._end(request, event, kinds.DONE, body, now)
 
     def _cancel(self, request: Request, now: float) -> None:
         body = {
@@ -113,14 +114,14 @@ class Delivery(Books):
             "timings_ms": {"total": _ms(now - request.accepted_at)},
             "attempts": request.tries,
         }
-        self._end(request, "cancel", frames.DONE, body, now)
+        self._end(request, "cancel", kinds.DONE, body, now)
 
     def _fail(self, request: Request, error: PoolError, now: float) -> None:
         self._fail_body(request, error.body(), now)
 
     def _fail_body(self, request: Request, body: Mapping[str, Any], now: float) -> None:
         self.counters.failures[str(body.get("code"))] += 1
-        self._end(request, "fail", frames.ERROR, body, now)
+        self._end(request, "fail", kinds.ERROR, body, now)
 
     def _end(
         self, request: Request, event: str, kind: str, body: Mapping[str, Any], now: float
@@ -139,7 +140,7 @@ class Delivery(Books):
         self.timers.clear(request.id)
         self.links[request.link].ids.discard(request.id)
         self._bury(request, now)
-        outcome = str(body.get("reason") if kind == frames.DONE else body.get("code"))
+        outcome = str(body.get("reason") if kind == kinds.DONE else body.get("code"))
         self.counters.end(request, outcome, now)
         self.out.append(ev.Note("info", "request", _record(request, outcome, body, now)))
         self._settled(self._model_of(request), now)

@@ -13,7 +13,7 @@ from mlxpool.common.errors import (
     Draining,
     ModelUnavailable,
 )
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds
 
 RETRY_QUEUE_MS = 1000  # a client whom a full queue turned away may ask again after this
 
@@ -109,4 +109,4 @@ class Dispatch(Delivery):
                 resume["facts"] = request.facts
             body["resume"] = resume
             blobs = (*blobs, bytes(request.ids))
-        self.fleet.tell(worker, frames.WORK, body, id=request.id, attempt=request.run, blobs=blobs)
+        self.fleet.tell(worker, kinds.WORK, body, id=request.id, attempt=request.run, blobs=blobs)

@@ -10,7 +10,7 @@ from mlxpool.broker.requests.request import MAX_ALONE, MAX_RESUMES, Request
 from mlxpool.broker.workers.placement import POISON, charges, company_of
 from mlxpool.broker.workers.worker import Model, Worker, WorkerState
 from mlxpool.common.errors import Draining, Poisoned, PoolError, WorkerLost
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds
 
 
 class Losses(Intake):
@@ -128,7 +128,7 @@ class Losses(Intake):
             self._fail(request, why(request.payload.model), now)
         for ask in model.asks:
             body = why(str(ask.body["model"])).body()
-            self._reply(ask.link, frames.ERROR, ask.id, ask.attempt, body)
+            self._reply(ask.link, kinds.ERROR, ask.id, ask.attempt, body)
         model.asks.clear()
 
     # ---- drain ---------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Losses(Intake):
             self._condemn(worker, "drained", now)
         else:
             worker.yielding = True
-            self.fleet.tell(worker, frames.DRAIN, {})
+            self.fleet.tell(worker, kinds.DRAIN, {})
             self.timers.set(("drain", slot, epoch), now + self.config.stop_grace)
 
     def _drain_model(self, model: Model, grace: float, now: float) -> None:

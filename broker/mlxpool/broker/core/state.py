@@ -20,8 +20,9 @@ from mlxpool.broker.workers.pool import Fleet
 from mlxpool.broker.workers.worker import Model, Question
 from mlxpool.common.config.loading import PoolConfig
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Delta, Header
+from mlxpool.common.protocol import deltas, kinds
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Header
 
 TOMBSTONES = 10_000
 TOMBSTONE_LIFE = 600.0  # seconds
@@ -142,7 +143,7 @@ class Books:
         """Stop the run, if a worker still has one; its place stays taken until confirmed."""
         worker = self.fleet.worker(request.worker)
         if worker is not None and (request.id, request.run) in worker.places:
-            self.fleet.tell(worker, frames.CANCEL, {}, id=request.id, attempt=request.run)
+            self.fleet.tell(worker, kinds.CANCEL, {}, id=request.id, attempt=request.run)
 
     def _set_timer(self, request: Request) -> None:
         at = min(request.deadline, request.queue_deadline, request.first_deadline)
@@ -162,13 +163,13 @@ class Books:
 
     def _send_group(self, link: int) -> None:
         """The deltas of one step for a client that asked for `batch`."""
-        for deltas in frames.batches(self.grouped.pop(link)):
-            body, blob = frames.pack_deltas(deltas)
-            self._emit(link, Header(frames.DELTAS, None, self.boot), body, (blob,))
+        for rows in deltas.batches(self.grouped.pop(link)):
+            body, blob = deltas.pack_deltas(rows)
+            self._emit(link, Header(kinds.DELTAS, None, self.boot), body, (blob,))
 
     def _complain(self, link: int, error: PoolError, about: bytes | None) -> None:
         """An error that ends no stream."""
-        self._emit(link, Header(frames.ERROR, None, self.boot), {**error.body(), "about": about})
+        self._emit(link, Header(kinds.ERROR, None, self.boot), {**error.body(), "about": about})
 
     def _send(self, request: Request, kind: str, body: Mapping[str, Any], pos: int = 0) -> None:
         self._emit(request.link, Header(kind, request.id, self.boot, request.attempt, pos), body)

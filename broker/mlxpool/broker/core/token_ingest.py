@@ -11,7 +11,7 @@ from mlxpool.broker.core.failover import Losses
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests import output_buffer
 from mlxpool.broker.requests.request import Request, State
-from mlxpool.common.protocol.frames import Delta
+from mlxpool.common.protocol.deltas import Delta
 
 
 class Taking(Losses):

@@ -11,7 +11,7 @@ from mlxpool.broker.edge.peers import Peer
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.security.quotas import Rates, milliseconds
 from mlxpool.common.errors import BadRequest, OverQuota, PoolError
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header, Message
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, cancel
 
-SPOKEN_BY_CLIENTS = frozenset({frames.PING, frames.MODELS, frames.TOKENIZE, frames.DETOKENIZE})
+SPOKEN_BY_CLIENTS = frozenset({kinds.PING, kinds.MODELS, kinds.TOKENIZE, kinds.DETOKENIZE})
 
 
 class FromClients:
@@ -45,7 +45,7 @@ class FromClients:
             self.broker.core.counters.bad_frames += 1
             self._complain(peer, error, message.header.id, message, now)
         else:
-            if isinstance(event, ev.Ask) and event.kind == frames.MODELS:
+            if isinstance(event, ev.Ask) and event.kind == kinds.MODELS:
                 self.broker.library.after_look(partial(self.broker.perform, event), now)
             else:
                 self.broker.perform(event, now)
@@ -74,12 +74,12 @@ class FromClients:
 
     def _event(self, peer: Peer, message: Message) -> ev.Event:
         header, kind = message.header, message.kind
-        if kind == frames.ACK:
+        if kind == kinds.ACK:
             return ev.Ack(peer.number, message.body.get("have"))
-        if header.id is None and kind != frames.PING:
+        if header.id is None and kind != kinds.PING:
             raise BadRequest(f"{kind!r:.40} needs an id of {frames.ID_BYTES} bytes")
         request_id = header.id or bytes(frames.ID_BYTES)
-        if kind == frames.GENERATE:
+        if kind == kinds.GENERATE:
             return ev.Generate(
                 peer.number,
                 peer.owner,
@@ -89,7 +89,7 @@ class FromClients:
                 message.blobs,
                 secrets.randbits(63),
             )
-        if kind == frames.CANCEL:
+        if kind == kinds.CANCEL:
             return ev.Cancel(peer.number, peer.owner, request_id)
         if kind in SPOKEN_BY_CLIENTS:
             return ev.Ask(
@@ -115,6 +115,6 @@ class FromClients:
         self.broker.perform(ev.Heard(peer.number), now)
         live = about is None or about in self.broker.core.requests
         attempt = message.header.attempt if message is not None else 0
-        header = Header(frames.ERROR, None if live else about, self.broker.boot, attempt)
+        header = Header(kinds.ERROR, None if live else about, self.broker.boot, attempt)
         body = {**error.body(), "about": about}
         self.broker.front.send(peer.number, frames.encode(header, body))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mlxpool.broker.interface import events as ev
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds
 from mlxpool.common.trace import History
 
 
@@ -21,7 +21,7 @@ def of_action(history: History, action: ev.Action) -> None:
     """Lines for what was decided."""
     if isinstance(action, ev.ToClient):
         _to_client(history, action)
-    elif isinstance(action, ev.ToWorker) and action.header.kind == frames.WORK:
+    elif isinstance(action, ev.ToWorker) and action.header.kind == kinds.WORK:
         header = action.header
         count = (action.body.get("resume") or {}).get("count", 0)
         history.write(
@@ -36,12 +36,12 @@ def of_action(history: History, action: ev.Action) -> None:
 
 def _to_client(history: History, action: ev.ToClient) -> None:
     header, body = action.header, action.body
-    if header.kind == frames.DELTAS:
+    if header.kind == kinds.DELTAS:
         for row in body["rows"]:
             history.write("sent", id=row[0], attempt=row[1], pos=row[2], n=row[4])
-    elif header.kind == frames.DELTA:
+    elif header.kind == kinds.DELTA:
         history.write("sent", id=header.id, attempt=header.attempt, pos=header.pos, n=body["n"])
-    elif header.kind in (frames.ACCEPTED, frames.DONE, frames.ERROR):
+    elif header.kind in (kinds.ACCEPTED, kinds.DONE, kinds.ERROR):
         outcome = body.get("reason") or body.get("code")
         history.write(
             header.kind, id=header.id, attempt=header.attempt, pos=header.pos, outcome=outcome

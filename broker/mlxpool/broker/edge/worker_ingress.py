@@ -16,8 +16,9 @@ from mlxpool.broker.edge.peers import Peer
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.processes.supervisor import Child
 from mlxpool.common.errors import BadRequest, PoolError
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Delta, Header, Message
+from mlxpool.common.protocol import deltas, frames, kinds
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Header, Message
 
 if TYPE_CHECKING:
     from mlxpool.broker.edge.loop import Broker
@@ -47,7 +48,7 @@ class FromWorkers:
             return
         try:
             message = frames.decode(parts, max_body=frames.MAX_BACK_BODY)
-            if message.kind == frames.HELLO:
+            if message.kind == kinds.HELLO:
                 self.take_rows(now)
                 self._hello(peer, message, now)
                 return
@@ -76,21 +77,21 @@ class FromWorkers:
     def _event(self, peer: Peer, message: Message) -> ev.Event | None:
         epoch = self.epochs.get(peer.number)
         if epoch is None:
-            self.broker.back.send(peer.number, frames.encode(Header(frames.WHO)))
+            self.broker.back.send(peer.number, frames.encode(Header(kinds.WHO)))
         if epoch is None or epoch != message.header.epoch:
             return None
         body, request_id = message.body, message.header.id or b""
-        if message.kind == frames.DELTAS:
-            return ev.WorkerDeltas(epoch, frames.unpack_deltas(message))
-        if message.kind == frames.BEAT:
+        if message.kind == kinds.DELTAS:
+            return ev.WorkerDeltas(epoch, deltas.unpack_deltas(message))
+        if message.kind == kinds.BEAT:
             return ev.WorkerBeat(epoch, body)
-        if message.kind == frames.CREDIT:
+        if message.kind == kinds.CREDIT:
             return ev.WorkerCredit(epoch, body)
-        if message.kind == frames.TOKENS:
+        if message.kind == kinds.TOKENS:
             return ev.WorkerTokens(epoch, request_id, body, message.blobs)
-        if message.kind == frames.YIELD:
+        if message.kind == kinds.YIELD:
             return ev.WorkerYield(epoch, body.get("runs"))
-        if message.kind == frames.BYE:
+        if message.kind == kinds.BYE:
             return ev.WorkerBye(epoch, _error_of(body))
         raise BadRequest(f"a worker cannot send the kind {message.kind!r:.40}")
 
@@ -121,7 +122,7 @@ class FromWorkers:
         self.broker.core.counters.auth_failures += 1
         about = {"slot": slot, "peer": peer.owner, "why": error.message}
         log.warning("hello refused", extra=about)
-        parts = frames.encode(Header(frames.STOP), {"error": error.body()})
+        parts = frames.encode(Header(kinds.STOP), {"error": error.body()})
         self.broker.back.send(peer.number, parts)
 
     def watch(self, child: Child) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.loading import ModelConfig, PoolConfig
-from mlxpool.common.protocol.frames import Delta, Header
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Header
 
 # ---- what can happen -------------------------------------------------------------------------
 

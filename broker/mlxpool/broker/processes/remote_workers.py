@@ -12,7 +12,7 @@ from mlxpool.broker.interface import events as ev
 from mlxpool.broker.processes.remote_slots import MOST, TICK, Remotes, model_of, sample_of
 from mlxpool.broker.security.keyring import KEY, UID
 from mlxpool.common.errors import BadRequest, ModelUnavailable, Unauthorized
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header, Message
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class DialIn:
         worker = self.broker.core.fleet.slots[slot].worker
         if worker is not None and not self.broker.stopping:
             again = worker.replace or not worker.dismissed
-            parts = frames.encode(Header(frames.STOP, None, worker.epoch), {"again": again})
+            parts = frames.encode(Header(kinds.STOP, None, worker.epoch), {"again": again})
             self.broker.back.send(self.broker.from_workers.peers[slot], parts)
         self._ended(slot, "stopped", now)
         return True

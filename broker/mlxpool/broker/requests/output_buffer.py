@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxpool.common.protocol.frames import size_of_logprobs
+from mlxpool.common.protocol.deltas import size_of_logprobs
 
 CHUNK_BYTES = 64 * 1024  # of text, ids and log-probabilities in one piece
 

@@ -22,7 +22,7 @@ from mlxpool.broker.workers.liveness import Verdict
 from mlxpool.broker.workers.placement import restart_delay, to_evict
 from mlxpool.broker.workers.worker import FENCED, Model, Slot, Worker, WorkerState
 from mlxpool.common.config.loading import ModelConfig, PoolConfig
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header
 
 
@@ -156,7 +156,7 @@ class Fleet(Roster):
         self.epoch += 1
         worker.epoch, worker.hello, worker.beat_at = self.epoch, dict(body), now
         self.by_epoch[worker.epoch] = worker
-        self.tell(worker, frames.WELCOME, {"boot": self.boot, "token": token})
+        self.tell(worker, kinds.WELCOME, {"boot": self.boot, "token": token})
 
     def credit(self, worker: Worker, body: Mapping[str, Any], now: float) -> None:
         """Free places as the worker counts them; the first report makes it READY."""

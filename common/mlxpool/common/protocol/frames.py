@@ -7,13 +7,10 @@ docs/protocol.md describes every kind.
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 
@@ -34,19 +31,6 @@ TEXT_AS_BLOB = 64 * 1024  # a prompt of more bytes travels as a blob
 ID_BYTES = 16
 HEADER_FIELDS = 6
 MAX_NUMBER = 2**63 - 1
-
-# front: client -> broker
-GENERATE, CANCEL, ACK, PING = "generate", "cancel", "ack", "ping"
-MODELS, TOKENIZE, DETOKENIZE = "models", "tokenize", "detokenize"
-# front: broker -> client
-ACCEPTED, DELTA, DELTAS, DONE, ERROR = "accepted", "delta", "deltas", "done", "error"
-FATE, PONG, TOKENS = "fate", "pong", "tokens"
-# back: worker -> broker
-HELLO, BEAT, CREDIT, YIELD, BYE = "hello", "beat", "credit", "yield", "bye"
-# back: broker -> worker
-WELCOME, HEARD, WHO, WORK, DRAIN, STOP = "welcome", "heard", "who", "work", "drain", "stop"
-# admin: the one kind that is answered more than once
-WATCH = "watch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +59,6 @@ class Message:
     @property
     def kind(self) -> str:
         return self.header.kind
-
-
-class Delta(NamedTuple):
-    """What one step adds to one stream: an entry of `deltas`. A tuple, for there are many.
-
-    `ids` holds the new token ids as bytes (see `pack_ids`). `end` is the body of the terminal that
-    comes with them; `end["code"]` is set when it is an error.
-    """
-
-    id: bytes
-    attempt: int
-    pos: int
-    text: str
-    ids: bytes
-    logprobs: list[Any] | None = None
-    facts: dict[str, Any] | None = None
-    end: dict[str, Any] | None = None
-
-    @property
-    def n(self) -> int:
-        """Number of ids."""
-        return len(self.ids) // 4
 
 
 class Garbage(PoolError):
@@ -251,141 +213,3 @@ def _check_sizes(parts: Sequence[bytes], max_body: int) -> None:
     total, most = sum(map(len, parts)), MAX_TOTAL + max_body - MAX_BODY
     if total > most:
         raise TooLarge(f"the message has {total} bytes, at most {most}")
-
-
-def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids as little-endian u32. Raises BadRequest for what is no u32."""
-    try:
-        packed = array("I", ids)
-    except (TypeError, OverflowError, ValueError):
-        raise BadRequest(f"token ids must be integers from 0 to {2**32 - 1}{_wrong(ids)}") from None
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def _wrong(ids: Any) -> str:
-    """Which of them is none."""
-    every = enumerate(ids if isinstance(ids, list | tuple) else ())
-    wrong = ((at, one) for at, one in every if not isinstance(one, int) or not 0 <= one < 2**32)
-    at, one = next(wrong, (None, ids))
-    return f", got {one!r:.60}" + ("" if at is None else f" at {at}")
-
-
-def unpack_ids(blob: bytes) -> list[int]:
-    """Undo `pack_ids`. Raises BadRequest for a length that is no multiple of 4."""
-    if len(blob) % 4:
-        raise BadRequest(f"a blob of token ids has {len(blob)} bytes, must be a multiple of 4")
-    ids = array("I", blob)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tolist()
-
-
-def pack_deltas(deltas: Sequence[Delta]) -> tuple[dict[str, Any], bytes]:
-    """Body and blob of a `deltas` message: trailing absent fields of an entry are left out."""
-    return {"rows": [_pack_row(delta) for delta in deltas]}, b"".join(d.ids for d in deltas)
-
-
-ROW_BYTES = 512  # an entry without its text, ids, log-probabilities
-LOGPROB_BYTES = 96  # one reported token
-
-
-def size_of_logprobs(logprobs: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes that reported tokens take at most."""
-    return LOGPROB_BYTES * sum(1 + len(entry.get("top", ())) for entry in logprobs)
-
-
-def size_of(delta: Delta) -> int:
-    """Bytes that a delta takes at most, its text counted as its longest encoding."""
-    size = 4 * len(delta.text) + len(delta.ids)
-    if delta.logprobs:
-        size += size_of_logprobs(delta.logprobs)
-    if delta.end:
-        size += 4 * len(delta.end.get("text", ""))
-    return size
-
-
-def batches(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
-    """The deltas in groups that each fit one message."""
-    group: list[Delta] = []
-    size = 0
-    for delta in deltas:
-        more = ROW_BYTES + size_of(delta)
-        if group and size + more > MAX_BODY:
-            yield group
-            group, size = [], 0
-        group.append(delta)
-        size += more
-    if group:
-        yield group
-
-
-def _pack_row(delta: Delta) -> list[Any]:
-    row = [delta.id, delta.attempt, delta.pos, delta.text, len(delta.ids) // 4]
-    if delta.logprobs is None and delta.facts is None and delta.end is None:
-        return row
-    rest = [delta.logprobs, delta.facts, delta.end]
-    while rest[-1] is None:
-        rest.pop()
-    return [*row, *rest]
-
-
-def unpack_deltas(message: Message) -> list[Delta]:
-    """Undo `pack_deltas`. Raises BadRequest for a malformed entry or a blob that does not fit."""
-    rows = message.body.get("rows")
-    blob = message.blobs[0] if message.blobs else b""
-    if not isinstance(rows, list):
-        raise BadRequest("deltas: rows must be a list")
-    deltas, start = [], 0
-    for row in rows:  # the hot path of broker and client: as few calls as can be
-        if type(row) is not list or not 5 <= len(row) <= 8:
-            raise BadRequest("deltas: a row has 5 to 8 fields")
-        if len(row) < 8:
-            row = (*row, None, None, None)[:8]
-        request_id, attempt, pos, text, count, logprobs, facts, end = row
-        if not (
-            type(request_id) is bytes
-            and len(request_id) == ID_BYTES
-            and type(text) is str
-            and type(attempt) is type(pos) is type(count) is int
-            and attempt >= 0
-            and pos >= 0
-            and count >= 0
-        ):
-            raise BadRequest(
-                "deltas: a row is [id, attempt, pos, text, n, logprobs?, facts?, end?]"
-            )
-        after = start + 4 * count
-        ids = blob[start:after]
-        if len(ids) != after - start:
-            raise BadRequest(f"deltas: a row of {count} ids finds only {len(ids) // 4} in the blob")
-        if not (
-            (logprobs is None or type(logprobs) is list)
-            and (facts is None or type(facts) is dict)
-            and (end is None or type(end) is dict)
-        ):
-            raise BadRequest("deltas: logprobs must be a list, facts and end maps")
-        start = after
-        deltas.append(_tuple(Delta, (request_id, attempt, pos, text, ids, logprobs, facts, end)))
-    if start != len(blob):
-        raise BadRequest(f"deltas: the rows name {start // 4} ids, the blob has {len(blob) / 4:g}")
-    return deltas
-
-
-_tuple = tuple.__new__  # half the time of Delta's own
-
-
-# What may differ between two sendings of one request.
-_PER_SENDING = frozenset({"resume", "deadline_ms", "queue_ms", "first_token_ms", "window", "batch"})
-
-
-def request_digest(body: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:
-    """What makes two `generate` messages the same request: 16 bytes, equal for every sending."""
-    kept = {key: body[key] for key in sorted(body) if key not in _PER_SENDING}
-    digest = hashlib.sha256(msgpack.packb(kept, use_bin_type=True))
-    prompts = int(body.get("prompt") is True or body.get("tokens") is True)
-    for blob in blobs[:prompts]:  # what follows is the blob of `resume`
-        digest.update(len(blob).to_bytes(8, "little"))
-        digest.update(blob)
-    return digest.digest()[:16]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.common.errors import DeadlineExceeded
-from mlxpool.common.protocol.frames import Delta, pack_ids
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.compute.messages import Admit, Key
 from mlxpool.worker.engine.sequence import Drawn, Phase, Sequence
 from mlxpool.worker.prompt.detokenizer import Completion

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlxpool.common.protocol.frames import Delta
+from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.engine.sequence import Sequence
 from mlxpool.worker.prompt.detokenizer import Completion
 

@@ -14,7 +14,7 @@ from functools import partial
 
 from mlxpool.common.config.loading import ModelConfig, WorkerConfig
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
-from mlxpool.common.protocol.frames import Delta
+from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.generation import Run
 from mlxpool.worker.compute.messages import (
     Admit,

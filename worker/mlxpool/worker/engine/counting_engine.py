@@ -18,7 +18,7 @@ from typing import Any
 
 from mlxpool.common.config.loading import Counting
 from mlxpool.common.protocol.chat import joined
-from mlxpool.common.protocol.frames import pack_ids
+from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.compute.messages import Fits, Prompt, any_size
 from mlxpool.worker.engine.interface import Memory, Share
 from mlxpool.worker.engine.sequence import Drawn, Logprob, RowFailed, Sequence

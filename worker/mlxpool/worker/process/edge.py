@@ -21,8 +21,9 @@ from mlxpool.common.config.loading import WorkerConfig
 from mlxpool.common.errors import Internal, TooLarge, from_body
 from mlxpool.common.exit_codes import AGAIN, ALONE, REFUSED
 from mlxpool.common.progress import Block
-from mlxpool.common.protocol import frames
-from mlxpool.common.protocol.frames import Delta, Message
+from mlxpool.common.protocol import deltas, kinds
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Message
 from mlxpool.common.trace import History
 from mlxpool.common.transport.keys import Credentials
 from mlxpool.worker.compute.messages import (
@@ -157,7 +158,7 @@ class Edge:
 
     def _close(self) -> int:
         if not self.exit_code:
-            self._send(frames.BYE, {})
+            self._send(kinds.BYE, {})
         self.link.close()
         return self.exit_code or 0
 
@@ -196,9 +197,9 @@ class Edge:
 
     def _answer(self, answer: Answer) -> None:
         try:
-            self._send(frames.TOKENS, answer.body, id=answer.id, blobs=answer.blobs)
+            self._send(kinds.TOKENS, answer.body, id=answer.id, blobs=answer.blobs)
         except TooLarge as error:
-            self._send(frames.TOKENS, error.body(), id=answer.id)
+            self._send(kinds.TOKENS, error.body(), id=answer.id)
 
     def _opened(self, opened: Opened) -> None:
         self.preparer = Preparer(opened, self._post)
@@ -215,7 +216,7 @@ class Edge:
     def _leave(self, now: float) -> None:
         if self.farewell is None or not (self.link.epoch or now >= self.leave_at):
             return
-        self._send(frames.BYE, {"error": dict(self.farewell)})
+        self._send(kinds.BYE, {"error": dict(self.farewell)})
         self._end(1)
 
     def _hello(self, digest: str, context: int) -> None:
@@ -252,7 +253,7 @@ class Edge:
         self.alive -= ended
         for key in ended:
             self.positions.pop(key, None)
-        for group in frames.batches(rows):
+        for group in deltas.batches(rows):
             self._send_rows(group)
         if ended:
             self._credit()
@@ -260,8 +261,8 @@ class Edge:
     def _send_rows(self, rows: list[Delta]) -> None:
         if not self.link.epoch:
             return
-        body, blob = frames.pack_deltas(rows)
-        parts = self.link.frame(frames.DELTAS, body, blobs=(blob,))
+        body, blob = deltas.pack_deltas(rows)
+        parts = self.link.frame(kinds.DELTAS, body, blobs=(blob,))
         if self.history.on:
             for row in rows:
                 self._history_of_row(row)
@@ -269,7 +270,7 @@ class Edge:
             self.link.put(parts)
             return
         before = max(0, self.link.epoch - 1)
-        stale = self.link.frame(frames.DELTAS, body, blobs=(blob,), epoch=before)
+        stale = self.link.frame(kinds.DELTAS, body, blobs=(blob,), epoch=before)
         self.faults.send(self.link, rows, parts, stale)
         self.faults.after(self.link, rows)
 
@@ -290,19 +291,19 @@ class Edge:
         except Exception as error:
             log.exception("a message failed", extra={"kind": message.kind})
             key = (message.header.id or b"", message.header.attempt)
-            if message.kind == frames.WORK and key in self.preparing:
+            if message.kind == kinds.WORK and key in self.preparing:
                 self.preparing.discard(key)
                 self._refuse(key, Internal(f"the request could not be read: {error!r}").body())
 
     def _handle(self, message: Message) -> None:
         kind, header = message.kind, message.header
-        if kind == frames.WELCOME:
+        if kind == kinds.WELCOME:
             self._welcome(message)
-        elif kind == frames.WHO:
+        elif kind == kinds.WHO:
             self._who()
-        elif kind == frames.STOP:
+        elif kind == kinds.STOP:
             self._stop(message.body)
-        elif kind == frames.HEARD:
+        elif kind == kinds.HEARD:
             pass  # that it came is all it says
         elif header.epoch != self.link.epoch or not self.link.epoch:
             log.warning("frame of another epoch", extra={"kind": kind})
@@ -311,13 +312,13 @@ class Edge:
 
     def _handle_current(self, message: Message, key: Key) -> None:
         kind = message.kind
-        if kind == frames.WORK:
+        if kind == kinds.WORK:
             self._work(message, key)
-        elif kind in (frames.TOKENIZE, frames.DETOKENIZE) and self.preparer is not None:
+        elif kind in (kinds.TOKENIZE, kinds.DETOKENIZE) and self.preparer is not None:
             self.preparer.tell(message, self.generation)
-        elif kind == frames.CANCEL:
+        elif kind == kinds.CANCEL:
             self._cancel(key)
-        elif kind == frames.DRAIN:
+        elif kind == kinds.DRAIN:
             self._drain()
 
     def _stop(self, body: Mapping[str, Any]) -> None:
@@ -388,7 +389,7 @@ class Edge:
 
     def _yield(self, keys: list[Key]) -> None:
         if keys:
-            self._send(frames.YIELD, {"runs": [list(key) for key in keys]})
+            self._send(kinds.YIELD, {"runs": [list(key) for key in keys]})
             for id, attempt in keys:
                 self.history.write("yield", id=id, attempt=attempt)
         self._credit()
@@ -397,7 +398,7 @@ class Edge:
 
     def _credit(self) -> None:
         free = 0 if self.draining else max(0, self.capacity - len(self.alive))
-        self._send(frames.CREDIT, {"sequences": free, "works": self.works})
+        self._send(kinds.CREDIT, {"sequences": free, "works": self.works})
 
     def _beat(self, now: float) -> None:
         progress = self.progress
@@ -419,7 +420,7 @@ class Edge:
         if self.config.dials:  # whoever cannot read the progress block is told what is in it
             look = progress.block.read()
             body["look"] = [look.tokens, look.fresh, look.usual_token_ns, look.usual_step_ns]
-        self._send(frames.BEAT, body)
+        self._send(kinds.BEAT, body)
 
     def _send(
         self,

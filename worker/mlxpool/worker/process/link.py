@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol import frames
+from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.trace import History
 from mlxpool.common.transport import sockets
@@ -125,7 +125,7 @@ class Link:
         if self._hello is not None:
             self._hello_at, self._hello_due = now, NEVER
             body = {**self._hello, "token": self.token}
-            self.put(frames.encode(Header(frames.HELLO), body))
+            self.put(frames.encode(Header(kinds.HELLO), body))
             self.history.write("hello")
 
     def welcome(self, message: Message) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest, ContextExceeded, Internal, PoolError, TooLarge
 from mlxpool.common.options import Options
-from mlxpool.common.protocol.frames import MAX_BLOB, MAX_BODY, Header, Message, pack_ids, unpack_ids
+from mlxpool.common.protocol.frames import MAX_BLOB, MAX_BODY, Header, Message
+from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.worker.compute.messages import Admit, Fits, Key, Opened, Prompt
 from mlxpool.worker.compute.progress import monotonic
 from mlxpool.worker.engine.sequence import Sequence

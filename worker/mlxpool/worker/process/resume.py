@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol.frames import MAX_NUMBER, Message, unpack_ids
+from mlxpool.common.protocol.frames import MAX_NUMBER, Message
+from mlxpool.common.protocol.token_ids import unpack_ids
 
 LATEST = 253_402_300_799  # seconds since 1970; calendars of templates end with the year 9999
 

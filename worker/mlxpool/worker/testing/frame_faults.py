@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlxpool.common.protocol.frames import Delta, Message
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Message
 from mlxpool.worker.compute.messages import Key
 from mlxpool.worker.process.link import Link
 from mlxpool.worker.testing.faults import OF_FRAMES, Faults

@@ -1,0 +1,16 @@
+"""The kinds of message of MLXP/1, by who sends them to whom. docs/protocol.md describes each."""
+
+from __future__ import annotations
+
+# front: client -> broker
+GENERATE, CANCEL, ACK, PING = "generate", "cancel", "ack", "ping"
+MODELS, TOKENIZE, DETOKENIZE = "models", "tokenize", "detokenize"
+# front: broker -> client
+ACCEPTED, DELTA, DELTAS, DONE, ERROR = "accepted", "delta", "deltas", "done", "error"
+FATE, PONG, TOKENS = "fate", "pong", "tokens"
+# back: worker -> broker
+HELLO, BEAT, CREDIT, YIELD, BYE = "hello", "beat", "credit", "yield", "bye"
+# back: broker -> worker
+WELCOME, HEARD, WHO, WORK, DRAIN, STOP = "welcome", "heard", "who", "work", "drain", "stop"
+# admin: the one kind that is answered more than once
+WATCH = "watch"

@@ -1,0 +1,135 @@
+"""The prompt of a request in its three forms: text, packed text or token ids, and chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
+from mlxpool.common.protocol.token_ids import ID_WIDTH
+
+KEYS = ("prompt", "messages", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text that is tokenised as it stands."""
+
+    text: str
+
+    def body(self) -> dict[str, Any]:
+        return {"prompt": self.text}
+
+    def blobs(self) -> tuple[bytes, ...]:
+        return ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of UTF-8."""
+        return _text_bytes(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPrompt:
+    """Text in UTF-8 (`prompt`) or packed token ids (`tokens`) that travel as the first blob."""
+
+    key: Literal["prompt", "tokens"]
+    blob: bytes
+
+    def body(self) -> dict[str, Any]:
+        return {self.key: True}
+
+    def blobs(self) -> tuple[bytes, ...]:
+        return (self.blob,)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the blob."""
+        return len(self.blob)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages for the model's chat template, with the tools and the thinking it is to offer.
+
+    `messages` and `tools` are as the client sent them; `check_messages` gives templates their form.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    think: bool | str | None = None
+
+    def body(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"messages": self.messages}
+        if self.tools:
+            body["tools"] = self.tools
+        if self.think is not None:
+            body["think"] = self.think
+        return body
+
+    def blobs(self) -> tuple[bytes, ...]:
+        return ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of UTF-8 of all texts in the messages and tools, at any depth."""
+        return _text_bytes(self.messages) + _text_bytes(self.tools)
+
+
+Prompt = TextPrompt | PackedPrompt | ChatPrompt
+
+
+def parse_prompt(body: Mapping[str, Any], blobs: Sequence[bytes]) -> Prompt:
+    """The one prompt of a `generate`. Raises BadRequest naming the key."""
+    given = [key for key in KEYS if body.get(key) not in (None, False)]
+    if len(given) != 1:
+        raise BadRequest(f"give one of prompt, messages, tokens; got {given or 'none'}")
+    if given == ["messages"]:
+        return _chat(body)
+    for key, words in (("tools", "tools go"), ("think", "think goes")):
+        if body.get(key) not in (None, []):
+            raise BadRequest(f"{words} with messages, got {given[0]}")
+    if given == ["prompt"] and isinstance(body["prompt"], str):
+        if not body["prompt"]:
+            raise BadRequest("the prompt is empty")
+        return TextPrompt(body["prompt"])
+    return _packed("tokens" if given == ["tokens"] else "prompt", body, blobs)
+
+
+def blobs_of_prompt(body: Mapping[str, Any]) -> int:
+    """How many blobs behind this body belong to the prompt: 0 or 1."""
+    return int(body.get("prompt") is True or body.get("tokens") is True)
+
+
+def _packed(
+    key: Literal["prompt", "tokens"], body: Mapping[str, Any], blobs: Sequence[bytes]
+) -> PackedPrompt:
+    if body[key] is not True:
+        raise BadRequest(f"{key} must be {'text or ' * (key == 'prompt')}true with a blob")
+    if not blobs or not blobs[0]:
+        raise BadRequest(f"{key} is true, but its blob is missing or empty")
+    if key == "tokens" and len(blobs[0]) % ID_WIDTH:
+        raise BadRequest(f"the blob of tokens has {len(blobs[0])} bytes, no multiple of {ID_WIDTH}")
+    return PackedPrompt(key, blobs[0])
+
+
+def _chat(body: Mapping[str, Any]) -> ChatPrompt:
+    check_messages(body["messages"])
+    tools = body["tools"] if check_tools(body.get("tools")) else None
+    return ChatPrompt(body["messages"], tools, check_think(body.get("think")))
+
+
+def _text_bytes(value: object) -> int:
+    """Bytes of UTF-8 of all texts in a value, at any depth."""
+    size, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            size += len(item.encode("utf-8", "surrogatepass"))
+        elif isinstance(item, Mapping):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple):
+            waiting.extend(item)
+    return size

@@ -1,0 +1,164 @@
+"""What a stream that was at work before brings along: its ids, its seed and its facts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import MAX_SEED
+from mlxpool.common.protocol.fields import integer, is_integer, is_number
+from mlxpool.common.protocol.token_ids import ID_WIDTH, count_of
+
+MAX_COUNT = 2**31
+# Seconds since 1970: the calendars of chat templates end with the year 9999.
+MAX_TIME = 253_402_300_799
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What holds for a stream from its first worker to its last.
+
+    `prompt_tokens` and `max_tokens` are counts of ids, `now` is what chat templates call the time,
+    in seconds since 1970. A field is None where the sender does not say. `raw` is the map as it was
+    received: it is stored and sent back unchanged, with keys of later versions.
+    """
+
+    digest: str | None = None
+    context: int | None = None
+    max_tokens: int | None = None
+    prompt_tokens: int | None = None
+    now: float | None = None
+    thinks: bool = False
+    raw: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def from_worker(cls, raw: Mapping[str, Any]) -> Facts:
+        """The facts of a worker's first row, read leniently: a wrong type counts as absent."""
+        digest, now = raw.get("digest"), raw.get("now")
+        counts = {key: raw.get(key) for key in ("context", "max_tokens", "prompt_tokens")}
+        return cls(
+            digest if isinstance(digest, str) else None,
+            **{key: value if is_integer(value) else None for key, value in counts.items()},
+            now=float(now) if is_number(now) else None,
+            thinks=raw.get("thinks") is True,
+            raw=raw,
+        )
+
+    @classmethod
+    def from_client(cls, raw: object) -> Facts:
+        """The facts that a client sends back. Raises BadRequest for a wrong type or bound."""
+        if not isinstance(raw, dict):
+            raise BadRequest("resume.facts must be the map that came with the first delta")
+        now = raw.get("now", 0)
+        if not is_number(now):
+            raise BadRequest(f"resume.facts.now must be a number, got {now!r:.60}")
+        if not isinstance(raw.get("digest", ""), str):
+            raise BadRequest(f"resume.facts.digest must be text, got {raw['digest']!r:.60}")
+        for key in ("context", "max_tokens", "prompt_tokens"):
+            value = raw.get(key, 0)
+            if not is_integer(value) or not 0 <= value < MAX_COUNT:
+                raise BadRequest(f"resume.facts.{key} must be a count, got {value!r:.60}")
+        return cls.from_worker(raw)
+
+    @classmethod
+    def from_broker(cls, raw: object) -> Facts:
+        """The facts in `work`. Raises BadRequest for a wrong type or a time out of bounds."""
+        if raw is None:
+            return cls()
+        if not isinstance(raw, Mapping):
+            raise BadRequest(f"resume.facts must be a map, got {raw!r:.60}")
+        digest = raw.get("digest")
+        if not isinstance(digest, str | None):
+            raise BadRequest(f"resume.facts.digest must be a string, got {digest!r:.60}")
+        counts = {
+            key: optional_count(raw.get(key), f"resume.facts.{key}")
+            for key in ("context", "max_tokens", "prompt_tokens")
+        }
+        now = _time(raw.get("now"))
+        return cls(digest, **counts, now=now, thinks=raw.get("thinks") is True, raw=raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The part of `generate` and `work` by which a stream goes on.
+
+    `ids` are the packed ids there are already. `seed` is the one that `accepted` told, `resumes`
+    the resumes in a row that brought no new id; `work` carries its seed beside it.
+    """
+
+    ids: bytes = b""
+    facts: Facts | None = None
+    seed: int | None = None
+    resumes: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many ids there are."""
+        return count_of(self.ids)
+
+    def body(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"count": self.count}
+        if self.seed is not None:
+            body["seed"] = self.seed
+        body["resumes"] = self.resumes
+        if self.facts is not None:
+            body["facts"] = self.facts.raw
+        return body
+
+    @classmethod
+    def from_client(cls, raw: object, blobs: Sequence[bytes]) -> Resume | None:
+        """`resume` of a `generate`; `blobs` are those behind the prompt's. Raises BadRequest."""
+        if raw is None:
+            if blobs:
+                raise BadRequest(f"{len(blobs)} blob(s) that nothing in the body names")
+            return None
+        if not isinstance(raw, dict):
+            raise BadRequest("resume must be a map {count, facts, seed, resumes}")
+        count = integer(raw, "count", 0, MAX_COUNT) or 0
+        seed = integer(raw, "seed", 0, MAX_SEED)
+        resumes = integer(raw, "resumes", 0, MAX_COUNT) or 0
+        facts = None if raw.get("facts") is None else Facts.from_client(raw["facts"])
+        ids = blobs[0] if blobs else b""
+        if len(blobs) > 1 or len(ids) != ID_WIDTH * count:
+            raise BadRequest(f"resume.count is {count}, its blob has {len(ids) / ID_WIDTH:g} ids")
+        return cls(ids, facts, seed, resumes)
+
+    @classmethod
+    def from_broker(cls, raw: object, blobs: Sequence[bytes]) -> Resume:
+        """`resume` of a `work`; an absent one is empty. Raises BadRequest."""
+        if raw is None:
+            return cls()
+        if not isinstance(raw, Mapping):
+            raise BadRequest(f"resume must be a map, got {raw!r:.60}")
+        facts = Facts.from_broker(raw.get("facts"))
+        count = optional_count(raw.get("count"), "resume.count") or 0
+        ids = b"".join(blobs[:1])
+        if len(ids) % ID_WIDTH:
+            raise BadRequest(
+                f"a blob of token ids has {len(ids)} bytes, must be a multiple of {ID_WIDTH}"
+            )
+        if count_of(ids) != count:
+            raise BadRequest(f"resume.count is {count}, its blob has {count_of(ids)} ids")
+        return cls(ids, facts, resumes=integer(raw, "resumes", 0, MAX_COUNT) or 0)
+
+
+def optional_count(value: object, name: str) -> int | None:
+    """A count below 2^63, or None. Raises BadRequest with `name`."""
+    if value is None:
+        return None
+    if not is_integer(value) or not 0 <= value < 2**63:
+        raise BadRequest(f"{name} must be a count, got {value!r:.60}")
+    return value
+
+
+def _time(value: object) -> float | None:
+    if value is None:
+        return None
+    if not is_number(value):
+        raise BadRequest(f"resume.facts.now must be a number, got {value!r:.60}")
+    if not math.isfinite(value) or not 0 <= value <= MAX_TIME:
+        raise BadRequest(f"resume.facts.now is {value}, must be from 0 to {MAX_TIME}")
+    return float(value)

@@ -1,0 +1,173 @@
+"""Messages of the broker to a worker. `cancel`, `tokenize`, `detokenize`: see `to_broker`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import Options
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.content import Content
+from mlxpool.common.protocol.fields import is_integer, is_number
+from mlxpool.common.protocol.prompts import (
+    ChatPrompt,
+    PackedPrompt,
+    Prompt,
+    TextPrompt,
+    blobs_of_prompt,
+)
+from mlxpool.common.protocol.resume import Resume
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Content):
+    """Answer to `hello`: the header's epoch is the worker's. The next `hello` needs `token`."""
+
+    kind: ClassVar[str] = kinds.WELCOME
+    boot: int = 0
+    token: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        return {"boot": self.boot, "token": self.token}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Welcome:
+        """Read leniently: a token that is no text counts as absent."""
+        boot, token = body.get("boot"), body.get("token")
+        return cls(boot if is_integer(boot) else 0, token if isinstance(token, str) else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Heard(Content):
+    """Answer to a beat: the broker lives."""
+
+    kind: ClassVar[str] = kinds.HEARD
+
+
+@dataclass(frozen=True, slots=True)
+class Who(Content):
+    """The connection has no welcome: the worker drops all runs and says `hello` again."""
+
+    kind: ClassVar[str] = kinds.WHO
+
+    def body(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(Content):
+    """Stop all runs, hand them back with `yield`, take no more."""
+
+    kind: ClassVar[str] = kinds.DRAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Stop(Content):
+    """Leave. `again`: a fresh worker is wanted in its place. `error`: its `hello` is refused."""
+
+    kind: ClassVar[str] = kinds.STOP
+    again: bool | None = None
+    error: Mapping[str, Any] | None = None
+
+    def body(self) -> dict[str, Any]:
+        fields = {"again": self.again, "error": self.error}
+        return {key: value for key, value in fields.items() if value is not None}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Stop:
+        error = body.get("error")
+        return cls(bool(body.get("again")), error if isinstance(error, Mapping) else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Work(Content):
+    """A run: the prompt, checked options, the seed, and what a resumed stream brings along.
+
+    `deadline_ms` is what is left of the request's time. `suspect`: the request may have ended a
+    worker, so its prompt is read in a pass of its own.
+    """
+
+    kind: ClassVar[str] = kinds.WORK
+    prompt: Prompt
+    options: Options
+    seed: int = 0
+    deadline_ms: float | None = None
+    resume: Resume | None = None
+    suspect: bool = False
+
+    def body(self) -> dict[str, Any]:
+        body = {
+            **self.prompt.body(),
+            "options": self.options.to_wire(),
+            "seed": self.seed,
+            "deadline_ms": self.deadline_ms,
+        }
+        if self.suspect:
+            body["suspect"] = True
+        if self.resume is not None:
+            body["resume"] = self.resume.body()
+        return body
+
+    def blobs(self) -> tuple[bytes, ...]:
+        blobs = self.prompt.blobs()
+        return blobs if self.resume is None else (*blobs, self.resume.ids)
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Work:
+        """Raises BadRequest naming the key and its value."""
+        behind = blobs[blobs_of_prompt(body) :]
+        return cls(
+            _prompt(body, blobs),
+            Options.parse(_map(body, "options")),
+            _seed(body.get("seed")),
+            _deadline(body.get("deadline_ms")),
+            Resume.from_broker(body.get("resume"), behind),
+            bool(body.get("suspect")),
+        )
+
+
+def count_of_resume(body: Mapping[str, Any]) -> int:
+    """How many ids a `work` says that its stream has; 0 where it says nothing usable."""
+    resume = body.get("resume")
+    count = resume.get("count") if isinstance(resume, Mapping) else None
+    return count if is_integer(count) and count >= 0 else 0
+
+
+def _prompt(body: Mapping[str, Any], blobs: Sequence[bytes]) -> Prompt:
+    if body.get("tokens") is not None:
+        return PackedPrompt("tokens", _first(blobs))
+    if body.get("messages") is not None:
+        return ChatPrompt(body["messages"], body.get("tools"), body.get("think"))
+    text = body.get("prompt")
+    if text is True:
+        return PackedPrompt("prompt", _first(blobs))
+    if not isinstance(text, str):
+        raise BadRequest(f"one of prompt, messages, tokens must be given; prompt is {text!r:.60}")
+    return TextPrompt(text)
+
+
+def _first(blobs: Sequence[bytes]) -> bytes:
+    if not blobs:
+        raise BadRequest("the prompt is said to be a blob, but the message has none")
+    return blobs[0]
+
+
+def _map(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = body.get(key)
+    if not isinstance(value, Mapping | None):
+        raise BadRequest(f"{key} must be a map, got {value!r:.60}")
+    return value or {}
+
+
+def _seed(seed: object) -> int:
+    if seed is not None and not is_integer(seed):
+        raise BadRequest(f"seed must be an integer, got {seed!r:.60}")
+    return seed or 0
+
+
+def _deadline(left: object) -> float | None:
+    if left is not None and (not is_number(left) or left < 0):
+        raise BadRequest(f"deadline_ms must be a number that is not negative, got {left!r:.60}")
+    return left
