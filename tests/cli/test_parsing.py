@@ -408,7 +408,8 @@ def test_help_and_errors_know_every_command(arguments: list[str]) -> None:
 def test_ps_imports_little() -> None:
     """What it does not need it does not wait for."""
     code = (
-        "import sys\nfrom mlxpool.cli import operations as ops\nops.ask = lambda *a, **k: sys.exit(0)\n"
+        "import sys\nfrom mlxpool.cli import operations as ops\n"
+        "ops.ask = lambda *a, **k: sys.exit(0)\n"
         "import atexit; atexit.register(lambda: print(*sys.modules))\n"
         "from mlxpool.cli.main import main; main(['ps', '--run-dir', '/a'])"
     )

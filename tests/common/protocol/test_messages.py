@@ -1,0 +1,146 @@
+"""Typed messages: what is sent is parsed to the same message, by a later version's body as well."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import msgpack
+import pytest
+
+from mlxpool.common.errors import BadRequest, QueueFull
+from mlxpool.common.options import Options
+from mlxpool.common.protocol import kinds, to_broker, to_client, to_worker
+from mlxpool.common.protocol.content import Content, encoded
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Message, decode
+from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
+from mlxpool.common.protocol.resume import Facts, Resume
+from mlxpool.common.protocol.token_ids import pack_ids
+
+ID = bytes(range(16))
+FACTS = {"digest": "d", "context": 64, "max_tokens": 9, "prompt_tokens": 3, "now": 1.5, "new": [1]}
+PROMPTS: list[Prompt] = [
+    TextPrompt("a"),
+    PackedPrompt("prompt", b"long"),
+    PackedPrompt("tokens", pack_ids([1, 2])),
+    ChatPrompt([{"role": "user", "content": "a"}], [{"name": "f"}], "low"),
+]
+PARSED_BY_BODY: list[Any] = [
+    to_broker.Ack([(ID, 3)]),
+    to_broker.Hello("m/0", "m", "t", 7, 1.5, "h", "d", 64),
+    to_broker.Credit(2, 5),
+    to_broker.Beat("decode", 3, 4, ID, 1.5, 1, 2, "paged", {"kv": 1}, {"hits": 2}),
+    to_broker.Beat("idle", look=to_broker.ProgressSample(1, False, 2, 3)),
+    to_broker.Yield([(ID, 4)]),
+    to_broker.Bye(),
+    to_broker.Bye({"code": "internal", "message": "x", "retryable": False}),
+    to_worker.Welcome(9, "t"),
+    to_worker.Stop(True),
+    to_client.Accepted(1, 2, 0, 7),
+    to_client.Done("stop", "rest", {"prompt_tokens": 1}, {"total": 2.5}, 1),
+]
+
+
+def received(content: Content) -> Message:
+    """The message that the other side gets, with a key of a later version in its body."""
+    message = decode(encoded(content, ID))
+    return Message(message.header, {**message.body, "later": 1}, message.blobs)
+
+
+@pytest.mark.parametrize("content", PARSED_BY_BODY, ids=lambda content: type(content).__name__)
+def test_what_is_sent_is_parsed(content: Any) -> None:
+    message = received(content)
+    assert message.kind == content.kind
+    assert type(content).parse(message.body) == content
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: type(prompt).__name__)
+@pytest.mark.parametrize(
+    "resume", [None, Resume(pack_ids([1, 2, 3]), Facts.from_client(FACTS), seed=7, resumes=1)]
+)
+def test_a_request_travels_with_its_prompt_and_its_resume(
+    prompt: Prompt, resume: Resume | None
+) -> None:
+    draft = to_broker.GenerateDraft("m", prompt, {"seed": 7}, {"priority": 2}, resume)
+    message = received(draft)
+    request = to_broker.Generate.parse(message.body, message.blobs)
+    assert (request.model, request.prompt, request.priority) == ("m", prompt, 2)
+    assert (request.options.seed, request.resume) == (7, resume)
+    if resume is not None:
+        assert message.body["resume"]["facts"] == FACTS  # unknown facts too come back
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: type(prompt).__name__)
+def test_work_travels(prompt: Prompt) -> None:
+    resume = Resume(pack_ids([1, 2, 3]), Facts.from_worker(FACTS))
+    work = to_worker.Work(prompt, Options(max_tokens=9), 7, 1500, resume, suspect=True)
+    message = received(work)
+    assert to_worker.Work.parse(message.body, message.blobs) == work
+    assert to_worker.count_of_resume(message.body) == 3
+
+
+def test_work_without_a_resume_begins_with_an_empty_one() -> None:
+    message = received(to_worker.Work(TextPrompt("a"), Options()))
+    assert "resume" not in message.body and "suspect" not in message.body
+    assert to_worker.Work.parse(message.body, message.blobs).resume == Resume()
+
+
+def test_rows_travel_both_ways() -> None:
+    rows = [Delta(ID, 1, 0, "a", pack_ids([1]), facts=FACTS), Delta(ID, 2, 3, "", b"")]
+    assert to_broker.WorkerDeltas.parse(decode(encoded(to_broker.WorkerDeltas(rows)))).rows == rows
+    assert encoded(to_client.StreamDeltas(rows)) == encoded(to_broker.WorkerDeltas(rows))
+
+
+def test_messages_without_content() -> None:
+    assert len(encoded(to_worker.Who())) == 1  # the header alone
+    for content in (to_worker.Heard(), to_worker.Drain(), to_broker.Ping(), to_broker.Cancel()):
+        assert decode(encoded(content)).body == {}
+
+
+def test_an_error_is_the_one_that_was_raised() -> None:
+    error = QueueFull("full", retry_after_ms=5)
+    failed = to_client.Failed.of(error)
+    again = to_client.Failed(decode(encoded(failed)).body).error()
+    assert isinstance(again, QueueFull)
+    assert (again.message, again.retry_after_ms, failed.code) == ("full", 5, "queue_full")
+    assert to_client.Failed.about(error, ID).body()["about"] == ID
+
+
+@pytest.mark.parametrize("kind", [kinds.TOKENIZE, kinds.DETOKENIZE])
+def test_a_call_of_the_tokenizer_keeps_what_the_worker_reads(kind: str) -> None:
+    body = {"model": "m", "text": True, "later": 1}
+    call = to_broker.TokenizerCall.parse(kind, body, [b"long"])
+    assert (call.body(), call.blobs(), call.kind) == (body, (b"long",), kind)
+    with pytest.raises(BadRequest, match=f"{kind}: model must be a name"):
+        to_broker.TokenizerCall.parse(kind, {"model": 1}, [])
+
+
+@pytest.mark.parametrize("module", [to_broker, to_worker, to_client])
+def test_every_kind_is_known_and_every_message_is_frozen(module: Any) -> None:
+    known = {value for name, value in vars(kinds).items() if name.isupper()}
+    contents = [
+        each
+        for _, each in inspect.getmembers(module, inspect.isclass)
+        if issubclass(each, Content) and each is not Content
+    ]
+    assert contents
+    for each in contents:
+        assert each.__dataclass_params__.frozen, each
+        assert each is to_broker.TokenizerCall or each.kind in known
+
+
+@pytest.mark.parametrize(
+    ("parse", "body"),
+    [
+        (to_broker.Hello.parse, {"slot": 1, "pid": "x", "digest": None, "context": -1}),
+        (to_broker.Credit.parse, {"sequences": "many", "works": -2}),
+        (to_broker.Beat.parse, {"phase": 1, "memory": [], "look": "x", "prefill": 3}),
+        (to_broker.Yield.parse, {"runs": [[ID], ["x", 1], 7]}),
+        (to_worker.Welcome.parse, {"boot": "x", "token": 7}),
+        (to_worker.Stop.parse, {"error": "x"}),
+    ],
+)
+def test_wrong_types_of_the_other_process_count_as_absent(parse: Any, body: Any) -> None:
+    content = parse(body)
+    assert parse(msgpack.unpackb(msgpack.packb(content.body()))) == content
