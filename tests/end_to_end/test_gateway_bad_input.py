@@ -88,13 +88,13 @@ def test_keys_are_read_again_and_a_broken_file_changes_nothing(
     other = {"authorization": f"Bearer {OTHER}"}
     keys.write_text(f"{KEY}\n{OTHER}\n")
     assert http.get("/v1/models", headers=other).status_code == 401
-    gateway.gateway.keys.reread()
+    gateway.gateway.keys.reload()
     assert http.get("/v1/models", headers=other).status_code == 200
     keys.write_text("short\n")
-    gateway.gateway.keys.reread()
+    gateway.gateway.keys.reload()
     assert http.get("/v1/models", headers=other).status_code == 200
     keys.write_text(KEY)
-    gateway.gateway.keys.reread()
+    gateway.gateway.keys.reload()
     assert http.get("/v1/models", headers=other).status_code == 401
 
 

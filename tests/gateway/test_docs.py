@@ -9,8 +9,8 @@ import pytest
 
 from mlxpool.common.errors import BY_CODE
 from mlxpool.gateway import app, errors, formats
-from mlxpool.gateway.ollama import fields
-from mlxpool.gateway.openai import fields as openai_fields
+from mlxpool.gateway.ollama import requests as ollama_requests
+from mlxpool.gateway.openai import requests as openai_requests
 
 DOCS = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text("utf-8")
 OPENAI, _, REST = DOCS.partition("## From Ollama's client")
@@ -22,19 +22,19 @@ def quoted(text: str) -> set[str]:
 
 
 OPENAI_FIELDS = {
-    *openai_fields.CHAT,
-    *openai_fields.COMPLETION,
-    *openai_fields.SAMPLING,
-    *openai_fields.ACCEPTED,
-    *openai_fields.CHAT_REFUSED,
-    *openai_fields.COMPLETION_REFUSED,
+    *openai_requests.CHAT,
+    *openai_requests.COMPLETION,
+    *openai_requests.SAMPLING,
+    *openai_requests.ACCEPTED,
+    *openai_requests.CHAT_REFUSED,
+    *openai_requests.COMPLETION_REFUSED,
 }
 OLLAMA_FIELDS = {
-    *fields.GENERATE,
-    *fields.CHAT,
-    *fields.GENERATE_REFUSED,
-    *fields.OPTIONS,
-    *fields.OPTIONS_REFUSED,
+    *ollama_requests.GENERATE,
+    *ollama_requests.CHAT,
+    *ollama_requests.GENERATE_REFUSED,
+    *ollama_requests.OPTIONS,
+    *ollama_requests.OPTIONS_REFUSED,
 }
 
 
@@ -48,7 +48,7 @@ def test_every_field_is_named(names: set[str], section: str) -> None:
 
 
 def test_every_path_is_named() -> None:
-    assert all(path.partition("/{")[0] in OLLAMA for path in app.OLLAMA_LATER)
+    assert all(path.partition("/{")[0] in OLLAMA for path in app.OLLAMA_NOT_BUILT)
 
 
 def test_every_code_is_named_and_every_error_of_the_pool_has_one() -> None:

@@ -1,4 +1,4 @@
-"""What an endpoint does with work that fails in a way nobody thought of. No network."""
+"""An endpoint whose handler raises an unexpected error or whose client disconnects. No network."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from mlxpool.gateway.app import Endpoint
-from mlxpool.gateway.http import Reply, unless_gone
+from mlxpool.gateway.endpoint import Endpoint
+from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect
 
 SCOPE = {"type": "http", "method": "GET", "path": "/x", "headers": [], "query_string": b""}
 
 
-async def gone() -> dict[str, Any]:
+async def disconnected() -> dict[str, Any]:
     return {"type": "http.disconnect"}
 
 
-def answered(error: Exception, *, began: bool) -> list[dict[str, Any]]:
-    """What is sent when the work raises this, before or after its reply has begun."""
+def messages_sent(error: Exception, *, started: bool) -> list[dict[str, Any]]:
+    """The ASGI messages when the handler raises `error`, before or after the response started."""
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async def work(request: Request, reply: Reply) -> None:
-        if began:
-            await reply.open("text/plain")
+    async def work(request: Request, response: ResponseWriter) -> None:
+        if started:
+            await response.open("text/plain")
         raise error
 
-    asyncio.run(Endpoint(None, ("GET",), work)(dict(SCOPE), gone, send))
+    asyncio.run(Endpoint(None, ("GET",), work)(dict(SCOPE), disconnected, send))
     return sent
 
 
 @pytest.mark.parametrize("error", [ValueError("a secret"), OSError("a secret")])
-def test_a_failure_of_ours_is_500_and_its_words_stay_in_the_log(
+def test_an_unexpected_error_is_500_and_only_the_log_has_its_message(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start, body = answered(error, began=False)
+    start, body = messages_sent(error, started=False)
     assert start["status"] == 500
     assert json.loads(body["body"])["error"]["code"] == "internal"
     assert b"secret" not in body["body"] and "a secret" in caplog.text
 
 
-def test_a_reader_who_left_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_disconnects_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "mlxpool"):
-        assert len(answered(ConnectionResetError(), began=True)) == 1
+        assert len(messages_sent(ConnectionResetError(), started=True)) == 1
     assert not [one for one in caplog.records if one.name.startswith("mlxpool")]
 
 
-def test_work_ends_with_its_sender() -> None:
+def test_work_is_cancelled_when_the_client_disconnects() -> None:
     ended = []
 
     async def work() -> None:
@@ -61,17 +61,17 @@ def test_work_ends_with_its_sender() -> None:
         finally:
             ended.append(True)
 
-    asyncio.run(unless_gone(gone, work))
+    asyncio.run(cancel_on_disconnect(disconnected, work))
     assert ended == [True]
 
 
-def test_the_error_of_the_work_is_heard() -> None:
-    async def stays() -> dict[str, Any]:
+def test_an_error_of_the_work_is_raised() -> None:
+    async def connected() -> dict[str, Any]:
         await asyncio.Event().wait()
         return {}
 
     async def work() -> None:
-        raise ValueError("heard")
+        raise ValueError("raised")
 
-    with pytest.raises(ValueError, match="heard"):
-        asyncio.run(unless_gone(stays, work))
+    with pytest.raises(ValueError, match="raised"):
+        asyncio.run(cancel_on_disconnect(connected, work))

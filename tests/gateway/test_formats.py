@@ -1,4 +1,4 @@
-"""What each format makes of the text that its models write, however that text is split."""
+"""The events that each format's parser makes of text, whatever pieces the text arrives in."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def parser(tools: str | None, thinking: str | None = None, *, thinks: bool = False) -> Parser:
-    return formats.parser({"tools": tools, "thinking": thinking}, TOOLS, thinks=thinks)
+    return formats.make_parser({"tools": tools, "thinking": thinking}, TOOLS, thinks=thinks)
 
 
-def whole(made: Parser, *pieces: str) -> list[Event]:
+def parse(made: Parser, *pieces: str) -> list[Event]:
     events = [event for piece in pieces for event in made.push(piece)]
     return merged([*events, *made.finish()])
 
@@ -56,7 +56,7 @@ HARMONY_CALL = (
     "commentary to=functions.weather <|constrain|>json<|message|>" + PARIS
 )
 
-# format of tools, of thinking, the text, what it is
+# format of tools, format of thinking, text, expected events
 SAMPLES: list[tuple[str | None, str | None, str, list[Event]]] = [
     (None, None, "a <tool_call> b", [Content("a <tool_call> b")]),
     # hermes
@@ -245,7 +245,7 @@ SAMPLES: list[tuple[str | None, str | None, str, list[Event]]] = [
 
 
 def thinks(text: str) -> bool:
-    """The samples that begin within thoughts."""
+    """Whether a sample begins within thoughts."""
     return text.startswith("Hm.")
 
 
@@ -253,14 +253,14 @@ def thinks(text: str) -> bool:
 def test_a_sample(
     tools: str | None, thinking: str | None, text: str, expected: list[Event]
 ) -> None:
-    assert whole(parser(tools, thinking, thinks=thinks(text)), text) == expected
+    assert parse(parser(tools, thinking, thinks=thinks(text)), text) == expected
 
 
 @pytest.mark.parametrize(("tools", "thinking", "text", "expected"), SAMPLES)
 def test_a_sample_character_by_character(
     tools: str | None, thinking: str | None, text: str, expected: list[Event]
 ) -> None:
-    assert whole(parser(tools, thinking, thinks=thinks(text)), *text) == expected
+    assert parse(parser(tools, thinking, thinks=thinks(text)), *text) == expected
 
 
 MARKS = [
@@ -282,20 +282,20 @@ MARKS = [
     cuts=st.lists(st.integers(0, 400), max_size=9),
     inside=st.booleans(),
 )
-def test_how_a_text_is_split_changes_nothing(
+def test_the_split_of_a_text_changes_no_event(
     tools: str | None, thinking: str | None, parts: list[str], cuts: list[int], inside: bool
 ) -> None:
     text = "".join(parts)
     ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     pieces = [text[a:b] for a, b in pairwise(ends)]
-    expected = whole(parser(tools, thinking, thinks=inside), text)
-    assert whole(parser(tools, thinking, thinks=inside), *pieces) == expected
-    assert whole(parser(tools, thinking, thinks=inside), *text) == expected
+    expected = parse(parser(tools, thinking, thinks=inside), text)
+    assert parse(parser(tools, thinking, thinks=inside), *pieces) == expected
+    assert parse(parser(tools, thinking, thinks=inside), *text) == expected
     assert_sound(expected)
 
 
 def assert_sound(events: list[Event]) -> None:
-    """Calls do not overlap, their arguments are theirs, nothing is empty."""
+    """Calls do not overlap, arguments come within calls, and no piece is empty."""
     within = False
     for event in events:
         if isinstance(event, CallBegin | CallEnd):
@@ -311,7 +311,7 @@ def test_text_without_marks_is_the_answer(text: str) -> None:
     for tools in [name for name in formats.TOOLS if name != formats.HARMONY]:
         if not any(char in text for char in "<[{"):
             answer = [Content(text)] if text else []
-            assert whole(parser(tools), text) == answer
+            assert parse(parser(tools), text) == answer
 
 
 @given(
@@ -319,7 +319,7 @@ def test_text_without_marks_is_the_answer(text: str) -> None:
         st.text(max_size=8), st.none() | st.text(max_size=8) | st.integers() | st.lists(st.text())
     )
 )
-def test_any_arguments_arrive_as_they_were(arguments: dict[str, Any]) -> None:
+def test_any_arguments_are_reproduced(arguments: dict[str, Any]) -> None:
     written = json.dumps({"name": "clock", "arguments": arguments})
     for tools, text in [
         ("hermes", f"<tool_call>{written}</tool_call>"),
@@ -328,20 +328,22 @@ def test_any_arguments_arrive_as_they_were(arguments: dict[str, Any]) -> None:
         ("mistral", f"[TOOL_CALLS]clock[ARGS]{json.dumps(arguments)}"),
         ("harmony", f" to=functions.clock<|message|>{json.dumps(arguments)}"),
     ]:
-        begin, found, end = whole(parser(tools), *text)
+        if tools == "harmony" and "<|" in written:
+            continue  # its marks are special tokens, which end a message within a string as well
+        begin, found, end = parse(parser(tools), *text)
         assert (begin, end) == (CallBegin("clock"), CallEnd())
         assert isinstance(found, CallArguments) and json.loads(found.text) == arguments
 
 
-def test_arguments_are_passed_on_before_the_call_is_over() -> None:
+def test_arguments_are_emitted_before_the_call_ends() -> None:
     made = parser("hermes")
     made.push('<tool_call>{"name": "weather", "arguments": {"city"')
     assert made.push(': "Pa') == [CallArguments(': "Pa')]
 
 
-def test_without_tools_only_channels_are_read() -> None:
+def test_without_tools_only_harmony_is_parsed() -> None:
     text = '<tool_call>{"name": "clock"}</tool_call>'
-    plain = formats.parser({"tools": "hermes", "thinking": None}, (), thinks=False)
-    assert whole(plain, text) == [Content(text)]
-    channels = formats.parser({"tools": "harmony", "thinking": "harmony"}, (), thinks=False)
-    assert whole(channels, "<|channel|>final<|message|>hi") == [Content("hi")]
+    plain = formats.make_parser({"tools": "hermes", "thinking": None}, (), thinks=False)
+    assert parse(plain, text) == [Content(text)]
+    channels = formats.make_parser({"tools": "harmony", "thinking": "harmony"}, (), thinks=False)
+    assert parse(channels, "<|channel|>final<|message|>hi") == [Content("hi")]

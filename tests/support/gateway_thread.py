@@ -1,4 +1,4 @@
-"""A gateway on a thread of the test's own process, on a port of loopback that was free."""
+"""A gateway in a thread of the test process, on a free port of the loopback interface."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from mlxpool.common.closing import Closing
 from mlxpool.gateway.app import Gateway
-from mlxpool.gateway.server import listen, server
+from mlxpool.gateway.server import listen, make_server
 from mlxpool.gateway.settings import Settings
 from support.pool import PATIENCE, until
 
 
 class GatewayThread(Closing):
-    """Answers once it is made, until it is closed."""
+    """Serves from its construction until it is closed."""
 
     def __init__(self, run_dir: Path, **settings: Any) -> None:
         made = Settings(run_dir=run_dir, port=0, **settings)
         self.gateway = Gateway(made)
         self._bound = listen(made)
-        self._server = server(self.gateway)
+        self._server = make_server(self.gateway)
         self._thread = threading.Thread(target=self._server.run, args=([self._bound],))
         self._thread.start()
         until(lambda: self._server.started, "the gateway answers")

@@ -1,1 +1,4 @@
-"""HTTP before a pool: the interfaces of OpenAI and Ollama. A process of its own, a client."""
+"""An HTTP server that answers OpenAI's and Ollama's interfaces with the models of a pool.
+
+It runs as a process of its own and reaches the broker as any client does.
+"""

@@ -1,6 +1,6 @@
-"""Bearer keys, one a line in a file, and how much each may ask at once.
+"""Access to the gateway: bearer keys, the bound on concurrent requests of a key, the host check.
 
-The file is read again when the process gets SIGHUP.
+The file of keys has one key a line and is read again when the process gets SIGHUP.
 """
 
 from __future__ import annotations
@@ -9,42 +9,51 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from mlxpool.gateway.errors import Fault
+from starlette.requests import Request
+
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.settings import LOOPBACK
 
 log = logging.getLogger("mlxpool.gateway")
 
-SHORTEST = 16  # characters; a key that can be guessed keeps nobody out
+MIN_KEY_LENGTH = 16  # characters; a shorter key can be guessed
+HOST = re.compile(r"\[?([^\]]*?)\]?(?::\d+)?")  # a name or an address, and a port
 
 
-class Keys:
-    """Who may ask. Without a file everybody may."""
+class ApiKeys:
+    """The keys that may send requests. Without a file everybody may."""
 
     def __init__(self, file: Path | None = None) -> None:
         """Raises ValueError for a file that cannot be used, naming it and the line."""
         self._file = file
-        self._digests = () if file is None else _read(file)
+        self._digests = () if file is None else _read_digests(file)
 
     @property
-    def wanted(self) -> bool:
+    def required(self) -> bool:
         return self._file is not None
 
-    def reread(self) -> None:
-        """Take the file as it is now; one that cannot be used changes nothing."""
+    def reload(self) -> None:
+        """Read the file again; if it cannot be used, keep the present keys."""
         if self._file is None:
             return
         try:
-            self._digests = _read(self._file)
+            self._digests = _read_digests(self._file)
         except ValueError as error:
             log.error("the keys stay as they were: %s", error)
         else:
             log.info("%s has %d keys", self._file, len(self._digests))
 
-    def who(self, authorization: str | None) -> bytes | None:
-        """Who asks with this header, None for nobody known; takes equally long for every key."""
+    def owner(self, authorization: str | None) -> bytes | None:
+        """The digest of the key in this header, None if the key is unknown.
+
+        Takes the same time for every key. Without a file all requests have the owner b"".
+        """
         if self._file is None:
             return b""
         scheme, _, key = (authorization or "").partition(" ")
@@ -53,33 +62,59 @@ class Keys:
         return given if any(known) and scheme.lower() == "bearer" else None
 
 
-class Places:
-    """How many requests each has under way."""
+class ConcurrencyLimit:
+    """Counts the requests in flight of each owner."""
 
-    def __init__(self, most: int | None) -> None:
-        """`most` for each; None: any number."""
-        self._most = most
-        self._taken: Counter[bytes] = Counter()
+    def __init__(self, max_requests: int | None) -> None:
+        """`max_requests`: of each owner; None: no bound."""
+        self._max_requests = max_requests
+        self._in_flight: Counter[bytes] = Counter()
 
     @contextlib.contextmanager
-    def taken(self, who: bytes) -> Iterator[None]:
-        """A place for a request. Raises Fault when all are taken."""
-        if self._most is not None and self._taken[who] >= self._most:
-            words = f"{self._most} requests of this key are under way, which is all it may have"
-            raise Fault(429, words, "over_quota", retry_after=1.0)
-        self._taken[who] += 1
+    def request(self, owner: bytes) -> Iterator[None]:
+        """Counts one request while entered. Raises HttpError at the bound."""
+        if self._max_requests is not None and self._in_flight[owner] >= self._max_requests:
+            message = (
+                f"{self._max_requests} requests of this key are under way, which is all it may have"
+            )
+            raise HttpError(429, message, "over_quota", retry_after=1.0)
+        self._in_flight[owner] += 1
         try:
             yield
         finally:
-            self._taken[who] -= 1
-            self._taken += Counter()  # forgets whoever has none
+            self._in_flight[owner] -= 1
+            self._in_flight += Counter()  # drops owners with no request
+
+
+class AccessControl:
+    """Admits requests: known keys only, and of each key a bounded number at once.
+
+    Without keys the gateway serves its own machine only. The Host header must then be a loopback
+    name, so that a page in a browser cannot reach it by a foreign name for this address.
+    """
+
+    def __init__(self, keys: ApiKeys, limit: ConcurrencyLimit) -> None:
+        self._keys = keys
+        self._limit = limit
+
+    def admitted(self, request: Request) -> AbstractContextManager[None]:
+        """To be entered for as long as the request takes. Raises HttpError."""
+        host = HOST.fullmatch(request.headers.get("host", ""))
+        if not self._keys.required and (host is None or host[1].lower() not in LOOPBACK):
+            message = f"without keys it is asked as {' or '.join(LOOPBACK)} only; see --keys"
+            raise HttpError(403, message, "host_not_allowed", retry=False)
+        owner = self._keys.owner(request.headers.get("authorization"))
+        if owner is None:
+            message = "a known key is wanted: Authorization: Bearer KEY"
+            raise HttpError(401, message, "invalid_api_key", retry=False)
+        return self._limit.request(owner)
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _read(file: Path) -> tuple[bytes, ...]:
+def _read_digests(file: Path) -> tuple[bytes, ...]:
     try:
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -89,9 +124,9 @@ def _read(file: Path) -> tuple[bytes, ...]:
         key = line.strip()
         if not key or key.startswith("#"):
             continue
-        if len(key) < SHORTEST or len(key.split()) > 1:
+        if len(key) < MIN_KEY_LENGTH or len(key.split()) > 1:
             raise ValueError(
-                f"{file}, line {number}: a key is one word of at least {SHORTEST} characters;"
+                f"{file}, line {number}: a key is one word of at least {MIN_KEY_LENGTH} characters;"
                 f" it has {len(key)} (make one with `openssl rand -hex 32`)"
             )
         digests.append(_digest(key))

@@ -1,4 +1,4 @@
-"""What went wrong, in the words of HTTP: status, code, and when to come back."""
+"""Failures as HTTP responses: status, body, headers, and the mapping of the pool's errors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mlxpool.common.errors import PoolError
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 
-# A pool's code -> status, OpenAI's code.
+# code of the pool's error -> (HTTP status, OpenAI's code)
 STATUS: Mapping[str, tuple[int, str]] = {
     "bad_request": (400, "bad_request"),
     "unknown_model": (404, "model_not_found"),
     "context_exceeded": (400, "context_length_exceeded"),
-    "unauthorized": (502, "unauthorized"),  # the gateway itself is not let in
+    "unauthorized": (502, "unauthorized"),  # the broker refuses the gateway's own key
     "version_mismatch": (502, "version_mismatch"),
     "too_large": (413, "too_large"),
     "slow_consumer": (408, "slow_consumer"),
@@ -31,14 +31,18 @@ STATUS: Mapping[str, tuple[int, str]] = {
     "out_of_memory": (503, "out_of_memory"),
     "draining": (503, "draining"),
 }
-KINDS = {401: "authentication_error", 404: INVALID, 429: "rate_limit_error"}
-UNREAD = (408, 413)  # the rest of the body may still come: nothing else can on this connection
+ERROR_TYPES = {401: "authentication_error", 404: INVALID, 429: "rate_limit_error"}
+# Part of the body may still be unread, so the connection cannot carry another request.
+CLOSING_STATUSES = (408, 413)
 PARAMS = {"unknown_model": "model", "context_exceeded": "messages"}
 
 
 @dataclass(eq=False)
-class Fault(Exception):
-    """An answer that is none. `param`: the field at fault; `retry`: whether to ask again."""
+class HttpError(Exception):
+    """A request that is answered with an error.
+
+    `param`: the request field that caused it. `retry`: whether the client may send it again.
+    """
 
     status: int
     message: str
@@ -50,47 +54,55 @@ class Fault(Exception):
     def __post_init__(self) -> None:
         super().__init__(self.message)
 
-    def openai(self) -> dict[str, Any]:
-        """The body that OpenAI's clients read."""
-        kind = KINDS.get(self.status, INVALID if self.status < 500 else SERVER)
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+    def openai_body(self) -> dict[str, Any]:
+        """The error object of OpenAI's interface."""
+        error_type = ERROR_TYPES.get(self.status, INVALID if self.status < 500 else SERVER)
+        error = {
+            "message": self.message,
+            "type": error_type,
+            "param": self.param,
+            "code": self.code,
+        }
         return {"error": error}
 
-    def ollama(self) -> dict[str, Any]:
-        """The body that Ollama's clients read."""
+    def ollama_body(self) -> dict[str, Any]:
+        """The error object of Ollama's interface."""
         return {"error": self.message}
 
     def headers(self) -> dict[str, str]:
-        """Clients ask again by themselves unless they are told not to."""
+        """OpenAI's clients retry by themselves unless `x-should-retry` is false."""
         headers = {} if self.retry else {"x-should-retry": "false"}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
-        if self.status in UNREAD:
+        if self.status in CLOSING_STATUSES:
             headers["connection"] = "close"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers
 
 
-def bad(message: str, param: str | None = None, code: str = "bad_request") -> Fault:
-    """The request cannot be answered as it is."""
-    return Fault(400, message, code, param, retry=False)
+def bad_request(message: str, param: str | None = None, code: str = "bad_request") -> HttpError:
+    """Status 400, not retryable."""
+    return HttpError(400, message, code, param, retry=False)
 
 
-def unsupported(param: str, advice: str) -> Fault:
-    """A field that is known and not honoured."""
-    return bad(f"{param!r} is not supported: {advice}", param, "unsupported_parameter")
+def unsupported_parameter(param: str, advice: str) -> HttpError:
+    """Status 400 for a known field that the gateway does not honour."""
+    return bad_request(f"{param!r} is not supported: {advice}", param, "unsupported_parameter")
 
 
-def of(error: PoolError, *, begun: bool = False) -> Fault:
-    """The pool's error; `begun`: work was done, and asking again would do it twice."""
+def from_pool_error(error: PoolError, *, started: bool = False) -> HttpError:
+    """The HTTP form of a pool's error.
+
+    `started`: a model has produced output, so a retry would repeat work and is not suggested.
+    """
     status, code = STATUS.get(error.code, (429 if error.retry_after_ms is not None else 500, ""))
     after = None if error.retry_after_ms is None else error.retry_after_ms / 1000
-    return Fault(
+    return HttpError(
         status,
         error.message,
         code or error.code,
         PARAMS.get(error.code),
         retry_after=1.0 if after is None and status == 429 else after,
-        retry=error.retryable and not begun,
+        retry=error.retryable and not started,
     )

@@ -1,4 +1,4 @@
-"""One HTTP request: its body within bounds, its answer, and that its sender may leave. ASGI."""
+"""One HTTP exchange over ASGI: the bounded request body, the response, and client disconnects."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive, Send
 
-from mlxpool.gateway.errors import Fault
+from mlxpool.gateway.errors import HttpError
 
 JSON = "application/json"
-FORM = "application/x-www-form-urlencoded"  # what `curl -d` says whatever it sends
-DEEPEST = "the body is nested too deeply"
+FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends with any data
+TOO_DEEP = "the body is nested too deeply"
 
 
-class Reply:
-    """What is sent: one JSON value, or a stream of pieces."""
+class ResponseWriter:
+    """Sends one JSON value, or a stream of pieces."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
-        self.streaming = False  # a stream has begun and is not over
+        self.streaming = False  # a stream was opened and not closed
 
     async def json(
         self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
-        """The whole answer."""
+        """Send a whole response."""
         data = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
         await self._start(status, JSON, {**(headers or {}), "content-length": str(len(data))})
         await self._send({"type": "http.response.body", "body": data})
 
     async def open(self, content_type: str) -> None:
-        """A stream begins; once it does asking again would do the work twice."""
+        """Start a stream. Its headers tell clients not to retry: the work would be done twice."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         await self._start(200, content_type, {**headers, "x-should-retry": "false"})
         self.streaming = True
 
     async def write(self, data: bytes) -> None:
-        """A piece of the stream; waits for a slow reader."""
+        """Send a piece of the stream; waits while the client reads slowly."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def close(self) -> None:
-        """The stream is over."""
+        """End the stream."""
         self.streaming = False
         await self._send({"type": "http.response.body", "body": b""})
 
@@ -56,66 +56,69 @@ class Reply:
 
 
 async def read_json(
-    request: Request, most: int, seconds: float, *, any_type: bool
+    request: Request, max_bytes: int, seconds: float, *, any_type: bool
 ) -> dict[str, Any]:
-    """The map in a request's body. Raises Fault: too large, too slow, another type, no JSON map.
+    """The JSON object in a request's body.
 
-    `any_type`: a form's type will do too, unless a page in a browser sent it.
+    `any_type`: the content type of a form, or none, will do too, unless a page in a browser sent
+    the request. Raises HttpError: too large, too slow, of another type, not a JSON object.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     from_page = "origin" in request.headers
-    if kind != JSON and not (any_type and not from_page and kind in ("", FORM)):
-        words = f"content-type must be {JSON}, got {kind or 'none'}"
-        raise Fault(415, words, "unsupported_media_type", retry=False)
+    if content_type != JSON and not (any_type and not from_page and content_type in ("", FORM)):
+        message = f"content-type must be {JSON}, got {content_type or 'none'}"
+        raise HttpError(415, message, "unsupported_media_type", retry=False)
     try:
         async with asyncio.timeout(seconds):
-            data = await _read(request, most)
+            data = await _read_body(request, max_bytes)
     except TimeoutError:
-        words = f"the body was not there after {seconds:g} s"
-        raise Fault(408, words, "body_too_slow", retry=False) from None
+        message = f"the body was not there after {seconds:g} s"
+        raise HttpError(408, message, "body_too_slow", retry=False) from None
     try:
         value = json.loads(data)
     except RecursionError:
-        raise Fault(400, DEEPEST, "not_json", retry=False) from None
+        raise HttpError(400, TOO_DEEP, "not_json", retry=False) from None
     except ValueError as error:
-        raise Fault(400, f"the body is not JSON: {error}", "not_json", retry=False) from None
+        raise HttpError(400, f"the body is not JSON: {error}", "not_json", retry=False) from None
     if not isinstance(value, dict):
-        words = f"the body must be a JSON object, got {type(value).__name__}"
-        raise Fault(400, words, "not_json", retry=False)
+        message = f"the body must be a JSON object, got {type(value).__name__}"
+        raise HttpError(400, message, "not_json", retry=False)
     return value
 
 
-async def _read(request: Request, most: int) -> bytes:
-    told = request.headers.get("content-length", "0")
-    size = int(told) if told.isdecimal() else 0
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    size = int(declared) if declared.isdecimal() else 0
     parts: list[bytes] = []
-    if size <= most:
+    if size <= max_bytes:
         size = 0
         async for part in request.stream():
             size += len(part)
-            if size > most:
+            if size > max_bytes:
                 break
             parts.append(part)
-    if size > most:
-        words = f"the body has {size} bytes or more, at most {most} are taken"
-        raise Fault(413, words, "body_too_large", retry=False)
+    if size > max_bytes:
+        message = f"the body has {size} bytes or more, at most {max_bytes} are taken"
+        raise HttpError(413, message, "body_too_large", retry=False)
     return b"".join(parts)
 
 
-async def unless_gone(receive: Receive, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Do the work; it is cancelled when the sender closes the connection."""
-    doing = asyncio.create_task(work())
-    leaving = asyncio.create_task(_gone(receive))
+async def cancel_on_disconnect(
+    receive: Receive, work: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Run `work`; cancel it when the client closes the connection. Raises what `work` raises."""
+    working = asyncio.create_task(work())
+    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in (doing, leaving):
+        for task in (working, disconnect):
             task.cancel()
-        await asyncio.gather(doing, leaving, return_exceptions=True)
-    if not doing.cancelled():
-        doing.result()
+        await asyncio.gather(working, disconnect, return_exceptions=True)
+    if not working.cancelled():
+        working.result()
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""Runs the gateway: uvicorn around the application, on a socket that is bound here."""
+"""Runs the gateway's application in uvicorn, on a socket that this module binds."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
 
-BACKLOG = 1024  # connections that wait to be taken
-LAST_WORDS = 5  # seconds for streams under way when the process is told to end
-SWITCH = 0.0005  # seconds; the thread that reads the pool must not wait 5 ms for the loop's
+BACKLOG = 1024  # connections that wait to be accepted
+SHUTDOWN_TIMEOUT = 5  # seconds for streams in flight after SIGTERM
+# Seconds. With the default of 5 ms the thread that reads the pool waits for the loop's thread.
+THREAD_SWITCH_INTERVAL = 0.0005
 
 
 def listen(settings: Settings) -> socket.socket:
-    """The bound socket. Raises OSError naming the address."""
+    """A bound and listening socket. Raises OSError naming the address."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # Only where the protocol is named does asyncio send small pieces at once: else 40 ms are lost.
+    # asyncio sets TCP_NODELAY only if the protocol is named; without it small pieces take 40 ms.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -37,31 +38,31 @@ def listen(settings: Settings) -> socket.socket:
     return bound
 
 
-def server(gateway: Gateway) -> uvicorn.Server:
-    """A server of this application, without signals or logs of its own."""
+def make_server(gateway: Gateway) -> uvicorn.Server:
+    """A uvicorn server of this application, without access log or log configuration."""
     config = uvicorn.Config(
         gateway.app,
         lifespan="on",
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=LAST_WORDS,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
         server_header=False,
     )
     return uvicorn.Server(config)
 
 
 def run(settings: Settings, ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C; SIGHUP reads the keys again. `ready` is told the URL.
+    """Serve until SIGTERM or Ctrl-C; SIGHUP reads the keys again. `ready` is called with the URL.
 
-    Raises ValueError for keys that cannot be used, OSError for an address that cannot be had.
+    Raises ValueError for keys that cannot be used, OSError for an address that cannot be bound.
     """
     gateway = Gateway(settings)
     bound = listen(settings)
-    sys.setswitchinterval(SWITCH)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when all is done
-    signal.signal(signal.SIGHUP, lambda *_: gateway.keys.reread())
+    sys.setswitchinterval(THREAD_SWITCH_INTERVAL)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after its shutdown
+    signal.signal(signal.SIGHUP, lambda *_: gateway.keys.reload())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     host, port = bound.getsockname()[:2]
     ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
     with bound:
-        server(gateway).run([bound])
+        make_server(gateway).run([bound])

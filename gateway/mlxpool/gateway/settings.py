@@ -1,4 +1,4 @@
-"""What a gateway is started with."""
+"""The settings of a gateway."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Raises ValueError for what cannot be."""
+    """Raises ValueError for a value out of bounds, and for an open host without keys."""
 
     run_dir: Path | None = None  # of the broker
-    endpoint: str | None = None  # of the broker, in place of a run directory
+    endpoint: str | None = None  # of the broker, instead of a run directory
     server_key: str | None = None  # the broker's public key, or a file with it
     key: str | None = None  # the file of our own key
     host: str = "127.0.0.1"
-    port: int = 8080  # 0: any that is free
-    keys: Path | None = None  # a file of bearer keys; None: everybody may ask
-    max_body: int = 8 * 2**20  # bytes of a request
-    body_time: float = 30.0  # seconds for a request's body to come
-    keep_alive: float = 10.0  # seconds without a word until a stream says that it is there
+    port: int = 8080  # 0: any free port
+    keys: Path | None = None  # a file of bearer keys; None: requests need no key
+    max_body: int = 8 * 2**20  # bytes of a request body
+    body_time: float = 30.0  # seconds until the whole request body must have arrived
+    keep_alive: float = 10.0  # seconds without output until a stream sends a keep-alive comment
     deadline: float | None = None  # seconds for a request; None: the pool's own
-    per_key: int | None = None  # requests at once of one key, or of all without keys; None: any
-    broker_grace: float = 10.0  # seconds of silence until a request is answered 503
+    per_key: int | None = None  # requests in flight of a key (without keys: of all)
+    broker_grace: float = 10.0  # seconds without the broker until a request is answered 503
 
     @property
     def broker(self) -> str:
-        """The endpoint at which it is looked for."""
+        """The broker's endpoint."""
         return self.endpoint or sockets.ipc(self.run_dir or default_run_dir(), "front")
 
     def __post_init__(self) -> None:

@@ -1,7 +1,6 @@
-"""How each model writes thoughts and tool calls: one file a format, and the tables of them. Pure.
+"""Parsers of the formats in which models write thoughts and tool calls, one file a format. Pure.
 
-The names are those that the pool tells of a model (docs/text.md); docs/gateway.md says which
-architectures use which.
+The pool reports the names of a model's formats (docs/text.md); docs/gateway.md lists architectures.
 """
 
 from __future__ import annotations
@@ -9,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlxpool.gateway.formats.events import Parser, Plain
+from mlxpool.gateway.formats.events import Parser, PlainParser
 from mlxpool.gateway.formats.function_xml import FunctionXml
 from mlxpool.gateway.formats.glm import Glm
-from mlxpool.gateway.formats.harmony import Harmony, shown
+from mlxpool.gateway.formats.harmony import Harmony, with_template_thoughts
 from mlxpool.gateway.formats.hermes import Hermes
 from mlxpool.gateway.formats.llama_json import LlamaJson
 from mlxpool.gateway.formats.mistral import Mistral
 from mlxpool.gateway.formats.thinking import Thinking
 
-HARMONY = "harmony"  # thoughts and calls in one: it is read also where no tools are offered
+HARMONY = "harmony"  # one format for thoughts and calls, so it is parsed without tools as well
 
 TOOLS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], Parser]] = {
     "function_xml": FunctionXml,
@@ -31,23 +30,26 @@ TOOLS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], Parser]] = {
 THINKING = {"brackets": ("[THINK]", "[/THINK]"), "tags": ("<think>", "</think>")}
 
 
-def parser(
+def make_parser(
     chat: Mapping[str, str | None], tools: Sequence[Mapping[str, Any]], *, thinks: bool
 ) -> Parser:
-    """For one completion. `chat`: the formats of tools and thinking, as the pool tells them.
+    """A parser for one completion.
 
-    `thinks`: the prompt ends within the model's thoughts.
+    `chat`: the names of the model's formats, under `tools` and `thinking`. `thinks`: the prompt has
+    opened the thoughts, so the completion begins within them.
     """
     wanted = chat.get("tools") or ""
-    rest: Parser = Plain()
+    rest: Parser = PlainParser()
     if wanted in TOOLS and (tools or wanted == HARMONY):
         rest = TOOLS[wanted](tools)
     marks = THINKING.get(chat.get("thinking") or "")
     return rest if marks is None else Thinking(rest, marks, inside=thinks)
 
 
-def messages(
-    chat: Mapping[str, str | None], given: Sequence[Mapping[str, Any]]
+def template_messages(
+    chat: Mapping[str, str | None], messages: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """A request's messages as the model's templates read them."""
-    return shown(given) if chat.get("thinking") == HARMONY else given
+    """A request's messages in the form that the model's chat template reads."""
+    if chat.get("thinking") == HARMONY:
+        return with_template_thoughts(messages)
+    return messages

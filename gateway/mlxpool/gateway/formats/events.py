@@ -1,4 +1,4 @@
-"""What a completion's text turns out to be, piece by piece. Pure."""
+"""The events that parsers make of a completion's text, and the parser of plain text. Pure."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of what the model thinks before it answers; never empty."""
+    """A piece of the thoughts before the answer; never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A tool is called; its arguments follow."""
+    """A tool call begins; its arguments follow."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of the arguments of the call that began last: JSON text, as far as it came."""
+    """A piece of the JSON text of the current call's arguments."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The call is complete, or the text has ended within it."""
+    """The call is complete, or the text ended within it."""
 
 
 Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 
 class Parser(Protocol):
-    """One completion's text in, events out; how the text is split changes no event.
+    """Turns the text of one completion into events.
 
-    Neighbouring pieces of one kind count as one.
+    The split of the text into pieces does not change the merged events.
     """
 
     def push(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]:
-        """What was held back; nothing comes after it."""
+        """The events of the text that was held back. Ends the parser."""
 
 
-class Plain:
-    """All of it is the answer."""
+class PlainParser:
+    """All text is the answer."""
 
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
@@ -65,8 +65,8 @@ class Plain:
         return []
 
 
-class Answer:
-    """The answer beside tool calls: white space next to a call is not part of it."""
+class AnswerText:
+    """The answer around tool calls, without the white space next to a call."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -81,8 +81,8 @@ class Answer:
         self._after_call = self._after_call and not kept
         return [Content(kept)] if kept else []
 
-    def call(self) -> None:
-        """A call begins here."""
+    def begin_call(self) -> None:
+        """Mark the begin of a call: drop the white space before and after it."""
         self._held, self._after_call = "", True
 
     def finish(self) -> list[Event]:
@@ -91,7 +91,7 @@ class Answer:
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """The same with neighbouring pieces of one kind put together."""
+    """The events with neighbouring pieces of one kind joined."""
     whole: list[Event] = []
     for event in events:
         last = whole[-1] if whole else None

@@ -19,13 +19,14 @@ from mlxpool.gateway.formats.lexer import Lexeme, Lexer
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
-TOOLS = "functions."  # before the name of a tool that the request brought
-SAID, SHOWN = "reasoning_content", "thinking"  # thoughts in a request, and in the template
-_TO = re.compile(r"\bto=([^\s<]+)")
+TOOL_PREFIX = "functions."  # before the name of a tool of the request
+# The member of a message with its thoughts: in requests, and in the template.
+REQUEST_THOUGHTS, TEMPLATE_THOUGHTS = "reasoning_content", "thinking"
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
-class _In(Enum):
+class _State(Enum):
     HEADER = auto()
     THOUGHTS = auto()
     ANSWER = auto()
@@ -34,14 +35,14 @@ class _In(Enum):
 
 
 class Harmony:
-    """Analysis is thought; a message to a tool is a call; all else is the answer.
+    """The channel `analysis` has thoughts, a message to a tool is a call, the rest is the answer.
 
-    The prompt ends behind `<|start|>assistant`, so a completion begins within a header.
+    The prompt ends after `<|start|>assistant`, so a completion begins within a header.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._lexer = Lexer((START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS))
-        self._in = _In.HEADER
+        self._state = _State.HEADER
         self._header = ""
 
     def push(self, text: str) -> list[Event]:
@@ -49,64 +50,66 @@ class Harmony:
 
     def finish(self) -> list[Event]:
         events = self._read(self._lexer.flush())
-        if self._in is _In.HEADER and CHANNEL not in self._header and self._header.strip():
-            events.append(Content(self._header))  # a text without any header
-        if self._in is _In.CALL:
+        if self._state is _State.HEADER and CHANNEL not in self._header and self._header.strip():
+            events.append(Content(self._header))  # the model wrote no header
+        if self._state is _State.CALL:
             events.append(CallEnd())
-        self._in = _In.BETWEEN
+        self._state = _State.BETWEEN
         return events
 
     def _take(self, lexeme: Lexeme) -> list[Event]:
         mark = lexeme.text
         if not lexeme.is_mark:
             return self._read(mark)
-        if self._in is _In.HEADER:
-            return self._in_header(mark)
+        if self._state is _State.HEADER:
+            return self._take_in_header(mark)
         if mark in ENDS:
-            return self._leave(_In.BETWEEN)
+            return self._leave(_State.BETWEEN)
         if mark in (START, CHANNEL):
-            events = self._leave(_In.HEADER)
+            events = self._leave(_State.HEADER)
             self._header = mark
             return events
         return self._read(mark)
 
-    def _in_header(self, mark: str) -> list[Event]:
+    def _take_in_header(self, mark: str) -> list[Event]:
         if mark == MESSAGE:
             return self._open()
         if mark in ENDS:
-            self._in = _In.BETWEEN
+            self._state = _State.BETWEEN
         self._header += mark
         return []
 
     def _open(self) -> list[Event]:
-        to, channel = _TO.search(self._header), _CHANNEL.search(self._header)
-        if to is not None:
-            self._in = _In.CALL
-            return [CallBegin(to[1].removeprefix(TOOLS))]
+        recipient, channel = _RECIPIENT.search(self._header), _CHANNEL.search(self._header)
+        if recipient is not None:
+            self._state = _State.CALL
+            return [CallBegin(recipient[1].removeprefix(TOOL_PREFIX))]
         analysis = channel is not None and channel[1] == "analysis"
-        self._in = _In.THOUGHTS if analysis else _In.ANSWER
+        self._state = _State.THOUGHTS if analysis else _State.ANSWER
         return []
 
-    def _leave(self, where: _In) -> list[Event]:
-        before, self._in, self._header = self._in, where, ""
-        return [CallEnd()] if before is _In.CALL else []
+    def _leave(self, state: _State) -> list[Event]:
+        before, self._state, self._header = self._state, state, ""
+        return [CallEnd()] if before is _State.CALL else []
 
     def _read(self, text: str) -> list[Event]:
-        if self._in is _In.HEADER:
+        if self._state is _State.HEADER:
             self._header += text
-        if not text or self._in in (_In.HEADER, _In.BETWEEN):
+        if not text or self._state in (_State.HEADER, _State.BETWEEN):
             return []
-        if self._in is _In.THOUGHTS:
+        if self._state is _State.THOUGHTS:
             return [Reasoning(text)]
-        return [CallArguments(text) if self._in is _In.CALL else Content(text)]
+        return [CallArguments(text) if self._state is _State.CALL else Content(text)]
 
 
-def shown(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages with their thoughts under the template's own name.
+def with_template_thoughts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages with their thoughts under the template's name for them.
 
-    It takes no thoughts beside an answer that calls a tool: there the answer is kept.
+    A message with content keeps its member: the template refuses thoughts beside content.
     """
     return [
-        {**one, SHOWN: one[SAID]} if one.get(SAID) and not one.get("content") else one
-        for one in messages
+        {**message, TEMPLATE_THOUGHTS: message[REQUEST_THOUGHTS]}
+        if message.get(REQUEST_THOUGHTS) and not message.get("content")
+        else message
+        for message in messages
     ]

@@ -1,4 +1,4 @@
-"""Finds marks such as `<tool_call>` in a text that comes in pieces. Pure."""
+"""Splits a text that arrives in pieces at marks such as `<tool_call>`. Pure."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import NamedTuple
 
 
 class Lexeme(NamedTuple):
-    """A mark, or text between marks, of which there may be several in a row."""
+    """A mark, or a piece of the text between marks; several pieces may follow one another."""
 
     text: str
     is_mark: bool = False
 
 
 class Lexer:
-    """Holds back only what may be the beginning of a mark.
+    """Holds back only text that may be the beginning of a mark.
 
-    No mark begins with another one, so where a mark is depends on the text alone.
+    No mark is a prefix of another one, so the positions of marks do not depend on the pieces.
     """
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._mark = re.compile("|".join(map(re.escape, marks)))
-        self._begins = {mark[:size] for mark in marks for size in range(1, len(mark))}
-        self._longest = max(map(len, marks)) - 1
+        self._prefixes = {mark[:size] for mark in marks for size in range(1, len(mark))}
+        self._max_held = max(map(len, marks)) - 1
         self._held = ""
 
     def push(self, text: str) -> list[Lexeme]:
@@ -41,13 +41,13 @@ class Lexer:
         return found
 
     def flush(self) -> str:
-        """What was held back and turned out to be no mark."""
+        """The text that was held back; it is not a mark."""
         held, self._held = self._held, ""
         return held
 
     def _end(self, text: str, at: int) -> int:
-        """Where the longest possible beginning of a mark stands at the end of the text."""
-        for start in range(max(at, len(text) - self._longest), len(text)):
-            if text[start:] in self._begins:
+        """The index from which the end of the text may be the beginning of a mark."""
+        for start in range(max(at, len(text) - self._max_held), len(text)):
+            if text[start:] in self._prefixes:
                 return start
         return len(text)

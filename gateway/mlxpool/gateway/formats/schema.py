@@ -1,4 +1,4 @@
-"""Arguments that a model writes as plain text, made JSON by the schema of their tool. Pure."""
+"""Converts arguments that a model writes as plain text to JSON, by their tool's schema. Pure."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Templates show such values as Python writes them, so models write them so too.
+# Chat templates render these values in Python's form, so models write them in it.
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
-class Schemas:
-    """The parameters of each tool."""
+class ToolSchemas:
+    """The schemas of the parameters of each tool."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._of = {}
+        self._properties = {}
         for tool in tools:
             function = tool.get("function", tool)
             parameters = function.get("parameters") or {}
-            self._of[function.get("name")] = parameters.get("properties") or {}
+            self._properties[function.get("name")] = parameters.get("properties") or {}
 
     def as_json(self, tool: str, key: str, text: str) -> str:
-        """The JSON text of an argument: a string if the schema says so or it is no JSON."""
-        properties = self._of.get(tool)
+        """The JSON text of an argument: a string if the schema says so or `text` is not JSON."""
+        properties = self._properties.get(tool)
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         if kind != "string":
@@ -34,5 +34,5 @@ class Schemas:
 
 
 def pair(number: int, key: str, value: str) -> str:
-    """A key and its JSON value as the next piece of a map."""
+    """The next piece of a JSON object: its member number `number`, with what precedes it."""
     return f"{', ' if number else '{'}{json.dumps(key, ensure_ascii=False)}: {value}"

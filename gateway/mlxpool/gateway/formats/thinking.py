@@ -7,21 +7,21 @@ from mlxpool.gateway.formats.lexer import Lexer
 
 
 class Thinking:
-    """What comes behind the thoughts goes to `rest`, marks of thoughts too.
+    """Reads the thoughts at the beginning; `rest` parses everything after them.
 
-    White space at both ends of the thoughts, and before the answer then, belongs to neither.
+    White space at both ends of the thoughts, and before an answer after thoughts, is dropped.
     """
 
     def __init__(self, rest: Parser, marks: tuple[str, str], *, inside: bool) -> None:
-        """`inside`: the prompt has opened them already."""
+        """`inside`: the prompt has opened the thoughts."""
         self._open, self._close = marks
         self._rest = rest
         self._lexer: Lexer | None = Lexer(marks)
         self._inside = inside
-        self._left = False  # the thoughts are over, or there are none
-        self._thought = False  # a word of it has come
-        self._held = ""  # white space that may turn out to be at an end
-        self._answered = True  # the answer has begun, or its white space counts
+        self._passed = False  # the thoughts are complete, or there are none
+        self._thought = False  # some thoughts other than white space have come
+        self._held = ""  # white space that may be at an end of the thoughts
+        self._keep_space = True  # white space at this point of the answer is part of it
 
     def push(self, text: str) -> list[Event]:
         if self._lexer is None:
@@ -29,7 +29,7 @@ class Thinking:
         events: list[Event] = []
         for part in self._lexer.push(text):
             events += self._take(part.text, part.is_mark)
-        if self._left:
+        if self._passed:
             events += self._answer(self._lexer.flush())
             self._lexer = None
         return events
@@ -42,7 +42,7 @@ class Thinking:
         return [*events, *self._rest.finish()]
 
     def _take(self, text: str, is_mark: bool) -> list[Event]:
-        if self._left:
+        if self._passed:
             return self._answer(text)
         if self._inside:
             return self._end() if is_mark and text == self._close else self._think(text)
@@ -52,7 +52,7 @@ class Thinking:
         self._held += text
         if not self._held.strip():
             return []
-        self._left = True
+        self._passed = True
         held, self._held = self._held, ""
         return self._answer(held)
 
@@ -66,11 +66,11 @@ class Thinking:
         return [Reasoning(kept)] if kept else []
 
     def _end(self) -> list[Event]:
-        self._inside, self._left, self._answered, self._held = False, True, False, ""
+        self._inside, self._passed, self._keep_space, self._held = False, True, False, ""
         return []
 
     def _answer(self, text: str) -> list[Event]:
-        if not self._answered:
+        if not self._keep_space:
             text = text.lstrip()
-            self._answered = bool(text)
+            self._keep_space = bool(text)
         return self._rest.push(text) if text else []

@@ -1,4 +1,4 @@
-"""The endpoints of Ollama's interface: routes, fields of requests, answers.
+"""The endpoints of Ollama's interface: routes, checks of requests, bodies of responses.
 
-Fields and answers are pure.
+Requests and responses are pure: they do no I/O.
 """

@@ -9,150 +9,164 @@ from typing import Any
 
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
-from mlxpool.gateway.completion import NO_CHAT, Ask, Step
-from mlxpool.gateway.errors import Fault, bad
+from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import HARMONY
-from mlxpool.gateway.http import Reply
-from mlxpool.gateway.ollama import fields
-from mlxpool.gateway.ollama.answers import (
-    Said,
-    Talk,
+from mlxpool.gateway.generation import NO_CHAT, ChoiceRequest, ChoiceUpdate, Generation
+from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.ollama import requests
+from mlxpool.gateway.ollama.requests import OllamaRequest
+from mlxpool.gateway.ollama.responses import (
+    OutputBuilder,
+    OutputPart,
     chat_body,
-    ended,
+    error_line,
     generate_body,
+    generation_end,
     line,
-    loaded,
+    load_end,
     running,
     show,
     tag,
 )
-from mlxpool.gateway.ollama.fields import Asked
-from mlxpool.gateway.responses import FOREVER, Serving, steps, stream
+from mlxpool.gateway.pool_access import PoolAccess
+from mlxpool.gateway.streaming import StreamFormat, updates, write_stream
 
-LINES = "application/x-ndjson"
-UP = ("ready", "draining")  # states of models that have workers
+NDJSON = "application/x-ndjson"
+STATES_WITH_WORKERS = ("ready", "draining")
 
-Body = Callable[[Said], dict[str, Any]]
+MakeBody = Callable[[OutputPart], dict[str, Any]]
 
 
-class Ollama:
-    """Bodies in, replies out. All raise Fault and PoolError before a reply has begun."""
+class OllamaRoutes:
+    """One method a path. All raise HttpError and PoolError before the response has started."""
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
+    def __init__(self, pool: PoolAccess) -> None:
+        self._pool = pool
 
-    async def version(self, reply: Reply) -> None:
-        """GET /api/version: this package's."""
-        await reply.json({"version": version("mlxpool")})
+    async def version(self, response: ResponseWriter) -> None:
+        """GET /api/version: the version of this package."""
+        await response.json({"version": version("mlxpool")})
 
-    async def tags(self, reply: Reply) -> None:
+    async def tags(self, response: ResponseWriter) -> None:
         """GET /api/tags."""
-        await reply.json({"models": [tag(row) for row in await self._serving.models.all()]})
+        await response.json({"models": [tag(row) for row in await self._pool.models.all()]})
 
-    async def ps(self, reply: Reply) -> None:
+    async def ps(self, response: ResponseWriter) -> None:
         """GET /api/ps."""
-        rows = await self._serving.models.all()
-        await reply.json({"models": [running(row) for row in rows if row["state"] in UP]})
+        rows = await self._pool.models.all()
+        loaded = [running(row) for row in rows if row["state"] in STATES_WITH_WORKERS]
+        await response.json({"models": loaded})
 
-    async def show(self, body: Mapping[str, Any], reply: Reply) -> None:
+    async def show(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/show."""
-        await reply.json(show(await self._serving.models.get(fields.model(body))))
+        await response.json(show(await self._pool.models.get(requests.show(body))))
 
-    async def generate(self, body: Mapping[str, Any], reply: Reply) -> None:
+    async def generate(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/generate."""
-        asked = fields.generate(body)
-        row = await self._row(asked)
-        makes = partial(generate_body, asked.model)
-        if not asked.prompt:
-            return await self._load(row, asked, makes, reply)
-        if asked.raw or row.get("chat") is None:
-            if asked.system and not asked.raw:
-                words = f"{asked.model!r} has no chat template, so it takes no system message"
-                raise bad(words, "system")
-            return await self._answer(row, asked, {"prompt": asked.prompt}, makes, reply)
-        system = [{"role": "system", "content": asked.system}] if asked.system else []
-        messages = [*system, {"role": "user", "content": asked.prompt}]
-        await self._answer(row, asked, {"messages": messages}, makes, reply)
+        request = requests.generate(body)
+        row = await self._model(request)
+        make_body = partial(generate_body, request.model)
+        if not request.prompt:
+            return await self._load(row, request, make_body, response)
+        if request.raw or row.get("chat") is None:
+            if request.system and not request.raw:
+                message = f"{request.model!r} has no chat template, so it takes no system message"
+                raise bad_request(message, "system")
+            prompt = {"prompt": request.prompt}
+            return await self._generate(row, request, prompt, make_body, response)
+        system = [{"role": "system", "content": request.system}] if request.system else []
+        messages = [*system, {"role": "user", "content": request.prompt}]
+        await self._generate(row, request, {"messages": messages}, make_body, response)
 
-    async def chat(self, body: Mapping[str, Any], reply: Reply) -> None:
+    async def chat(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/chat."""
-        asked = fields.chat(body)
-        row = await self._row(asked)
-        makes = partial(chat_body, asked.model)
-        if not asked.messages:
-            return await self._load(row, asked, makes, reply)
-        if asked.tools and not (row.get("chat") or NO_CHAT).get("tools"):
-            raise bad(f"{asked.model!r} does not support tools", "tools")
-        tools = {"tools": asked.tools} if asked.tools else {}
-        await self._answer(row, asked, {"messages": asked.messages, **tools}, makes, reply)
+        request = requests.chat(body)
+        row = await self._model(request)
+        make_body = partial(chat_body, request.model)
+        if not request.messages:
+            return await self._load(row, request, make_body, response)
+        if request.tools and not (row.get("chat") or NO_CHAT).get("tools"):
+            raise bad_request(f"{request.model!r} does not support tools", "tools")
+        tools = {"tools": request.tools} if request.tools else {}
+        prompt = {"messages": request.messages, **tools}
+        await self._generate(row, request, prompt, make_body, response)
 
-    async def _row(self, asked: Asked) -> Mapping[str, Any]:
-        row = await self._serving.models.get(asked.model)
+    async def _model(self, request: OllamaRequest) -> Mapping[str, Any]:
+        row = await self._pool.models.get(request.model)
         context = row.get("context") or 0
-        if asked.num_ctx is not None and asked.num_ctx > context:
-            words = f"options.num_ctx is {asked.num_ctx}, the context of the model is {context}"
+        if request.num_ctx is not None and request.num_ctx > context:
+            message = f"options.num_ctx is {request.num_ctx}, the context of the model is {context}"
             if not context:
-                words = "options.num_ctx: the context of this model is not known; leave it out"
-            raise bad(words, "options.num_ctx")
+                message = "options.num_ctx: the context of this model is not known; leave it out"
+            raise bad_request(message, "options.num_ctx")
         return row
 
-    async def _load(self, row: Mapping[str, Any], asked: Asked, makes: Body, reply: Reply) -> None:
-        """Nothing to complete: the model is started, which a question about a text does too."""
-        try:
-            await self._serving.client.tokenize(str(row["name"]), "")
-        except PoolError as error:
-            raise errors.of(error) from error
-        value = {**makes(Said()), **loaded()}
-        if not asked.stream:
-            return await reply.json(value)
-        await reply.open(LINES)
-        await reply.write(line(value))
-        await reply.close()
-
-    async def _answer(
+    async def _load(
         self,
         row: Mapping[str, Any],
-        asked: Asked,
-        prompt: Mapping[str, Any],
-        makes: Body,
-        reply: Reply,
+        request: OllamaRequest,
+        make_body: MakeBody,
+        response: ResponseWriter,
     ) -> None:
-        chat = row.get("chat") or NO_CHAT
-        read = chat if "messages" in prompt else NO_CHAT
-        arguments = {**prompt, **asked.options, **_think(asked, chat)}
-        ask = Ask(str(row["name"]), self._serving.bounded(arguments, read), read, asked.tools)
-        talk = Talk()
-        async with self._serving.flow([ask]) as flow:
-            if not asked.stream:
-                gathered = [step async for step in steps(flow) if step is not None]
-                result = gathered[-1].result
-                assert result is not None
-                return await reply.json({**makes(talk.of(gathered)), **ended(result)})
+        """Load the model: a request to tokenize an empty text starts a worker for it."""
+        try:
+            await self._pool.client.tokenize(str(row["name"]), "")
+        except PoolError as error:
+            raise errors.from_pool_error(error) from error
+        value = {**make_body(OutputPart()), **load_end()}
+        if not request.stream:
+            return await response.json(value)
+        await response.open(NDJSON)
+        await response.write(line(value))
+        await response.close()
 
-            def write(step: Step) -> bytes:
-                said = talk.of([step])
-                if step.result is None:
-                    return line({**makes(said), "done": False}) if said else b""
-                last = line({**makes(Said()), **ended(step.result)})
-                return (line({**makes(said), "done": False}) if said else b"") + last
+    async def _generate(
+        self,
+        row: Mapping[str, Any],
+        request: OllamaRequest,
+        prompt: Mapping[str, Any],
+        make_body: MakeBody,
+        response: ResponseWriter,
+    ) -> None:
+        template = row.get("chat") or NO_CHAT
+        chat = template if "messages" in prompt else NO_CHAT
+        arguments = {**prompt, **request.options, **_think(request, template)}
+        choice = ChoiceRequest(
+            str(row["name"]), self._pool.stream_arguments(arguments, chat), chat, request.tools
+        )
+        async with self._pool.generate([choice]) as generation:
+            if request.stream:
+                return await _stream(generation, make_body, response)
+            collected = [update async for update in updates(generation) if update is not None]
+            result = collected[-1].result
+            assert result is not None
+            part = OutputBuilder().part(collected)
+            await response.json({**make_body(part), **generation_end(result)})
 
-            # A line cannot be a comment: nothing is sent while the request waits.
-            results = await stream(reply, flow, LINES, FOREVER, write, b"", b"", _failed)
-            if results is not None:
-                await reply.close()
+
+async def _stream(generation: Generation, make_body: MakeBody, response: ResponseWriter) -> None:
+    builder = OutputBuilder()
+
+    def encode(update: ChoiceUpdate) -> bytes:
+        part = builder.part([update])
+        data = line({**make_body(part), "done": False}) if part else b""
+        if update.result is None:
+            return data
+        return data + line({**make_body(OutputPart()), **generation_end(update.result)})
+
+    # NDJSON has no comments, so there is no keep-alive.
+    encoding = StreamFormat(NDJSON, encode, error_line)
+    if await write_stream(response, generation, encoding) is not None:
+        await response.close()
 
 
-def _failed(fault: Fault) -> bytes:
-    return line(fault.ollama())
-
-
-def _think(asked: Asked, chat: Mapping[str, str | None]) -> dict[str, Any]:
-    """The pool's `think`; a level means yes to a model that knows only yes and no."""
-    think, kind = asked.think, chat.get("thinking")
-    if think is None or (think is False and kind is None):
+def _think(request: OllamaRequest, chat: Mapping[str, str | None]) -> dict[str, Any]:
+    """The pool's `think`; a level is true for a model that only knows true and false."""
+    think, thinking_format = request.think, chat.get("thinking")
+    if think is None or (think is False and thinking_format is None):
         return {}
-    if kind is None:
-        raise bad(f"{asked.model!r} does not support thinking", "think")
-    if isinstance(think, str) and kind != HARMONY:
+    if thinking_format is None:
+        raise bad_request(f"{request.model!r} does not support thinking", "think")
+    if isinstance(think, str) and thinking_format != HARMONY:
         return {"think": True}
     return {"think": think}

@@ -6,138 +6,152 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from mlxpool.client import Result
-from mlxpool.gateway.completion import NO_CHAT, Ask, Flow, Step
-from mlxpool.gateway.errors import Fault, bad
+from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats.events import Content
-from mlxpool.gateway.http import Reply
-from mlxpool.gateway.openai import fields
-from mlxpool.gateway.openai.answers import (
-    WAITING,
-    ChatChoice,
-    Chunks,
+from mlxpool.gateway.generation import NO_CHAT, ChoiceRequest, ChoiceUpdate, Generation
+from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.openai import requests
+from mlxpool.gateway.openai.requests import CompletionRequest
+from mlxpool.gateway.openai.responses import (
+    KEEP_ALIVE,
+    ChatChunks,
+    DeltaBuilder,
+    StreamFrame,
     TextChunks,
     TextLogprobs,
-    Whole,
+    WholeChoice,
     chat_choice,
-    sse,
+    error_event,
     text_choice,
     usage,
 )
-from mlxpool.gateway.openai.fields import Asked
-from mlxpool.gateway.responses import Serving, steps, stream
+from mlxpool.gateway.pool_access import PoolAccess
+from mlxpool.gateway.streaming import StreamFormat, updates, write_stream
 
-EVENTS = "text/event-stream; charset=utf-8"
-
-
-class Frames(Protocol):
-    """How the steps of a stream are written."""
-
-    def first(self) -> bytes: ...
-
-    def of(self, step: Step) -> bytes: ...
-
-    def last(self, results: Sequence[Result], choices: int) -> bytes: ...
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
-class OpenAI:
-    """Bodies in, replies out. All raise Fault and PoolError before a reply has begun."""
+class Chunks(Protocol):
+    """Encodes the updates of a stream."""
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._started = int(time.time())
+    frame: StreamFrame
 
-    async def models(self, reply: Reply) -> None:
+    def head(self) -> bytes:
+        """What comes before the first update."""
+
+    def update(self, update: ChoiceUpdate) -> bytes: ...
+
+
+class OpenAIRoutes:
+    """One method a path. All raise HttpError and PoolError before the response has started."""
+
+    def __init__(self, pool: PoolAccess) -> None:
+        self._pool = pool
+        self._started_at = int(time.time())
+
+    async def models(self, response: ResponseWriter) -> None:
         """GET /v1/models."""
-        rows = await self._serving.models.all()
-        data = [self._row(str(row["name"]), row) for row in rows]
-        await reply.json({"object": "list", "data": data})
+        rows = await self._pool.models.all()
+        data = [self._model(str(row["name"]), row) for row in rows]
+        await response.json({"object": "list", "data": data})
 
-    async def model(self, name: str, reply: Reply) -> None:
+    async def model(self, name: str, response: ResponseWriter) -> None:
         """GET /v1/models/{name}."""
-        await reply.json(self._row(name, await self._serving.models.get(name)))
+        await response.json(self._model(name, await self._pool.models.get(name)))
 
-    def _row(self, name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _model(self, name: str, row: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
-            "created": self._started,
+            "created": self._started_at,
             "owned_by": "mlxpool",
             "max_model_len": row.get("context") or None,
             "state": row.get("state"),
         }
 
-    async def chat(self, body: Mapping[str, Any], reply: Reply) -> None:
+    async def chat(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/chat/completions."""
-        asked = fields.chat(body)
-        row = await self._serving.models.get(asked.model)
-        formats = row.get("chat") or NO_CHAT
-        if asked.tools and formats.get("tools") is None:
-            words = f"the chat template of {asked.model!r} knows no tools; leave `tools` out"
-            raise bad(words, "tools", "unsupported_parameter")
-        if asked.thinks and formats.get("thinking") is None:
-            words = f"the chat template of {asked.model!r} knows no thinking; leave it out"
-            raise bad(words, "reasoning_effort", "unsupported_parameter")
-        async with self._flow(asked, str(row["name"]), formats) as flow:
-            frame = _frame(f"chatcmpl-{flow.id}", "chat.completion", asked)
-            if asked.stream:
-                frame["object"] = "chat.completion.chunk"
-                chats = [ChatChoice() for _ in range(flow.choices)]
-                chunks = Chunks(frame, asked.logprobs, asked.usage, chats)
-                return await self._stream(flow, asked, chunks, reply)
-            wholes = await _gathered(flow)
+        request = requests.chat(body)
+        row = await self._pool.models.get(request.model)
+        chat = row.get("chat") or NO_CHAT
+        if request.tools and chat.get("tools") is None:
+            message = f"the chat template of {request.model!r} knows no tools; leave `tools` out"
+            raise bad_request(message, "tools", "unsupported_parameter")
+        if request.thinks and chat.get("thinking") is None:
+            message = f"the chat template of {request.model!r} knows no thinking; leave it out"
+            raise bad_request(message, "reasoning_effort", "unsupported_parameter")
+        async with self._generate(request, str(row["name"]), chat) as generation:
+            members = _members(f"chatcmpl-{generation.id}", "chat.completion", request)
+            if request.stream:
+                members["object"] = "chat.completion.chunk"
+                frame = StreamFrame(members, request.usage)
+                builders = [DeltaBuilder() for _ in range(generation.choices)]
+                chunks = ChatChunks(frame, request.logprobs, builders)
+                return await self._stream(generation, request, chunks, response)
+            wholes = await _collect(generation)
         choices = [
-            chat_choice(number, whole, logprobs=asked.logprobs)
+            chat_choice(number, whole, logprobs=request.logprobs)
             for number, whole in enumerate(wholes)
         ]
-        await reply.json(_with_usage({**frame, "choices": choices}, wholes, asked))
+        await response.json(_with_usage({**members, "choices": choices}, wholes, request))
 
-    async def completion(self, body: Mapping[str, Any], reply: Reply) -> None:
+    async def completion(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/completions."""
-        asked = fields.completion(body)
-        async with self._flow(asked, asked.model, NO_CHAT) as flow:
-            frame = _frame(f"cmpl-{flow.id}", "text_completion", asked)
-            if asked.stream:
-                offsets = [TextLogprobs() for _ in range(flow.choices)]
-                chunks = TextChunks(frame, asked.logprobs, asked.usage, offsets)
-                return await self._stream(flow, asked, chunks, reply)
-            wholes = await _gathered(flow)
+        request = requests.completion(body)
+        async with self._generate(request, request.model, NO_CHAT) as generation:
+            members = _members(f"cmpl-{generation.id}", "text_completion", request)
+            if request.stream:
+                frame = StreamFrame(members, request.usage)
+                offsets = [TextLogprobs() for _ in range(generation.choices)]
+                chunks = TextChunks(frame, request.logprobs, offsets)
+                return await self._stream(generation, request, chunks, response)
+            wholes = await _collect(generation)
         choices = []
         for number, whole in enumerate(wholes):
-            logprobs = TextLogprobs().of(whole.logprobs) if asked.logprobs else None
-            reason = whole.ended.reason
+            logprobs = TextLogprobs().add(whole.logprobs) if request.logprobs else None
+            reason = whole.final_result.reason
             choices.append(text_choice(number, whole.text(Content), logprobs, reason))
-        await reply.json(_with_usage({**frame, "choices": choices}, wholes, asked))
+        await response.json(_with_usage({**members, "choices": choices}, wholes, request))
 
-    def _flow(self, asked: Asked, model: str, formats: Mapping[str, str | None]) -> Flow:
-        every = [self._serving.bounded(one, formats) for one in asked.arguments()]
-        return self._serving.flow([Ask(model, one, formats, asked.tools) for one in every])
-
-    async def _stream(self, flow: Flow, asked: Asked, frames: Frames, reply: Reply) -> None:
-        patience = self._serving.settings.keep_alive
-        results = await stream(
-            reply, flow, EVENTS, patience, frames.of, frames.first(), WAITING, _failed
+    def _generate(
+        self, request: CompletionRequest, model: str, chat: Mapping[str, str | None]
+    ) -> Generation:
+        every = [self._pool.stream_arguments(one, chat) for one in request.arguments()]
+        return self._pool.generate(
+            [ChoiceRequest(model, one, chat, request.tools) for one in every]
         )
+
+    async def _stream(
+        self,
+        generation: Generation,
+        request: CompletionRequest,
+        chunks: Chunks,
+        response: ResponseWriter,
+    ) -> None:
+        interval = self._pool.settings.keep_alive
+        encoding = StreamFormat(
+            EVENT_STREAM, chunks.update, error_event, chunks.head(), KEEP_ALIVE, interval
+        )
+        results = await write_stream(response, generation, encoding)
         if results is not None:
-            await reply.write(frames.last(results, asked.choices))
-            await reply.close()
+            await response.write(chunks.frame.tail(results, request.choices))
+            await response.close()
 
 
-def _frame(name: str, kind: str, asked: Asked) -> dict[str, Any]:
-    return {"id": name, "object": kind, "created": int(time.time()), "model": asked.model}
+def _members(name: str, kind: str, request: CompletionRequest) -> dict[str, Any]:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _failed(fault: Fault) -> bytes:
-    return sse(fault.openai(), "error")
-
-
-async def _gathered(flow: Flow) -> list[Whole]:
-    wholes = [Whole() for _ in range(flow.choices)]
-    async for step in steps(flow):
-        if step is not None:
-            wholes[step.choice].add(step)
+async def _collect(generation: Generation) -> list[WholeChoice]:
+    wholes = [WholeChoice() for _ in range(generation.choices)]
+    async for update in updates(generation):
+        if update is not None:
+            wholes[update.choice].add(update)
     return wholes
 
 
-def _with_usage(answer: dict[str, Any], wholes: Sequence[Whole], asked: Asked) -> dict[str, Any]:
-    return {**answer, "usage": usage([whole.ended for whole in wholes], asked.choices)}
+def _with_usage(
+    answer: dict[str, Any], wholes: Sequence[WholeChoice], request: CompletionRequest
+) -> dict[str, Any]:
+    results = [whole.final_result for whole in wholes]
+    return {**answer, "usage": usage(results, request.choices)}

@@ -1,4 +1,4 @@
-"""Reads JSON that comes in pieces, character by character, as far as tool calls need it. Pure."""
+"""Reads tool calls that are written as JSON, character by character. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mlxpool.gateway.formats.events import CallArguments, CallBegin, CallEnd, Ev
 
 SPACE = " \t\r\n"
 NAME, ARGUMENTS = "name", ("arguments", "parameters")
-OTHERS = ("type", "id")  # keys that a call may have besides
+OTHER_KEYS = ("type", "id")  # keys that a call may have as well
 
 
-class Value:
-    """Where one JSON value ends: brackets and strings are counted, nothing else is checked."""
+class JsonValue:
+    """Finds the end of a JSON value: tracks brackets and strings, checks nothing else."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -23,12 +23,12 @@ class Value:
         self._depth = 0
 
     def take(self, char: str) -> bool:
-        """Whether the value is complete with this character. White space before it is skipped."""
+        """Add a character; returns whether it completes the value. Skips white space before it."""
         if not self.text and char in SPACE:
             return False
         self.text += char
         if self.in_string:
-            return self._in_string(char)
+            return self._take_in_string(char)
         if char == '"':
             self.in_string = True
         elif char in "{[":
@@ -40,10 +40,10 @@ class Value:
 
     @property
     def is_bare(self) -> bool:
-        """A number or a word: only what follows tells that it is complete."""
+        """Whether it is a number or a literal, which only the next character ends."""
         return self._depth == 0 and not self.in_string and self.text[:1] not in ("", '"', "{", "[")
 
-    def _in_string(self, char: str) -> bool:
+    def _take_in_string(self, char: str) -> bool:
         if self._escaped:
             self._escaped = False
         elif char == "\\":
@@ -54,7 +54,7 @@ class Value:
         return False
 
 
-class _At(Enum):
+class _State(Enum):
     START = auto()
     KEY = auto()
     COLON = auto()
@@ -63,31 +63,31 @@ class _At(Enum):
 
 
 class JsonCall:
-    """One `{"name": …, "arguments": {…}}`, its keys in any order.
+    """Reads one `{"name": …, "arguments": {…}}` with its keys in any order.
 
-    The call begins when name and arguments are there. Until then it may turn out to be none; then
-    `broken` is set and `raw` is all that was read.
+    The call begins (`begun`) once the name and a first piece of the arguments have come. Text that
+    cannot be a call sets `broken`; before the begin, `raw` has all text that was read.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """`names` of the tools there are; None: any name will do, and arguments may be missing."""
+        """`names`: the known tools; None: any name is accepted, and arguments may be missing."""
         self.raw = ""
-        self.begun = self.over = self.broken = False
+        self.begun = self.ended = self.broken = False
         self._names = names
         self._name: str | None = None
-        self._at = _At.START
+        self._state = _State.START
         self._key = ""
-        self._value = Value()
-        self._arguments: Value | None = None
-        self._sent = 0  # characters of the arguments
+        self._value = JsonValue()
+        self._arguments: JsonValue | None = None
+        self._sent = 0  # characters of the arguments that were emitted
 
     @property
     def in_string(self) -> bool:
-        """Whether marks that come now are only quoted."""
-        return not (self.over or self.broken) and self._value.in_string
+        """Whether a mark at this point is part of a string."""
+        return not (self.ended or self.broken) and self._value.in_string
 
     def push(self, text: str) -> tuple[list[Event], str]:
-        """Events, and the text behind the call's end or, of a broken one, behind what fitted."""
+        """The events, and the text after the end of the call, or after the text that broke it."""
         events: list[Event] = []
         for number, char in enumerate(text):
             self._take(char)
@@ -97,18 +97,18 @@ class JsonCall:
                     self.begun = True
                     events.append(CallBegin(self._name or ""))
             if self.broken:
-                taken = number if self.begun else number + 1
-                return [*events, *self._piece(), *self.stop()], text[taken:]
-            if self.over:
+                consumed = number if self.begun else number + 1
+                return [*events, *self._new_arguments(), *self.end()], text[consumed:]
+            if self.ended:
                 end = [CallEnd()] if self.begun else []
-                return [*events, *self._piece(), *end], text[number + 1 :]
-        return [*events, *self._piece()], ""
+                return [*events, *self._new_arguments(), *end], text[number + 1 :]
+        return [*events, *self._new_arguments()], ""
 
-    def stop(self) -> list[Event]:
-        """The text has ended within it; nothing for a call that has not begun."""
-        if not self.begun or self.over:
+    def end(self) -> list[Event]:
+        """End a call that its text leaves incomplete; no event if it has not begun."""
+        if not self.begun or self.ended:
             return []
-        self.over = True
+        self.ended = True
         return [CallEnd()]
 
     def _may_begin(self) -> bool:
@@ -116,72 +116,72 @@ class JsonCall:
             return False
         if self._arguments is not None and self._arguments.text:
             return True
-        return self.over and self._names is None
+        return self.ended and self._names is None
 
-    def _piece(self) -> list[Event]:
-        """What is new of the arguments; a map is passed on as it comes, other values when whole."""
+    def _new_arguments(self) -> list[Event]:
+        """The arguments not emitted yet: of an object any new piece, of other values only all."""
         if not self.begun:
             return []
         if self._arguments is None:
-            return [CallArguments("{}")]  # it began with its end
+            return [CallArguments("{}")]  # the call ended without arguments
         text = self._arguments.text
         if text.startswith("{"):
             piece, self._sent = text[self._sent :], len(text)
         elif self._sent or self._arguments is self._value:
             piece = ""
         else:
-            piece, self._sent = _as_map(text), 1
+            piece, self._sent = _as_object(text), 1
         return [CallArguments(piece)] if piece else []
 
     def _take(self, char: str) -> None:
-        if self._at is _At.VALUE:
-            self._in_value(char)
-        elif char in SPACE and not (self._at is _At.KEY and self._value.in_string):
+        if self._state is _State.VALUE:
+            self._take_in_value(char)
+        elif char in SPACE and not (self._state is _State.KEY and self._value.in_string):
             return
-        elif self._at is _At.KEY and (self._value.in_string or char == '"'):
+        elif self._state is _State.KEY and (self._value.in_string or char == '"'):
             if self._value.take(char):
-                self._has_key()
-        elif (self._at, char) in _STEPS:
-            self._go(_STEPS[self._at, char])
+                self._end_key()
+        elif (self._state, char) in _TRANSITIONS:
+            self._enter(_TRANSITIONS[self._state, char])
         else:
             self.broken = True
 
-    def _go(self, at: _At | None) -> None:
-        self._value = Value()
-        self.over = at is None
-        self._at = at or _At.NEXT
-        if at is _At.VALUE and self._key in ARGUMENTS:
+    def _enter(self, state: _State | None) -> None:
+        self._value = JsonValue()
+        self.ended = state is None
+        self._state = state or _State.NEXT
+        if state is _State.VALUE and self._key in ARGUMENTS:
             self.broken = self.broken or self._arguments is not None
             self._arguments = self._value
 
-    def _has_key(self) -> None:
+    def _end_key(self) -> None:
         key = _decoded(self._value.text)
         self._key = key if isinstance(key, str) else ""
-        self._go(_At.COLON)
-        self.broken = self._names is not None and self._key not in (NAME, *ARGUMENTS, *OTHERS)
+        self._enter(_State.COLON)
+        self.broken = self._names is not None and self._key not in (NAME, *ARGUMENTS, *OTHER_KEYS)
 
-    def _in_value(self, char: str) -> None:
+    def _take_in_value(self, char: str) -> None:
         if self._value.is_bare and char in SPACE + ",}":
-            self._has_value()
+            self._end_value()
             self._take(char)
         elif self._value.take(char):
-            self._has_value()
+            self._end_value()
 
-    def _has_value(self) -> None:
+    def _end_value(self) -> None:
         if self._key == NAME:
             name = _decoded(self._value.text)
             fits = isinstance(name, str) and name and (self._names is None or name in self._names)
             self._name, self.broken = (str(name), self.broken) if fits else (None, True)
-        self._go(_At.NEXT)
+        self._enter(_State.NEXT)
 
 
-# Where one is, and a character -> where one is then; None: behind the end.
-_STEPS: dict[tuple[_At, str], _At | None] = {
-    (_At.START, "{"): _At.KEY,
-    (_At.KEY, "}"): None,
-    (_At.COLON, ":"): _At.VALUE,
-    (_At.NEXT, ","): _At.KEY,
-    (_At.NEXT, "}"): None,
+# (state, character) -> next state; None: the call is complete
+_TRANSITIONS: dict[tuple[_State, str], _State | None] = {
+    (_State.START, "{"): _State.KEY,
+    (_State.KEY, "}"): None,
+    (_State.COLON, ":"): _State.VALUE,
+    (_State.NEXT, ","): _State.KEY,
+    (_State.NEXT, "}"): None,
 }
 
 
@@ -192,8 +192,8 @@ def _decoded(text: str) -> object:
         return None
 
 
-def _as_map(text: str) -> str:
-    """Arguments that are no map: the JSON text of one within a string, null for none."""
+def _as_object(text: str) -> str:
+    """Arguments that are not an object: the text of a string, which may hold one; {} for null."""
     value = _decoded(text)
     if isinstance(value, str):
         return value

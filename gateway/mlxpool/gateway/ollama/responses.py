@@ -1,4 +1,4 @@
-"""The answers of Ollama's interface. Pure but for the time of day."""
+"""The response bodies of Ollama's interface. Pure, except that they read the time of day."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mlxpool.client import Result
-from mlxpool.gateway.completion import Step
-from mlxpool.gateway.errors import Fault
+from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.formats.events import (
     CallArguments,
     CallBegin,
@@ -18,9 +17,10 @@ from mlxpool.gateway.formats.events import (
     Content,
     Reasoning,
 )
+from mlxpool.gateway.generation import ChoiceUpdate
 
-NS = 1_000_000  # nanoseconds of a millisecond
-UNREADABLE = "the model called {name!r} with arguments that are no JSON map: {text:.200}"
+NS_PER_MS = 1_000_000
+BAD_ARGUMENTS = "the model called {name!r} with arguments that are no JSON map: {text:.200}"
 
 
 def line(value: Mapping[str, Any]) -> bytes:
@@ -28,14 +28,19 @@ def line(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
 
 
-def stamp() -> str:
-    """Now, as Ollama writes it."""
+def error_line(error: HttpError) -> bytes:
+    """The line that ends a failed stream."""
+    return line(error.ollama_body())
+
+
+def created_at() -> str:
+    """The present time in Ollama's form."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 @dataclass(eq=False, slots=True)
-class Said:
-    """What one or more steps say. A call is there when it is whole."""
+class OutputPart:
+    """The output of one or more updates; a tool call is in the part that completes it."""
 
     content: str = ""
     thinking: str = ""
@@ -47,30 +52,30 @@ class Said:
 
 
 @dataclass(eq=False, slots=True)
-class Talk:
-    """One answer as it comes; remembers the call that is under way."""
+class OutputBuilder:
+    """Turns the updates of one response into parts; collects the tool call that is in progress."""
 
     name: str = ""
     arguments: str = ""
     calls: int = 0
 
-    def of(self, steps: Iterable[Step]) -> Said:
-        """Raises Fault for a call whose arguments cannot be read."""
-        said = Said()
-        for step in steps:
-            said.logprobs += step.logprobs
-            for event in step.events:
+    def part(self, updates: Iterable[ChoiceUpdate]) -> OutputPart:
+        """Raises HttpError for a call whose arguments are not a JSON object."""
+        part = OutputPart()
+        for update in updates:
+            part.logprobs += update.logprobs
+            for event in update.events:
                 if isinstance(event, Content):
-                    said.content += event.text
+                    part.content += event.text
                 elif isinstance(event, Reasoning):
-                    said.thinking += event.text
+                    part.thinking += event.text
                 elif isinstance(event, CallBegin):
                     self.name, self.arguments = event.name, ""
                 elif isinstance(event, CallArguments):
                     self.arguments += event.text
                 elif isinstance(event, CallEnd):
-                    said.calls.append(self._call())
-        return said
+                    part.calls.append(self._call())
+        return part
 
     def _call(self) -> dict[str, Any]:
         try:
@@ -78,42 +83,42 @@ class Talk:
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            words = UNREADABLE.format(name=self.name, text=self.arguments)
-            raise Fault(500, words, "bad_tool_call", retry=False)
+            message = BAD_ARGUMENTS.format(name=self.name, text=self.arguments)
+            raise HttpError(500, message, "bad_tool_call", retry=False)
         self.calls += 1
         function = {"index": self.calls - 1, "name": self.name, "arguments": arguments}
         return {"function": function}
 
 
-def chat_body(model: str, said: Said) -> dict[str, Any]:
-    """A line of /api/chat."""
-    message: dict[str, Any] = {"role": "assistant", "content": said.content}
-    if said.thinking:
-        message["thinking"] = said.thinking
-    if said.calls:
-        message["tool_calls"] = said.calls
-    return {"model": model, "created_at": stamp(), "message": message, **_logprobs(said)}
+def chat_body(model: str, part: OutputPart) -> dict[str, Any]:
+    """A response of /api/chat, or a line of its stream, without the members of its end."""
+    message: dict[str, Any] = {"role": "assistant", "content": part.content}
+    if part.thinking:
+        message["thinking"] = part.thinking
+    if part.calls:
+        message["tool_calls"] = part.calls
+    return {"model": model, "created_at": created_at(), "message": message, **_logprobs(part)}
 
 
-def generate_body(model: str, said: Said) -> dict[str, Any]:
-    """A line of /api/generate."""
-    more = {"thinking": said.thinking} if said.thinking else {}
+def generate_body(model: str, part: OutputPart) -> dict[str, Any]:
+    """As `chat_body`, of /api/generate."""
+    more = {"thinking": part.thinking} if part.thinking else {}
     return {
         "model": model,
-        "created_at": stamp(),
-        "response": said.content,
+        "created_at": created_at(),
+        "response": part.content,
         **more,
-        **_logprobs(said),
+        **_logprobs(part),
     }
 
 
-def _logprobs(said: Said) -> dict[str, Any]:
-    if not said.logprobs:
+def _logprobs(part: OutputPart) -> dict[str, Any]:
+    if not part.logprobs:
         return {}
     return {
         "logprobs": [
             {**_logprob(one), "top_logprobs": [_logprob(other) for other in one.get("top") or ()]}
-            for one in said.logprobs
+            for one in part.logprobs
         ]
     }
 
@@ -122,14 +127,14 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"token": entry["token"], "logprob": entry["logprob"]}
 
 
-def loaded() -> dict[str, Any]:
-    """The end of a request that asked for nothing but the model."""
+def load_end() -> dict[str, Any]:
+    """The members that end the response to a request that only loads the model."""
     return {"done": True, "done_reason": "load"}
 
 
-def ended(result: Result) -> dict[str, Any]:
-    """The end of an answer; times in nanoseconds, load is the time in the queue."""
-    times = {name: round(value * NS) for name, value in result.timings_ms.items()}
+def generation_end(result: Result) -> dict[str, Any]:
+    """The members that end a response: times in ns, where `load` is the time in the queue."""
+    times = {name: round(value * NS_PER_MS) for name, value in result.timings_ms.items()}
     return {
         "done": True,
         "done_reason": result.reason,
@@ -146,7 +151,7 @@ def ended(result: Result) -> dict[str, Any]:
 
 
 def details(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not known of a model is left empty."""
+    """The `details` of a model; unknown values are empty."""
     family = row.get("type") or ""
     return {
         "parent_model": "",
@@ -159,7 +164,7 @@ def details(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tag(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A model in /api/tags."""
+    """An entry of /api/tags."""
     name = row["name"]
     return {
         "name": name,
@@ -171,13 +176,13 @@ def tag(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def running(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A model in /api/ps."""
+    """An entry of /api/ps."""
     size = row.get("size") or 0
     return {**tag(row), "size_vram": size, "context_length": row.get("context") or 0}
 
 
 def show(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What /api/show tells of a model."""
+    """The response of /api/show."""
     family, chat = row.get("type") or "", row.get("chat") or {}
     capabilities = ["completion"]
     capabilities += ["tools"] if chat.get("tools") else []

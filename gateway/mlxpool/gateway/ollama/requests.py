@@ -1,6 +1,6 @@
-"""The fields of Ollama's /api/generate and /api/chat: the tables, and what they mean.
+"""Requests of Ollama's /api/generate, /api/chat and /api/show: tables of fields, and checks.
 
-docs/gateway.md has the same tables for users.
+docs/gateway.md documents the same fields for users.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Any
 
 from mlxpool.common.options import MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
-from mlxpool.gateway import fields
-from mlxpool.gateway.errors import bad
+from mlxpool.gateway import field_checks as fields
+from mlxpool.gateway.errors import bad_request
+from mlxpool.gateway.field_checks import RefusedFields
 
-# Its options are the pool's own; these are not options of sampling.
+# field of `options` -> option of the pool; `num_ctx` is checked apart
 OPTIONS: Mapping[str, str] = {
     "num_predict": "max_tokens",
     **{
@@ -33,26 +34,25 @@ OPTIONS: Mapping[str, str] = {
         )
     },
 }
-MODELS_OWN = "it is a setting of the pool: [models.NAME] in its config"
-Refused = Mapping[str, tuple[tuple[Any, ...], str]]
-OPTIONS_REFUSED: Refused = {
+POOL_SETTING = "it is a setting of the pool: [models.NAME] in its config"
+OPTIONS_REFUSED: RefusedFields = {
     "num_keep": ((0,), "a prompt that does not fit is refused, never cut"),
     "typical_p": ((1, 1.0), "leave it out"),
     "tfs_z": ((1, 1.0), "leave it out"),
     "mirostat": ((0,), "leave it out"),
     "penalize_newline": ((True,), "leave it out"),
-    "num_thread": ((0,), MODELS_OWN),
-    "num_gpu": ((-1,), MODELS_OWN),
-    "num_batch": ((), MODELS_OWN),
-    "main_gpu": ((0,), MODELS_OWN),
-    "use_mmap": ((), MODELS_OWN),
-    "numa": ((False,), MODELS_OWN),
+    "num_thread": ((0,), POOL_SETTING),
+    "num_gpu": ((-1,), POOL_SETTING),
+    "num_batch": ((), POOL_SETTING),
+    "main_gpu": ((0,), POOL_SETTING),
+    "use_mmap": ((), POOL_SETTING),
+    "numa": ((False,), POOL_SETTING),
 }
 COMMON = frozenset({"model", "stream", "options", "think", "logprobs", "top_logprobs"})
 GENERATE = COMMON | {"prompt", "system", "raw"}
 CHAT = COMMON | {"messages", "tools"}
 NO_FORMAT = "constrained decoding is not built; ask for the form in the prompt"
-REFUSED: Refused = {
+REFUSED: RefusedFields = {
     "format": (("",), NO_FORMAT),
     "keep_alive": ((), "how long a model stays is a setting of the pool: [models.NAME] keep_alive"),
     "images": (([],), "models take text only"),
@@ -60,7 +60,7 @@ REFUSED: Refused = {
     "truncate": ((False,), "a prompt that does not fit is refused, never cut"),
     "shift": ((False,), "a completion that reaches the context ends there"),
 }
-GENERATE_REFUSED: Refused = {
+GENERATE_REFUSED: RefusedFields = {
     **REFUSED,
     "suffix": (("",), "models complete the end of a text only"),
     "context": (([],), "send the conversation as `messages` of /api/chat"),
@@ -68,8 +68,8 @@ GENERATE_REFUSED: Refused = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A checked request. Exactly one of `prompt` and `messages` is there, or the load is asked."""
+class OllamaRequest:
+    """A checked request. Without `prompt` and `messages` it only loads the model."""
 
     model: str
     stream: bool
@@ -84,28 +84,30 @@ class Asked:
     tools: Sequence[Mapping[str, Any]] = ()
 
 
-def generate(body: Mapping[str, Any]) -> Asked:
-    """A checked /api/generate. Raises Fault naming the field."""
+def generate(body: Mapping[str, Any]) -> OllamaRequest:
+    """A checked /api/generate. Raises HttpError naming the field."""
     fields.check_names(body, GENERATE, (), GENERATE_REFUSED)
     raw = fields.flag(body, "raw", False)
     system = fields.text(body, "system", "")
     if raw and (system or body.get("think") is not None):
-        raise bad("with `raw` the prompt is taken as it is: leave `system` and `think` out", "raw")
+        raise bad_request(
+            "with `raw` the prompt is taken as it is: leave `system` and `think` out", "raw"
+        )
     prompt = fields.text(body, "prompt", "")
-    return Asked(**_common(body), prompt=prompt, system=system, raw=raw)
+    return OllamaRequest(**_common(body), prompt=prompt, system=system, raw=raw)
 
 
-def chat(body: Mapping[str, Any]) -> Asked:
-    """A checked /api/chat. Raises Fault naming the field."""
+def chat(body: Mapping[str, Any]) -> OllamaRequest:
+    """A checked /api/chat. Raises HttpError naming the field."""
     fields.check_names(body, CHAT, (), REFUSED)
     given = body.get("messages") or []
     messages = _messages(given) if given else []
     tools = fields.checked("tools", check_tools, body.get("tools"))
-    return Asked(**_common(body), messages=messages, tools=tools)
+    return OllamaRequest(**_common(body), messages=messages, tools=tools)
 
 
-def model(body: Mapping[str, Any]) -> str:
-    """The name in /api/show, whose older form says `name`. Raises Fault."""
+def show(body: Mapping[str, Any]) -> str:
+    """The model of /api/show, whose older form is `name`. Raises HttpError."""
     fields.check_names(body, {"model", "name", "verbose"}, (), {})
     return fields.text(body, "model" if body.get("model") is not None else "name")
 
@@ -115,33 +117,33 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     fields.check_names(given, {*OPTIONS, "num_ctx"}, (), OPTIONS_REFUSED, "options.")
     options = fields.options(given, OPTIONS, "options.")
     logprobs = fields.flag(body, "logprobs", False)
-    top = fields.number(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    top = fields.integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if logprobs:
         options |= {"logprobs": True, "top_logprobs": top or 0}
     elif top:
-        raise bad("'top_logprobs' goes with 'logprobs': true", "top_logprobs")
+        raise bad_request("'top_logprobs' goes with 'logprobs': true", "top_logprobs")
     return {
         "model": fields.text(body, "model"),
         "stream": fields.flag(body, "stream", True),
         "options": options,
-        "num_ctx": fields.number(given, "num_ctx", 1, 2**31 - 1),
+        "num_ctx": fields.integer(given, "num_ctx", 1, 2**31 - 1),
         "think": fields.checked("think", check_think, body.get("think")),
         "logprobs": logprobs,
     }
 
 
 def _messages(given: Any) -> list[Mapping[str, Any]]:
-    """With the pool's names for what Ollama calls otherwise."""
+    """Checked messages, with the pool's names of their members."""
     checked = fields.checked("messages", check_messages, given)
     return [_message(f"messages[{number}]", one) for number, one in enumerate(checked)]
 
 
-def _message(where: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _message(path: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     if message.get("images"):
-        raise bad(f"{where}.images is not supported: models take text only", "messages")
+        raise bad_request(f"{path}.images is not supported: models take text only", "messages")
     renamed = {"thinking": "reasoning_content", "tool_name": "name"}
     kept = {renamed.get(key, key): value for key, value in message.items() if key != "images"}
     for key in renamed.values():
         if not isinstance(kept.get(key), str | None):
-            raise bad(f"{where}.{key} must be text, got {kept[key]!r:.60}", "messages")
+            raise bad_request(f"{path}.{key} must be text, got {kept[key]!r:.60}", "messages")
     return kept

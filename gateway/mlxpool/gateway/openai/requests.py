@@ -1,6 +1,6 @@
-"""The fields of OpenAI's /v1/chat/completions and /v1/completions: the tables, and what they mean.
+"""Requests of OpenAI's /v1/chat/completions and /v1/completions: tables of fields, and checks.
 
-docs/gateway.md has the same tables for users.
+docs/gateway.md documents the same fields for users.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any
 
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
-from mlxpool.gateway import fields
-from mlxpool.gateway.errors import bad, unsupported
+from mlxpool.gateway import field_checks as fields
+from mlxpool.gateway.errors import bad_request, unsupported_parameter
+from mlxpool.gateway.field_checks import RefusedFields
 
-MOST_CHOICES = 32  # streams of one request
-COMPLETION_TOKENS = 16  # of /v1/completions where the request does not say
+MAX_CHOICES = 32  # streams of one request
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
-# What OpenAI's interface means by a field that is absent, where the pool means something else.
+# OpenAI's defaults where they differ from the pool's.
 DEFAULTS: Mapping[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -54,9 +55,7 @@ CHAT = COMMON | {
 }
 COMPLETION = COMMON | {"prompt"}
 
-# name -> values that ask for nothing, and what to do instead
-Refused = Mapping[str, tuple[tuple[Any, ...], str]]
-REFUSED: Refused = {
+REFUSED: RefusedFields = {
     "store": ((False,), "nothing is kept; leave it out"),
     "min_tokens": ((0,), "leave it out"),
     "stop_token_ids": (([],), "name texts in `stop`"),
@@ -68,7 +67,7 @@ REFUSED: Refused = {
     "length_penalty": ((1.0, 1), "leave it out"),
     "priority": ((0,), "leave it out"),
 }
-CHAT_REFUSED: Refused = {
+CHAT_REFUSED: RefusedFields = {
     **REFUSED,
     "response_format": (
         ({"type": "text"},),
@@ -86,7 +85,7 @@ CHAT_REFUSED: Refused = {
     "chat_template": ((), "the template is the model's own"),
     "add_generation_prompt": ((True,), "leave it out"),
 }
-COMPLETION_REFUSED: Refused = {
+COMPLETION_REFUSED: RefusedFields = {
     **REFUSED,
     "echo": ((False,), "the prompt is not repeated"),
     "suffix": (("",), "models complete the end of a text only"),
@@ -94,29 +93,31 @@ COMPLETION_REFUSED: Refused = {
     "messages": ((), "this is /v1/completions: use `prompt`"),
     "tools": (([],), "use /v1/chat/completions"),
 }
-NO_CHOICE = "a call cannot be forced, as constrained decoding is not built; use 'auto' or 'none'"
+NO_FORCED_CALL = (
+    "a call cannot be forced, as constrained decoding is not built; use 'auto' or 'none'"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A checked request. `prompts`: for each the arguments of a stream but the options."""
+class CompletionRequest:
+    """A checked request. `prompts`: the prompt arguments of the client's `stream`, one each."""
 
     model: str
     prompts: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any]
     choices: int  # of each prompt
     stream: bool
-    usage: bool  # at the end of a stream
+    usage: bool  # the stream ends with usage
     logprobs: bool
     tools: Sequence[Mapping[str, Any]] = ()
 
     @property
     def thinks(self) -> bool:
-        """Whether thoughts are asked for."""
+        """Whether the request asks for thoughts."""
         return bool(self.options.get("think"))
 
     def arguments(self) -> list[dict[str, Any]]:
-        """Of each choice, those of one prompt together; of one seed each choice gets the next."""
+        """The arguments of each choice, prompt by prompt; choice i of a prompt gets seed + i."""
         every = []
         for prompt in self.prompts:
             for number in range(self.choices):
@@ -127,51 +128,55 @@ class Asked:
         return every
 
 
-def chat(body: Mapping[str, Any]) -> Asked:
-    """A checked /v1/chat/completions. Raises Fault naming the field."""
+def chat(body: Mapping[str, Any]) -> CompletionRequest:
+    """A checked /v1/chat/completions. Raises HttpError naming the field."""
     fields.check_names(body, {*CHAT, *SAMPLING}, ACCEPTED, CHAT_REFUSED)
     messages = fields.checked("messages", check_messages, body.get("messages"))
     tools = _tools(body)
     options = _options(body)
-    most = fields.number(body, "max_completion_tokens", 1, MAX_COUNT)
-    if most is not None and options.setdefault("max_tokens", most) != most:
-        raise bad("'max_tokens' and 'max_completion_tokens' differ", "max_completion_tokens")
+    max_tokens = fields.integer(body, "max_completion_tokens", 1, MAX_COUNT)
+    if max_tokens is not None and options.setdefault("max_tokens", max_tokens) != max_tokens:
+        raise bad_request(
+            "'max_tokens' and 'max_completion_tokens' differ", "max_completion_tokens"
+        )
     logprobs = fields.flag(body, "logprobs", False)
-    top = fields.number(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    top = fields.integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not logprobs:
-        raise bad("'top_logprobs' goes with 'logprobs': true", "top_logprobs")
+        raise bad_request("'top_logprobs' goes with 'logprobs': true", "top_logprobs")
     options |= {"logprobs": True, "top_logprobs": top or 0} if logprobs else {}
     think = _think(body)
     options |= {} if think is None else {"think": think}
     options |= {"tools": tools} if tools else {}
-    return _asked(body, [{"messages": messages}], options, logprobs, tools)
+    return _request(body, [{"messages": messages}], options, logprobs, tools)
 
 
-def completion(body: Mapping[str, Any]) -> Asked:
-    """A checked /v1/completions. Raises Fault naming the field."""
+def completion(body: Mapping[str, Any]) -> CompletionRequest:
+    """A checked /v1/completions. Raises HttpError naming the field."""
     fields.check_names(body, {*COMPLETION, *SAMPLING}, ACCEPTED, COMPLETION_REFUSED)
-    options = {"max_tokens": COMPLETION_TOKENS, **_options(body)}
-    top = fields.number(body, "logprobs", 0, MAX_TOP_LOGPROBS)
+    options = {"max_tokens": DEFAULT_MAX_TOKENS, **_options(body)}
+    top = fields.integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None:
         options |= {"logprobs": True, "top_logprobs": top}
-    return _asked(body, _prompts(body.get("prompt")), options, top is not None, ())
+    return _request(body, _prompts(body.get("prompt")), options, top is not None, ())
 
 
-def _asked(
+def _request(
     body: Mapping[str, Any],
     prompts: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
     logprobs: bool,
     tools: Sequence[Mapping[str, Any]],
-) -> Asked:
-    choices = fields.number(body, "n", 1, MOST_CHOICES) or 1
-    if len(prompts) * choices > MOST_CHOICES:
-        words = f"{len(prompts)} prompts with {choices} choices each, at most {MOST_CHOICES} in all"
-        raise bad(words, "n")
+) -> CompletionRequest:
+    choices = fields.integer(body, "n", 1, MAX_CHOICES) or 1
+    if len(prompts) * choices > MAX_CHOICES:
+        message = (
+            f"{len(prompts)} prompts with {choices} choices each, at most {MAX_CHOICES} in all"
+        )
+        raise bad_request(message, "n")
     if options.get("seed", 0) > MAX_SEED - (choices - 1):
-        raise bad(f"'seed' is {options['seed']}: choice {choices} has none", "seed")
+        raise bad_request(f"'seed' is {options['seed']}: choice {choices} has none", "seed")
     stream = fields.flag(body, "stream", False)
-    return Asked(
+    return CompletionRequest(
         fields.text(body, "model"),
         prompts,
         options,
@@ -187,62 +192,62 @@ def _options(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {**body, "top_k": 0} if body.get("top_k") == -1 else body
     options = {**DEFAULTS, **fields.options(given, SAMPLING)}
     if options.get("seed", 0) < 0:
-        raise bad(f"'seed' is {options['seed']}, must not be negative", "seed")
-    most = fields.number(body, "max_tokens", 1, MAX_COUNT)
-    options |= {} if most is None else {"max_tokens": most}
+        raise bad_request(f"'seed' is {options['seed']}, must not be negative", "seed")
+    max_tokens = fields.integer(body, "max_tokens", 1, MAX_COUNT)
+    options |= {} if max_tokens is None else {"max_tokens": max_tokens}
     session = fields.text(body, "prompt_cache_key", "")
     if len(session) > 256:
-        words = f"'prompt_cache_key' has {len(session)} characters, at most 256 are allowed"
-        raise bad(words, "prompt_cache_key")
+        message = f"'prompt_cache_key' has {len(session)} characters, at most 256 are allowed"
+        raise bad_request(message, "prompt_cache_key")
     return {**options, "session": session} if session else options
 
 
 def _usage(body: Mapping[str, Any], stream: bool) -> bool:
     given = fields.mapping(body, "stream_options")
     if given and not stream:
-        raise bad("'stream_options' goes with 'stream': true", "stream_options")
-    where = "stream_options."
+        raise bad_request("'stream_options' goes with 'stream': true", "stream_options")
+    prefix = "stream_options."
     refused = {"continuous_usage_stats": ((False,), "usage comes at the end")}
-    fields.check_names(given, {"include_usage"}, {"include_obfuscation"}, refused, where)
-    return fields.flag(given, "include_usage", False, where)
+    fields.check_names(given, {"include_usage"}, {"include_obfuscation"}, refused, prefix)
+    return fields.flag(given, "include_usage", False, prefix)
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     tools: list[dict[str, Any]] = fields.checked("tools", check_tools, body.get("tools"))
     for number, tool in enumerate(tools):
         if tool.get("type") != "function" or "function" not in tool:
-            raise bad(f"tools[{number}] must be {{type: 'function', function: …}}", "tools")
+            raise bad_request(f"tools[{number}] must be {{type: 'function', function: …}}", "tools")
         if tool["function"].get("strict"):
-            raise unsupported(f"tools[{number}].function.strict", "leave it out")
+            raise unsupported_parameter(f"tools[{number}].function.strict", "leave it out")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", NO_CHOICE)
+        raise unsupported_parameter("tool_choice", NO_FORCED_CALL)
     return [] if choice == "none" else tools
 
 
 def _think(body: Mapping[str, Any]) -> bool | str | None:
-    """Of `reasoning_effort`, or of vLLM's `chat_template_kwargs`."""
+    """The pool's `think`, from `reasoning_effort` or vLLM's `chat_template_kwargs`."""
     effort = body.get("reasoning_effort")
     if effort == "none":
         return False
     if effort is not None:
         if effort not in LEVELS:
-            words = f"'reasoning_effort' is {effort!r:.40}, must be none, {', '.join(LEVELS)}"
-            raise bad(words, "reasoning_effort")
+            message = f"'reasoning_effort' is {effort!r:.40}, must be none, {', '.join(LEVELS)}"
+            raise bad_request(message, "reasoning_effort")
         return str(effort)
     given = fields.mapping(body, "chat_template_kwargs")
-    where = "chat_template_kwargs."
-    fields.check_names(given, {"enable_thinking"}, (), {}, where)
+    prefix = "chat_template_kwargs."
+    fields.check_names(given, {"enable_thinking"}, (), {}, prefix)
     if given.get("enable_thinking") is None:
         return None
-    return fields.flag(given, "enable_thinking", True, where)
+    return fields.flag(given, "enable_thinking", True, prefix)
 
 
 def _prompts(given: object) -> list[dict[str, Any]]:
-    """Text, ids, or a list of either."""
+    """The prompts of a text, a list of token ids, or a list of either."""
     every = given if isinstance(given, list) and not _is_ids(given) else [given]
     if not every:
-        raise bad("'prompt' must not be empty", "prompt")
+        raise bad_request("'prompt' must not be empty", "prompt")
     return [_prompt(one) for one in every]
 
 
@@ -251,7 +256,7 @@ def _prompt(given: object) -> dict[str, Any]:
         return {"prompt": given}
     if isinstance(given, list) and _is_ids(given):
         return {"tokens": given}
-    raise bad(
+    raise bad_request(
         "'prompt' must be text, a list of token ids, or a list of these, none of them empty;"
         f" got {given!r:.60}",
         "prompt",

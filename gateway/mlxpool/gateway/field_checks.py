@@ -1,0 +1,102 @@
+"""Checks of a request's fields: each field is honoured, accepted by name, or refused by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import CHECKS
+from mlxpool.gateway.errors import bad_request, unsupported_parameter
+
+# field -> (values that request nothing, what to do instead)
+RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
+
+
+def check_names(
+    body: Mapping[str, Any],
+    honoured: Collection[str],
+    accepted: Collection[str],
+    refused: RefusedFields,
+    prefix: str = "",
+) -> None:
+    """Check that every field is in one of the tables; a field that is null counts as absent.
+
+    `prefix` goes before the names in messages. Raises HttpError.
+    """
+    for name, value in body.items():
+        if value is None or name in honoured or name in accepted:
+            continue
+        if name not in refused:
+            near = difflib.get_close_matches(name, [*honoured, *accepted], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            message = f"unknown field {prefix + name!r}{hint}"
+            raise bad_request(message, prefix + name, "unknown_parameter")
+        neutral, advice = refused[name]
+        if not any(value == one and type(value) is type(one) for one in neutral):
+            raise unsupported_parameter(prefix + name, advice)
+
+
+def option(name: str, value: Any, target: str) -> Any:
+    """The value of the pool's option `target`, checked. Raises HttpError naming the field."""
+    try:
+        return CHECKS[target](name, value)
+    except BadRequest as error:
+        raise bad_request(error.message, name) from None
+
+
+def options(body: Mapping[str, Any], names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
+    """The pool's options that the fields of `body` set; `names`: field -> option."""
+    return {
+        target: option(prefix + name, body[name], target)
+        for name, target in names.items()
+        if body.get(name) is not None
+    }
+
+
+def text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    """A field of text. Without a default it is required and not empty. Raises HttpError."""
+    value = body.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, str) or not (value or default is not None):
+        raise bad_request(f"{name!r} must be text, got {value!r:.60}", name)
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str, default: bool, prefix: str = "") -> bool:
+    """A field that is true, false or absent. Raises HttpError."""
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        message = f"{prefix + name!r} must be true or false, got {value!r:.60}"
+        raise bad_request(message, prefix + name)
+    return default if value is None else value
+
+
+def integer(body: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+    """An integer from `low` to `high`, both inclusive, or None if absent. Raises HttpError."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise bad_request(f"{name!r} must be an integer, got {value!r:.60}", name)
+    if not low <= value <= high:
+        raise bad_request(f"{name!r} is {value}, must be from {low} to {high}", name)
+    return value
+
+
+def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A field that is a map; empty if absent. Raises HttpError."""
+    value = body.get(name)
+    if not isinstance(value, Mapping | None):
+        raise bad_request(f"{name!r} must be a map, got {value!r:.60}", name)
+    return value or {}
+
+
+def checked(name: str, check: Callable[[object], Any], value: object) -> Any:
+    """The result of one of the pool's own checks. Raises HttpError naming the field."""
+    try:
+        return check(value)
+    except BadRequest as error:
+        raise bad_request(error.message, name) from None

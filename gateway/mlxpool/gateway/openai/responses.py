@@ -1,0 +1,284 @@
+"""The response bodies of OpenAI's interface: chunks of streams, and whole responses. Pure."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxpool.client import Result
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.formats.events import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+    merged,
+)
+from mlxpool.gateway.generation import ChoiceUpdate
+
+CALL_ID_LENGTH = 9  # letters and digits; some templates accept no other length
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting\n\n"
+_LETTERS = string.ascii_letters + string.digits
+
+
+def sse(value: Mapping[str, Any], event: str = "") -> bytes:
+    """One server-sent event."""
+    name = f"event: {event}\n" if event else ""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return f"{name}data: {text}\n\n".encode("utf-8", "replace")
+
+
+def error_event(error: HttpError) -> bytes:
+    """The event that ends a failed stream."""
+    return sse(error.openai_body(), "error")
+
+
+def usage(results: Sequence[Result], choices: int) -> dict[str, Any]:
+    """Token counts of all results; each prompt counts once, however many choices it has."""
+    prompts = results[::choices]
+    prompt = sum(result.usage.get("prompt_tokens", 0) for result in prompts)
+    completion = sum(result.usage.get("completion_tokens", 0) for result in results)
+    cached = sum(result.usage.get("cached_tokens", 0) for result in prompts)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def new_call_id() -> str:
+    """A random id for a tool call."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(CALL_ID_LENGTH))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFrame:
+    """The members that all chunks of a stream have in common."""
+
+    members: Mapping[str, Any]
+    usage: bool  # the stream ends with a chunk of usage
+
+    def chunk(self, choice: Mapping[str, Any]) -> bytes:
+        """A chunk with one choice."""
+        null_usage = {"usage": None} if self.usage else {}
+        return sse({**self.members, "choices": [choice], **null_usage})
+
+    def tail(self, results: Sequence[Result], choices: int) -> bytes:
+        """The end of the stream, after usage if it was requested."""
+        if not self.usage:
+            return DONE
+        return sse({**self.members, "choices": [], "usage": usage(results, choices)}) + DONE
+
+
+# ---- chats ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class DeltaBuilder:
+    """Turns the events of one choice into deltas; numbers its tool calls."""
+
+    calls: int = 0
+
+    def deltas(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        """One delta for each event that has one; neighbouring pieces of a kind are merged."""
+        return [delta for event in merged(events) if (delta := self._delta(event)) is not None]
+
+    def finish_reason(self, result: Result) -> str:
+        return "tool_calls" if self.calls and result.reason == "stop" else result.reason
+
+    def _delta(self, event: Event) -> dict[str, Any] | None:
+        if isinstance(event, Content):
+            return {"content": event.text}
+        if isinstance(event, Reasoning):
+            return {"reasoning_content": event.text}
+        if isinstance(event, CallBegin):
+            self.calls += 1
+            function = {"name": event.name, "arguments": ""}
+            call = {"id": new_call_id(), "type": "function", "function": function}
+            return {"tool_calls": [{"index": self.calls - 1, **call}]}
+        if isinstance(event, CallArguments):
+            piece = {"index": self.calls - 1, "function": {"arguments": event.text}}
+            return {"tool_calls": [piece]}
+        return None
+
+
+@dataclass(eq=False, slots=True)
+class ChatChunks:
+    """The chunks of a streamed chat completion."""
+
+    frame: StreamFrame
+    logprobs: bool
+    builders: list[DeltaBuilder]  # by choice
+
+    def head(self) -> bytes:
+        """A chunk with the role for each choice."""
+        start = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(number, start) for number in range(len(self.builders)))
+
+    def update(self, update: ChoiceUpdate) -> bytes:
+        """The chunks of an update, concatenated."""
+        builder = self.builders[update.choice]
+        deltas = builder.deltas(update.events)
+        logprobs = chat_logprobs(update.logprobs) if self.logprobs and update.logprobs else None
+        if logprobs is not None and not deltas:
+            deltas = [{}]  # the parser holds the text back; its log-probabilities are sent now
+        chunks = [
+            self._chunk(update.choice, delta, None if number else logprobs)
+            for number, delta in enumerate(deltas)
+        ]
+        if update.result is not None:
+            reason = builder.finish_reason(update.result)
+            chunks.append(self._chunk(update.choice, {}, finish_reason=reason))
+        return b"".join(chunks)
+
+    def _chunk(
+        self,
+        choice: int,
+        delta: Mapping[str, Any],
+        logprobs: Mapping[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        return self.frame.chunk(
+            {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        )
+
+
+@dataclass(eq=False, slots=True)
+class WholeChoice:
+    """Collects the updates of one choice of a response that is not streamed."""
+
+    events: list[Event] = field(default_factory=list)
+    logprobs: list[Mapping[str, Any]] = field(default_factory=list)
+    result: Result | None = None
+
+    @property
+    def final_result(self) -> Result:
+        """The result; to be read after the last update."""
+        assert self.result is not None
+        return self.result
+
+    def add(self, update: ChoiceUpdate) -> None:
+        self.events += update.events
+        self.logprobs += update.logprobs
+        self.result = update.result or self.result
+
+    def text(self, kind: type[Content] | type[Reasoning]) -> str:
+        """All text of one kind of event."""
+        return "".join(event.text for event in self.events if isinstance(event, kind))
+
+    def calls(self) -> list[tuple[str, str]]:
+        """Name and arguments, as JSON text, of each call."""
+        found: list[tuple[str, str]] = []
+        for event in merged(self.events):
+            if isinstance(event, CallBegin):
+                found.append((event.name, ""))
+            elif isinstance(event, CallArguments):
+                found[-1] = (found[-1][0], event.text)
+        return found
+
+
+def chat_choice(number: int, whole: WholeChoice, *, logprobs: bool) -> dict[str, Any]:
+    """A choice of a chat completion that is not streamed."""
+    calls, thoughts = whole.calls(), whole.text(Reasoning)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": whole.text(Content) or (None if calls else ""),
+        "refusal": None,
+    }
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": new_call_id(),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for name, arguments in calls
+        ]
+    return {
+        "index": number,
+        "message": message,
+        "logprobs": chat_logprobs(whole.logprobs) if logprobs else None,
+        "finish_reason": DeltaBuilder(len(calls)).finish_reason(whole.final_result),
+    }
+
+
+def chat_logprobs(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One entry for each token, with its most likely alternatives."""
+    content = [
+        {**_logprob(entry), "top_logprobs": [_logprob(other) for other in entry.get("top") or ()]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """`bytes` is null for a token that is part of a character: its text does not determine them."""
+    token = str(entry["token"])
+    data = None if "\ufffd" in token else list(token.encode("utf-8", "replace"))
+    return {"token": token, "logprob": entry["logprob"], "bytes": data}
+
+
+# ---- completions of a text -----------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class TextLogprobs:
+    """Log-probabilities of /v1/completions; counts the characters before each token."""
+
+    offset: int = 0
+
+    def add(self, entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """The object for the next tokens of the choice."""
+        found: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for entry in entries:
+            token = str(entry["token"])
+            found["tokens"].append(token)
+            found["token_logprobs"].append(entry["logprob"])
+            others = {str(one["token"]): one["logprob"] for one in entry.get("top") or ()}
+            found["top_logprobs"].append(others)
+            found["text_offset"].append(self.offset)
+            self.offset += len(token)
+        return found
+
+
+def text_choice(
+    number: int, text: str, logprobs: Mapping[str, Any] | None, finish_reason: str | None
+) -> dict[str, Any]:
+    """A choice of /v1/completions, whole or in a chunk."""
+    return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+@dataclass(eq=False, slots=True)
+class TextChunks:
+    """The chunks of a streamed /v1/completions."""
+
+    frame: StreamFrame
+    logprobs: bool
+    offsets: list[TextLogprobs]  # by choice
+
+    def head(self) -> bytes:
+        return b""
+
+    def update(self, update: ChoiceUpdate) -> bytes:
+        """The chunk of an update; empty if it has nothing to send."""
+        text = "".join(event.text for event in update.events if isinstance(event, Content))
+        wanted = self.logprobs and update.logprobs
+        logprobs = self.offsets[update.choice].add(update.logprobs) if wanted else None
+        reason = update.result.reason if update.result is not None else None
+        if not (text or logprobs or reason):
+            return b""
+        return self.frame.chunk(text_choice(update.choice, text, logprobs, reason))

@@ -1,0 +1,96 @@
+"""Checks of request bodies: every field is honoured, accepted or refused; none is ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpool.common.options import Options
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.ollama import requests as ollama_requests
+from mlxpool.gateway.openai import requests as openai_requests
+
+HI = [{"role": "user", "content": "hi"}]
+Check = Callable[[Mapping[str, Any]], Any]
+CHECKS: dict[str, tuple[Check, dict[str, Any]]] = {
+    "chat": (openai_requests.chat, {"model": "m", "messages": HI}),
+    "completion": (openai_requests.completion, {"model": "m", "prompt": "x"}),
+    "ollama_chat": (ollama_requests.chat, {"model": "m", "messages": HI}),
+    "ollama_generate": (ollama_requests.generate, {"model": "m", "prompt": "x"}),
+}
+NAMES = sorted(
+    {
+        *openai_requests.CHAT,
+        *openai_requests.COMPLETION_REFUSED,
+        *openai_requests.CHAT_REFUSED,
+        *openai_requests.SAMPLING,
+        *ollama_requests.GENERATE,
+        *ollama_requests.CHAT,
+        *ollama_requests.GENERATE_REFUSED,
+    }
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "function", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("interface", CHECKS)
+@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=6), VALUES, max_size=4))
+def test_any_body_is_accepted_or_refused_with_400(interface: str, change: dict[str, Any]) -> None:
+    check, base = CHECKS[interface]
+    try:
+        request = check({**base, **change})
+    except HttpError as error:
+        assert error.status == 400 and error.message and not error.retry
+    else:
+        other = {"logprobs", "tools", "think", "session"}
+        Options.parse({k: v for k, v in request.options.items() if k not in other})
+
+
+@pytest.mark.parametrize("interface", CHECKS)
+@given(st.text(min_size=1).filter(lambda name: name not in {*NAMES, *openai_requests.ACCEPTED}))
+def test_an_unknown_field_is_named(interface: str, name: str) -> None:
+    check, base = CHECKS[interface]
+    with pytest.raises(HttpError) as caught:
+        check({**base, name: 1})
+    assert (caught.value.param, caught.value.code) == (name, "unknown_parameter")
+
+
+def test_absent_fields_have_openais_defaults() -> None:
+    request = openai_requests.chat({"model": "m", "messages": HI})
+    assert request.options == dict(openai_requests.DEFAULTS)
+    assert (request.choices, request.stream, request.logprobs) == (1, False, False)
+    max_tokens = openai_requests.completion({"model": "m", "prompt": "x"}).options["max_tokens"]
+    assert max_tokens == openai_requests.DEFAULT_MAX_TOKENS
+
+
+def test_absent_fields_of_ollama_leave_the_pools_defaults() -> None:
+    request = ollama_requests.chat({"model": "m", "messages": HI})
+    assert (request.options, request.stream, request.think) == ({}, True, None)
+
+
+def test_each_choice_of_each_prompt_has_its_own_seed() -> None:
+    body = {"model": "m", "prompt": ["a", [1, 2]], "n": 2, "seed": 5}
+    every = openai_requests.completion(body).arguments()
+    assert [(one.get("prompt"), one.get("tokens"), one["seed"]) for one in every] == [
+        ("a", None, 5),
+        ("a", None, 6),
+        (None, [1, 2], 5),
+        (None, [1, 2], 6),
+    ]
+
+
+def test_the_largest_seed_allows_one_choice_only() -> None:
+    body = {"model": "m", "prompt": "a", "seed": 2**64 - 1}
+    assert openai_requests.completion(body).arguments()[0]["seed"] == 2**64 - 1
+    with pytest.raises(HttpError, match="seed"):
+        openai_requests.completion({**body, "n": 2})
