@@ -1,11 +1,13 @@
-"""How often a greedy completion differs in company, after a prefix hit, a preemption, a resume.
+"""Counts greedy completions that differ in a batch, after a prefix hit, a preemption or a resume.
 
-    python bench/company.py [--requests 48] [--tokens 64] [--deterministic] [--random] [--json FILE]
+    python bench/batch_invariance.py [--requests 48] [--tokens 64] [--deterministic] [--random]
+                                     [--json FILE]
 
-Each request is computed alone, then in each of these ways; the first token that differs counts. The
-margin is the difference of the two greatest log-probabilities there when it was alone: a near-tie
-is decided by the last bits, and these depend on how many rows a product has. The embedded model;
-`--random`: a random one of 16 layers in bfloat16.
+Each request is computed alone, then under each condition, and compared up to the first token that
+differs. The margin is the difference of the two greatest log-probabilities at that token when the
+request was alone: a near-tie is decided by the last bits, and these depend on how many rows a
+matrix product has. The model is the embedded one; with `--random`, a random one of 16 layers in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from mlxpool.broker.processes.blas import preload
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-WIDTH = 8  # requests at once in company
-TEXT = Path(__file__).read_text() + Path(report.__file__).read_text()
-RANDOM: dict[str, Any] = {
+BATCH_SIZE = 8
+CORPUS = Path(__file__).read_text() + Path(report.__file__).read_text()
+RANDOM_CONFIG: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
     "num_hidden_layers": 16,
@@ -39,37 +41,37 @@ RANDOM: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """A completion and how sure each of its tokens was."""
+class Reference:
+    """A completion computed alone, with the margin of each of its tokens."""
 
     prompt: tuple[int, ...]
     ids: list[int]
     margins: list[float]
 
 
-class Ways:
-    """The same requests in different circumstances, each of these on an engine of its own."""
+class Conditions:
+    """Computes the same requests under several conditions, each with an engine of its own."""
 
     def __init__(self, loaded: Any, tokens: int) -> None:
         self.loaded, self.tokens = loaded, tokens
-        self.lone = self.engine()
+        self.reference_engine = self.engine()
 
     def engine(self, prefix: str = "off") -> Any:
         from mlxpool.worker.engine.engine import ModelEngine
 
-        return ModelEngine(self.loaded, prefix=prefix, sequences=WIDTH)
+        return ModelEngine(self.loaded, prefix=prefix, sequences=BATCH_SIZE)
 
-    def begin(self, engine: Any, prompt: tuple[int, ...], ids: list[int] | None = None) -> Any:
-        """A sequence that is ready for its next token."""
+    def start(self, engine: Any, prompt: tuple[int, ...], ids: list[int] | None = None) -> Any:
+        """A sequence whose prompt (and `ids`) the engine has read."""
         from mlxpool.common.options import Options
         from mlxpool.worker.engine.sequence import Sequence
 
         options = Options(temperature=0.0, logprobs=True, top_logprobs=2)
         seq = Sequence(b"", 1, prompt, options, 1, self.tokens, list(ids or []))
-        self.enter(engine, seq)
+        self.prefill(engine, seq)
         return seq
 
-    def enter(self, engine: Any, seq: Any) -> None:
+    def prefill(self, engine: Any, seq: Any) -> None:
         engine.admit(seq)
         while engine.prefill(seq, 100):
             pass
@@ -81,6 +83,7 @@ class Ways:
         return drawn
 
     def finish(self, engine: Any, seq: Any) -> list[float]:
+        """Decode the rest; the margin of each token."""
         margins = []
         while len(seq.ids) < self.tokens:
             ((_, first), (_, second)) = self.step(engine, [seq])[0].logprob.top
@@ -88,60 +91,62 @@ class Ways:
         engine.release(seq)
         return margins
 
-    def alone(self, prompt: tuple[int, ...]) -> Alone:
-        seq = self.begin(self.lone, prompt)
-        return Alone(prompt, seq.ids, self.finish(self.lone, seq))
+    def alone(self, prompt: tuple[int, ...]) -> Reference:
+        seq = self.start(self.reference_engine, prompt)
+        return Reference(prompt, seq.ids, self.finish(self.reference_engine, seq))
 
-    def company(self, found: list[Alone]) -> list[list[int]]:
-        """Eight at a time, one joining at every third step."""
+    def batched(self, found: list[Reference]) -> list[list[int]]:
+        """Eight at a time; one joins at every third step."""
         results: list[list[int]] = []
-        for start in range(0, len(found), WIDTH):
-            engine, waiting = self.engine(), found[start : start + WIDTH]
+        for start in range(0, len(found), BATCH_SIZE):
+            engine, waiting = self.engine(), found[start : start + BATCH_SIZE]
             every: list[Any] = []
-            for turn in range(4 * WIDTH + self.tokens):
+            for turn in range(4 * BATCH_SIZE + self.tokens):
                 if turn % 3 == 0 and len(every) < len(waiting):
-                    every.append(self.begin(engine, waiting[len(every)].prompt))
+                    every.append(self.start(engine, waiting[len(every)].prompt))
                 running = [seq for seq in every if len(seq.ids) < self.tokens]
                 if running:
                     self.step(engine, running)
             results += [seq.ids for seq in every]
         return results
 
-    def hit(self, found: list[Alone]) -> list[list[int]]:
-        """With half of the prompt in the prefix tree."""
+    def prefix_hit(self, found: list[Reference]) -> list[list[int]]:
+        """Half of the prompt is in the prefix tree."""
         engine, results = self.engine("tree"), []
         for one in found:
-            engine.release(self.begin(engine, one.prompt[: len(one.prompt) // 2]))
-            seq = self.begin(engine, one.prompt)
+            engine.release(self.start(engine, one.prompt[: len(one.prompt) // 2]))
+            seq = self.start(engine, one.prompt)
             assert seq.cached
             self.finish(engine, seq)
             results.append(seq.ids)
         return results
 
-    def preempted(self, found: list[Alone]) -> list[list[int]]:
+    def preempted(self, found: list[Reference]) -> list[list[int]]:
+        """Preempted after a third of the tokens."""
         engine, results = self.engine(), []
         for one in found:
-            seq = self.begin(engine, one.prompt)
+            seq = self.start(engine, one.prompt)
             for _ in range(self.tokens // 3):
                 self.step(engine, [seq])
             engine.release(seq)
             seq.preempt()
-            self.enter(engine, seq)
+            self.prefill(engine, seq)
             self.finish(engine, seq)
             results.append(seq.ids)
         return results
 
-    def resumed(self, found: list[Alone]) -> list[list[int]]:
+    def resumed(self, found: list[Reference]) -> list[list[int]]:
+        """Resumed from half of the tokens."""
         engine, results = self.engine(), []
         for one in found:
-            seq = self.begin(engine, one.prompt, one.ids[: self.tokens // 2])
+            seq = self.start(engine, one.prompt, one.ids[: self.tokens // 2])
             self.finish(engine, seq)
             results.append(seq.ids)
         return results
 
 
-def compared(found: list[Alone], results: list[list[int]]) -> dict[str, Any]:
-    """How many differ, after how many equal tokens in all, and the margins where they do."""
+def compare(found: list[Reference], results: list[list[int]]) -> dict[str, Any]:
+    """How many differ, the sum of equal tokens before, and the margins where they differ."""
     margins, equal = [], 0
     for one, ids in zip(found, results, strict=True):
         same = [a == b for a, b in zip(one.ids, ids, strict=True)]
@@ -154,17 +159,17 @@ def compared(found: list[Alone], results: list[list[int]]) -> dict[str, Any]:
 
 def prompts(count: int, text: Any) -> list[tuple[int, ...]]:
     draw = random.Random(1)
-    spans = [(draw.randrange(len(TEXT) // 2), draw.randrange(200, 1500)) for _ in range(count)]
-    return [tuple(text.encode(TEXT[start : start + size])) for start, size in spans]
+    spans = [(draw.randrange(len(CORPUS) // 2), draw.randrange(200, 1500)) for _ in range(count)]
+    return [tuple(text.encode(CORPUS[start : start + size])) for start, size in spans]
 
 
-def in_bfloat16(path: Path) -> Path:
-    """A random checkpoint whose weights are halves."""
+def random_checkpoint(path: Path) -> Path:
+    """A random checkpoint in bfloat16."""
     import mlx.core as mx
 
     from support.worker_checkpoints import write_checkpoint
 
-    file = write_checkpoint(path, **RANDOM) / "model.safetensors"
+    file = write_checkpoint(path, **RANDOM_CONFIG) / "model.safetensors"
     weights: Any = mx.load(str(file))
     mx.save_safetensors(str(file), {name: one.astype(mx.bfloat16) for name, one in weights.items()})
     return path
@@ -178,20 +183,20 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     loaded = load(inspect(folder), deterministic=arguments.deterministic)
     mx.random.seed(1)
-    ways = Ways(loaded, arguments.tokens)
+    conditions = Conditions(loaded, arguments.tokens)
     text = Text.from_folder(loaded.folder)
-    found = [ways.alone(prompt) for prompt in prompts(arguments.requests, text)]
-    runs: dict[str, Callable[[list[Alone]], list[list[int]]]] = {
-        "again alone": lambda every: [ways.alone(one.prompt).ids for one in every],
-        "in company of eight": ways.company,
-        "after a prefix hit": ways.hit,
-        "after a preemption": ways.preempted,
-        "after a resume": ways.resumed,
+    found = [conditions.alone(prompt) for prompt in prompts(arguments.requests, text)]
+    runs: dict[str, Callable[[list[Reference]], list[list[int]]]] = {
+        "again alone": lambda every: [conditions.alone(one.prompt).ids for one in every],
+        "in company of eight": conditions.batched,
+        "after a prefix hit": conditions.prefix_hit,
+        "after a preemption": conditions.preempted,
+        "after a resume": conditions.resumed,
     }
-    return {name: compared(found, run(found)) for name, run in runs.items()}
+    return {name: compare(found, run(found)) for name, run in runs.items()}
 
 
-def say(figures: dict[str, Any]) -> str:
+def table(figures: dict[str, Any]) -> str:
     rows = []
     for name, one in figures.items():
         greatest = f"{max(one['margins']):.2g}" if one["margins"] else "-"
@@ -213,9 +218,9 @@ def main() -> None:
     from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
 
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure(arguments, in_bfloat16(Path(folder)) if arguments.random else DEMO)
+        figures = measure(arguments, random_checkpoint(Path(folder)) if arguments.random else DEMO)
     print(report.versions(), report.machine(), sep="; ")
-    print(say(figures))
+    print(table(figures))
     report.save(arguments.json, figures)
 
 

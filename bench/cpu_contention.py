@@ -1,9 +1,10 @@
-"""Several workers on one CPU: do their threads leave each other the cores?
+"""Measures several workers on one CPU, with and without adapting their thread counts.
 
-    python bench/crowd.py [--rounds 3] [--tokens 300] [--json FILE]
+    python bench/cpu_contention.py [--rounds 3] [--tokens 300] [--json FILE]
 
-Pools with one, two and four workers of the embedded model, eight streams at each of them; tokens/s
-of all together, in pairs with a pool whose workers do not look at what others take (cores.py).
+Pools with one, two and four workers of the embedded model and eight streams at each worker. Prints
+tokens/s of all streams, in pairs with a pool whose workers ignore the load of other processes
+(see mlxpool.worker.process.cpu_threads).
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from support.pool import Pool
 
 WORKERS = (1, 2, 4)
 STREAMS = 8
-# Another context is another model: of equal ones the pool would load one.
+# Each model has a context of its own: models with equal settings would share a worker.
 MODEL = '[models.m{n}]\npath = "{path}"\nsequences = 8\ncontext = {context}\nprefix_cache = "off"\n'
-BLIND = "import mlxpool.worker.process.cpu_threads as cores\ncores.LOOK = float('inf')\n"
+UNADAPTIVE = "import mlxpool.worker.process.cpu_threads as cores\ncores.LOOK = float('inf')\n"
 
 
 @contextmanager
-def blind(folder: Path) -> Iterator[None]:
-    """Python processes that are started meanwhile take all cores, whoever else computes."""
-    (folder / "sitecustomize.py").write_text(BLIND)
+def unadaptive_workers(folder: Path) -> Iterator[None]:
+    """Workers started meanwhile use all cores and never adapt their thread counts."""
+    (folder / "sitecustomize.py").write_text(UNADAPTIVE)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), before)))
     try:
@@ -49,8 +50,8 @@ def blind(folder: Path) -> Iterator[None]:
             os.environ["PYTHONPATH"] = before
 
 
-def rate(workers: int, tokens: int) -> float:
-    """Tokens per second of all streams."""
+def tokens_per_second(workers: int, tokens: int) -> float:
+    """Of all streams together."""
     config = "".join(
         MODEL.format(n=n, path=DEMO, context=2000 - n)  # of 2048
         for n in range(workers)
@@ -83,13 +84,13 @@ def measure(workers: int, rounds: int, tokens: int) -> dict[str, Any]:
     pairs = []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
-            with blind(Path(folder)):
-                before = rate(workers, tokens)
-            pairs.append((rate(workers, tokens), before))
+            with unadaptive_workers(Path(folder)):
+                before = tokens_per_second(workers, tokens)
+            pairs.append((tokens_per_second(workers, tokens), before))
     return {
-        "looking": [seeing for seeing, _ in pairs],
-        "blind": [without for _, without in pairs],
-        "ratio": [seeing / without for seeing, without in pairs],
+        "looking": [adaptive for adaptive, _ in pairs],
+        "blind": [other for _, other in pairs],
+        "ratio": [adaptive / other for adaptive, other in pairs],
     }
 
 

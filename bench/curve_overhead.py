@@ -1,9 +1,9 @@
-"""What tcp and CURVE cost: the same streams over ipc, over plain tcp, and over tcp with CURVE.
+"""Measures the cost of TCP and CURVE: the same streams over ipc, plain tcp, and tcp with CURVE.
 
-Two brokers stand side by side, one plain and one with keys; the ways take turns in each round, so
-that what else the machine does falls on all of them. The workers are `counting` without a pause:
-nothing is computed, so what is measured is the way of the tokens, broker and Python client
-included. `first answer` is a new client's: connection, handshake, one question.
+Two brokers run, one plain and one with keys. The transports take turns in each round, so that other
+load of the machine affects all of them. The workers run `counting` without a pause and compute
+nothing, so the time is that of transport, broker and Python client. `first answer` is the time of a
+new client: connection, handshake and one request.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from support.pool import Pool
 from support.secure_pool import SLOW, SecurePool
 
 TCP = '[pool]\nfront = ["tcp://127.0.0.1:*"]\n'
-Make = Callable[[], Client]
+MakeClient = Callable[[], Client]
 
 
-def ways(plain: Pool, secure: SecurePool) -> Mapping[str, Make]:
-    """How a client gets to its broker. The first is what the others are compared with."""
+def transports(plain: Pool, secure: SecurePool) -> Mapping[str, MakeClient]:
+    """The clients to compare, by name of the transport; the first is the baseline."""
     endpoint = str(plain.ask("ps")["broker"]["endpoints"]["front"][0])
     return {
         "ipc": plain.client,
@@ -39,8 +39,8 @@ def ways(plain: Pool, secure: SecurePool) -> Mapping[str, Make]:
     }
 
 
-def tokens_a_second(make: Make, streams: int, tokens: int) -> float:
-    """Of all streams together, from the first sending to the last end."""
+def tokens_a_second(make: MakeClient, streams: int, tokens: int) -> float:
+    """Of all streams together, from the first request to the end of the last stream."""
     with make() as client:
         client.generate("counting", "warm", max_tokens=1)
         began = time.perf_counter()
@@ -54,8 +54,8 @@ def tokens_a_second(make: Make, streams: int, tokens: int) -> float:
     return got / seconds
 
 
-def first_answer_ms(make: Make) -> float:
-    """A client is made, asks after an id that nobody has, and is told so."""
+def first_answer_ms(make: MakeClient) -> float:
+    """Create a client and cancel an unknown request id; the time until its answer."""
     began = time.perf_counter()
     with make() as client:
         assert client.cancel(bytes(16))["state"] == "unknown"
@@ -63,7 +63,7 @@ def first_answer_ms(make: Make) -> float:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """{way: {"tokens_s": …, "first_answer_ms": …}}, one value a round."""
+    """{transport: {"tokens_s": …, "first_answer_ms": …}}, one value a round."""
     (folder / "plain").mkdir()
     (folder / "secure").mkdir()
     model = SLOW.format(0).replace("path =", f"sequences = {options.streams}\npath =")
@@ -71,29 +71,29 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, li
         Pool(folder / "plain", TCP + model) as plain,
         SecurePool(folder / "secure", models=model) as secure,
     ):
-        found = ways(plain, secure)
+        found = transports(plain, secure)
         figures: dict[str, dict[str, list[float]]] = {
-            way: {"tokens_s": [], "first_answer_ms": []} for way in found
+            transport: {"tokens_s": [], "first_answer_ms": []} for transport in found
         }
         for number in range(options.rounds + 1):
-            for way, make in found.items():
+            for transport, make in found.items():
                 rate = tokens_a_second(make, options.streams, options.tokens)
                 answer = statistics.median(first_answer_ms(make) for _ in range(5))
                 if number:  # the first round warms up
-                    figures[way]["tokens_s"].append(rate)
-                    figures[way]["first_answer_ms"].append(answer)
+                    figures[transport]["tokens_s"].append(rate)
+                    figures[transport]["first_answer_ms"].append(answer)
     return figures
 
 
-def shown(figures: Mapping[str, Mapping[str, list[float]]]) -> str:
-    """The table; ratios are those within a round."""
+def table(figures: Mapping[str, Mapping[str, list[float]]]) -> str:
+    """The table of figures; ratios are between the values of one round."""
     base = next(iter(figures.values()))["tokens_s"]
     rows = []
-    for way, values in figures.items():
+    for transport, values in figures.items():
         ratios = [a / b for a, b in zip(values["tokens_s"], base, strict=True)]
         rows.append(
             (
-                way,
+                transport,
                 report.spread(values["tokens_s"], 0),
                 report.spread(ratios, 2),
                 report.spread(values["first_answer_ms"]),
@@ -112,7 +112,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mlxpool-bench-") as folder:
         figures = measure(options, Path(folder))
     print(f"{report.versions()}\n{report.machine()}\n")
-    print(shown(figures))
+    print(table(figures))
     report.save(options.json, {"curve": figures})
 
 

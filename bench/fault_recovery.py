@@ -1,6 +1,6 @@
-"""How long a death or a hang is felt: workers killed beside warm replicas, brokers killed, hangs.
+"""Measures recovery times: workers killed beside warm replicas, brokers killed, workers that hang.
 
-One fault at a time, with everything ready before it; bench/storm.py has all at once.
+One fault at a time, with all workers ready before it; bench/storm.py has random faults at once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from mlxpool.common.errors import PoolError
 from mlxpool.common.trace import VARIABLE, History
 from support.pool import Pool, until
 
-HANGS = [(name, place) for name in ("lock", "native", "gil") for place in ("prefill", "decode")]
-LIMIT = 1.5  # seconds, in LIMITS
-BEAT = 1.0
+HANGS = [(name, phase) for name in ("lock", "native", "gil") for phase in ("prefill", "decode")]
+STEP_LIMIT = 1.5  # seconds, as in chaos.harness.LIMITS
 
 
-class Bench(Closing):
-    """A pool with endless streams on it, and everybody's history."""
+class FaultBench(Closing):
+    """A pool with endless streams, and the trace of all its processes."""
 
     def __init__(self, folder: Path, config: str) -> None:
         self.folder = folder / "history"
@@ -45,35 +44,37 @@ class Bench(Closing):
         os.environ[VARIABLE] = str(self.folder)
         self.pool = Pool(folder, LIMITS + config)
         self.history = History("chaos")
-        self.over = threading.Event()
+        self.closing = threading.Event()
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> FaultBench:
         self.pool.start()
         self.client = self.pool.client(connect_timeout=60)
         return self
 
     def close(self) -> None:
-        self.over.set()
+        self.closing.set()
         self.client.close()
         self.pool.close()
         self.history.close()
         del os.environ[VARIABLE]
 
     def streams(self, number: int, tokens: int) -> None:
-        """Keep so many going until the end."""
+        """Keep `number` streams running until the bench is closed."""
         for each in range(number):
             threading.Thread(
-                target=self._keep, args=(self.client, each, tokens), daemon=True
+                target=self._repeat, args=(self.client, each, tokens), daemon=True
             ).start()
 
-    def _keep(self, client: Client, number: int, tokens: int) -> None:
+    def _repeat(self, client: Client, number: int, tokens: int) -> None:
         turn = 0
-        while not self.over.is_set():
+        while not self.closing.is_set():
             turn += 1
             with contextlib.suppress(PoolError):
                 client.generate("m", f"bench {number} {turn}", max_tokens=tokens, seed=turn)
 
-    def all_ready(self, replicas: int) -> None:
+    def wait_until_busy(self, replicas: int) -> None:
+        """Wait until all replicas are ready and run a request."""
+
         def ready() -> bool:
             rows = self.pool.ask("ps")["workers"]
             busy = [row for row in rows if row["state"] == "ready" and row["running"]]
@@ -85,12 +86,12 @@ class Bench(Closing):
         return read(self.folder)
 
 
-def kills(count: int) -> dict[str, Any]:
-    """Workers of a model with three replicas, one after the other."""
-    with tempfile.TemporaryDirectory() as name, Bench(Path(name), model(replicas=3)) as bench:
+def kill_workers(count: int) -> dict[str, Any]:
+    """Kill the workers of a model with three replicas, one after the other."""
+    with tempfile.TemporaryDirectory() as name, FaultBench(Path(name), model(replicas=3)) as bench:
         bench.streams(9, 400)
         for number in range(count):
-            bench.all_ready(3)
+            bench.wait_until_busy(3)
             slot = f"m/{number % 3}"
             pid = int(bench.pool.worker(slot)["pid"])
             bench.history.write("killed", slot=slot)
@@ -100,26 +101,26 @@ def kills(count: int) -> dict[str, Any]:
         return {"acted on": detection(lines), "next token": resumptions(lines)}
 
 
-def brokers(count: int) -> dict[str, Any]:
-    """The broker, restarted at once."""
-    with tempfile.TemporaryDirectory() as name, Bench(Path(name), model(replicas=1)) as bench:
+def kill_brokers(count: int) -> dict[str, Any]:
+    """Kill the broker and restart it at once."""
+    with tempfile.TemporaryDirectory() as name, FaultBench(Path(name), model(replicas=1)) as bench:
         bench.streams(4, 4000)
         loads = []
         for _ in range(count):
-            bench.all_ready(1)
+            bench.wait_until_busy(1)
             time.sleep(0.3)
             bench.history.write("broker killed")
             bench.pool.kill()
             bench.pool.start()
-            bench.all_ready(1)
+            bench.wait_until_busy(1)
             loads.append(float(bench.pool.worker("m/0")["load_s"]))
         return {"next delta": after_broker_deaths(bench.lines()), "load": loads}
 
 
-def hang(name: str, place: str) -> dict[str, float]:
-    """Seconds from a fault to SUSPECT and to the end of the worker."""
-    config = model(fault=name, fault_in=place, fault_at=3, fault_times=1)
-    with tempfile.TemporaryDirectory() as folder, Bench(Path(folder), config) as bench:
+def hang(name: str, phase: str) -> dict[str, float]:
+    """Seconds from the fault to the state SUSPECT and to the end of the worker."""
+    config = model(fault=name, fault_in=phase, fault_at=3, fault_times=1)
+    with tempfile.TemporaryDirectory() as folder, FaultBench(Path(folder), config) as bench:
         bench.streams(2, 30)
         until(lambda: _events(bench.lines(), "worker condemned"), "it is found")
         lines = bench.lines()
@@ -148,19 +149,19 @@ def main() -> int:
 
 
 def _rows(kill_count: int, broker_count: int) -> Iterator[tuple[str, str]]:
-    felt = kills(kill_count)
-    yield "worker killed, its death acted on, ms", _shown(felt["acted on"])
-    yield "the next token, from a warm replica, ms", _shown(felt["next token"])
-    lost = brokers(broker_count)
-    yield "broker killed and restarted, the next delta, ms", _shown(lost["next delta"])
-    yield "the load in it, ms", _shown(lost["load"])
-    for name, place in HANGS:
-        found = hang(name, place)
+    workers = kill_workers(kill_count)
+    yield "worker killed, its death acted on, ms", _percentiles_text(workers["acted on"])
+    yield "the next token, from a warm replica, ms", _percentiles_text(workers["next token"])
+    broker = kill_brokers(broker_count)
+    yield "broker killed and restarted, the next delta, ms", _percentiles_text(broker["next delta"])
+    yield "the load in it, ms", _percentiles_text(broker["load"])
+    for name, phase in HANGS:
+        found = hang(name, phase)
         words = f"suspect after {found['suspect']:.2f} s, ended after {found['ended']:.2f} s"
-        yield f"stuck ({name}) in {place}, limit {LIMIT} s", words
+        yield f"stuck ({name}) in {phase}, limit {STEP_LIMIT} s", words
 
 
-def _shown(seconds: Sequence[float]) -> str:
+def _percentiles_text(seconds: Sequence[float]) -> str:
     figures: Mapping[str, float] = percentiles(seconds)
     return json.dumps(figures)
 

@@ -1,11 +1,11 @@
-"""Streams through the gateway against the same streams of the client itself, in pairs.
+"""Measures streams through the gateway against the same streams of the client, in pairs.
 
-    python bench/gateway.py [--streams 32] [--tokens 200] [--step-us 10000] [--rounds 5]
+    python bench/gateway_overhead.py [--streams 32] [--tokens 200] [--step-us 10000] [--rounds 5]
                             [--firsts 100] [--json FILE]
 
-The model is `counting`, whose steps take a known time and no processor. Both sides are read by this
-process: the client's deltas, and the gateway's events as bare lines over sockets that stay open.
-The first token is that of one stream alone; the time is from the request to the piece that has it.
+The model is `counting`, whose steps take a known time and no processor. This process reads both
+sides: the client's deltas, and the gateway's events as lines over persistent connections. The time
+to the first token is measured with one stream alone, from the request to the piece that has it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from mlxpool.cli.operations import ask
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import BrokerLost
 
-START = 60.0  # seconds
+START_TIMEOUT = 60.0  # seconds
 CONFIG = """
 [models.bench]
 path = "builtin:counting"
 sequences = {streams}
 counting.step_us = {step_us}
 """
-Once = Callable[[int], Awaitable[float]]  # tokens to ask for -> seconds to the first
 
 
 @contextmanager
 def serving(run_dir: Path, config: str) -> Iterator[int]:
-    """A broker, and a gateway before it; gives the gateway's port."""
+    """Run a broker and a gateway for it; yields the gateway's port."""
     file = run_dir / "mlxpool.toml"
     file.write_text(config)
     command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(run_dir)]
@@ -62,7 +61,7 @@ def serving(run_dir: Path, config: str) -> Iterator[int]:
 
 
 def _wait_for(run_dir: Path) -> None:
-    end = time.monotonic() + START
+    end = time.monotonic() + START_TIMEOUT
     while time.monotonic() < end:
         try:
             ask(run_dir, "ps")
@@ -87,7 +86,7 @@ async def through_client(client: AsyncClient, tokens: int) -> float:
 
 
 class Connection:
-    """HTTP by hand, so that the reader costs as little as it can."""
+    """A minimal HTTP client, so that reading costs little."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -102,33 +101,35 @@ class Connection:
         )
         started = time.perf_counter()
         self._writer.write(head.encode() + data)
-        first, words = 0.0, 0
+        first, received = 0.0, 0
         while not (line := await self._reader.readline()).startswith(b"data: [DONE]"):
             if not line:
                 raise SystemExit("the gateway closed the connection")
             if line.startswith(b"data: "):
                 first = first or time.perf_counter() - started
-                words += json.loads(line[6:])["choices"][0]["text"].count(" ")
+                received += json.loads(line[6:])["choices"][0]["text"].count(" ")
         while await self._reader.readline() != b"0\r\n":
             pass
         await self._reader.readline()
-        if words != tokens:
-            raise SystemExit(f"{words} tokens came, {tokens} were asked for")
+        if received != tokens:
+            raise SystemExit(f"{received} tokens came, {tokens} were asked for")
         return first
 
     def close(self) -> None:
         self._writer.close()
 
 
-async def rate(once: Callable[[int, int], Awaitable[float]], streams: int, tokens: int) -> float:
-    """Tokens/s of all streams together; `once(number, tokens)` runs one."""
+async def rate(
+    run_stream: Callable[[int, int], Awaitable[float]], streams: int, tokens: int
+) -> float:
+    """Tokens/s of all streams together; `run_stream(number, tokens)` runs one."""
     started = time.perf_counter()
-    await asyncio.gather(*(once(number, tokens) for number in range(streams)))
+    await asyncio.gather(*(run_stream(number, tokens) for number in range(streams)))
     return streams * tokens / (time.perf_counter() - started)
 
 
 async def measure(options: argparse.Namespace, run_dir: Path, port: int) -> dict[str, list[float]]:
-    """Rates and first tokens of both sides, in turn."""
+    """Rates and times to the first token of both sides, measured alternately."""
     found: dict[str, list[float]] = {
         "direct": [], "gateway": [], "direct_first_ms": [], "gateway_first_ms": [],
     }  # fmt: skip
@@ -146,9 +147,9 @@ async def measure(options: argparse.Namespace, run_dir: Path, port: int) -> dict
 
         for number in range(-1, options.rounds):
             rates = [
-                await rate(once, options.streams, options.tokens) for once in (direct, gateway)
+                await rate(side, options.streams, options.tokens) for side in (direct, gateway)
             ]
-            if number >= 0:  # the round before the first warms both up
+            if number >= 0:  # round -1 is the warm-up
                 found["direct"].append(rates[0])
                 found["gateway"].append(rates[1])
         for _ in range(options.firsts):
@@ -160,7 +161,7 @@ async def measure(options: argparse.Namespace, run_dir: Path, port: int) -> dict
 
 
 def show(options: argparse.Namespace, found: dict[str, list[float]]) -> dict[str, float]:
-    """Print both tables; returns what is compared with the goals."""
+    """Print the table; returns the figures that have targets."""
     ratios = [b / a for a, b in zip(found["direct"], found["gateway"], strict=True)]
     firsts = zip(found["direct_first_ms"], found["gateway_first_ms"], strict=True)
     added = [b - a for a, b in firsts]

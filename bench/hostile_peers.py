@@ -1,11 +1,11 @@
-"""What hostile peers do to the delta gaps of a quiet client beside them, in pairs in one run.
+"""Measures the gaps between deltas of a quiet client while a hostile peer attacks the broker.
 
-    python bench/hostile.py [--rounds 5] [--tokens 1000] [--only NAME] [--json FILE]
+    python bench/hostile_peers.py [--rounds 5] [--tokens 1000] [--only NAME] [--json FILE]
 
-One stream of the counting model, 2 ms a token, is read alone and then beside the peer, in turn. A
-gap is the time between two deltas in the client's hand. The peer is a process of its own. A busy
-neighbour, which burns a processor and knows nothing of the pool, stands first: what it costs is the
-machine's share in every other line. The goal is a ratio of at most 2.
+One stream of the counting model, 2 ms a token, is read alone and then beside the peer, alternately.
+A gap is the time between two deltas at the client. Each peer is a process of its own. The first one
+is a control: it only loads a processor, so its ratio is the machine's part of the other ratios. The
+goal is a ratio of at most 2.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from mlxpool.client import Client
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
-from peers import beside, gaps_between
+from peer_process import gaps_between, running
 from support.pool import PATIENCE, Pool
 
 MODEL = '[models.m]\npath = "builtin:counting"\n[models.m.counting]\nstep_us = 2000\n'
-BATCH = 200  # messages in one write
-CROWD = 1000
+MESSAGES_PER_WRITE = 200
+CROWD_SIZE = 1000  # connections
 
-# ---- the peers, each for ever --------------------------------------------------------------------
+# ---- the peers; none returns ---------------------------------------------------------------------
 
 
 def _generate() -> bytes:
@@ -48,27 +48,27 @@ def _generate() -> bytes:
 
 
 def neighbour(endpoint: str) -> None:
-    """Burns a processor."""
+    """Load one processor."""
     while True:
         pass
 
 
 def flood(make: Callable[[], bytes]) -> Callable[[str], None]:
-    """One connection that sends as fast as it can, and reads what comes back."""
+    """One connection that sends as fast as it can and reads the answers."""
 
     def play(endpoint: str) -> None:
-        data = b"".join(make() for _ in range(BATCH))
+        data = b"".join(make() for _ in range(MESSAGES_PER_WRITE))
         while True:
             with RawZmtp(endpoint) as peer:
                 peer.greet()
-                threading.Thread(target=_drink, args=(peer,), daemon=True).start()
+                threading.Thread(target=_discard_input, args=(peer,), daemon=True).start()
                 while peer.send(data):
                     pass
 
     return play
 
 
-def _drink(peer: RawZmtp) -> None:
+def _discard_input(peer: RawZmtp) -> None:
     try:
         while peer.socket.recv(1 << 16):
             pass
@@ -77,7 +77,7 @@ def _drink(peer: RawZmtp) -> None:
 
 
 def unfinished(part: bytes) -> Callable[[str], None]:
-    """Parts without end, and again when it is cut."""
+    """Send parts of a message that never ends; connect again when disconnected."""
 
     def play(endpoint: str) -> None:
         while True:
@@ -92,8 +92,8 @@ def unfinished(part: bytes) -> Callable[[str], None]:
     return play
 
 
-def million(endpoint: str) -> None:
-    """Whole messages, of half a million empty parts each."""
+def many_parts(endpoint: str) -> None:
+    """Send whole messages of half a million empty parts each."""
     data = frame(b"", MORE) * 500_000 + frame(b"")
     while True:
         with RawZmtp(endpoint) as peer:
@@ -103,12 +103,12 @@ def million(endpoint: str) -> None:
 
 
 def crowd(endpoint: str) -> None:
-    """A thousand that connect, say something or half of it, and vanish; again and again."""
+    """Open a thousand connections, send a message or a part of one on each, close them; repeat."""
     ping = message(frames.encode(Header(kinds.PING)))
     while True:
-        peers = [RawZmtp(endpoint).greet() for _ in range(CROWD)]
-        for peer, words in zip(peers, itertools.cycle((ping, ping[:-3], b"")), strict=False):
-            peer.send(words)
+        peers = [RawZmtp(endpoint).greet() for _ in range(CROWD_SIZE)]
+        for peer, data in zip(peers, itertools.cycle((ping, ping[:-3], b"")), strict=False):
+            peer.send(data)
         for peer in peers:
             peer.socket.close()
 
@@ -122,16 +122,16 @@ PEERS: dict[str, Callable[[str], None]] = {
     "cancels": flood(lambda: message(frames.encode(Header(kinds.CANCEL, os.urandom(16))))),
     "unfinished, large parts": unfinished(frame(bytes(frames.MAX_FRAME - 64), MORE)),
     "unfinished, empty parts": unfinished(frame(b"", MORE) * 100_000),
-    "half a million parts": million,
+    "half a million parts": many_parts,
     "vanishing crowd": crowd,
 }
 
 # ---- measuring -----------------------------------------------------------------------------------
 
 
-def at_work(name: str, endpoint: str) -> AbstractContextManager[None]:
+def running_peer(name: str, endpoint: str) -> AbstractContextManager[None]:
     command = [sys.executable, __file__, "--play", name, "--endpoint", endpoint]
-    return beside(name, command, start=0.5)
+    return running(name, command, start=0.5)
 
 
 def gaps(client: Client, tokens: int) -> list[float]:
@@ -160,7 +160,7 @@ def main() -> None:
 
 
 def measure(pool: Pool, options: argparse.Namespace) -> None:
-    """All pairs, the table, the verdict."""
+    """Measure all pairs and print the table."""
     assert pool.process is not None
     broker = psutil.Process(pool.process.pid)
     endpoint = sockets.ipc(pool.run_dir, "front")
@@ -171,7 +171,7 @@ def measure(pool: Pool, options: argparse.Namespace) -> None:
             quiet, loud, peak = [], [], 0.0
             for _ in range(options.rounds):
                 quiet.append(p99(gaps(client, options.tokens)))
-                with at_work(name, endpoint):
+                with running_peer(name, endpoint):
                     loud.append(p99(gaps(client, options.tokens)))
                     peak = max(peak, broker.memory_info().rss / 1e6)
             ratios = [b / a for a, b in zip(quiet, loud, strict=True)]

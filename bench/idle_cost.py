@@ -1,8 +1,8 @@
-"""What an idle pool costs, and how long the small commands take.
+"""Measures the cost of an idle pool, and the time of short commands.
 
-    python bench/idle.py [--seconds 20] [--json FILE]
+    python bench/idle_cost.py [--seconds 20] [--json FILE]
 
-The pool has one worker loaded and nothing to do. CPU is that of the broker process over the whole
+The pool has one loaded worker and no requests. CPU time is that of each process over the whole
 time, from the kernel's counters.
 """
 
@@ -27,7 +27,7 @@ SETTINGS = '[models.bench]\npath = "builtin:demo"\n'
 
 
 def idle_cost(run_dir: Path, seconds: float) -> dict[str, float]:
-    """CPU in percent of a core and resident memory in MB, of the broker and of its worker."""
+    """CPU in percent of a core and resident memory in MB, of the broker and its worker."""
     with Client(run_dir) as client:
         client.generate("bench", "x", max_tokens=1)
     seen = ask(run_dir, "ps")
@@ -45,8 +45,8 @@ def idle_cost(run_dir: Path, seconds: float) -> dict[str, float]:
     return figures
 
 
-def times_of(command: list[str]) -> list[float]:
-    """Milliseconds of whole processes."""
+def process_times(command: list[str]) -> list[float]:
+    """Milliseconds of each run of the command."""
     taken = []
     for _ in range(REPEATS):
         started = time.perf_counter()
@@ -56,7 +56,7 @@ def times_of(command: list[str]) -> list[float]:
 
 
 def import_times() -> list[float]:
-    """Milliseconds that `import mlxpool.client` takes in a fresh interpreter."""
+    """Milliseconds of `import mlxpool.client` in a new interpreter."""
     code = (
         "import time; t = time.perf_counter(); import mlxpool.client;"
         " print(1000 * (time.perf_counter() - t))"
@@ -77,7 +77,7 @@ def main() -> None:
         with serving(run_dir, SETTINGS):
             cost = idle_cost(run_dir, options.seconds)
             mlxpool = str(Path(sys.executable).with_name("mlxpool"))
-            ps = times_of([mlxpool, "--run-dir", folder, "ps"])
+            ps = process_times([mlxpool, "--run-dir", folder, "ps"])
     imports = import_times()
     print(f"{report.versions()}; {report.machine()}\n")
     rows = [(name.replace("_", " "), str(value)) for name, value in cost.items()]

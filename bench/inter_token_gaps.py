@@ -1,12 +1,12 @@
-"""Does preparing requests hold up running streams? Gaps between tokens, with and without it.
+"""Measures the gaps between tokens of running streams while the worker prepares other requests.
 
-    python bench/gaps.py [--rounds 7] [--tokens 400] [--json FILE]
+    python bench/inter_token_gaps.py [--rounds 7] [--tokens 400] [--json FILE]
 
-Eight streams of the embedded model decode in one worker, behind a broker. Beside them another
-process sends prompts of 256 KiB, one after the other, or chats whose template never ends. The gaps
-are those between two deltas of a stream, as its client sees them; p99, in pairs with a quiet round.
-One control knows nothing of the pool: it takes the processor as the tokenizer's threads and the
-process of the templates may. The other sends as many bytes that nobody has to tokenise.
+Eight streams of the embedded model decode in one worker, behind a broker. Meanwhile another process
+sends prompts of 256 KiB, one after the other, or chats whose template never ends. The gaps are
+those between two deltas of a stream at its client; p99, in pairs with a quiet round. There are two
+controls. One does not use the pool and loads the processor as the tokenizer's threads and the
+template process may. The other sends as many bytes as token ids, which need no tokenizer.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.files import in_folder
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
-from peers import beside, gaps_between
+from peer_process import gaps_between, running
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.pool import Pool
 
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS_TEMPLATE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 CONFIG = '[models.m]\npath = "{path}"\nsequences = 12\nprefix_cache = "off"\n'
-LARGE = 256 * 1024  # characters
+LARGE_PROMPT = 256 * 1024  # characters
 STREAMS = 8
 PAUSE = 0.2  # seconds between two large prompts
 GOAL = 1.2
 
 
-def large_text(draw: random.Random) -> str:
-    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 9))) for _ in range(5000)]
-    return " ".join(draw.choices(words, k=60_000))[:LARGE]
+def large_text(rng: random.Random) -> str:
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 9))) for _ in range(5000)]
+    return " ".join(rng.choices(words, k=60_000))[:LARGE_PROMPT]
 
 
 def large_prompts(client: Client) -> None:
-    draw = random.Random(0)
-    text = large_text(draw)
+    rng = random.Random(0)
+    text = large_text(rng)
     while True:
-        with contextlib.suppress(PoolError):  # it does not fit the context
-            client.generate("m", f"{draw.random()} {text}"[:LARGE], max_tokens=1)
+        with contextlib.suppress(PoolError):  # larger than the context
+            client.generate("m", f"{rng.random()} {text}"[:LARGE_PROMPT], max_tokens=1)
         time.sleep(PAUSE)
 
 
 def large_ids(client: Client) -> None:
-    """As many bytes, and nothing to tokenise: what carrying them costs."""
+    """As many bytes as ids, which need no tokenizer: the cost of transport alone."""
     while True:
         with contextlib.suppress(PoolError):
-            client.generate("m", tokens=[1] * (LARGE // 4), max_tokens=1)
+            client.generate("m", tokens=[1] * (LARGE_PROMPT // 4), max_tokens=1)
         time.sleep(PAUSE)
 
 
@@ -90,8 +90,8 @@ PEERS: dict[str, Callable[[Client], None]] = {
 }
 
 
-def at_work(name: str, run_dir: Path) -> AbstractContextManager[None]:
-    return beside(name, [sys.executable, __file__, "--play", name, "--run-dir", str(run_dir)])
+def peer(name: str, run_dir: Path) -> AbstractContextManager[None]:
+    return running(name, [sys.executable, __file__, "--play", name, "--run-dir", str(run_dir)])
 
 
 def gaps_of(client: Client, tokens: int, number: int) -> list[float]:
@@ -104,7 +104,7 @@ def gaps_of(client: Client, tokens: int, number: int) -> list[float]:
 
 
 def p99(client: Client, tokens: int) -> float:
-    """Of the gaps of all streams at once."""
+    """The 99th percentile of the gaps of all streams, in milliseconds."""
     found: list[float] = []
     threads = [
         threading.Thread(target=lambda n=n: found.extend(gaps_of(client, tokens, n)[10:]))
@@ -125,7 +125,7 @@ def measure(pool: Pool, rounds: int, tokens: int) -> dict[str, Any]:
             pairs = []
             for _ in range(rounds):
                 quiet = p99(client, tokens)
-                with at_work(name, pool.run_dir):
+                with peer(name, pool.run_dir):
                     pairs.append((quiet, p99(client, tokens)))
             figures[name] = {
                 "quiet_ms": [quiet for quiet, _ in pairs],
@@ -136,21 +136,21 @@ def measure(pool: Pool, rounds: int, tokens: int) -> dict[str, Any]:
     return figures
 
 
-def too_many(size: int) -> None:
+def reject(size: int) -> None:
     raise BadRequest(f"{size} ids")
 
 
-def held(rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of processor time that a large prompt takes from the thread that prepares it.
+def preparation_times(rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of processor time of the preparing thread for a large prompt.
 
-    The rest is done without the interpreter, by other threads and the process of the templates.
+    Other threads and the template process do the rest without the interpreter lock.
     """
     text = Text.from_folder(inspect(in_folder(DEMO)))
     text.warm_up()
     large = large_text(random.Random(0))
     chat = [{"role": "user", "content": large}]
     cases: dict[str, Callable[[], object]] = {
-        "text that does not fit": lambda: text.encode(large, too_many),
+        "text that does not fit": lambda: text.encode(large, reject),
         "text": lambda: text.encode(large),
         "a chat": lambda: text.chat(chat, None, 0.0),
     }
@@ -178,7 +178,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "model"
         shutil.copytree(DEMO, folder)
-        (folder / "chat_template.jinja").write_text(ENDLESS)
+        (folder / "chat_template.jinja").write_text(ENDLESS_TEMPLATE)
         with Pool(Path(root), CONFIG.format(path=folder)) as pool:
             figures = measure(pool, options.rounds, options.tokens)
     print(f"{report.versions()}; {report.machine()}")
@@ -189,7 +189,7 @@ def main() -> None:
         for name, found in figures.items()
     ]
     print(report.table(head, rows))
-    cost = held(options.rounds)
+    cost = preparation_times(options.rounds)
     lines = [(name, report.spread(values, 2)) for name, values in cost.items()]
     print()
     print(report.table(("256 KiB of", "the preparing thread's processor time, ms"), lines))

@@ -1,11 +1,11 @@
-"""Greedy tokens by our CUDA kernels beside those by MLX's operations alone.
+"""Compares greedy tokens of our CUDA kernels with those of MLX's operations.
 
-    python bench/equal.py FOLDER [--steps 64] [--json FILE]
+    python bench/kernel_agreement.py FOLDER [--steps 64] [--json FILE]
 
-Rows of several lengths decode at once, in a process with our kernels and in one without. Both
-compute in the dtype of the files, so logits differ by its last bits; where a token differs first,
-the margin is the difference of the two greatest log-probabilities without our kernels. `mlxpool
-bench checkpoint` writes random weights of real shapes.
+Rows of several lengths decode in one batch, in a process with our kernels and in one without. Both
+compute in the dtype of the files, so their logits differ in the last bits. The margin is the
+difference of the two greatest log-probabilities without our kernels, at the first token of a row
+that differs. `mlxpool bench checkpoint` writes random weights of real shapes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mlxpool.bench import report
 from mlxpool.broker.processes.blas import preload
 
 LENGTHS = (5, 40, 128, 200, 256, 300, 700, 1500)
-TOP = 3  # log-probabilities of each token that are compared
+COMPARED_LOGPROBS = 3  # of each token
 
 
-def drawn(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
-    """Each row's tokens with the greatest log-probabilities; for a process of its own."""
+def decode_rows(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
+    """The tokens of each row with their greatest log-probabilities; for a process of its own."""
     from mlxpool.worker.kernels import kernel_builder
 
-    if not kernels:  # before any other room of kernels is imported and takes the name
+    if not kernels:  # before another module of kernels imports the name
         kernel_builder.works = lambda what, trial: False
     from mlxpool.common.options import Options
     from mlxpool.worker.engine.engine import ModelEngine
@@ -42,7 +42,10 @@ def drawn(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
     context = min(loaded.folder.context, max(LENGTHS) + steps + 8)
     layout = None if kernels else "rows"
     engine = ModelEngine(loaded, layout=layout, context=context, sequences=len(LENGTHS))
-    draw, options = random.Random(1), {"temperature": 0, "logprobs": True, "top_logprobs": TOP}
+    draw, options = (
+        random.Random(1),
+        {"temperature": 0, "logprobs": True, "top_logprobs": COMPARED_LOGPROBS},
+    )
     settings = Options.parse({**options, "ignore_eos": True})
     vocabulary = loaded.folder.plan.vocab_size
     rows = []
@@ -62,38 +65,42 @@ def drawn(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
     return {"layout": engine.layout, "rows": found}
 
 
-def compared(ours: list[Any], plain: list[Any]) -> dict[str, Any]:
-    """Where rows differ first, how near the two best are there, and how far log-probabilities
-    are from each other up to there.
+def compare(ours: list[Any], plain: list[Any]) -> dict[str, Any]:
+    """`firsts`: index and margin of the first difference of each row that has one.
+
+    `median` and `most` are of the differences of log-probabilities up to there.
     """
-    firsts, apart = [], []
+    firsts, differences = [], []
     for one, other in zip(ours, plain, strict=True):
-        for at, ((token, top), (wanted, exact)) in enumerate(zip(one, other, strict=True)):
-            near, far = dict(top), dict(exact)
-            apart += [abs(near[key] - far[key]) for key in near.keys() & far.keys()]
+        for index, ((token, top), (wanted, exact)) in enumerate(zip(one, other, strict=True)):
+            with_kernels, without = dict(top), dict(exact)
+            differences += [
+                abs(with_kernels[key] - without[key])
+                for key in with_kernels.keys() & without.keys()
+            ]
             if token != wanted:
-                firsts.append((at, exact[0][1] - exact[1][1]))
+                firsts.append((index, exact[0][1] - exact[1][1]))
                 break
     return {
         "rows": len(ours),
         "firsts": firsts,
-        "median": statistics.median(apart),
-        "most": max(apart),
+        "median": statistics.median(differences),
+        "most": max(differences),
     }
 
 
-def in_a_process(arguments: argparse.Namespace, side: str) -> dict[str, Any]:
+def run_side(arguments: argparse.Namespace, side: str) -> dict[str, Any]:
     command = [sys.executable, __file__, str(arguments.folder), "--steps", str(arguments.steps)]
     done = subprocess.run([*command, "--side", side], stdout=subprocess.PIPE, check=True)
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
-def say(figures: dict[str, Any]) -> str:
+def table(figures: dict[str, Any]) -> str:
     head = ["rows", "differ", "first at, margin there", "log-probabilities apart, median", "most"]
-    firsts = ", ".join(f"{at} {margin:.4f}" for at, margin in figures["firsts"]) or "-"
-    apart = [f"{figures[key]:.4f}" for key in ("median", "most")]
-    rows = [[str(figures["rows"]), str(len(figures["firsts"])), firsts, *apart]]
+    firsts = ", ".join(f"{index} {margin:.4f}" for index, margin in figures["firsts"]) or "-"
+    distances = [f"{figures[key]:.4f}" for key in ("median", "most")]
+    rows = [[str(figures["rows"]), str(len(figures["firsts"])), firsts, *distances]]
     return report.table(head, rows)
 
 
@@ -108,12 +115,12 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
     if arguments.side:
         kernels = arguments.side == "kernels"
-        json.dump(drawn(arguments.folder, arguments.steps, kernels=kernels), sys.stdout)
+        json.dump(decode_rows(arguments.folder, arguments.steps, kernels=kernels), sys.stdout)
         return
-    ours, plain = (in_a_process(arguments, side) for side in ("kernels", "plain"))
-    figures = {**compared(ours["rows"], plain["rows"]), "layout": ours["layout"]}
+    ours, plain = (run_side(arguments, side) for side in ("kernels", "plain"))
+    figures = {**compare(ours["rows"], plain["rows"]), "layout": ours["layout"]}
     print(report.versions(), report.machine(), figures["layout"], sep="; ")
-    print(say(figures))
+    print(table(figures))
     report.save(arguments.json, figures)
 
 

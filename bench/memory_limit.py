@@ -1,12 +1,12 @@
-"""Many requests of mixed lengths inside a memory limit that is too small for them all at once.
+"""Checks that a worker keeps its memory limit under more requests than fit into it.
 
-    python bench/memory.py [--requests 2000] [--limit 190] [--json FILE]
+    python bench/memory_limit.py [--requests 2000] [--limit 190] [--json FILE]
 
-A broker, one worker with the embedded model, and one client with more requests open than the
-worker has places. Rows outgrow the memory and give way, the prefix cache gives up what it has. The
-worker's resident bytes are read every few milliseconds, its high-water mark from the kernel, and
-the allocator's highest from the worker's own report. Exit 1 when the limit was passed, a request
-failed, or too little happened to say anything.
+A broker, one worker with the embedded model, and one client with more open requests than the worker
+has slots. Rows outgrow the memory and are preempted, the prefix cache is evicted. The worker's
+resident bytes are sampled every 20 ms, its high-water mark comes from the kernel, and the
+allocator's peak from the worker's report. Exits with 1 if the limit was exceeded, a request failed,
+or there were too few preemptions and evictions for a conclusion.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.pool import Pool
 
-AT_ONCE = 24  # requests open, of which `sequences` run
-SAMPLE = 0.02  # seconds
-EARLY, LAST = 200, 200  # requests: the level after so many, and over the last ones
+OPEN_REQUESTS = 24  # of which `sequences` run
+SAMPLE_INTERVAL = 0.02  # seconds
+# The level of memory is that of requests EARLY to 2 * EARLY, and of the last LATE requests.
+EARLY, LATE = 200, 200
 CONFIG = """
 [models.m]
 path = "builtin:demo"
@@ -44,51 +45,51 @@ memory_limit = {limit}
 sequences = 8
 """
 MIB = 2**20
-GOALS = {"preemptions": 100, "evictions": 100}
-LEVEL = 0.02  # by which the level may grow
+MIN_COUNTS = {"preemptions": 100, "evictions": 100}
+MAX_GROWTH = 0.02  # of the level, as a share
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prompt of so many ids that is completed to so many."""
+    """A prompt and the number of tokens to generate."""
 
     prompt: tuple[int, ...]
     tokens: int
 
 
 def jobs_of(count: int, vocabulary: int = 4096) -> list[Job]:
-    """Lengths as chats have them: most short, some long; half begin like an earlier one."""
-    draw = np.random.default_rng(0)
+    """Lengths as in chats: most short, some long; half share a prefix with an earlier one."""
+    rng = np.random.default_rng(0)
     jobs: list[Job] = []
     for _ in range(count):
-        size = int(min(1500, 20 + draw.exponential(150)))
-        ids = tuple(draw.integers(1, vocabulary, size).tolist())
-        if jobs and draw.random() < 0.5:
-            earlier = jobs[int(draw.integers(max(0, len(jobs) - 50), len(jobs)))].prompt
+        size = int(min(1500, 20 + rng.exponential(150)))
+        ids = tuple(rng.integers(1, vocabulary, size).tolist())
+        if jobs and rng.random() < 0.5:
+            earlier = jobs[int(rng.integers(max(0, len(jobs) - 50), len(jobs)))].prompt
             ids = (*earlier, *ids[:50])[:1500]
-        tokens = 300 + draw.integers(300) if draw.random() < 0.2 else 4 + draw.exponential(40)
+        tokens = 300 + rng.integers(300) if rng.random() < 0.2 else 4 + rng.exponential(40)
         jobs.append(Job(ids, int(tokens)))
     return jobs
 
 
 @dataclass(slots=True)
-class Watched:
-    """What was read of the worker; bytes, and how many requests were done by then."""
+class Observations:
+    """`rss`: (finished requests, resident bytes of the worker); `ends`: requests by outcome."""
 
     done: int = 0
     rss: list[tuple[int, int]] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
 
 
-async def watch(pid: int, seen: Watched) -> None:
+async def sample_memory(pid: int, seen: Observations) -> None:
     process = psutil.Process(pid)
     while True:
         seen.rss.append((seen.done, process.memory_info().rss))
-        await asyncio.sleep(SAMPLE)
+        await asyncio.sleep(SAMPLE_INTERVAL)
 
 
-async def ask(client: AsyncClient, todo: list[Job], seen: Watched) -> None:
-    """One reader: a request after the other until none is left."""
+async def ask(client: AsyncClient, todo: list[Job], seen: Observations) -> None:
+    """Send one request after the other until none is left."""
     while todo:
         job = todo.pop()
         try:
@@ -101,19 +102,19 @@ async def ask(client: AsyncClient, todo: list[Job], seen: Watched) -> None:
         seen.done += 1
 
 
-async def load(run_dir: Path, pid: int, jobs: Sequence[Job]) -> Watched:
-    seen = Watched()
+async def load(run_dir: Path, pid: int, jobs: Sequence[Job]) -> Observations:
+    seen = Observations()
     client = AsyncClient(run_dir)
-    watcher = asyncio.create_task(watch(pid, seen))
+    sampler = asyncio.create_task(sample_memory(pid, seen))
     todo = list(reversed(jobs))
-    await asyncio.gather(*(ask(client, todo, seen) for _ in range(AT_ONCE)))
-    watcher.cancel()
+    await asyncio.gather(*(ask(client, todo, seen) for _ in range(OPEN_REQUESTS)))
+    sampler.cancel()
     await client.close()
     return seen
 
 
 def high_water(pid: int) -> int:
-    """Most bytes that were ever resident, by the kernel's count."""
+    """The peak of the resident bytes, from the kernel."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
@@ -129,11 +130,11 @@ def measure(count: int, limit: int) -> dict[str, Any]:
         started = time.monotonic()
         seen = asyncio.run(load(pool.run_dir, before["pid"], jobs_of(count)))
         took = time.monotonic() - started
-        time.sleep(2.5)  # two beats
+        time.sleep(2.5)  # two heartbeats
         after = pool.worker("m/0")
         assert after["pid"] == before["pid"], pool.log()
         early = [rss for done, rss in seen.rss if EARLY <= done < 2 * EARLY]
-        late = [rss for done, rss in seen.rss if done >= count - LAST]
+        late = [rss for done, rss in seen.rss if done >= count - LATE]
         return {
             "requests": count,
             "seconds": round(took, 1),
@@ -152,8 +153,8 @@ def measure(count: int, limit: int) -> dict[str, Any]:
         }
 
 
-def faults_of(found: dict[str, Any]) -> list[str]:
-    """What is not as it must be."""
+def failures(found: dict[str, Any]) -> list[str]:
+    """The expectations that do not hold."""
     faults = [
         f"{name}: {found[name]} bytes, the limit is {found['limit']}"
         for name in ("rss, high-water mark", "active, highest")
@@ -163,11 +164,11 @@ def faults_of(found: dict[str, Any]) -> list[str]:
         faults.append(f"requests ended {found['ends']}")
     faults += [
         f"only {found[name]} {name}, {least} are wanted"
-        for name, least in GOALS.items()
+        for name, least in MIN_COUNTS.items()
         if found[name] < least
     ]
     growth = found["rss at the last"] / found["rss after the first"] - 1
-    if growth > LEVEL:
+    if growth > MAX_GROWTH:
         faults.append(f"the level grew by {growth:.1%}")
     return faults
 
@@ -179,7 +180,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = measure(options.requests, options.limit * MIB)
-    faults = faults_of(found)
+    faults = failures(found)
     print(f"{report.versions()}; {report.machine()}\n")
     rows = [(name, str(value)) for name, value in found.items()]
     print(report.table(("memory", "measured"), rows))

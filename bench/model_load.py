@@ -1,12 +1,12 @@
-"""Loading a model against a plain read of the same files: GB/s in pairs, and the peak of memory.
+"""Measures loading a model against a plain read of its files: GB/s in pairs, and peak memory.
 
-    python bench/load.py [--gigabytes 1.5] [--rounds 5] [--json FILE]
+    python bench/model_load.py [--gigabytes 1.5] [--rounds 5] [--json FILE]
 
-Random llamas of that size as files, in three shards, are written to a temporary folder. Each side
-is a process of its own, one after the other. One reads every file, into one buffer and then into
-memory that it keeps, as whoever loads must; the other inspects and loads the model. The files are
-in the page cache, for the first pair is thrown away. Imports are not counted. The peak is that of
-the whole process, MLX and Python included, beside what is allowed: the weights in memory, the
+Random llamas whose files have that size, in three shards, are written to a temporary folder. Each
+side runs in a process of its own, one after the other. One side reads every file, into one buffer
+and then into memory that it keeps, as any loader must; the other inspects and loads the model. The
+files are in the page cache, since the first pair is dropped. Imports are not counted. The peak is
+that of the whole process with MLX and Python, beside the allowed bytes: the weights in memory, the
 largest shard and 512 MB.
 """
 
@@ -29,35 +29,35 @@ from mlxpool.bench import report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-KINDS: dict[str, dict[str, Any]] = {
+STORED_AS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "f32": {},
     "affine, 4 bits": {"quantization": {"bits": 4, "group_size": 64}},
 }
-WIDTH = 2048
+HIDDEN_SIZE = 2048
 SHARDS = 3
-SPARE = 512 * 10**6  # bytes above the weights and the largest shard
-BUFFER = 8 * 2**20
+ALLOWED_OVERHEAD = 512 * 10**6  # bytes above the weights and the largest shard
+BUFFER_BYTES = 8 * 2**20
 NOISE = np.random.default_rng(0).bytes(64 * 2**20)
 
 
 def settings(kind: str, size: float) -> dict[str, Any]:
     """A llama's config, of about `size` bytes as stored."""
-    a_number = {"bf16": 2.0, "f32": 4.0}.get(kind, 0.5625)
+    bytes_per_weight = {"bf16": 2.0, "f32": 4.0}.get(kind, 0.5625)
     shape = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 4 * WIDTH,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 4 * HIDDEN_SIZE,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
         "vocab_size": 8192,
         "tie_word_embeddings": True,
     }
-    layers = max(1, round(size / a_number / (16 * WIDTH * WIDTH)))
-    return {**shape, **KINDS[kind], "num_hidden_layers": layers}
+    layers = max(1, round(size / bytes_per_weight / (16 * HIDDEN_SIZE * HIDDEN_SIZE)))
+    return {**shape, **STORED_AS[kind], "num_hidden_layers": layers}
 
 
 def tensors(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """name, dtype and shape of each tensor, as stored."""
+    """Name, dtype and shape of each tensor as stored."""
     from mlxpool.worker import models
     from mlxpool.worker.layers.quantisation import parse
 
@@ -71,7 +71,7 @@ def tensors(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, str, tuple
 
 
 def write(folder: Path, kind: str, size: float) -> Path:
-    """A whole model folder; its numbers are noise."""
+    """Write a complete model folder with random weights."""
     from support.worker_checkpoints import config, write_json, write_tokenizer
 
     folder.mkdir()
@@ -98,12 +98,12 @@ def _write_shard(file: Path, found: list[tuple[str, str, tuple[int, ...]]]) -> N
 
 
 def read(folder: Path) -> dict[str, float]:
-    """Every shard into one buffer, and every shard into memory that is kept."""
+    """GB/s of reading every shard into one buffer (`rate`), and into memory that stays (`kept`)."""
     shards = sorted(folder.glob("*.safetensors"))
     size = sum(shard.stat().st_size for shard in shards)
     started = time.perf_counter()
     for shard in shards:
-        _read_over(shard)
+        _read_into_buffer(shard)
     between = time.perf_counter()
     kept = [shard.read_bytes() for shard in shards]
     ended = time.perf_counter()
@@ -111,15 +111,15 @@ def read(folder: Path) -> dict[str, float]:
     return {"rate": size / (between - started) / 1e9, "kept": size / (ended - between) / 1e9}
 
 
-def _read_over(shard: Path) -> None:
-    buffer = bytearray(BUFFER)
+def _read_into_buffer(shard: Path) -> None:
+    buffer = bytearray(BUFFER_BYTES)
     with shard.open("rb", buffering=0) as stream:
         while stream.readinto(buffer):
             pass
 
 
 def load(folder: Path) -> dict[str, float]:
-    """What a worker does with a model."""
+    """Load the model as a worker does: GB/s, and peak bytes of the process."""
     from mlxpool.worker.weights.load import inspect
     from mlxpool.worker.weights.load import load as load_model
 
@@ -132,12 +132,12 @@ def load(folder: Path) -> dict[str, float]:
         "rate": loaded.folder.weight_bytes / took / 1e9,
         "peak": peak * (1 if sys.platform == "darwin" else 1024),
         "weights": loaded.weight_bytes,
-        "allowed": loaded.weight_bytes + largest + SPARE,
+        "allowed": loaded.weight_bytes + largest + ALLOWED_OVERHEAD,
     }
 
 
-def child(side: str, folder: Path) -> dict[str, float]:
-    """What one side says of itself, in a process of its own."""
+def run_side(side: str, folder: Path) -> dict[str, float]:
+    """The figures of one side, measured in a process of its own."""
     line = [sys.executable, __file__, "--side", side, "--folder", str(folder)]
     done = subprocess.run(line, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout)
@@ -145,7 +145,7 @@ def child(side: str, folder: Path) -> dict[str, float]:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    pairs = [(child("read", folder), child("load", folder)) for _ in range(rounds + 1)][1:]
+    pairs = [(run_side("read", folder), run_side("load", folder)) for _ in range(rounds + 1)][1:]
     return {
         "read": [one["rate"] for one, _ in pairs],
         "kept": [one["kept"] for one, _ in pairs],
@@ -184,7 +184,7 @@ def main() -> None:
         print(json.dumps({"read": read, "load": load}[options.side](options.folder)))
         return
     figures = {}
-    for kind in KINDS:
+    for kind in STORED_AS:
         with tempfile.TemporaryDirectory(prefix="mlxpool-") as root:
             folder = write(Path(root) / "model", kind, options.gigabytes * 1e9)
             figures[kind] = measure(folder, options.rounds)

@@ -1,4 +1,4 @@
-"""What may happen beside a stream, and what the stream's reader sees of it."""
+"""Runs a peer process beside a stream, and measures the gaps of the stream."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def beside(name: str, command: Sequence[str], start: float = 1.0) -> Iterator[None]:
-    """A peer at work, in a process of its own that has `start` seconds to begin."""
+def running(name: str, command: Sequence[str], start: float = 1.0) -> Iterator[None]:
+    """Run the command meanwhile, after `start` seconds to begin. Raises SystemExit if it ends."""
     child = subprocess.Popen(command)
     try:
         time.sleep(start)
@@ -24,6 +24,6 @@ def beside(name: str, command: Sequence[str], start: float = 1.0) -> Iterator[No
 
 
 def gaps_between(deltas: Iterable[object]) -> list[float]:
-    """Milliseconds between what comes."""
+    """Milliseconds between consecutive items."""
     times = [time.perf_counter() for _ in deltas]
     return [1000 * (after - before) for before, after in itertools.pairwise(times)]

@@ -1,13 +1,14 @@
-"""A long prompt that enters among streams, and cancels, beside mlx-lm 0.32 in one process.
+"""Measures the prefill of a long prompt beside running streams, and cancels; mlx-lm 0.32 as peer.
 
-    python bench/entering.py [--rounds 7] [--json FILE]
+    python bench/prefill_interference.py [--rounds 7] [--json FILE]
 
 Both run the same random model of the embedded one's size with a context of 16,384, in float32,
-with the same BLAS. A long prompt enters while eight streams decode: the gaps are those between two
-tokens of the running streams from its arrival to its first token, ours through the compute thread
-with its queues, theirs in a bare loop. Cancels are timed from the message to the end of the stream,
-which comes after its row is free; their bound is two steps, one chunk and 5 ms, of steps and chunks
-as long as this run's 99th percentile. Decode by itself: `mlxpool bench engine`.
+with the same BLAS, in one process. A long prompt is admitted while eight streams decode: the gaps
+are those between two tokens of the running streams from its admission to its first token, ours
+through the compute thread with its queues, theirs in a bare loop. Cancels are timed from the
+message to the end of the stream, which comes after its row is free. Their bound is two steps, one
+chunk and 5 ms, with steps and chunks as long as this run's 99th percentile. For decode alone see
+`mlxpool bench engine`.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from mlxpool.worker.compute.progress import Progress, monotonic
 
 SHAPE = "small"
 MODEL = SHAPES[SHAPE]
-ENTERING = 4000  # tokens
-FOR_EVER = 10**6  # tokens
-DRAW = np.random.default_rng(0)
+LONG_PROMPT = 4000  # tokens
+UNLIMITED = 10**6  # tokens
+RNG = np.random.default_rng(0)
 
 
 def prompt(tokens: int) -> list[int]:
-    ids: list[int] = DRAW.integers(0, MODEL["vocab_size"], tokens).tolist()
+    ids: list[int] = RNG.integers(0, MODEL["vocab_size"], tokens).tolist()
     return ids
 
 
@@ -53,30 +54,30 @@ def p99(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A delta and when it came."""
+    """A delta and the time of its arrival."""
 
     at: float
     name: int
     ended: bool
 
 
-class Timed(Progress):
-    """Keeps how long every step and chunk took, in seconds."""
+class TimedProgress(Progress):
+    """Records the seconds of every step and chunk."""
 
     def __init__(self) -> None:
         super().__init__(lambda: None, monotonic)
-        self.took: dict[str, list[float]] = {"prefill": [], "decode": []}
+        self.durations: dict[str, list[float]] = {"prefill": [], "decode": []}
 
     @contextmanager
     def _computing(self, phase: str, shape: Hashable, units: int) -> Iterator[None]:
         started = time.perf_counter()
         with super()._computing(phase, shape, units):
             yield
-        self.took[phase].append(time.perf_counter() - started)
+        self.durations[phase].append(time.perf_counter() - started)
 
 
-class Worker:
-    """A started compute thread; this side plays the edge."""
+class ComputeHarness:
+    """A started compute thread whose messages this process sends and receives."""
 
     def __init__(self, folder: Path) -> None:
         from mlxpool.common.config.loading import ModelConfig, WorkerConfig
@@ -85,7 +86,7 @@ class Worker:
 
         self.mail: queue.SimpleQueue[Any] = queue.SimpleQueue()
         model = ModelConfig(path=str(folder), sequences=9, prefix_cache="off")
-        self.progress = Timed()
+        self.progress = TimedProgress()
         self.compute = Compute(
             WorkerConfig("", "bench/0", "", "bench", model), self.progress, self._post
         )
@@ -96,7 +97,7 @@ class Worker:
     def _post(self, mail: object) -> None:
         self.mail.put((time.perf_counter(), mail))
 
-    def begin(self, name: int, tokens: int) -> None:
+    def start(self, name: int, tokens: int) -> None:
         from mlxpool.common.options import Options
         from mlxpool.worker.compute.messages import Admit
         from mlxpool.worker.engine.sequence import Sequence as Job
@@ -107,13 +108,13 @@ class Worker:
         job = Job(bytes([name] * 16), 1, tuple(prompt(tokens)), greedy, 0, count)
         self.compute.tell(Admit(job, {}, Completion(lambda token: b"", ()), monotonic()))
 
-    def drop(self, name: int) -> None:
+    def cancel(self, name: int) -> None:
         from mlxpool.worker.compute.messages import Drop
 
         self.compute.tell(Drop((bytes([name] * 16), 1)))
 
     def until(self, wanted: Callable[[Arrival], bool]) -> list[Arrival]:
-        """What comes, up to and with the first that is wanted."""
+        """The arrivals up to and including the first for which `wanted` is true."""
         found: list[Arrival] = []
         while True:
             at, mail = self.mail.get()
@@ -124,6 +125,7 @@ class Worker:
                 return found
 
     def until_all(self, names: Sequence[int]) -> None:
+        """Wait for a token of each stream."""
         left = set(names)
 
         def last(arrival: Arrival) -> bool:
@@ -133,8 +135,9 @@ class Worker:
         self.until(last)
 
     def stop(self, names: Sequence[int]) -> None:
+        """Cancel the streams and wait for their ends."""
         for name in names:
-            self.drop(name)
+            self.cancel(name)
         left = set(names)
 
         def last(arrival: Arrival) -> bool:
@@ -156,19 +159,19 @@ def gaps_of(arrivals: Iterable[tuple[float, int]]) -> list[float]:
     return gaps
 
 
-def our_entry(worker: Worker) -> dict[str, float]:
-    """One long prompt alone, then one among eight streams."""
+def our_interference(worker: ComputeHarness) -> dict[str, float]:
+    """Seconds: a long prompt alone and beside eight streams, and the p99 gaps of these."""
     started = time.perf_counter()
-    worker.begin(100, ENTERING)
+    worker.start(100, LONG_PROMPT)
     alone = worker.until(lambda arrival: arrival.name == 100)[-1].at - started
     worker.stop([100])
     for name in range(8):
-        worker.begin(name, 128)
+        worker.start(name, 128)
     worker.until_all(range(8))
     arrivals = [a for _ in range(20) for a in worker.until(lambda arrival: arrival.name == 7)]
     quiet = gaps_of((a.at, a.name) for a in arrivals)
     started = time.perf_counter()
-    worker.begin(100, ENTERING)
+    worker.start(100, LONG_PROMPT)
     found = worker.until(lambda arrival: arrival.name == 100)
     beside = next(a.at for a in found if a.name == 100) - started
     before = [(a.at, a.name) for a in arrivals[-8:]]
@@ -177,12 +180,12 @@ def our_entry(worker: Worker) -> dict[str, float]:
     return {"alone": alone, "beside": beside, "p99": p99(gaps), "quiet": p99(quiet)}
 
 
-def their_entry(model: Any) -> dict[str, float]:
-    """The same with BatchGenerator."""
+def their_interference(model: Any) -> dict[str, float]:
+    """The same measurement with mlx-lm's BatchGenerator."""
     from mlx_lm.generate import BatchGenerator
 
-    batch: Any = BatchGenerator(model, max_tokens=FOR_EVER)
-    (first,) = batch.insert([prompt(ENTERING)])
+    batch: Any = BatchGenerator(model, max_tokens=UNLIMITED)
+    (first,) = batch.insert([prompt(LONG_PROMPT)])
     started = time.perf_counter()
     while not batch.next()[1]:
         pass
@@ -195,7 +198,7 @@ def their_entry(model: Any) -> dict[str, float]:
     for _ in range(20):
         arrivals += [(time.perf_counter(), one.uid) for one in batch.next()[1]]
     quiet = gaps_of(arrivals)
-    (new,) = batch.insert([prompt(ENTERING)])
+    (new,) = batch.insert([prompt(LONG_PROMPT)])
     started = time.perf_counter()
     arrivals = arrivals[-8:]
     while True:
@@ -207,28 +210,28 @@ def their_entry(model: Any) -> dict[str, float]:
     return {"alone": alone, "beside": beside, "p99": p99(gaps_of(arrivals)), "quiet": p99(quiet)}
 
 
-def cancels(worker: Worker, count: int) -> dict[str, float]:
-    """Seconds from the message to the freed row, among seven other streams."""
+def cancels(worker: ComputeHarness, count: int) -> dict[str, float]:
+    """Seconds from a cancel to the freed row, beside seven other streams."""
     others = list(range(7))
     for name in others:
-        worker.begin(name, 128)
+        worker.start(name, 128)
     worker.until_all(others)
     times: dict[str, list[float]] = {"decode": [], "prefill": []}
-    took = worker.progress.took
-    for found in took.values():
+    durations = worker.progress.durations
+    for found in durations.values():
         found.clear()
     for number in range(count):
-        for phase, tokens in (("decode", 128), ("prefill", ENTERING)):
-            worker.begin(100, tokens)
+        for phase, tokens in (("decode", 128), ("prefill", LONG_PROMPT)):
+            worker.start(100, tokens)
             if phase == "decode":
                 worker.until(lambda arrival: arrival.name == 100)
             else:
                 time.sleep(0.05 + 0.01 * (number % 10))
             started = time.perf_counter()
-            worker.drop(100)
+            worker.cancel(100)
             ends = worker.until(lambda arrival: arrival.name == 100 and arrival.ended)
             times[phase].append(ends[-1].at - started)
-    step, chunk = p99(took["decode"]), p99(took["prefill"])
+    step, chunk = p99(durations["decode"]), p99(durations["prefill"])
     worker.stop(others)
     return {
         "decode": p99(times["decode"]),
@@ -263,7 +266,7 @@ def show_cancels(found: dict[str, float]) -> str:
 
 
 def summary(figures: dict[str, Any]) -> dict[str, float]:
-    """The medians that the targets are about."""
+    """The medians that have targets."""
     ours, theirs = figures["ours"], figures["theirs"]
     gaps = [one["p99"] / other["p99"] for one, other in zip(ours, theirs, strict=True)]
     return {
@@ -280,9 +283,9 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     if mx.default_device().type == mx.DeviceType.cpu:
         model.set_dtype(mx.float32)
     figures: dict[str, Any] = {}
-    worker = Worker(folder)
-    our_entry(worker), their_entry(model)  # the first of anything is slower
-    pairs = [(our_entry(worker), their_entry(model)) for _ in range(rounds)]
+    worker = ComputeHarness(folder)
+    our_interference(worker), their_interference(model)  # warm-up
+    pairs = [(our_interference(worker), their_interference(model)) for _ in range(rounds)]
     figures["ours"], figures["theirs"] = ([pair[side] for pair in pairs] for side in (0, 1))
     figures["cancel"] = cancels(worker, 4 * rounds)
     figures["summary"] = summary(figures)
@@ -303,7 +306,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as root:
         folder = checkpoint.write(Path(root) / "model", SHAPE)
         if options.only:
-            print(show_cancels(cancels(Worker(folder), 4 * options.rounds)))
+            print(show_cancels(cancels(ComputeHarness(folder), 4 * options.rounds)))
             return
         figures = measure(folder, options.rounds)
     show(figures, options.rounds)

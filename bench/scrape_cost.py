@@ -1,8 +1,8 @@
-"""What a scrape costs with many models, beside prometheus_client, and what it does to the streams.
+"""Measures a scrape of /metrics with many models, and its effect on streams.
 
-The first table is made in this process: the loop's part (the snapshot), the text, and the same
-figures through prometheus_client. The second has a broker with as many models, all of which were
-asked for, and 50 streams of 100 tokens a second, with and without somebody who scrapes.
+The first figures come from this process: the snapshot (the broker loop's part), the text, and the
+same figures rendered by prometheus_client. The others come from a broker with as many models, each
+of which has had a request, and 50 streams of 100 tokens a second, with and without a scraper.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ ABOUT = {
 }  # fmt: skip
 
 
-def core_of(models: int, values: int = 200) -> Core:
-    """A core whose models have served requests of all lengths."""
+def make_core(models: int, values: int = 200) -> Core:
+    """A core whose models have histograms with log-normal values."""
     settings = {f"model-{n}": ModelConfig(path="builtin:counting") for n in range(models)}
     core, random = Core(PoolConfig(models=settings), 1), Random(1)
     for name in settings:
@@ -65,11 +65,11 @@ def core_of(models: int, values: int = 200) -> Core:
     return core
 
 
-class Peer(Collector):
-    """The same figures for prometheus_client."""
+class PeerCollector(Collector):
+    """Offers a snapshot to prometheus_client."""
 
-    def __init__(self, of: Snapshot) -> None:
-        self.snapshot = of
+    def __init__(self, taken: Snapshot) -> None:
+        self.snapshot = taken
 
     def collect(self) -> Iterator[Metric]:
         for family in FAMILIES:
@@ -95,7 +95,7 @@ class Peer(Collector):
 
 
 def replace_histograms(taken: Snapshot) -> Snapshot:
-    """The same figures, none of which a writer has seen."""
+    """The snapshot with new histogram objects, so that a writer has none of their text cached."""
     models = tuple(
         replace(model, histograms={k: replace(v) for k, v in model.histograms.items()})
         for model in taken.models
@@ -104,7 +104,7 @@ def replace_histograms(taken: Snapshot) -> Snapshot:
 
 
 def timed(work: Callable[[], Any], rounds: int) -> list[float]:
-    """Milliseconds of each round, after one that does not count."""
+    """Milliseconds of each round, after a warm-up."""
     work()
     times = []
     for _ in range(rounds):
@@ -115,10 +115,10 @@ def timed(work: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def costs(models: int, rounds: int) -> list[tuple[str, str]]:
-    core, writer = core_of(models), Writer()
+    core, writer = make_core(models), Writer()
     taken = snapshot.take(core, ABOUT, 0.0, 1.0)
     registry = CollectorRegistry()
-    registry.register(Peer(taken))
+    registry.register(PeerCollector(taken))
     body = writer.text(taken)
     changed = [replace_histograms(taken) for _ in range(rounds + 1)]
     rows = [
@@ -136,7 +136,7 @@ def costs(models: int, rounds: int) -> list[tuple[str, str]]:
     ]
 
 
-# The client only counts: it sends no ping for as long as a round takes.
+# The client of this bench sends no pings, so the limits are longer than a round.
 CONFIG = """\
 [pool]
 beat_limit = 1000
@@ -154,7 +154,7 @@ OTHER = '\n[models.model-{n}]\npath = "builtin:counting"\nmemory_limit = "600MB"
 
 @contextmanager
 def pool(flood: Flood, models: int, folder: Path) -> Iterator[Pool]:
-    """A firehose, with further models that there is no memory for: none is started."""
+    """A pool with a firehose worker, and more models than its memory allows to start."""
     config = CONFIG + "".join(OTHER.format(n=n) for n in range(models - 3))
     with Pool(folder, config, environment=environment(folder, flood)) as running:
         yield running
@@ -174,7 +174,7 @@ while True:
 
 
 class Scraper:
-    """A process that reads /metrics every `pause` seconds until it is told to stop."""
+    """A process that reads /metrics every `pause` seconds until it is stopped."""
 
     def __init__(self, url: str, pause: float) -> None:
         self.process = subprocess.Popen(
@@ -185,14 +185,14 @@ class Scraper:
         )
 
     def stop(self) -> list[float]:
-        """The times of all scrapes, ms."""
+        """End the process; the times of all scrapes in ms."""
         self.process.terminate()
-        said, _ = self.process.communicate()
-        return [float(line) for line in said.split("\n")[:-1]]
+        output, _ = self.process.communicate()
+        return [float(line) for line in output.split("\n")[:-1]]
 
 
 def stream(flood: Flood, models: int, pause: float) -> tuple[Cost, list[float]]:
-    """One round: what it cost, and the times of all scrapes, ms; `pause` 0: none."""
+    """One round: its cost, and the times of all scrapes in ms. `pause` 0: no scraper."""
     with tempfile.TemporaryDirectory() as name, pool(flood, models, Path(name)) as running:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         counter = Counter(context, sockets.ipc(running.run_dir, "front"))
@@ -201,7 +201,7 @@ def stream(flood: Flood, models: int, pause: float) -> tuple[Cost, list[float]]:
         url = running.ask("ps")["broker"]["metrics"]
         scraper = Scraper(url, pause) if pause else None
         assert running.process is not None
-        # The others end, too: each for want of a worker.
+        # The requests to the other models end as well, without a worker.
         over = partial(ended, [counter], flood.streams + models - 3)
         cost = cost_of([counter], over, running.process.pid, delays=True)
         times = scraper.stop() if scraper is not None else []
@@ -211,7 +211,7 @@ def stream(flood: Flood, models: int, pause: float) -> tuple[Cost, list[float]]:
 
 
 def ask_others(counter: Counter, models: int) -> None:
-    """One request for each further model, so that all its series are there."""
+    """Send one request to each other model, so that it has all its series."""
     for number in range(models - 3):
         body = {"model": f"model-{number}", "prompt": "x", "queue_ms": 100}
         header = Header(kinds.GENERATE, os.urandom(16), 0, 1)

@@ -1,7 +1,8 @@
-"""Half an hour of streams with a fault a minute: does anything grow? Idle afterwards means empty.
+"""Runs half an hour of streams with a fault a minute, to find growth of memory or descriptors.
 
-Every ten seconds the broker's memory, descriptors, threads and the sizes of its maps are read; the
-slope of the second half is printed, since caches fill in the first.
+The broker's memory, descriptors, threads and the sizes of its maps are sampled every ten seconds.
+The growth over the second half is printed, since caches fill in the first. When all streams have
+ended the maps must be empty.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from chaos.storm import WEIGHTS, Plan, Storm
 from support.pool import until
 
-SAMPLE = 10.0  # seconds
-PAUSE = 3.0  # seconds between two streams of a reader: what grows is looked for, not speed
+SAMPLE_INTERVAL = 10.0  # seconds
+READER_PAUSE = 3.0  # seconds between two streams of a reader; speed is not measured
 
 
 class Soak(Storm):
-    """A storm whose streams never end before the time is over."""
+    """A storm whose readers start streams until the time is over."""
 
     def __init__(self, plan: Plan, folder: Path, minutes: float) -> None:
         super().__init__(plan, folder)
@@ -46,10 +47,10 @@ class Soak(Storm):
     def _reader(self, client: Any) -> None:
         while time.monotonic() < self.end_at:
             self._stream(client, next(self.numbers))
-            time.sleep(PAUSE)
+            time.sleep(READER_PAUSE)
 
     def _sample(self) -> None:
-        while not self.over.wait(SAMPLE):
+        while not self.over.wait(SAMPLE_INTERVAL):
             process = self.pool.process
             if process is None:
                 continue
@@ -64,11 +65,11 @@ class Soak(Storm):
                         **self.pool.ask("stats")["sizes"],
                     }
                 )
-            except Exception:  # between two brokers there is nothing to read
+            except Exception:  # no broker is running
                 continue
 
     def _idle(self) -> Mapping[str, int]:
-        """The sizes once nothing is going on any more."""
+        """The sizes of the broker's maps once all requests have ended."""
 
         def empty() -> bool:
             sizes = self.pool.ask("stats")["sizes"]
@@ -78,8 +79,8 @@ class Soak(Storm):
         return dict(self.pool.ask("stats")["sizes"])
 
 
-def slope(samples: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Median of the third quarter, of the last, and their difference: of the last broker."""
+def growth(samples: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Medians of the third and the last quarter of the last broker's samples, and their change."""
     own = [s for s in samples if s["pid"] == samples[-1]["pid"]]
     half = own[len(own) // 2 :]
     early, late = half[: len(half) // 2], half[len(half) // 2 :]
@@ -93,13 +94,13 @@ def main() -> int:
     options.add_argument("--pause", type=float, default=60, help="mean seconds between two faults")
     options.add_argument("--json", type=Path, help="write the figures to this file")
     given = options.parse_args()
-    WEIGHTS["broker"] = 0  # the one process whose growth is looked for has to live
+    WEIGHTS["broker"] = 0  # the broker must live for its growth to be measured
     plan = Plan(streams=0, faults=10**6, at_once=6, replicas=2, tokens=200, pause=given.pause)
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(plan, Path(folder), given.minutes)
         outcome = soak.run()
     names = [name for name in soak.samples[-1] if name != "pid"]
-    rows = [(name, slope(soak.samples, name)) for name in names]
+    rows = [(name, growth(soak.samples, name)) for name in names]
     rows += [(key, str(value)) for key, value in outcome.figures.items()]
     rows.append(("sizes when idle", str(soak.idle)))
     print(report.machine())

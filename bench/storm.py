@@ -1,6 +1,6 @@
-"""Streams under random faults: what was lost (nothing may be), and how long the faults were felt.
+"""Runs streams under random faults: counts lost streams (there must be none), times recoveries.
 
-`--streams 10000 --faults 1000` is the run of docs/benchmarks.md; it takes about ten minutes.
+The run of docs/benchmarks.md has `--streams 10000 --faults 1000` and takes about ten minutes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Puts saved figures into docs/benchmarks.md, between the marks that name their file.
+"""Writes saved figures into docs/benchmarks.md, between the marks that name their file.
 
-    mlxpool bench engine … --out bench/figures/NAME   # measures, saves
-    python bench/pages.py                             # writes the page
+    mlxpool bench engine … --out bench/figures/NAME   # measures and saves
+    python bench/update_docs.py                             # updates the page
 
-`<!-- figures: NAME/engine.json -->` and `<!-- end -->` stand around each of its blocks.
+`<!-- figures: NAME/engine.json -->` and `<!-- end -->` enclose each block of the page.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def written(page: str, figures: Path = FIGURES) -> str:
-    """The page with every block as its file has it now."""
+def updated(page: str, figures: Path = FIGURES) -> str:
+    """The page with every block made from its file again."""
 
     def block(found: re.Match[str]) -> str:
         return f"{found[1]}\n{report.markdown(report.read(figures / found[2]))}\n{found[3]}"
@@ -30,7 +30,7 @@ def written(page: str, figures: Path = FIGURES) -> str:
 
 
 def main() -> int:
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Snapshots to Prometheus's text format.
 
 The writer is ours: for nine histograms of each of 50 models prometheus_client takes far longer, and
-meanwhile the broker's loop wants the interpreter (bench/scrape.py measures both).
+meanwhile the broker's loop wants the interpreter (bench/scrape_cost.py measures both).
 """
 
 from __future__ import annotations
