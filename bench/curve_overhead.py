@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from mlxpool.client import Client
 from support.pool import Pool
-from support.secure_pool import SLOW, SecurePool
+from support.secure_pool import COUNTING_MODEL, SecurePool
 
 TCP = '[pool]\nfront = ["tcp://127.0.0.1:*"]\n'
 MakeClient = Callable[[], Client]
@@ -66,7 +66,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, li
     """{transport: {"tokens_s": …, "first_answer_ms": …}}, one value a round."""
     (folder / "plain").mkdir()
     (folder / "secure").mkdir()
-    model = SLOW.format(0).replace("path =", f"sequences = {options.streams}\npath =")
+    model = COUNTING_MODEL.format(0).replace("path =", f"sequences = {options.streams}\npath =")
     with (
         Pool(folder / "plain", TCP + model) as plain,
         SecurePool(folder / "secure", models=model) as secure,

@@ -28,7 +28,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric, Untype
 from prometheus_client.registry import Collector
 
 from mlxpool.bench import report
-from mlxpool.bench.broker import Cost, Counter, cost_of, ended
+from mlxpool.bench.broker import Cost, CountingClient, cost_of, ended
 from mlxpool.bench.firehose import Flood, environment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -195,22 +195,22 @@ def stream(flood: Flood, models: int, pause: float) -> tuple[Cost, list[float]]:
     """One round: its cost, and the times of all scrapes in ms. `pause` 0: no scraper."""
     with tempfile.TemporaryDirectory() as name, pool(flood, models, Path(name)) as running:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        counter = Counter(context, sockets.ipc(running.run_dir, "front"))
+        counter = CountingClient(context, sockets.ipc(running.run_dir, "front"))
         counter.ask(flood.streams, flood.tokens, batch=True)
         ask_others(counter, models)
         url = running.ask("ps")["broker"]["metrics"]
         scraper = Scraper(url, pause) if pause else None
         assert running.process is not None
         # The requests to the other models end as well, without a worker.
-        over = partial(ended, [counter], flood.streams + models - 3)
-        cost = cost_of([counter], over, running.process.pid, delays=True)
+        finished = partial(ended, [counter], flood.streams + models - 3)
+        cost = cost_of([counter], finished, running.process.pid, delays=True)
         times = scraper.stop() if scraper is not None else []
         counter.socket.close(linger=0)
         context.term()
         return cost, times
 
 
-def ask_others(counter: Counter, models: int) -> None:
+def ask_others(counter: CountingClient, models: int) -> None:
     """Send one request to each other model, so that it has all its series."""
     for number in range(models - 3):
         body = {"model": f"model-{number}", "prompt": "x", "queue_ms": 100}

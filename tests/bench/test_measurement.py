@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mlxpool.bench import report
-from mlxpool.bench.measurement import OURS, Figures, Line, in_turn
-from mlxpool.bench.swarm import Arrivals, seen, text_of
+from mlxpool.bench.measurement import OURS, Figures, Measurement, in_turn
+from mlxpool.bench.swarm import Arrivals, summarise, text_of
 
-DECODE = Line(
+DECODE = Measurement(
     "decode", "8 streams", "tokens/s", {OURS: (10.0, 20.0), "a": (5.0, 40.0), "b": (8.0, 1.0)}, at=8
 )
 
@@ -20,19 +20,19 @@ def test_a_ratio_is_that_of_a_round_beside_its_best_peer() -> None:
 
 
 def test_a_ratio_above_one_is_better_for_seconds_too() -> None:
-    line = Line("g", "n", "s", {OURS: (2.0,), "a": (3.0,), "b": (1.0,)}, less_is_better=True)
+    line = Measurement("g", "n", "s", {OURS: (2.0,), "a": (3.0,), "b": (1.0,)}, less_is_better=True)
     assert line.ratios() == [0.5]
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        Line("g", "n", "s", {OURS: (2.0,)}),
-        Line("g", "n", "s", {"a": (2.0,), "b": (1.0,)}),
-        Line("g", "n", "s", {OURS: (2.0,), "a": (1.0,)}, compared=False),
+        Measurement("g", "n", "s", {OURS: (2.0,)}),
+        Measurement("g", "n", "s", {"a": (2.0,), "b": (1.0,)}),
+        Measurement("g", "n", "s", {OURS: (2.0,), "a": (1.0,)}, compared=False),
     ],
 )
-def test_no_ratio_where_there_is_nothing_to_compare(line: Line) -> None:
+def test_no_ratio_where_there_is_nothing_to_compare(line: Measurement) -> None:
     assert line.ratios() == []
 
 
@@ -59,8 +59,8 @@ def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_a_table_for_each_group_with_units_where_they_differ() -> None:
     lines = (
         DECODE,
-        Line("prefix", "found", "%", {OURS: (100.0,)}, note="Of 20 tokens."),
-        Line("prefix", "took", "s", {OURS: (1.25,)}, digits=2),
+        Measurement("prefix", "found", "%", {OURS: (100.0,)}, note="Of 20 tokens."),
+        Measurement("prefix", "took", "s", {OURS: (1.25,)}, digits=2),
     )
     text = report.markdown(Figures("engine", "About.", "m", "v", "mlxpool bench engine", lines))
     assert text == (
@@ -82,14 +82,14 @@ def test_tokens_count_while_all_streams_run() -> None:
         Arrivals((2.0, 2.5, 3.5), (1, 4, 2)),
     ]
     # From 2.0, when the second began, to 3.5, when it ended: 1 + 4 + 2 tokens in 1.5 s.
-    assert seen(streams).rate == pytest.approx(7 / 1.5 - 1 / 1.5 + 1 / 1.5)
-    assert seen(streams).first == [1.0, 2.0]
-    assert sorted(seen(streams).gaps) == [0.5, 1.0, 1.0, 1.0, 1.0]
+    assert summarise(streams).rate == pytest.approx(7 / 1.5 - 1 / 1.5 + 1 / 1.5)
+    assert summarise(streams).first == [1.0, 2.0]
+    assert sorted(summarise(streams).gaps) == [0.5, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_streams_that_never_ran_at_once_count_whole() -> None:
     streams = [Arrivals((1.0, 2.0), (1, 1)), Arrivals((3.0, 4.0), (1, 1))]
-    assert seen(streams).rate == pytest.approx(4 / 4.0)
+    assert summarise(streams).rate == pytest.approx(4 / 4.0)
 
 
 @pytest.mark.parametrize("tokens", [8, 128, 1000])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from chaos.cpu_starvation import burner, starve
 from chaos.harness import LIMITS, Chaos, model
-from chaos.starve import burner, starve
 
 Patch = pytest.MonkeyPatch
 

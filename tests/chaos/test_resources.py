@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import zmq
 
+from chaos.cpu_starvation import burner, starve
 from chaos.harness import LIMITS, Chaos, model
-from chaos.starve import burner, starve
 from mlxpool.common.errors import Unauthorized
 from mlxpool.common.transport import sockets
 from support.pool import PATIENCE, Pool, until, with_path

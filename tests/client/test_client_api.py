@@ -18,7 +18,7 @@ from mlxpool.client import AsyncClient, Client
 from mlxpool.common.errors import BadRequest, BrokerLost, DuplicateId, QueueFull, UnknownModel
 from mlxpool.common.protocol import deltas, frames, kinds
 from mlxpool.common.protocol.token_ids import pack_ids
-from support.fake_broker import CALM, NEVER, PATIENCE, FakeBroker
+from support.fake_broker import NEVER, NO_RESEND_PACE, PATIENCE, FakeBroker
 
 
 @pytest.fixture
@@ -34,7 +34,9 @@ def broker() -> Iterator[FakeBroker]:
 
 @pytest.fixture
 def client(broker: FakeBroker) -> Iterator[Client]:
-    with Client(broker.run_dir, connect_timeout=PATIENCE, broker_grace=PATIENCE, pace=CALM) as made:
+    with Client(
+        broker.run_dir, connect_timeout=PATIENCE, broker_grace=PATIENCE, pace=NO_RESEND_PACE
+    ) as made:
         yield made
 
 
@@ -111,7 +113,7 @@ def test_an_error_about_a_live_stream_ends_nothing(broker: FakeBroker, client: C
 
 
 def test_a_broker_that_never_was(broker: FakeBroker) -> None:
-    with Client(broker.run_dir, connect_timeout=0.2, pace=CALM) as client:
+    with Client(broker.run_dir, connect_timeout=0.2, pace=NO_RESEND_PACE) as client:
         with pytest.raises(BrokerLost, match="no broker answers at ipc://"):
             client.generate("m", "a")
         with pytest.raises(BrokerLost):
@@ -119,7 +121,9 @@ def test_a_broker_that_never_was(broker: FakeBroker) -> None:
 
 
 def test_a_broker_that_falls_silent(broker: FakeBroker) -> None:
-    with Client(broker.run_dir, connect_timeout=PATIENCE, broker_grace=0.3, pace=CALM) as client:
+    with Client(
+        broker.run_dir, connect_timeout=PATIENCE, broker_grace=0.3, pace=NO_RESEND_PACE
+    ) as client:
         stream = client.stream("m", "a")
         request = broker.open().accept()
         broker.tokens(request, 0)
@@ -129,7 +133,7 @@ def test_a_broker_that_falls_silent(broker: FakeBroker) -> None:
 
 def test_pings_keep_a_slow_stream_alive(broker: FakeBroker) -> None:
     with Client(
-        broker.run_dir, connect_timeout=PATIENCE, broker_grace=PATIENCE, pace=CALM
+        broker.run_dir, connect_timeout=PATIENCE, broker_grace=PATIENCE, pace=NO_RESEND_PACE
     ) as client:
         stream = client.stream("m", "a")
         request = broker.open().accept()
@@ -151,7 +155,7 @@ def test_a_broker_that_comes_late_gets_what_was_sent_before(
 
 def test_a_call_given_up_long_ago_does_not_end_the_next_one(broker: FakeBroker) -> None:
     async def story() -> Any:
-        async with AsyncClient(broker.run_dir, connect_timeout=0.5, pace=CALM) as client:
+        async with AsyncClient(broker.run_dir, connect_timeout=0.5, pace=NO_RESEND_PACE) as client:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(client.models(), 0.1)
             await asyncio.sleep(1.0)
@@ -206,7 +210,7 @@ def test_the_end_of_a_with_cancels_even_when_the_client_closes_at_once(
     broker: FakeBroker,
 ) -> None:
     with (
-        Client(broker.run_dir, connect_timeout=PATIENCE, pace=CALM) as client,
+        Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE) as client,
         client.stream("m", "a") as stream,
     ):
         broker.open().accept()
@@ -225,7 +229,9 @@ def test_what_is_over_is_not_cancelled(broker: FakeBroker, client: Client) -> No
 
 
 def test_an_ack_after_64_ids(broker: FakeBroker) -> None:
-    with Client(broker.run_dir, connect_timeout=PATIENCE, pace=replace(CALM, ping=NEVER)) as client:
+    with Client(
+        broker.run_dir, connect_timeout=PATIENCE, pace=replace(NO_RESEND_PACE, ping=NEVER)
+    ) as client:
         acks_of_many_ids(broker, client)
 
 
@@ -315,7 +321,7 @@ def test_a_client_that_was_never_used() -> None:
 
 
 def test_closing_ends_open_streams_and_the_thread(broker: FakeBroker) -> None:
-    client = Client(broker.run_dir, connect_timeout=PATIENCE, pace=CALM)
+    client = Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE)
     stream = client.stream("m", "a")
     broker.open().accept()
     client.close()
@@ -346,7 +352,9 @@ def test_an_endpoint_that_is_none() -> None:
 
 def test_async_streams_and_calls(broker: FakeBroker) -> None:
     async def story() -> None:
-        async with AsyncClient(broker.run_dir, connect_timeout=PATIENCE, pace=CALM) as client:
+        async with AsyncClient(
+            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
+        ) as client:
             stream = client.stream("m", "a")
             request = await asyncio.to_thread(broker.open().accept)
             broker.tokens(request, 0, 2)
@@ -363,7 +371,9 @@ def test_async_streams_and_calls(broker: FakeBroker) -> None:
 
 def test_a_cancelled_task_cancels_its_request(broker: FakeBroker) -> None:
     async def story() -> None:
-        async with AsyncClient(broker.run_dir, connect_timeout=PATIENCE, pace=CALM) as client:
+        async with AsyncClient(
+            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
+        ) as client:
             task = asyncio.ensure_future(client.generate("m", "a"))
             request = await asyncio.to_thread(broker.open().accept)
             task.cancel()
@@ -377,7 +387,9 @@ def test_a_cancelled_task_cancels_its_request(broker: FakeBroker) -> None:
 
 def test_leaving_an_async_loop_cancels(broker: FakeBroker) -> None:
     async def story() -> None:
-        async with AsyncClient(broker.run_dir, connect_timeout=PATIENCE, pace=CALM) as client:
+        async with AsyncClient(
+            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
+        ) as client:
             async with client.stream("m", "a") as stream:
                 request = await asyncio.to_thread(broker.open().accept)
                 broker.tokens(request, 0)
@@ -391,7 +403,7 @@ def test_leaving_an_async_loop_cancels(broker: FakeBroker) -> None:
 
 def test_async_errors(broker: FakeBroker) -> None:
     async def story() -> None:
-        async with AsyncClient(broker.run_dir, connect_timeout=0.2, pace=CALM) as client:
+        async with AsyncClient(broker.run_dir, connect_timeout=0.2, pace=NO_RESEND_PACE) as client:
             with pytest.raises(BrokerLost):
                 await client.generate("m", "a")
             with pytest.raises(BrokerLost):

@@ -20,7 +20,7 @@ from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.common.trace import VARIABLE
-from support.fake_broker import CALM, FACTS, NEVER, PATIENCE, FakeBroker
+from support.fake_broker import FACTS, NEVER, NO_RESEND_PACE, PATIENCE, FakeBroker
 
 Lose = Callable[[FakeBroker, Stream], None]
 
@@ -40,7 +40,7 @@ def client_of(broker: FakeBroker, **pace: Any) -> AbstractContextManager[Client]
         broker.run_dir,
         connect_timeout=PATIENCE,
         broker_grace=PATIENCE,
-        pace=replace(CALM, **pace),
+        pace=replace(NO_RESEND_PACE, **pace),
     )
 
 
@@ -262,7 +262,7 @@ def test_nobody_finds_what_was_given_up(broker: FakeBroker) -> None:
     broker.close()
     late = FakeBroker(broker.run_dir)
     try:
-        with Client(broker.run_dir, connect_timeout=0.1, pace=CALM) as client:
+        with Client(broker.run_dir, connect_timeout=0.1, pace=NO_RESEND_PACE) as client:
             with pytest.raises(BrokerLost, match="no broker answers at ipc://"):
                 client.generate("m", "a")
             stream = client.stream("m", "b")
@@ -400,7 +400,9 @@ def test_two_who_cancel_the_same_both_get_the_answer(broker: FakeBroker, client:
 
 def test_the_async_client_goes_on_too(broker: FakeBroker) -> None:
     async def story() -> None:
-        async with AsyncClient(broker.run_dir, connect_timeout=PATIENCE, pace=CALM) as client:
+        async with AsyncClient(
+            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
+        ) as client:
             stream = client.stream("m", "a")
             request = await asyncio.to_thread(broker.accept)
             broker.tokens(request, 0)

@@ -13,7 +13,7 @@ import pytest
 
 from mlxpool.client import Client
 from mlxpool.common.protocol import kinds
-from support.fake_broker import CALM, PATIENCE, FakeBroker
+from support.fake_broker import NO_RESEND_PACE, PATIENCE, FakeBroker
 from support.pool import until
 from support.relay import Relay
 
@@ -162,7 +162,7 @@ def test_a_stream_behind_a_bad_network(fault: str) -> None:
 
 
 def survive(broker: FakeBroker, relay: Relay, fault: str) -> None:
-    pace = replace(CALM, silence=2.0) if fault == "freeze" else CALM
+    pace = replace(NO_RESEND_PACE, silence=2.0) if fault == "freeze" else NO_RESEND_PACE
     with Client(endpoint=relay.endpoint, pace=pace, connect_timeout=PATIENCE) as client:
         stream = client.stream("m", "a")
         request = broker.accept()

@@ -1,6 +1,6 @@
 """Every block of every page is run, and does what the page says.
 
-tests/support/doc_blocks.py runs them; tests/support/stand_ins.py has what no test
+tests/support/doc_blocks.py runs them; tests/support/program_stubs.py has what no test
 may run, with the reasons.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from support import doc_blocks, stand_ins
-from support.doc_blocks import RUN, Block, Step, agrees, blocks, steps
+from support import doc_blocks, program_stubs
+from support.doc_blocks import RUNNABLE, Block, Command, agrees, blocks, commands
 
 pytestmark = pytest.mark.timeout(600)  # a page is many processes, one after the other
 ROOT = Path(__file__).parents[2]
@@ -132,16 +132,16 @@ def free_ports() -> dict[str, int]:
     return dict(zip(("7200", "7201", "7202", "8080", "9464"), numbers, strict=True))
 
 
-def placed(page: Page, step: Step, root: Path, ports: Mapping[str, int]) -> Step:
-    """A step as it can be run here."""
+def placed(page: Page, command: Command, root: Path, ports: Mapping[str, int]) -> Command:
+    """A command with the paths and ports of the test."""
 
     def here(text: str) -> str:
         for theirs, ours in page.instead.items():
             text = text.replace(theirs, ours)
         return PORTS.sub(lambda m: str(ports[m[1]]), PLACES.sub(f"{root}/", text))
 
-    printed = None if step.printed is None else here(step.printed)
-    return replace(step, command=here(step.command), printed=printed)
+    printed = None if command.printed is None else here(command.printed)
+    return replace(command, text=here(command.text), printed=printed)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -160,18 +160,20 @@ def test_a_page_does_what_it_says(name: str, tmp_path: Path) -> None:
         ports = free_ports()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MLXPOOL_")}
         environment |= {"XDG_RUNTIME_DIR": short, "HOME": str(tmp_path), "XDG_CONFIG_HOME": short}
-        environment[stand_ins.PLACE] = short
-        wanted = [Step(command, None, 0) for command in page.before]
-        wanted += steps((ROOT / name).read_text("utf-8"))
-        wanted = [placed(page, step, Path(short), ports) for step in wanted]
+        environment[program_stubs.ROOT_VARIABLE] = short
+        wanted = [Command(text, None, 0) for text in page.before]
+        wanted += commands((ROOT / name).read_text("utf-8"))
+        wanted = [placed(page, command, Path(short), ports) for command in wanted]
         done = doc_blocks.run(wanted, tmp_path, environment)
         log = tmp_path / "broker.log"
         said = log.read_text() if log.exists() else ""
     assert len(done) > len(page.before), "the page has no blocks that are run"
-    for step, code, printed in done:
-        where = f"{name}:{step.line}: {step.command}\n{printed}\n{said}"
-        assert code == step.ends, where
-        assert step.printed is None or agrees(printed, step.printed, loose=step.loose), where
+    for command, code, printed in done:
+        where = f"{name}:{command.line}: {command.text}\n{printed}\n{said}"
+        assert code == command.ends, where
+        assert command.printed is None or agrees(printed, command.printed, loose=command.loose), (
+            where
+        )
 
 
 ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -183,15 +185,15 @@ def test_every_block_is_run_or_says_why_not(path: Path) -> None:
     text = path.read_text("utf-8")
     name = str(path.relative_to(ROOT))
     for block in blocks(text):
-        assert block.kind in RUN | set(ELSEWHERE), f"{name}:{block.line}"
+        assert block.kind in RUNNABLE | set(ELSEWHERE), f"{name}:{block.line}"
         assert block.reason or block.kind in ELSEWHERE or name in PAGES, f"{name}:{block.line}"
     rest = doc_blocks.FENCE.sub("", text)
     assert not re.findall(r"^\n    \S.*", rest, re.M)
 
 
 def test_what_is_not_run_has_its_reason() -> None:
-    """A stand-in for each program that has a reason, and for no other."""
-    assert {words.split()[0] for words in stand_ins.REASONS} == set(stand_ins.STAND_INS)
+    """There is a stub for each program with a reason, and no other."""
+    assert {words.split()[0] for words in program_stubs.REASONS} == set(program_stubs.STUBS)
 
 
 # ---- the runner ----------------------------------------------------------------------------------
@@ -217,17 +219,17 @@ print("three")
 """
 
 
-def test_blocks_and_steps() -> None:
+def test_blocks_and_commands() -> None:
     assert blocks(PAGE)[1] == Block("console", "$ rm -rf /\n", 11, "needs a GPU")
-    first, second, third = steps(PAGE)
-    assert first == Step("echo one \\\n  two", "one two", 4)
-    assert second == Step("true", "", 7)
+    first, second, third = commands(PAGE)
+    assert first == Command("echo one \\\n  two", "one two", 4)
+    assert second == Command("true", "", 7)
     assert third.printed is None and third.line == 15
 
 
 def test_what_a_page_prints_and_how_it_ends(tmp_path: Path) -> None:
     page = "```console\n$ x=5\n$ echo $x; false\n$ ls nothing\n```\n```python\nprint(1 / 0)\n```"
-    done = doc_blocks.run(list(steps(page)), tmp_path, os.environ)
+    done = doc_blocks.run(list(commands(page)), tmp_path, os.environ)
     assert [code for _, code, _ in done] == [0, 1, 2, 1]
     assert done[1][2] == "5\n" and "ZeroDivisionError" in done[3][2]
 

@@ -21,14 +21,14 @@ from mlxpool.common.transport.keys import Credentials
 from support.bystander import Bystander
 from support.counting_checker import expected_ids
 from support.pool import until
-from support.secure_pool import SLOW, SecurePool
+from support.secure_pool import COUNTING_MODEL, SecurePool
 
 ALL = ("alice", "bob", "hand", "chief")
 
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecurePool]:
-    with SecurePool(tmp_path_factory.mktemp("secure"), models=SLOW.format(1000)) as pool:
+    with SecurePool(tmp_path_factory.mktemp("secure"), models=COUNTING_MODEL.format(1000)) as pool:
         yield pool
 
 
@@ -36,7 +36,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecurePool]:
 def bystander(secure: SecurePool) -> Iterator[Bystander]:
     with Bystander(lambda: secure.dial("bob")) as one:
         yield one
-        one.unmoved()
+        one.check_unaffected()
 
 
 def peer(secure: SecurePool, name: str, socket: str) -> zmq.Socket[bytes]:
@@ -291,7 +291,7 @@ def test_a_worker_that_lies_harms_only_itself(secure: SecurePool, bystander: Bys
         frames.encode(Header(kinds.DELTAS, None, welcome.header.epoch), body, (blob,))
     )
     raw.send_multipart([b"\xc1", b"garbage"])
-    bystander.unmoved()
+    bystander.check_unaffected()
     raw.close(linger=0)
     until(lambda: not secure.worker("other/0").get("pid"), "its connection is gone")
 
@@ -353,7 +353,7 @@ def test_a_port_scanner_and_a_silent_caller_hold_up_nobody(
     for number, caller in enumerate(callers):
         if number % 2:
             caller.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
-    bystander.unmoved()
+    bystander.check_unaffected()
     with secure.dial("alice") as client:
         assert len(client.generate("counting", "hello", max_tokens=3).ids) == 3
     for caller in callers:

@@ -13,8 +13,8 @@ import pytest
 
 from mlxpool.worker.engine.counting_engine import piece, token_at
 from support.fake_broker import FakeBroker
-from support.fake_losses import lose_everything_once
 from support.pool import PATIENCE, Pool
+from support.resume_scenario import play_every_loss
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_client.py"
 VOCAB = 50_000
@@ -68,7 +68,7 @@ def test_it_goes_on_whatever_is_lost() -> None:
             [sys.executable, str(EXAMPLE), folder, "m", "hello"], stdout=subprocess.PIPE
         )
         try:
-            lose_everything_once(broker)
+            play_every_loss(broker)
             printed, _ = client.communicate(timeout=PATIENCE)
             assert (client.returncode, printed.decode()) == (0, "xxxxxx" + os.linesep)
         finally:

@@ -10,7 +10,7 @@ from mlxpool.client import Client
 from mlxpool.common.errors import OverQuota
 from support.bystander import Bystander
 from support.pool import until
-from support.secure_pool import SLOW, SecurePool
+from support.secure_pool import COUNTING_MODEL, SecurePool
 
 
 def over_quota(client: Client, prompt: str, setting: str) -> OverQuota | None:
@@ -36,7 +36,7 @@ def test_floods_of_bytes_requests_and_cancels_end_at_their_owners_quota(tmp_path
     """bob's stream costs him a request, little prompt, and now and then a ping."""
     quotas = "quota_requests = 2\nquota_bytes = '20KB'\nquota_cancels = 1\nquota_tokens = 3000"
     with (
-        SecurePool(tmp_path, pool=quotas, models=SLOW.format(1000)) as secure,
+        SecurePool(tmp_path, pool=quotas, models=COUNTING_MODEL.format(1000)) as secure,
         Bystander(lambda: secure.dial("bob")) as bystander,
         secure.dial("alice") as alice,
     ):
@@ -52,4 +52,4 @@ def test_floods_of_bytes_requests_and_cancels_end_at_their_owners_quota(tmp_path
         with secure.dial("alice") as flood:
             error = until(lambda: bytes_too_many(flood), "its bytes are too many")
         assert "20000 bytes a second" in str(error) and error.retry_after_ms
-        bystander.unmoved()
+        bystander.check_unaffected()

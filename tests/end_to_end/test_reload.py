@@ -61,7 +61,7 @@ def test_everything_that_can_change_changes_beside_a_stream(tmp_path: Path) -> N
             client.generate("extra", "x", max_tokens=1)
         until(lambda: pool.worker("extra/0")["state"] == "none", "its worker has ended")
         assert "extra" not in [model["name"] for model in pool.ask("models")["models"]]
-        bystander.unmoved()
+        bystander.check_unaffected()
 
 
 def test_settings_that_lose_the_brokers_key_change_nothing(

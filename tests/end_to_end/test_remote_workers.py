@@ -12,7 +12,7 @@ import pytest
 
 from support.counting_checker import expected_ids
 from support.pool import Pool, until
-from support.secure_pool import SLOW, RemoteWorker, SecurePool
+from support.secure_pool import COUNTING_MODEL, RemoteWorker, SecurePool
 
 STEPS = 300
 
@@ -41,7 +41,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecurePool]:
 def dialled(secure: SecurePool, folder: Path, name: str = "counting", *more: str) -> RemoteWorker:
     """A worker that dials in with the key `hand`."""
     return RemoteWorker(
-        folder, name, *secure.flags("hand", "back"), *more, config=SLOW.format(2000)
+        folder, name, *secure.flags("hand", "back"), *more, config=COUNTING_MODEL.format(2000)
     )
 
 
@@ -108,7 +108,10 @@ def test_a_model_that_only_a_worker_knows(shared: SecurePool, tmp_path: Path) ->
 
 
 def test_it_serves_beside_local_workers(tmp_path: Path) -> None:
-    with SecurePool(tmp_path, models=SLOW.format(1000)) as secure, secure.dial("alice") as client:
+    with (
+        SecurePool(tmp_path, models=COUNTING_MODEL.format(1000)) as secure,
+        secure.dial("alice") as client,
+    ):
         client.generate("counting", "x", max_tokens=1)
         with dialled(secure, tmp_path / "one"):
             until(lambda: set(workers(secure).values()) == {"counting/0", "counting/1"}, "two")
@@ -187,7 +190,9 @@ def test_a_revoked_worker_is_cut_off_and_its_stream_goes_on(tmp_path: Path) -> N
             assert not workers(secure)
             assert cut.wait() == 1
             flags = secure.flags("other", "back")
-            with RemoteWorker(tmp_path / "two", "counting", *flags, config=SLOW.format(500)):
+            with RemoteWorker(
+                tmp_path / "two", "counting", *flags, config=COUNTING_MODEL.format(500)
+            ):
                 for delta in deltas:
                     ids.extend(delta.ids)
         assert ids == expected_ids("hello", 5, STEPS)
@@ -199,7 +204,11 @@ def test_workers_wait_for_the_next_broker(tmp_path: Path) -> None:
         endpoint = f"ipc://{pool.run_dir}/back.ipc"
         with (
             RemoteWorker(
-                tmp_path / "one", "counting", "--endpoint", endpoint, config=SLOW.format(2000)
+                tmp_path / "one",
+                "counting",
+                "--endpoint",
+                endpoint,
+                config=COUNTING_MODEL.format(2000),
             ),
             pool.client() as client,
         ):
@@ -236,7 +245,7 @@ def test_a_worker_that_hangs_is_cut_off_and_comes_again(tmp_path: Path) -> None:
             tmp_path / "one",
             "counting",
             *secure.flags("hand", "back"),
-            config=SLOW.format(500) + fault,
+            config=COUNTING_MODEL.format(500) + fault,
         ),
         secure.dial("alice") as client,
     ):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.manager_socket import Manager
+from support.notify_socket import NotifySocket
 from support.pool import Pool, until
 
 WATCHDOG = 0.2  # seconds
@@ -22,7 +22,7 @@ metrics = "127.0.0.1:0"
 """
 
 
-def service(tmp_path: Path, manager: Manager) -> Pool:
+def service(tmp_path: Path, manager: NotifySocket) -> Pool:
     environment = {
         "NOTIFY_SOCKET": manager.address,
         "WATCHDOG_USEC": str(int(WATCHDOG * 1e6)),
@@ -34,10 +34,10 @@ def test_a_life(tmp_path: Path) -> None:
     heard: list[str] = []
 
     def hears(word: str) -> bool:
-        heard.extend(manager.heard())
+        heard.extend(manager.received())
         return any(said.startswith(word) for said in heard)
 
-    with Manager(str(tmp_path / "notify")) as manager:
+    with NotifySocket(str(tmp_path / "notify")) as manager:
         with service(tmp_path, manager) as pool:
             until(lambda: hears("WATCHDOG=1"), "a watchdog")
             assert heard[0] == "READY=1", "it was bound before it said anything"
@@ -52,19 +52,19 @@ def test_a_life(tmp_path: Path) -> None:
 
 
 def test_a_frozen_loop_sends_no_watchdog(tmp_path: Path) -> None:
-    with Manager(str(tmp_path / "notify")) as manager, service(tmp_path, manager) as pool:
-        until(lambda: "WATCHDOG=1" in manager.heard(), "a watchdog")
+    with NotifySocket(str(tmp_path / "notify")) as manager, service(tmp_path, manager) as pool:
+        until(lambda: "WATCHDOG=1" in manager.received(), "a watchdog")
         assert pool.process is not None
         os.kill(pool.process.pid, signal.SIGSTOP)
         try:
             stat = Path(f"/proc/{pool.process.pid}/stat")
             until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
-            manager.heard()
+            manager.received()
             time.sleep(5 * WATCHDOG)
-            assert manager.heard() == []
+            assert manager.received() == []
         finally:
             os.kill(pool.process.pid, signal.SIGCONT)
-        until(lambda: "WATCHDOG=1" in manager.heard(), "it goes on")
+        until(lambda: "WATCHDOG=1" in manager.received(), "it goes on")
 
 
 # As MemoryDenyWriteExecute=yes and NoNewPrivileges=yes of mlxpool-broker.service make it.

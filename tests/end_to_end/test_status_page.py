@@ -51,9 +51,9 @@ def browser() -> Iterator[Chromium]:
 def page(browser: Chromium, pool: Pool) -> Chromium:
     """The page, freshly opened, with its first figures."""
     browser.events()
-    browser.complaints()
+    browser.console_messages()
     browser.open(url(pool))
-    browser.shows("#state", "ready")
+    browser.wait_for_text("#state", "ready")
     return browser
 
 
@@ -105,10 +105,10 @@ def test_figures_change_while_streams_run(page: Chromium, pool: Pool) -> None:
         until(lambda: tokens(page) > before > 0, "more tokens")
         until(lambda: points(page) > 3, "a line")
         page.point_at("#cards .plot")
-        page.shows("#cards .note", " ago")
+        page.wait_for_text("#cards .note", " ago")
         assert page.run("return document.querySelectorAll('#cards circle').length") == 1
         page.open(url(pool))
-        page.shows(FIGURE, "tokens/s")
+        page.wait_for_text(FIGURE, "tokens/s")
         assert points(page) > 3, "a page just opened has what was before"
 
 
@@ -119,7 +119,7 @@ def test_names_made_of_html_are_names(page: Chromium, pool: Pool) -> None:
     assert f"{HOSTILE}/0" in page.texts("#workers tbody td.name")
     assert page.run("return document.querySelectorAll('main img, main b').length") == 0
     assert page.run("return document.title") == "ready · mlxpool"
-    assert page.complaints() == []
+    assert page.console_messages() == []
 
 
 def test_it_asks_only_its_own_broker_and_for_little(page: Chromium, pool: Pool) -> None:
@@ -133,21 +133,21 @@ def test_it_asks_only_its_own_broker_and_for_little(page: Chromium, pool: Pool) 
         elif message["method"] == "Network.loadingFinished":
             loaded += int(message["params"]["encodedDataLength"])
     assert 10_000 < loaded <= MOST
-    assert page.complaints() == []
+    assert page.console_messages() == []
 
 
 @pytest.mark.parametrize("width", [360, 820, 1280])
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits_and_can_be_read(browser: Chromium, pool: Pool, width: int, dark: bool) -> None:
     browser.open(url(pool), dark=dark, width=width, height=800)
-    browser.shows("#state", "ready")
+    browser.wait_for_text("#state", "ready")
     assert browser.run("return document.documentElement.scrollWidth") <= width
     light = browser.run(
         "const [r, g, b] = getComputedStyle(document.body).color.match(/[0-9.]+/g);"
         "return Number(r) + Number(g) + Number(b) > 380"
     )
     assert light is dark, "light text on a dark ground, and the other way round"
-    assert browser.complaints() == []
+    assert browser.console_messages() == []
 
 
 def test_a_broker_that_is_killed_and_comes_back(browser: Chromium, tmp_path: Path) -> None:
@@ -155,31 +155,33 @@ def test_a_broker_that_is_killed_and_comes_back(browser: Chromium, tmp_path: Pat
         port = free.getsockname()[1]
     with Pool(tmp_path, CONFIG.format(port=port)) as pool:
         browser.open(url(pool))
-        browser.shows("#state", "ready")
+        browser.wait_for_text("#state", "ready")
         assert not browser.text(ALARM)
         pool.kill()
-        browser.shows("#state", "no answer")
-        browser.shows(ALARM, "No answer from the broker since")
+        browser.wait_for_text("#state", "no answer")
+        browser.wait_for_text(ALARM, "No answer from the broker since")
         assert "What is below was so at" in browser.text(ALARM)
         assert model(browser, "slow"), "the last figures stay"
         assert browser.run("return document.title") == "no answer · mlxpool"
         pool.start()
-        browser.shows("#state", "ready")
+        browser.wait_for_text("#state", "ready")
         until(lambda: not browser.text(ALARM), "the alarm is over")
-    browser.complaints()  # the browser told of the refused connections
+    browser.console_messages()  # the browser told of the refused connections
 
 
 def test_a_broker_whose_loop_is_stuck(browser: Chromium, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its HTTP threads still answer, and say so."""
     with Web("127.0.0.1:0") as server, Loop(server, snapshots.of(Story())) as loop:
         browser.open(server.url)
-        browser.shows("#state", "ready")
+        browser.wait_for_text("#state", "ready")
         monkeypatch.setattr(web, "FRESH", 0.0)
         monkeypatch.setattr(web, "PATIENCE", 0.2)
         loop.turning = False
-        browser.shows(ALARM, "No figures from the broker (the broker's loop has not answered")
-        browser.shows("#state", "no answer")
+        browser.wait_for_text(
+            ALARM, "No figures from the broker (the broker's loop has not answered"
+        )
+        browser.wait_for_text("#state", "no answer")
         monkeypatch.setattr(web, "PATIENCE", 60.0)
         loop.turning = True
-        browser.shows("#state", "ready")
-    browser.complaints()  # the browser told of the status 503
+        browser.wait_for_text("#state", "ready")
+    browser.console_messages()  # the browser told of the status 503

@@ -13,8 +13,8 @@ import pytest
 from support.counting_checker import expected_ids, text_of
 from support.doc_blocks import blocks
 from support.fake_broker import FakeBroker
-from support.fake_losses import lose_everything_once
 from support.pool import PATIENCE, Pool, until
+from support.resume_scenario import play_every_loss
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "node_client"
 CONFIG = """
@@ -109,7 +109,7 @@ def test_it_goes_on_whatever_is_lost(main: list[str]) -> None:
         broker = FakeBroker(Path(folder)).open()
         client = subprocess.Popen([*main, folder, "m", "hello"], stdout=subprocess.PIPE)
         try:
-            lose_everything_once(broker)
+            play_every_loss(broker)
             printed, _ = client.communicate(timeout=PATIENCE)
             assert (client.returncode, printed) == (0, b"xxxxxx\n")
         finally:

@@ -1,4 +1,4 @@
-"""A stream that runs beside an attack and must not notice it."""
+"""A stream that runs beside an attack and must not be affected by it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from support.counting_checker import expected_ids
 from support.pool import until
 
 PROMPT, SEED = "bystander", 7
-MORE = 20  # ids that have to come after the attack
+MORE_IDS = 20  # that must arrive after the attack
 
 
 class Bystander(Closing):
-    """One long stream of the counting model; leaving the `with` block checks all of it."""
+    """One long stream of the counting model, read by a thread."""
 
     def __init__(self, make: Callable[[], Client]) -> None:
         self.client = make()
         self.stream = self.client.stream("counting", PROMPT, seed=SEED, max_tokens=10**6)
         self.ids: list[int] = []
-        self.sendings: set[int] = set()
+        self.attempts: set[int] = set()
         self.error: Exception | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -32,20 +32,20 @@ class Bystander(Closing):
         try:
             for delta in self.stream:
                 self.ids.extend(delta.ids)
-                self.sendings.add(self.stream._state.attempt)
+                self.attempts.add(self.stream._state.attempt)
                 if self._over.is_set():
                     return
         except Exception as error:
             self.error = error
 
-    def unmoved(self) -> None:
-        """It goes on, every id is right, and it never had to be sent again."""
+    def check_unaffected(self) -> None:
+        """Assert that more ids arrive, every id is right, and the request was sent once."""
         had = len(self.ids)
-        until(lambda: self.error or len(self.ids) >= had + MORE, "the bystander goes on")
+        until(lambda: self.error or len(self.ids) >= had + MORE_IDS, "the bystander goes on")
         assert self.error is None
         ids = list(self.ids)
         assert ids == expected_ids(PROMPT, SEED, len(ids))
-        assert self.sendings == {1}
+        assert self.attempts == {1}
 
     def close(self) -> None:
         self._over.set()

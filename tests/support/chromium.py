@@ -1,4 +1,4 @@
-"""A headless Chromium, for tests of the status page; everything it made is gone at the end."""
+"""A headless Chromium for tests of the status page; removes its files at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selenium.webdriver.chrome.service import Service
 from mlxpool.common.closing import Closing
 from support.pool import PATIENCE, until
 
-# No sandbox: tests run as root in containers, too. The rest keeps it from asking for anything.
+# No sandbox, since tests also run as root in containers. The other flags suppress prompts.
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -31,7 +31,7 @@ FLAGS = (
 
 
 class Chromium(Closing):
-    """Debian's, on loopback, with a profile of its own."""
+    """Debian's Chromium with a temporary profile."""
 
     def __init__(self) -> None:
         """Skips the test where the program is missing."""
@@ -40,7 +40,7 @@ class Chromium(Closing):
             pytest.skip("chromium is not installed (Debian: chromium, chromium-driver)")
         self._profile = tempfile.TemporaryDirectory(prefix="mlxpool-chromium-")
         options = Options()
-        options.add_argument("about:blank")  # not its own page of news
+        options.add_argument("about:blank")  # instead of its start page
         options.binary_location = str(programs[0])
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         for flag in (*FLAGS, f"--user-data-dir={self._profile.name}"):
@@ -53,7 +53,7 @@ class Chromium(Closing):
         self.driver.set_script_timeout(PATIENCE)
 
     def open(self, url: str, *, dark: bool = False, width: int = 1280, height: int = 900) -> None:
-        """In this colour scheme, at this width in pixels."""
+        """Open a URL with this colour scheme and window size in pixels."""
         self.command("Emulation.setEmulatedMedia", media="", features=[
             {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         ])  # fmt: skip
@@ -62,45 +62,45 @@ class Chromium(Closing):
         self.driver.get(url)
 
     def command(self, name: str, **arguments: Any) -> Any:
-        """Of the DevTools protocol."""
+        """Run a command of the DevTools protocol."""
         return self.driver.execute_cdp_cmd(name, arguments)
 
     def run(self, script: str) -> Any:
-        """The value that a script returns."""
+        """Run a script; its return value."""
         return self.driver.execute_script(script)
 
     def text(self, selector: str) -> str:
-        """Of the first element that matches, as it is seen; "" without one."""
+        """The visible text of the first match; "" without a match."""
         found = f"document.querySelector({json.dumps(selector)})"
         return str(self.run(f"return {found}?.innerText || ''"))
 
     def texts(self, selector: str) -> list[str]:
-        """Of every element that matches."""
+        """The visible text of every match."""
         found = f"document.querySelectorAll({json.dumps(selector)})"
         return list(self.run(f"return Array.from({found}, (node) => node.innerText)"))
 
-    def shows(self, selector: str, text: str) -> None:
-        """Wait until the first element that matches has this text in it."""
+    def wait_for_text(self, selector: str, text: str) -> None:
+        """Wait until the first match contains the text."""
         until(lambda: text in self.text(selector), f"{selector} says {text!r}")
 
     def point_at(self, selector: str) -> None:
-        """Move the mouse to the middle of the first element that matches."""
+        """Move the mouse to the middle of the first match."""
         found = self.driver.find_element("css selector", selector)
         ActionChains(self.driver).move_to_element(found).perform()
 
-    def complaints(self) -> list[str]:
-        """What the console had since the last call."""
+    def console_messages(self) -> list[str]:
+        """The console's messages since the last call."""
         return [entry["message"] for entry in self._log("browser")]
 
     def events(self) -> list[dict[str, Any]]:
-        """What DevTools told since the last call, each with `method` and `params`."""
+        """The DevTools events since the last call, each with `method` and `params`."""
         return [json.loads(entry["message"])["message"] for entry in self._log("performance")]
 
     def _log(self, name: str) -> list[dict[str, Any]]:
         return list(self.driver.get_log(name))  # type: ignore[no-untyped-call]
 
-    def picture(self) -> bytes:
-        """A PNG of the page, not only of what fits into the window."""
+    def screenshot(self) -> bytes:
+        """A PNG of the whole page, also beyond the window."""
         taken = self.command("Page.captureScreenshot", captureBeyondViewport=True)
         return base64.b64decode(taken["data"])
 

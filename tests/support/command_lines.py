@@ -1,4 +1,4 @@
-"""Command lines of deployment files, read as `mlxpool` itself would read them."""
+"""Parses command lines of deployment files with the parser of `mlxpool`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from mlxpool.cli.main import parser
 
 
 def verbs(root: argparse.ArgumentParser) -> set[str]:
-    """The commands that there are."""
+    """The names of the commands."""
     (commands,) = (a for a in root._actions if isinstance(a, argparse._SubParsersAction))
     return set(commands.choices)
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """What `mlxpool ARGUMENTS` means; fails with argparse's words for a flag that is not there."""
+    """`mlxpool ARGUMENTS`, parsed. Raises AssertionError if the parser refuses them."""
     root = parser()
     given = [a for a in arguments if a in verbs(root)]
     assert given, f"no command in {arguments}"

@@ -1,13 +1,13 @@
-"""The fenced blocks of a page, and a shell that runs them in order, for tests of docs/.
+"""Extracts the fenced blocks of a page of docs/ and runs them in order in one shell.
 
-A `console` block has commands behind `$ ` (a line that ends with `\\` goes on) and below each what
-it prints. There `…` stands for anything in a line, and a line of only `…` for any lines. A `sh`
-block has commands alone, a `python` block is a program, or a test if it has one, and a `toml` block
-settings: they become mlxpool.toml and are checked. Blocks of one page share a folder and a shell,
-so a broker that one starts in the background is there for the next. Above a block may stand
+A `console` block has commands after `$ ` (a line that ends with `\\` continues) and the output of
+each below it. In the output `…` matches anything in a line, and a line of only `…` any lines.
+A `sh` block has commands only. A `python` block is a program, or a test file if it defines a test.
+A `toml` block is written to mlxpool.toml and checked. The blocks of a page share a folder and a
+shell, so a broker that one starts in the background serves the next. A comment above a block may be
 
     <!-- not run: needs a GPU -->       why it cannot be run
-    <!-- figures differ -->             numbers and paths stand for any, spaces for spaces
+    <!-- figures differ -->             numbers and paths match any others, spaces any spaces
     <!-- ends with 1 -->                the exit code of its last command
 """
 
@@ -21,21 +21,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from support import stand_ins
+from support import program_stubs
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 REASON = re.compile(r"<!-- not run: (.+) -->\s*\Z")
 LOOSE = re.compile(r"<!-- figures differ -->\s*\Z")
 ENDS = re.compile(r"<!-- ends with (\d+) -->\s*\Z")
-RUN = frozenset({"console", "python", "sh", "toml"})
+RUNNABLE = frozenset({"console", "python", "sh", "toml"})
 PATIENCE = 500  # seconds for a whole page; this only bounds a failure
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`line` is that of its fence; `reason` is why it is not run, "" if it is.
+    """A fenced block. `line`: of its fence. `reason`: why it is not run, "" if it is.
 
-    `loose`: its figures differ; `ends`: the exit code of its last command.
+    `loose`: its figures differ. `ends`: the exit code of its last command.
     """
 
     kind: str
@@ -47,10 +47,10 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One command of a page and what it should print; None: that is not said."""
+class Command:
+    """One command of a page and its expected output; None: any output."""
 
-    command: str
+    text: str
     printed: str | None
     line: int
     loose: bool = False
@@ -76,75 +76,75 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-def steps(page: str) -> Iterator[Step]:
-    """What is run of a page, in order."""
+def commands(page: str) -> Iterator[Command]:
+    """The commands of a page, in order."""
     for block in blocks(page):
-        if block.reason or block.kind not in RUN:
+        if block.reason or block.kind not in RUNNABLE:
             continue
         found = list(_of(block))
         yield from found[:-1]
         yield replace(found[-1], ends=block.ends)
 
 
-def _of(block: Block) -> Iterator[Step]:
+def _of(block: Block) -> Iterator[Command]:
     if block.kind == "console":
         yield from _of_console(block)
     elif block.kind == "sh":
         lines = block.text.replace("\\\n", " ").splitlines()
-        yield from (Step(line, None, block.line) for line in lines)
+        yield from (Command(line, None, block.line) for line in lines)
     elif block.kind == "python":
         name, text = "block.py", block.text
         if "\ndef test_" in text:
             name, run = "test_block.py", "pytest -q -p no:cacheprovider"
         else:
             run = "python"
-        yield Step(f"printf %s {shlex.quote(text)} > {name} && {run} {name}", None, block.line)
+        yield Command(f"printf %s {shlex.quote(text)} > {name} && {run} {name}", None, block.line)
     else:
         text = f"printf %s {shlex.quote(block.text)} > mlxpool.toml"
         check = "mlxpool config check --config mlxpool.toml"
-        yield Step(f"{text} && {check}", None, block.line)
+        yield Command(f"{text} && {check}", None, block.line)
 
 
-def _of_console(block: Block) -> Iterator[Step]:
-    command: list[str] = []
+def _of_console(block: Block) -> Iterator[Command]:
+    words: list[str] = []
     printed: list[str] = []
     begun = 0
 
-    def step() -> Step:
-        return Step("\n".join(command), "\n".join(printed), begun, block.loose)
+    def make() -> Command:
+        return Command("\n".join(words), "\n".join(printed), begun, block.loose)
 
     for number, line in enumerate(block.text.splitlines(), block.line + 1):
         if line.startswith("$ "):
-            if command:
-                yield step()
-            command, printed, begun = [line.removeprefix("$ ")], [], number
-        elif command and not printed and command[-1].endswith("\\"):
-            command.append(line)
+            if words:
+                yield make()
+            words, printed, begun = [line.removeprefix("$ ")], [], number
+        elif words and not printed and words[-1].endswith("\\"):
+            words.append(line)
         else:
-            assert command, f"line {number}: a console block begins with `$ `"
+            assert words, f"line {number}: a console block begins with `$ `"
             printed.append(line)
-    if command:
-        yield step()
+    if words:
+        yield make()
 
 
 def run(
-    wanted: Sequence[Step], folder: Path, environment: Mapping[str, str]
-) -> list[tuple[Step, int, str]]:
-    """Run a page's steps in one shell; each with its exit code and what it printed.
+    wanted: Sequence[Command], folder: Path, environment: Mapping[str, str]
+) -> list[tuple[Command, int, str]]:
+    """Run commands in one shell; returns each with its exit code and its output.
 
-    Whatever a step started in the background is ended.
+    Ends the background processes that the commands started.
     """
-    stand_ins.put_into(folder / "stand_ins")
-    path = f"{folder / 'stand_ins'}:{Path(sys.executable).parent}"
+    program_stubs.put_into(folder / "program_stubs")
+    path = f"{folder / 'program_stubs'}:{Path(sys.executable).parent}"
     parts = [f'export PATH={shlex.quote(path)}:"$PATH"']
-    for number, step in enumerate(wanted):
-        parts.append(f"exec > out.{number} 2>&1\n{step.command}\necho $? > code.{number}")
-        if step.command.partition(" #")[0].rstrip().endswith("&"):
+    for number, command in enumerate(wanted):
+        parts.append(f"exec > out.{number} 2>&1\n{command.text}\necho $? > code.{number}")
+        if command.text.partition(" #")[0].rstrip().endswith("&"):
             parts.append("until mlxpool ps; do sleep 0.05; done > /dev/null 2>&1")
-            if step.printed:
+            if command.printed:
                 parts.append(f"until [ -s out.{number} ]; do sleep 0.05; done")
     script = folder / "page.sh"
-    services = f"cat {shlex.quote(environment.get(stand_ins.PLACE, '.'))}/run/*.pid"
+    services = f"cat {shlex.quote(environment.get(program_stubs.ROOT_VARIABLE, '.'))}/run/*.pid"
     ends = [f"kill $(jobs -p) $({services} 2> /dev/null) 2> /dev/null", "wait", "exit 0"]
     script.write_text("\n".join([*parts, *ends]))
     process = subprocess.Popen(["bash", script.name], cwd=folder, env=environment)
@@ -155,7 +155,7 @@ def run(
             _end_children(process.pid)
             process.kill()
         process.wait()
-    return [(step, *_result(folder, number)) for number, step in enumerate(wanted)]
+    return [(command, *_result(folder, number)) for number, command in enumerate(wanted)]
 
 
 def _end_children(pid: int) -> None:
@@ -178,7 +178,7 @@ FIGURE = re.compile(r"(?:/[\w.-]+)+|\d[\d,.:]*")
 
 
 def agrees(printed: str, wanted: str, *, loose: bool = False) -> bool:
-    """Whether a text is as a page shows it."""
+    """Whether output matches the expected text of a page."""
     if loose:
         printed, wanted = (re.sub(" +", " ", FIGURE.sub("0", text)) for text in (printed, wanted))
     pattern = ""

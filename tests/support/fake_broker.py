@@ -1,4 +1,4 @@
-"""A broker's front socket that does what a test says."""
+"""A broker's front socket under the control of a test."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ PATIENCE = 30  # seconds; no test measures time, so this only bounds a failure
 NEVER = 3600.0
 USAGE = {"completion_tokens": 0}
 FACTS = {"digest": "d", "context": 64, "max_tokens": 9, "prompt_tokens": 3, "now": 5}
-# Looks often, and sends nothing again on its own account, however slow the machine.
-CALM = Pace(ping=0.05, tick=0.01, silence=NEVER, answer=(NEVER,))
+# Polls often, and never resends by itself, however slow the machine.
+NO_RESEND_PACE = Pace(ping=0.05, tick=0.01, silence=NEVER, answer=(NEVER,))
 
 
 class FakeBroker:
-    """A ROUTER that a test speaks through. Used by one thread at a time."""
+    """A ROUTER socket that a test sends and receives with. Used by one thread at a time."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.boot = 11
-        self.number = 5  # of the one connection
+        self.number = 5  # of the connection
         self.peer = b""
         self.seen: list[Message] = []
-        self.attempts: dict[bytes, int] = {}  # the newest of each stream
+        self.attempts: dict[bytes, int] = {}  # the latest attempt of each stream
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket: zmq.Socket[bytes] | None = None
 
@@ -48,7 +48,7 @@ class FakeBroker:
         self.context.term()
 
     def receive(self, kind: str, *, pongs: bool = True) -> Message:
-        """The next message of a kind; pings are answered, others noted."""
+        """The next message of a kind; answers pings and records all messages."""
         assert self.socket is not None
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
@@ -67,7 +67,7 @@ class FakeBroker:
         raise AssertionError(f"no {kind} came, only {Counter(self.kinds())}")
 
     def kinds(self) -> list[str]:
-        """What came so far."""
+        """The kinds of all messages so far."""
         return [message.kind for message in self.seen]
 
     def say(
@@ -100,7 +100,7 @@ class FakeBroker:
         self.say(kinds.ACCEPTED, request, body, attempt=attempt)
 
     def tokens(self, request: bytes, pos: int, count: int = 1, **body: Any) -> None:
-        """Ids that are their own positions."""
+        """Send ids that equal their positions."""
         ids = range(pos, pos + count)
         fields = {"text": "x" * count, "n": count, **body}
         self.say(kinds.DELTA, request, fields, pack_ids(ids), pos=pos)

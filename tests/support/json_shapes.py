@@ -1,11 +1,11 @@
-"""The shapes that docs/cli.md gives to JSON, and whether a value has one."""
+"""Compares JSON values with the shapes that docs/cli.md documents."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-WORDS: dict[str, tuple[type, ...]] = {
+TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
     "string": (str,),
@@ -15,7 +15,7 @@ WORDS: dict[str, tuple[type, ...]] = {
 
 
 def faults(value: Any, shape: Any, where: str = "$") -> Iterator[str]:
-    """What is not as the shape says; a key that the shape lacks is a fault, too."""
+    """Differences between a value and a shape, including keys that the shape does not have."""
     if isinstance(shape, str):
         if not _is(value, shape):
             yield f"{where}: {value!r:.60} is no {shape}"
@@ -49,5 +49,5 @@ def _of_keys(value: dict[str, Any], shape: dict[str, Any], where: str) -> Iterat
 def _is(value: Any, words: str) -> bool:
     if words == "any":
         return True
-    kinds = [kind for word in words.split(" or ") for kind in WORDS[word]]
+    kinds = [kind for word in words.split(" or ") for kind in TYPES[word]]
     return isinstance(value, tuple(kinds)) and (not isinstance(value, bool) or bool in kinds)

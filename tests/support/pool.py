@@ -1,4 +1,4 @@
-"""A real broker in a process of its own, for tests; everything it made is gone at the end."""
+"""A broker in a process of its own; removes its files at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE = 60.0  # seconds; no test measures time, so this only bounds a failure
 
 
 def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
-    """The first true value of `check`; fails naming what never came."""
+    """Wait for a true value of `check` and return it; fails with `what` after `patience` s."""
     end = time.monotonic() + patience
     while time.monotonic() < end:
         value = check()
@@ -35,7 +35,7 @@ def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> An
 
 
 def gone(process: psutil.Process) -> bool:
-    """Whether it has ended, taken note of by its parent or not."""
+    """Whether a process has ended; a zombie has."""
     try:
         return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -43,12 +43,12 @@ def gone(process: psutil.Process) -> bool:
 
 
 def with_path(folder: Path) -> str:
-    """A PYTHONPATH that begins with this folder, for a `sitecustomize.py` in it."""
+    """A PYTHONPATH that begins with this folder, for its `sitecustomize.py`."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Pool(Closing):
-    """`mlxpool serve` with a config; the run directory is short, for its path has to fit."""
+    """`mlxpool serve` with a config. The run directory is short, as socket paths are limited."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Pool(Closing):
         log_path: Path | None = None,
         verb: str = "serve",
     ) -> None:
-        """`prefix` goes before the broker's command, such as a shell that sets a limit."""
+        """`prefix`: words before the broker's command, such as a shell that sets a limit."""
         self.tmp_path = tmp_path
         self._folder = tempfile.TemporaryDirectory(prefix="mlxpool-")
         self.run_dir = Path(self._folder.name)
@@ -115,7 +115,7 @@ class Pool(Closing):
             self._folder.cleanup()
 
     def stop(self) -> int:
-        """SIGTERM; the exit code. Whatever is left of it is killed and makes the test fail."""
+        """Send SIGTERM; returns the exit code. Kills a broker that does not end, and fails."""
         process, self.process = self.process, None
         if process is None:
             return 0
@@ -141,7 +141,7 @@ class Pool(Closing):
         return Client(self.run_dir, **options)
 
     def ask(self, kind: str, **body: Any) -> dict[str, Any]:
-        """An admin command; a broker without a processor may take its time."""
+        """Run an admin command, with retries for a broker that gets no processor time."""
         end = time.monotonic() + PATIENCE
         while True:
             try:
@@ -152,12 +152,12 @@ class Pool(Closing):
                     raise
 
     def worker(self, slot: str) -> dict[str, Any]:
-        """A worker's line in `ps`; {} when it was never started."""
+        """A worker's row in `ps`; {} if it was never started."""
         rows = [w for w in self.ask("ps")["workers"] if w["slot"] == slot]
         return dict(rows[0]) if rows else {}
 
     def in_state(self, slot: str, **wanted: Any) -> dict[str, Any]:
-        """Wait until a worker's line has these values."""
+        """Wait until a worker's row has these values; returns the row."""
 
         def check() -> dict[str, Any] | None:
             row = self.worker(slot)
@@ -166,7 +166,7 @@ class Pool(Closing):
         return dict(until(check, f"{slot} has {wanted}; is {self.worker(slot)}"))
 
     def kill_worker(self, slot: str, number: int = signal.SIGKILL) -> int:
-        """Signal the worker of a slot; returns its pid."""
+        """Send a signal to the worker of a slot; returns its pid."""
         pid = int(self.worker(slot)["pid"])
         os.kill(pid, number)
         return pid
@@ -174,7 +174,7 @@ class Pool(Closing):
     def cli(
         self, *arguments: str, stdin: str | None = None, timeout: float = PATIENCE
     ) -> subprocess.CompletedProcess[str]:
-        """The `mlxpool` command against this pool."""
+        """Run the `mlxpool` command against this pool."""
         return subprocess.run(
             [*self.command(), *arguments],
             capture_output=True,
@@ -185,7 +185,7 @@ class Pool(Closing):
         )
 
     def cli_json(self, *arguments: str) -> Any:
-        """The same with --json, parsed."""
+        """Run the command with --json; returns its parsed output."""
         done = self.cli(*arguments, "--json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""A real Prometheus on loopback, for tests; everything it made is gone at the end."""
+"""A Prometheus process on loopback."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SETTINGS = Path(__file__).parents[2] / "deploy" / "prometheus" / "prometheus.yml
 
 
 class Prometheus(Closing):
-    """Debian's, with the settings of deploy/ but for the target and the pace."""
+    """Debian's Prometheus with the settings of deploy/, another target and shorter intervals."""
 
     def __init__(self, target: str, folder: Path) -> None:
-        """`target` is HOST:PORT. Skips the test where the program is missing."""
+        """`target`: HOST:PORT. Skips the test if the program is not installed."""
         program = shutil.which("prometheus")
         if program is None:
             pytest.skip("missing program: prometheus, of Debian's package of that name")
@@ -64,7 +64,7 @@ class Prometheus(Closing):
             return False
 
     def get(self, path: str, **query: str) -> Any:
-        """The `data` of an answer of its HTTP API."""
+        """The `data` of a response of its HTTP API."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
             body = json.load(answer)
@@ -72,7 +72,7 @@ class Prometheus(Closing):
         return body["data"]
 
     def value(self, query: str) -> float | None:
-        """Of a query with one series; None for none."""
+        """The value of a query with one series; None without a series."""
         found = self.get("query", query=query)["result"]
         assert len(found) <= 1, found
         return float(found[0]["value"][1]) if found else None

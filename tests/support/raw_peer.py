@@ -1,4 +1,4 @@
-"""A peer in plain pyzmq, for frames that the client would never send."""
+"""A peer in plain pyzmq that sends frames the client never sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.pool import PATIENCE
 
 
 class RawPeer(Closing):
-    """A DEALER on one of the pool's sockets."""
+    """A DEALER socket connected to one of the pool's sockets."""
 
     def __init__(self, run_dir: Path, name: str = "front") -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -32,17 +32,17 @@ class RawPeer(Closing):
         self.send(frames.encode(header, body or {}, blobs))
 
     def receive(self, patience: float = PATIENCE) -> Message:
-        """The next message; fails when none comes."""
+        """The next message; fails if none comes."""
         assert self.socket.poll(int(patience * 1000)), "no message came"
         return frames.decode(self.socket.recv_multipart())
 
     def receive_kind(self, kind: str) -> Message:
-        """The next message of a kind; others are skipped."""
+        """The next message of a kind; skips others."""
         while True:
             message = self.receive()
             if message.kind == kind:
                 return message
 
     def quiet(self, seconds: float) -> bool:
-        """Whether nothing comes for this long."""
+        """Whether no message comes for this long."""
         return not self.socket.poll(int(seconds * 1000))

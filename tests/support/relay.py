@@ -1,6 +1,6 @@
-"""A TCP relay in this process, for tests that need a bad network. Loopback only.
+"""A TCP relay in the test process that simulates a bad network. Loopback only.
 
-One thread moves the bytes of all connections; the controls may be called from any other.
+One thread moves the bytes of all connections; the controls may be called from any other thread.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from mlxpool.common.closing import Closing
 
 Target = tuple[str, str] | tuple[str, str, int]  # ("ipc", path) or ("tcp", host, port)
 
-CHUNK = 64 * 1024
-HELD = 1024 * 1024  # bytes held back for one direction before its source is no longer read
-RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close by RST, and drop what was not sent
+CHUNK_BYTES = 64 * 1024
+MAX_HELD_BYTES = 1024 * 1024  # of one direction; at the bound its source is not read
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST and drop unsent bytes
 PATIENCE = 30.0
 
 
 @dataclass(eq=False)
 class Pipe:
-    """One direction of a connection; `chunks` wait until their time."""
+    """One direction of a connection; `chunks` are (time to send, bytes)."""
 
     source: socket.socket
     sink: socket.socket
     chunks: deque[tuple[float, bytes]] = field(default_factory=deque)
     held: int = 0
-    ended: bool = False  # the source has said all
-    may_send_at: float = 0.0  # while dripping
+    ended: bool = False  # the source has reached its end
+    may_send_at: float = 0.0  # with a limited rate
 
     def read(self, ready_at: float) -> None:
-        data = self.source.recv(CHUNK)
+        data = self.source.recv(CHUNK_BYTES)
         self.ended = not data
         if data:
             self.chunks.append((ready_at, data))
@@ -84,19 +84,19 @@ class Relay(Closing):
         self._do(self._reset_all)
 
     def freeze(self) -> None:
-        """From now on nothing moves, and nobody is told: connections are half-open."""
+        """Stop moving bytes without closing: connections are half-open."""
         self._do(lambda: setattr(self, "_frozen", True))
 
     def thaw(self) -> None:
-        """Go on where it stopped."""
+        """Continue after `freeze`."""
         self._do(lambda: setattr(self, "_frozen", False))
 
     def delay(self, seconds: float) -> None:
-        """Hold every chunk that comes from now on for so long."""
+        """Delay every chunk that arrives from now on."""
         self._do(lambda: setattr(self, "_delay", seconds))
 
     def drip(self, bytes_per_second: float) -> None:
-        """Let each direction pass so much; 0: as much as there is."""
+        """Limit the rate of each direction; 0: no limit."""
         self._do(lambda: setattr(self, "_rate", bytes_per_second))
 
     def refuse(self, on: bool) -> None:
@@ -105,7 +105,7 @@ class Relay(Closing):
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """The number of open connections."""
         return len(self._pipes) // 2
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Relay(Closing):
             each.close()
 
     def _do(self, command: Callable[[], None]) -> None:
-        """On the relay's thread; done when this returns."""
+        """Run a command in the relay's thread and wait for it."""
         done = threading.Event()
         self._commands.append((command, done))
         self._wake_end.send(b"\0")
@@ -130,11 +130,11 @@ class Relay(Closing):
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn()
+                self._step()
         finally:
             self._reset_all()
 
-    def _turn(self) -> None:
+    def _step(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
             timeout = None if self._frozen else self._register(selector, time.monotonic())
@@ -154,13 +154,13 @@ class Relay(Closing):
                 self._move(pipe, ready)
 
     def _register(self, selector: selectors.BaseSelector, now: float) -> float | None:
-        """What to wait for; returns how long at most."""
+        """Register the sockets to wait for; returns the timeout in seconds, None for none."""
         selector.register(self._listener, selectors.EVENT_READ)
         wanted: dict[socket.socket, int] = {}
         soon: list[float] = []
         for pipe in self._pipes:
             due = pipe.due()
-            if not pipe.ended and pipe.held < HELD:
+            if not pipe.ended and pipe.held < MAX_HELD_BYTES:
                 wanted[pipe.source] = wanted.get(pipe.source, 0) | selectors.EVENT_READ
             if due is not None and due <= now:
                 wanted[pipe.sink] = wanted.get(pipe.sink, 0) | selectors.EVENT_WRITE
@@ -180,7 +180,7 @@ class Relay(Closing):
             return
         try:
             outer = self._connect()
-        except OSError:  # nobody listens there: as if there were no relay
+        except OSError:  # no listener at the target
             _reset(inner)
             return
         for each in (inner, outer):
@@ -216,7 +216,7 @@ class Relay(Closing):
             self._drop(pipe)
 
     def _drop(self, pipe: Pipe) -> None:
-        """A connection whose one side has ended ends on the other too."""
+        """Reset both sides of a connection."""
         for each in (pipe.source, pipe.sink):
             _reset(each)
         self._pipes = [

@@ -1,4 +1,4 @@
-"""A pool that speaks CURVE on the loopback, the keys to it, and workers that dial in."""
+"""A pool with CURVE on loopback, its keys, and remote workers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from mlxpool.common.transport import keys
 from mlxpool.common.transport.keys import KeyPair
 from support.pool import PATIENCE, Pool, until
 
-SLOW = "[models.counting]\npath = 'builtin:counting'\n[models.counting.counting]\nstep_us = {}\n"
+COUNTING_MODEL = (
+    "[models.counting]\npath = 'builtin:counting'\n[models.counting.counting]\nstep_us = {}\n"
+)
 
 
 class Keys:
-    """Makes keys in a folder of a test, and the sections that name them."""
+    """Makes key files in a folder, and the config sections that list them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,7 +35,7 @@ class Keys:
         return self.folder / f"{name}.key"
 
     def section(self, *names: str) -> str:
-        """`[keys.NAME]` of each."""
+        """The sections `[keys.NAME]`."""
         return "".join(
             f'[keys.{name}]\nrole = "{self.pairs[name].role}"\n'
             f'public = "{self.pairs[name].public}"\n'
@@ -42,7 +44,10 @@ class Keys:
 
 
 class SecurePool(Pool):
-    """A pool with tcp for clients, workers and operators; keys alice, bob, hand and chief."""
+    """A pool with tcp for clients, workers and operators.
+
+    It has the keys alice and bob (clients), hand (worker) and chief (admin).
+    """
 
     def __init__(
         self, tmp_path: Path, *, pool: str = "", models: str = "", verb: str = "serve"
@@ -61,7 +66,7 @@ class SecurePool(Pool):
         self.write("alice", "bob", "hand", "chief")
 
     def write(self, *names: str, pool: str | None = None, models: str | None = None) -> None:
-        """The config, with an allow-list of these."""
+        """Write the config with these keys in its allow-list."""
         self.config.write_text(
             "[pool]\n"
             'front = ["tcp://127.0.0.1:*"]\n'
@@ -88,7 +93,7 @@ class SecurePool(Pool):
         )
 
     def flags(self, name: str, socket: str) -> tuple[str, ...]:
-        """Of a command that dials with this key."""
+        """The command-line flags to connect with this key."""
         return (
             *("--endpoint", self.endpoint(socket)),
             *("--server-key", self.server_key),
@@ -96,23 +101,23 @@ class SecurePool(Pool):
         )
 
     def reload(self) -> None:
-        """Have the settings read again, and wait until they hold or are refused."""
-        before = self.verdicts()
+        """Reload the settings, and wait until they are applied or refused."""
+        before = self.reload_outcomes()
         self.ask("reload")
-        until(lambda: self.ended() or self.verdicts() > before, f"reloaded:\n{self.log()}")
+        until(lambda: self.ended() or self.reload_outcomes() > before, f"reloaded:\n{self.log()}")
         assert not self.ended(), f"the broker ended:\n{self.log()}"
 
     def ended(self) -> bool:
         return self.process is None or self.process.poll() is not None
 
-    def verdicts(self) -> int:
-        """How many reloads are over."""
+    def reload_outcomes(self) -> int:
+        """The number of finished reloads in the log."""
         log = self.log()
         return sum(log.count(words) for words in (" reloaded", "not reloaded"))
 
 
 class RemoteWorker(Closing):
-    """`mlxpool worker` in a process of its own; `pids` are those of its workers."""
+    """`mlxpool worker` in a process of its own."""
 
     def __init__(
         self,
@@ -142,7 +147,7 @@ class RemoteWorker(Closing):
         return self.log_path.read_text()
 
     def wait(self) -> int:
-        """Its exit code, once it has ended by itself."""
+        """Wait until the process ends by itself; its exit code."""
         return self.process.wait(timeout=PATIENCE)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots for tests of what is made of them."""
+"""Snapshots of a core, for tests of their renderers."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ ABOUT: dict[str, Any] = {
 
 
 def of(story: Story, lag: float = 0.0, **about: Any) -> Snapshot:
-    """What the loop would hand over now."""
+    """The snapshot of a story's core at its present time."""
     return snapshot.take(story.core, {**ABOUT, **about}, lag, story.now)

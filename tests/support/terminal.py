@@ -1,4 +1,4 @@
-"""A command on a terminal of its own, for tests: what it shows, keys for it, its end."""
+"""Runs a command in a pseudo-terminal: reads its output, sends keys, waits for its end."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from collections.abc import Mapping, Sequence
 from mlxpool.common.closing import Closing
 
 PATIENCE = 60.0  # seconds; this only bounds a failure
-AGAIN = 5.0  # seconds
+INTERRUPT_INTERVAL = 5.0  # seconds between two Ctrl-C
 LINES, COLUMNS = 40, 160
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 
 
 class Terminal(Closing):
-    """The command is ended at the latest by `close`."""
+    """A command in a terminal of 40 lines and 160 columns; `close` kills it if it still runs."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._mine, its = pty.openpty()
         fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-        self.shown = ""  # all of it, without colours and movements
+        self.shown = ""  # all output without escape sequences
         self.raw = ""
 
         def own_terminal() -> None:  # Ctrl-C becomes SIGINT for the command alone
@@ -50,7 +50,7 @@ class Terminal(Closing):
             os.close(its)
 
     def until(self, text: str, *, after: int = 0) -> int:
-        """Read until `text` is shown behind position `after`; where it ends."""
+        """Read until `text` is shown after position `after`; the position of its end."""
         end = time.monotonic() + PATIENCE
         while (at := self.shown.find(text, after)) < 0:
             assert time.monotonic() < end, f"never shown: {text!r}; shown: {self.shown[-2000:]!r}"
@@ -63,21 +63,21 @@ class Terminal(Closing):
             return True
         try:
             new = os.read(self._mine, 65536)
-        except OSError:  # nobody has the other end any more
+        except OSError:  # the command has closed the terminal
             return False
         self.raw += new.decode(errors="replace")
         self.shown = ESCAPES.sub("", self.raw)
         return bool(new)
 
     def interrupt(self, text: str, *, after: int) -> int:
-        """Ctrl-C, and after a while again until `text` is shown: where that ends.
+        """Send Ctrl-C, repeatedly, until `text` is shown; the position of its end.
 
-        Python forgets one of the moment between a prompt and its wait.
+        Python drops a Ctrl-C that comes between the prompt and its wait for input.
         """
         end = time.monotonic() + PATIENCE
         while True:
             self.send("\x03")
-            again = time.monotonic() + AGAIN
+            again = time.monotonic() + INTERRUPT_INTERVAL
             while time.monotonic() < again:
                 if (at := self.shown.find(text, after)) >= 0:
                     return at + len(text)
@@ -88,7 +88,7 @@ class Terminal(Closing):
         os.write(self._mine, keys.encode())
 
     def ended(self) -> int:
-        """Read to the end; the exit code."""
+        """Read to the end of the output; the exit code."""
         end = time.monotonic() + PATIENCE
         while self._read(0.1):
             assert time.monotonic() < end, f"it goes on; shown: {self.shown[-2000:]!r}"

@@ -1,4 +1,4 @@
-"""A broker's loop behind the desk of the HTTP server, for tests: it can get stuck."""
+"""A stub of the broker's loop that hands snapshots to the HTTP server; a test can stop it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlxpool.common.closing import Closing
 
 
 class Loop(Closing):
-    """Leaves a snapshot whenever the bell rings, while it is `turning`."""
+    """Hands over a snapshot at each wake-up while `turning` is true."""
 
     def __init__(self, server: Web, snapshot: Snapshot) -> None:
         self.server, self.snapshot = server, snapshot

@@ -1,7 +1,7 @@
-"""What the broker itself costs, beside a bare relay of the same frames in the same run.
+"""Measures the cost of the broker, beside a bare relay of the same frames in the same run.
 
-A worker that only talks (firehose.py) sends tokens, clients that only count take them. The peer
-(relay.py) is the least that any broker does.
+A worker without a model (firehose.py) sends tokens to clients that only count them. The peer
+(relay.py) forwards frames and does nothing else.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import psutil
 import zmq
 
 from mlxpool.bench.firehose import Flood, environment
-from mlxpool.bench.measurement import OURS, Line
+from mlxpool.bench.measurement import OURS, Measurement
 from mlxpool.bench.pools import serving, started
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 
-PATIENCE_MS = 60_000
+TOKEN_TIMEOUT_MS = 60_000
 RELAY = "bare relay"
 SETTINGS = """\
 [pool]
@@ -41,20 +41,20 @@ BATCHED = Flood(streams=16, rows=16, tokens=60_000)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`seconds` is the length of a paced round."""
+    """What is measured. `seconds`: the length of a paced round."""
 
     rounds: int = 5
     seconds: float = 5.0
 
     @property
     def paced(self) -> Flood:
-        """50 streams of 100 tokens a second."""
+        """50 streams of 100 tokens/s each."""
         return Flood(streams=50, rows=50, tokens=int(100 * self.seconds), rate=100)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one round: tokens a second, processor time of a token, its share of a core, delays."""
+    """The cost of one round: tokens/s, processor time a token, share of a core, delays."""
 
     per_s: float
     cpu_us: float
@@ -62,11 +62,12 @@ class Cost:
     delays_ms: Sequence[float]
 
     def delay(self, share: float) -> float:
+        """The delay in ms that this share of the rows does not exceed."""
         return sorted(self.delays_ms)[int(share * (len(self.delays_ms) - 1))]
 
 
-class Counter:
-    """A client that asks for streams and counts the ids that come."""
+class CountingClient:
+    """A client that starts streams and counts the ids that arrive."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.socket = sockets.dealer(context, endpoint)
@@ -84,12 +85,12 @@ class Counter:
             self.socket.send_multipart(frames.encode(header, body))
 
     def read(self, *, delays: bool) -> None:
-        """Everything that is there."""
+        """Read every message that has arrived."""
         while self.read_one(delays=delays):
             pass
 
     def read_one(self, *, delays: bool) -> bool:
-        """One message, if there is one."""
+        """Read one message; whether there was one."""
         try:
             parts = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -97,31 +98,31 @@ class Counter:
         if len(parts) > 2:
             self.ids += len(parts[2]) // 4
             if delays:
-                self._note(frames.decode(parts))
+                self._add_delays(frames.decode(parts))
         elif frames.decode(parts).kind in (kinds.DONE, kinds.ERROR):
             self.ended += 1
         return True
 
-    def _note(self, message: frames.Message) -> None:
+    def _add_delays(self, message: frames.Message) -> None:
         now = time.monotonic_ns()
         texts = [row[3] for row in message.body.get("rows", [])] or [message.body["text"]]
         self.delays += [(now - int(stamp)) / 1e6 for text in texts for stamp in text.split()]
 
 
 def through_broker(flood: Flood, clients: int, *, batch: bool, delays: bool = False) -> Cost:
-    """One round; with `batch` a frame carries the rows of all of a client's streams."""
+    """One round. With `batch` a frame carries the rows of all streams of a client."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxpool-")))
         broker = stack.enter_context(serving(folder, SETTINGS, environment(folder, flood)))
         counters = stack.enter_context(_counters(sockets.ipc(folder, "front"), clients))
         for counter in counters:
             counter.ask(flood.streams // clients, flood.tokens, batch=batch)
-        over = partial(ended, counters, flood.streams)
-        return cost_of(counters, over, broker.pid, delays=delays)
+        finished = partial(ended, counters, flood.streams)
+        return cost_of(counters, finished, broker.pid, delays=delays)
 
 
 def through_relay(flood: Flood, *, delays: bool = False) -> Cost:
-    """The same frames, forwarded as they are: a worker's, with all rows."""
+    """One round of the same worker frames, forwarded unchanged."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxpool-")))
         front, back = f"ipc://{folder}/front", f"ipc://{folder}/back"
@@ -132,74 +133,80 @@ def through_relay(flood: Flood, *, delays: bool = False) -> Cost:
         counters[0].socket.send(b"hello")
         command = [*python, "mlxpool.bench.firehose", back]
         stack.enter_context(started(command, folder / "talker.log", environment(folder, flood)))
-        came = partial(_came, counters, flood.streams * flood.tokens)
-        return cost_of(counters, came, relay.pid, delays=delays)
+        arrived = partial(_arrived, counters, flood.streams * flood.tokens)
+        return cost_of(counters, arrived, relay.pid, delays=delays)
 
 
 @contextmanager
-def _counters(endpoint: str, count: int) -> Iterator[list[Counter]]:
+def _counters(endpoint: str, count: int) -> Iterator[list[CountingClient]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    counters = [Counter(context, endpoint) for _ in range(count)]
+    counters = [CountingClient(context, endpoint) for _ in range(count)]
     try:
         yield counters
     finally:
         context.destroy(linger=0)
 
 
-def ended(counters: Sequence[Counter], streams: int) -> bool:
-    """Whether so many streams are over."""
+def ended(counters: Sequence[CountingClient], streams: int) -> bool:
+    """Whether at least `streams` streams have ended."""
     return sum(counter.ended for counter in counters) >= streams
 
 
-def _came(counters: Sequence[Counter], tokens: int) -> bool:
+def _arrived(counters: Sequence[CountingClient], tokens: int) -> bool:
     return counters[0].ids >= tokens
 
 
 def cost_of(
-    counters: Sequence[Counter], over: Callable[[], bool], pid: int, *, delays: bool
+    counters: Sequence[CountingClient], finished: Callable[[], bool], pid: int, *, delays: bool
 ) -> Cost:
-    """From the first message with a token to the end."""
+    """The cost from the first message with a token to the end."""
     poller = zmq.Poller()
     for counter in counters:
         poller.register(counter.socket, zmq.POLLIN)
     process = psutil.Process(pid)
     _read_until(lambda: any(one.ids for one in counters), counters, poller, _read_first)
-    start, before, had = time.monotonic(), process.cpu_times(), sum(one.ids for one in counters)
-    _read_until(over, counters, poller, partial(Counter.read, delays=delays))
+    start, before, first_ids = (
+        time.monotonic(),
+        process.cpu_times(),
+        sum(one.ids for one in counters),
+    )
+    _read_until(finished, counters, poller, partial(CountingClient.read, delays=delays))
     seconds, after = time.monotonic() - start, process.cpu_times()
-    ids = sum(one.ids for one in counters) - had
+    ids = sum(one.ids for one in counters) - first_ids
     if not ids:
-        raise SystemExit(f"all {had} tokens came in one message; measure with more")
+        raise SystemExit(f"all {first_ids} tokens came in one message; measure with more")
     cpu = (after.user - before.user) + (after.system - before.system)
     waits = [delay for one in counters for delay in one.delays]
     return Cost(ids / seconds, cpu / ids * 1e6, cpu / seconds, waits)
 
 
-def _read_first(counter: Counter) -> None:
-    """One message and no further: whatever stood behind it is part of what is measured."""
+def _read_first(counter: CountingClient) -> None:
+    """Read one message only: those behind it are part of the measurement."""
     counter.read_one(delays=False)
 
 
 def _read_until(
-    over: Callable[[], bool],
-    counters: Sequence[Counter],
+    finished: Callable[[], bool],
+    counters: Sequence[CountingClient],
     poller: zmq.Poller,
-    read: Callable[[Counter], None],
+    read: Callable[[CountingClient], None],
 ) -> None:
-    while not over():
-        if not poller.poll(PATIENCE_MS):
-            came = sum(counter.ids for counter in counters)
-            raise SystemExit(f"no token came for {PATIENCE_MS // 1000} s; {came:,} had come before")
+    while not finished():
+        if not poller.poll(TOKEN_TIMEOUT_MS):
+            total = sum(counter.ids for counter in counters)
+            raise SystemExit(
+                f"no token came for {TOKEN_TIMEOUT_MS // 1000} s; {total:,} had come before"
+            )
         for counter in counters:
             read(counter)
 
 
-# ---- lines ---------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Rounds:
-    """What all rounds of one flood gave."""
+    """The costs of all rounds with one flood, by contestant."""
 
     found: dict[str, list[Cost]] = field(default_factory=dict)
 
@@ -210,37 +217,43 @@ class Rounds:
         return {name: tuple(map(figure, costs)) for name, costs in self.found.items()}
 
 
-def measure(plan: Plan, say: Callable[[str], None]) -> Iterator[Line]:
-    """The lines, each when it is known."""
+def measure(plan: Plan, progress: Callable[[str], None]) -> Iterator[Measurement]:
+    """Yields each measurement when it is complete."""
     single, batched, paced, alone = Rounds(), Rounds(), Rounds(), Rounds()
     for number in range(plan.rounds):
-        say(f"as fast as it goes, round {number + 1} of {plan.rounds}")
+        progress(f"as fast as it goes, round {number + 1} of {plan.rounds}")
         single.add(OURS, through_broker(SINGLE, 1, batch=False))
         single.add(RELAY, through_relay(SINGLE))
         batched.add(OURS, through_broker(BATCHED, 4, batch=True))
     for number in range(plan.rounds):
-        say(f"at a pace, round {number + 1} of {plan.rounds}")
+        progress(f"at a pace, round {number + 1} of {plan.rounds}")
         paced.add(OURS, through_broker(plan.paced, 2, batch=True, delays=True))
         alone.add(OURS, through_broker(plan.paced, 2, batch=False, delays=True))
         relayed = through_relay(plan.paced, delays=True)
         paced.add(RELAY, relayed)
         alone.add(RELAY, relayed)
-    yield Line("broker", "one row a frame", "worker frames/s", single.of(_per_s), digits=0)
-    yield _less("processor time", "one row a frame", "us a token", single, lambda one: one.cpu_us)
-    yield Line("broker", "16 rows a frame, 4 clients", "tokens/s", batched.of(_per_s), digits=0)
-    yield _less("processor time", "16 rows a frame", "us a token", batched, lambda one: one.cpu_us)
+    yield Measurement("broker", "one row a frame", "worker frames/s", single.of(_per_s), digits=0)
+    yield _lower_is_better(
+        "processor time", "one row a frame", "us a token", single, lambda one: one.cpu_us
+    )
+    yield Measurement(
+        "broker", "16 rows a frame, 4 clients", "tokens/s", batched.of(_per_s), digits=0
+    )
+    yield _lower_is_better(
+        "processor time", "16 rows a frame", "us a token", batched, lambda one: one.cpu_us
+    )
     for name, rounds in (("batch", paced), ("no batch", alone)):
         group = "50 streams of 100 tokens/s"
-        yield _less(group, name, "share of a core", rounds, lambda one: one.share)
+        yield _lower_is_better(group, name, "share of a core", rounds, lambda one: one.share)
         for share in (0.5, 0.99):
             shown = f"{name}, p{100 * share:.0f}"
-            yield _less(f"{group}, worker to client", shown, "ms", rounds, _delay(share))
+            yield _lower_is_better(f"{group}, worker to client", shown, "ms", rounds, _delay(share))
 
 
-def _less(
+def _lower_is_better(
     group: str, name: str, unit: str, rounds: Rounds, figure: Callable[[Cost], float]
-) -> Line:
-    return Line(group, name, unit, rounds.of(figure), less_is_better=True, digits=3)
+) -> Measurement:
+    return Measurement(group, name, unit, rounds.of(figure), less_is_better=True, digits=3)
 
 
 def _per_s(cost: Cost) -> float:

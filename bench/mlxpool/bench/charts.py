@@ -1,4 +1,4 @@
-"""Pictures of figures: one PNG for each table whose lines stand at numbers of streams or tokens."""
+"""Draws figures: one PNG for each table whose rows are numbers of streams or tokens."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxpool.bench.measurement import Figures, Line
+from mlxpool.bench.measurement import Figures, Measurement
 from mlxpool.bench.report import grouped
 
 SIZE = (7.0, 4.0)  # inches
-DOTS = 120  # an inch
+DPI = 120
 
 
 def draw(figures: Figures, folder: Path) -> Iterator[Path]:
-    """The files drawn. Raises ImportError naming the extra where matplotlib is missing."""
+    """Yields the files it draws. Raises ImportError naming the extra if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError as error:
@@ -27,15 +27,17 @@ def draw(figures: Figures, folder: Path) -> Iterator[Path]:
                 yield _picture(figures, [_latency(line) for line in lines], folder)
 
 
-def _latency(line: Line) -> Line:
-    """Milliseconds until the next token of each stream, from tokens/s of all."""
+def _latency(line: Measurement) -> Measurement:
+    """Milliseconds a token of each stream, from tokens/s of all streams."""
     sides = {
         side: tuple(1000 * line.at / rate for rate in rates) for side, rates in line.sides.items()
     }
-    return Line(f"{line.group}, a token", line.name, "ms", sides, line.at, less_is_better=True)
+    return Measurement(
+        f"{line.group}, a token", line.name, "ms", sides, line.at, less_is_better=True
+    )
 
 
-def _picture(figures: Figures, lines: Sequence[Line], folder: Path) -> Path:
+def _picture(figures: Figures, lines: Sequence[Measurement], folder: Path) -> Path:
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=SIZE, layout="constrained")
@@ -53,12 +55,12 @@ def _picture(figures: Figures, lines: Sequence[Line], folder: Path) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     file = folder / f"{figures.what}-{_slug(lines[0])}.png"
-    picture.savefig(file, dpi=DOTS)
+    picture.savefig(file, dpi=DPI)
     return file
 
 
-def _curve(axes: Any, side: str, lines: Sequence[Line]) -> None:
-    """The medians, with a band from least to greatest."""
+def _curve(axes: Any, side: str, lines: Sequence[Measurement]) -> None:
+    """The medians, with a band from minimum to maximum."""
     at = [line.at for line in lines]
     (drawn,) = axes.plot(at, [line.median(side) for line in lines], marker="o", label=side)
     low = [min(line.sides[side]) for line in lines]
@@ -66,6 +68,6 @@ def _curve(axes: Any, side: str, lines: Sequence[Line]) -> None:
     axes.fill_between(at, low, high, alpha=0.15, color=drawn.get_color(), linewidth=0)
 
 
-def _slug(line: Line) -> str:
+def _slug(line: Measurement) -> str:
     kept = "".join(char if char.isalnum() else "-" for char in f"{line.group} {line.unit}".lower())
     return "-".join(filter(None, kept.split("-")))

@@ -1,4 +1,4 @@
-"""A model folder of a named shape with random weights, which every contestant reads."""
+"""Writes a model folder of a named shape with random weights, for all contestants."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from typing import Any
 from mlxpool.bench.shapes import SHAPES
 from mlxpool.worker.layers.quantisation import MODES
 
-SHARD = 2 * 1024**3  # bytes of weights in one file
-SPECIAL = ("<s>", "</s>")
-BYTES = 256
+MAX_SHARD_BYTES = 2 * 1024**3  # of weights in one file
+SPECIAL_TOKENS = ("<s>", "</s>")
+BYTE_TOKENS = 256
 
 
 def write(
-    folder: Path, shape: str, *, layers: int = 0, quantise: str = "", dtype: str = "bfloat16"
+    folder: Path,
+    shape: str,
+    *,
+    layers: int = 0,
+    quantise: str = "",
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """The folder, written. `layers` 0: as many as the shape has; `quantise`: a mode of quant.py.
+    """Write the folder and return it.
 
-    Raises ValueError for a shape or a mode that does not exist.
+    `layers` 0: as many as the shape has. `quantise`: a quantisation mode, "" for none. Raises
+    ValueError for an unknown shape or mode.
     """
     config = config_of(shape, layers, quantise)
     folder.mkdir(parents=True, exist_ok=True)
@@ -28,12 +35,12 @@ def write(
     last = config["vocab_size"] - 1
     _write_json(folder / "generation_config.json", {"bos_token_id": last - 1, "eos_token_id": last})
     _write_tokenizer(folder, config["vocab_size"])
-    _write_weights(folder, config, dtype)
+    _write_weights(folder, config, dtype, max_shard_bytes)
     return folder
 
 
 def config_of(shape: str, layers: int = 0, quantise: str = "") -> dict[str, Any]:
-    """config.json of a shape."""
+    """The config.json of a shape. Raises ValueError, see `write`."""
     if shape not in SHAPES:
         raise ValueError(f"there is no shape {shape!r}; there are {', '.join(SHAPES)}")
     config = dict(SHAPES[shape])
@@ -48,26 +55,28 @@ def config_of(shape: str, layers: int = 0, quantise: str = "") -> dict[str, Any]
     return config
 
 
-def _write_weights(folder: Path, config: Mapping[str, Any], dtype: str) -> None:
+def _write_weights(
+    folder: Path, config: Mapping[str, Any], dtype: str, max_shard_bytes: int
+) -> None:
     import mlx.core as mx
 
     files: list[dict[str, Any]] = [{}]
-    room = SHARD
+    free = max_shard_bytes
     for name, array in _weights(config, getattr(mx, dtype)):
         mx.eval(array)
-        if room < array.nbytes and files[-1]:
+        if free < array.nbytes and files[-1]:
             _save(folder, files)
             files.append({})
-            room = SHARD
+            free = max_shard_bytes
         files[-1][name] = array
-        room -= array.nbytes
+        free -= array.nbytes
     _save(folder, files)
     index = {name: _file(number) for number, one in enumerate(files) for name in one}
     _write_json(folder / "model.safetensors.index.json", {"weight_map": index})
 
 
 def _weights(config: Mapping[str, Any], dtype: Any) -> Iterator[tuple[str, Any]]:
-    """Names and arrays, as a converted folder has them."""
+    """Names and arrays as in a converted folder."""
     import mlx.core as mx
 
     from mlxpool.worker import models
@@ -89,7 +98,7 @@ def _weights(config: Mapping[str, Any], dtype: Any) -> Iterator[tuple[str, Any]]
 
 
 def _save(folder: Path, files: list[dict[str, Any]]) -> None:
-    """The last of the files; its arrays are let go."""
+    """Write the last of the files and free its arrays."""
     import mlx.core as mx
 
     names = dict.fromkeys(files[-1])
@@ -103,27 +112,27 @@ def _file(number: int) -> str:
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """The 256 bytes, made-up words for the other ids, and the two special tokens at the end."""
+    """Ids: the 256 bytes, invented words, and the two special tokens at the end."""
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
     chars = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [_word(number) for number in range(vocabulary - BYTES - len(SPECIAL))]
+    words = [_word(number) for number in range(vocabulary - BYTE_TOKENS - len(SPECIAL_TOKENS))]
     tokenizer = Tokenizer(BPE({text: i for i, text in enumerate([*chars, *words])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_TOKENS])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SPECIAL[0],
-        "eos_token": SPECIAL[1],
+        "bos_token": SPECIAL_TOKENS[0],
+        "eos_token": SPECIAL_TOKENS[1],
     }
     _write_json(folder / "tokenizer_config.json", settings)
 
 
 def _word(number: int) -> str:
-    """A space and letters, as byte-level vocabularies write them; each number another."""
+    """A space and letters in byte-level form; a different word for each number."""
     letters = ""
     while True:
         number, digit = divmod(number, 26)

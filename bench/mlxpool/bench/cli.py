@@ -1,4 +1,4 @@
-"""`mlxpool bench`: the command line of the measurements. Imports nothing heavy until it runs."""
+"""The command line `mlxpool bench`. Imports MLX and the measurements only when a command runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlxpool.bench.measurement import Figures, Line
+    from mlxpool.bench.measurement import Figures, Measurement
 
-Say = Callable[[str], None]
-RESTARTED = "MLXPOOL_BENCH"  # set once OpenBLAS has been put in front
+Progress = Callable[[str], None]  # prints a message
+RESTARTED = "MLXPOOL_BENCH"  # environment variable that is set after the restart with OpenBLAS
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """`bench` and what it can measure."""
+    """Add `bench` and its subcommands."""
     bench = commands.add_parser(
         "bench",
         help="measure this machine: engine, end to end, broker, prefix cache",
@@ -146,17 +146,17 @@ def _counts(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, save."""
+    """Measure, print the tables, and save them if --out is given."""
     _check(options)
     _with_openblas()
     from mlxpool.bench import report as pages
     from mlxpool.bench.measurement import Figures
 
-    lines: list[Line] = []
-    about, found = options.measure(options, _say)
+    lines: list[Measurement] = []
+    about, found = options.measure(options, _print_progress)
     for line in found:
         lines.append(line)
-        _say(pages.short(line))
+        _print_progress(pages.short(line))
     figures = Figures(
         options.kind, about, pages.machine(), pages.versions(), _command(), tuple(lines)
     )
@@ -167,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def checkpoint(options: argparse.Namespace) -> int:
-    """Write a folder that `--model` can name."""
+    """Write a random model folder for `--model`."""
     from mlxpool.bench.checkpoint import write
 
     if options.folder.exists():
@@ -200,13 +200,13 @@ def _save(figures: Figures, folder: Path) -> None:
     (folder / f"{figures.what}.md").write_text(pages.markdown(figures), encoding="utf-8")
     try:
         for file in charts.draw(figures, folder):
-            _say(f"wrote {file}")
+            _print_progress(f"wrote {file}")
     except ImportError as error:
-        _say(str(error))
+        _print_progress(str(error))
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises ValueError naming a count that is out of its bounds."""
+    """Raises ValueError naming a count below 1."""
     for name in ("rounds", "steps", "streams", "prompt", "prefill", "tokens", "clients", "turns"):
         value = getattr(options, name, None)
         for one in value if isinstance(value, list) else [value]:
@@ -214,7 +214,7 @@ def _check(options: argparse.Namespace) -> None:
                 raise ValueError(f"--{name} {one} must be at least 1")
 
 
-def _engine(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]:
+def _engine(options: argparse.Namespace, progress: Progress) -> tuple[str, Iterator[Measurement]]:
     from mlxpool.bench import engine, profile
 
     plan = engine.Plan(
@@ -230,20 +230,22 @@ def _engine(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]
         as_installed=options.as_installed,
     )
 
-    def lines() -> Iterator[Line]:
-        with _folder(options, say) as folder:
+    def lines() -> Iterator[Measurement]:
+        with _folder(options, progress) as folder:
             if options.profile:
                 length, rounds, steps = plan.prompts[0], plan.rounds, plan.steps
                 yield from profile.measure(folder, plan.streams, length, rounds, steps)
             else:
-                yield from engine.measure(folder, plan, say)
+                yield from engine.measure(folder, plan, progress)
 
     settings = "deterministic, " if options.deterministic else ""
     about = f"{_named(options)}, {settings}greedy, rounds: {plan.rounds} of {plan.steps} steps."
     return about, lines()
 
 
-def _end_to_end(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]:
+def _end_to_end(
+    options: argparse.Namespace, progress: Progress
+) -> tuple[str, Iterator[Measurement]]:
     from mlxpool.bench import end_to_end
 
     plan = end_to_end.Plan(
@@ -256,9 +258,9 @@ def _end_to_end(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Li
         alone=not options.no_engine,
     )
 
-    def lines() -> Iterator[Line]:
-        with _folder(options, say) as folder, _run_dir() as run_dir:
-            yield from end_to_end.measure(folder, plan, run_dir, say)
+    def lines() -> Iterator[Measurement]:
+        with _folder(options, progress) as folder, _run_dir() as run_dir:
+            yield from end_to_end.measure(folder, plan, run_dir, progress)
 
     about = (
         f"{_named(options)}, greedy, prompts of {plan.prompt} bytes, {plan.tokens} tokens each,"
@@ -267,14 +269,14 @@ def _end_to_end(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Li
     return about, lines()
 
 
-def _broker(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]:
+def _broker(options: argparse.Namespace, progress: Progress) -> tuple[str, Iterator[Measurement]]:
     from mlxpool.bench import broker
 
     plan = broker.Plan(rounds=options.rounds, seconds=options.seconds)
-    return f"No model; {plan.rounds} rounds.", broker.measure(plan, say)
+    return f"No model; {plan.rounds} rounds.", broker.measure(plan, progress)
 
 
-def _prefix(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]:
+def _prefix(options: argparse.Namespace, progress: Progress) -> tuple[str, Iterator[Measurement]]:
     from mlxpool.bench import prefix
 
     plan = prefix.Plan(
@@ -284,9 +286,9 @@ def _prefix(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]
         peers=not options.no_peers,
     )
 
-    def lines() -> Iterator[Line]:
-        with _folder(options, say) as folder:
-            yield from prefix.measure(folder, plan, say)
+    def lines() -> Iterator[Measurement]:
+        with _folder(options, progress) as folder:
+            yield from prefix.measure(folder, plan, progress)
 
     about = (
         f"{_named(options)}; {plan.conversations} conversations over {plan.turns} turns,"
@@ -295,19 +297,19 @@ def _prefix(options: argparse.Namespace, say: Say) -> tuple[str, Iterator[Line]]
     return about, lines()
 
 
-# ---- what is measured ----------------------------------------------------------------------------
+# ---- the model ----------------------------------------------------------------------------------
 
 
 @contextmanager
-def _folder(options: argparse.Namespace, say: Say) -> Iterator[Path]:
-    """The model's folder; one of a shape is made, and gone afterwards."""
+def _folder(options: argparse.Namespace, progress: Progress) -> Iterator[Path]:
+    """The model's folder; the folder of a shape is temporary."""
     if not options.shape:
         yield _folder_of(options.model)
         return
     from mlxpool.bench import checkpoint
 
     with tempfile.TemporaryDirectory(prefix="mlxpool-bench-") as made:
-        say(f"writing random weights of {options.shape}")
+        progress(f"writing random weights of {options.shape}")
         shape = {"layers": options.layers, "quantise": options.quantise}
         yield checkpoint.write(Path(made) / options.shape, options.shape, **shape)
 
@@ -332,13 +334,13 @@ def _named(options: argparse.Namespace) -> str:
 
 @contextmanager
 def _run_dir() -> Iterator[Path]:
-    """Short, for the paths of its sockets have to fit."""
+    """A temporary folder with a short path, since socket paths have a length limit."""
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as made:
         yield Path(made)
 
 
 def _with_openblas() -> None:
-    """Start again with OpenBLAS in front, as the broker starts its workers."""
+    """Restart this process with OpenBLAS preloaded, as the broker starts its workers."""
     from mlxpool.broker.processes.blas import preload
 
     environment = preload()
@@ -348,7 +350,7 @@ def _with_openblas() -> None:
 
 
 def _command() -> str:
-    """As it was given, but for where the figures go."""
+    """The command line without --out."""
     words = sys.argv[1:]
     if "--out" in words:
         at = words.index("--out")
@@ -356,5 +358,5 @@ def _command() -> str:
     return " ".join(["mlxpool", *words])
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Streams through broker, worker and client, beside the engine alone and beside mlx_lm.server."""
+"""Measures streams through broker, worker and client, beside the engine alone and mlx_lm.server."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.bench import mlx_lm
-from mlxpool.bench.measurement import OURS, Line
-from mlxpool.bench.pools import START, serving, started
-from mlxpool.bench.swarm import MODEL, Arrivals, Part, Seen, run, seen, text_of
+from mlxpool.bench.measurement import OURS, Measurement
+from mlxpool.bench.pools import START_TIMEOUT, serving, started
+from mlxpool.bench.swarm import MODEL, Arrivals, Job, RoundFigures, run, summarise, text_of
 
 ENGINE, SERVER = "engine alone", "mlx_lm.server"
-ROOM = 64  # tokens of context beyond prompt and completion
-PREFIXES = 2**30  # bytes; there are two more models on the device
+SPARE_CONTEXT = 64  # tokens beyond prompt and completion
+PREFIX_BYTES = 2**30  # bound of the prefix cache; two more models are on the device
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured. `clients` are processes at most, between which streams are shared."""
+    """What is measured. `clients`: the maximum of processes that share the streams."""
 
     streams: Sequence[int] = (1, 8)
     prompt: int = 128
@@ -34,54 +34,56 @@ class Plan:
     clients: int = 4
     rounds: int = 5
     peers: bool = True
-    alone: bool = True  # the engine beside them, in this process
+    alone: bool = True  # measure the engine in this process as well
 
 
-def measure(folder: Path, plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Iterator[Line]:
-    """The lines, each when it is known."""
-    from mlxpool.bench.our_engine import Ours
+def measure(
+    folder: Path, plan: Plan, run_dir: Path, progress: Callable[[str], None]
+) -> Iterator[Measurement]:
+    """Yields each measurement when it is complete."""
+    from mlxpool.bench.our_engine import OurEngine
 
-    say("starting the pool")
+    progress("starting the pool")
     with ExitStack() as stack:
         stack.enter_context(pool(run_dir, folder, plan))
-        targets = {OURS: Part(str(run_dir), False, (), plan.prompt, plan.tokens)}
+        targets = {OURS: Job(str(run_dir), False, (), plan.prompt, plan.tokens)}
         if plan.peers and mlx_lm.installed():
-            say(f"starting {SERVER}")
+            progress(f"starting {SERVER}")
             address = stack.enter_context(_server(run_dir, folder, max(plan.streams)))
-            targets[SERVER] = Part(address, True, (), plan.prompt, plan.tokens)
+            targets[SERVER] = Job(address, True, (), plan.prompt, plan.tokens)
         engine = None
         if plan.alone:
-            say("loading the model here")
-            engine = Ours(folder)
+            progress("loading the model here")
+            engine = OurEngine(folder)
         numbers = iter(range(10**6))
         for streams in plan.streams:
-            yield from _lines(engine, targets, plan, streams, numbers, say)
+            yield from _measurements(engine, targets, plan, streams, numbers, progress)
 
 
-def _lines(
+def _measurements(
     engine: Any,
-    targets: Mapping[str, Part],
+    targets: Mapping[str, Job],
     plan: Plan,
     streams: int,
     numbers: Iterator[int],
-    say: Callable[[str], None],
-) -> Iterator[Line]:
+    progress: Callable[[str], None],
+) -> Iterator[Measurement]:
     alone = [] if engine is None else [ENGINE]
-    found: dict[str, list[Seen]] = {name: [] for name in (*targets, *alone)}
+    found: dict[str, list[RoundFigures]] = {name: [] for name in (*targets, *alone)}
     same, shown = 0, f"{streams} stream" if streams == 1 else f"{streams} streams"
-    for count in range(-1, plan.rounds):  # the round before the first warms all of them up
+    for count in range(-1, plan.rounds):  # round -1 is the warm-up
         own = [next(numbers) for _ in range(streams)]
         which = f"round {count + 1}" if count >= 0 else "warming up"
-        for name, part in targets.items():
-            say(f"{shown}, {which}: {name}")
-            arrivals = run(_with(part, own), min(plan.clients, streams))
+        for name, job in targets.items():
+            progress(f"{shown}, {which}: {name}")
+            arrivals = run(_with(job, own), min(plan.clients, streams))
             if count >= 0:
-                found[name].append(seen(arrivals))
+                found[name].append(summarise(arrivals))
             if name == OURS:
                 through = arrivals
         if engine is None:
             continue
-        say(f"{shown}, {which}: {ENGINE}")
+        progress(f"{shown}, {which}: {ENGINE}")
         its_own, ids = _alone(engine, own, plan)
         if count >= 0:
             found[ENGINE].append(its_own)
@@ -89,11 +91,11 @@ def _lines(
     total = plan.rounds * streams
     note = f"{shown}: {same:,} of {total:,} streams gave the engine's own tokens." if alone else ""
     rates = {name: tuple(one.rate for one in rounds) for name, rounds in found.items()}
-    yield Line("end to end", shown, "tokens/s", rates, at=streams, note=note)
+    yield Measurement("end to end", shown, "tokens/s", rates, at=streams, note=note)
     for what, share in (("first token, p50", 0.5), ("first token, p99", 0.99)):
         yield _times(what, shown, streams, targets, found, lambda one: one.first, share)
     if not all(one.gaps for name in targets for one in found[name]):
-        return  # everything came at once
+        return  # all tokens came in one piece
     for what, share in (("between tokens, p50", 0.5), ("between tokens, p99", 0.99)):
         yield _times(what, shown, streams, targets, found, lambda one: one.gaps, share)
 
@@ -102,72 +104,78 @@ def _times(
     what: str,
     shown: str,
     streams: int,
-    targets: Mapping[str, Part],
-    found: Mapping[str, Sequence[Seen]],
-    of: Callable[[Seen], Sequence[float]],
+    targets: Mapping[str, Job],
+    found: Mapping[str, Sequence[RoundFigures]],
+    of: Callable[[RoundFigures], Sequence[float]],
     share: float,
-) -> Line:
-    sides = {name: tuple(1000 * at(of(one), share) for one in found[name]) for name in targets}
-    return Line(what, shown, "ms", sides, at=streams, less_is_better=True)
+) -> Measurement:
+    sides = {
+        name: tuple(1000 * quantile(of(one), share) for one in found[name]) for name in targets
+    }
+    return Measurement(what, shown, "ms", sides, at=streams, less_is_better=True)
 
 
-def at(values: Sequence[float], share: float) -> float:
-    """The value below which this share of them is."""
+def quantile(values: Sequence[float], share: float) -> float:
+    """The quantile `share` of the values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def _with(part: Part, numbers: Sequence[int]) -> Part:
-    return Part(part.target, part.http, numbers, part.prompt, part.tokens)
+def _with(job: Job, numbers: Sequence[int]) -> Job:
+    return Job(job.target, job.http, numbers, job.prompt, job.tokens)
 
 
 def _same(
-    through: Sequence[Arrivals], ids: Mapping[int, list[int]], own: Sequence[int], parts: int
+    through: Sequence[Arrivals], ids: Mapping[int, list[int]], own: Sequence[int], processes: int
 ) -> int:
-    """How many streams gave what the engine gave. Arrivals come by process."""
-    order = [number for which in range(parts) for number in own[which::parts]]
+    """How many streams have the engine's tokens. Arrivals are ordered by process."""
+    order = [number for which in range(processes) for number in own[which::processes]]
     return sum(
         list(stream.ids) == ids[number] for number, stream in zip(order, through, strict=True)
     )
 
 
-def _alone(engine: Any, numbers: Sequence[int], plan: Plan) -> tuple[Seen, dict[int, list[int]]]:
-    """The same requests, without queues, sockets or text."""
+def _alone(
+    engine: Any, numbers: Sequence[int], plan: Plan
+) -> tuple[RoundFigures, dict[int, list[int]]]:
+    """The same requests in the engine alone, without queues, sockets or text."""
     from mlxpool.common.options import Options
-    from mlxpool.worker.engine.sequence import Sequence as Job
+    from mlxpool.worker.engine.sequence import Sequence as EngineSequence
 
-    batch = engine.engine(len(numbers), plan.prompt + plan.tokens + ROOM)
+    batch = engine.engine(len(numbers), plan.prompt + plan.tokens + SPARE_CONTEXT)
     greedy = Options.parse({"temperature": 0, "ignore_eos": True})
-    jobs = []
+    sequences = []
     for number in numbers:
         ids = tuple(engine.text.encode(text_of(number, plan.prompt)))
-        jobs.append(Job(b"", 0, ids, greedy, number, plan.tokens))
-        batch.admit(jobs[-1])
-        while batch.prefill(jobs[-1], batch.chunk):
+        sequences.append(EngineSequence(b"", 0, ids, greedy, number, plan.tokens))
+        batch.admit(sequences[-1])
+        while batch.prefill(sequences[-1], batch.chunk):
             pass
     started, took = time.perf_counter(), list[float]()
     for _ in range(plan.tokens):
-        for drawn in batch.decode(jobs):
+        for drawn in batch.decode(sequences):
             drawn.sequence.ids.append(drawn.token)
         took.append(time.perf_counter())
-    for job in jobs:
-        batch.release(job)
-    rate = len(jobs) * (plan.tokens - 1) / (took[-1] - took[0])
-    ids_of = {number: list(job.ids) for number, job in zip(numbers, jobs, strict=True)}
-    return Seen(rate, [took[0] - started], []), ids_of
+    for sequence in sequences:
+        batch.release(sequence)
+    rate = len(sequences) * (plan.tokens - 1) / (took[-1] - took[0])
+    ids_of = {
+        number: list(sequence.ids) for number, sequence in zip(numbers, sequences, strict=True)
+    }
+    return RoundFigures(rate, [took[0] - started], []), ids_of
 
 
-# ---- what is started -----------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 
 @contextmanager
 def pool(run_dir: Path, folder: Path, plan: Plan) -> Iterator[None]:
-    """A broker with one model, named as swarm.py asks for it, loaded."""
+    """Run a broker with the model of swarm.py meanwhile; entered when it is loaded."""
     from mlxpool.client import Client
 
     settings = (
         f"[models.{MODEL}]\npath = {json.dumps(str(folder))}\nsequences = {max(plan.streams)}\n"
-        f'context = {plan.prompt + plan.tokens + ROOM}\nkeep_alive = "-1"\n'
-        f"prefix_bytes = {PREFIXES}\n"
+        f'context = {plan.prompt + plan.tokens + SPARE_CONTEXT}\nkeep_alive = "-1"\n'
+        f"prefix_bytes = {PREFIX_BYTES}\n"
     )
     with serving(run_dir, settings):
         with Client(run_dir) as client:
@@ -177,7 +185,7 @@ def pool(run_dir: Path, folder: Path, plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def _server(run_dir: Path, folder: Path, streams: int) -> Iterator[str]:
-    """mlx_lm.server on loopback; its HOST:PORT."""
+    """Run mlx_lm.server on loopback meanwhile; yields its HOST:PORT."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -185,11 +193,11 @@ def _server(run_dir: Path, folder: Path, streams: int) -> Iterator[str]:
     command += ["--host", "127.0.0.1", "--port", str(port), "--decode-concurrency", str(streams)]
     address = f"127.0.0.1:{port}"
     with started([*command, "--log-level", "ERROR"], run_dir / "server.log") as process:
-        end = time.monotonic() + START
+        end = time.monotonic() + START_TIMEOUT
         while time.monotonic() < end and process.poll() is None:
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"http://{address}/v1/models", timeout=5).close()
-                run(Part(address, True, [0], 8, 4), 1)  # loads the model
+                run(Job(address, True, [0], 8, 4), 1)  # loads the model
                 yield address
                 return
             time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""The engine alone beside mlx-lm: decode, prefill, sampling, the second turn, the card's limits."""
+"""Measures the engine beside mlx-lm: decode, prefill, sampling, a second turn, memory bandwidth."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlxpool.bench.measurement import OURS, Line, in_turn
+from mlxpool.bench.measurement import OURS, Measurement, in_turn
 
 if TYPE_CHECKING:
-    from mlxpool.bench.our_engine import Burst, Ours
+    from mlxpool.bench.our_engine import Burst, OurEngine
 
 SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
     "top_k": {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
     "top_p": {"temperature": 0.8, "top_k": 0, "top_p": 0.9},
 }
-COPIED = 1024**3  # bytes copied to see what the memory can do
-WARM = 8  # steps that are not counted
-ENDING = 16  # tokens that rows have room for when all is measured
+COPY_BYTES = 1024**3  # of the array whose copy measures the memory bandwidth
+WARMUP_STEPS = 8  # not counted
+SPARE_TOKENS = 16  # of a row's context that are still free after all steps
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured; lengths and tokens are counted in tokens.
+    """What is measured; all lengths are in tokens.
 
-    `prompts` are the lengths of the rows' prompts, which streams take in turn. `as_installed`:
-    beside mlx-lm as it comes (mlx_lm.AsInstalled).
+    `prompts`: the lengths of the rows' prompts, used in rotation. `as_installed`: the peer is
+    mlx_lm.AsInstalled.
     """
 
     streams: Sequence[int] = (1, 8)
@@ -44,92 +44,94 @@ class Plan:
     as_installed: bool = False
 
 
-def measure(folder: Path, plan: Plan, say: Callable[[str], None]) -> Iterator[Line]:
-    """The lines, each when it is known. `say` is told what comes next."""
-    from mlxpool.bench.our_engine import Ours
+def measure(folder: Path, plan: Plan, progress: Callable[[str], None]) -> Iterator[Measurement]:
+    """Yields each measurement when it is complete. `progress` is called with what comes next."""
+    from mlxpool.bench.our_engine import OurEngine
 
-    say("loading the model")
-    ours = Ours(folder, deterministic=plan.deterministic, spare=_tokens(plan))
-    others = _others(folder, plan)
-    say("copying memory")
+    progress("loading the model")
+    ours = OurEngine(folder, deterministic=plan.deterministic, spare=_tokens(plan))
+    peers = _peers(folder, plan)
+    progress("copying memory")
     bandwidth = _copy_bandwidth(plan.rounds)
     for streams in plan.streams:
-        say(f"decode, {counted(streams)}")
-        line = _decode(ours, others, plan, streams)
+        progress(f"decode, {counted(streams)}")
+        line = _decode(ours, peers, plan, streams)
         yield line
         if streams == 1:
             yield _reading(line, ours.weight_bytes, bandwidth)
     for name in plan.sampled:
         for streams in plan.streams:
-            say(f"{name}, {counted(streams)}")
+            progress(f"{name}, {counted(streams)}")
             yield _sampled(ours, plan, name, streams)
     for tokens in plan.prefill:
-        say(f"prefill of {tokens:,} tokens")
-        yield _prefill(ours, others, plan, tokens)
+        progress(f"prefill of {tokens:,} tokens")
+        yield _prefill(ours, peers, plan, tokens)
     if plan.turn:
-        say(f"the second turn of {plan.turn:,} tokens")
+        progress(f"the second turn of {plan.turn:,} tokens")
         yield _turn(ours, plan)
 
 
-class Other(Protocol):
-    """Somebody who is measured beside us, in one way or several, each under its name."""
+class Peer(Protocol):
+    """An engine that is measured beside ours, in one or more ways, each with a name."""
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """Steps that give a token for each row."""
+        """Decode steps: a token for each row."""
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """Prompts up to their first token."""
+        """Prefills: a prompt up to its first token."""
 
 
-def _others(folder: Path, plan: Plan) -> list[Other]:
-    """Who is measured beside us: mlx-lm; where we are deterministic, ourselves when we are not."""
+def _peers(folder: Path, plan: Plan) -> list[Peer]:
+    """mlx-lm; with `deterministic`, our engine without it."""
     from mlxpool.bench import mlx_lm
-    from mlxpool.bench.our_engine import Plain
+    from mlxpool.bench.our_engine import NotDeterministic
     from mlxpool.worker.engine import backend
 
     if plan.deterministic:
-        return [Plain(folder)]
+        return [NotDeterministic(folder)]
     if not plan.peers or not mlx_lm.installed():
         return []
     if plan.as_installed:
         return [mlx_lm.AsInstalled(folder)]
-    return [mlx_lm.Apart(folder) if backend.on_gpu() else mlx_lm.Theirs(folder)]
+    return [mlx_lm.MlxLmProcess(folder) if backend.on_gpu() else mlx_lm.MlxLm(folder)]
 
 
 def counted(streams: int) -> str:
-    """As tables say it."""
+    """The count in the words of the tables."""
     return f"{streams} stream" if streams == 1 else f"{streams} streams"
 
 
 def _tokens(plan: Plan) -> int:
-    """As many as a row decodes at most, and a few."""
-    return WARM + plan.steps * (plan.rounds + 2) + ENDING
+    """The tokens that a row decodes at most, and some more."""
+    return WARMUP_STEPS + plan.steps * (plan.rounds + 2) + SPARE_TOKENS
 
 
 def lengths_of(streams: int, prompts: Sequence[int]) -> list[int]:
-    """The prompt lengths of so many streams."""
+    """The prompt length of each stream."""
     return list(islice(cycle(prompts), streams))
 
 
-def _decode(ours: Ours, others: Sequence[Other], plan: Plan, streams: int) -> Line:
+def _decode(ours: OurEngine, peers: Sequence[Peer], plan: Plan, streams: int) -> Measurement:
     from mlxpool.bench.our_engine import burst
 
     lengths = lengths_of(streams, plan.prompts)
     bursts: dict[str, Burst] = {OURS: partial(burst, ours.steps(lengths))}
-    _tidy()  # others in processes of their own need what our prompts took for a while
-    for other in others:
-        bursts |= other.decodes(lengths)
+    _free_memory()  # a peer in a process of its own needs the memory that our prefill used
+    for peer in peers:
+        bursts |= peer.decodes(lengths)
     found = _rates(bursts, plan, streams)
     del bursts
-    _tidy()
+    _free_memory()
     shown = " and ".join(f"{n:,}" for n in plan.prompts)
-    return Line(f"decode, prompts of {shown}", counted(streams), "tokens/s", found, at=streams)
+    return Measurement(
+        f"decode, prompts of {shown}", counted(streams), "tokens/s", found, at=streams
+    )
 
 
 def _rates(bursts: Mapping[str, Burst], plan: Plan, tokens: int) -> dict[str, tuple[float, ...]]:
-    """Tokens/s of every contestant in every round, `tokens` with each step."""
+    """Tokens/s of each contestant in each round; a step gives `tokens` tokens."""
     for work in bursts.values():
-        work(min(WARM, plan.steps))
+        work(min(WARMUP_STEPS, plan.steps))
     contestants = {name: partial(_rate, work, plan.steps, tokens) for name, work in bursts.items()}
     return in_turn(contestants, plan.rounds)
 
@@ -138,8 +140,8 @@ def _rate(work: Burst, steps: int, tokens: int) -> float:
     return tokens / work(steps)
 
 
-def _sampled(ours: Ours, plan: Plan, name: str, streams: int) -> Line:
-    """Beside greedy decode of our own."""
+def _sampled(ours: OurEngine, plan: Plan, name: str, streams: int) -> Measurement:
+    """Decode with this sampling, beside our greedy decode."""
     from mlxpool.bench.our_engine import burst
 
     lengths = lengths_of(streams, plan.prompts)
@@ -149,57 +151,57 @@ def _sampled(ours: Ours, plan: Plan, name: str, streams: int) -> Line:
     }
     found = _rates(bursts, plan, streams)
     del bursts
-    _tidy()
+    _free_memory()
     shown = ", ".join(f"{key} {value}" for key, value in SAMPLINGS[name].items())
-    return Line(f"sampled: {shown}", counted(streams), "tokens/s", found, at=streams)
+    return Measurement(f"sampled: {shown}", counted(streams), "tokens/s", found, at=streams)
 
 
-def _prefill(ours: Ours, others: Sequence[Other], plan: Plan, tokens: int) -> Line:
+def _prefill(ours: OurEngine, peers: Sequence[Peer], plan: Plan, tokens: int) -> Measurement:
     from mlxpool.bench.our_engine import burst
 
     bursts: dict[str, Burst] = {OURS: partial(burst, ours.prefill(tokens))}
-    for other in others:
-        bursts |= other.prefills(tokens)
+    for peer in peers:
+        bursts |= peer.prefills(tokens)
     found = _rates(bursts, replace(plan, steps=1), tokens)
     del bursts
-    _tidy()
-    return Line("prefill", f"{tokens:,} tokens", "tokens/s", found, at=tokens)
+    _free_memory()
+    return Measurement("prefill", f"{tokens:,} tokens", "tokens/s", found, at=tokens)
 
 
-def _turn(ours: Ours, plan: Plan) -> Line:
+def _turn(ours: OurEngine, plan: Plan) -> Measurement:
     once = ours.turn(plan.turn)
     once()
     pairs = [once() for _ in range(plan.rounds)]
     sides = {OURS: tuple(warm for _, warm in pairs), "cold": tuple(cold for cold, _ in pairs)}
     name = f"next turn of {plan.turn:,} tokens"
-    return Line("first token", name, "s", sides, at=plan.turn, less_is_better=True, digits=4)
+    return Measurement("first token", name, "s", sides, at=plan.turn, less_is_better=True, digits=4)
 
 
-def _reading(line: Line, weight_bytes: int, bandwidth: tuple[float, ...]) -> Line:
-    """Weights read by decode of one stream, beside what a copy reads and writes."""
+def _reading(line: Measurement, weight_bytes: int, bandwidth: tuple[float, ...]) -> Measurement:
+    """GB/s of weights that decode of one stream reads, beside the bandwidth of a copy."""
     read = tuple(rate * weight_bytes / 1e9 for rate in line.sides[OURS])
     sides = {OURS: read, "copy of an array": bandwidth}
     note = f"{weight_bytes:,} bytes of weights in memory"
-    return Line("memory", "weights read, 1 stream", "GB/s", sides, note=note)
+    return Measurement("memory", "weights read, 1 stream", "GB/s", sides, note=note)
 
 
 def _copy_bandwidth(rounds: int) -> tuple[float, ...]:
-    """GB/s, bytes read and bytes written."""
+    """GB/s of copies; bytes read and bytes written both count."""
     import mlx.core as mx
 
     from mlxpool.bench.our_engine import burst
 
-    source = mx.zeros((COPIED // 4,), dtype=mx.float32)
+    source = mx.zeros((COPY_BYTES // 4,), dtype=mx.float32)
     mx.eval(source)
 
     def copy() -> None:
         mx.eval(source + 1)
 
     burst(copy, 2)
-    return tuple(2 * COPIED / burst(copy, 4) / 1e9 for _ in range(rounds))
+    return tuple(2 * COPY_BYTES / burst(copy, 4) / 1e9 for _ in range(rounds))
 
 
-def _tidy() -> None:
+def _free_memory() -> None:
     import mlx.core as mx
 
     gc.collect()

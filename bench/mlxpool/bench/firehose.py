@@ -1,11 +1,11 @@
-"""A worker that only talks: rows as fast as the broker takes them, or at a fixed pace.
+"""A worker without a model: sends rows as fast as the broker takes them, or at a fixed rate.
 
-Started wherever the broker would start a worker (`environment`), or by itself at the bare relay:
+It runs in place of the broker's workers (see `environment`), or by itself for the bare relay:
 
     python -m mlxpool.bench.firehose ENDPOINT   # FIREHOSE holds the Flood
 
-It waits for as many requests as the flood has streams, then sends. The text of a row is the time at
-which it was sent.
+It waits for as many requests as the flood has streams, then sends. The text of a row is the
+monotonic time in ns at which it was sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mlxpool.common.transport import sockets
 
 VARIABLE = "FIREHOSE"
 FACTS = {"digest": "firehose", "context": 1 << 30, "max_tokens": 1 << 30, "prompt_tokens": 1}
-DETOUR = f"""\
+SITECUSTOMIZE = f"""\
 import os
 
 if "{WORKER_VARIABLE}" in os.environ:
@@ -42,7 +42,7 @@ if "{WORKER_VARIABLE}" in os.environ:
 
 @dataclass(frozen=True, slots=True)
 class Flood:
-    """So many tokens for each stream, one in each row of a frame; `rate` 0 frames/s: no limit."""
+    """What is sent: `tokens` of each stream, `rows` a frame, `rate` frames/s (0: no limit)."""
 
     streams: int
     rows: int
@@ -51,21 +51,21 @@ class Flood:
 
 
 def environment(folder: Path, flood: Flood) -> dict[str, str]:
-    """What a broker has to be started with for its workers to be firehoses."""
-    (folder / "sitecustomize.py").write_text(DETOUR)
+    """The environment of a broker whose workers are to be firehoses."""
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, VARIABLE: json.dumps(asdict(flood))}
 
 
 def serve() -> None:
-    """Serve one round after the other, until somebody ends it."""
+    """Serve one round after the other until the process is ended."""
     config = WorkerConfig.from_environment(os.environ[WORKER_VARIABLE])
     flood = Flood(**json.loads(os.environ[VARIABLE]))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = sockets.dealer(context, config.endpoint)
     hello = {"slot": config.slot, "token": config.token, "digest": "firehose", "context": 1 << 30}
     socket.send_multipart(wire.encode(Header(kinds.HELLO), hello))
-    runs: list[tuple[bytes, int]] = []
+    requests: list[tuple[bytes, int]] = []
     epoch = 0
     while True:
         message = wire.decode(socket.recv_multipart(), max_body=wire.MAX_BACK_BODY)
@@ -74,21 +74,21 @@ def serve() -> None:
             credit = {"sequences": flood.streams, "works": 0}
             socket.send_multipart(wire.encode(Header(kinds.CREDIT, None, epoch), credit))
         elif message.kind == kinds.WORK:
-            runs.append((message.header.id or b"", message.header.attempt))
-            if len(runs) == flood.streams:
-                talk(socket, epoch, runs, flood)
-                runs = []
+            requests.append((message.header.id or b"", message.header.attempt))
+            if len(requests) == flood.streams:
+                send_round(socket, epoch, requests, flood)
+                requests = []
 
 
-def talk(
-    socket: zmq.Socket[bytes], epoch: int, runs: list[tuple[bytes, int]], flood: Flood
+def send_round(
+    socket: zmq.Socket[bytes], epoch: int, requests: list[tuple[bytes, int]], flood: Flood
 ) -> None:
-    """All frames of one round."""
+    """Send all frames of one round."""
     header = wire.encode(Header(kinds.DELTAS, None, epoch))[0]
     blob = bytes(4 * flood.rows)
     pause = 1 / flood.rate if flood.rate else 0.0
     due = time.monotonic()
-    for rows in frames(runs, flood):
+    for rows in frames(requests, flood):
         if pause:
             due += pause
             time.sleep(max(0.0, due - time.monotonic()))
@@ -99,16 +99,16 @@ def talk(
         socket.send_multipart([header, body, blob[: 4 * len(rows)]])
 
 
-def frames(runs: list[tuple[bytes, int]], flood: Flood) -> Iterator[list[list[object]]]:
-    """Rows of one token, the streams in turn; facts with the first, the end with the last."""
-    places = {run: 0 for run in runs}
-    turn = cycle(runs)
-    for _ in range(len(runs) * flood.tokens // flood.rows):
+def frames(requests: list[tuple[bytes, int]], flood: Flood) -> Iterator[list[list[object]]]:
+    """Rows of one token, the streams in rotation; facts with the first, the end with the last."""
+    positions = {request: 0 for request in requests}
+    turn = cycle(requests)
+    for _ in range(len(requests) * flood.tokens // flood.rows):
         frame = []
-        for run in islice(turn, flood.rows):
-            pos = places[run]
-            places[run] += 1
-            row: list[object] = [*run, pos, "", 1]
+        for request in islice(turn, flood.rows):
+            pos = positions[request]
+            positions[request] += 1
+            row: list[object] = [*request, pos, "", 1]
             if pos == 0:
                 row += [None, FACTS]
             elif pos == flood.tokens - 1:
@@ -118,11 +118,11 @@ def frames(runs: list[tuple[bytes, int]], flood: Flood) -> Iterator[list[list[ob
 
 
 def main() -> None:
-    """Talk at the bare relay, then stay until somebody ends it."""
+    """Send one round to the bare relay, then wait for the end of the process."""
     flood = Flood(**json.loads(os.environ[VARIABLE]))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = sockets.dealer(context, sys.argv[1])
-    talk(socket, 1, [(os.urandom(16), number) for number in range(flood.streams)], flood)
+    send_round(socket, 1, [(os.urandom(16), number) for number in range(flood.streams)], flood)
     time.sleep(600)
 
 

@@ -1,7 +1,7 @@
-"""A line of figures, its spread and its ratio: what every measurement here gives.
+"""Figures of contestants, their spread and ratios.
 
-Machines vary by tens of percent from second to second, so contestants take turns in one run; a
-ratio is that of one round, and above 1 is always better.
+The speed of machines varies by tens of percent from second to second, so contestants take turns in
+one run. A ratio is that of one round; above 1 is always better.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ OURS = "mlxpool"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One thing measured in rounds: `sides` has the figures of each contestant, a round each.
+class Measurement:
+    """One quantity: `sides` has the figures of each contestant, one a round.
 
-    `at` is where it stands on the axis of a picture, streams or tokens; `group` is its table.
+    `group`: the table it is a row of. `at`: its position on the axis of a chart, in streams or
+    tokens.
     """
 
     group: str
@@ -29,13 +30,13 @@ class Line:
     less_is_better: bool = False
     digits: int = 1
     note: str = ""
-    compared: bool = True  # whether a ratio says anything
+    compared: bool = True  # whether a ratio has a meaning
 
     def median(self, side: str) -> float:
         return statistics.median(self.sides[side])
 
     def ratios(self) -> list[float]:
-        """Ours beside the best other of each round; empty where there is nothing to compare."""
+        """Our figure to the best other one, for each round; empty without another contestant."""
         others = [figures for side, figures in self.sides.items() if side != OURS]
         if not self.compared or OURS not in self.sides or not others:
             return []
@@ -46,37 +47,37 @@ class Line:
         return [ours / other for ours, other in zip(self.sides[OURS], best, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
-        """Undone by `from_json`; the ratios are added for readers."""
+        """The form that `from_json` reads, with the ratios."""
         return {**asdict(self), "ratios": self.ratios()}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Line:
+    def from_json(cls, found: Mapping[str, Any]) -> Measurement:
         return cls(**{key: value for key, value in found.items() if key != "ratios"})
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a run of `mlxpool bench` found, and on what."""
+    """The figures of one run of `mlxpool bench`, and its conditions."""
 
     what: str
     about: str  # the model, the numbers, the settings
     machine: str
     versions: str
     command: str
-    lines: Sequence[Line] = field(default_factory=tuple)
+    lines: Sequence[Measurement] = field(default_factory=tuple)
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "lines": [line.as_json() for line in self.lines]}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Figures:
-        return cls(**{**found, "lines": tuple(map(Line.from_json, found["lines"]))})
+        return cls(**{**found, "lines": tuple(map(Measurement.from_json, found["lines"]))})
 
 
 def in_turn(
     contestants: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, tuple[float, ...]]:
-    """What each gives in every round. The order changes, so that no one always comes second."""
+    """The figures of each contestant, one a round. The order of contestants rotates by round."""
     found: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for number in range(rounds):

@@ -1,8 +1,8 @@
-"""mlx-lm, as its own server uses it: the peer of the engine's figures.
+"""mlx-lm, used as its own server uses it: the peer of the engine.
 
-In this process, with the BLAS that this one has; or in one of its own (`Apart`, `AsInstalled`):
+It runs in this process with its BLAS, or in one of its own (`MlxLmProcess`, `AsInstalled`):
 
-    python -m mlxpool.bench.mlx_lm FOLDER   # one job as JSON a line, mean seconds a line
+    python -m mlxpool.bench.mlx_lm FOLDER   # in: a job as JSON a line; out: mean seconds a line
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from mlxpool.bench.our_engine import FOR_EVER, Burst, burst, prompt
+from mlxpool.bench.our_engine import UNLIMITED_TOKENS, Burst, burst, prompt
 
 NAME = "mlx-lm"
 
 
 def installed() -> bool:
-    """Whether there is such a peer here."""
+    """Whether mlx-lm is installed."""
     return find_spec("mlx_lm") is not None
 
 
 def loaded(folder: Path, *, as_stored: bool = False) -> Any:
-    """The model; float32 on a CPU, where that is faster for both, unless `as_stored`."""
+    """The model; in float32 on a CPU, where that is faster for both, unless `as_stored`."""
     from mlx_lm.utils import load_model
 
     model: Any = load_model(folder)[0]
@@ -41,15 +41,15 @@ def loaded(folder: Path, *, as_stored: bool = False) -> Any:
     return model
 
 
-class Theirs:
-    """A loaded model, see `loaded`."""
+class MlxLm:
+    """A model in this process, see `loaded`."""
 
     def __init__(self, folder: Path, *, as_stored: bool = False) -> None:
         self._model = loaded(folder, as_stored=as_stored)
         self._vocabulary = int(self._model.args.vocab_size)
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """See engine.Other; for one row both of the ways there are."""
+        """See engine.Peer; for one row with both of mlx-lm's interfaces."""
         prompts = [prompt(n, self._vocabulary, number) for number, n in enumerate(lengths)]
         found = {"BatchGenerator": self._batch(prompts)}
         if len(prompts) == 1:
@@ -60,7 +60,7 @@ class Theirs:
         from mlx_lm.generate import BatchGenerator
 
         batch: Any = BatchGenerator(
-            self._model, max_tokens=FOR_EVER, completion_batch_size=len(prompts)
+            self._model, max_tokens=UNLIMITED_TOKENS, completion_batch_size=len(prompts)
         )
         batch.insert(prompts)
         while len(batch.next()[1]) < len(prompts):
@@ -70,12 +70,12 @@ class Theirs:
     def _single(self, ids: list[int]) -> Callable[[], object]:
         from mlx_lm.generate import generate_step
 
-        tokens: Any = generate_step(mx.array(ids), self._model, max_tokens=FOR_EVER)
+        tokens: Any = generate_step(mx.array(ids), self._model, max_tokens=UNLIMITED_TOKENS)
         next(tokens)
         return partial(next, tokens)
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """See engine.Other."""
+        """See engine.Peer."""
         from mlx_lm.generate import generate_step
 
         ids = mx.array(prompt(tokens, self._vocabulary))
@@ -83,8 +83,8 @@ class Theirs:
         return {f"{NAME} generate_step": partial(burst, lambda: next(iter(once())))}
 
 
-class Apart:
-    """mlx-lm in a process of its own, so that neither finds the other's graphs and buffers."""
+class MlxLmProcess:
+    """mlx-lm in a process of its own, so that neither side shares graphs and buffers."""
 
     NAME: ClassVar[str] = NAME
 
@@ -102,11 +102,11 @@ class Apart:
         return dict(os.environ)
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """See engine.Other."""
+        """See engine.Peer."""
         return {self.NAME: partial(self._burst, {"decode": list(lengths)})}
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """See engine.Other."""
+        """See engine.Peer."""
         return {self.NAME: partial(self._burst, {"prefill": tokens})}
 
     def _burst(self, job: Mapping[str, Any], steps: int) -> float:
@@ -118,8 +118,8 @@ class Apart:
         return float(answer)
 
 
-class AsInstalled(Apart):
-    """Without OpenBLAS in front, in the dtype of the files."""
+class AsInstalled(MlxLmProcess):
+    """Without preloaded OpenBLAS, in the dtype of the files."""
 
     NAME = f"{NAME} as installed"
 
@@ -133,19 +133,19 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def main() -> None:
-    """Play the other side of Apart; the job before goes on where it was.
+    """The child process of MlxLmProcess. A job that repeats continues its sequences.
 
-    Of the ways there are the faster one counts.
+    With more than one interface the faster one counts.
     """
-    theirs = Theirs(Path(sys.argv[1]), as_stored=True)
+    model = MlxLm(Path(sys.argv[1]), as_stored=True)
     begun: dict[str, Sequence[Burst]] = {}
     for line in sys.stdin:
         job = json.loads(line)
         steps = job.pop("steps")
         name = json.dumps(job)
         if name not in begun:
-            ways = theirs.decodes(job["decode"]) if "decode" in job else None
-            begun = {name: list((ways or theirs.prefills(job["prefill"])).values())}
+            ways = model.decodes(job["decode"]) if "decode" in job else None
+            begun = {name: list((ways or model.prefills(job["prefill"])).values())}
         print(min(work(steps) for work in begun[name]), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Our engine in this process, without a compute thread around it: steps to be timed."""
+"""Our engine in this process, without the compute thread: provides the steps to time."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from mlxpool.worker.attention.layouts import InPool
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine import backend
 from mlxpool.worker.engine.engine import ModelEngine
-from mlxpool.worker.engine.sequence import Sequence as Job
+from mlxpool.worker.engine.sequence import Sequence as EngineSequence
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.load import inspect, load
 from mlxpool.worker.weights.memory_estimate import opens
 
-Burst = Callable[[int], float]  # so many steps -> mean seconds of one
+Burst = Callable[[int], float]  # number of steps -> mean seconds of a step
 
-FOR_EVER = 10**6  # tokens
+UNLIMITED_TOKENS = 10**6
 SPARE = 4096  # tokens of a row's context beyond its prompt
-ENDING = 256  # the same where only a first token follows
+PREFILL_SPARE = 256  # the same for rows that get one token only
 GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 
 
 def prompt(tokens: int, vocabulary: int, seed: int = 0) -> list[int]:
-    """Random ids; none of the special ones at the end of the vocabulary."""
+    """Random ids without the two special tokens at the end of the vocabulary."""
     draw = np.random.default_rng([seed, tokens])
     ids: list[int] = draw.integers(0, vocabulary - 2, tokens).tolist()
     return ids
 
 
-class Ours:
-    """A loaded model, with a fresh engine for everything that is measured."""
+class OurEngine:
+    """A loaded model; every measurement gets an engine of its own."""
 
     def __init__(self, folder: Path, *, deterministic: bool = False, spare: int = SPARE) -> None:
-        """`spare`: tokens that running rows have room for beyond their prompts."""
+        """`spare`: tokens of a running row's context beyond its prompt."""
         self._spare = spare
         found = inspect(folder)
         limit, float32 = backend.limit_of(0), not backend.on_gpu()
@@ -63,40 +63,40 @@ class Ours:
         return RowShape(plan.caches, self.dtype, self.longest, 1).token_bytes
 
     def engine(self, streams: int, context: int, prefix: str = "off") -> ModelEngine:
-        """One with room for so many rows."""
+        """A new engine for at most `streams` rows."""
         context = min(context, self.longest)
         return ModelEngine(self._loaded, prefix=prefix, context=context, sequences=streams)
 
     def running(
         self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
-    ) -> tuple[ModelEngine, list[Job]]:
-        """Rows with prompts of these lengths, ready to decode; each has its own seed."""
+    ) -> tuple[ModelEngine, list[EngineSequence]]:
+        """An engine and its rows after prefill: prompts of these lengths, each with a seed."""
         engine = self.engine(len(lengths), max(lengths) + self._spare)
         if isinstance(engine._layout, InPool) and engine._layout.lined:  # as a worker does at load
             engine._layout.batch.warm_steps([len(lengths)], engine.context, _nothing)
         settings = Options.parse({**options, "ignore_eos": True})
-        jobs = []
+        sequences = []
         for number, length in enumerate(lengths):
             ids = tuple(prompt(length, self.vocabulary, number))
-            jobs.append(Job(b"", 0, ids, settings, number, FOR_EVER))
-            _enter(engine, jobs[-1])
-        return engine, jobs
+            sequences.append(EngineSequence(b"", 0, ids, settings, number, UNLIMITED_TOKENS))
+            _prefill(engine, sequences[-1])
+        return engine, sequences
 
     def steps(
         self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
     ) -> Callable[[], object]:
-        """A token for each row with every call."""
-        engine, jobs = self.running(lengths, options)
+        """A function whose call decodes one token of each row."""
+        engine, sequences = self.running(lengths, options)
 
         def step() -> None:
-            for drawn in engine.decode(jobs):
+            for drawn in engine.decode(sequences):
                 drawn.sequence.ids.append(drawn.token)
 
         return step
 
     def prefill(self, tokens: int) -> Callable[[], object]:
-        """A prompt up to its first token with every call, of which nothing stays."""
-        engine = self.engine(1, tokens + ENDING)
+        """A function whose call prefills a prompt, draws its first token and releases the row."""
+        engine = self.engine(1, tokens + PREFILL_SPARE)
         ids = tuple(prompt(tokens, self.vocabulary))
 
         def once() -> None:
@@ -105,9 +105,12 @@ class Ours:
         return once
 
     def turn(self, tokens: int, said: int = 32) -> Callable[[], tuple[float, float]]:
-        """Seconds until the first token of a conversation of `tokens`: cold, and its next turn."""
+        """A function whose call measures a conversation of `tokens` tokens.
+
+        It returns the seconds to the first token: of the cold prompt, and of the next turn.
+        """
         engine = self.engine(1, tokens + said + SPARE, prefix="tree")
-        rounds = iter(range(FOR_EVER))
+        rounds = iter(range(UNLIMITED_TOKENS))
 
         def once() -> tuple[float, float]:
             ids = tuple(prompt(tokens + said, self.vocabulary, next(rounds)))
@@ -116,46 +119,46 @@ class Ours:
         return once
 
     def _timed(self, engine: ModelEngine, ids: tuple[int, ...]) -> float:
-        """Seconds to the first token; what it leaves for a next turn is kept after them."""
+        """Seconds to the first token; releases the row into the prefix cache after the timing."""
         mx.synchronize()
         started = time.perf_counter()
-        job = self._first(engine, ids)
+        sequence = self._first(engine, ids)
         took = time.perf_counter() - started
-        engine.release(job)
+        engine.release(sequence)
         return took
 
-    def _first(self, engine: ModelEngine, ids: tuple[int, ...]) -> Job:
-        job = Job(b"", 0, ids, Options.parse(GREEDY), 0, 1)
-        _enter(engine, job)
-        engine.decode([job])
-        return job
+    def _first(self, engine: ModelEngine, ids: tuple[int, ...]) -> EngineSequence:
+        sequence = EngineSequence(b"", 0, ids, Options.parse(GREEDY), 0, 1)
+        _prefill(engine, sequence)
+        engine.decode([sequence])
+        return sequence
 
 
-class Plain(Ours):
-    """Ours without `deterministic`, as somebody to be measured beside."""
+class NotDeterministic(OurEngine):
+    """Our engine without `deterministic`, as a peer."""
 
     NAME = "not deterministic"
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """See engine.Other."""
+        """See engine.Peer."""
         return {self.NAME: partial(burst, self.steps(lengths))}
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """See engine.Other."""
+        """See engine.Peer."""
         return {self.NAME: partial(burst, self.prefill(tokens))}
 
 
 def _nothing() -> None: ...
 
 
-def _enter(engine: ModelEngine, job: Job) -> None:
-    engine.admit(job)
-    while engine.prefill(job, engine.chunk):
+def _prefill(engine: ModelEngine, sequence: EngineSequence) -> None:
+    engine.admit(sequence)
+    while engine.prefill(sequence, engine.chunk):
         pass
 
 
 def burst(step: Callable[[], object], steps: int) -> float:
-    """Mean seconds of some steps; what was queued before is done before the clock starts."""
+    """Mean seconds of a step. Waits for queued work before the clock starts."""
     mx.synchronize()
     started = time.perf_counter()
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""A pool that is measured: `mlxpool serve` in a process of its own, ended with the block."""
+"""Starts the processes of a measurement, such as `mlxpool serve`, and ends them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-START = 600.0  # seconds that anything may take to start
+START_TIMEOUT = 600.0  # seconds
 
 
 @contextmanager
 def started(
     command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process whose output goes to `log`."""
+    """Run a process meanwhile, with its output in `log`."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -35,7 +35,7 @@ def started(
 def serving(
     run_dir: Path, settings: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A broker that answers, with these settings as its TOML."""
+    """Run a broker with this TOML meanwhile; entered when it answers."""
     from mlxpool.client import Client
 
     file = run_dir / "mlxpool.toml"
@@ -43,6 +43,6 @@ def serving(
     command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(run_dir), "serve"]
     log = run_dir / "broker.log"
     with started([*command, "--config", str(file)], log, environment) as process:
-        with Client(run_dir, connect_timeout=START) as client:
+        with Client(run_dir, connect_timeout=START_TIMEOUT) as client:
             client.models()
         yield process

@@ -1,10 +1,11 @@
-"""How much of each prompt the prefix cache gives back, beside mlx-lm's server cache.
+"""Measures how much of each prompt the prefix cache has, beside mlx-lm's server cache.
 
-Conversations take turns, each with its own history behind a common system prompt; every answer
-goes into the next prompt. Each request is asked of the tree, the single entry and mlx-lm (its
-LRUPromptCache as its server uses it: nearest entry, generate, insert) one after the other, on the
-same model. Reusable is what some earlier sequence of the same contestant began with, but for the
-last token of the prompt. Stored bytes are set against those of the unique tokens.
+Conversations take turns, each with its own history after a common system prompt; every answer is
+part of the next prompt. Each request goes to the tree, the single entry and mlx-lm (its
+LRUPromptCache used as in its server: nearest entry, generate, insert) one after the other, with the
+same model. Reusable tokens are the longest common prefix with an earlier sequence of the same
+contestant, without the last token of the prompt. Stored bytes are compared with those of the unique
+tokens.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from mlxpool.bench import mlx_lm
-from mlxpool.bench.measurement import OURS, Line
-from mlxpool.bench.our_engine import Ours
+from mlxpool.bench.measurement import OURS, Measurement
+from mlxpool.bench.our_engine import OurEngine
 
-SYSTEM = 100  # tokens in front of every conversation
-ANSWER = 40  # tokens
+SYSTEM_TOKENS = 100  # at the start of every conversation
+ANSWER_TOKENS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`tokens` are those of a conversation at its end."""
+    """What is measured. `tokens`: the length of a conversation at its end."""
 
     conversations: int = 8
     turns: int = 10
@@ -37,37 +38,37 @@ class Plan:
 
 class Contestant(Protocol):
     name: str
-    drawn: int  # tokens at the end of an answer that were drawn and never computed
+    drawn: int  # tokens at the end of an answer that were drawn but not fed to the model
 
     def ask(self, prompt: list[int]) -> tuple[int, list[int], float]:
-        """Tokens found in the cache, the answer, seconds until its first token."""
+        """Cached tokens of the prompt, the answer, seconds to its first token."""
 
     def stored(self) -> int:
-        """Bytes of what is kept."""
+        """Bytes in the cache."""
 
 
-class Tree:
-    """Our engine alone; `mode` as the setting `prefix_cache` has it."""
+class OurCache:
+    """Our engine with a prefix cache; `mode` is a value of the setting `prefix_cache`."""
 
     drawn = 1
 
-    def __init__(self, ours: Ours, mode: str, context: int) -> None:
+    def __init__(self, ours: OurEngine, mode: str, context: int) -> None:
         self.name = OURS if mode == "tree" else f"{mode} entry"
         self.engine = ours.engine(8, context, prefix=mode)
 
     def begin(self, prompt: list[int]) -> Any:
-        """A sequence whose prompt is computed."""
+        """A sequence after prefill."""
         from mlxpool.common.options import Options
         from mlxpool.worker.engine.sequence import Sequence
 
-        seq = Sequence(b"", 1, tuple(prompt), Options(temperature=0.0), 1, ANSWER)
+        seq = Sequence(b"", 1, tuple(prompt), Options(temperature=0.0), 1, ANSWER_TOKENS)
         self.engine.admit(seq)
         while self.engine.prefill(seq, self.engine.chunk):
             pass
         return seq
 
     def step(self, seq: Any) -> None:
-        """One more token."""
+        """Decode one token."""
         (drawn,) = self.engine.decode([seq])
         seq.ids.append(drawn.token)
 
@@ -77,7 +78,7 @@ class Tree:
         seq = self.begin(prompt)
         self.step(seq)
         first = time.perf_counter() - started
-        for _ in range(ANSWER - 1):
+        for _ in range(ANSWER_TOKENS - 1):
             self.step(seq)
         self.engine.release(seq)
         return seq.cached, list(seq.ids), first
@@ -87,8 +88,8 @@ class Tree:
         return self.engine.memory().prefix
 
 
-class Theirs:
-    """mlx-lm, with the cache of its server at the server's default size."""
+class MlxLmCache:
+    """mlx-lm with its server's cache at the server's default size."""
 
     name = "mlx-lm"
     drawn = 0
@@ -108,7 +109,9 @@ class Theirs:
         started = time.perf_counter()
         cache, rest = self._cache.fetch_nearest_cache("model", prompt)
         cache = cache or make_prompt_cache(self._model)
-        tokens = generate_step(mx.array(rest), self._model, max_tokens=ANSWER, prompt_cache=cache)
+        tokens = generate_step(
+            mx.array(rest), self._model, max_tokens=ANSWER_TOKENS, prompt_cache=cache
+        )
         answer = [int(next(tokens)[0])]
         first = time.perf_counter() - started
         answer += [int(token) for token, _ in tokens]
@@ -122,18 +125,20 @@ class Theirs:
 
 @dataclass
 class Score:
-    """What one contestant got and could have got."""
+    """The cached and the reusable tokens of one contestant."""
 
     reusable: int = 0
     found: int = 0
-    first: float = 0.0  # seconds until first tokens, all requests together
-    seen: dict[tuple[int, ...], None] = field(default_factory=dict)  # whole sequences computed
+    first: float = 0.0  # seconds to first tokens, summed over requests
+    seen: dict[tuple[int, ...], None] = field(
+        default_factory=dict
+    )  # all computed sequences, in order
 
     def share(self) -> float:
         return self.found / self.reusable
 
     def add(self, prompt: list[int], cached: int, computed: list[int], first: float) -> None:
-        """One request, of whose answer `computed` went through the model."""
+        """Add a request; `computed`: the part of its answer that was fed to the model."""
         best = max((common(old, prompt) for old in self.seen), default=0)
         self.reusable += min(best, len(prompt) - 1)
         self.found += cached
@@ -141,7 +146,7 @@ class Score:
         self.seen[tuple(prompt + computed)] = None
 
     def unique_tokens(self) -> int:
-        """Tokens of all sequences computed so far, each prefix once."""
+        """Tokens of all computed sequences, with each common prefix counted once."""
         total, before = 0, ()  # type: tuple[int, tuple[int, ...]]
         for tokens in sorted(self.seen):
             total += len(tokens) - common(before, tokens)
@@ -159,19 +164,19 @@ def common(left: Iterable[int], right: Iterable[int]) -> int:
     return length
 
 
-def play(
-    contestants: list[Contestant], plan: Plan, vocabulary: int, say: Callable[[str], None]
+def converse(
+    contestants: list[Contestant], plan: Plan, vocabulary: int, progress: Callable[[str], None]
 ) -> tuple[dict[str, Score], dict[str, list[list[int]]]]:
-    """All turns of all conversations; the scores, and the histories at the end."""
-    draw = np.random.default_rng(7)
-    said = (plan.tokens - SYSTEM) // plan.turns - ANSWER  # by the user, in each turn
-    system = draw.integers(0, vocabulary - 2, SYSTEM).tolist()
+    """Run all turns of all conversations; returns the scores and the final histories."""
+    rng = np.random.default_rng(7)
+    user_tokens = (plan.tokens - SYSTEM_TOKENS) // plan.turns - ANSWER_TOKENS  # in each turn
+    system = rng.integers(0, vocabulary - 2, SYSTEM_TOKENS).tolist()
     scores = {one.name: Score() for one in contestants}
     histories = {one.name: [list(system) for _ in range(plan.conversations)] for one in contestants}
     for turn in range(plan.turns):
-        say(f"turn {turn + 1} of {plan.turns}")
+        progress(f"turn {turn + 1} of {plan.turns}")
         for which in range(plan.conversations):
-            words = draw.integers(0, vocabulary - 2, said).tolist()
+            words = rng.integers(0, vocabulary - 2, user_tokens).tolist()
             for one in contestants:
                 history = histories[one.name][which]
                 history += words
@@ -182,8 +187,8 @@ def play(
     return scores, histories
 
 
-def all_at_once(tree: Tree, histories: list[list[int]]) -> dict[str, int]:
-    """Bytes of tree and rows while every conversation runs."""
+def memory_of_all(tree: OurCache, histories: list[list[int]]) -> dict[str, int]:
+    """Bytes of the prefix cache and of rows while every conversation has a running row."""
     running = [tree.begin([*history, 1, 2, 3]) for history in histories]
     for seq in running:
         tree.step(seq)
@@ -193,36 +198,36 @@ def all_at_once(tree: Tree, histories: list[list[int]]) -> dict[str, int]:
     return {"prefix": memory.prefix, "rows": memory.kv}
 
 
-def measure(folder: Path, plan: Plan, say: Callable[[str], None]) -> Iterator[Line]:
-    """One company of conversations. Raises ValueError when they outgrow the model."""
-    say("loading the model")
-    ours = Ours(folder)
-    context = plan.tokens + SYSTEM + 4 * ANSWER
+def measure(folder: Path, plan: Plan, progress: Callable[[str], None]) -> Iterator[Measurement]:
+    """Yields the measurements. Raises ValueError if conversations exceed the model's context."""
+    progress("loading the model")
+    ours = OurEngine(folder)
+    context = plan.tokens + SYSTEM_TOKENS + 4 * ANSWER_TOKENS
     if context > ours.longest:
         raise ValueError(
             f"--tokens {plan.tokens} needs a context of {context}, this model has {ours.longest};"
             f" give --tokens {ours.longest - context + plan.tokens} or less, or --shape small"
         )
-    tree = Tree(ours, "tree", context)
-    contestants: list[Contestant] = [tree, Tree(ours, "single", context)]
+    tree = OurCache(ours, "tree", context)
+    contestants: list[Contestant] = [tree, OurCache(ours, "single", context)]
     if plan.peers and mlx_lm.installed():
-        contestants.append(Theirs(folder))
-    scores, histories = play(contestants, plan, ours.vocabulary, say)
-    together = all_at_once(tree, histories[OURS])
-    yield from _lines(contestants, scores, ours.token_bytes)
+        contestants.append(MlxLmCache(folder))
+    scores, histories = converse(contestants, plan, ours.vocabulary, progress)
+    together = memory_of_all(tree, histories[OURS])
+    yield from _measurements(contestants, scores, ours.token_bytes)
     sides = {part: (size / 1e6,) for part, size in together.items()}
     name = f"all {plan.conversations} conversations at once"
-    yield Line("memory at work", name, "MB", sides, compared=False)
+    yield Measurement("memory at work", name, "MB", sides, compared=False)
 
 
-def _lines(
+def _measurements(
     contestants: Sequence[Contestant], scores: dict[str, Score], token_bytes: int
-) -> Iterator[Line]:
+) -> Iterator[Measurement]:
     Figure = Callable[[Contestant, Score], float]
 
-    def line(name: str, unit: str, digits: int, figure: Figure) -> Line:
+    def line(name: str, unit: str, digits: int, figure: Figure) -> Measurement:
         sides = {one.name: (figure(one, scores[one.name]),) for one in contestants}
-        return Line("prefix cache", name, unit, sides, digits=digits, compared=unit == "s")
+        return Measurement("prefix cache", name, unit, sides, digits=digits, compared=unit == "s")
 
     def share(one: Contestant, score: Score) -> float:
         return one.stored() / (score.unique_tokens() * token_bytes)

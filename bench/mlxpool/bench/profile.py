@@ -1,8 +1,8 @@
-"""Where the time of a decode step goes: the host's part, and the model's parts by themselves.
+"""Profiles a decode step: the host's part, and the model's parts timed alone.
 
 The host builds a step, waits for the device and reads the tokens; with lookahead it builds the next
-step while the device computes. The parts are timed alone, so on a GPU their sum leaves out what
-runs beside each other.
+step while the device computes. Since the parts are timed alone, their sum on a GPU does not account
+for work that overlaps.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlxpool.bench.measurement import OURS, Line
-from mlxpool.bench.our_engine import Ours, burst
-from mlxpool.worker.engine import engine as engine_room
+from mlxpool.bench.measurement import OURS, Measurement
+from mlxpool.bench.our_engine import OurEngine, burst
+from mlxpool.worker.engine import engine as engine_module
 from mlxpool.worker.layers.linear import Embedding, Linear, QuantisedEmbedding, QuantisedLinear
 from mlxpool.worker.sampling import draws, sampler
 
-PARTS = (Linear, QuantisedLinear)
+LINEAR_LAYERS = (Linear, QuantisedLinear)
 EMBEDDINGS = (Embedding, QuantisedEmbedding)
-SHOWN = 12  # Python functions
+MAX_FUNCTIONS = 12  # of the Python profile that are printed
 
 
 def measure(
     folder: Path, streams: Sequence[int], length: int, rounds: int, steps: int
-) -> Iterator[Line]:
-    """Milliseconds of a step and of its parts, for each number of streams."""
-    ours = Ours(folder)
+) -> Iterator[Measurement]:
+    """Yields milliseconds of a step and of its parts, for each number of streams."""
+    ours = OurEngine(folder)
     for count in streams:
         yield from _of_step(ours, [length] * count, rounds, steps)
 
 
-def _of_step(ours: Ours, lengths: Sequence[int], rounds: int, steps: int) -> Iterator[Line]:
+def _of_step(
+    ours: OurEngine, lengths: Sequence[int], rounds: int, steps: int
+) -> Iterator[Measurement]:
     from mlxpool.common.options import Options
 
     count = len(lengths)
@@ -61,7 +63,7 @@ def _of_step(ours: Ours, lengths: Sequence[int], rounds: int, steps: int) -> Ite
     group = f"a decode step, {count} stream{'s' * (count > 1)}"
     for name, times in found.items():
         sides = {OURS: tuple(1000 * one for one in times)}
-        yield Line(group, name, "ms", sides, at=count, digits=3, compared=False)
+        yield Measurement(group, name, "ms", sides, at=count, digits=3, compared=False)
     yield _python(ours, lengths, steps, group)
 
 
@@ -70,8 +72,10 @@ def _bursts(work: Callable[[], object], rounds: int, steps: int) -> list[float]:
     return [burst(work, steps) for _ in range(rounds)]
 
 
-def _host(ours: Ours, lengths: Sequence[int], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of a step; of it, building and reading. The rest is waiting for the device."""
+def _host(
+    ours: OurEngine, lengths: Sequence[int], rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Seconds of a step, of building it and of reading its tokens; the rest waits for the GPU."""
     engine, jobs = ours.running(lengths)
     spent: defaultdict[str, float] = defaultdict(float)
 
@@ -91,7 +95,7 @@ def _host(ours: Ours, lengths: Sequence[int], rounds: int, steps: int) -> dict[s
     for name in ("_ahead", "_step"):
         setattr(engine, name, timed("of it, the host builds", getattr(engine, name)))
     found: dict[str, list[float]] = {}
-    with mock.patch.object(engine_room, "drawn", timed("of it, the host reads", draws.drawn)):
+    with mock.patch.object(engine_module, "drawn", timed("of it, the host reads", draws.drawn)):
         burst(step, steps)
         for _ in range(rounds):
             spent.clear()
@@ -101,8 +105,8 @@ def _host(ours: Ours, lengths: Sequence[int], rounds: int, steps: int) -> dict[s
     return found
 
 
-def _python(ours: Ours, lengths: Sequence[int], steps: int, group: str) -> Line:
-    """The host's functions that take most; the profiler makes Python some times slower."""
+def _python(ours: OurEngine, lengths: Sequence[int], steps: int, group: str) -> Measurement:
+    """The Python functions with the most time; the profiler slows Python down by a factor."""
     step = ours.steps(lengths)
     burst(step, steps)
     profile = cProfile.Profile()
@@ -111,27 +115,29 @@ def _python(ours: Ours, lengths: Sequence[int], steps: int, group: str) -> Line:
     profile.disable()
     text = io.StringIO()
     stats = pstats.Stats(profile, stream=text)
-    stats.strip_dirs().sort_stats("tottime").print_stats(SHOWN)
+    stats.strip_dirs().sort_stats("tottime").print_stats(MAX_FUNCTIONS)
     rows = text.getvalue().partition("   ncalls")[2].rstrip().splitlines()
     note = "\n".join(["       ncalls" + rows[0], *(f"    {row}" for row in rows[1:])])
     seconds = stats.total_tt / steps  # type: ignore[attr-defined]
     sides = {OURS: (1000 * seconds,)}
-    return Line(group, "under Python's profiler", "ms", sides, note=note, compared=False, digits=3)
+    return Measurement(
+        group, "under Python's profiler", "ms", sides, note=note, compared=False, digits=3
+    )
 
 
 # ---- the model's parts ---------------------------------------------------------------------------
 
 
 def layers_of(model: object) -> list[Any]:
-    """Every linear layer of a model, wherever it keeps them, but for the logits'."""
+    """Every linear layer of a model except the one of the logits."""
     head = _head_of(model)
-    return [part for part in _walk(model, PARTS) if not any(part is one for one in head)]
+    return [part for part in _walk(model, LINEAR_LAYERS) if not any(part is one for one in head)]
 
 
 def _head_of(model: object) -> list[Any]:
-    """What makes the logits: a layer of its own, or the embedding again."""
+    """The layer that computes the logits: a layer of its own, or the tied embedding."""
     own = getattr(model, "head", None)
-    if isinstance(own, PARTS):
+    if isinstance(own, LINEAR_LAYERS):
         return [own]
     return [part.as_linear for part in _walk(model, EMBEDDINGS)][:1]
 
@@ -143,11 +149,11 @@ def _walk(part: object, kinds: tuple[type, ...], seen: set[int] | None = None) -
     seen.add(id(part))
     if isinstance(part, kinds):
         yield part
-    for inner in _inside(part):
+    for inner in _children(part):
         yield from _walk(inner, kinds, seen)
 
 
-def _inside(part: object) -> Sequence[object]:
+def _children(part: object) -> Sequence[object]:
     if isinstance(part, list | tuple):
         return part
     if isinstance(part, dict):
@@ -160,12 +166,12 @@ def _inside(part: object) -> Sequence[object]:
 
 
 def _products(layers: Sequence[Any], rows: int, dtype: mx.Dtype) -> None:
-    """All of them with lines of zeros: what these weights cost at the least."""
+    """Apply all layers to rows of zeros: the least time that these weights take."""
     mx.eval([layer(mx.zeros((rows, width(layer)), dtype=dtype)) for layer in layers])
 
 
 def width(layer: Any) -> int:
-    """The numbers of a line that goes in."""
+    """The input size of a layer."""
     weight = getattr(layer, "__self__", layer).weight
     if isinstance(weight, mx.array):
         return int(weight.shape[-1])

@@ -1,6 +1,6 @@
-"""The least that any broker does: two ROUTERs, every message forwarded as it is.
+"""The peer of the broker: two ROUTER sockets, every message forwarded unchanged.
 
-python -m mlxpool.bench.relay FRONT BACK   # endpoints; the first to speak in front gets everything
+python -m mlxpool.bench.relay FRONT BACK   # endpoints; the first client of FRONT gets all messages
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import sys
 
 import zmq
 
-AT_ONCE = 256  # messages taken before the front is looked at
+MAX_BURST = 256  # messages forwarded before the front is polled
 
 
 def main() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     front, back = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
-    front.setsockopt(zmq.ROUTER_MANDATORY, 1)  # wait for a full peer instead of dropping
+    front.setsockopt(zmq.ROUTER_MANDATORY, 1)  # block at a full queue instead of dropping
     front.bind(sys.argv[1])
     back.bind(sys.argv[2])
     client = front.recv_multipart()[0]
@@ -25,7 +25,7 @@ def main() -> None:
     while True:
         ready = dict(poller.poll())
         if back in ready:
-            for _ in range(AT_ONCE):
+            for _ in range(MAX_BURST):
                 try:
                     parts = back.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:

@@ -1,4 +1,4 @@
-"""Figures as tables for a page, and as a file."""
+"""Renders figures as Markdown tables, and saves them as JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mlxpool.bench.measurement import OURS, Figures, Line
+from mlxpool.bench.measurement import OURS, Figures, Measurement
 
 PACKAGES = ("mlxpool", "mlx", "mlx-lm", "pyzmq", "msgpack", "tokenizers")
 
 
 def versions() -> str:
-    """Of what plays a part, as far as it is installed."""
+    """The versions of the relevant packages that are installed."""
     found = []
     for name in PACKAGES:
         try:
@@ -29,7 +29,7 @@ def versions() -> str:
 
 
 def machine() -> str:
-    """Cores, architecture, Python, the GPU if MLX uses one."""
+    """Cores, architecture, system, Python, and the GPU if MLX uses one."""
     found = (
         f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()},"
         f" Python {platform.python_version()}"
@@ -45,7 +45,7 @@ def machine() -> str:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """`median (minimum - maximum)`; one value alone as it is."""
+    """`median (minimum - maximum)`; a single value without the brackets."""
     middle = f"{statistics.median(values):,.{digits}f}"
     if len(values) == 1:
         return middle
@@ -59,7 +59,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(figures: Figures) -> str:
-    """The command, what it ran on, and a table for each group."""
+    """The command, its conditions, and a table for each group."""
     parts = [
         f"```sh\n{figures.command}\n```",
         f"{figures.about}\n{figures.versions}; {figures.machine}.\n"
@@ -69,15 +69,15 @@ def markdown(figures: Figures) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def grouped(lines: Sequence[Line]) -> Iterator[list[Line]]:
-    """Lines of one table, in the order in which they came."""
+def grouped(lines: Sequence[Measurement]) -> Iterator[list[Measurement]]:
+    """The measurements of each table, in the order of their first row."""
     order = list(dict.fromkeys(line.group for line in lines))
     by_table = sorted(lines, key=lambda line: order.index(line.group))
     for _, found in groupby(by_table, key=lambda line: line.group):
         yield list(found)
 
 
-def _table_of(lines: Sequence[Line]) -> str:
+def _table_of(lines: Sequence[Measurement]) -> str:
     sides = list(dict.fromkeys(side for line in lines for side in line.sides))
     compared = any(line.ratios() for line in lines)
     mixed = len({line.unit for line in lines}) > 1
@@ -88,7 +88,7 @@ def _table_of(lines: Sequence[Line]) -> str:
     return "\n\n".join([table(head, rows), *notes])
 
 
-def _row(line: Line, sides: Sequence[str], *, compared: bool, unit: bool) -> list[str]:
+def _row(line: Measurement, sides: Sequence[str], *, compared: bool, unit: bool) -> list[str]:
     cells = [spread(line.sides[side], line.digits) if side in line.sides else "" for side in sides]
     ratios = line.ratios()
     last = [f"**{spread(ratios, 2)}**" if ratios else ""] if compared else []
@@ -96,8 +96,8 @@ def _row(line: Line, sides: Sequence[str], *, compared: bool, unit: bool) -> lis
     return [name, *cells, *last]
 
 
-def short(line: Line) -> str:
-    """One line of it, for a terminal while the next is measured."""
+def short(line: Measurement) -> str:
+    """A measurement in one line, for the terminal."""
     sides = ", ".join(f"{side} {spread(found, line.digits)}" for side, found in line.sides.items())
     ratios = line.ratios()
     ending = f"; ratio {spread(ratios, 2)}" if ratios and OURS in line.sides else ""
@@ -105,12 +105,12 @@ def short(line: Line) -> str:
 
 
 def write(file: Path, figures: Figures) -> None:
-    """As JSON."""
+    """Write the figures as JSON."""
     file.write_text(json.dumps(figures.as_json(), indent=1) + "\n", encoding="utf-8")
 
 
 def read(file: Path) -> Figures:
-    """What `write` wrote. Raises ValueError where a file is something else."""
+    """The figures that `write` wrote. Raises ValueError for any other file."""
     try:
         return Figures.from_json(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -118,7 +118,7 @@ def read(file: Path) -> Figures:
 
 
 def save(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Figures of another form as JSON, beside versions and machine."""
+    """Write the figures of a bench script as JSON, with versions and machine; None: do nothing."""
     if path is not None:
         whole = {"versions": versions(), "machine": machine(), **figures}
         path.write_text(json.dumps(whole, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Shapes of known models, for random weights: config.json of each, but for what plays no part."""
+"""Shapes of known models, for random weights: the relevant members of each config.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LLAMA: dict[str, Any] = {
 }
 
 SHAPES: dict[str, dict[str, Any]] = {
-    # For tests: nothing is learnt about speed.
+    # For tests; too small for measurements.
     "tiny": {
         **LLAMA,
         "hidden_size": 64,
@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
         "tie_word_embeddings": True,
     },
-    # The embedded model's size with a longer context: what a CPU can be measured with.
+    # The embedded model's size with a longer context, for measurements on a CPU.
     "small": {
         **LLAMA,
         "hidden_size": 256,

@@ -1,8 +1,8 @@
-"""Many streams at once from processes of their own, at the pool or at an HTTP server.
+"""Runs many streams from several client processes, against the pool or an HTTP server.
 
-python -m mlxpool.bench.swarm   # a Part as JSON on stdin; each stream's Arrivals on stdout
+python -m mlxpool.bench.swarm   # in: a Job as JSON; out: the Arrivals of each stream
 
-A process says `ready` and waits for the moment of the monotonic clock at which all begin.
+A process prints `ready`, then reads the time of the monotonic clock at which all start.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from typing import Any
 Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 MODEL = "bench"
-LEAD = 0.2  # seconds from the moment that all processes are ready to the first request
+START_DELAY = 0.2  # seconds from the time all processes are ready to the first request
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one process asks.
+class Job:
+    """The streams of one process.
 
-    `target` is the pool's run directory, or HOST:PORT of a server with /v1/completions.
+    `target`: the pool's run directory, or HOST:PORT of a server with /v1/completions.
     """
 
     target: str
     http: bool
-    numbers: Sequence[int]  # of the streams; no two of a run share one
+    numbers: Sequence[int]  # of the streams, unique in a run
     prompt: int  # tokens
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Of one stream: seconds from the moment that all began, with the tokens that came then."""
+    """The arrivals of one stream: seconds since the start of all, and the tokens of each."""
 
     times: Sequence[float]
     counts: Sequence[int]
@@ -53,8 +53,8 @@ class Arrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What all streams of a round saw: tokens/s while all ran, and seconds."""
+class RoundFigures:
+    """One round: tokens/s while all streams ran, seconds to first tokens, gaps in seconds."""
 
     rate: float
     first: Sequence[float]
@@ -62,19 +62,19 @@ class Seen:
 
 
 def text_of(number: int, tokens: int) -> str:
-    """A prompt of so many bytes, each of which is a token of a made-up vocabulary."""
+    """A prompt of `tokens` bytes; each byte is a token of the random models' vocabulary."""
     start = f"{number:06d} "
     return (start + "the quick brown fox jumps over the lazy dog " * (tokens // 40 + 1))[:tokens]
 
 
-def run(part: Part, processes: int) -> list[Arrivals]:
-    """All streams, begun at the same moment by so many processes."""
-    shares = [part.numbers[which::processes] for which in range(processes)]
-    children = [_child(part, share) for share in shares if share]
+def run(job: Job, processes: int) -> list[Arrivals]:
+    """Run all streams in `processes` processes that start at the same time."""
+    shares = [job.numbers[which::processes] for which in range(processes)]
+    children = [_child(job, share) for share in shares if share]
     for child in children:
         assert child.stdout is not None
-        child.stdout.readline()  # it is ready, or has ended
-    begin = time.monotonic() + LEAD
+        child.stdout.readline()  # `ready`, or the end of the process
+    begin = time.monotonic() + START_DELAY
     for child in children:
         with contextlib.suppress(BrokenPipeError):
             print(begin, file=child.stdin, flush=True)
@@ -82,12 +82,12 @@ def run(part: Part, processes: int) -> list[Arrivals]:
     for child in children:
         output = child.communicate()[0]
         if child.returncode:
-            raise SystemExit(f"a process of streams at {part.target} ended: see above")
+            raise SystemExit(f"a process of streams at {job.target} ended: see above")
         found += [Arrivals(**one) for one in json.loads(output)]
     return found
 
 
-def _child(part: Part, share: Sequence[int]) -> subprocess.Popen[str]:
+def _child(job: Job, share: Sequence[int]) -> subprocess.Popen[str]:
     child = subprocess.Popen(
         [sys.executable, "-m", __spec__.name if __spec__ else "mlxpool.bench.swarm"],
         stdin=subprocess.PIPE,
@@ -95,15 +95,15 @@ def _child(part: Part, share: Sequence[int]) -> subprocess.Popen[str]:
         text=True,
     )
     assert child.stdin is not None
-    print(json.dumps({**asdict(part), "numbers": list(share)}), file=child.stdin, flush=True)
+    print(json.dumps({**asdict(job), "numbers": list(share)}), file=child.stdin, flush=True)
     return child
 
 
-def seen(streams: Sequence[Arrivals]) -> Seen:
-    """tokens/s from the moment that all streams had a token to the end of the first of them."""
+def summarise(streams: Sequence[Arrivals]) -> RoundFigures:
+    """Tokens/s from the time all streams have had a token to the end of the first stream."""
     start = max(stream.times[0] for stream in streams)
     end = min(stream.times[-1] for stream in streams)
-    if end <= start:  # they never ran at once: everything counts
+    if end <= start:  # the streams never ran all at once, so the whole time counts
         start, end = 0.0, max(stream.times[-1] for stream in streams)
     tokens = sum(
         count
@@ -112,43 +112,43 @@ def seen(streams: Sequence[Arrivals]) -> Seen:
         if start < at <= end
     )
     gaps = [gap for stream in streams for gap in stream.gaps]
-    return Seen(tokens / (end - start), [stream.times[0] for stream in streams], gaps)
+    return RoundFigures(tokens / (end - start), [stream.times[0] for stream in streams], gaps)
 
 
 # ---- in the process ------------------------------------------------------------------------------
 
 
-async def _all(part: Part) -> list[Arrivals]:
-    if part.http:
-        host, _, port = part.target.rpartition(":")
-        # One after the other: the server's queue of connections is short, and who finds it full
-        # tries again after seconds.
-        links = [await asyncio.open_connection(host, int(port)) for _ in part.numbers]
-        begin = _told()
-        every = zip(part.numbers, links, strict=True)
-        return await asyncio.gather(*(_of_server(part, n, link, begin) for n, link in every))
+async def _all(job: Job) -> list[Arrivals]:
+    if job.http:
+        host, _, port = job.target.rpartition(":")
+        # One after the other: the server's backlog is short, and a connection that finds it full is
+        # retried after seconds.
+        links = [await asyncio.open_connection(host, int(port)) for _ in job.numbers]
+        begin = _read_start_time()
+        every = zip(job.numbers, links, strict=True)
+        return await asyncio.gather(*(_run_http(job, n, link, begin) for n, link in every))
     from mlxpool.client import AsyncClient
 
-    client = AsyncClient(Path(part.target))
+    client = AsyncClient(Path(job.target))
     try:
         await client.models()  # connected
-        begin = _told()
-        return await asyncio.gather(*(_of_pool(client, part, n, begin) for n in part.numbers))
+        begin = _read_start_time()
+        return await asyncio.gather(*(_run_pool(client, job, n, begin) for n in job.numbers))
     finally:
         await client.close()
 
 
-def _told() -> float:
-    """When to begin; nothing else happens in this process until it is said."""
+def _read_start_time() -> float:
+    """Print `ready`; returns the time to start. Blocks this process until it is known."""
     print("ready", flush=True)
     return float(sys.stdin.readline())
 
 
-async def _of_pool(client: Any, part: Part, number: int, begin: float) -> Arrivals:
+async def _run_pool(client: Any, job: Job, number: int, begin: float) -> Arrivals:
     await _until(begin)
     times, counts, ids = list[float](), list[int](), list[int]()
-    prompt = text_of(number, part.prompt)
-    stream = client.stream(MODEL, prompt, max_tokens=part.tokens, temperature=0, ignore_eos=True)
+    prompt = text_of(number, job.prompt)
+    stream = client.stream(MODEL, prompt, max_tokens=job.tokens, temperature=0, ignore_eos=True)
     async for delta in stream:
         if delta.ids:
             times.append(time.monotonic() - begin)
@@ -157,20 +157,20 @@ async def _of_pool(client: Any, part: Part, number: int, begin: float) -> Arriva
     return Arrivals(times, counts, ids)
 
 
-async def _of_server(part: Part, number: int, link: Link, begin: float) -> Arrivals:
-    """Server-sent events, counted and not parsed: the peer pays for no JSON of ours."""
+async def _run_http(job: Job, number: int, link: Link, begin: float) -> Arrivals:
+    """Count server-sent events without parsing them, so that the reader costs little."""
     reader, writer = link
     await _until(begin)
     body = json.dumps(
         {
             "model": "default_model",
-            "prompt": text_of(number, part.prompt),
-            "max_tokens": part.tokens,
+            "prompt": text_of(number, job.prompt),
+            "max_tokens": job.tokens,
             "temperature": 0,
             "stream": True,
         }
     )
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {part.target}\r\nConnection: close\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {job.target}\r\nConnection: close\r\n"
     kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write((head + kind + body).encode())
     times, counts = list[float](), list[int]()
@@ -180,7 +180,7 @@ async def _of_server(part: Part, number: int, link: Link, begin: float) -> Arriv
             counts.append(1)
     writer.close()
     if not times:
-        raise SystemExit(f"{part.target} answered a stream with no event")
+        raise SystemExit(f"{job.target} answered a stream with no event")
     return Arrivals(times, counts)
 
 
@@ -188,13 +188,13 @@ async def _until(moment: float) -> None:
     await asyncio.sleep(max(0.0, moment - time.monotonic()))
 
 
-def _plain(streams: Sequence[Arrivals]) -> list[Mapping[str, Any]]:
+def _as_json(streams: Sequence[Arrivals]) -> list[Mapping[str, Any]]:
     return [asdict(one) for one in streams]
 
 
 def main() -> None:
-    part = Part(**json.loads(sys.stdin.readline()))
-    json.dump(_plain(asyncio.run(_all(part))), sys.stdout)
+    job = Job(**json.loads(sys.stdin.readline()))
+    json.dump(_as_json(asyncio.run(_all(job))), sys.stdout)
 
 
 if __name__ == "__main__":

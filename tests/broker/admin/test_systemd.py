@@ -11,75 +11,77 @@ from pathlib import Path
 import pytest
 
 from mlxpool.broker.admin.systemd import STATUS_EVERY, Notify
-from support.manager_socket import Manager
+from support.notify_socket import NotifySocket
 
 
 @pytest.fixture(params=["a path", "no file"])
-def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]:
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NotifySocket]:
     name = f"@mlxpool-{uuid.uuid4()}" if request.param == "no file" else str(tmp_path / "n")
-    with Manager(name) as listening:
+    with NotifySocket(name) as listening:
         yield listening
 
 
-def ours(manager: Manager, **more: str) -> dict[str, str]:
+def ours(manager: NotifySocket, **more: str) -> dict[str, str]:
     return {"NOTIFY_SOCKET": manager.address, **more}
 
 
-def test_each_word(manager: Manager) -> None:
+def test_each_word(manager: NotifySocket) -> None:
     with Notify.from_environment(ours(manager)) as notify:
         notify.ready()
         notify.stopping()
-        assert manager.heard() == ["READY=1", "STOPPING=1"]
+        assert manager.received() == ["READY=1", "STOPPING=1"]
         notify.reloading()
-        (said,) = manager.heard()
+        (said,) = manager.received()
         word, time = said.split("\n")
         assert word == "RELOADING=1"
         assert time.startswith("MONOTONIC_USEC=") and time.partition("=")[2].isdecimal()
 
 
-def test_a_watchdog_at_half_its_time(manager: Manager) -> None:
+def test_a_watchdog_at_half_its_time(manager: NotifySocket) -> None:
     with Notify.from_environment(ours(manager, WATCHDOG_USEC="30000000")) as notify:
         for now, pings in ((100.0, 1), (114.9, 0), (115.0, 1), (129.9, 0), (140.0, 1), (150.0, 0)):
             notify.turned(str, now)
-            assert manager.heard() == ["WATCHDOG=1"] * pings, now
+            assert manager.received() == ["WATCHDOG=1"] * pings, now
         assert notify.next_wake() == 155.0
 
 
-def test_the_loop_need_not_wait_for_the_first(manager: Manager) -> None:
+def test_the_loop_need_not_wait_for_the_first(manager: NotifySocket) -> None:
     with Notify.from_environment(ours(manager, WATCHDOG_USEC="1000000")) as notify:
         assert notify.next_wake() == 0.0
 
 
-def test_no_watchdog_unless_asked(manager: Manager) -> None:
+def test_no_watchdog_unless_asked(manager: NotifySocket) -> None:
     with Notify.from_environment(ours(manager)) as notify:
         notify.turned(str, 100.0)
-        assert manager.heard() == []
+        assert manager.received() == []
         assert notify.next_wake() == float("inf")
 
 
 @pytest.mark.parametrize(("pid", "pings"), [("ours", 1), ("1", 0), ("", 1)])
-def test_a_watchdog_of_another_process_is_not_ours(manager: Manager, pid: str, pings: int) -> None:
+def test_a_watchdog_of_another_process_is_not_ours(
+    manager: NotifySocket, pid: str, pings: int
+) -> None:
     pid = str(os.getpid()) if pid == "ours" else pid
     asked = ours(manager, WATCHDOG_USEC="2000000", WATCHDOG_PID=pid)
     with Notify.from_environment(asked) as notify:
         notify.turned(str, 100.0)
-        assert len(manager.heard()) == pings
+        assert len(manager.received()) == pings
 
 
 @pytest.mark.parametrize("time", ["soon", "-5", "1e6", "²", ""])
-def test_a_time_that_is_none(manager: Manager, time: str) -> None:
+def test_a_time_that_is_none(manager: NotifySocket, time: str) -> None:
     with Notify.from_environment(ours(manager, WATCHDOG_USEC=time)) as notify:
         notify.turned(str, 100.0)
-        assert manager.heard() == []
+        assert manager.received() == []
 
 
-def test_a_status_when_it_has_changed(manager: Manager) -> None:
+def test_a_status_when_it_has_changed(manager: NotifySocket) -> None:
     with Notify.from_environment(ours(manager)) as notify:
         notify.turned(lambda: "one", 100.0)
         notify.turned(lambda: "too soon", 101.0)
         notify.turned(lambda: "one", 100.0 + STATUS_EVERY)
         notify.turned(lambda: "two", 100.0 + 2 * STATUS_EVERY)
-        assert manager.heard() == ["STATUS=one", "STATUS=two"]
+        assert manager.received() == ["STATUS=one", "STATUS=two"]
 
 
 def test_the_variables_are_gone() -> None:
@@ -98,18 +100,18 @@ def test_without_a_manager_it_is_silent() -> None:
         assert notify.next_wake() == float("inf")
 
 
-def test_a_manager_that_is_gone_harms_nobody(manager: Manager) -> None:
+def test_a_manager_that_is_gone_harms_nobody(manager: NotifySocket) -> None:
     with Notify.from_environment(ours(manager, WATCHDOG_USEC="1000000")) as notify:
         manager.close()
         notify.ready()
         notify.turned(lambda: "here", 100.0)
 
 
-def test_a_manager_that_does_not_read_blocks_nobody(manager: Manager) -> None:
+def test_a_manager_that_does_not_read_blocks_nobody(manager: NotifySocket) -> None:
     with Notify.from_environment(ours(manager, WATCHDOG_USEC="2")) as notify:
         for turn in range(10_000):
             notify.turned(str, float(turn))
-        assert 0 < len(manager.heard()) < 10_000
+        assert 0 < len(manager.received()) < 10_000
 
 
 def test_a_socket_of_another_kind_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,7 +121,7 @@ def test_a_socket_of_another_kind_is_named(caplog: pytest.LogCaptureFixture) -> 
     assert notify._socket is None
 
 
-def test_it_is_a_socket_that_no_child_has(manager: Manager) -> None:
+def test_it_is_a_socket_that_no_child_has(manager: NotifySocket) -> None:
     with Notify.from_environment(ours(manager)) as notify:
         assert isinstance(notify._socket, socket.socket)
         assert not notify._socket.get_inheritable()

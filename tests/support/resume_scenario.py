@@ -1,4 +1,4 @@
-"""What a client of docs/protocol.md has to live through, played by a fake broker."""
+"""A scenario of losses that a client of docs/protocol.md must survive, played by a fake broker."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from mlxpool.common.protocol.token_ids import pack_ids
 from support.fake_broker import FACTS, FakeBroker
 
 
-def lose_everything_once(broker: FakeBroker) -> None:
-    """Broker, connection, frame, patience, and all signs of life. A slow machine loses more."""
+def play_every_loss(broker: FakeBroker) -> None:
+    """Lose the broker, the connection, a frame, the queue's admission, and all pongs, one by one.
+
+    A slow machine may lose more: resumes with fewer ids are skipped.
+    """
     request = broker.accept()
     broker.tokens(request, 0, 2, facts=FACTS)
     broker.boot += 1
-    goes_on(broker, request, 2)
+    expect_resume(broker, request, 2)
     broker.number += 1
-    goes_on(broker, request, 3)
+    expect_resume(broker, request, 3)
     broker.tokens(request, 9)
-    goes_on(broker, request, 4)
+    expect_resume(broker, request, 4)
     broker.error(request, "draining", retry_after_ms=10)
-    goes_on(broker, request, 5)
+    expect_resume(broker, request, 5)
     before = broker.peer
     while broker.peer == before:
         broker.receive(kinds.GENERATE, pongs=False)
@@ -26,8 +29,8 @@ def lose_everything_once(broker: FakeBroker) -> None:
     broker.done(request, 6)
 
 
-def goes_on(broker: FakeBroker, request: bytes, have: int) -> None:
-    """It is sent again with so many ids and gets one more."""
+def expect_resume(broker: FakeBroker, request: bytes, have: int) -> None:
+    """Wait for the resume with `have` ids, accept it, and send one more id."""
     while (again := broker.receive(kinds.GENERATE)).body["resume"]["count"] != have:
         pass
     assert again.header.id == request and again.body["prompt"] == "hello"

@@ -1,9 +1,10 @@
-"""Programs that pages name and no test may run: what stands in for each, and why.
+"""Stubs of programs that pages of docs/ run and tests cannot, with the reason for each.
 
-`install` puts an executable of each name into a folder for the PATH. It looks at its words as
-strictly as can be done here, and fails with what is wrong. Run by itself it is one of them:
+`put_into` writes an executable for each name into a folder for the PATH. A stub checks its
+arguments as far as this machine allows, and fails with what is wrong. The executables call this
+file:
 
-    python tests/support/stand_ins.py PROGRAM WORD …
+    python tests/support/program_stubs.py PROGRAM ARGUMENT …
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from typing import NoReturn
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PLACE = "STAND_INS_ROOT"  # the folder that is `/` to a page
+ROOT_VARIABLE = "PROGRAM_STUBS_ROOT"  # environment variable: the folder that is `/` for a page
 
-# What is not run as it stands, and what is done instead.
+# command -> why it is not run, and what is done instead
 REASONS = {
-    "mlxpool bench": "measures for minutes: its own parser reads the words",
+    "mlxpool bench": "measures for minutes: its own parser reads the arguments",
     "python bench/": "the same",
-    "python examples/train_demo_model.py": "trains on a GPU: its own parser reads the words",
+    "python examples/train_demo_model.py": "trains on a GPU: its own parser reads the arguments",
     "python -m pytest": "the suite runs these itself: they are collected",
     "python3 -m venv": "takes long: a folder with this environment's programs is made",
     "pip": "needs a registry: what is named is looked up in pyproject.toml",
@@ -47,7 +48,7 @@ REASONS = {
 
 
 def fail(words: str) -> NoReturn:
-    sys.exit(f"stand-in: {words}")
+    sys.exit(f"stub: {words}")
 
 
 def need(truth: object, words: str) -> None:
@@ -56,45 +57,45 @@ def need(truth: object, words: str) -> None:
 
 
 def only(words: Sequence[str], *known: str) -> None:
-    """No flag but these."""
+    """Fail at a flag that is not in `known`."""
     for word in words:
         need(not word.startswith("-") or word.partition("=")[0] in known, f"no flag {word}")
 
 
-def at(path: str) -> Path:
-    """A path of a page, which the runner may have placed already."""
-    place = os.environ[PLACE]
-    return Path(path) if not path.startswith("/") or path.startswith(place) else Path(place + path)
+def placed(path: str) -> Path:
+    """The path in the page's root folder; the runner may have prefixed it already."""
+    root = os.environ[ROOT_VARIABLE]
+    return Path(path) if not path.startswith("/") or path.startswith(root) else Path(root + path)
 
 
-def real(name: str) -> str:
-    """The program itself; "" if there is none here."""
+def program_path(name: str) -> str:
+    """The real program; "" if it is not installed."""
     return shutil.which(name, path=os.defpath) or ""
 
 
 # ---- Python --------------------------------------------------------------------------------------
 
 
-class Understood(Exception):
-    """A program's parser took its words."""
+class ArgumentsParsed(Exception):
+    """A program's parser accepted its arguments."""
 
 
 def parse_only(program: str, words: Sequence[str]) -> None:
-    """Run a program until it has read its command line."""
+    """Run a Python program until it has parsed its command line."""
 
     def parsed(
         self: argparse.ArgumentParser, args: object = None, namespace: object = None
     ) -> None:
-        whole(self, words)
-        raise Understood
+        parse_args(self, words)
+        raise ArgumentsParsed
 
-    whole = argparse.ArgumentParser.parse_args
+    parse_args = argparse.ArgumentParser.parse_args
     argparse.ArgumentParser.parse_args = parsed  # type: ignore[assignment, method-assign]
     sys.argv = [program, *words]
     sys.path.insert(0, str(Path(program).resolve().parent))
     try:
         runpy.run_path(program, run_name="__main__")
-    except Understood:
+    except ArgumentsParsed:
         return
     fail(f"{program} read no command line")
 
@@ -111,7 +112,7 @@ def python(words: Sequence[str]) -> None:
 
 
 def make_environment(folder: Path) -> None:
-    """What `python3 -m venv` and `pip install` make, as far as a page uses it."""
+    """Make the part of `python3 -m venv` and `pip install` that a page uses."""
     (folder / "bin").mkdir(parents=True)
     for name in ("pip", "mlxpool"):
         (folder / "bin" / name).symlink_to(str(shutil.which(name)))
@@ -136,7 +137,7 @@ def pip(words: Sequence[str]) -> None:
 
 def make(words: Sequence[str]) -> None:
     done = subprocess.run(
-        [real("make"), "-n", "-C", str(ROOT), *words], capture_output=True, text=True
+        [program_path("make"), "-n", "-C", str(ROOT), *words], capture_output=True, text=True
     )
     need(done.returncode == 0, done.stderr)
     if list(words) == ["demo"]:
@@ -185,7 +186,7 @@ def kubectl(words: Sequence[str]) -> None:
     else:
         need("create" in words, f"kubectl {shlex.join(words)}")
         command = [*words, "--dry-run=client", "-o", "yaml"]
-    program = real("kubectl")
+    program = program_path("kubectl")
     if program:
         done = subprocess.run([program, *command], capture_output=True, text=True)
         need(done.returncode == 0, done.stderr)
@@ -195,7 +196,7 @@ def kubectl(words: Sequence[str]) -> None:
 
 
 def user_is_known(name: str) -> None:
-    made = re.findall(r"^u (\S+) ", (at("/etc/sysusers.d") / "mlxpool.conf").read_text(), re.M)
+    made = re.findall(r"^u (\S+) ", (placed("/etc/sysusers.d") / "mlxpool.conf").read_text(), re.M)
     need(name in made, f"no user {name}; sysusers.conf makes {made}")
 
 
@@ -214,12 +215,12 @@ def install(words: Sequence[str]) -> None:
             del rest[where : where + 2]
     parent = Path(rest[-1].rstrip("/") if "-d" in rest else rest[-1])
     (parent if rest[-1].endswith("/") else parent.parent).mkdir(parents=True, exist_ok=True)
-    os.execv(real("install"), ["install", *rest])
+    os.execv(program_path("install"), ["install", *rest])
 
 
 def systemd_sysusers(words: Sequence[str]) -> None:
     only(words)
-    program, text = real("systemd-sysusers"), at("/etc/sysusers.d/mlxpool.conf")
+    program, text = program_path("systemd-sysusers"), placed("/etc/sysusers.d/mlxpool.conf")
     if program:
         done = subprocess.run([program, "--dry-run", str(text)], capture_output=True, text=True)
         need(done.returncode == 0, done.stderr)
@@ -231,41 +232,43 @@ def systemctl(words: Sequence[str]) -> None:
         return
     need(words[0] == "restart" or words[:2] == ["enable", "--now"], f"systemctl {words}")
     name, _, instance = words[-1].partition("@")
-    unit = at("/etc/systemd/system") / (f"{name}@.service" if instance else f"{name}.service")
+    unit = placed("/etc/systemd/system") / (f"{name}@.service" if instance else f"{name}.service")
     need(unit.is_file(), f"no unit {unit}")
     text = unit.read_text("utf-8")
-    program = real("systemd-analyze")
+    program = program_path("systemd-analyze")
     if program:
-        copy = Path(os.environ[PLACE]) / f"{name}{'@' * bool(instance)}{instance}.service"
+        copy = Path(os.environ[ROOT_VARIABLE]) / f"{name}{'@' * bool(instance)}{instance}.service"
         copy.write_text(text.replace("/opt/mlxpool/current/bin/mlxpool", "/bin/true"))
         done = subprocess.run([program, "verify", "--man=no", copy], capture_output=True, text=True)
         need((done.returncode, done.stderr) == (0, ""), done.stderr)
     (line,) = re.findall(r"^ExecStart=(.*)$", text, re.M)
-    if instance:  # its broker is on another machine: only its words are looked at
+    if instance:  # its broker is on another machine: only its arguments are checked
         mlxpool(shlex.split(re.sub(r"\$\{(\w+)\}", r"of-\1", line).replace("%I", instance))[1:])
     else:
-        start(name, re.sub(r"(?<=[ =])/(?=\w)", f"{os.environ[PLACE]}/", f" {line}").split())
+        start(
+            name, re.sub(r"(?<=[ =])/(?=\w)", f"{os.environ[ROOT_VARIABLE]}/", f" {line}").split()
+        )
 
 
 def start(name: str, command: Sequence[str]) -> None:
-    """End the service if it runs, start it, and wait until it answers, as Type=notify would."""
-    at("/run/mlxpool").mkdir(mode=0o700, parents=True, exist_ok=True)
-    pid_file = at(f"/run/{name}.pid")
+    """Stop the service if it runs, start it, and wait until it answers, like Type=notify."""
+    placed("/run/mlxpool").mkdir(mode=0o700, parents=True, exist_ok=True)
+    pid_file = placed(f"/run/{name}.pid")
     if pid_file.exists():
         pid = int(pid_file.read_text())
         os.kill(pid, 15)
-        while is_there(pid):
+        while is_running(pid):
             time.sleep(0.02)
-    with at(f"/run/{name}.log").open("ab") as log:
+    with placed(f"/run/{name}.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     pid_file.write_text(str(process.pid))
-    asked = [command[0], "--run-dir", str(at("/run/mlxpool")), "ps"]
+    asked = [command[0], "--run-dir", str(placed("/run/mlxpool")), "ps"]
     while subprocess.run(asked, capture_output=True).returncode:
-        need(process.poll() is None, at(f"/run/{name}.log").read_text())
+        need(process.poll() is None, placed(f"/run/{name}.log").read_text())
 
 
-def is_there(pid: int) -> bool:
-    """Whether a process has not ended; one that nobody has waited for has."""
+def is_running(pid: int) -> bool:
+    """Whether a process runs; a zombie has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -286,7 +289,7 @@ def launchctl(words: Sequence[str]) -> None:
 
 # ---- the folder ----------------------------------------------------------------------------------
 
-STAND_INS: dict[str, Callable[[Sequence[str]], None]] = {
+STUBS: dict[str, Callable[[Sequence[str]], None]] = {
     "docker": docker,
     "install": install,
     "kubectl": kubectl,
@@ -300,8 +303,8 @@ STAND_INS: dict[str, Callable[[Sequence[str]], None]] = {
     "systemctl": systemctl,
     "systemd-sysusers": systemd_sysusers,
 }
-# Of these only some words are stood in for; with others the real program is run.
-SOMETIMES = {
+# Shell patterns of the arguments with which the stub runs; else the real program runs.
+STUBBED_ARGUMENTS = {
     "mlxpool": '*" bench "*',
     "python": '" bench/"*|" examples/train_demo_model.py "*|" -m pytest "*',
     "python3": '" -m venv "*',
@@ -309,18 +312,18 @@ SOMETIMES = {
 
 
 def put_into(folder: Path) -> None:
-    """Executables for the PATH."""
+    """Write the executables into a new folder for the PATH."""
     folder.mkdir()
-    real = Path(sys.executable).parent
-    for name in STAND_INS:
+    programs = Path(sys.executable).parent
+    for name in STUBS:
         call = f'exec {sys.executable} {__file__} {name} "$@"'
-        if name in SOMETIMES:
-            program = real / name.removesuffix("3") if name != "mlxpool" else real / name
-            call = f'case " $* " in {SOMETIMES[name]}) {call};; esac\nexec {program} "$@"'
+        if name in STUBBED_ARGUMENTS:
+            program = programs / name.removesuffix("3") if name != "mlxpool" else programs / name
+            call = f'case " $* " in {STUBBED_ARGUMENTS[name]}) {call};; esac\nexec {program} "$@"'
         path = folder / name
         path.write_text(f"#!/bin/bash\n{call}\n")
         path.chmod(0o755)
 
 
 if __name__ == "__main__":
-    STAND_INS[sys.argv[1]](sys.argv[2:])
+    STUBS[sys.argv[1]](sys.argv[2:])

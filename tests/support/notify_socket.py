@@ -1,4 +1,4 @@
-"""A service manager's notify socket, for tests."""
+"""The notify socket of a service manager."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import socket
 from mlxpool.common.closing import Closing
 
 
-class Manager(Closing):
-    """`address` is what NOTIFY_SOCKET says: a path, or "@" and a name without a file."""
+class NotifySocket(Closing):
+    """`address`: the value of NOTIFY_SOCKET, a path or "@" and an abstract name."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -17,8 +17,8 @@ class Manager(Closing):
         self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
         self._socket.setblocking(False)
 
-    def heard(self) -> list[str]:
-        """Every datagram since the last call."""
+    def received(self) -> list[str]:
+        """The datagrams since the last call."""
         found: list[str] = []
         while True:
             try:

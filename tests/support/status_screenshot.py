@@ -1,6 +1,6 @@
-"""Takes the picture of the status page that the documentation shows, of a pool at work.
+"""Takes the screenshot of the status page for the documentation, from a pool under load.
 
-python tests/support/status_picture.py docs/img/status.png [--minutes 10] [--dark] [--width 390]
+python tests/support/status_screenshot.py docs/img/status.png [--minutes 10] [--dark] [--width 390]
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ path = "builtin:counting"
 counting.fault = "raise"
 counting.fault_in = "load"
 """
-READERS = {"chat": 18, "summaries": 5, "demo": 1, "unsound": 1}  # of each model
-PAUSE = 6.0  # seconds between two requests of a reader, in the mean
+READERS = {"chat": 18, "summaries": 5, "demo": 1, "unsound": 1}  # concurrent readers of each model
+MEAN_PAUSE = 6.0  # seconds between two requests of a reader
 
 
 async def read(client: AsyncClient, model: str, random: Random) -> None:
-    """One request after the other, for ever."""
+    """Send one request after the other without end."""
     while True:
         prompt = "hello " * random.randint(1, 200)
         with contextlib.suppress(PoolError):
             await client.generate(model, prompt, max_tokens=random.randint(40, 900))
-        await asyncio.sleep(random.expovariate(1 / PAUSE))
+        await asyncio.sleep(random.expovariate(1 / MEAN_PAUSE))
 
 
 async def work(run_dir: Path, seconds: float) -> None:
-    """Keep every reader busy for so long."""
+    """Run all readers for `seconds`."""
     names = [name for name, count in READERS.items() for _ in range(count)]
     async with AsyncClient(run_dir=run_dir) as client, asyncio.TaskGroup() as group:
         readers = [group.create_task(read(client, n, Random(i))) for i, n in enumerate(names)]
@@ -56,15 +56,15 @@ async def work(run_dir: Path, seconds: float) -> None:
             reader.cancel()
 
 
-async def show(pool: Pool, options: argparse.Namespace) -> bytes:
-    """The page in the last moments of the work."""
+async def take_screenshot(pool: Pool, options: argparse.Namespace) -> bytes:
+    """The page after `options.minutes` of load, as PNG."""
     url = pool.ask("ps")["broker"]["metrics"]
     busy = asyncio.create_task(work(pool.run_dir, options.minutes * 60 + 30))
     await asyncio.sleep(options.minutes * 60)
     with Chromium() as browser:
         browser.open(url, dark=options.dark, width=options.width, height=800)
-        await asyncio.to_thread(browser.shows, "#told", "as of")
-        taken = browser.picture()
+        await asyncio.to_thread(browser.wait_for_text, "#told", "as of")
+        taken = browser.screenshot()
     busy.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await busy
@@ -80,7 +80,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Pool(Path(folder), CONFIG) as pool:
         options.file.parent.mkdir(parents=True, exist_ok=True)
-        options.file.write_bytes(asyncio.run(show(pool, options)))
+        options.file.write_bytes(asyncio.run(take_screenshot(pool, options)))
 
 
 if __name__ == "__main__":
