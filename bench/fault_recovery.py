@@ -22,7 +22,7 @@ from mlxpool.bench import report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from chaos.checker import Line, detection, read
+from chaos.checker import TraceLine, detection, read
 from chaos.harness import LIMITS, model
 from chaos.storm import after_broker_deaths, percentiles, resumptions
 from mlxpool.client import Client
@@ -82,7 +82,7 @@ class FaultBench(Closing):
 
         until(ready, "all replicas are at work")
 
-    def lines(self) -> Sequence[Line]:
+    def lines(self) -> Sequence[TraceLine]:
         return read(self.folder)
 
 
@@ -131,7 +131,7 @@ def hang(name: str, phase: str) -> dict[str, float]:
         }
 
 
-def _events(lines: Sequence[Line], name: str) -> list[float]:
+def _events(lines: Sequence[TraceLine], name: str) -> list[float]:
     return [line["t"] for line in lines if line["what"] == "note" and line["event"] == name]
 
 

@@ -50,7 +50,7 @@ class Soak(Storm):
             time.sleep(READER_PAUSE)
 
     def _sample(self) -> None:
-        while not self.over.wait(SAMPLE_INTERVAL):
+        while not self.finished.wait(SAMPLE_INTERVAL):
             process = self.pool.process
             if process is None:
                 continue

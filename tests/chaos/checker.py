@@ -1,7 +1,7 @@
-"""Reads the histories that all processes wrote and says what went wrong; it starts nothing.
+"""Checks the traces that all processes wrote, after a run.
 
-A stream is judged by what its client was handed: every id in its place, once, with the value it
-must have, and one end. What broker and workers wrote tells how long a fault stayed unnoticed.
+A stream is sound if its client got every id at its position, once, with the expected value, and one
+end. The lines of broker and workers give the time from a fault to its detection.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Line = Mapping[str, Any]
-
-PATIENT = ("cancelled", "deadline_exceeded", "slow_consumer")  # ends that the client asked for
+TraceLine = Mapping[str, Any]
 
 
 @dataclass(slots=True)
 class Findings:
-    """Ids of streams (hexadecimal), each with what is wrong with it."""
+    """Ids of streams (hexadecimal) by kind of error, and counts."""
 
-    lost: list[str] = field(default_factory=list)  # a gap in what the client was handed
+    lost: list[str] = field(default_factory=list)  # a gap in the positions
     doubled: list[str] = field(default_factory=list)  # a position, or the end, came twice
     reordered: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)  # something after the end, or unasked
-    wrong: list[str] = field(default_factory=list)  # not the value that the model must say
+    unexpected: list[str] = field(
+        default_factory=list
+    )  # ids after the end, or of an unknown stream
+    wrong: list[str] = field(default_factory=list)  # an id other than the model's
     stuck: list[str] = field(default_factory=list)  # no end
     short: list[str] = field(default_factory=list)  # `done` without all its ids
     ends: Counter[str] = field(default_factory=Counter)  # by reason or code
     streams: int = 0
     ids: int = 0
-    hits: Counter[str] = field(default_factory=Counter)  # stream -> workers it lost
-    detection_s: list[float] = field(default_factory=list)  # fault to its end acted on
+    hits: Counter[str] = field(default_factory=Counter)  # stream -> workers that it lost
+    detection_s: list[float] = field(default_factory=list)  # from a fault to the broker's reaction
 
     @property
     def sound(self) -> bool:
@@ -61,7 +61,7 @@ class Findings:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All lines of all processes in the order of the one clock, without half lines at ends."""
+    """The lines of all processes in the order of the clock, without incomplete lines."""
     lines = []
     for path in sorted(folder.glob("*.jsonl")):
         for text in path.read_text("utf-8", "replace").splitlines():
@@ -72,10 +72,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: float(line["t"]))
 
 
-def check(lines: Sequence[Line], expected: Mapping[str, Sequence[int]]) -> Findings:
-    """`expected` maps a stream's id to all the ids it must have when it ends `done`."""
+def check(lines: Sequence[TraceLine], expected: Mapping[str, Sequence[int]]) -> Findings:
+    """`expected`: a stream's id -> all its token ids when it ends with `done`."""
     findings = Findings(streams=len(expected))
-    streams: dict[str, list[Line]] = defaultdict(list)
+    streams: dict[str, list[TraceLine]] = defaultdict(list)
     for line in lines:
         if line["who"].startswith("client") and "id" in line:
             streams[line["id"]].append(line)
@@ -90,7 +90,7 @@ def check(lines: Sequence[Line], expected: Mapping[str, Sequence[int]]) -> Findi
 
 
 def _check_stream(
-    ident: str, wanted: Sequence[int], lines: Iterable[Line], findings: Findings
+    ident: str, wanted: Sequence[int], lines: Iterable[TraceLine], findings: Findings
 ) -> None:
     have: list[int] = []
     seen: set[int] = set()
@@ -101,7 +101,7 @@ def _check_stream(
         elif line["what"] == "taken":
             if ends:
                 findings.unexpected.append(ident)
-            _check_place(ident, int(line["pos"]), len(line["ids"]), have, seen, findings)
+            _check_position(ident, int(line["pos"]), len(line["ids"]), have, seen, findings)
             have += line["ids"]
     findings.ids += len(have)
     if have != list(wanted[: len(have)]):
@@ -116,21 +116,21 @@ def _check_stream(
         findings.short.append(ident)
 
 
-def _check_place(
+def _check_position(
     ident: str, pos: int, count: int, have: list[int], seen: set[int], findings: Findings
 ) -> None:
-    places = set(range(pos, pos + count))
-    if places & seen:
+    positions = set(range(pos, pos + count))
+    if positions & seen:
         findings.doubled.append(ident)
     elif pos < len(have):
         findings.reordered.append(ident)
     elif pos > len(have):
         findings.lost.append(ident)
-    seen |= places
+    seen |= positions
 
 
-def _count_hits(lines: Iterable[Line], findings: Findings) -> None:
-    """Times that a stream was given to a worker beyond the first."""
+def _count_hits(lines: Iterable[TraceLine], findings: Findings) -> None:
+    """Count how often a stream was dispatched again."""
     for line in lines:
         if line["who"] == "broker" and line["what"] == "work":
             findings.hits[line["id"]] += 1
@@ -138,7 +138,7 @@ def _count_hits(lines: Iterable[Line], findings: Findings) -> None:
         findings.hits[ident] -= 1
 
 
-def detection(lines: Sequence[Line]) -> list[float]:
+def detection(lines: Sequence[TraceLine]) -> list[float]:
     """Seconds from each deadly fault of a worker to the broker's reaction."""
     ended = [
         (line["t"], line["slot"]) for line in lines

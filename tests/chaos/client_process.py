@@ -1,7 +1,7 @@
-"""A client in a process of its own, to be frozen and killed: `client_process.py RUN_DIR JSON`.
+"""A client in its own process, for tests that stop or kill it: `client_process.py RUN_DIR JSON`.
 
-JSON: {model, prompt, seed, count, streams, read}; `read` false never reads what comes. It prints
-one line when its streams have begun and one when they are over.
+JSON: {model, prompt, seed, count, streams, read}; with `read` false it reads the first delta only.
+It prints `begun` when all streams have had a delta, and their outcomes when all have ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> int:
     begun = threading.Barrier(work["streams"] + 1)
     outcomes: list[str] = []
     threads = [
-        threading.Thread(target=one, args=(client, work, n, begun, outcomes))
+        threading.Thread(target=read_stream, args=(client, work, n, begun, outcomes))
         for n in range(work["streams"])
     ]
     for thread in threads:
@@ -35,7 +35,7 @@ def main() -> int:
     return 0
 
 
-def one(
+def read_stream(
     client: Client,
     work: dict[str, object],
     number: int,

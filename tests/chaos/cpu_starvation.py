@@ -1,4 +1,4 @@
-"""A worker with a twentieth of a processor: one busy process beside it, of a higher standing."""
+"""Gives a worker a twentieth of a processor, beside a busy process of higher priority."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 
 from support.pool import Pool, until
 
-STANDING = 13  # nice: 56 against 1024 shares of the one processor
+NICENESS = 13  # 56 against 1024 shares of the processor
 
 
 @contextmanager
-def burner() -> Iterator[int]:
-    """A process that never sleeps, on the first processor we may use; yields that processor."""
+def busy_process() -> Iterator[int]:
+    """Run a busy process on the first available processor meanwhile; yields the processor."""
     processor = min(os.sched_getaffinity(0))
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
@@ -26,11 +26,11 @@ def burner() -> Iterator[int]:
 
 
 def starve(pool: Pool, slot: str, processor: int) -> None:
-    """Put all threads of a slot's worker there, as soon as it has one."""
+    """Move all threads of a slot's worker to that processor, once it has started."""
     until(lambda: pool.worker(slot).get("pid"), "there is a worker")
     pid = int(pool.worker(slot)["pid"])
-    with suppress(FileNotFoundError):  # it may be over already
+    with suppress(FileNotFoundError):  # the worker may have ended
         for task in os.listdir(f"/proc/{pid}/task"):
-            with suppress(ProcessLookupError):  # and so may each of its threads
+            with suppress(ProcessLookupError):  # or the thread
                 os.sched_setaffinity(int(task), {processor})
-                os.setpriority(os.PRIO_PROCESS, int(task), STANDING)
+                os.setpriority(os.PRIO_PROCESS, int(task), NICENESS)

@@ -1,4 +1,4 @@
-"""Real pools under faults: streams of the counting model in threads, everybody's history."""
+"""Pools under faults: streams of the counting model in threads, and the traces of all processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mlxpool.common.trace import VARIABLE, History
 from support.counting_checker import expected_ids, text_of
 from support.pool import PATIENCE, Pool, until
 
-# Short limits, so that a hang is found soon; nothing healthy comes near them, for waiting for a
-# processor does not count.
+# Short limits, so that a hang is found soon. Healthy workers stay far below them, since time
+# without a processor does not count.
 LIMITS = """\
 [pool]
 beat_limit = 2.5
@@ -49,8 +49,8 @@ def _toml(value: Any) -> str:
 
 
 @dataclass(eq=False)
-class Ask:
-    """One stream: what is asked, and what came of it."""
+class ChaosStream:
+    """A request and its outcome."""
 
     prompt: str
     seed: int
@@ -64,19 +64,20 @@ class Ask:
 
     @property
     def wanted(self) -> list[int]:
+        """The expected ids."""
         return expected_ids(self.prompt, self.seed, self.count)
 
 
-def _over(ask: Ask) -> bool:
-    return ask.result is not None or ask.error is not None
+def _has_ended(stream: ChaosStream) -> bool:
+    return stream.result is not None or stream.error is not None
 
 
-def _had(ask: Ask, count: int) -> bool:
-    return ask.had >= count or _over(ask)
+def _had(stream: ChaosStream, count: int) -> bool:
+    return stream.had >= count or _has_ended(stream)
 
 
 class Chaos(Closing):
-    """A pool whose processes all write their history into one folder."""
+    """A pool whose processes write their traces into one folder."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Chaos(Closing):
         monkeypatch.setenv(VARIABLE, str(self.folder))
         self.pool = Pool(tmp_path, limits + config, **options)
         self.history = History("chaos")
-        self.asks: list[Ask] = []
+        self.streams: list[ChaosStream] = []
         self.threads: list[threading.Thread] = []
 
     def __enter__(self) -> Chaos:
@@ -108,102 +109,102 @@ class Chaos(Closing):
         self.pool.close()
 
     def new_client(self, **options: Any) -> Client:
-        """One more connection; the broker is looked for longer than any fault lasts."""
+        """Another connection, whose timeout is longer than any fault."""
         return self.pool.client(**{"connect_timeout": PATIENCE, **options})
 
     # ---- streams -------------------------------------------------------------------------------
 
     def start(
         self, count: int = 100, number: int = 1, *, client: Client | None = None, **options: Any
-    ) -> list[Ask]:
-        """So many streams, each read by a thread of its own."""
+    ) -> list[ChaosStream]:
+        """Start `number` streams of `count` tokens, each read by a thread of its own."""
         prompt, name = options.pop("prompt", "hello"), options.pop("model", "m")
-        first = len(self.asks)
-        asks = [
-            Ask(f"{prompt} {first + n}", 1000 + first + n, count, dict(options), name)
+        first = len(self.streams)
+        streams = [
+            ChaosStream(f"{prompt} {first + n}", 1000 + first + n, count, dict(options), name)
             for n in range(number)
         ]
-        self.asks += asks
-        for ask in asks:
-            self._thread(self._read, ask, client or self.client)
-        return asks
+        self.streams += streams
+        for stream in streams:
+            self._thread(self._read, stream, client or self.client)
+        return streams
 
     def _thread(self, work: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
         self.threads.append(thread)
         thread.start()
 
-    def _read(self, ask: Ask, client: Client) -> None:
-        options = {"max_tokens": ask.count, "seed": ask.seed, **ask.options}
+    def _read(self, stream: ChaosStream, client: Client) -> None:
+        options = {"max_tokens": stream.count, "seed": stream.seed, **stream.options}
         try:
-            with client.stream(ask.model, ask.prompt, **options) as stream:
-                ask.ident = stream.id
-                for delta in stream:
-                    ask.had += len(delta.ids)
-                ask.result = stream.result
+            with client.stream(stream.model, stream.prompt, **options) as deltas:
+                stream.ident = deltas.id
+                for delta in deltas:
+                    stream.had += len(delta.ids)
+                stream.result = deltas.result
         except PoolError as error:
-            ask.error = error
+            stream.error = error
 
-    def reach(self, asks: Sequence[Ask], count: int) -> None:
-        """Wait until each of these streams has so many ids, or is over."""
-        for ask in asks:
+    def reach(self, streams: Sequence[ChaosStream], count: int) -> None:
+        """Wait until each of these streams has `count` ids or has ended."""
+        for stream in streams:
             until(
-                partial(_had, ask, count),
-                f"a stream has {count} ids; it has {ask.had};\n{self.pool.log()[-3000:]}",
+                partial(_had, stream, count),
+                f"a stream has {count} ids; it has {stream.had};\n{self.pool.log()[-3000:]}",
             )
 
-    def finish(self, asks: Sequence[Ask] | None = None) -> None:
+    def finish(self, streams: Sequence[ChaosStream] | None = None) -> None:
         """Wait for the end of these streams, or of all."""
-        for ask in self.asks if asks is None else asks:
+        for stream in self.streams if streams is None else streams:
             until(
-                partial(_over, ask),
-                f"a stream ends; it has {ask.had} of {ask.count};\n{self.pool.log()[-3000:]}",
+                partial(_has_ended, stream),
+                f"a stream ends; it has {stream.had} of {stream.count};\n{self.pool.log()[-3000:]}",
             )
 
     def wait(self, seconds: float) -> None:
-        """Let time pass: for faults whose length is what is tested."""
+        """Sleep; for faults of a given duration."""
         time.sleep(seconds)
 
     # ---- faults --------------------------------------------------------------------------------
 
-    def strike(self, slot: str, number: int) -> int:
-        """A signal to the worker of a slot, noted in the history; returns its pid."""
+    def signal_worker(self, slot: str, number: int) -> int:
+        """Send a signal to the worker of a slot, and trace it; returns its pid."""
         pid = int(self.pool.worker(slot)["pid"])
         self.history.write("killed", slot=slot, signal=number)
         os.kill(pid, number)
         return pid
 
     def restart_broker(self) -> None:
-        """SIGKILL, then what an init system does."""
+        """Kill the broker and start a new one, as an init system does."""
         self.history.write("broker killed")
         self.pool.kill()
         self.pool.start()
 
-    # ---- the verdict ---------------------------------------------------------------------------
+    # ---- checks --------------------------------------------------------------------------------
 
     def check(self) -> Findings:
-        """What the histories say of all streams."""
-        expected = {ask.ident.hex(): ask.wanted for ask in self.asks if ask.ident}
+        """The findings of the traces of all streams."""
+        expected = {stream.ident.hex(): stream.wanted for stream in self.streams if stream.ident}
         return check(read(self.folder), expected)
 
-    def assert_all_done(self, asks: Sequence[Ask] | None = None) -> Findings:
-        """Every stream ended `done` with the value it must have, and nothing is left behind."""
-        self.finish(asks)
-        for ask in self.asks if asks is None else asks:
-            assert ask.result is not None, f"{ask.error!r}\n{self.pool.log()[-4000:]}"
-            assert list(ask.result.ids) == ask.wanted
-            assert ask.result.text == text_of(ask.wanted)
+    def assert_all_done(self, streams: Sequence[ChaosStream] | None = None) -> Findings:
+        """Every stream ended with `done` and the expected ids, and the broker is idle."""
+        self.finish(streams)
+        for stream in self.streams if streams is None else streams:
+            assert stream.result is not None, f"{stream.error!r}\n{self.pool.log()[-4000:]}"
+            assert list(stream.result.ids) == stream.wanted
+            assert stream.result.text == text_of(stream.wanted)
         return self.assert_sound()
 
     def assert_sound(self) -> Findings:
-        """Whatever the ends are, nothing is lost, doubled, wrong or stuck, and the books agree."""
+        """No id is lost, doubled or wrong and no stream is stuck, whatever the ends are."""
         findings = self.check()
         assert findings.sound, findings.summary()
         self.assert_idle()
         return findings
 
     def assert_idle(self) -> None:
-        """The broker holds nothing of requests that have ended."""
+        """The broker has no state of ended requests, and its counters agree."""
 
         def idle() -> bool:
             stats = self.pool.ask("stats")
@@ -213,7 +214,7 @@ class Chaos(Closing):
         until(idle, "the broker is idle")
 
     def causes(self) -> list[str]:
-        """Why workers ended, in order, as the broker put it."""
+        """The causes of the workers' ends, in order, as the broker logged them."""
         return [
             str(line["cause"]) for line in read(self.folder)
             if line["who"] == "broker" and line["what"] == "note"

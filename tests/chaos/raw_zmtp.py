@@ -1,4 +1,4 @@
-"""A peer that speaks ZMTP 3.0 by itself over a plain socket: it can say what libzmq never would."""
+"""A ZMTP 3.0 peer over a plain socket, which can send what libzmq never sends."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ PATIENCE = 30.0  # seconds; only bounds a failure
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
-    """One frame; its length takes one byte or eight."""
+    """A frame, with a length of one byte or eight."""
     if len(body) > 255:
         return bytes([flags | LONG]) + struct.pack(">Q", len(body)) + body
     return bytes([flags, len(body)]) + body
 
 
 def message(parts: list[bytes]) -> bytes:
-    """The frames of a whole message."""
+    """The frames of a message."""
     *first, last = parts
     return b"".join(frame(part, MORE) for part in first) + frame(last)
 
 
 def ready(kind: str, identity: bytes = b"") -> bytes:
-    """The handshake command: which socket this claims to be, and what it wants to be called."""
+    """The READY command of the handshake with socket type and identity."""
     properties = {b"Socket-Type": kind.encode(), b"Identity": identity}
     body = b"\x05READY" + b"".join(
         bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
@@ -43,7 +43,7 @@ def ready(kind: str, identity: bytes = b"") -> bytes:
 
 
 class RawZmtp(Closing):
-    """One connection to `ipc://PATH` or `tcp://HOST:PORT`; nothing is sent unasked."""
+    """One connection to `ipc://PATH` or `tcp://HOST:PORT`; it sends nothing by itself."""
 
     def __init__(self, endpoint: str) -> None:
         scheme, _, where = endpoint.partition("://")
@@ -63,7 +63,7 @@ class RawZmtp(Closing):
         self.socket.close()
 
     def greet(self, kind: str = "DEALER", identity: bytes = b"") -> RawZmtp:
-        """The whole handshake, and the other side's half of it."""
+        """Send the handshake and read the other side's."""
         self.socket.sendall(GREETING + ready(kind, identity))
         self.exactly(len(GREETING))
         flags, _ = self.frame()
@@ -71,7 +71,7 @@ class RawZmtp(Closing):
         return self
 
     def send(self, data: bytes) -> bool:
-        """Bytes as they are; False when the other side has cut the connection."""
+        """Send raw bytes; False if the other side has closed the connection."""
         try:
             self.socket.sendall(data)
         except OSError:
@@ -79,16 +79,16 @@ class RawZmtp(Closing):
         return True
 
     def hang_up(self) -> None:
-        """Whoever waits in a call on this connection goes on."""
+        """Shut the connection down, which unblocks a thread that reads from it."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def say(self, header: Header, body: Mapping[str, object] | None = None) -> bool:
-        """A legal message."""
+        """Send a valid message."""
         return self.send(message(frames.encode(header, body or {})))
 
     def exactly(self, count: int) -> bytes:
-        """So many bytes; raises EOFError when the other side has cut the connection."""
+        """Read `count` bytes. Raises EOFError if the other side has closed the connection."""
         data = b""
         while len(data) < count:
             try:
@@ -107,7 +107,7 @@ class RawZmtp(Closing):
         return flags, self.exactly(size)
 
     def receive(self) -> frames.Message:
-        """The next message; heartbeats on the way are answered."""
+        """The next message; answers ZMTP heartbeats."""
         parts: list[bytes] = []
         while True:
             flags, body = self.frame()
@@ -119,7 +119,7 @@ class RawZmtp(Closing):
                 return frames.decode(parts)
 
     def is_cut(self, patience: float = PATIENCE) -> bool:
-        """Whether the other side cuts the connection within this time; what comes is dropped."""
+        """Whether the other side closes the connection within this time; drops its data."""
         end = time.monotonic() + patience
         while (left := end - time.monotonic()) > 0:
             if not select.select([self.socket], [], [], left)[0]:

@@ -1,7 +1,8 @@
-"""Many streams under many random faults, and what the histories say of them afterwards.
+"""Runs many streams under random faults, then checks the traces.
 
-Faults, by weight: SIGKILL of a worker, a short freeze, a long one (the judgement ends it), SIGTERM,
-restart by the operator, cut of the clients' tcp connections, SIGKILL of the broker.
+Faults, with weights: SIGKILL of a worker, a short stop, a long stop (which the broker's liveness
+checks end), SIGTERM, restart by the operator, reset of the clients' tcp connections, SIGKILL of the
+broker.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos.checker import Findings, Line, check, read
+from chaos.checker import Findings, TraceLine, check, read
 from chaos.harness import LIMITS, model
 from mlxpool.client import Client
 from mlxpool.common.errors import PoolError
@@ -36,9 +37,9 @@ WEIGHTS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How large the storm is. `pause` is the mean time between two faults, seconds.
+    """The size of the storm. `pause`: the mean time between two faults in seconds.
 
-    At least `streams`: new ones are begun until all faults have struck, however fast the machine.
+    `streams` is a minimum: new ones start until all faults have happened.
     """
 
     streams: int = 300
@@ -53,7 +54,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a storm did and what came of it."""
+    """The results of a storm."""
 
     plan: Plan
     findings: Findings
@@ -65,7 +66,7 @@ class Outcome:
 
 
 class Storm:
-    """Build it with folders that exist; `run` it once."""
+    """A storm; `run` may be called once."""
 
     def __init__(self, plan: Plan, tmp_path: Path) -> None:
         self.plan = plan
@@ -81,10 +82,10 @@ class Storm:
         self.errors: Counter[str] = Counter()
         self.expected: dict[str, list[int]] = {}
         self.numbers = itertools.count()
-        self.over = threading.Event()
+        self.finished = threading.Event()
 
     def run(self) -> Outcome:
-        """Everything, from start to verdict."""
+        """Run all streams and faults, and check the traces."""
         began = time.monotonic()
         try:
             with self.pool, Relay(("tcp", "127.0.0.1", self._port())) as relay:
@@ -92,7 +93,7 @@ class Storm:
         finally:
             self.history.close()
             del os.environ[VARIABLE]
-        return self._verdict(time.monotonic() - began)
+        return self._check(time.monotonic() - began)
 
     def _port(self) -> int:
         return int(self.pool.config.read_text().split("tcp://127.0.0.1:")[1].split('"')[0])
@@ -106,20 +107,20 @@ class Storm:
         for number in range(self.plan.at_once):
             work = (clients[number % 2],)
             threads.append(threading.Thread(target=self._reader, args=work, daemon=True))
-        striker = threading.Thread(target=self._strike_until_over, args=(relay,), daemon=True)
-        for thread in (*threads, striker):
+        injector = threading.Thread(target=self._inject_faults, args=(relay,), daemon=True)
+        for thread in (*threads, injector):
             thread.start()
         for thread in threads:
             thread.join()
-        self.over.set()
-        striker.join(timeout=PATIENCE)
+        self.finished.set()
+        injector.join(timeout=PATIENCE)
         for client in clients:
             client.close()
 
     # ---- streams -------------------------------------------------------------------------------
 
     def _reader(self, client: Client) -> None:
-        while (number := next(self.numbers)) < self.plan.streams or self._faults_to_come():
+        while (number := next(self.numbers)) < self.plan.streams or self._faults_left():
             self._stream(client, number)
 
     def _stream(self, client: Client, number: int) -> None:
@@ -134,11 +135,11 @@ class Storm:
 
     # ---- faults --------------------------------------------------------------------------------
 
-    def _faults_to_come(self) -> bool:
+    def _faults_left(self) -> bool:
         return self.faults.total() < self.plan.faults
 
-    def _strike_until_over(self, relay: Relay) -> None:
-        strikes: dict[str, Callable[[], None]] = {
+    def _inject_faults(self, relay: Relay) -> None:
+        faults: dict[str, Callable[[], None]] = {
             "kill": lambda: self._signal(signal.SIGKILL),
             "term": lambda: self._signal(signal.SIGTERM),
             "short freeze": self._short_freeze,
@@ -148,48 +149,53 @@ class Storm:
             "broker": self._kill_broker,
         }
         names, weights = list(WEIGHTS), list(WEIGHTS.values())
-        while self._faults_to_come() and not self.over.is_set():
-            self.over.wait(self.random.expovariate(1 / self.plan.pause))
+        while self._faults_left() and not self.finished.is_set():
+            self.finished.wait(self.random.expovariate(1 / self.plan.pause))
             name = self.random.choices(names, weights)[0]
             with contextlib.suppress(PoolError, ValueError, ProcessLookupError):
-                strikes[name]()
+                faults[name]()
                 self.history.write("strike", name=name)
                 self.faults[name] += 1
 
-    def _a_worker(self) -> tuple[str, int]:
-        """A slot and its pid; the ready ones first."""
+    def _random_worker(self) -> tuple[str, int]:
+        """Slot and pid of a random worker; a ready one if there is one."""
         rows = [w for w in self.pool.ask("ps")["workers"] if w["pid"]]
         ready = [w for w in rows if w["state"] == "ready"] or rows
         row = ready[self.random.randrange(len(ready))]
         return str(row["slot"]), int(row["pid"])
 
     def _signal(self, number: int) -> None:
-        slot, pid = self._a_worker()
+        slot, pid = self._random_worker()
         if number == signal.SIGKILL:
             self.history.write("killed", slot=slot)
         os.kill(pid, number)
 
     def _short_freeze(self) -> None:
-        _, pid = self._a_worker()
+        _, pid = self._random_worker()
         os.kill(pid, signal.SIGSTOP)
-        self.over.wait(self.random.uniform(0.02, 0.4))
+        self.finished.wait(self.random.uniform(0.02, 0.4))
         os.kill(pid, signal.SIGCONT)
 
     def _restart(self) -> None:
-        self.pool.ask("restart", slot=self._a_worker()[0])
+        self.pool.ask("restart", slot=self._random_worker()[0])
 
     def _kill_broker(self) -> None:
         self.history.write("broker killed")
         self.pool.kill()
         self.pool.start()
 
-    # ---- the verdict ---------------------------------------------------------------------------
+    # ---- checks --------------------------------------------------------------------------------
 
-    def _verdict(self, seconds: float) -> Outcome:
+    def _check(self, seconds: float) -> Outcome:
         lines = read(self.folder)
         findings = check(lines, self.expected)
         outcome = Outcome(
-            self.plan, findings, self.faults, seconds, self.errors, _spoiled(lines, findings)
+            self.plan,
+            findings,
+            self.faults,
+            seconds,
+            self.errors,
+            _failed_after_few_losses(lines, findings),
         )
         outcome.figures = {
             **findings.summary(),
@@ -205,7 +211,7 @@ class Storm:
 
 
 def free_port() -> int:
-    """A port on loopback that nobody had a moment ago."""
+    """A free port of the loopback interface."""
     import socket
 
     with socket.socket() as probe:
@@ -213,8 +219,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _spoiled(lines: Sequence[Line], findings: Findings) -> list[str]:
-    """Streams that lost at most two workers, or brokers, and did not end `done`."""
+def _failed_after_few_losses(lines: Sequence[TraceLine], findings: Findings) -> list[str]:
+    """Streams that were dispatched again at most twice and did not end with `done`."""
     ends = {
         line["id"]: line.get("reason") for line in lines
         if line["what"] == "end" and line["who"] == "client" and "id" in line
@@ -222,7 +228,7 @@ def _spoiled(lines: Sequence[Line], findings: Findings) -> list[str]:
     return [i for i, reason in ends.items() if reason is None and findings.hits.get(i, 0) <= 2]
 
 
-def resumptions(lines: Sequence[Line]) -> list[float]:
+def resumptions(lines: Sequence[TraceLine]) -> list[float]:
     """Seconds from the end of a worker to the next token of each stream it ran."""
     running: dict[str, str] = {}
     waiting: dict[str, float] = {}
@@ -244,7 +250,7 @@ def resumptions(lines: Sequence[Line]) -> list[float]:
     return found
 
 
-def after_broker_deaths(lines: Sequence[Line]) -> list[float]:
+def after_broker_deaths(lines: Sequence[TraceLine]) -> list[float]:
     """Seconds from the broker's kill to the next delta of each stream that was open."""
     open_streams: set[Any] = set()
     waiting: dict[Any, float] = {}
@@ -265,7 +271,7 @@ def after_broker_deaths(lines: Sequence[Line]) -> list[float]:
 
 
 def percentiles(seconds: Sequence[float]) -> Mapping[str, float]:
-    """In milliseconds."""
+    """Count, median, p99 and maximum in milliseconds."""
     if len(seconds) < 2:
         return {"n": len(seconds)}
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")

@@ -1,4 +1,4 @@
-"""The checker finds what it is there to find."""
+"""The checker finds each kind of error in traces."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ def test_an_unsound_stream(lines: tuple[dict[str, Any], ...], fault: str) -> Non
     assert IDENT in getattr(found, fault)
 
 
-def test_a_stream_that_nobody_asked_for() -> None:
+def test_ids_of_an_unknown_stream() -> None:
     stranger = {**taken(1, 0, 5), "id": "bb" * 16}
     assert findings(*SOUND, stranger).unexpected == ["bb" * 16]
 
 
-def test_an_error_is_an_end_too() -> None:
+def test_an_error_is_an_end() -> None:
     found = findings(SOUND[0], client(2, "end", code="worker_lost"))
     assert found.sound
     assert found.ends == {"worker_lost": 1}
 
 
-def test_how_long_a_fault_stayed_unnoticed() -> None:
+def test_the_time_from_a_fault_to_its_detection() -> None:
     fault = {"t": 4.0, "who": "worker-m-0", "pid": 2, "what": "fault", "name": "kill"}
     seen = {"t": 4.5, "who": "broker", "pid": 3, "what": "exited", "slot": "m/0"}
     other = {**seen, "t": 4.1, "slot": "m/1"}
     assert findings(*SOUND, fault, other, seen).detection_s == [0.5]
 
 
-def test_histories_are_read_in_the_order_of_the_clock(tmp_path: Path) -> None:
+def test_traces_are_read_in_the_order_of_the_clock(tmp_path: Path) -> None:
     (tmp_path / "a-1.jsonl").write_text('{"t": 2, "who": "a"}\n{"t": 4, "who"')
     (tmp_path / "b-2.jsonl").write_text('{"t": 1, "who": "b"}\n{"t": 3, "who": "b"}\n')
     assert [line["t"] for line in read(tmp_path)] == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Clients that freeze, die, or never read: nobody else notices, and nothing is left of them."""
+"""Clients that stop, die or never read: no other stream is affected, and their state is freed."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from support.pool import until
 Patch = pytest.MonkeyPatch
 
 PROGRAM = Path(__file__).parent / "client_process.py"
-SHORT = LIMITS + "client_grace = 2\nack_grace = 2\nunread_bytes = 4096\n"
+SHORT_GRACE = LIMITS + "client_grace = 2\nack_grace = 2\nunread_bytes = 4096\n"
 
 
 @contextmanager
 def process(chaos: Chaos, **work: Any) -> Iterator[subprocess.Popen[str]]:
-    """A client of its own that has begun to read."""
+    """Run a client process that has begun to read."""
     settings = {
         "model": "m", "prompt": "p", "seed": 7, "count": 300, "streams": 3, "read": True, **work
     }  # fmt: skip
     command = [sys.executable, str(PROGRAM), str(chaos.pool.run_dir), json.dumps(settings)]
-    quiet = {key: value for key, value in os.environ.items() if key != VARIABLE}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=quiet) as child:
+    untraced = {key: value for key, value in os.environ.items() if key != VARIABLE}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=untraced) as child:
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == "begun\n"
@@ -53,12 +53,15 @@ def wanted(streams: int = 3, count: int = 300) -> list[str]:
 
 
 def test_a_frozen_client_gets_everything(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Past its grace: its streams were cancelled, and it sends them again."""
-    with Chaos(tmp_path, monkeypatch, model(step_us=5000), SHORT) as chaos:
+    """It was stopped longer than its grace: its streams were cancelled, and it resumes them."""
+    with Chaos(tmp_path, monkeypatch, model(step_us=5000), SHORT_GRACE) as chaos:
         (bystander,) = chaos.start(400)
         with process(chaos, count=900) as child:
             child.send_signal(signal.SIGSTOP)
-            until(lambda: chaos.pool.ask("stats")["requests"]["cancelled"] == 3, "it is given up")
+            until(
+                lambda: chaos.pool.ask("stats")["requests"]["cancelled"] == 3,
+                "its streams are cancelled",
+            )
             child.send_signal(signal.SIGCONT)
             assert outcomes(child) == wanted(count=900)
         chaos.assert_all_done([bystander])
@@ -72,8 +75,8 @@ def test_a_short_freeze_of_a_client(tmp_path: Path, monkeypatch: Patch) -> None:
         assert outcomes(child) == wanted()
 
 
-def test_a_killed_client_leaves_nothing(tmp_path: Path, monkeypatch: Patch) -> None:
-    with Chaos(tmp_path, monkeypatch, model(step_us=3000), SHORT) as chaos:
+def test_the_state_of_a_killed_client_is_freed(tmp_path: Path, monkeypatch: Patch) -> None:
+    with Chaos(tmp_path, monkeypatch, model(step_us=3000), SHORT_GRACE) as chaos:
         (bystander,) = chaos.start(300)
         with process(chaos, count=5000) as child:
             child.kill()
@@ -85,11 +88,11 @@ def test_a_killed_client_leaves_nothing(tmp_path: Path, monkeypatch: Patch) -> N
 
 
 def test_a_client_that_never_reads(tmp_path: Path, monkeypatch: Patch) -> None:
-    with Chaos(tmp_path, monkeypatch, model(step_us=500), SHORT) as chaos:
+    with Chaos(tmp_path, monkeypatch, model(step_us=500), SHORT_GRACE) as chaos:
         (bystander,) = chaos.start(500)
         with process(chaos, count=20_000, read=False):
             until(
                 lambda: chaos.pool.ask("stats")["failures"].get("slow_consumer") == 3,
-                "it is given up as too slow",
+                "its streams are ended as too slow",
             )
         chaos.assert_all_done([bystander])

@@ -1,4 +1,4 @@
-"""A model with weights, killed, frozen, drained: its completion is the one it would have been."""
+"""A model with weights, under faults: the completion is the same as without them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.pool import Pool
 
 pytest.importorskip("mlx.core")
 
-# A first load may compile kernels, as long as the machine likes.
+# A first load may compile kernels, which takes long on a slow machine.
 CONFIG = LIMITS.replace("load_limit = 1.5", "load_limit = 60")
 PROMPT = "import os\n\n\ndef walk(top):\n    "
 TOKENS = 60
@@ -45,7 +45,7 @@ def kill_the_broker(pool: Pool) -> None:
 
 
 def read(client: Client, options: dict[str, Any], at: int, fault: Callable[[], None]) -> Result:
-    """A completion with a fault after so many ids."""
+    """A completion with a fault after `at` ids."""
     with client.stream("demo", PROMPT, max_tokens=TOKENS, seed=3, **options) as stream:
         had, struck = 0, False
         for delta in stream:
@@ -60,8 +60,10 @@ def read(client: Client, options: dict[str, Any], at: int, fault: Callable[[], N
 
 
 @pytest.mark.parametrize("fault", [kill, freeze, restart, kill_the_broker])
-def test_it_says_what_it_would_have_said(tmp_path: Path, fault: Callable[[Pool], None]) -> None:
-    # The window keeps the worker from being done before the fault.
+def test_a_fault_does_not_change_the_completion(
+    tmp_path: Path, fault: Callable[[Pool], None]
+) -> None:
+    # The window keeps the worker from finishing before the fault.
     with Pool(tmp_path, CONFIG) as pool, pool.client(connect_timeout=60) as client:
         for name, options in OPTIONS.items():
             whole = client.generate("demo", PROMPT, max_tokens=TOKENS, seed=3, **options)

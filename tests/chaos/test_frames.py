@@ -1,4 +1,4 @@
-"""Frames of a worker that are garbage, doubled, late or of another epoch: no client sees them."""
+"""Garbage, duplicate, late and stale frames of a worker do not reach a client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers that mean harm: the broker's memory stays bounded, and everybody else is served."""
+"""Hostile peers: the broker's memory stays bounded, and other peers are served."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from support.relay import Relay
 Patch = pytest.MonkeyPatch
 
 MB = 1024 * 1024
-SHORT = LIMITS + "client_grace = 2\n"
-NOBODY = bytes(frames.ID_BYTES)
+SHORT_GRACE = LIMITS + "client_grace = 2\n"
+UNKNOWN_ID = bytes(frames.ID_BYTES)
 
 
 class Target(Chaos):
-    """A pool under attack, with a stream beside the attack that must not notice."""
+    """A pool under attack."""
 
     def __enter__(self) -> Target:
         super().__enter__()
@@ -55,7 +55,7 @@ class Target(Chaos):
         return int(self.pool.ask("stats")["frames"]["bad"])
 
     def assert_answers(self, endpoint: str) -> None:
-        """A peer that behaves is served as ever."""
+        """Assert that a well-behaved peer is served."""
         with RawZmtp(endpoint) as peer:
             peer.greet().say(Header(kinds.PING))
             assert peer.receive().kind == kinds.PONG
@@ -63,23 +63,23 @@ class Target(Chaos):
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: Patch) -> Iterator[Target]:
-    with Target(tmp_path, monkeypatch, model(), SHORT) as made:
+    with Target(tmp_path, monkeypatch, model(), SHORT_GRACE) as made:
         yield made
 
 
 @pytest.fixture(params=["ipc", "tcp"])
-def door(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Patch) -> Iterator[
+def front_endpoint(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Patch) -> Iterator[
     tuple[Target, str]
 ]:  # fmt: skip
-    """A pool, and one of its two front endpoints."""
+    """A pool and one of its two front endpoints."""
     tcp = f"tcp://127.0.0.1:{free_port()}"
-    with Target(tmp_path, monkeypatch, model(), f'{SHORT}front = ["{tcp}"]\n') as made:
+    with Target(tmp_path, monkeypatch, model(), f'{SHORT_GRACE}front = ["{tcp}"]\n') as made:
         yield made, made.front if request.param == "ipc" else tcp
 
 
-# ---- who does not get past the handshake ---------------------------------------------------------
+# ---- invalid handshakes --------------------------------------------------------------------------
 
-BEFORE_THE_HANDSHAKE = {
+INVALID_HANDSHAKES = {
     "nothing": b"",
     "half a greeting": GREETING[:30],
     "a greeting alone": GREETING,
@@ -96,23 +96,23 @@ BEFORE_THE_HANDSHAKE = {
 }
 
 
-def test_who_cannot_shake_hands_is_cut(door: tuple[Target, str]) -> None:
-    target, endpoint = door
+def test_an_invalid_handshake_is_disconnected(front_endpoint: tuple[Target, str]) -> None:
+    target, endpoint = front_endpoint
     target.start(100, 2)
-    peers = {name: RawZmtp(endpoint) for name in BEFORE_THE_HANDSHAKE}
+    peers = {name: RawZmtp(endpoint) for name in INVALID_HANDSHAKES}
     for name, peer in peers.items():
-        peer.send(BEFORE_THE_HANDSHAKE[name])
+        peer.send(INVALID_HANDSHAKES[name])
     for name, peer in peers.items():
         with peer:
-            assert peer.is_cut(), f"{name} still holds its connection"
+            assert peer.is_cut(), f"{name}: still connected"
     target.assert_answers(endpoint)
     target.assert_all_done()
 
 
 @pytest.mark.parametrize("size", [1, 100_000])
-def test_a_name_of_its_own_gives_a_peer_nothing(door: tuple[Target, str], size: int) -> None:
-    """The second of that name is not heard, and the first is served as ever."""
-    target, endpoint = door
+def test_a_peer_cannot_take_over_an_identity(front_endpoint: tuple[Target, str], size: int) -> None:
+    """The second peer of an identity is ignored, and the first is served."""
+    target, endpoint = front_endpoint
     with RawZmtp(endpoint) as first, RawZmtp(endpoint) as second:
         for peer in (first, second):
             peer.greet("DEALER", b"A" * size)
@@ -126,9 +126,9 @@ def test_a_name_of_its_own_gives_a_peer_nothing(door: tuple[Target, str], size: 
     target.assert_all_done()
 
 
-def test_who_speaks_another_language_harms_nobody(door: tuple[Target, str]) -> None:
-    """libzmq takes this for its first protocol, and the connection for an idle one."""
-    target, endpoint = door
+def test_another_protocol_has_no_effect(front_endpoint: tuple[Target, str]) -> None:
+    """libzmq takes this for ZMTP 1.0, and the connection for an idle one."""
+    target, endpoint = front_endpoint
     with RawZmtp(endpoint) as peer:
         peer.send(b"GET / HTTP/1.1\r\nHost: pool\r\n\r\n" * 1000)
         target.start(50, 2)
@@ -136,59 +136,61 @@ def test_who_speaks_another_language_harms_nobody(door: tuple[Target, str]) -> N
         target.assert_answers(endpoint)
 
 
-def test_a_req_socket_learns_that_its_delimiter_is_wrong(target: Target) -> None:
+def test_a_req_socket_is_told_that_its_delimiter_is_wrong(target: Target) -> None:
     with RawZmtp(target.front) as peer:
         peer.greet("REQ").send(message([b"", *frames.encode(Header(kinds.PING))]))
         answer = peer.receive()
     assert (answer.kind, answer.body["code"]) == (kinds.ERROR, "bad_request")
 
 
-# ---- messages that never end, or never seem to -------------------------------------------------
+# ---- unfinished and oversized messages ---------------------------------------------------------
 
-NEVER_FINISHED = {
+UNFINISHED = {
     "large parts": frame(bytes(frames.MAX_FRAME - 64), MORE),
     "empty parts": frame(b"", MORE) * 200_000,
 }
-# The limit of the guard, what comes until it looks, at 4 GB/s, what the broker itself takes.
-# Without the guard it would grow until nothing is left.
-MOST = 2048 * MB
+# The memory guard's limit, what arrives at 4 GB/s until its next check, and the broker's own memory.
+# Without the guard the broker would grow without bound.
+MAX_RESIDENT = 2048 * MB
 
 
-@pytest.mark.parametrize("name", NEVER_FINISHED)
-def test_an_unfinished_message_costs_its_sender_the_connection(target: Target, name: str) -> None:
-    asks = target.start(1500, 2)
-    target.reach(asks, 10)
+@pytest.mark.parametrize("name", UNFINISHED)
+def test_the_sender_of_an_unfinished_message_is_disconnected(target: Target, name: str) -> None:
+    streams = target.start(1500, 2)
+    target.reach(streams, 10)
     with RawZmtp(target.front) as peer:
         peer.greet()
         sent = 0
-        while peer.send(NEVER_FINISHED[name]):
+        while peer.send(UNFINISHED[name]):
             sent += 1
-            assert target.resident() < MOST, f"{sent} pieces, and it takes more"
-    until(lambda: knocks(target), "the front is open")  # what was sent is given back first
+            assert target.resident() < MAX_RESIDENT, f"the broker still reads after {sent} pieces"
+    until(
+        lambda: front_accepts(target), "the front is open"
+    )  # which frees the received parts first
     target.assert_answers(target.front)
-    target.assert_all_done(asks)
-    assert all(ask.result is not None and ask.result.attempts == 1 for ask in asks)
-    until(lambda: target.resident() < MOST // 8, "the memory is given back")
+    target.assert_all_done(streams)
+    assert all(stream.result is not None and stream.result.attempts == 1 for stream in streams)
+    until(lambda: target.resident() < MAX_RESIDENT // 8, "the memory is given back")
     assert target.pool.ask("ps")["broker"]["turned_out"] >= 1
 
 
-def test_one_who_comes_back_at_once_fills_nothing_either(target: Target) -> None:
-    """Four times over; the streams beside it may be sent again, and are right."""
-    asks = target.start(1500, 2)
-    target.reach(asks, 10)
+def test_a_peer_that_reconnects_at_once_cannot_fill_the_memory(target: Target) -> None:
+    """Four connections; other streams may be resumed, and stay correct."""
+    streams = target.start(1500, 2)
+    target.reach(streams, 10)
     cuts = 0
     while cuts < 4:
         with RawZmtp(target.front) as peer:
             peer.greet().say(Header(kinds.PING))
-            while peer.send(NEVER_FINISHED["large parts"]):
-                assert target.resident() < MOST
+            while peer.send(UNFINISHED["large parts"]):
+                assert target.resident() < MAX_RESIDENT
         cuts += 1
-        until(lambda: knocks(target), "the front is open")
-    target.assert_all_done(asks)
+        until(lambda: front_accepts(target), "the front is open")
+    target.assert_all_done(streams)
 
 
-def knocks(target: Target) -> bool:
-    """Whether the front takes a connection."""
+def front_accepts(target: Target) -> bool:
+    """Whether the front accepts a connection."""
     try:
         with RawZmtp(target.front) as peer:
             peer.greet()
@@ -209,8 +211,8 @@ def test_a_message_of_half_a_million_parts(target: Target) -> None:
     assert target.resident() < 256 * MB
 
 
-def test_parts_that_are_too_many_are_read_some_at_a_time(tmp_path: Path) -> None:
-    """Between two pieces the loop serves others; here without a broker, to count the pieces."""
+def test_excess_parts_are_read_in_pieces(tmp_path: Path) -> None:
+    """The loop serves other peers between two pieces; tested without a broker, to count them."""
     import zmq
 
     from mlxpool.broker.edge.peers import Peers
@@ -245,14 +247,14 @@ def test_parts_that_are_too_many_are_read_some_at_a_time(tmp_path: Path) -> None
         ("a part just over the limit", bytes([LONG]) + (frames.MAX_FRAME + 1).to_bytes(8, "big")),
     ],
 )
-def test_what_is_no_frame_is_cut(target: Target, name: str, data: bytes) -> None:
+def test_an_invalid_frame_length_is_disconnected(target: Target, name: str, data: bytes) -> None:
     with RawZmtp(target.front) as peer:
         peer.greet().send(data)
-        assert peer.is_cut(), f"{name} still holds its connection"
+        assert peer.is_cut(), f"{name}: still connected"
     target.assert_answers(target.front)
 
 
-# ---- too much of everything ----------------------------------------------------------------------
+# ---- floods --------------------------------------------------------------------------------------
 
 
 def unknown_model() -> bytes:
@@ -266,34 +268,36 @@ FLOODS: dict[str, Callable[[], bytes]] = {
     "unknown models": lambda: unknown_model() * 500,
     "garbage": lambda: message([os.urandom(40), os.urandom(40)]) * 500,
     "cancels": lambda: message(frames.encode(Header(kinds.CANCEL, os.urandom(16)))) * 500,
-    "too large": lambda: message([*frames.encode(Header(kinds.PING, NOBODY), {}), bytes(5 * MB)]),
+    "too large": lambda: message(
+        [*frames.encode(Header(kinds.PING, UNKNOWN_ID), {}), bytes(5 * MB)]
+    ),
 }
 
 
 @contextmanager
 def flood(endpoint: str, data: Callable[[], bytes], reads: bool) -> Iterator[RawZmtp]:
-    """A thread that sends without end; what comes back is read, or not."""
-    over = threading.Event()
+    """Run a thread that sends without end meanwhile; `reads`: another one reads the answers."""
+    stopping = threading.Event()
 
-    def pour(peer: RawZmtp) -> None:
-        while not over.is_set() and peer.send(data()):
+    def send(peer: RawZmtp) -> None:
+        while not stopping.is_set() and peer.send(data()):
             pass
 
-    def drink(peer: RawZmtp) -> None:
-        while not over.is_set() and not peer.is_cut(0.1):
+    def read(peer: RawZmtp) -> None:
+        while not stopping.is_set() and not peer.is_cut(0.1):
             pass
 
     with RawZmtp(endpoint) as peer:
         peer.greet()
-        threads = [threading.Thread(target=pour, args=(peer,))]
+        threads = [threading.Thread(target=send, args=(peer,))]
         if reads:
-            threads.append(threading.Thread(target=drink, args=(peer,)))
+            threads.append(threading.Thread(target=read, args=(peer,)))
         for thread in threads:
             thread.start()
         try:
             yield peer
         finally:
-            over.set()
+            stopping.set()
             peer.hang_up()
             for thread in threads:
                 thread.join(PATIENCE)
@@ -306,11 +310,11 @@ def test_a_flood_beside_a_stream(target: Target, name: str, reads: bool) -> None
     with flood(target.front, FLOODS[name], reads):
         target.start(150, 3)
         target.assert_all_done()
-        assert target.resident() < MOST
+        assert target.resident() < MAX_RESIDENT
     target.assert_answers(target.front)
 
 
-FILLED_AND_GONE = """\
+FILL_AND_DISCONNECT = """\
 import sys, time, zmq
 from chaos.raw_zmtp import RawZmtp, frame
 from mlxpool.common.transport import sockets
@@ -333,14 +337,14 @@ print("alive")
 """
 
 
-def test_who_fills_our_input_and_goes_does_not_end_us(tmp_path: Path) -> None:
+def test_a_peer_that_fills_the_input_and_leaves_does_not_abort_the_process(tmp_path: Path) -> None:
     """libzmq#4364: with heartbeats on such a socket the whole process is aborted.
 
-    In a process of its own, whose main thread reads nothing for a while, as if it were busy.
+    The socket is in a process of its own, whose main thread does not read for 3 s.
     """
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         done = subprocess.run(
-            [sys.executable, "-c", FILLED_AND_GONE, f"ipc://{folder}/front.ipc"],
+            [sys.executable, "-c", FILL_AND_DISCONNECT, f"ipc://{folder}/front.ipc"],
             capture_output=True,
             text=True,
             timeout=PATIENCE,
@@ -349,11 +353,11 @@ def test_who_fills_our_input_and_goes_does_not_end_us(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 
-# ---- the crowd -----------------------------------------------------------------------------------
+# ---- many peers ----------------------------------------------------------------------------------
 
-CROWD = 1000
-WAYS_TO_GO: tuple[Callable[[], bytes], ...] = (
-    lambda: message(frames.encode(Header(kinds.PING))),  # says something, and goes
+CROWD_SIZE = 1000
+LAST_MESSAGES: tuple[Callable[[], bytes], ...] = (
+    lambda: message(frames.encode(Header(kinds.PING))),  # a whole message
     lambda: message(frames.encode(Header(kinds.PING)))[:-3],  # in the middle of a frame
     lambda: frame(b"begun", MORE),  # in the middle of a message
     unknown_model,
@@ -361,38 +365,38 @@ WAYS_TO_GO: tuple[Callable[[], bytes], ...] = (
 )
 
 
-def come_and_go(endpoint: str) -> None:
-    crowd = [RawZmtp(endpoint).greet() for _ in range(CROWD)]
-    for peer, last_words in zip(crowd, itertools.cycle(WAYS_TO_GO), strict=False):
-        peer.send(last_words())
+def connect_and_vanish(endpoint: str) -> None:
+    crowd = [RawZmtp(endpoint).greet() for _ in range(CROWD_SIZE)]
+    for peer, last_message in zip(crowd, itertools.cycle(LAST_MESSAGES), strict=False):
+        peer.send(last_message())
     for peer in crowd:
         peer.socket.close()
 
 
 def test_a_thousand_clients_come_and_vanish(target: Target) -> None:
-    """Three times: descriptors, links and memory are as before, and a stream went on beside it."""
-    asks = target.start(1000, 2)
-    target.reach(asks, 10)
+    """Three times: descriptors, links and memory return to before, and a stream continues."""
+    streams = target.start(1000, 2)
+    target.reach(streams, 10)
     descriptors = target.broker.num_fds()
     after = []
     for _ in range(3):
-        come_and_go(target.front)
+        connect_and_vanish(target.front)
         until(lambda: target.broker.num_fds() <= descriptors + 2, "their descriptors are free")
         after.append(target.resident())
     assert after[2] - after[0] < 64 * MB, after
-    target.assert_all_done(asks)
+    target.assert_all_done(streams)
     until(lambda: target.pool.ask("stats")["links"]["known"] <= 1, "the core has forgotten them")
     until(lambda: target.pool.ask("ps")["broker"]["links"] <= 1, "so has the front")
     assert target.bad_frames() == 0
 
 
 def test_a_crowd_that_is_reset(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Over tcp, all of them at once and without a goodbye."""
+    """Over tcp, all at once, by RST."""
     port = free_port()
-    limits = f'{SHORT}front = ["tcp://127.0.0.1:{port}"]\n'
+    limits = f'{SHORT_GRACE}front = ["tcp://127.0.0.1:{port}"]\n'
     with Target(tmp_path, monkeypatch, model(), limits) as target:
-        asks = target.start(500, 2)
-        target.reach(asks, 10)
+        streams = target.start(500, 2)
+        target.reach(streams, 10)
         descriptors = target.broker.num_fds()
         with Relay(("tcp", "127.0.0.1", port)) as relay:
             crowd = [RawZmtp(relay.endpoint).greet() for _ in range(200)]
@@ -402,19 +406,19 @@ def test_a_crowd_that_is_reset(tmp_path: Path, monkeypatch: Patch) -> None:
             for peer in crowd:
                 peer.socket.close()
         until(lambda: target.broker.num_fds() <= descriptors + 2, "their descriptors are free")
-        target.assert_all_done(asks)
+        target.assert_all_done(streams)
 
 
-def test_an_unwelcome_peer_behind_changes_nothing(target: Target) -> None:
-    """It knows ids and epochs, and has no token: its frames are fenced."""
-    asks = target.start(400, 2)
-    target.reach(asks, 10)
+def test_a_forged_worker_has_no_effect(target: Target) -> None:
+    """It knows ids and epochs but has no token: its frames are fenced."""
+    streams = target.start(400, 2)
+    target.reach(streams, 10)
     epoch = int(target.pool.worker("m/0")["epoch"])
     forged = [
         deltas.Delta(
-            ask.ident, 1, ask.had, "forged ", token_ids.pack_ids([1]), end={"reason": "stop"}
+            stream.ident, 1, stream.had, "forged ", token_ids.pack_ids([1]), end={"reason": "stop"}
         )
-        for ask in asks
+        for stream in streams
     ]
     body, blob = deltas.pack_deltas(forged)
     with RawZmtp(sockets.ipc(target.pool.run_dir, "back")) as peer:
@@ -427,5 +431,5 @@ def test_an_unwelcome_peer_behind_changes_nothing(target: Target) -> None:
         ):
             assert peer.send(message(frames.encode(Header(kind, None, epoch), what, blobs)))
         assert peer.receive().kind == kinds.WHO
-    target.assert_all_done(asks)
+    target.assert_all_done(streams)
     assert target.pool.ask("stats")["frames"]["fenced"] >= 2

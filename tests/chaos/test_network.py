@@ -1,4 +1,4 @@
-"""A bad network in front and behind: resets, half-open links, delay, a slow drip."""
+"""A bad network between clients, broker and workers: resets, half-open links, delay, low rate."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Patch = pytest.MonkeyPatch
 
 
 @contextmanager
-def in_front(tmp_path: Path, monkeypatch: Patch, step_us: int) -> Iterator[tuple[Chaos, Relay]]:
-    """A pool whose clients come over tcp through a relay."""
+def front_relay(tmp_path: Path, monkeypatch: Patch, step_us: int) -> Iterator[tuple[Chaos, Relay]]:
+    """A pool whose clients connect over tcp through a relay."""
     port = free_port()
     limits = f'{LIMITS}front = ["tcp://127.0.0.1:{port}"]\n'
     with (
@@ -33,23 +33,23 @@ def in_front(tmp_path: Path, monkeypatch: Patch, step_us: int) -> Iterator[tuple
         yield chaos, relay
 
 
-def test_resets_in_front(tmp_path: Path, monkeypatch: Patch) -> None:
-    with in_front(tmp_path, monkeypatch, 5000) as (chaos, relay):
+def test_resets_front_relay(tmp_path: Path, monkeypatch: Patch) -> None:
+    with front_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
         client = Client(endpoint=relay.endpoint, connect_timeout=PATIENCE)
-        asks = chaos.start(200, 4, client=client)
+        streams = chaos.start(200, 4, client=client)
         for had in (20, 60, 120):
-            chaos.reach(asks, had)
+            chaos.reach(streams, had)
             relay.cut()
         chaos.assert_all_done()
         client.close()
 
 
-def test_a_half_open_link_in_front(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Nothing comes and nothing is refused: only the silence tells."""
-    with in_front(tmp_path, monkeypatch, 5000) as (chaos, relay):
+def test_a_half_open_link_front_relay(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The client detects it by the missing heartbeats alone."""
+    with front_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
         client = Client(endpoint=relay.endpoint, connect_timeout=PATIENCE)
-        asks = chaos.start(200, 3, client=client)
-        chaos.reach(asks, 20)
+        streams = chaos.start(200, 3, client=client)
+        chaos.reach(streams, 20)
         relay.freeze()
         chaos.wait(4)
         relay.thaw()
@@ -57,12 +57,12 @@ def test_a_half_open_link_in_front(tmp_path: Path, monkeypatch: Patch) -> None:
         client.close()
 
 
-def test_delay_and_drip_in_front(tmp_path: Path, monkeypatch: Patch) -> None:
-    with in_front(tmp_path, monkeypatch, 2000) as (chaos, relay):
+def test_delay_and_drip_front_relay(tmp_path: Path, monkeypatch: Patch) -> None:
+    with front_relay(tmp_path, monkeypatch, 2000) as (chaos, relay):
         client = Client(endpoint=relay.endpoint, connect_timeout=PATIENCE)
         relay.delay(0.2)
-        asks = chaos.start(100, 3, client=client)
-        chaos.finish(asks)
+        streams = chaos.start(100, 3, client=client)
+        chaos.finish(streams)
         relay.delay(0)
         relay.drip(6000)
         chaos.start(60, 2, client=client)
@@ -74,19 +74,19 @@ def test_delay_and_drip_in_front(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 @contextmanager
-def behind(tmp_path: Path, monkeypatch: Patch, step_us: int) -> Iterator[tuple[Chaos, Relay]]:
+def back_relay(tmp_path: Path, monkeypatch: Patch, step_us: int) -> Iterator[tuple[Chaos, Relay]]:
     """A pool whose workers reach their broker through a relay."""
     chaos = Chaos(tmp_path, monkeypatch, model(step_us=step_us))
     back = sockets.ipc(chaos.pool.run_dir, "back").removeprefix("ipc://")
     with Relay(("ipc", back)) as relay:
-        (tmp_path / "sitecustomize.py").write_text(DETOUR.format(endpoint=relay.endpoint))
+        (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.format(endpoint=relay.endpoint))
         chaos.pool.environment["PYTHONPATH"] = with_path(tmp_path)
         with chaos:
             yield chaos, relay
 
 
-# The worker is told where its broker is through its environment: this tells it the relay instead.
-DETOUR = """\
+# Replaces the broker's endpoint in the worker's environment with the relay's.
+SITECUSTOMIZE = """\
 import json, os
 
 if "MLXPOOL_WORKER" in os.environ:
@@ -96,49 +96,49 @@ if "MLXPOOL_WORKER" in os.environ:
 """
 
 
-def test_resets_behind(tmp_path: Path, monkeypatch: Patch) -> None:
-    """The same process says `hello` again; its streams are resumed in it."""
-    with behind(tmp_path, monkeypatch, 5000) as (chaos, relay):
-        asks = chaos.start(200, 4)
-        chaos.reach(asks, 20)
+def test_resets_back_relay(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The same worker sends `hello` again, and its streams are resumed there."""
+    with back_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
+        streams = chaos.start(200, 4)
+        chaos.reach(streams, 20)
         pid = chaos.pool.worker("m/0")["pid"]
         for had in (30, 90):
-            chaos.reach(asks, had)
+            chaos.reach(streams, had)
             relay.cut()
         chaos.assert_all_done()
         assert chaos.pool.worker("m/0")["pid"] == pid
         assert chaos.pool.worker("m/0")["epoch"] >= 3
 
 
-def test_a_half_open_link_behind(tmp_path: Path, monkeypatch: Patch) -> None:
-    with behind(tmp_path, monkeypatch, 5000) as (chaos, relay):
-        asks = chaos.start(150, 3)
-        chaos.reach(asks, 20)
+def test_a_half_open_link_back_relay(tmp_path: Path, monkeypatch: Patch) -> None:
+    with back_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
+        streams = chaos.start(150, 3)
+        chaos.reach(streams, 20)
         relay.freeze()
-        until(lambda: chaos.pool.worker("m/0").get("suspect"), "its silence is noticed")
+        until(lambda: chaos.pool.worker("m/0").get("suspect"), "the worker is suspected")
         relay.thaw()
         chaos.assert_all_done()
 
 
-def test_a_link_behind_that_never_comes_back(tmp_path: Path, monkeypatch: Patch) -> None:
-    """The worker is ended, through no fault of what it ran; the next one dials anew."""
-    with behind(tmp_path, monkeypatch, 5000) as (chaos, relay):
-        asks = chaos.start(150, 3)
-        chaos.reach(asks, 20)
+def test_a_link_at_the_back_that_never_recovers(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The worker is ended without blame for its requests; the next one connects anew."""
+    with back_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
+        streams = chaos.start(150, 3)
+        chaos.reach(streams, 20)
         pid = int(chaos.pool.worker("m/0")["pid"])
         relay.freeze()
-        until(lambda: not os.path.exists(f"/proc/{pid}"), "it is ended")
+        until(lambda: not os.path.exists(f"/proc/{pid}"), "the worker is ended")
         relay.cut()
         relay.thaw()
         chaos.assert_all_done()
         assert chaos.causes()[0].startswith("no beat for")
 
 
-def test_delay_and_drip_behind(tmp_path: Path, monkeypatch: Patch) -> None:
-    with behind(tmp_path, monkeypatch, 2000) as (chaos, relay):
+def test_delay_and_drip_back_relay(tmp_path: Path, monkeypatch: Patch) -> None:
+    with back_relay(tmp_path, monkeypatch, 2000) as (chaos, relay):
         relay.delay(0.2)
-        asks = chaos.start(60, 3)
-        chaos.finish(asks)
+        streams = chaos.start(60, 3)
+        chaos.finish(streams)
         relay.delay(0)
         relay.drip(20_000)
         chaos.start(60, 2)

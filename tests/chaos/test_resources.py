@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from chaos.cpu_starvation import burner, starve
+from chaos.cpu_starvation import busy_process, starve
 from chaos.harness import LIMITS, Chaos, model
 from mlxpool.common.errors import Unauthorized
 from mlxpool.common.transport import sockets
@@ -33,7 +33,7 @@ def test_too_few_descriptors_are_refused(tmp_path: Path) -> None:
 
 
 def front_shut(chaos: Chaos) -> bool:
-    """Until it is, there may be no descriptor left for an operator's connection either."""
+    """Whether the front is shut; before that, operators may get no descriptor either."""
     try:
         return bool(chaos.pool.ask("ps")["broker"]["front_shut"])
     except Unauthorized:
@@ -41,10 +41,10 @@ def front_shut(chaos: Chaos) -> bool:
 
 
 def test_a_thousand_clients_and_300_descriptors(tmp_path: Path, monkeypatch: Patch) -> None:
-    """The front shuts before libzmq would abort. That cuts who is in; they go on later."""
+    """The front shuts before libzmq would abort; its clients are disconnected and resume later."""
     with Chaos(tmp_path, monkeypatch, model(), prefix=with_descriptors(300)) as chaos:
-        inside = chaos.start(200, 3)
-        chaos.reach(inside, 10)
+        streams = chaos.start(200, 3)
+        chaos.reach(streams, 10)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, 2000)
         front = sockets.ipc(chaos.pool.run_dir, "front")
@@ -55,7 +55,7 @@ def test_a_thousand_clients_and_300_descriptors(tmp_path: Path, monkeypatch: Pat
             for each in crowd:
                 each.close(linger=0)
             context.term()
-        chaos.finish(inside)
+        chaos.finish(streams)
         later = chaos.new_client()
         chaos.start(10, 2, client=later)
         chaos.assert_all_done()
@@ -63,7 +63,7 @@ def test_a_thousand_clients_and_300_descriptors(tmp_path: Path, monkeypatch: Pat
 
 
 def test_a_full_file_system(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Logs, stacks and records cannot be written; streams do not notice."""
+    """Logs, stacks and records cannot be written; streams are not affected."""
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("missing program: /dev/full, a file system that is always full")
@@ -86,7 +86,7 @@ def test_a_starved_worker_is_not_hung(tmp_path: Path, monkeypatch: Patch) -> Non
         (first,) = chaos.start(20)
         chaos.finish([first])
         pid = int(chaos.pool.worker("m/0")["pid"])
-        with burner() as processor:
+        with busy_process() as processor:
             starve(chaos.pool, "m/0", processor)
             chaos.start(200, 2)
             chaos.finish()
@@ -95,7 +95,7 @@ def test_a_starved_worker_is_not_hung(tmp_path: Path, monkeypatch: Patch) -> Non
         assert chaos.pool.worker("m/0")["pid"] == pid
 
 
-JUMPS = """\
+JUMPING_CLOCK = """\
 import time
 
 _true, _start = time.time, time.monotonic()
@@ -111,7 +111,7 @@ time.time_ns = lambda: int(_jumping() * 1e9)
 
 
 def test_a_wall_clock_that_jumps_by_days(tmp_path: Path, monkeypatch: Patch) -> None:
-    (tmp_path / "sitecustomize.py").write_text(JUMPS)
+    (tmp_path / "sitecustomize.py").write_text(JUMPING_CLOCK)
     config = model(step_us=5000, fault="kill", fault_in="decode", fault_at=100, fault_times=1)
     environment = {"PYTHONPATH": with_path(tmp_path)}
     with Chaos(tmp_path, monkeypatch, config, LIMITS, environment=environment) as chaos:

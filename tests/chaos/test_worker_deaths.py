@@ -1,4 +1,4 @@
-"""Workers that die, everywhere they can: nobody but the clock notices."""
+"""Workers that die in every phase: their streams are resumed and stay correct."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from support.pool import until
 
 Patch = pytest.MonkeyPatch
 
-PLACES = ("load", "accept", "prefill", "decode", "end", "after_end")
-WORDS = {
+PHASES = ("load", "accept", "prefill", "decode", "end", "after_end")
+CAUSES = {
     "kill": "killed by SIGKILL",
     "exit": "exit code 0",
     "exit3": "exit code 3",
@@ -25,37 +25,37 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_sigkill_everywhere(tmp_path: Path, monkeypatch: Patch, place: str) -> None:
-    config = model(fault="kill", fault_in=place, fault_at=3, fault_times=1)
+@pytest.mark.parametrize("phase", PHASES)
+def test_sigkill_everywhere(tmp_path: Path, monkeypatch: Patch, phase: str) -> None:
+    config = model(fault="kill", fault_in=phase, fault_at=3, fault_times=1)
     with Chaos(tmp_path, monkeypatch, config) as chaos:
         chaos.start(30, 4)
         chaos.assert_all_done()
         assert "killed by SIGKILL" in chaos.causes()[0]
 
 
-@pytest.mark.parametrize("name", [n for n in WORDS if n != "kill"])
-def test_other_ends(tmp_path: Path, monkeypatch: Patch, name: str) -> None:
+@pytest.mark.parametrize("name", [n for n in CAUSES if n != "kill"])
+def test_other_causes_of_death(tmp_path: Path, monkeypatch: Patch, name: str) -> None:
     config = model(fault=name, fault_in="decode", fault_at=10, fault_times=1)
     with Chaos(tmp_path, monkeypatch, config) as chaos:
         chaos.start(30, 3)
         chaos.assert_all_done()
-        assert chaos.causes()[0] == WORDS[name]
+        assert chaos.causes()[0] == CAUSES[name]
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "load"])
-def test_a_lost_device_everywhere(tmp_path: Path, monkeypatch: Patch, place: str) -> None:
-    """At the third token a worker has proven nothing yet: its model is tried again all the same."""
-    config = model(fault="device", fault_in=place, fault_at=3, fault_times=1)
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "load"])
+def test_a_lost_device_everywhere(tmp_path: Path, monkeypatch: Patch, phase: str) -> None:
+    """The model is retried although its worker died at the third token."""
+    config = model(fault="device", fault_in=phase, fault_at=3, fault_times=1)
     with Chaos(tmp_path, monkeypatch, config) as chaos:
         chaos.start(30, 4)
         chaos.assert_all_done()
-        if place not in ("end", "after_end"):  # there may be nothing left to compute
-            assert chaos.causes() == [WORDS["device"]]
+        if phase not in ("end", "after_end"):  # no request may be left to compute
+            assert chaos.causes() == [CAUSES["device"]]
 
 
 def test_a_kill_with_text_held_back(tmp_path: Path, monkeypatch: Patch) -> None:
-    """The text of half a stop string is with nobody but the ids; a resume brings it back."""
+    """Text that is held back as half of a stop string is recovered from the ids."""
     config = model(fault="kill", fault_in="decode", fault_at=12, fault_times=1)
     with Chaos(tmp_path, monkeypatch, config) as chaos:
         (probe,) = chaos.start(8)
@@ -66,55 +66,55 @@ def test_a_kill_with_text_held_back(tmp_path: Path, monkeypatch: Patch) -> None:
         chaos.assert_all_done()
 
 
-def test_a_kill_behind_a_shut_window(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_kill_while_the_window_is_full(tmp_path: Path, monkeypatch: Patch) -> None:
     with Chaos(tmp_path, monkeypatch, model(step_us=1000)) as chaos:
-        asks = chaos.start(300, 2, window=1)
-        chaos.reach(asks, 2)
-        chaos.strike("m/0", signal.SIGKILL)
+        streams = chaos.start(300, 2, window=1)
+        chaos.reach(streams, 2)
+        chaos.signal_worker("m/0", signal.SIGKILL)
         chaos.assert_all_done()
 
 
 def test_two_kills_of_one_stream(tmp_path: Path, monkeypatch: Patch) -> None:
     with Chaos(tmp_path, monkeypatch, model(step_us=5000)) as chaos:
-        asks = chaos.start(150, 3)
+        streams = chaos.start(150, 3)
         for had in (20, 70):
-            chaos.reach(asks, had)
-            chaos.strike("m/0", signal.SIGKILL)
+            chaos.reach(streams, had)
+            chaos.signal_worker("m/0", signal.SIGKILL)
         chaos.assert_all_done()
-        attempts = [ask.result.attempts for ask in asks if ask.result is not None]
-        assert min(attempts) >= 2 and max(attempts) >= 3  # who was in the queue was not hit
+        attempts = [stream.result.attempts for stream in streams if stream.result is not None]
+        assert min(attempts) >= 2 and max(attempts) >= 3  # a queued stream was not hit
 
 
-def test_a_warm_replica_goes_on(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_warm_replica_resumes_the_streams(tmp_path: Path, monkeypatch: Patch) -> None:
     with Chaos(tmp_path, monkeypatch, model(replicas=2, step_us=5000)) as chaos:
         chaos.pool.ask("load", model="m")
         for slot in ("m/0", "m/1"):
             chaos.pool.in_state(slot, state="ready")
-        asks = chaos.start(100, 4)
-        chaos.reach(asks, 10)
-        chaos.strike("m/0", signal.SIGKILL)
+        streams = chaos.start(100, 4)
+        chaos.reach(streams, 10)
+        chaos.signal_worker("m/0", signal.SIGKILL)
         chaos.assert_all_done()
-        given = [
+        dispatched = [
             line["slot"] for line in read(chaos.folder) if line["what"] == "work" and "slot" in line
         ]
-        assert sorted(given[:4]) == ["m/0", "m/0", "m/1", "m/1"]
+        assert sorted(dispatched[:4]) == ["m/0", "m/0", "m/1", "m/1"]
         assert chaos.causes() == ["killed by SIGKILL"]
 
 
-def test_who_does_not_want_a_resume_gets_the_error(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_stream_that_is_not_durable_gets_the_error(tmp_path: Path, monkeypatch: Patch) -> None:
     with Chaos(tmp_path, monkeypatch, model(step_us=5000)) as chaos:
-        (frail,) = chaos.start(200, durable=False)
+        (not_durable,) = chaos.start(200, durable=False)
         (durable,) = chaos.start(60)
-        chaos.reach([frail, durable], 10)
-        chaos.strike("m/0", signal.SIGKILL)
+        chaos.reach([not_durable, durable], 10)
+        chaos.signal_worker("m/0", signal.SIGKILL)
         chaos.finish()
-        assert isinstance(frail.error, WorkerLost) and frail.error.retryable
+        assert isinstance(not_durable.error, WorkerLost) and not_durable.error.retryable
         assert durable.result is not None
         chaos.assert_sound()
 
 
 @pytest.mark.parametrize("name", ["segfault", "device"])
-def test_a_poisonous_request_takes_nobody_with_it(
+def test_a_poisonous_request_does_not_fail_others(
     tmp_path: Path, monkeypatch: Patch, name: str
 ) -> None:
     config = model(fault=name, fault_in="decode", fault_at=5, fault_prompt="poison")
@@ -124,7 +124,7 @@ def test_a_poisonous_request_takes_nobody_with_it(
         (bad,) = chaos.start(50, prompt="poison")
         chaos.finish()
         assert isinstance(bad.error, Poisoned)
-        assert all(ask.result is not None for ask in innocent)
+        assert all(stream.result is not None for stream in innocent)
         chaos.assert_sound()
         again = chaos.client
         with pytest.raises(Poisoned):
@@ -132,7 +132,7 @@ def test_a_poisonous_request_takes_nobody_with_it(
 
 
 @pytest.mark.parametrize("name", ["abort", "device"])
-def test_poison_in_prefill_is_charged_alone(tmp_path: Path, monkeypatch: Patch, name: str) -> None:
+def test_poison_in_prefill_is_blamed_alone(tmp_path: Path, monkeypatch: Patch, name: str) -> None:
     config = model(fault=name, fault_in="prefill", fault_at=0, fault_prompt="poison")
     with Chaos(tmp_path, monkeypatch, config) as chaos:
         innocent = chaos.start(150, 4)
@@ -140,7 +140,7 @@ def test_poison_in_prefill_is_charged_alone(tmp_path: Path, monkeypatch: Patch, 
         (bad,) = chaos.start(50, prompt="poison")
         chaos.finish()
         assert isinstance(bad.error, Poisoned)
-        assert all(ask.result and ask.result.attempts <= 3 for ask in innocent)
+        assert all(stream.result and stream.result.attempts <= 3 for stream in innocent)
         assert len(chaos.causes()) == 2
         chaos.assert_sound()
 
@@ -153,12 +153,14 @@ def test_poison_among_prompts_of_one_pass(
     fault = {"fault": name, "fault_in": "prefill", "fault_prompt": "poison"}
     config = model(extra="sequences = 32", **several, **fault)  # type: ignore[arg-type]
     with Chaos(tmp_path, monkeypatch, config) as chaos:
-        innocent = chaos.start(30, prompt="x" * 400)  # what comes while it is read is read together
-        bad = [ask for n in range(poisons) for ask in chaos.start(30, prompt=f"poison {n}")]
+        innocent = chaos.start(
+            30, prompt="x" * 400
+        )  # requests that arrive during its prefill share one pass
+        bad = [stream for n in range(poisons) for stream in chaos.start(30, prompt=f"poison {n}")]
         innocent += chaos.start(30, 20)
         chaos.finish()
-        assert all(isinstance(ask.error, Poisoned) for ask in bad)
-        assert all(ask.result for ask in innocent)
+        assert all(isinstance(stream.error, Poisoned) for stream in bad)
+        assert all(stream.result for stream in innocent)
         chaos.assert_sound()
 
 
@@ -174,22 +176,22 @@ def test_a_load_that_always_crashes_opens_the_breaker(tmp_path: Path, monkeypatc
     config = model(fault="exit3", fault_in="load") + model("well")
     with Chaos(tmp_path, monkeypatch, config) as chaos:
         (well,) = chaos.start(100, model="well")
-        (ask,) = chaos.start(10)
+        (stream,) = chaos.start(10)
         chaos.finish()
-        assert isinstance(ask.error, ModelUnavailable)
-        assert "5 times in a row (last: exit code 3)" in ask.error.message
-        assert ask.error.retry_after_ms is not None
+        assert isinstance(stream.error, ModelUnavailable)
+        assert "5 times in a row (last: exit code 3)" in stream.error.message
+        assert stream.error.retry_after_ms is not None
         with pytest.raises(ModelUnavailable):
             chaos.client.generate("m", "again", max_tokens=1)
         assert well.result is not None
         chaos.assert_sound()
 
 
-def test_a_load_that_fails_says_why(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_failed_load_is_reported(tmp_path: Path, monkeypatch: Patch) -> None:
     with Chaos(tmp_path, monkeypatch, model(fault="raise", fault_in="load")) as chaos:
-        (ask,) = chaos.start(10)
+        (stream,) = chaos.start(10)
         chaos.finish()
-        assert isinstance(ask.error, ModelLoadFailed)
+        assert isinstance(stream.error, ModelLoadFailed)
         chaos.assert_sound()
 
 
@@ -203,12 +205,12 @@ def test_a_leak_ends_at_the_memory_limit(tmp_path: Path, monkeypatch: Patch) -> 
         assert "out of memory" in chaos.causes()[0]
 
 
-def test_drained_workers_hand_their_streams_on(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_streams_of_drained_workers_are_resumed(tmp_path: Path, monkeypatch: Patch) -> None:
     with Chaos(tmp_path, monkeypatch, model(replicas=2, step_us=5000)) as chaos:
-        asks = chaos.start(200, 4)
-        chaos.reach(asks, 10)
+        streams = chaos.start(200, 4)
+        chaos.reach(streams, 10)
         chaos.pool.ask("drain", slot="m/0", timeout_ms=0)
-        chaos.reach(asks, 60)
+        chaos.reach(streams, 60)
         chaos.pool.ask("restart", slot="m/1")
         chaos.assert_all_done()
         assert set(chaos.causes()) == {"drained"}
@@ -216,11 +218,11 @@ def test_drained_workers_hand_their_streams_on(tmp_path: Path, monkeypatch: Patc
 
 def test_a_drained_pool_ends_when_its_streams_have(tmp_path: Path, monkeypatch: Patch) -> None:
     with Chaos(tmp_path, monkeypatch, model(step_us=5000)) as chaos:
-        asks = chaos.start(100, 3)
-        chaos.reach(asks, 5)
+        streams = chaos.start(100, 3)
+        chaos.reach(streams, 5)
         chaos.pool.ask("drain")
         chaos.finish()
-        assert all(ask.result is not None for ask in asks)
+        assert all(stream.result is not None for stream in streams)
         process = chaos.pool.process
         assert process is not None
         until(lambda: process.poll() is not None, "the broker has ended")
