@@ -149,7 +149,7 @@ UNFINISHED = {
     "large parts": frame(bytes(frames.MAX_FRAME - 64), MORE),
     "empty parts": frame(b"", MORE) * 200_000,
 }
-# The memory guard's limit, what arrives at 4 GB/s until its next check, and the broker's own memory.
+# The memory guard's limit, what arrives at 4 GB/s until its next check, and the broker's own part.
 # Without the guard the broker would grow without bound.
 MAX_RESIDENT = 2048 * MB
 

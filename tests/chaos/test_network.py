@@ -33,7 +33,7 @@ def front_relay(tmp_path: Path, monkeypatch: Patch, step_us: int) -> Iterator[tu
         yield chaos, relay
 
 
-def test_resets_front_relay(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_resets_at_the_front(tmp_path: Path, monkeypatch: Patch) -> None:
     with front_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
         client = Client(endpoint=relay.endpoint, connect_timeout=PATIENCE)
         streams = chaos.start(200, 4, client=client)
@@ -44,7 +44,7 @@ def test_resets_front_relay(tmp_path: Path, monkeypatch: Patch) -> None:
         client.close()
 
 
-def test_a_half_open_link_front_relay(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_half_open_link_at_the_front(tmp_path: Path, monkeypatch: Patch) -> None:
     """The client detects it by the missing heartbeats alone."""
     with front_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
         client = Client(endpoint=relay.endpoint, connect_timeout=PATIENCE)
@@ -57,7 +57,7 @@ def test_a_half_open_link_front_relay(tmp_path: Path, monkeypatch: Patch) -> Non
         client.close()
 
 
-def test_delay_and_drip_front_relay(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_delay_and_drip_at_the_front(tmp_path: Path, monkeypatch: Patch) -> None:
     with front_relay(tmp_path, monkeypatch, 2000) as (chaos, relay):
         client = Client(endpoint=relay.endpoint, connect_timeout=PATIENCE)
         relay.delay(0.2)
@@ -96,7 +96,7 @@ if "MLXPOOL_WORKER" in os.environ:
 """
 
 
-def test_resets_back_relay(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_resets_at_the_back(tmp_path: Path, monkeypatch: Patch) -> None:
     """The same worker sends `hello` again, and its streams are resumed there."""
     with back_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
         streams = chaos.start(200, 4)
@@ -110,7 +110,7 @@ def test_resets_back_relay(tmp_path: Path, monkeypatch: Patch) -> None:
         assert chaos.pool.worker("m/0")["epoch"] >= 3
 
 
-def test_a_half_open_link_back_relay(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_half_open_link_at_the_back(tmp_path: Path, monkeypatch: Patch) -> None:
     with back_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
         streams = chaos.start(150, 3)
         chaos.reach(streams, 20)
@@ -134,7 +134,7 @@ def test_a_link_at_the_back_that_never_recovers(tmp_path: Path, monkeypatch: Pat
         assert chaos.causes()[0].startswith("no beat for")
 
 
-def test_delay_and_drip_back_relay(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_delay_and_drip_at_the_back(tmp_path: Path, monkeypatch: Patch) -> None:
     with back_relay(tmp_path, monkeypatch, 2000) as (chaos, relay):
         relay.delay(0.2)
         streams = chaos.start(60, 3)
