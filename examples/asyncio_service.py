@@ -1,20 +1,20 @@
-"""A service in asyncio: many people's requests over one connection to the pool.
+"""An asyncio service: the requests of many TCP connections over one connection to the pool.
 
     python examples/asyncio_service.py [RUN_DIR] [--listen 127.0.0.1:8765]
 
-It speaks JSON, one object a line, over TCP. A person may have many requests at once:
+The protocol is JSON over TCP, one object a line. A connection may have many requests at once:
 
     {"id": "a", "model": "demo", "prompt": "def f(x):", "max_tokens": 20, "seconds": 30}
     {"cancel": "a"}
 
-and is answered, mixed as they come:
+and gets these answers, interleaved:
 
     {"id": "a", "text": " return"}
     {"id": "a", "end": "length", "tokens": 20}        or stop, cancelled
     {"id": "a", "error": "deadline_exceeded", "message": "…"}
 
-Who hangs up has everything cancelled. At SIGTERM or Ctrl-C nobody is let in any more, requests get
-GRACE seconds to end, the rest is cancelled.
+A disconnect cancels all requests of the connection. At SIGTERM or Ctrl-C new connections are
+refused; requests get GRACE seconds to end, then they are cancelled.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Any
 from mlxpool.client import AsyncClient, PoolError
 
 GRACE = 10.0  # seconds
-SECONDS = 60.0  # a request's time, if it names none
-AT_ONCE = 64  # requests of one person
+SECONDS = 60.0  # the default timeout of a request
+MAX_REQUESTS = 64  # in flight on one connection
 
 
-class Person:
-    """One connection. Its requests are tasks; each writes whole lines, so they may mix."""
+class Connection:
+    """One connection. Each request is a task that writes whole lines, so answers may interleave."""
 
     def __init__(self, client: AsyncClient, writer: asyncio.StreamWriter) -> None:
         self.client = client
@@ -43,10 +43,10 @@ class Person:
 
     async def say(self, **line: Any) -> None:
         self.writer.write(json.dumps(line).encode() + b"\n")
-        await self.writer.drain()  # who does not read holds up nobody else
+        await self.writer.drain()  # a slow reader delays its own requests only
 
     async def hear(self, line: bytes) -> None:
-        """Begin or cancel a request."""
+        """Start or cancel a request."""
         try:
             asked = json.loads(line)
             if "cancel" in asked:
@@ -57,15 +57,17 @@ class Person:
         except (ValueError, KeyError, TypeError, AttributeError):
             await self.say(error="bad_request", message="a line must be an object with an id")
             return
-        if ident in self.requests or len(self.requests) >= AT_ONCE:
+        if ident in self.requests or len(self.requests) >= MAX_REQUESTS:
             await self.say(id=ident, error="bad_request", message="the id is in use, or too many")
             return
         task = self.requests[ident] = asyncio.create_task(self.answer(ident, asked))
         task.add_done_callback(lambda _: self.requests.pop(ident))
-        await asyncio.sleep(0)  # it has begun before it can be cancelled, so it says its end
+        await asyncio.sleep(
+            0
+        )  # the task starts before a cancel can reach it, so it reports its end
 
     async def answer(self, ident: str, asked: dict[str, Any]) -> None:
-        """One request, from its first text to its end."""
+        """Run one request and write its text and its end."""
         try:
             stream = self.client.stream(
                 str(asked.get("model", "demo")),
@@ -73,7 +75,7 @@ class Person:
                 max_tokens=asked.get("max_tokens", 64),
                 deadline_ms=round(1000 * float(asked.get("seconds", SECONDS))),
             )
-            async with stream:  # left early, whatever the reason, the pool is told
+            async with stream:  # leaving early, for any reason, cancels it at the pool
                 async for delta in stream:
                     await self.say(id=ident, text=delta.text)
             result = stream.result
@@ -87,10 +89,10 @@ class Person:
                 await self.say(id=ident, end="cancelled")
             raise
         except ConnectionError:
-            pass  # they hung up
+            pass  # the client has disconnected
 
     async def leave(self) -> None:
-        """Cancel what is left, and wait until it is."""
+        """Cancel the remaining requests and wait for their ends."""
         tasks = list(self.requests.values())
         for task in tasks:
             task.cancel()
@@ -99,36 +101,36 @@ class Person:
 
 
 class Service:
-    """Everybody who is connected."""
+    """All connections."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
-        self.people: set[Person] = set()
+        self.connections: set[Connection] = set()
 
     async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it ends."""
-        person = Person(self.client, writer)
-        self.people.add(person)
+        connection = Connection(self.client, writer)
+        self.connections.add(connection)
         try:
             while line := await reader.readline():
-                await person.hear(line)
-        except (ConnectionError, ValueError):  # gone, or a line without an end
+                await connection.hear(line)
+        except (ConnectionError, ValueError):  # disconnected, or a line beyond the limit
             pass
         finally:
-            await person.leave()
-            self.people.discard(person)
+            await connection.leave()
+            self.connections.discard(connection)
 
     async def finish(self) -> None:
-        """Let requests end in GRACE seconds, then cancel them."""
-        tasks = [task for person in self.people for task in person.requests.values()]
+        """Wait at most GRACE seconds for requests, then cancel them."""
+        tasks = [task for connection in self.connections for task in connection.requests.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=GRACE)
-        for person in list(self.people):
-            await person.leave()
+        for connection in list(self.connections):
+            await connection.leave()
 
 
 async def serve(run_dir: str | None, host: str, port: int) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, over.set)

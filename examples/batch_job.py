@@ -1,11 +1,10 @@
-"""Complete a file of prompts: so many at once, with progress, and go on where it was interrupted.
+"""Complete a file of prompts, several at once, with progress; resumes after an interruption.
 
     python examples/batch_job.py MODEL PROMPTS.jsonl ANSWERS.jsonl [--run-dir DIR] [--at-once 16]
 
-A line of PROMPTS is {"prompt": "…"}, with options of docs/protocol.md beside it if you like. A
-line of ANSWERS is {"line": 0, "text": "…", "reason": "…", "tokens": 12}, or {"line": 0,
-"error": "…"}, in the order in which they end. Started again, it does the lines that ANSWERS lacks
-or has as errors.
+A line of PROMPTS is {"prompt": "…"}, optionally with options of docs/protocol.md. A line of
+ANSWERS is {"line": 0, "text": "…", "reason": "…", "tokens": 12}, or {"line": 0, "error": "…"}, in
+the order in which they end. A restart does the lines that ANSWERS lacks or has as errors.
 Line n has the seed SEED + n unless it names one, so the answers do not depend on interruptions.
 
 Exit code 0: every line is answered; 1: some failed; 130: interrupted.
@@ -24,12 +23,12 @@ from typing import IO, Any
 
 from mlxpool.client import AsyncClient, PoolError
 
-TRIES = 5  # of a line that the pool could not take; each waits as long as the pool says
-PAUSE = 1.0  # seconds, if it does not say
+MAX_ATTEMPTS = 5  # of a line that the pool refused for now; each waits as long as the pool asks
+DEFAULT_PAUSE = 1.0  # seconds, if the pool does not ask for a time
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The file's lines. Raises SystemExit naming the line that is none."""
+    """The prompts of the file. Raises SystemExit naming a line that is not one."""
     prompts = []
     for number, line in enumerate(path.read_text("utf-8").splitlines()):
         try:
@@ -42,7 +41,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
-    """The answers that are there and whole: the last line of a killed job may be half of one."""
+    """The complete answers so far; the last line of a killed job may be incomplete."""
     if not path.exists():
         return []
     whole = path.read_text("utf-8", errors="replace").split("\n")[:-1]
@@ -51,7 +50,7 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
 
 
 class Progress:
-    """One line on standard error: written over on a terminal, once at the end elsewhere."""
+    """One line on standard error: updated on a terminal, else written once at the end."""
 
     def __init__(self, done: int, total: int) -> None:
         self.before, self.done, self.total = done, done, total
@@ -81,7 +80,7 @@ class Progress:
 async def answer(
     client: AsyncClient, model: str, number: int, asked: Mapping[str, Any], seed: int
 ) -> dict[str, Any]:
-    """One line's answer. What the pool could not take yet is tried again."""
+    """The answer to one line. A refusal that is temporary is retried."""
     options = {"seed": seed + number, **asked}
     tries = 0
     while True:
@@ -89,10 +88,10 @@ async def answer(
             result = await client.generate(model, **options)
         except PoolError as error:
             tries += 1
-            if not error.retryable or tries == TRIES:
+            if not error.retryable or tries == MAX_ATTEMPTS:
                 return {"line": number, "error": error.code, "message": error.message}
             wait = error.retry_after_ms
-            await asyncio.sleep(PAUSE if wait is None else wait / 1000)
+            await asyncio.sleep(DEFAULT_PAUSE if wait is None else wait / 1000)
         else:
             made = {"text": result.text, "reason": result.reason, "tokens": len(result.ids)}
             return {"line": number, **made}
@@ -101,12 +100,12 @@ async def answer(
 async def work(
     client: AsyncClient, given: argparse.Namespace, left: list[int], out: IO[str], show: Progress
 ) -> None:
-    """One of those that take the next line until there is none."""
+    """Take the next line until there is none."""
     while left:
         number = left.pop()
         line = await answer(client, given.model, number, given.lines[number], given.seed)
         out.write(json.dumps(line) + "\n")
-        out.flush()  # so that nothing is done twice, whatever happens to us
+        out.flush()  # so that a restart repeats no line
         show.count(line)
 
 
@@ -130,7 +129,7 @@ def main() -> int:
     done = {line["line"] for line in known}
     left = [number for number in reversed(range(len(given.lines))) if number not in done]
     show = Progress(len(done), len(given.lines))
-    fresh = given.answers.with_suffix(".new")  # without half a line, and without errors
+    fresh = given.answers.with_suffix(".new")  # without an incomplete line, and without errors
     fresh.write_text("".join(json.dumps(line) + "\n" for line in known), "utf-8")
     fresh.replace(given.answers)
     try:

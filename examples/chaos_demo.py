@@ -1,9 +1,9 @@
-"""Kill workers while a text is written, and see that it goes on unbroken.
+"""Kill workers during a completion, and check that the completion is unaffected.
 
     python examples/chaos_demo.py [--kills 3] [--tokens 240]
 
-Starts a broker of its own with the embedded model. The same completion is asked for twice: once in
-peace, once while its worker is killed (SIGKILL) again and again. Exit code 0: both are the same,
+Starts a broker of its own with the embedded model. Requests the same completion twice: once without
+faults, once while its worker is killed (SIGKILL) several times. Exit code 0: both are the same,
 token by token.
 """
 
@@ -29,7 +29,7 @@ PROMPT = '''class Stack:
 
     def __init__(self):
 '''
-# deterministic: no bit of a token depends on whether its text was read or written. Only a CPU can.
+# deterministic: a token computed in a prefill has the same bits as in a decode step. CPU only.
 SETTINGS = """
 [pool]
 restart_delay = 0.1
@@ -37,11 +37,11 @@ restart_delay = 0.1
 path = "builtin:demo"
 deterministic = {deterministic}
 """
-START = 60.0  # seconds the broker may take to answer
+START_TIMEOUT = 60.0  # seconds until the broker answers
 
 
 def on_a_cpu() -> bool:
-    """Whether workers compute on one. On a GPU two tokens that are nearly tied may change."""
+    """Whether workers compute on a CPU. On a GPU a near-tie of two tokens may change."""
     import mlx.core as mx
 
     return mx.default_device().type == mx.DeviceType.cpu
@@ -49,7 +49,7 @@ def on_a_cpu() -> bool:
 
 @contextlib.contextmanager
 def broker(folder: Path) -> Iterator[None]:
-    """A broker with its run directory in `folder`, for as long as the block lasts."""
+    """Run a broker with its run directory in `folder` meanwhile."""
     settings = SETTINGS.format(deterministic="true" if on_a_cpu() else "false")
     (folder / "mlxpool.toml").write_text(settings)
     command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(folder), "serve"]
@@ -58,7 +58,7 @@ def broker(folder: Path) -> Iterator[None]:
             [*command, "--config", str(folder / "mlxpool.toml")], stdout=log, stderr=log
         )
     try:
-        end = time.monotonic() + START
+        end = time.monotonic() + START_TIMEOUT
         while not answers(folder):
             if process.poll() is not None or time.monotonic() > end:
                 raise SystemExit((folder / "broker.log").read_text())
@@ -77,7 +77,7 @@ def answers(folder: Path) -> bool:
 
 
 def kill_worker(folder: Path) -> None:
-    """SIGKILL to the worker that is there, or comes next."""
+    """Send SIGKILL to the worker, once there is one."""
     while not (pids := [w["pid"] for w in ask(folder, "ps")["workers"] if w["pid"]]):
         time.sleep(0.01)
     os.kill(pids[0], signal.SIGKILL)
@@ -85,7 +85,7 @@ def kill_worker(folder: Path) -> None:
 
 
 def written(folder: Path, tokens: int, kills: int) -> Result:
-    """The completion, its worker killed so many times at equal distances."""
+    """The completion, with its worker killed `kills` times at equal distances."""
     due = [tokens * (number + 1) // (kills + 1) for number in range(kills)]
     with (
         Client(folder) as client,

@@ -18,7 +18,7 @@ PROMPT = '''class Stack:
     def push(self, item):
 '''
 OPTIONS = ("--max-tokens", "120", "--temperature", "0.4", "--seed", "7")
-START = 60  # seconds the broker may take to answer
+START_TIMEOUT = 60  # seconds until the broker answers
 
 
 def mlxpool(run_dir: Path, *arguments: str) -> list[str]:
@@ -28,14 +28,14 @@ def mlxpool(run_dir: Path, *arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def broker(run_dir: Path) -> Iterator[None]:
-    """A broker for as long as the block lasts; its log is shown if it fails."""
+    """Run a broker meanwhile; print its log if it fails."""
     with (run_dir / "broker.log").open("wb") as log:
         process = subprocess.Popen(mlxpool(run_dir, "serve"), stdout=log, stderr=log)
     try:
         yield
     finally:
         process.terminate()
-        if process.wait(timeout=START) != 0:
+        if process.wait(timeout=START_TIMEOUT) != 0:
             print((run_dir / "broker.log").read_text(), file=sys.stderr)
 
 

@@ -2,8 +2,8 @@
 
     python examples/plain_client.py RUN_DIR MODEL PROMPT [--max-tokens N] [--seed S]
 
-Prints the text as it comes, and goes on when the connection or the broker is another one.
-Exit code 0: the completion is whole; 1: it is not, with the reason.
+Prints the text as it arrives, and resumes the stream after a loss of the connection or the broker.
+Exit code 0: the completion is complete; 1: it is not, with the reason.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any
 import msgpack
 import zmq
 
-PING, SILENCE, GRACE = 1.0, 3.0, 60.0  # seconds: between pings, to a new socket, to the end
-WAITS = (2.0, 4.0, 8.0)  # seconds for an answer to the first, second, third sending in a row
+PING_INTERVAL = 1.0  # seconds
+SILENCE = 3.0  # seconds without any frame until a new connection is tried
+GRACE = 60.0  # seconds without any frame until the stream ends
+ANSWER_TIMEOUTS = (2.0, 4.0, 8.0)  # seconds, of the first, second and third attempt in a row
 
 Socket = zmq.Socket[bytes]
 
@@ -28,31 +30,31 @@ Socket = zmq.Socket[bytes]
 def send(
     socket: Socket, kind: str, ident: bytes | None, attempt: int, body: Any, *blobs: bytes
 ) -> None:
-    """One message: the header [version, kind, id, epoch, attempt, pos], the body, blobs."""
+    """Send a message: the header [version, kind, id, epoch, attempt, pos], the body, blobs."""
     header = [1, kind, ident, 0, attempt, 0]
     socket.send_multipart([msgpack.packb(header), msgpack.packb(body), *blobs])
 
 
 @dataclass
 class Stream:
-    """What is known of the stream; `due` is when it is sent (again)."""
+    """The state of the stream; `due`: when the next attempt is sent."""
 
     body: dict[str, Any]
     id: bytes = field(default_factory=lambda: os.urandom(16))
     attempt: int = 0
-    ids: bytes = b""  # as they travel: four bytes each
+    ids: bytes = b""  # packed, four bytes each
     resume: dict[str, Any] = field(default_factory=dict)  # its seed and facts, once accepted
-    home: tuple[int, int] | None = None  # boot and link that accepted the newest sending
+    home: tuple[int, int] | None = None  # boot and link that accepted the newest attempt
     boot: int = 0  # that accepted it last
-    sendings: int = 0  # in a row that brought no id
-    barren_boots: int = 0  # in a row that brought no id
-    refused_at: float = math.inf  # the first in a row of errors that told us to come back
+    sendings: int = 0  # in a row without a new id
+    barren_boots: int = 0  # brokers in a row without a new id
+    refused_at: float = math.inf  # time of the first of a row of retryable errors
     due: float = 0.0
 
     def send(self, socket: Socket, now: float) -> None:
-        """Send it from the ids that we have; the first time as it is."""
+        """Send the next attempt: the request, or a resume from the ids that have arrived."""
         self.attempt, self.home, self.sendings = self.attempt + 1, None, self.sendings + 1
-        self.due = now + WAITS[min(self.sendings, len(WAITS)) - 1]
+        self.due = now + ANSWER_TIMEOUTS[min(self.sendings, len(ANSWER_TIMEOUTS)) - 1]
         body, blobs = self.body, []
         if self.resume:
             counts = {"count": len(self.ids) // 4, "resumes": self.barren_boots}
@@ -60,8 +62,8 @@ class Stream:
         send(socket, "generate", self.id, self.attempt, body, *blobs)
 
     def lost(self, now: float) -> None:
-        """Nothing more comes of the newest sending: send again, in a hurry only twice."""
-        wait = 0.0 if self.sendings < 3 else WAITS[-1]
+        """The newest attempt is lost: send another one, without delay at most twice."""
+        wait = 0.0 if self.sendings < 3 else ANSWER_TIMEOUTS[-1]
         self.due = min(self.due, now + wait)
 
     def accepted(self, answer: dict[str, Any]) -> None:
@@ -71,7 +73,7 @@ class Stream:
         self.resume["seed"], self.due = answer["seed"], math.inf
 
     def error(self, answer: dict[str, Any], now: float) -> str | None:
-        """Why it ended; None: we were told to come back, and do."""
+        """Handle an error: the reason for the end, or None for a retry."""
         known = self.attempt > 1 or (answer["code"] == "draining" and self.boot)
         wait = (answer.get("retry_after_ms") or 0) / 1000
         self.refused_at = min(self.refused_at, now)
@@ -81,7 +83,7 @@ class Stream:
         return None
 
     def take(self, answer: dict[str, Any], ids: bytes) -> None:
-        """New ids."""
+        """Add new ids."""
         self.ids += ids
         self.sendings, self.barren_boots, self.refused_at = 0, 0, math.inf
         if answer.get("facts"):
@@ -89,7 +91,7 @@ class Stream:
 
 
 def handle(stream: Stream, socket: Socket, parts: list[bytes], now: float) -> str | None:
-    """Take a frame. Returns how the stream ended: "" well, else why not; None: it goes on."""
+    """Handle a frame. Returns None while the stream goes on, "" at its end, or its error."""
     _, kind, ident, _, attempt, pos, *_ = msgpack.unpackb(parts[0])
     answer = msgpack.unpackb(parts[1]) if len(parts) > 1 else {}
     if kind == "pong" and stream.home not in (None, (answer["boot"], answer["link"])):
@@ -98,7 +100,7 @@ def handle(stream: Stream, socket: Socket, parts: list[bytes], now: float) -> st
         ours = attempt == stream.attempt and answer["code"] == "duplicate_id"
         return f"{answer['code']}: {answer['message']}" if ours or not stream.boot else None
     if ident != stream.id or attempt not in (stream.attempt, 0):
-        return None  # nothing of this stream, or of another sending of it
+        return None  # of another stream, or of another attempt
     if kind == "error":
         return stream.error(answer, now)
     if kind == "accepted":
@@ -115,13 +117,13 @@ def handle(stream: Stream, socket: Socket, parts: list[bytes], now: float) -> st
 
 
 def run(context: zmq.Context[Socket], endpoint: str, stream: Stream) -> str:
-    """Print the completion; returns why it is not whole, "" when it is."""
+    """Print the completion; returns "", or the reason why it is not complete."""
     socket: Socket | None = None
     before = heard_at = time.monotonic()
     fresh_at = ping_at = -math.inf
     try:
         while (now := time.monotonic()) - heard_at < GRACE:
-            if now - before > 1:  # we did not run: that was no silence of the broker's
+            if now - before > 1:  # this process was stopped, so the broker was not silent
                 heard_at += now - before
             before = now
             if now - max(heard_at, fresh_at) > SILENCE or socket is None:
@@ -132,7 +134,7 @@ def run(context: zmq.Context[Socket], endpoint: str, stream: Stream) -> str:
                 fresh_at, stream.due = now, now
             if now >= stream.due:
                 stream.send(socket, now)
-            if now - ping_at >= PING:
+            if now - ping_at >= PING_INTERVAL:
                 ping_at = now
                 send(socket, "ping", None, 0, {})
             if socket.poll(100):

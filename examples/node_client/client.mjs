@@ -6,21 +6,21 @@ import { Dealer } from "zeromq";
 
 import { PoolError, State } from "./stream.mjs";
 
-const PING = 1; // seconds between two signs of life
+const PING = 1; // seconds between two pings
 const SILENCE = 3; // seconds without any frame until a new connection is tried
 const GRACE = 60; // seconds without any frame until streams end with broker_lost
 const TICK = 100; // milliseconds
-const LINGER = 1000; // milliseconds in which the last cancels may leave
+const LINGER = 1000; // milliseconds for the last cancels to be sent
 const BIG = { useBigInt64: true }; // boot, link and seed have 63 bits
 
 const now = () => performance.now() / 1000;
 const hex = (id) => Buffer.from(id).toString("hex");
 
-/** `new Client("ipc:///run/user/1000/mlxpool/front.ipc")`; `close()` ends it. */
+/** A connection: `new Client("ipc:///run/user/1000/mlxpool/front.ipc")`, until `close()`. */
 export class Client {
   #endpoint;
   #socket = null;
-  #sent = Promise.resolve(); // a socket takes one message at a time
+  #sent = Promise.resolve(); // a socket sends one message at a time
   #streams = new Map();
   #heardAt = now();
   #freshAt = -Infinity;
@@ -47,7 +47,7 @@ export class Client {
     return stream;
   }
 
-  /** End the connection; open streams are cancelled, and end with broker_lost here. */
+  /** End the connection; open streams are cancelled and end with broker_lost. */
   async close() {
     clearInterval(this.#timer);
     for (const { state } of this.#streams.values()) this.#say("cancel", state.id, 0, {});
@@ -69,7 +69,7 @@ export class Client {
     try {
       for await (const parts of socket) this.#receive(parts);
     } catch (error) {
-      if (!socket.closed) throw error; // else it was replaced while it waited
+      if (!socket.closed) throw error; // else the socket was replaced meanwhile
     }
   }
 
@@ -79,7 +79,7 @@ export class Client {
     const parts = [header, encode(body, BIG), ...blobs];
     const socket = this.#socket;
     const send = () => (socket.closed ? undefined : socket.send(parts));
-    this.#sent = this.#sent.then(send).catch(() => {}); // what is lost is noticed and sent again
+    this.#sent = this.#sent.then(send).catch(() => {}); // losses are detected and resent
   }
 
   #send(state) {
@@ -111,7 +111,7 @@ export class Client {
     }
   }
 
-  /** An error that is about a stream without being its terminal, but for these two. */
+  /** Handle an error frame about a request: it ends the stream in two cases only. */
   #about(body, attempt) {
     const stream = body.about ? this.#streams.get(hex(body.about)) : undefined;
     if (stream === undefined) return;
@@ -121,7 +121,8 @@ export class Client {
 
   #tick() {
     const time = now();
-    if (time - this.#turnedAt > 1) this.#heardAt += time - this.#turnedAt; // we were stopped
+    // After a stop of this process the broker was not silent.
+    if (time - this.#turnedAt > 1) this.#heardAt += time - this.#turnedAt;
     this.#turnedAt = time;
     if (time - this.#heardAt > GRACE) {
       this.#endAll(`no broker was heard at ${this.#endpoint} for ${GRACE} s`);
@@ -142,7 +143,7 @@ export class Client {
   }
 }
 
-/** Deltas {text, ids, pos} as they come. Leaving the loop cancels the rest; `result` is the end. */
+/** Iterates over deltas {text, ids, pos}. Leaving the loop cancels the rest; `result`: the end. */
 class Stream {
   #deltas = [];
   #wake = () => {};
@@ -153,7 +154,7 @@ class Stream {
     this.#calls = calls;
   }
 
-  /** `done`'s body, once the loop is over. */
+  /** The body of `done`, after the loop. */
   get result() {
     return this.state.end;
   }

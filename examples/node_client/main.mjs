@@ -1,5 +1,6 @@
 // node main.mjs RUN_DIR MODEL PROMPT [--max-tokens N] [--seed S]
-// Prints the text as it comes. Exit code 0: the completion is whole; 1: it is not, with the reason.
+// Prints the text as it arrives. Exit code 0: the completion is complete; 1: it is not, with the
+// reason.
 
 import { resolve } from "node:path";
 import { parseArgs } from "node:util";

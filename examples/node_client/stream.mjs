@@ -1,9 +1,9 @@
-// What is known of one stream: pure, no socket and no clock. docs/protocol.md has the rules.
+// The state of one stream: pure, no socket and no clock. docs/protocol.md has the rules.
 
-const WAITS = [2, 4, 8]; // seconds for an answer to the first, second, third sending in a row
-const GRACE = 60; // seconds for which a pool may tell us to come back
+const ANSWER_TIMEOUTS = [2, 4, 8]; // seconds, of the first, second and third attempt in a row
+const GRACE = 60; // seconds of retryable errors until the stream ends
 
-/** The end of a stream that is no completion. `code` is one of docs/protocol.md's. */
+/** The error that ends a stream. `code` is one of docs/protocol.md. */
 export class PoolError extends Error {
   constructor(code, message) {
     super(message);
@@ -12,16 +12,16 @@ export class PoolError extends Error {
   }
 }
 
-/** A stream's state; `due` is when it is sent (again), in seconds. */
+/** The state of a stream; `due`: when the next attempt is sent, in seconds. */
 export class State {
   attempt = 0;
-  ids = []; // token ids that we have
+  ids = []; // token ids that have arrived
   resume = null; // seed and facts, once accepted
-  home = null; // boot and link that accepted the newest sending
+  home = null; // boot and link that accepted the newest attempt
   boot = null; // that accepted it last
-  sendings = 0; // in a row that brought no id
-  barrenBoots = 0; // brokers in a row that brought no id
-  refusedAt = Infinity; // the first in a row of errors that told us to come back
+  sendings = 0; // in a row without a new id
+  barrenBoots = 0; // brokers in a row without a new id
+  refusedAt = Infinity; // time of the first of a row of retryable errors
   due = 0;
   cancelled = false;
   end = null; // {reason, usage, …} or a PoolError
@@ -31,29 +31,29 @@ export class State {
     this.body = body;
   }
 
-  /** The body and the blobs of the next sending. */
+  /** The body and the blobs of the next attempt. */
   sending(now) {
     this.attempt += 1;
     this.sendings += 1;
     this.home = null;
-    this.due = now + WAITS[Math.min(this.sendings, WAITS.length) - 1];
+    this.due = now + ANSWER_TIMEOUTS[Math.min(this.sendings, ANSWER_TIMEOUTS.length) - 1];
     if (this.resume === null) return [this.body, []];
     const counts = { count: this.ids.length, resumes: this.barrenBoots };
     return [{ ...this.body, resume: { ...this.resume, ...counts } }, [packed(this.ids)]];
   }
 
-  /** Nothing more comes of the newest sending: send again, in a hurry only twice. */
+  /** The newest attempt is lost: send another one, without delay at most twice. */
   lost(now) {
     if (this.cancelled) return;
-    this.due = Math.min(this.due, now + (this.sendings < 3 ? 0 : WAITS.at(-1)));
+    this.due = Math.min(this.due, now + (this.sendings < 3 ? 0 : ANSWER_TIMEOUTS.at(-1)));
   }
 
-  /** The broker lives at this boot and link: is our sending there? */
+  /** The broker answers with this boot and link: check that it has the newest attempt. */
   heardOf(boot, link, now) {
     if (this.home !== null && (this.home[0] !== boot || this.home[1] !== link)) this.lost(now);
   }
 
-  /** Take a frame about this stream; returns what its reader gets to see, or null. */
+  /** Handle a frame of this stream; returns the delta for its reader, or null. */
   take(kind, attempt, pos, body, blob, now) {
     if (this.end !== null || (attempt !== this.attempt && attempt !== 0)) return null;
     if (kind === "error") return this.#error(body, now);
@@ -88,7 +88,7 @@ export class State {
     if (facts && this.resume.facts === undefined) this.resume.facts = facts;
   }
 
-  /** An error is the end, unless it tells a stream that was there before to come back. */
+  /** Handle an error: it ends the stream, unless an accepted stream may retry. */
   #error(body, now) {
     const known = this.attempt > 1 || (body.code === "draining" && this.boot !== null);
     const wait = (body.retry_after_ms ?? 0) / 1000;
@@ -103,7 +103,7 @@ export class State {
   }
 }
 
-/** Ids as they travel: little-endian, four bytes each. */
+/** Ids as a blob: little-endian, four bytes each. */
 export function packed(ids) {
   const bytes = new DataView(new ArrayBuffer(4 * ids.length));
   ids.forEach((id, i) => bytes.setUint32(4 * i, id, true));

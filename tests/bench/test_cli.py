@@ -1,4 +1,4 @@
-"""`mlxpool bench` as it is called; what it prints is looked at, never how fast anything was."""
+"""The command `mlxpool bench`: the form of its output, not its figures."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SHOWN_AS_COMMENT = {"run_dir", "models_dir", "secret_key"}  # their defaults dep
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings of whoever runs the tests would beat the file."""
+    """Settings in the environment would override the file."""
     for name in [name for name in os.environ if name.startswith("MLXPOOL_")]:
         monkeypatch.delenv(name)
 
@@ -33,7 +33,7 @@ def names(kind: type) -> set[str]:
     return {field.name for field in fields(kind)}
 
 
-def test_it_names_every_setting() -> None:
+def test_the_file_names_every_setting() -> None:
     table = tomllib.loads(FILE.read_text("utf-8"))
     assert set(table["pool"]) == names(PoolConfig) - {"models", "keys"} - SHOWN_AS_COMMENT
     assert set(table["models"]["demo"]) == names(ModelConfig) - {"counting", "within"}
@@ -41,11 +41,11 @@ def test_it_names_every_setting() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SHOWN_AS_COMMENT))
-def test_it_shows_the_others_as_comments(name: str) -> None:
+def test_settings_without_a_fixed_default_are_comments(name: str) -> None:
     assert f"\n# {name} = " in FILE.read_text("utf-8")
 
 
-def test_it_shows_a_key_as_a_comment() -> None:
+def test_a_key_section_is_a_comment() -> None:
     text = FILE.read_text("utf-8")
     assert "\n#   [keys.alice]\n" in text
     assert all(f"\n#   {name} = " in text for name in names(KeyConfig))
@@ -55,7 +55,7 @@ def test_every_value_is_the_default() -> None:
     assert load(FILE) == PoolConfig(models=BUILTIN)
 
 
-def test_every_setting_says_what_it_is() -> None:
+def test_every_setting_has_a_comment() -> None:
     for line in FILE.read_text("utf-8").splitlines():
         if " = " in line and not line.startswith("#"):
             assert "  #" in line or line.startswith("path"), line

@@ -1,4 +1,4 @@
-"""Dockerfile and compose file, read strictly; what they name is there. Nothing is built here."""
+"""Dockerfile and compose file, parsed strictly; what they name exists. No image is built."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def base_of(stage: str) -> str:
 
 
 def last(stage: str, instruction: str) -> str:
-    """Its last value of a stage, or of those it builds on; fails when there is none."""
+    """The last value of an instruction in a stage or its bases; fails if there is none."""
     while stage in stages():
         values = [value for name, value in stages()[stage] if name == instruction]
         if values:
@@ -58,7 +58,7 @@ def test_every_instruction_is_known() -> None:
     assert {name for lines in stages().values() for name, _ in lines} <= KNOWN
 
 
-def test_the_images_that_are_promised() -> None:
+def test_the_images_are_those_of_the_docs() -> None:
     assert set(IMAGES) <= set(stages())
     assert list(stages())[-1] == "cpu", "the one that is built when none is named"
 
@@ -73,20 +73,20 @@ def test_every_base_has_a_version() -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_it_runs_as_nobody_special_and_takes_signals(image: str) -> None:
+def test_an_image_runs_unprivileged_and_receives_signals(image: str) -> None:
     assert [value for name, value in stages()[image] if name == "USER"][-1] == USER
     assert json.loads(last(image, "ENTRYPOINT")) == ["tini", "--", "mlxpool"]
     parsed(json.loads(last(image, "CMD")))
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_it_holds_what_was_built_for_it(image: str) -> None:
+def test_an_image_contains_its_build(image: str) -> None:
     copied = [value for name, value in stages()[image] if name == "COPY"]
     assert copied == [f"--from=build-{image} /opt/mlxpool /opt/mlxpool"]
     assert base_of(image) == "base" and base_of(f"build-{image}") == "build"
 
 
-def test_the_extras_are_there() -> None:
+def test_the_extras_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     installed = re.findall(r'"\.\[(\w+)\]"', DOCKERFILE.read_text("utf-8"))
     assert installed == ["cpu", "cuda12"]
@@ -101,7 +101,7 @@ def test_the_broker_has_what_it_imports_and_no_more() -> None:
     assert not any(name.startswith("mlx") for name in runs[0][2:])
 
 
-def test_what_is_copied_is_there_and_goes_to_the_builder() -> None:
+def test_copied_paths_exist_and_only_the_builder_gets_sources() -> None:
     allowed = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text("utf-8"), re.MULTILINE)
     copied = [v for name, v in stages()["build"] if name == "COPY"]
     names = [name for value in copied for name in value.split()[:-1]]
@@ -109,7 +109,7 @@ def test_what_is_copied_is_there_and_goes_to_the_builder() -> None:
     assert all((ROOT / name).exists() for name in names)
 
 
-def test_nothing_is_fetched_by_other_means() -> None:
+def test_nothing_is_downloaded_by_other_means() -> None:
     text = DOCKERFILE.read_text("utf-8")
     assert not re.search(r"\b(ADD|curl|wget|sudo)\b|:latest|https?://", text)
     for name, value in (line for lines in stages().values() for line in lines):
@@ -132,7 +132,7 @@ def test_the_compose_files_keys() -> None:
 
 
 @pytest.mark.parametrize("name", ["broker", "worker"])
-def test_a_service_may_do_little(name: str) -> None:
+def test_a_service_has_few_privileges(name: str) -> None:
     service = services()[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -159,7 +159,7 @@ def test_the_worker_dials_the_brokers_port() -> None:
     assert services()["worker"]["depends_on"] == {"broker": {"condition": "service_healthy"}}
 
 
-def test_keys_are_where_their_readers_look() -> None:
+def test_keys_are_mounted_where_they_are_read() -> None:
     for name in ("broker", "worker"):
         inside = {volume.split(":")[1] for volume in services()[name]["volumes"]}
         named = {word for word in services()[name].get("command", ()) if word.startswith("/keys/")}

@@ -1,4 +1,4 @@
-"""docs/deploy.md and deploy/: each names what is in the other. tests/docs runs its commands."""
+"""docs/deploy.md and deploy/ name each other's contents. tests/docs runs the page's commands."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def files() -> set[Path]:
     return found | {ROOT / "deploy" / "compose.yaml"}
 
 
-def test_every_file_for_deployment_is_told_of() -> None:
+def test_the_page_names_every_file_of_deploy() -> None:
     small = {"kustomization.yaml", "namespace.yaml", "models.yaml", "worker-gpu.yaml"}
     told = [p for p in files() if p.name not in {*small, "scaledobject.yaml"}]
     assert told and not [p.name for p in told if p.name not in TEXT]
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_every_link_has_a_target() -> None:
     for link in re.findall(r"\]\(([^)#]+)", TEXT):
         assert (DOC.parent / link).exists(), link
     headings = {

@@ -1,4 +1,4 @@
-"""The manifests: each fits Kubernetes's schema strictly, and they fit each other and mlxpool."""
+"""The manifests: each matches its schema strictly, and they agree with each other and mlxpool."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "k8s"
 VERSION = "1.33"
 PLACES = sorted(path.parent for path in FOLDER.rglob("kustomization.yaml"))
 CONFIG = FOLDER / "base" / "mlxpool.toml"
-# Of kinds that Kubernetes itself does not know: the keys that there may be below `spec`.
+# Allowed keys of kinds that are not Kubernetes's own.
 KUSTOMIZATION = {
     "apiVersion", "kind", "namespace", "labels", "resources", "configMapGenerator", "images",
     "patches",
@@ -45,12 +45,12 @@ def kustomization(place: Path) -> dict[str, Any]:
 
 
 def patches(place: Path) -> list[str]:
-    """Files that are only parts of something."""
+    """The patch files of a kustomization."""
     return [patch["path"] for patch in kustomization(place).get("patches", []) if "path" in patch]
 
 
 def own(place: Path) -> Iterator[dict[str, Any]]:
-    """What a place adds to those it builds on."""
+    """The documents that a kustomization adds to its bases."""
     for name in kustomization(place)["resources"]:
         if (place / name).is_file():
             yield from documents(place / name)
@@ -73,7 +73,7 @@ def check(document: dict[str, Any]) -> None:
 
 
 def check_scaled_object(document: dict[str, Any]) -> None:
-    """KEDA's own kind, of which no schema comes with Python's packages."""
+    """Check KEDA's kind by hand: no Python package has its schema."""
     assert document["kind"] == "ScaledObject"
     spec = document["spec"]
     assert set(spec) <= SCALED_OBJECT
@@ -86,19 +86,19 @@ def check_scaled_object(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("document", EVERY, ids=lambda d: f"{d['kind']}-{d['metadata']['name']}")
-def test_each_fits_its_schema(document: dict[str, Any]) -> None:
+def test_each_manifest_matches_its_schema(document: dict[str, Any]) -> None:
     check(document)
 
 
 @pytest.mark.parametrize("fault", [{"replica": 1}, {"replicas": "one"}])
-def test_a_fault_would_be_found(fault: dict[str, Any]) -> None:
+def test_the_schema_check_finds_errors(fault: dict[str, Any]) -> None:
     broken = named("Deployment", "mlxpool-worker-demo")
     with pytest.raises(kubernetes_validate.ValidationError):
         check({**broken, "spec": {**broken["spec"], **fault}})
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
-def test_a_kustomization_names_what_is_there(place: Path) -> None:
+def test_a_kustomization_names_existing_files(place: Path) -> None:
     told = kustomization(place)
     assert set(told) <= KUSTOMIZATION
     for name in (*told["resources"], *patches(place)):
@@ -110,7 +110,7 @@ def test_a_kustomization_names_what_is_there(place: Path) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
-def test_what_kustomize_makes_of_it_fits_too(place: Path) -> None:
+def test_the_output_of_kustomize_matches_the_schemas(place: Path) -> None:
     program = shutil.which("kubectl")
     if program is None:
         pytest.skip("no kubectl here; Debian's is too old for `kubectl kustomize`")
@@ -143,7 +143,7 @@ RUNNING = [document for document in EVERY if document["kind"] in ("Deployment", 
 
 
 @pytest.mark.parametrize("document", RUNNING, ids=lambda d: d["metadata"]["name"])
-def test_it_may_do_little(document: dict[str, Any]) -> None:
+def test_a_workload_has_few_privileges(document: dict[str, Any]) -> None:
     assert pod(document)["automountServiceAccountToken"] is False
     context = pod(document)["securityContext"]
     assert context["runAsNonRoot"] is True and context["runAsUser"] == 10001
@@ -157,7 +157,7 @@ def test_it_may_do_little(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("document", RUNNING, ids=lambda d: d["metadata"]["name"])
-def test_what_is_mounted_is_there(document: dict[str, Any]) -> None:
+def test_mounted_volumes_exist(document: dict[str, Any]) -> None:
     volumes = {volume["name"] for volume in pod(document)["volumes"]}
     mounted = {m["name"] for c in containers(document) for m in c["volumeMounts"]}
     assert mounted == volumes
@@ -166,7 +166,7 @@ def test_what_is_mounted_is_there(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("document", RUNNING, ids=lambda d: d["metadata"]["name"])
-def test_its_command_is_one_of_ours(document: dict[str, Any]) -> None:
+def test_its_command_line_is_valid(document: dict[str, Any]) -> None:
     (container,) = pod(document)["containers"]
     parsed(container["args"])
 
@@ -220,7 +220,7 @@ def test_a_broker_understands_its_settings() -> None:
     }
 
 
-def test_policies_and_budgets_choose_pods_that_are_there() -> None:
+def test_policies_and_budgets_select_existing_pods() -> None:
     labels = [document["spec"]["template"]["metadata"]["labels"] for document in RUNNING]
     for document in EVERY:
         if document["kind"] not in ("NetworkPolicy", "PodDisruptionBudget"):
@@ -230,7 +230,7 @@ def test_policies_and_budgets_choose_pods_that_are_there() -> None:
         assert any(wanted <= each.items() for each in labels), document["metadata"]["name"]
 
 
-def test_the_figure_that_scales_is_one_of_the_stats() -> None:
+def test_the_scaling_figure_is_one_of_the_stats() -> None:
     (trigger,) = named("ScaledObject", "mlxpool-worker-demo")["spec"]["triggers"]
     value: Any = stats(Story().core, 0.0)
     for key in trigger["metadata"]["valueLocation"].split("."):

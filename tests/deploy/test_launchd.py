@@ -1,4 +1,4 @@
-"""The LaunchAgent, read by Python's plistlib: nobody has loaded it on a Mac yet."""
+"""The LaunchAgent, parsed by plistlib; it has not been loaded on a Mac."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TYPES = {
 
 @pytest.fixture
 def agent() -> dict[str, object]:
-    """As it is installed."""
+    """The agent as it is installed."""
     return dict(plistlib.loads(FILE.read_bytes().replace(b"@HOME@", HOME.encode())))
 
 
@@ -39,15 +39,15 @@ def test_its_keys_and_their_types(agent: dict[str, object]) -> None:
     assert agent["Label"] == FILE.stem
 
 
-def test_every_path_is_whole(agent: dict[str, object]) -> None:
-    """launchd knows no ~ and no variables."""
+def test_every_path_is_absolute(agent: dict[str, object]) -> None:
+    """launchd expands neither ~ nor variables."""
     for key in ("WorkingDirectory", "StandardOutPath", "StandardErrorPath"):
         assert str(agent[key]).startswith(f"{HOME}/")
     text = FILE.read_text("utf-8").partition("<plist")[2]
     assert "~" not in text and "$" not in text
 
 
-def test_its_command_is_one_of_ours(agent: dict[str, object]) -> None:
+def test_its_command_line_is_valid(agent: dict[str, object]) -> None:
     arguments = agent["ProgramArguments"]
     assert isinstance(arguments, list)
     options = parsed(arguments[1:])
@@ -56,11 +56,11 @@ def test_its_command_is_one_of_ours(agent: dict[str, object]) -> None:
     assert options.run_dir == Path(HOME, ".mlxpool", "run")
 
 
-def test_it_comes_back_unless_it_ended_well(agent: dict[str, object]) -> None:
+def test_it_is_restarted_unless_it_ended_with_success(agent: dict[str, object]) -> None:
     assert agent["KeepAlive"] == {"SuccessfulExit": False}
     assert isinstance(agent["ExitTimeOut"], int)
     assert agent["ExitTimeOut"] > 2 * PoolConfig().stop_grace
 
 
-def test_others_can_read_nothing_of_it(agent: dict[str, object]) -> None:
+def test_its_files_are_private(agent: dict[str, object]) -> None:
     assert agent["Umask"] == 0o077

@@ -1,4 +1,4 @@
-"""Dashboard, alerts and runbook: each query parses, and asks for what the broker has."""
+"""Dashboard, alerts and runbook: each query parses and names metrics of the broker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMETHEUS = ROOT / "deploy" / "prometheus"
 RUNBOOK = ROOT / "docs" / "operate.md"
 
 BY_SERIES = {name: family for family in FAMILIES for name in family.series()}
-OF_PROMETHEUS = {"up": frozenset({"job", "instance"})}  # metrics that it makes itself
+OF_PROMETHEUS = {"up": frozenset({"job", "instance"})}  # metrics of Prometheus itself
 ANYWHERE = {"job", "instance"}
 VALUES: dict[str, tuple[str, ...]] = {
     "error": metric_table.FAILURES,
@@ -49,7 +49,7 @@ NAMES = [rule["alert"] for rule in alerts()]
 
 
 def selectors(query: str) -> list[promql_parser.VectorSelector]:
-    """Every choice of series in a query, Grafana's variables filled in. Raises for no PromQL."""
+    """The selectors of a query, with Grafana's variables replaced. Raises if it is not PromQL."""
     filled = query.replace("$__rate_interval", "5m").replace("$model", ".*")
     assert "$" not in filled, filled
     found: list[promql_parser.VectorSelector] = []
@@ -66,7 +66,7 @@ def selectors(query: str) -> list[promql_parser.VectorSelector]:
 
 
 def check(selector: promql_parser.VectorSelector) -> None:
-    """The metric is ours, and so are the labels and the values that it is asked for."""
+    """Assert that the metric, its labels and their values exist."""
     name = selector.name or ""
     assert name in BY_SERIES or name in OF_PROMETHEUS, f"no metric is called {name!r}"
     labels = OF_PROMETHEUS.get(name) or {*BY_SERIES[name].labels, "le", *ANYWHERE}
@@ -78,7 +78,7 @@ def check(selector: promql_parser.VectorSelector) -> None:
 
 
 @pytest.mark.parametrize("query", [*DASHED, *ALERTED])
-def test_a_query_parses_and_asks_for_what_there_is(query: str) -> None:
+def test_a_query_parses_and_names_existing_series(query: str) -> None:
     found = selectors(query)
     assert found
     for selector in found:
@@ -95,7 +95,7 @@ def test_a_query_parses_and_asks_for_what_there_is(query: str) -> None:
         'rate(mlxpool_request_failures_total{error="nope"}[5m])',
     ],
 )
-def test_the_check_sees_what_is_wrong(query: str) -> None:
+def test_the_query_check_finds_errors(query: str) -> None:
     with pytest.raises(AssertionError):
         for selector in selectors(query):
             check(selector)
@@ -113,7 +113,7 @@ def test_every_metric_of_requests_and_workers_is_shown_or_watched() -> None:
     }
 
 
-def test_panels_have_places_of_their_own() -> None:
+def test_panels_do_not_overlap() -> None:
     idents = [panel["id"] for panel in panels()]
     assert len(set(idents)) == len(idents)
     places = [
@@ -128,7 +128,7 @@ def test_panels_have_places_of_their_own() -> None:
 
 @pytest.mark.parametrize("rule", alerts(), ids=NAMES)
 def test_an_alert_is_in_the_runbook(rule: dict[str, Any]) -> None:
-    """What it means, what to do."""
+    """The runbook says what it means and what to do."""
     assert rule["labels"]["severity"] in ("critical", "warning")
     assert rule["annotations"]["summary"].endswith(".")
     assert rule["annotations"]["runbook"] == f"docs/operate.md#{rule['alert'].lower()}"
@@ -161,7 +161,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_prometheus_takes_the_settings_and_the_rules() -> None:
+def test_promtool_accepts_the_settings_and_the_rules() -> None:
     done = promtool("check", "config", str(PROMETHEUS / "prometheus.yml"))
     assert done.returncode == 0, done.stderr
     assert f"{len(NAMES)} rules found" in done.stdout
@@ -172,7 +172,7 @@ _M, _W = f'{_B},model="m"', f'{_B},model="m",worker="m/0"'
 _QUEUE = "mlxpool_request_queue_time_seconds_bucket"
 _FIRST = "mlxpool_time_to_first_token_seconds_bucket"
 
-# An alert: what makes it fire, and what is like it and does not; series at one value a minute.
+# alert -> series that make it fire, and similar ones that do not; one value a minute
 STORIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "MlxpoolBrokerDown": ({f"up{_B}}}": "0x60"}, {f"up{_B}}}": "1x60"}),
     "MlxpoolBrokerLate": (
@@ -262,12 +262,12 @@ STORIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 }  # fmt: skip
 
 
-def test_every_alert_has_its_story() -> None:
+def test_every_alert_has_a_scenario() -> None:
     assert list(STORIES) == NAMES
 
 
-def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
-    """promtool runs the rules over a made-up hour in which each story has an instance."""
+def test_alerts_fire_in_their_scenarios_only(tmp_path: Path) -> None:
+    """promtool evaluates the rules over one hour in which each scenario is an instance."""
     series, checks = [], []
     for name, stories in STORIES.items():
         for mood, story in zip(("loud", "calm"), stories, strict=True):

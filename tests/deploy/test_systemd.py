@@ -1,4 +1,4 @@
-"""The units: sound and tight by systemd's own judgement, and true to the command line."""
+"""The systemd units: valid, with few privileges, and with valid command lines."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "systemd"
 BROKERS = ("mlxpool.service", "mlxpool-broker.service")
 UNITS = (*BROKERS, "mlxpool-worker@.service")
 PROGRAM = "/opt/mlxpool/current/bin/mlxpool"
-# The most that `systemd-analyze security` may find exposed, in tenths, of 100.
+# The maximum score of `systemd-analyze security`, in tenths, of 100.
 EXPOSED = {"mlxpool.service": 14, "mlxpool-broker.service": 12, "mlxpool-worker@.service": 14}
 
 
 def settings(unit: str) -> dict[str, list[str]]:
-    """Every value of each key, without regard to sections: no key is in two of them."""
+    """Every value of each key; sections are ignored, since no key is in two of them."""
     found: dict[str, list[str]] = {}
     for line in (FOLDER / unit).read_text("utf-8").splitlines():
         if "=" in line and not line.startswith("#"):
@@ -45,7 +45,7 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def placed(unit: str, folder: Path, text: str | None = None) -> str:
-    """A copy whose program is there; a template has an instance."""
+    """A copy whose program exists; a template gets an instance."""
     text = (FOLDER / unit).read_text("utf-8") if text is None else text
     path = folder / unit.replace("@.", "@demo.")
     path.write_text(text.replace(PROGRAM, "/bin/true"))
@@ -53,26 +53,26 @@ def placed(unit: str, folder: Path, text: str | None = None) -> str:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_systemd_finds_no_fault(unit: str, tmp_path: Path) -> None:
+def test_systemd_verifies_the_unit(unit: str, tmp_path: Path) -> None:
     done = analyze("verify", "--man=no", placed(unit, tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_systemd_would_find_one(tmp_path: Path) -> None:
+def test_systemd_verify_finds_errors(tmp_path: Path) -> None:
     text = (FOLDER / BROKERS[0]).read_text("utf-8").replace("Restart=on-", "Restrat=on-")
     done = analyze("verify", "--man=no", placed(BROKERS[0], tmp_path, text))
     assert "Restrat" in done.stderr
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_little_is_exposed(unit: str, tmp_path: Path) -> None:
+def test_the_security_score_is_low(unit: str, tmp_path: Path) -> None:
     most = f"--threshold={EXPOSED[unit]}"
     done = analyze("security", "--offline=yes", "--no-pager", most, placed(unit, tmp_path))
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_the_command_is_one_of_ours(unit: str) -> None:
+def test_the_command_line_is_valid(unit: str) -> None:
     line = one(unit, "ExecStart").replace("%I", "org/name").replace("%i", "org-name")
     program, *arguments = shlex.split(re.sub(r"\$\{(\w+)\}", r"of-\1", line))
     assert program == PROGRAM
@@ -94,7 +94,7 @@ def test_times_fit_those_of_the_broker(unit: str) -> None:
     assert one(unit, "Type") == "notify" and one(unit, "NotifyAccess") == "main"
 
 
-def test_the_worker_finds_what_its_unit_asks_for() -> None:
+def test_the_worker_units_files_exist() -> None:
     told = (FOLDER / "worker.env").read_text("utf-8")
     given = dict(line.split("=", 1) for line in told.splitlines() if not line.startswith("#"))
     unit = "mlxpool-worker@.service"
@@ -103,7 +103,7 @@ def test_the_worker_finds_what_its_unit_asks_for() -> None:
     assert given["MLXPOOL_BACK_ENDPOINT"].startswith("tcp://")
 
 
-def test_the_user_is_the_one_that_is_made() -> None:
+def test_the_user_is_that_of_sysusers() -> None:
     (made,) = re.findall(r"^u (\S+) ", (FOLDER / "sysusers.conf").read_text("utf-8"), re.MULTILINE)
     for unit in UNITS:
         assert one(unit, "User") == one(unit, "Group") == made

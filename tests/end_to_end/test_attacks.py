@@ -1,4 +1,4 @@
-"""Every attack of docs/security.md on a broker that speaks CURVE, beside a stream that goes on."""
+"""Every attack of docs/security.md on a broker with CURVE, beside a stream that must continue."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def bystander(secure: SecurePool) -> Iterator[Bystander]:
 
 
 def peer(secure: SecurePool, name: str, socket: str) -> zmq.Socket[bytes]:
-    """A bare DEALER with this key; the caller closes it."""
+    """A plain DEALER socket with this key; the caller closes it."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     credentials = Credentials.of(secure.server_key, secure.keys.path(name))
     return sockets.dealer(context, secure.endpoint(socket), credentials)
 
 
 def say(socket: zmq.Socket[bytes], parts: list[bytes]) -> None:
-    """Send, if libzmq has not given the connection up: then nothing can be sent at all."""
+    """Send unless libzmq has given up the connection, which makes sending impossible."""
     with contextlib.suppress(zmq.Again):
         socket.send_multipart(parts, zmq.NOBLOCK)
 
@@ -64,7 +64,7 @@ def test_a_key_on_the_list_is_served(secure: SecurePool) -> None:
     until(lambda: "owner=key:alice" in secure.log(), "its request is told")
 
 
-def test_asyncio_dials_with_keys_as_well(secure: SecurePool) -> None:
+def test_the_async_client_connects_with_keys(secure: SecurePool) -> None:
     async def ask() -> list[int]:
         endpoint, key = secure.endpoint("front"), secure.keys.path("alice")
         async with AsyncClient(endpoint=endpoint, server_key=secure.server_key, key=key) as client:
@@ -104,7 +104,7 @@ def test_a_key_that_others_can_read_is_not_used(secure: SecurePool) -> None:
 
 
 @pytest.mark.parametrize("name", ["hand", "chief", "stranger"])
-def test_a_key_of_another_role_or_of_nobody_is_refused(
+def test_a_key_of_another_role_or_an_unknown_key_is_refused(
     secure: SecurePool, bystander: Bystander, name: str
 ) -> None:
     if name not in secure.keys.pairs:
@@ -118,7 +118,7 @@ def test_a_key_of_another_role_or_of_nobody_is_refused(
     assert "connection refused" in secure.log()
 
 
-def test_without_a_key_nobody_comes_in(secure: SecurePool, bystander: Bystander) -> None:
+def test_a_peer_without_a_key_is_refused(secure: SecurePool, bystander: Bystander) -> None:
     with (
         Client(endpoint=secure.endpoint("front"), connect_timeout=60) as client,
         pytest.raises(Unauthorized, match="takes no connection without a key"),
@@ -126,7 +126,7 @@ def test_without_a_key_nobody_comes_in(secure: SecurePool, bystander: Bystander)
         client.generate("counting", "hello", max_tokens=3)
 
 
-def test_a_wrong_server_key_is_told(secure: SecurePool, bystander: Bystander) -> None:
+def test_a_wrong_server_key_is_reported(secure: SecurePool, bystander: Bystander) -> None:
     wrong = secure.keys.pairs["bob"].public
     with (
         Client(
@@ -140,7 +140,7 @@ def test_a_wrong_server_key_is_told(secure: SecurePool, bystander: Bystander) ->
         client.generate("counting", "hello", max_tokens=3)
 
 
-def test_nobody_there_is_no_matter_of_keys(secure: SecurePool) -> None:
+def test_an_absent_broker_is_not_reported_as_a_key_error(secure: SecurePool) -> None:
     with (
         Client(
             endpoint="tcp://127.0.0.1:1",
@@ -153,7 +153,7 @@ def test_nobody_there_is_no_matter_of_keys(secure: SecurePool) -> None:
         client.generate("counting", "hello", max_tokens=3)
 
 
-def test_who_was_refused_is_let_in_once_his_key_is_on_the_list(
+def test_a_refused_peer_is_accepted_once_its_key_is_listed(
     secure: SecurePool, bystander: Bystander
 ) -> None:
     secure.keys.make("late", "client")
@@ -167,7 +167,7 @@ def test_who_was_refused_is_let_in_once_his_key_is_on_the_list(
     secure.reload()
 
 
-def test_a_revoked_key_is_cut_at_once(secure: SecurePool, bystander: Bystander) -> None:
+def test_a_revoked_key_is_disconnected_at_once(secure: SecurePool, bystander: Bystander) -> None:
     with secure.dial("alice") as client:
         stream = client.stream("counting", "mine", seed=1, max_tokens=10**6)
         pieces = iter(stream)
@@ -193,10 +193,10 @@ def test_a_revoked_key_is_cut_at_once(secure: SecurePool, bystander: Bystander) 
     secure.reload()
 
 
-def test_a_revoked_keys_frames_are_dropped_though_its_connection_stands(
+def test_frames_of_a_revoked_key_are_dropped_on_an_open_connection(
     secure: SecurePool, bystander: Bystander
 ) -> None:
-    """What came before the cut and is read after it must not count either."""
+    """Frames that arrived before the disconnect and are read after it are dropped as well."""
     raw = peer(secure, "alice", "front")
     raw.send_multipart(frames.encode(Header(kinds.PING)))
     assert raw.poll(60_000)
@@ -215,10 +215,10 @@ def test_a_revoked_keys_frames_are_dropped_though_its_connection_stands(
     assert secure.ask("stats")["requests"]["accepted"] <= accepted + 50
 
 
-def test_a_client_cannot_take_over_the_name_of_a_connection(
+def test_a_client_cannot_take_over_the_identity_of_a_connection(
     secure: SecurePool, bystander: Bystander
 ) -> None:
-    """A routing id is what a peer says it is; an owner is not."""
+    """A peer chooses its routing id, but not its owner."""
     for name in ("alice", "bob"):
         ident = name.encode().ljust(16, b"-")
         until(partial(served_as, secure, name, ident), f"{name} is served by that name")
@@ -226,7 +226,7 @@ def test_a_client_cannot_take_over_the_name_of_a_connection(
 
 
 def served_as(secure: SecurePool, name: str, ident: bytes) -> bool:
-    """libzmq drops a connection of a name that another has, or whose end it has not seen yet."""
+    """Whether a request is served; libzmq drops a connection whose routing id is still in use."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -259,7 +259,7 @@ def test_only_a_workers_key_opens_the_back(
 def test_a_worker_cannot_take_the_slot_of_a_local_one(
     secure: SecurePool, bystander: Bystander
 ) -> None:
-    """Its key lets it serve, but a slot with a process of the broker's needs that one's token."""
+    """Its key allows it to serve, but a local slot needs the token of the broker's process."""
     raw = peer(secure, "hand", "back")
     epoch = secure.worker("counting/0")["epoch"]
     for body in ({"slot": "counting/0"}, {"slot": "counting/0", "token": "guess"}):
@@ -276,8 +276,10 @@ def test_a_worker_cannot_take_the_slot_of_a_local_one(
     assert secure.worker("counting/0")["epoch"] == epoch
 
 
-def test_a_worker_that_lies_harms_only_itself(secure: SecurePool, bystander: Bystander) -> None:
-    """Rows of requests that it was never given are dropped."""
+def test_a_worker_that_forges_rows_affects_only_itself(
+    secure: SecurePool, bystander: Bystander
+) -> None:
+    """Rows of requests that were not dispatched to it are dropped."""
     raw = peer(secure, "hand", "back")
     hello = {"slot": "", "model": "other", "pid": 1, "digest": "x", "context": 100}
     raw.send_multipart(frames.encode(Header(kinds.HELLO), hello))
@@ -306,15 +308,13 @@ def test_only_an_operators_key_opens_the_admin_socket(
     assert secure.endpoint("admin") in done.stderr
 
 
-def test_an_operator_far_away_asks_as_one_here(secure: SecurePool) -> None:
+def test_a_remote_operator_gets_the_same_answers(secure: SecurePool) -> None:
     done = secure.cli("ps", "--json", *secure.flags("chief", "admin"))
     assert done.returncode == 0, done.stderr
     assert '"state": "ready"' in done.stdout
 
 
-def test_admin_commands_on_the_front_are_no_commands(
-    secure: SecurePool, bystander: Bystander
-) -> None:
+def test_admin_commands_on_the_front_are_refused(secure: SecurePool, bystander: Bystander) -> None:
     raw = peer(secure, "alice", "front")
     raw.send_multipart(frames.encode(Header("stop", bytes(16))))
     assert raw.poll(60_000)
@@ -325,12 +325,14 @@ def test_admin_commands_on_the_front_are_no_commands(
     raw.close(linger=0)
 
 
-def test_strangers_requests_cannot_be_cancelled(secure: SecurePool, bystander: Bystander) -> None:
+def test_requests_of_other_owners_cannot_be_cancelled(
+    secure: SecurePool, bystander: Bystander
+) -> None:
     with secure.dial("alice") as client:
         assert client.cancel(bystander.stream.id)["state"] == "unknown"
 
 
-def test_what_is_too_large_is_refused_before_it_is_read(
+def test_an_oversized_frame_is_refused_before_it_is_read(
     secure: SecurePool, bystander: Bystander
 ) -> None:
     with secure.dial("alice") as client, pytest.raises(PoolError) as raised:
@@ -343,7 +345,7 @@ def test_what_is_too_large_is_refused_before_it_is_read(
     raw.close(linger=0)
 
 
-def test_a_port_scanner_and_a_silent_caller_hold_up_nobody(
+def test_a_port_scanner_and_a_silent_peer_delay_nobody(
     secure: SecurePool, bystander: Bystander
 ) -> None:
     import socket

@@ -1,4 +1,4 @@
-"""What bad input gets: a clear error there, and nothing else disturbed."""
+"""Bad input gets a clear error and does not affect other streams."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture(autouse=True)
 def a_stream_that_must_not_notice(pool: Pool) -> Iterator[None]:
-    """Runs beside every test of this file."""
+    """A stream beside every test of this file; fails if it is affected."""
     with pool.client() as client:
         stream = client.stream("slow", "bystander", seed=1, max_tokens=30)
         yield
@@ -133,7 +133,7 @@ GARBAGE: dict[str, tuple[list[bytes], str, str]] = {
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-def test_one_clear_error(pool: Pool, name: str) -> None:
+def test_bad_input_gets_one_clear_error(pool: Pool, name: str) -> None:
     parts, code, words = GARBAGE[name]
     with RawPeer(pool.run_dir) as peer:
         peer.send(parts)
@@ -158,7 +158,7 @@ def test_a_duplicate_id_ends_nothing(pool: Pool) -> None:
         assert done.header.id == ident and done.header.pos == 5
 
 
-def test_a_second_sending_takes_over_where_the_client_stands(pool: Pool) -> None:
+def test_a_second_attempt_resumes_at_the_clients_position(pool: Pool) -> None:
     ident = os.urandom(16)
     body = {"model": "slow", "prompt": "x", "options": {"max_tokens": 20, "seed": 1}}
     right = expected_ids("x", 1, 20)
@@ -200,7 +200,7 @@ def test_a_second_sending_takes_over_where_the_client_stands(pool: Pool) -> None
 def test_a_resume_that_does_not_fit_the_stream(
     pool: Pool, resume: dict[str, object], ids: list[int], words: str
 ) -> None:
-    """The stream it is about ends with the error; nobody else notices."""
+    """Its stream ends with the error; others are not affected."""
     ident = os.urandom(16)
     body = {"model": "slow", "prompt": "x", "options": {"max_tokens": 2000, "seed": 1}}
     with RawPeer(pool.run_dir) as peer:
@@ -226,7 +226,7 @@ def test_a_resume_that_does_not_fit_the_stream(
 def test_a_resume_that_no_worker_can_take(
     pool: Pool, resume: dict[str, object], ids: list[int], words: str
 ) -> None:
-    """As after a broker's death, with ids or facts that never were."""
+    """A resume as after a broker's death, with ids or facts of no stream."""
     body = {"model": "slow", "prompt": "x", "options": {"seed": 1}, "resume": resume}
     with RawPeer(pool.run_dir) as peer:
         peer.say(Header(kinds.GENERATE, os.urandom(16), 0, 2), body, token_ids.pack_ids(ids))
@@ -235,7 +235,7 @@ def test_a_resume_that_no_worker_can_take(
         assert words in error.body["message"]
 
 
-def test_drains_of_what_is_not_there_and_twice(pool: Pool) -> None:
+def test_a_drain_of_an_unknown_slot_and_a_second_drain(pool: Pool) -> None:
     for body, words in (
         ({"slot": "nobody/0"}, "there is no slot 'nobody/0'"),
         ({"slot": 7}, "there is no slot 7"),
@@ -277,7 +277,7 @@ def test_a_client_that_never_acks_gets_slow_consumer(pool: Pool) -> None:
         pool.in_state("fast/0", running=0)
 
 
-def test_a_window_that_opens_again_lets_everything_through(pool: Pool) -> None:
+def test_a_stream_continues_when_its_window_opens_again(pool: Pool) -> None:
     ident = os.urandom(16)
     right = expected_ids("x", 4, 300)
     with RawPeer(pool.run_dir) as peer:
@@ -299,7 +299,7 @@ def test_a_window_that_opens_again_lets_everything_through(pool: Pool) -> None:
         assert ids == right and message.header.pos == 300
 
 
-def test_an_ack_beyond_what_was_sent_is_told(pool: Pool) -> None:
+def test_an_ack_beyond_the_sent_ids_is_an_error(pool: Pool) -> None:
     ident = os.urandom(16)
     with RawPeer(pool.run_dir) as peer:
         peer.say(
@@ -336,7 +336,7 @@ def test_a_client_cannot_reach_the_workers_socket(pool: Pool) -> None:
         assert peer.quiet(0.2)
 
 
-def test_the_admin_socket_names_what_it_does_not_know(pool: Pool) -> None:
+def test_the_admin_socket_names_unknown_commands(pool: Pool) -> None:
     with RawPeer(pool.run_dir, "admin") as peer:
         peer.say(Header("explode", bytes(16)))
         assert "explode" in peer.receive().body["message"]
@@ -380,7 +380,7 @@ def test_an_unusable_run_directory(pool: Pool, tmp_path: Path) -> None:
     assert done.returncode == 2 and "chmod 700" in done.stderr
 
 
-def test_a_full_disk_for_logs_is_the_start_s_error_not_the_pool_s(tmp_path: Path) -> None:
+def test_an_unwritable_worker_log_fails_that_start_only(tmp_path: Path) -> None:
     with Pool(tmp_path) as pool, pool.client() as client:
         client.generate("counting", "x", max_tokens=1)
         pool.ask("unload", model="counting")
@@ -395,7 +395,7 @@ def test_a_full_disk_for_logs_is_the_start_s_error_not_the_pool_s(tmp_path: Path
         assert len(client.generate("counting", "x", max_tokens=2).ids) == 2
 
 
-def test_a_log_that_takes_no_more_stops_nothing(tmp_path: Path) -> None:
+def test_a_full_log_does_not_stop_the_pool(tmp_path: Path) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no /dev/full")

@@ -1,4 +1,4 @@
-"""A broker that cannot start says what is wrong, with the value and the cure."""
+"""A broker that cannot start reports the wrong value and what to do."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def run_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that somebody has."""
+    """A port in use."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield int(server.getsockname()[1])
 
 
 def refused(run_dir: Path, text: str, *arguments: str) -> tuple[int, str]:
-    """The exit code and the words of a broker that does not start."""
+    """The exit code and the error output of a broker that does not start."""
     file = run_dir / "mlxpool.toml"
     file.write_text(text)
     command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(run_dir), "serve"]
@@ -76,7 +76,7 @@ def test_a_front_port_in_use(run_dir: Path, taken: int) -> None:
     assert f"tcp://127.0.0.1:{taken}" in said and "in use" in said and "another port" in said
 
 
-def test_a_second_broker_in_the_same_place(tmp_path: Path) -> None:
+def test_a_second_broker_with_the_same_run_directory(tmp_path: Path) -> None:
     with Pool(tmp_path) as pool:
         assert pool.process is not None
         code, said = refused(pool.run_dir, "")
@@ -84,7 +84,7 @@ def test_a_second_broker_in_the_same_place(tmp_path: Path) -> None:
         assert str(pool.process.pid) in said and str(pool.run_dir) in said and "--run-dir" in said
 
 
-def test_a_missing_model_fails_alone_and_says_where(tmp_path: Path) -> None:
+def test_a_missing_model_fails_alone_with_its_path(tmp_path: Path) -> None:
     with Pool(tmp_path, '[models.gone]\npath = "/nowhere/at/all"') as pool:
         asked = pool.cli("run", "gone", "x")
         assert asked.returncode == FAILED

@@ -1,4 +1,4 @@
-"""A pool's models: folders of all kinds, two names for one model, what is said of broken ones."""
+"""A pool's models: folders of all kinds, two names for one model, errors of broken folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.worker_checkpoints import write_checkpoint, write_json
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A models folder with a sound model, a copy of it, broken ones and a link that leads out."""
+    """A models folder with a valid model, a copy of it, broken ones and a link to outside."""
     root = tmp_path_factory.mktemp("models")
     sound = write_checkpoint(root / "models" / "sound")
     shutil.copytree(sound, root / "models" / "org" / "copy")
@@ -57,7 +57,7 @@ pin = true
 
 
 def looked_at(pool: Pool, name: str) -> dict[str, Any]:
-    """The line of a model that has been looked at."""
+    """The row of a model once its files have been inspected."""
 
     def found() -> dict[str, Any] | None:
         row = next(m for m in pool.ask("models")["models"] if m["name"] == name)
@@ -72,7 +72,7 @@ def refused(pool: Pool, name: str) -> PoolError:
     return caught.value
 
 
-def test_every_folder_is_a_model_whatever_is_in_it(pool: Pool) -> None:
+def test_every_folder_is_listed_as_a_model(pool: Pool) -> None:
     names = {m["name"] for m in pool.ask("models")["models"]}
     assert names == {
         "demo", "counting", "kept", "alias", "short",
@@ -80,7 +80,7 @@ def test_every_folder_is_a_model_whatever_is_in_it(pool: Pool) -> None:
     }  # fmt: skip
 
 
-def test_what_is_shown_of_a_model_that_was_never_loaded(pool: Pool) -> None:
+def test_the_row_of_a_model_that_was_never_loaded(pool: Pool) -> None:
     row = looked_at(pool, "short")
     assert (row["state"], row["type"], row["context"]) == ("cold", "llama", 64)
     assert (row["quantisation"], row["error"], len(row["digest"])) == ("f32", None, 12)
@@ -97,7 +97,7 @@ def test_what_is_shown_of_a_model_that_was_never_loaded(pool: Pool) -> None:
         ("link", "leads out of the models folder"),
     ],
 )
-def test_a_broken_model_fails_alone_and_in_the_words_of_check(
+def test_a_broken_model_fails_alone_with_the_message_of_check(
     pool: Pool, name: str, words: str
 ) -> None:
     row = looked_at(pool, name)
@@ -129,9 +129,7 @@ def test_a_copy_shares_once_its_digest_is_known(pool: Pool) -> None:
         assert client.generate("org/copy", "x", max_tokens=2).ids
 
 
-def test_a_folder_that_comes_later_is_there_when_models_are_asked_for(
-    pool: Pool, models: Path
-) -> None:
+def test_a_new_folder_is_found_when_models_are_listed(pool: Pool, models: Path) -> None:
     assert refused(pool, "later").code == "unknown_model"
     write_checkpoint(models / "later", seed=5)
     until(lambda: "later" in {m["name"] for m in pool.ask("models")["models"]}, "it is found")
@@ -139,7 +137,7 @@ def test_a_folder_that_comes_later_is_there_when_models_are_asked_for(
         assert client.generate("later", "x", max_tokens=2).ids
 
 
-def test_a_model_that_was_mended(pool: Pool, models: Path) -> None:
+def test_a_repaired_model(pool: Pool, models: Path) -> None:
     folder = write_checkpoint(models / "mended")
     settings = json.loads((folder / "config.json").read_text())
     write_json(folder / "config.json", {**settings, "rms_norm_eps": None})
@@ -155,7 +153,7 @@ def test_a_name_is_never_a_path(pool: Pool, models: Path, name: str) -> None:
     assert refused(pool, str(models / "sound")).code == "unknown_model"
 
 
-def test_a_pinned_model_is_there_from_the_start_and_comes_again(pool: Pool) -> None:
+def test_a_pinned_model_is_loaded_at_start_and_reloaded(pool: Pool) -> None:
     first = pool.in_state("kept/0", state="ready")["pid"]
     os.kill(first, signal.SIGKILL)
     until(

@@ -1,4 +1,4 @@
-"""Chats through the pool: templates that refuse, fail or never end; tools; misfit tokenizers."""
+"""Chats through the pool: templates that raise, fail or never end; tools; bad tokenizers."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_tools_and_the_answers_of_tools_reach_the_template(client: Client) -> No
     assert client.generate("tools", messages=HI, max_tokens=1).usage["prompt_tokens"] == len("hi")
 
 
-def test_a_template_that_refuses_is_heard(client: Client) -> None:
+def test_an_error_raised_by_a_template_reaches_the_client(client: Client) -> None:
     with pytest.raises(BadRequest, match="refused the messages: ask first"):
         client.generate("strict", messages=[{"role": "system", "content": "x"}])
     assert client.generate("strict", messages=HI, max_tokens=1).usage["prompt_tokens"] == 1
 
 
-def test_a_template_without_end_is_stopped_and_others_go_on(client: Client) -> None:
+def test_an_endless_template_is_stopped_and_other_streams_continue(client: Client) -> None:
     stream = client.stream("endless", "x", max_tokens=400, ignore_eos=True)
     with pytest.raises(BadRequest, match="not done after 2 s"):
         client.generate("endless", messages=HI)
@@ -68,7 +68,7 @@ def test_a_template_without_end_is_stopped_and_others_go_on(client: Client) -> N
     assert len(client.generate("endless", "x", max_tokens=2, ignore_eos=True).ids) == 2
 
 
-def test_a_killed_worker_leaves_no_process_of_its_template(pool: Pool, client: Client) -> None:
+def test_the_template_process_ends_with_its_worker(pool: Pool, client: Client) -> None:
     client.generate("strict", messages=HI, max_tokens=1)
     children = psutil.Process(pool.worker("strict/0")["pid"]).children()
     assert len(children) == 1
@@ -84,7 +84,7 @@ def test_a_killed_worker_leaves_no_process_of_its_template(pool: Pool, client: C
         ("narrow", r"ids up to 255, the model has rows for 200"),
     ],
 )
-def test_a_model_whose_text_is_unsound_is_not_loaded(client: Client, name: str, words: str) -> None:
+def test_a_model_with_a_bad_tokenizer_is_not_loaded(client: Client, name: str, words: str) -> None:
     with pytest.raises(ModelLoadFailed, match=words):
         client.generate(name, "x", max_tokens=1)
 

@@ -1,4 +1,4 @@
-"""What the command line shows while it goes on: `top`, `stats --watch`, `chat`, a model's load."""
+"""Interactive output of the command line: `top`, `stats --watch`, `chat`, a model's load."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_top_into_a_pipe_is_plain_text(pool: Pool) -> None:
     assert "counting/0" in done.stdout and "quit" not in done.stdout
 
 
-def test_top_says_when_nobody_answers(pool: Pool) -> None:
+def test_top_reports_an_absent_broker(pool: Pool) -> None:
     done = pool.cli("--run-dir", str(pool.tmp_path), "top", "--count", "1")
     assert done.returncode == 3
     assert str(pool.tmp_path) in done.stderr and "mlxpool serve" in done.stderr
@@ -103,7 +103,7 @@ def test_stats_watch(pool: Pool) -> None:
     assert pool.cli("stats", "--watch", "--count", "1").stdout.count("requests.accepted") == 1
 
 
-def test_who_watches_a_dead_broker_is_told(tmp_path: Path) -> None:
+def test_stats_watch_reports_a_dead_broker(tmp_path: Path) -> None:
     with (
         Pool(tmp_path) as other,
         on_terminal(other, "stats", "--watch") as watching,
@@ -120,7 +120,9 @@ def test_who_watches_a_dead_broker_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", [("run", "stuck", "hello"), ("load", "stuck", "--wait"), ("chat", "stuck")]
 )
-def test_who_waits_for_a_load_sees_how_far_it_is(pool: Pool, command: tuple[str, ...]) -> None:
+def test_commands_that_wait_for_a_load_show_its_progress(
+    pool: Pool, command: tuple[str, ...]
+) -> None:
     with on_terminal(pool, *command) as waiting:
         if command[0] == "chat":
             waiting.until(">>> ")
@@ -134,12 +136,12 @@ def test_who_waits_for_a_load_sees_how_far_it_is(pool: Pool, command: tuple[str,
     assert waiting.raw.count("\r\x1b[K") > waiting.raw.count("stuck: ")  # it is wiped out
 
 
-def test_without_a_terminal_nothing_is_told(pool: Pool) -> None:
+def test_without_a_terminal_no_progress_is_shown(pool: Pool) -> None:
     done = pool.cli("load", "counting", "--wait")
     assert (done.returncode, done.stdout, done.stderr) == (0, "counting: loaded\n", "")
 
 
-def test_load_says_why_a_model_cannot_be_had(pool: Pool) -> None:
+def test_load_reports_why_a_model_fails(pool: Pool) -> None:
     done = pool.cli("load", "broken", "--wait")
     assert done.returncode == 1
     assert "/nowhere/at/all" in done.stderr
@@ -149,7 +151,7 @@ def test_load_says_why_a_model_cannot_be_had(pool: Pool) -> None:
 
 
 def said(*lines: tuple[str, str]) -> str:
-    """The prompt that `counting` makes of a conversation."""
+    """The prompt that the counting model makes of a conversation."""
     return "".join(f"{role}: {text}\n" for role, text in lines)
 
 
@@ -165,7 +167,7 @@ def test_a_chat_remembers(pool: Pool) -> None:
     assert second["content"] == text_of(expected_ids(said(*begin, *rest), 7, 2))
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_chat(pool: Pool) -> None:
+def test_ctrl_c_ends_the_answer_but_not_the_chat(pool: Pool) -> None:
     with on_terminal(pool, "chat", "slow", "--seed", "7") as chat:
         chat.until(">>> ")
         chat.send("hello\n")
@@ -184,7 +186,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(pool: Pool) -> None:
     until(lambda: pool.ask("stats")["requests"]["live"] == 0, "the stream is cancelled")
 
 
-def test_an_error_costs_the_answer_and_not_the_chat(pool: Pool) -> None:
+def test_an_error_ends_the_answer_but_not_the_chat(pool: Pool) -> None:
     done = pool.cli("chat", "nobody", stdin="one\n/help\n/nonsense\n/quit\nnever\n")
     assert done.returncode == 1
     assert done.stderr.count("unknown_model") == 1

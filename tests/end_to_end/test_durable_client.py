@@ -1,4 +1,4 @@
-"""Streams through real processes outlive their broker and their connection, token by token."""
+"""Streams survive the loss of their broker and their connection, token by token."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ COUNT = 300
 
 
 def started(client: Client, seed: int) -> Stream:
-    """A stream that has brought its first ids."""
+    """A stream that has received its first ids."""
     stream = client.stream("slow", "hello", seed=seed, max_tokens=COUNT, batch=seed % 2 == 0)
     until(lambda: stream._state.ids, "the first ids")
     return stream
 
 
 def taken_over(stream: Stream, before: int) -> bool:
-    """By a later sending than this one; or there was nothing left to take over."""
+    """Whether a later attempt was accepted, or the stream has ended."""
     state = stream._state
     return state.over or (state.accepted and state.attempt > before)
 
 
 def whole(stream: Stream, seed: int) -> None:
-    """Every id once and in order, and the text that belongs to them."""
+    """Assert every id once and in order, with their text."""
     deltas = list(stream)
     ids = [token for delta in deltas for token in delta.ids]
     assert ids == list(stream.result.ids) == expected_ids("hello", seed, COUNT)
@@ -58,7 +58,7 @@ def test_a_killed_broker_that_comes_back(tmp_path: Path) -> None:
             assert stream._state.attempt > 1
 
 
-def test_without_durable_it_ends_with_its_broker(tmp_path: Path) -> None:
+def test_a_stream_that_is_not_durable_ends_with_its_broker(tmp_path: Path) -> None:
     with Pool(tmp_path, CONFIG) as pool, pool.client(broker_grace=PATIENCE) as client:
         stream = client.stream("slow", "hello", seed=1, durable=False)
         until(lambda: stream._state.ids, "the first ids")
@@ -73,7 +73,7 @@ def cut(relay: Relay, client: Client) -> None:
 
 
 def freeze(relay: Relay, client: Client) -> None:
-    """Until the client has seen it and made a new connection."""
+    """Freeze until the client has made a new connection."""
     relay.freeze()
     until(lambda: client._link._watch.moves, "the client has a new connection")
     relay.thaw()

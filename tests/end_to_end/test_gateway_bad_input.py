@@ -1,4 +1,4 @@
-"""What must not get through a gateway, sent by hand; and what it does without a pool."""
+"""Invalid HTTP requests to a gateway, and a gateway without a pool."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ counting.fault_in = "load"
 CHAT = {"model": "counting", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 LONG: dict[str, Any] = {"max_tokens": 10**5}
 ENDING = b'{"error":{"message":"the gateway is ending"'
-MOST = 2000  # bytes of a body
+MAX_BODY = 2000  # bytes
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gateway(pool: Pool, keys: Path) -> Iterator[GatewayThread]:
-    with GatewayThread(pool.run_dir, keys=keys, max_body=MOST) as running:
+    with GatewayThread(pool.run_dir, keys=keys, max_body=MAX_BODY) as running:
         yield running
 
 
@@ -63,7 +63,7 @@ def http(gateway: GatewayThread) -> Iterator[httpx.Client]:
 
 
 def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """The error in OpenAI's shape."""
+    """Assert an error in OpenAI's form and return it."""
     error: dict[str, Any] = response.json()["error"]
     assert (response.status_code, error["code"]) == (status, code), error
     assert set(error) == {"message", "type", "param", "code"}
@@ -82,7 +82,7 @@ def test_keys(http: httpx.Client) -> None:
     assert http.get("/health", headers={"authorization": ""}).json() == {"status": "ok"}
 
 
-def test_keys_are_read_again_and_a_broken_file_changes_nothing(
+def test_keys_are_reloaded_and_a_broken_file_changes_nothing(
     http: httpx.Client, gateway: GatewayThread, keys: Path
 ) -> None:
     other = {"authorization": f"Bearer {OTHER}"}
@@ -98,7 +98,7 @@ def test_keys_are_read_again_and_a_broken_file_changes_nothing(
     assert http.get("/v1/models", headers=other).status_code == 401
 
 
-def test_without_keys_nobody_comes_in_by_another_name(pool: Pool, http: httpx.Client) -> None:
+def test_without_keys_other_host_names_are_refused(pool: Pool, http: httpx.Client) -> None:
     with GatewayThread(pool.run_dir) as gateway:
         url = f"{gateway.url}/v1/models"
         for host in (
@@ -114,7 +114,7 @@ def test_without_keys_nobody_comes_in_by_another_name(pool: Pool, http: httpx.Cl
     assert http.get("/v1/models", headers={"host": "elsewhere.example"}).status_code == 200
 
 
-def test_a_key_has_so_many_requests_at_once(pool: Pool) -> None:
+def test_the_concurrent_requests_of_a_key_are_bounded(pool: Pool) -> None:
     body = {"model": "slow", "prompt": "x", "max_tokens": 10**6, "stream": True}
     with GatewayThread(pool.run_dir, per_key=1) as gateway:
         url = f"{gateway.url}/v1/completions"
@@ -129,7 +129,7 @@ def test_a_key_has_so_many_requests_at_once(pool: Pool) -> None:
 
 
 def test_a_body_too_large_with_and_without_its_length(http: httpx.Client) -> None:
-    data = b'{"x": "' + b"y" * MOST + b'"}'
+    data = b'{"x": "' + b"y" * MAX_BODY + b'"}'
     headers = {"content-type": "application/json"}
 
     def pieces() -> Iterator[bytes]:
@@ -138,10 +138,10 @@ def test_a_body_too_large_with_and_without_its_length(http: httpx.Client) -> Non
 
     for content in (data, pieces()):
         response = http.post("/v1/chat/completions", content=content, headers=headers)
-        assert f"at most {MOST}" in refused(response, 413, "body_too_large")["message"]
+        assert f"at most {MAX_BODY}" in refused(response, 413, "body_too_large")["message"]
 
 
-def test_a_body_that_does_not_come(pool: Pool) -> None:
+def test_a_body_that_does_not_arrive(pool: Pool) -> None:
     with GatewayThread(pool.run_dir, body_time=0.1) as gateway:
         host, _, port = gateway.url.removeprefix("http://").partition(":")
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -161,12 +161,12 @@ def test_a_body_that_does_not_come(pool: Pool) -> None:
         (b"{}", 400, "bad_request"),
     ],
 )
-def test_a_body_that_is_no_request(http: httpx.Client, data: bytes, status: int, code: str) -> None:
+def test_an_invalid_body(http: httpx.Client, data: bytes, status: int, code: str) -> None:
     headers = {"content-type": "application/json; charset=utf-8"}
     refused(http.post("/v1/chat/completions", content=data, headers=headers), status, code)
 
 
-def test_another_type_of_body(http: httpx.Client) -> None:
+def test_another_content_type(http: httpx.Client) -> None:
     headers = {"content-type": "text/plain"}
     response = http.post("/v1/chat/completions", content=b"{}", headers=headers)
     refused(response, 415, "unsupported_media_type")
@@ -196,7 +196,7 @@ def test_another_type_of_body(http: httpx.Client) -> None:
         ({"chat_template_kwargs": {"enable_thinking": True}}, "reasoning_effort", None),
     ],
 )
-def test_a_field_that_is_not_honoured_is_named(
+def test_an_unsupported_field_is_named(
     http: httpx.Client, change: dict[str, Any], param: str | None, code: str | None
 ) -> None:
     response = http.post("/v1/chat/completions", json={**CHAT, **change})
@@ -206,7 +206,7 @@ def test_a_field_that_is_not_honoured_is_named(
     assert response.headers["x-should-retry"] == "false"
 
 
-def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
+def test_neutral_values_are_accepted(http: httpx.Client) -> None:
     harmless = {
         "user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True,
         "response_format": {"type": "text"}, "tools": None, "n": None, "stop": None,
@@ -217,33 +217,36 @@ def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], [""], [1, "x"], [-1], 5, [[]], {"a": 1}])
-def test_a_prompt_that_is_none(http: httpx.Client, prompt: object) -> None:
+def test_an_invalid_prompt(http: httpx.Client, prompt: object) -> None:
     response = http.post("/v1/completions", json={"model": "counting", "prompt": prompt})
     assert refused(response, 400, "bad_request")["param"] == "prompt"
 
 
-HALF = "\\ud800"  # of a character
+LONE_SURROGATE = "\\ud800"
 
 
 @pytest.mark.parametrize(
     ("path", "data"),
     [
-        ("/v1/completions", f'{{"model": "counting", "prompt": "{HALF}", "max_tokens": 1}}'),
-        ("/v1/completions", f'{{"model": "{HALF}", "prompt": "x"}}'),
-        ("/v1/completions", f'{{"model": "counting", "prompt": "x", "stop": "{HALF}"}}'),
-        ("/v1/completions", f'{{"model": "counting", "prompt": "x", "{HALF}": 1}}'),
-        ("/api/generate", f'{{"model": "{HALF}", "prompt": "x"}}'),
-        ("/api/show", f'{{"model": "{HALF}"}}'),
+        (
+            "/v1/completions",
+            f'{{"model": "counting", "prompt": "{LONE_SURROGATE}", "max_tokens": 1}}',
+        ),
+        ("/v1/completions", f'{{"model": "{LONE_SURROGATE}", "prompt": "x"}}'),
+        ("/v1/completions", f'{{"model": "counting", "prompt": "x", "stop": "{LONE_SURROGATE}"}}'),
+        ("/v1/completions", f'{{"model": "counting", "prompt": "x", "{LONE_SURROGATE}": 1}}'),
+        ("/api/generate", f'{{"model": "{LONE_SURROGATE}", "prompt": "x"}}'),
+        ("/api/show", f'{{"model": "{LONE_SURROGATE}"}}'),
     ],
 )
-def test_half_a_character(http: httpx.Client, path: str, data: str) -> None:
+def test_a_lone_surrogate(http: httpx.Client, path: str, data: str) -> None:
     headers = {"content-type": "application/json"}
     response = http.post(path, content=data.encode(), headers=headers)
     assert response.status_code in (200, 400, 404), response.text
 
 
 @pytest.mark.parametrize("value", [2**70, [[[[]]]] * 9, float("nan"), {"a": {"b": 1}}])
-def test_keys_of_messages_are_the_templates_but_must_travel(
+def test_unknown_members_of_messages_must_be_serialisable(
     http: httpx.Client, value: object
 ) -> None:
     message = {"role": "user", "content": "x", "more": value}
@@ -254,7 +257,7 @@ def test_keys_of_messages_are_the_templates_but_must_travel(
 
 
 @pytest.mark.parametrize("depth", [100, 600])
-def test_a_body_of_many_levels(http: httpx.Client, depth: int) -> None:
+def test_a_deeply_nested_body(http: httpx.Client, depth: int) -> None:
     message = {"role": "user", "content": "x", "more": "DEEP"}
     content = json.dumps({**CHAT, "messages": [message]})
     content = content.replace('"DEEP"', "[" * depth + "]" * depth)
@@ -308,7 +311,7 @@ def command(*arguments: str) -> list[str]:
 
 @contextmanager
 def serving(pool: Pool, log: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A gateway in a process of its own, and its address."""
+    """Run a gateway in a process of its own meanwhile; yields the process and its URL."""
     with log.open("wb") as said:
         process = subprocess.Popen(
             command("--run-dir", str(pool.run_dir), "gateway", "--port", "0", *arguments),
@@ -341,7 +344,7 @@ def test_the_command_serves_rereads_its_keys_and_ends(pool: Pool, tmp_path: Path
         assert process.wait(PATIENCE) == 0
 
 
-# Path, what is asked beside model and prompt, how the answer ends.
+# path, members of the request beside model and prompt, end of the response
 OUTLASTING: tuple[tuple[str, dict[str, Any], bytes], ...] = (
     ("/v1/completions", {**LONG, "stream": True}, b"event: error\ndata: " + ENDING),
     ("/v1/completions", LONG, b'{"error": {"message": "the gateway is ending"'),
@@ -349,7 +352,7 @@ OUTLASTING: tuple[tuple[str, dict[str, Any], bytes], ...] = (
 )
 
 
-def test_what_outlasts_a_gateway_is_told(pool: Pool, tmp_path: Path) -> None:
+def test_requests_in_flight_at_shutdown_get_an_error(pool: Pool, tmp_path: Path) -> None:
     with serving(pool, tmp_path / "log") as (process, url):
         before = pool.ask("stats")["requests"]["accepted"]
         with ThreadPoolExecutor(len(OUTLASTING)) as threads:
@@ -372,7 +375,7 @@ def test_what_outlasts_a_gateway_is_told(pool: Pool, tmp_path: Path) -> None:
     until(lambda: pool.ask("stats")["requests"]["live"] == 0, "its requests are cancelled")
 
 
-def test_a_body_whose_sender_leaves_is_no_failure(
+def test_a_disconnect_during_the_body_is_not_logged(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with GatewayThread(pool.run_dir) as gateway:
@@ -392,7 +395,7 @@ def test_a_body_whose_sender_leaves_is_no_failure(
         (["--keys", "/nowhere/keys"], "the keys in /nowhere/keys cannot be read"),
     ],
 )
-def test_a_command_that_cannot_be(arguments: list[str], words: str) -> None:
+def test_invalid_arguments(arguments: list[str], words: str) -> None:
     done = subprocess.run(
         command("gateway", *arguments), capture_output=True, text=True, timeout=PATIENCE
     )
@@ -408,7 +411,7 @@ def test_a_port_in_use(gateway: GatewayThread) -> None:
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
 
 
-def test_without_the_extra_the_cure_is_named(tmp_path: Path) -> None:
+def test_without_the_extra_the_error_names_it(tmp_path: Path) -> None:
     (tmp_path / "starlette.py").write_text("raise ModuleNotFoundError(name='starlette')")
     done = subprocess.run(
         command("gateway"),

@@ -1,4 +1,4 @@
-"""Ollama's own client against a gateway before a running pool."""
+"""Ollama's own client against a gateway of a running pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = (
     "{% if enable_thinking is false %}{% else %}<think>\n{% endif %}{# <tool_call> #}"
 )
 HI = [{"role": "user", "content": "hi"}]
-LINE = "user: hi\n"  # what the counting model makes of it
+LINE = "user: hi\n"  # the counting model's prompt for HI
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def client(gateway: GatewayThread) -> Iterator[ollama.Client]:
 
 
 def info(client: ollama.Client, name: str) -> Mapping[str, Any]:
-    """What is known of a model, once the pool has looked at its files."""
+    """The information about a model once the pool has inspected its files."""
     found = client.show(name).modelinfo
     return found if found and found["general.architecture"] else {}
 
@@ -83,13 +83,13 @@ def test_logprobs(client: ollama.Client) -> None:
     assert "".join(one.token for one in answer.logprobs) == answer.message.content
 
 
-def test_a_model_is_loaded_by_asking_nothing_of_it(client: ollama.Client) -> None:
+def test_an_empty_request_loads_the_model(client: ollama.Client) -> None:
     assert client.generate("bare").done_reason == "load"
     assert "bare" in [model.model for model in client.ps().models]
     assert next(iter(client.chat("bare", stream=True))).done_reason == "load"
 
 
-def test_what_models_there_are(client: ollama.Client) -> None:
+def test_the_lists_of_models(client: ollama.Client) -> None:
     assert {model.model for model in client.list().models} == {
         "demo", "counting", "thinker", "bare",
     }  # fmt: skip
@@ -140,7 +140,7 @@ def test_a_model_without_a_template(client: ollama.Client) -> None:
         ({"options": {"bogus": 1}}, "unknown field 'options.bogus'"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(
+def test_unsupported_fields_are_refused_by_name(
     client: ollama.Client, more: dict[str, object], words: str
 ) -> None:
     with pytest.raises(ollama.ResponseError, match=words) as caught:
@@ -148,12 +148,12 @@ def test_what_is_not_honoured_is_refused_by_name(
     assert caught.value.status_code == 400
 
 
-def test_a_context_that_the_model_has_is_taken(client: ollama.Client) -> None:
+def test_a_context_within_the_models_is_accepted(client: ollama.Client) -> None:
     options = {"num_ctx": 4096, "num_predict": 1}
     assert client.generate("counting", "x", options=options).eval_count == 1
 
 
-def test_what_is_not_built_says_so(client: ollama.Client, gateway: GatewayThread) -> None:
+def test_paths_that_are_not_built_answer_501(client: ollama.Client, gateway: GatewayThread) -> None:
     for call in (
         lambda: client.embed("counting", "x"),
         lambda: client.embeddings("counting", "x"),

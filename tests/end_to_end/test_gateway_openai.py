@@ -1,4 +1,4 @@
-"""OpenAI's own client against a gateway before a running pool, on the counting model."""
+"""OpenAI's own client against a gateway of a running pool, with the counting model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ counting.fault = "raise"
 counting.fault_at = 5
 """
 HI: Any = [{"role": "user", "content": "hi"}]
-LINE = "user: hi\n"  # what the counting model makes of it
+LINE = "user: hi\n"  # the counting model's prompt for the chat
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_streamed_chat_with_usage(client: openai.OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_choices_are_streams_of_their_own(client: openai.OpenAI) -> None:
+def test_each_choice_is_a_stream(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": "counting", "messages": HI, "max_tokens": 4, "seed": 7, "n": 3}
     whole = client.chat.completions.create(**ask)
     expected = [told(LINE, 7 + number, 4) for number in range(3)]
@@ -168,7 +168,7 @@ def test_fields_of_vllm_go_in_the_extra_body(client: openai.OpenAI) -> None:
         ("reasoning_effort", "much", "reasoning_effort"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(
+def test_unsupported_fields_are_refused_by_name(
     client: openai.OpenAI, field: str, value: object, param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -194,8 +194,8 @@ def test_a_failure_before_and_in_the_stream(client: openai.OpenAI) -> None:
     assert type(streamed.value) is openai.APIError and streamed.value.code == "internal"
 
 
-def test_a_full_queue_says_when_to_come_back(pool: Pool, client: openai.OpenAI) -> None:
-    """One runs, two wait; the next is refused."""
+def test_a_full_queue_answers_with_retry_after(pool: Pool, client: openai.OpenAI) -> None:
+    """One request runs, two are queued, the next is refused."""
     endless: dict[str, Any] = {"model": "slow", "prompt": "x", "max_tokens": 10**6}
     streams = [client.completions.create(**endless, stream=True)]
     next(iter(streams[0]))
@@ -212,9 +212,7 @@ def test_a_full_queue_says_when_to_come_back(pool: Pool, client: openai.OpenAI) 
     until(lambda: pool.ask("stats")["requests"]["live"] == 0, "all were cancelled")
 
 
-def test_who_waits_in_the_queue_hears_that_the_stream_is_there(
-    pool: Pool, client: openai.OpenAI
-) -> None:
+def test_a_queued_stream_gets_keep_alive_comments(pool: Pool, client: openai.OpenAI) -> None:
     endless: dict[str, Any] = {"model": "slow", "prompt": "x", "max_tokens": 10**6, "stream": True}
     with client.completions.create(**endless) as first:
         next(iter(first))
@@ -225,7 +223,7 @@ def test_who_waits_in_the_queue_hears_that_the_stream_is_there(
     until(lambda: pool.ask("stats")["requests"]["live"] == 0, "both were cancelled")
 
 
-def test_a_client_that_leaves_ends_the_stream(pool: Pool, client: openai.OpenAI) -> None:
+def test_a_disconnect_cancels_the_stream(pool: Pool, client: openai.OpenAI) -> None:
     before = pool.ask("stats")["requests"]["cancelled"]
     ask: dict[str, Any] = {
         "model": "slow",
@@ -240,7 +238,7 @@ def test_a_client_that_leaves_ends_the_stream(pool: Pool, client: openai.OpenAI)
     assert pool.ask("stats")["requests"]["live"] == 0
 
 
-def test_a_client_that_leaves_a_whole_answer_ends_it_too(
+def test_a_disconnect_cancels_a_request_without_streaming(
     pool: Pool, gateway: GatewayThread
 ) -> None:
     async def ask_and_leave() -> None:
@@ -258,7 +256,9 @@ def test_a_client_that_leaves_a_whole_answer_ends_it_too(
 
 
 @pytest.mark.parametrize("choices", [1, 2])
-def test_a_killed_worker_is_a_pause(pool: Pool, client: openai.OpenAI, choices: int) -> None:
+def test_a_killed_worker_only_delays_the_stream(
+    pool: Pool, client: openai.OpenAI, choices: int
+) -> None:
     stream = client.completions.create(
         model="slow", prompt="hello", max_tokens=20, seed=7, n=choices, stream=True
     )
@@ -270,7 +270,7 @@ def test_a_killed_worker_is_a_pause(pool: Pool, client: openai.OpenAI, choices: 
     assert texts == [told("hello", 7 + number, 20) for number in range(choices)]
 
 
-def test_an_operator_who_cancels_is_an_error(pool: Pool, client: openai.OpenAI) -> None:
+def test_a_cancel_by_an_operator_is_an_error(pool: Pool, client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": "slow", "prompt": "x", "max_tokens": 10**6, "stream": True}
     stream = client.completions.create(**ask)
     first = next(stream)
@@ -289,7 +289,7 @@ def test_the_example_of_the_documentation(
     assert capsys.readouterr().out.strip()
 
 
-def test_many_at_once(gateway: GatewayThread) -> None:
+def test_many_concurrent_requests(gateway: GatewayThread) -> None:
     async def ask() -> list[str | None]:
         async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x") as client:
             answers = await asyncio.gather(

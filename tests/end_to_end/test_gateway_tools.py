@@ -1,4 +1,4 @@
-"""Tool calls and thoughts through the gateway. A broker by hand says what a trained model would."""
+"""Tool calls and thoughts through the gateway; a scripted broker sends a trained model's text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHANNELS = {"tools": "harmony", "thinking": "harmony"}
 
 
 class Model:
-    """A pool with the one model `m`, which answers one request with these pieces of text."""
+    """A broker with the model `m`, which answers one request with these pieces of text."""
 
     def __init__(
         self, run_dir: Path, chat: dict[str, str], pieces: Sequence[str], thinks: bool
@@ -68,7 +68,7 @@ class Model:
 
 
 class Served:
-    """Starts models behind a gateway."""
+    """Starts scripted brokers, each behind a gateway."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="mlxpool-")
@@ -144,7 +144,7 @@ def test_a_call_in_a_stream(served: Served) -> None:
     assert served.asked["think"] is False
 
 
-def test_channels(served: Served) -> None:
+def test_harmony_channels(served: Served) -> None:
     url = served.start(
         CHANNELS,
         "<|channel|>analysis<|message|>Hm",
@@ -160,7 +160,7 @@ def test_channels(served: Served) -> None:
     assert served.asked["think"] == "low" and "tools" not in served.asked
 
 
-def test_thoughts_go_back_as_the_template_of_channels_wants_them(served: Served) -> None:
+def test_thoughts_are_sent_to_a_harmony_template_in_its_form(served: Served) -> None:
     url = served.start(CHANNELS, "<|channel|>final<|message|>Warm.")
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     said: Any = {"role": "assistant", "tool_calls": [call], "reasoning_content": "Hm."}
@@ -170,7 +170,7 @@ def test_thoughts_go_back_as_the_template_of_channels_wants_them(served: Served)
     assert served.asked["messages"][1]["thinking"] == "Hm."
 
 
-def test_tools_that_are_not_to_be_called_are_not_offered(served: Served) -> None:
+def test_tools_are_dropped_with_tool_choice_none(served: Served) -> None:
     url = served.start(THINKER, CALL)
     with openai_client(url) as client:
         answer = client.chat.completions.create(
@@ -190,7 +190,7 @@ def test_a_call_through_ollamas_client(served: Served) -> None:
     assert served.asked["think"] is True  # tags know no levels
 
 
-def test_what_was_said_goes_back_to_the_template(served: Served) -> None:
+def test_earlier_calls_and_answers_reach_the_template(served: Served) -> None:
     url = served.start(THINKER, "Fine.")
     call = {"function": {"name": "weather", "arguments": {"city": "Paris"}}}
     messages = [
@@ -205,7 +205,7 @@ def test_what_was_said_goes_back_to_the_template(served: Served) -> None:
     assert told["name"] == "weather" and told["role"] == "tool"
 
 
-def test_arguments_that_are_no_map_end_ollamas_stream(served: Served) -> None:
+def test_arguments_that_are_not_an_object_end_ollamas_stream(served: Served) -> None:
     url = served.start(THINKER, CALL.replace('{"city": "Paris"}', "5"))
     with ollama.Client(host=url) as client, pytest.raises(ollama.ResponseError, match=UNREADABLE):
         client.chat("m", HI, tools=TOOLS)

@@ -1,4 +1,4 @@
-"""The settings and arguments of deploy/k8s, as processes of this machine: they work together."""
+"""Runs the settings and arguments of deploy/k8s as processes of this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MLXPOOL = (sys.executable, "-m", "mlxpool.cli.main")
 
 @pytest.fixture
 def ports() -> dict[str, str]:
-    """A free one for each of the manifests'."""
+    """A free port for each port of the manifests."""
     with ExitStack() as stack:
         held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORTS]
         return {port: str(s.getsockname()[1]) for port, s in zip(PORTS, held, strict=True)}
@@ -34,7 +34,7 @@ def ports() -> dict[str, str]:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, str]:
-    """The public ones, by name; the files are those that the Secrets hold."""
+    """The public keys by name; writes the key files that the Secrets hold."""
     made = {}
     for name, role in (("broker", "server"), ("worker", "worker"), ("app", "client")):
         flags = ("keygen", name, "--role", role, "--folder", str(tmp_path / "keys"), "--json")
@@ -45,14 +45,14 @@ def keys(tmp_path: Path) -> dict[str, str]:
 
 
 def arguments(manifest: str) -> list[str]:
-    """Of the one container of a workload."""
+    """The arguments of a workload's container."""
     (workload,) = yaml.safe_load_all((BASE / manifest).read_text("utf-8"))
     (container,) = workload["spec"]["template"]["spec"]["containers"]
     return list(container["args"])
 
 
 def here(text: str, folder: Path, ports: dict[str, str]) -> str:
-    """As it would be if the cluster were this machine."""
+    """The text with the cluster's names and paths replaced by those of this machine."""
     for port, free in ports.items():
         text = text.replace(f":{port}", f":{free}")
     text = text.replace("0.0.0.0", "127.0.0.1").replace("mlxpool-back", "127.0.0.1")
@@ -61,7 +61,7 @@ def here(text: str, folder: Path, ports: dict[str, str]) -> str:
 
 @contextmanager
 def running(words: Sequence[str], run_dir: str, log: Path) -> Iterator[None]:
-    """A process of ours, until the end of the `with`."""
+    """Run `mlxpool` with these arguments meanwhile."""
     environment = {**os.environ, "MLXPOOL_RUN_DIR": run_dir}
     with log.open("wb") as out:
         process = subprocess.Popen([*MLXPOOL, *words], stdout=out, stderr=out, env=environment)
@@ -84,7 +84,7 @@ def ready(url: str) -> bool:
         return False
 
 
-def test_a_request_goes_through(
+def test_a_request_passes_through_broker_and_worker(
     tmp_path: Path, ports: dict[str, str], keys: dict[str, str]
 ) -> None:
     settings = here((BASE / "mlxpool.toml").read_text("utf-8"), tmp_path, ports)

@@ -1,4 +1,4 @@
-"""Several streams at once on models with weights, through real processes and sockets."""
+"""Concurrent streams of models with weights, through real processes and sockets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 def all_of(run_dir: Path, model: str, asked: list[dict[str, Any]]) -> list[Result]:
-    """Every request at once."""
+    """Run all requests concurrently."""
 
     async def together() -> list[Result]:
         async with AsyncClient(run_dir) as client:
@@ -51,7 +51,7 @@ def all_of(run_dir: Path, model: str, asked: list[dict[str, Any]]) -> list[Resul
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU refuses `deterministic`")
-def test_a_request_gives_the_same_alone_and_in_company(pool: Pool) -> None:
+def test_a_request_gives_the_same_alone_and_in_a_batch(pool: Pool) -> None:
     asked = [
         {"prompt": prompt, "seed": n, "max_tokens": 40, "temperature": n % 2, "ignore_eos": True}
         for n, prompt in enumerate(PROMPTS)

@@ -1,4 +1,4 @@
-"""What a running pool says over HTTP and in its log, and a real Prometheus that reads it."""
+"""Metrics, health and log lines of a running pool, with a real Prometheus."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def get(base: str, path: str) -> tuple[int, str]:
 
 
 def series(base: str) -> dict[tuple[str, ...], float]:
-    """Every value by its name and the values of its labels."""
+    """Every value, by name and label values."""
     status, text = get(base, "/metrics")
     assert status == 200, text
     return {
@@ -84,7 +84,7 @@ def test_a_request_is_counted(pool: Pool) -> None:
 
 
 def test_pauses_between_tokens_are_counted(pool: Pool) -> None:
-    """Not of tokens that the broker reads together, so on a slow machine it may take a few."""
+    """Tokens that the broker reads together have no gap, so a slow machine may need several tries."""
     name = "mlxpool_inter_token_latency_seconds"
     with pool.client() as client:
 

@@ -1,4 +1,4 @@
-"""The client that knows only docs/protocol.md gets the tokens it should."""
+"""The example client that implements docs/protocol.md alone gets the right tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def complete(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("count", [1, 40, 1500])
 def test_it_prints_the_completion(tmp_path: Path, count: int) -> None:
-    """1,500 tokens are more than the default window: without acks the end would come in bulk."""
+    """1,500 tokens exceed the default window, so acks are needed."""
     with Pool(tmp_path) as pool:
         result = complete(pool, "counting", "hello", "--max-tokens", str(count), "--seed", "7")
     prompt = list(b"hello")
@@ -61,7 +61,7 @@ def test_it_fails_when_the_stream_does(tmp_path: Path) -> None:
     assert "internal" in result.stderr
 
 
-def test_it_goes_on_whatever_is_lost() -> None:
+def test_it_resumes_after_every_kind_of_loss() -> None:
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         broker = FakeBroker(Path(folder)).open()
         client = subprocess.Popen(
@@ -77,7 +77,7 @@ def test_it_goes_on_whatever_is_lost() -> None:
             broker.close()
 
 
-def test_it_imports_nothing_of_ours() -> None:
+def test_it_imports_nothing_of_mlxpool() -> None:
     imported: set[str] = set()
     for node in ast.walk(ast.parse(EXAMPLE.read_text("utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""A flood of one owner, beside a stream of another that goes on."""
+"""Floods of one owner, beside a stream of another that must continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.secure_pool import COUNTING_MODEL, SecurePool
 
 
 def over_quota(client: Client, prompt: str, setting: str) -> OverQuota | None:
-    """The refusal of a request for this setting's sake, if it is refused."""
+    """The refusal of a request by this setting, or None."""
     try:
         client.generate("counting", prompt, max_tokens=1)
     except OverQuota as error:
@@ -32,8 +32,8 @@ def bytes_too_many(client: Client) -> OverQuota | None:
     return over_quota(client, "x" * 60_000, "quota_bytes")
 
 
-def test_floods_of_bytes_requests_and_cancels_end_at_their_owners_quota(tmp_path: Path) -> None:
-    """bob's stream costs him a request, little prompt, and now and then a ping."""
+def test_floods_are_bounded_by_their_owners_quota(tmp_path: Path) -> None:
+    """Floods of bytes, requests and cancels; bob's stream stays far below his quota."""
     quotas = "quota_requests = 2\nquota_bytes = '20KB'\nquota_cancels = 1\nquota_tokens = 3000"
     with (
         SecurePool(tmp_path, pool=quotas, models=COUNTING_MODEL.format(1000)) as secure,

@@ -1,4 +1,4 @@
-"""A real checkpoint through the pool: small random weights in the ordinary layout."""
+"""A checkpoint with small random weights through the pool."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_text_is_that_of_the_ids(client: Client) -> None:
     assert result.text == client.detokenize("good", result.ids)
 
 
-def test_a_stop_string_ends_the_text_whatever_its_tokens(client: Client) -> None:
+def test_a_stop_string_ends_the_text_at_any_tokenization(client: Client) -> None:
     asked = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
     whole = client.generate("good", "abc", **asked).text
     stop = whole[10:13]
@@ -76,7 +76,7 @@ def test_a_stop_string_ends_the_text_whatever_its_tokens(client: Client) -> None
     assert result.reason == "stop" and result.text == whole.split(stop)[0]
 
 
-def test_the_second_turn_of_a_conversation_finds_the_first(client: Client) -> None:
+def test_the_second_turn_of_a_conversation_hits_the_prefix_cache(client: Client) -> None:
     messages = [{"role": "user", "content": "hello there " * 10}]
     first = client.generate("good", messages=messages, temperature=0, max_tokens=8)
     messages += [
@@ -98,7 +98,7 @@ def test_a_cancelled_prefill_keeps_what_it_finished(client: Client, pool: Pool) 
     assert client.generate("good", prompt, max_tokens=1).usage["cached_tokens"] >= 398
 
 
-def test_memory_figures_move_as_a_conversation_grows(client: Client, pool: Pool) -> None:
+def test_memory_figures_grow_with_a_conversation(client: Client, pool: Pool) -> None:
     def memory() -> dict[str, int]:
         return dict(pool.worker("good/0")["memory"])
 
@@ -137,7 +137,9 @@ def test_context_and_vocabulary_bound_a_prompt(client: Client, pool: Pool) -> No
         ("gguf", "GGUF"),
     ],
 )
-def test_a_bad_folder_is_named_and_disturbs_nobody(client: Client, name: str, words: str) -> None:
+def test_a_bad_folder_is_named_and_other_models_are_served(
+    client: Client, name: str, words: str
+) -> None:
     stream = client.stream("good", "bystander", max_tokens=40, ignore_eos=True, seed=1)
     with pytest.raises(ModelLoadFailed, match=words):
         client.generate(name, "x")
@@ -145,7 +147,7 @@ def test_a_bad_folder_is_named_and_disturbs_nobody(client: Client, name: str, wo
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the reference BLAS")
-def test_openblas_is_in_front_of_the_worker(client: Client, pool: Pool) -> None:
+def test_openblas_is_preloaded_in_the_worker(client: Client, pool: Pool) -> None:
     if blas.find() is None:
         pytest.skip("libopenblas0-pthread is not installed")
     client.generate("good", "a", max_tokens=1)
@@ -155,7 +157,7 @@ def test_openblas_is_in_front_of_the_worker(client: Client, pool: Pool) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the reference BLAS")
-def test_a_missing_openblas_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_missing_openblas_is_one_log_line(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "good")
     tables = f'[models.good]\npath = "{folder}"'
     environment = {"MLXPOOL_OPENBLAS": "", "LD_PRELOAD": ""}
@@ -166,7 +168,7 @@ def test_a_missing_openblas_is_one_clear_line(tmp_path: Path) -> None:
 
 
 def test_it_works_without_a_compiler(tmp_path: Path) -> None:
-    """MLX compiles CPU kernels with a C++ compiler, where there is one."""
+    """MLX compiles CPU kernels with a C++ compiler if there is one."""
     empty = tmp_path / "bin"
     empty.mkdir()
     folder = write_checkpoint(tmp_path / "good")
@@ -178,8 +180,8 @@ def test_it_works_without_a_compiler(tmp_path: Path) -> None:
     assert bare.ids == usual.ids
 
 
-def test_without_a_back_end_the_error_names_the_cure(tmp_path: Path) -> None:
-    """A package `mlx` without its library stands in front of the real one."""
+def test_without_a_back_end_the_error_names_the_package(tmp_path: Path) -> None:
+    """A package `mlx` without its library shadows the real one."""
     stub = tmp_path / "stub" / "mlx"
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text("")

@@ -22,7 +22,7 @@ EXTRA = "[models.extra]\npath = 'builtin:counting'\n"
 
 
 def reload(pool: Pool, config: str) -> str:
-    """Write these settings and have them read; what the log says since."""
+    """Write these settings and reload them; the log since then."""
     before = len(pool.log())
     pool.config.write_text(config)
     assert pool.process is not None
@@ -35,7 +35,7 @@ def reload(pool: Pool, config: str) -> str:
     return pool.log()[before:]
 
 
-def test_everything_that_can_change_changes_beside_a_stream(tmp_path: Path) -> None:
+def test_a_reload_changes_all_settings_beside_a_stream(tmp_path: Path) -> None:
     with Pool(tmp_path, HEAD) as pool, Bystander(pool.client) as bystander, pool.client() as client:
         with pytest.raises(UnknownModel):
             client.generate("extra", "x", max_tokens=1)
@@ -64,10 +64,10 @@ def test_everything_that_can_change_changes_beside_a_stream(tmp_path: Path) -> N
         bystander.check_unaffected()
 
 
-def test_settings_that_lose_the_brokers_key_change_nothing(
+def test_a_reload_without_the_brokers_key_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a file does that is read while somebody writes it."""
+    """A file that is read while it is being written may look so."""
     broker: Any = SimpleNamespace(
         config=PoolConfig(secret_key=tmp_path / "broker.key"),
         notify=SimpleNamespace(reloading=lambda: None),
@@ -79,7 +79,7 @@ def test_settings_that_lose_the_brokers_key_change_nothing(
     assert "not reloaded: nothing has changed" in caplog.text
 
 
-def test_a_removed_model_finishes_what_it_has_and_can_come_back(tmp_path: Path) -> None:
+def test_a_removed_model_finishes_its_requests_and_can_be_added_again(tmp_path: Path) -> None:
     with Pool(tmp_path, HEAD + EXTRA) as pool, pool.client() as client:
         stream = client.stream("extra", "x", max_tokens=200)
         deltas = iter(stream)

@@ -1,4 +1,4 @@
-"""Workers that dial in: over CURVE and over ipc, killed, frozen, refused, revoked, alone."""
+"""Remote workers over CURVE and ipc: killed, stopped, refused, revoked, without a broker."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ STEPS = 300
 
 
 def workers(pool: Pool) -> dict[int, str]:
-    """Workers that are ready: pid -> slot."""
+    """The ready workers: pid -> slot."""
     rows = pool.ask("ps")["workers"]
     return {row["pid"]: row["slot"] for row in rows if row["state"] in ("ready", "suspect")}
 
 
 @contextmanager
 def broker(tmp_path: Path, *, pool: str = "") -> Iterator[SecurePool]:
-    """`mlxpool broker`: it starts no worker."""
+    """Run `mlxpool broker`, which starts no workers, meanwhile."""
     with SecurePool(tmp_path, verb="broker", pool=pool) as secure:
         yield secure
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecurePool]:
-    """One for tests that leave it as they found it."""
+    """A broker for tests that restore its state."""
     with broker(tmp_path_factory.mktemp("shared")) as secure:
         yield secure
         assert not workers(secure)
 
 
 def dialled(secure: SecurePool, folder: Path, name: str = "counting", *more: str) -> RemoteWorker:
-    """A worker that dials in with the key `hand`."""
+    """A remote worker with the key `hand`."""
     return RemoteWorker(
         folder, name, *secure.flags("hand", "back"), *more, config=COUNTING_MODEL.format(2000)
     )
 
 
 def busy(secure: SecurePool) -> int:
-    """The pid of the worker that runs something."""
+    """The pid of the worker that runs a request."""
     rows = secure.ask("ps")["workers"]
     return next((int(row["pid"]) for row in rows if row.get("running")), 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stream_outlives_a_remote_worker(tmp_path: Path, number: signal.Signals) -> None:
-    """Killed it is its connection that tells, frozen its beats."""
+    """A killed worker is detected by its connection, a stopped one by its heartbeats."""
     limits = "beat_limit = 1.0" if number == signal.SIGSTOP else ""
     with (
         broker(tmp_path, pool=limits) as secure,
@@ -74,14 +74,14 @@ def test_a_stream_outlives_a_remote_worker(tmp_path: Path, number: signal.Signal
             if number == signal.SIGSTOP:
                 os.kill(victim, signal.SIGCONT)
         assert ids == expected_ids("hello", 5, STEPS)
-        # Where a second without a beat is suspect, a slow machine may bring more than one end.
+        # The heartbeat limit is one second, so a slow machine may end more than one worker.
         assert stream.result.attempts == 2 or (limits and stream.result.attempts > 2)
         stats = secure.ask("stats")
         assert stats["conserved"] and stats["requests"]["done"] == 1
         until(lambda: len(workers(secure)) == 2, "the victim is replaced, or comes back")
 
 
-def test_a_request_waits_for_a_worker_to_dial_in(shared: SecurePool, tmp_path: Path) -> None:
+def test_a_request_waits_for_a_worker_to_connect(shared: SecurePool, tmp_path: Path) -> None:
     with shared.dial("alice") as client:
         secure = shared
         stream = client.stream("counting", "hello", seed=5, max_tokens=20)
@@ -90,7 +90,7 @@ def test_a_request_waits_for_a_worker_to_dial_in(shared: SecurePool, tmp_path: P
         with dialled(secure, tmp_path / "one"):
             assert list(stream.read().ids) == expected_ids("hello", 5, 20)
         until(lambda: not workers(secure), "it has left")
-        # The second if the broker wrote to it just as it went: then its goodbye is nobody's.
+        # The second cause occurs if the broker wrote to the worker just as it left.
         assert secure.worker("counting/0")["last_exit"] in ("it left", "its connection ended")
 
 
@@ -128,7 +128,7 @@ def test_a_worker_on_this_machine_needs_no_key(tmp_path: Path) -> None:
             assert len(client.generate("counting", "x", max_tokens=3).ids) == 3
 
 
-def test_a_broker_that_starts_its_own_takes_nobody_without_a_key(tmp_path: Path) -> None:
+def test_a_broker_with_its_own_workers_accepts_no_worker_without_a_key(tmp_path: Path) -> None:
     with Pool(tmp_path) as pool:
         endpoint = f"ipc://{pool.run_dir}/back.ipc"
         with RemoteWorker(tmp_path / "one", "counting", "--endpoint", endpoint) as worker:
@@ -139,7 +139,7 @@ def test_a_broker_that_starts_its_own_takes_nobody_without_a_key(tmp_path: Path)
         assert "hello refused" in pool.log()
 
 
-def test_who_waits_for_a_load_is_told_that_nobody_starts_it(tmp_path: Path) -> None:
+def test_a_load_without_any_worker_is_reported(tmp_path: Path) -> None:
     with Pool(tmp_path, verb="broker") as pool:
         done = pool.cli("load", "counting", "--wait", "--timeout", "0.3")
         assert done.returncode == 1 and "`mlxpool worker counting" in done.stderr.splitlines()[0]
@@ -150,7 +150,7 @@ def test_who_waits_for_a_load_is_told_that_nobody_starts_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["alice", "stranger"])
-def test_a_worker_without_a_workers_key_ends_and_says_why(
+def test_a_worker_with_a_wrong_key_ends_with_the_reason(
     shared: SecurePool, tmp_path: Path, name: str
 ) -> None:
     if name == "stranger":
@@ -173,7 +173,7 @@ def test_a_worker_without_a_broker_ends(tmp_path: Path) -> None:
     secure.close()
 
 
-def test_a_revoked_worker_is_cut_off_and_its_stream_goes_on(tmp_path: Path) -> None:
+def test_a_revoked_worker_is_disconnected_and_its_stream_resumed(tmp_path: Path) -> None:
     with broker(tmp_path) as secure:
         secure.keys.make("other", "worker")
         secure.write("alice", "hand", "other", "chief")
@@ -199,7 +199,7 @@ def test_a_revoked_worker_is_cut_off_and_its_stream_goes_on(tmp_path: Path) -> N
 
 
 def test_workers_wait_for_the_next_broker(tmp_path: Path) -> None:
-    """A broker's death costs no reload of a model: the same process serves the next broker."""
+    """The same worker process serves the next broker, without a reload of its model."""
     with Pool(tmp_path, verb="broker") as pool:
         endpoint = f"ipc://{pool.run_dir}/back.ipc"
         with (
@@ -224,7 +224,7 @@ def test_workers_wait_for_the_next_broker(tmp_path: Path) -> None:
             assert workers(pool).keys() == before.keys()
 
 
-def test_a_worker_that_is_restarted_comes_again_until_it_is_sent_away(
+def test_a_restarted_worker_reconnects_until_it_is_stopped(
     shared: SecurePool, tmp_path: Path
 ) -> None:
     with dialled(shared, tmp_path / "one") as worker:
@@ -235,8 +235,8 @@ def test_a_worker_that_is_restarted_comes_again_until_it_is_sent_away(
         assert worker.wait() == 0
 
 
-def test_a_worker_that_hangs_is_cut_off_and_comes_again(tmp_path: Path) -> None:
-    """The broker judges it by its beats, far from its process; its supervisor's limits are long."""
+def test_a_hung_worker_is_disconnected_and_reconnects(tmp_path: Path) -> None:
+    """The broker detects the hang by heartbeats alone; the worker's supervisor has long limits."""
     limits = "step_limit = 0.5\nprefill_limit = 0.5\nfresh_limit = 0.5"
     fault = 'fault = "lock"\nfault_at = 5\nfault_times = 1\n'
     with (

@@ -1,4 +1,4 @@
-"""What a broker that should speak CURVE refuses at its start, and that docs/security.md is true."""
+"""Settings that a broker with CURVE refuses at start, and checks of docs/security.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def refusal(pool: SecurePool) -> str:
-    """What `mlxpool serve` says when it does not start."""
+    """The error output of `mlxpool serve` that does not start."""
     done = pool.cli("serve", "--config", str(pool.config))
     assert done.returncode in (1, 2), done.stderr
     return done.stderr
@@ -99,7 +99,7 @@ def test_local_workers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         loading.load(None)
 
 
-def test_a_section_that_keygen_prints_is_a_section_that_is_read(tmp_path: Path) -> None:
+def test_the_section_that_keygen_prints_is_valid(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys")
     keys.make("alice", "client")
     path = tmp_path / "x.toml"
@@ -108,7 +108,7 @@ def test_a_section_that_keygen_prints_is_a_section_that_is_read(tmp_path: Path) 
     assert (key.role, key.public) == ("client", keys.pairs["alice"].public)
 
 
-def test_every_test_that_the_document_names_is_there() -> None:
+def test_every_test_that_the_document_names_exists() -> None:
     text = (ROOT / "docs" / "security.md").read_text("utf-8")
     named = set(re.findall(r"`(test_\w+)`", text))
     here = "".join(

@@ -1,4 +1,4 @@
-"""A broker as a service of systemd: what its manager hears, and what it no longer hears."""
+"""A broker as a systemd service: its notifications, and their absence when it hangs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def service(tmp_path: Path, manager: NotifySocket) -> Pool:
     return Pool(tmp_path, CONFIG, environment=environment)
 
 
-def test_a_life(tmp_path: Path) -> None:
+def test_the_notifications_of_a_service(tmp_path: Path) -> None:
     heard: list[str] = []
 
     def hears(word: str) -> bool:
@@ -51,7 +51,7 @@ def test_a_life(tmp_path: Path) -> None:
         assert hears("STOPPING=1")
 
 
-def test_a_frozen_loop_sends_no_watchdog(tmp_path: Path) -> None:
+def test_a_stopped_loop_sends_no_watchdog(tmp_path: Path) -> None:
     with NotifySocket(str(tmp_path / "notify")) as manager, service(tmp_path, manager) as pool:
         until(lambda: "WATCHDOG=1" in manager.received(), "a watchdog")
         assert pool.process is not None
@@ -67,7 +67,7 @@ def test_a_frozen_loop_sends_no_watchdog(tmp_path: Path) -> None:
         until(lambda: "WATCHDOG=1" in manager.received(), "it goes on")
 
 
-# As MemoryDenyWriteExecute=yes and NoNewPrivileges=yes of mlxpool-broker.service make it.
+# The restrictions of MemoryDenyWriteExecute=yes and NoNewPrivileges=yes.
 TIGHT = """
 import ctypes, os, sys
 MDWE, NO_NEW_PRIVILEGES = 65, 38
@@ -79,7 +79,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-def test_a_broker_that_may_run_no_memory_it_wrote(tmp_path: Path) -> None:
+def test_a_broker_without_writable_executable_memory(tmp_path: Path) -> None:
     prefix = (sys.executable, "-c", TIGHT)
     if b"no such" in subprocess.run([*prefix, "/bin/true"], capture_output=True).stderr:
         pytest.skip("this kernel cannot forbid it: Linux 6.3 or newer can")

@@ -30,7 +30,7 @@ counting.step_us = 20000
 [models."{HOSTILE}"]
 path = "builtin:counting"
 """
-MOST = 100_000  # bytes that the page loads until it shows its first figures
+MAX_PAGE_BYTES = 100_000  # loaded until the first figures are shown
 ALARM = "#alarm:not([hidden])"
 FIGURE = "#cards .figure"  # of the first card: tokens a second
 
@@ -49,7 +49,7 @@ def browser() -> Iterator[Chromium]:
 
 @pytest.fixture
 def page(browser: Chromium, pool: Pool) -> Chromium:
-    """The page, freshly opened, with its first figures."""
+    """The page, newly opened, with its first figures."""
     browser.events()
     browser.console_messages()
     browser.open(url(pool))
@@ -63,7 +63,7 @@ def url(pool: Pool) -> str:
 
 @contextmanager
 def reader(pool: Pool, name: str) -> Iterator[None]:
-    """Somebody who reads a long stream of this model."""
+    """Read a long stream of this model meanwhile."""
     command = [*pool.command(), "run", name, "hello", "--max-tokens", "100000"]
     process = subprocess.Popen(command, env=pool.environment, stdout=subprocess.DEVNULL)
     try:
@@ -74,7 +74,7 @@ def reader(pool: Pool, name: str) -> Iterator[None]:
 
 
 def model(page: Chromium, name: str) -> list[str]:
-    """The cells of a model's row; [] without one."""
+    """The cells of a model's row; [] without a row."""
     rows = page.run(
         "return Array.from(document.querySelectorAll('#models tbody tr'),"
         " (row) => Array.from(row.cells, (cell) => cell.innerText))"
@@ -83,13 +83,13 @@ def model(page: Chromium, name: str) -> list[str]:
 
 
 def tokens(page: Chromium) -> int:
-    """All that were made, as the page says it."""
+    """The total of tokens on the page."""
     told = dict(each.split("\n") for each in page.texts("#counts div"))
     return int(told["Tokens"].replace(",", ""))
 
 
 def points(page: Chromium) -> int:
-    """Of the first plot's line."""
+    """The number of points of the first plot."""
     line = page.run("return document.querySelector('#cards .line').getAttribute('d')")
     return len(re.findall("[ML]", line))
 
@@ -112,7 +112,7 @@ def test_figures_change_while_streams_run(page: Chromium, pool: Pool) -> None:
         assert points(page) > 3, "a page just opened has what was before"
 
 
-def test_names_made_of_html_are_names(page: Chromium, pool: Pool) -> None:
+def test_names_with_html_are_escaped(page: Chromium, pool: Pool) -> None:
     with pool.client() as client:
         client.generate(HOSTILE, "hello", max_tokens=3)
     until(lambda: model(page, HOSTILE)[1:2] == ["ready"], "its row")
@@ -122,7 +122,7 @@ def test_names_made_of_html_are_names(page: Chromium, pool: Pool) -> None:
     assert page.console_messages() == []
 
 
-def test_it_asks_only_its_own_broker_and_for_little(page: Chromium, pool: Pool) -> None:
+def test_the_page_loads_only_from_its_broker_and_little(page: Chromium, pool: Pool) -> None:
     until(lambda: "as of" in page.text("#told"), "first figures")
     loaded = 0
     for message in page.events():
@@ -132,13 +132,15 @@ def test_it_asks_only_its_own_broker_and_for_little(page: Chromium, pool: Pool) 
             assert asked.scheme == "data" or asked.netloc == base.netloc, asked
         elif message["method"] == "Network.loadingFinished":
             loaded += int(message["params"]["encodedDataLength"])
-    assert 10_000 < loaded <= MOST
+    assert 10_000 < loaded <= MAX_PAGE_BYTES
     assert page.console_messages() == []
 
 
 @pytest.mark.parametrize("width", [360, 820, 1280])
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_and_can_be_read(browser: Chromium, pool: Pool, width: int, dark: bool) -> None:
+def test_the_page_is_readable_at_each_width(
+    browser: Chromium, pool: Pool, width: int, dark: bool
+) -> None:
     browser.open(url(pool), dark=dark, width=width, height=800)
     browser.wait_for_text("#state", "ready")
     assert browser.run("return document.documentElement.scrollWidth") <= width
@@ -150,7 +152,7 @@ def test_it_fits_and_can_be_read(browser: Chromium, pool: Pool, width: int, dark
     assert browser.console_messages() == []
 
 
-def test_a_broker_that_is_killed_and_comes_back(browser: Chromium, tmp_path: Path) -> None:
+def test_a_broker_that_is_killed_and_restarted(browser: Chromium, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with Pool(tmp_path, CONFIG.format(port=port)) as pool:
@@ -170,7 +172,7 @@ def test_a_broker_that_is_killed_and_comes_back(browser: Chromium, tmp_path: Pat
 
 
 def test_a_broker_whose_loop_is_stuck(browser: Chromium, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its HTTP threads still answer, and say so."""
+    """Its HTTP threads still answer, and report it."""
     with Web("127.0.0.1:0") as server, Loop(server, snapshots.of(Story())) as loop:
         browser.open(server.url)
         browser.wait_for_text("#state", "ready")

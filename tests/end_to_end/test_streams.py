@@ -1,4 +1,4 @@
-"""Streams through real processes and sockets, on the counting model: every token is known."""
+"""Streams of the counting model, whose tokens are known, through real processes and sockets."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_every_token_is_the_right_one(pool: Pool) -> None:
     ]
 
 
-def test_a_seed_is_drawn_and_told(pool: Pool) -> None:
+def test_a_seed_is_drawn_and_reported(pool: Pool) -> None:
     with pool.client() as client:
         first, second = (client.generate("counting", "x", max_tokens=9) for _ in range(2))
     assert first.seed != second.seed
@@ -197,7 +197,7 @@ def test_a_killed_worker_is_noticed_and_replaced(pool: Pool) -> None:
     assert pool.worker("slow/0")["pid"] != pid
 
 
-def test_a_worker_that_is_terminated_by_hand_is_replaced_too(pool: Pool) -> None:
+def test_a_terminated_worker_is_replaced(pool: Pool) -> None:
     with pool.client() as client:
         client.generate("counting", "x", max_tokens=1)
         epoch = pool.worker("counting/0")["epoch"]
@@ -206,7 +206,7 @@ def test_a_worker_that_is_terminated_by_hand_is_replaced_too(pool: Pool) -> None
         assert len(client.generate("counting", "x", max_tokens=3).ids) == 3
 
 
-def test_a_model_that_cannot_load_says_why(pool: Pool) -> None:
+def test_a_failed_load_is_reported_to_the_client(pool: Pool) -> None:
     with pool.client() as client:
         with pytest.raises(ModelLoadFailed, match="fault `raise`") as first:
             client.generate("unloadable", "x")
@@ -272,7 +272,7 @@ def test_deadlines(pool: Pool) -> None:
         blocker.close()
 
 
-def test_beats_go_on_during_a_long_load_and_a_long_prefill(pool: Pool) -> None:
+def test_heartbeats_continue_during_a_long_load_and_prefill(pool: Pool) -> None:
     with pool.client() as client:
         loading = client.stream("slow_load", "x", max_tokens=1)
         seen = set()
@@ -314,7 +314,7 @@ def test_unknown_models_and_options_are_named(pool: Pool) -> None:
             client.generate("counting", 5)  # type: ignore[arg-type]
 
 
-def test_the_async_client_does_the_same(pool: Pool) -> None:
+def test_the_async_client_gets_the_same_streams(pool: Pool) -> None:
     async def use() -> None:
         async with AsyncClient(pool.run_dir) as client:
             stream = client.stream("counting", "hello", seed=7, max_tokens=40)
@@ -337,7 +337,7 @@ def test_the_async_client_does_the_same(pool: Pool) -> None:
     asyncio.run(use())
 
 
-def test_the_books_balance(pool: Pool) -> None:
+def test_the_counters_of_requests_agree(pool: Pool) -> None:
     until(lambda: pool.ask("stats")["requests"]["live"] == 0, "all streams have ended")
     stats = pool.ask("stats")
     requests = stats["requests"]
@@ -346,7 +346,7 @@ def test_the_books_balance(pool: Pool) -> None:
     assert stats["internal_errors"] == 0 and stats["frames"]["bad"] == 0
 
 
-def test_the_broker_goes_down_in_order(tmp_path: Path) -> None:
+def test_the_broker_shuts_down_in_order(tmp_path: Path) -> None:
     with Pool(tmp_path, CONFIG) as pool, pool.client() as client:
         stream = client.stream("slow", "x", durable=False)
         stream._queue.get()
@@ -359,7 +359,7 @@ def test_the_broker_goes_down_in_order(tmp_path: Path) -> None:
         assert "Traceback" not in pool.log()
 
 
-def test_a_killed_broker_takes_its_workers_along(tmp_path: Path) -> None:
+def test_workers_end_with_a_killed_broker(tmp_path: Path) -> None:
     with Pool(tmp_path, CONFIG) as pool:
         with pool.client(broker_grace=1.0) as client:
             stream = client.stream("slow", "x")

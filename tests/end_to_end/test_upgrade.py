@@ -1,4 +1,4 @@
-"""An upgrade as docs/deploy.md tells it: drain, restart, resume; no stream is lost."""
+"""An upgrade as in docs/deploy.md: drain, restart, resume; no stream is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ path = "builtin:counting"
 counting.step_us = {slow}
 """
 FAST, SLOW = 150, 300  # tokens
-# Microseconds for a token: before the upgrade no long stream can end, after it soon.
+# Microseconds a token: long streams cannot end before the upgrade, and end soon after it.
 BEFORE, AFTER = 300_000, 1000
 SHORT, LONG = range(4), range(10, 14)  # seeds
 
@@ -35,7 +35,7 @@ def ask(client: Client, model: str, seed: int, count: int) -> Stream:
 
 
 def whole(stream: Stream, seed: int, count: int) -> None:
-    """It ends once, with every id once and in order, and the text that belongs to them."""
+    """Assert every id once and in order, with their text."""
     deltas = list(stream)
     ids = [token for delta in deltas for token in delta.ids]
     assert ids == list(stream.result.ids) == expected_ids("hello", seed, count)
@@ -49,7 +49,7 @@ def begun(streams: Sequence[Stream]) -> bool:
 
 
 def upgrade(pool: Pool, port: int) -> None:
-    """As `systemctl restart` does it after the new version was installed."""
+    """Restart the broker as `systemctl restart` does."""
     assert pool.stop() == 0
     pool.config.write_text(CONFIG.format(port=port, slow=AFTER))
     pool.start()
@@ -61,7 +61,7 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_a_restart_alone(tmp_path: Path, port: int) -> None:
+def test_a_restart_without_drain(tmp_path: Path, port: int) -> None:
     config = CONFIG.format(port=port, slow=BEFORE)
     with Pool(tmp_path, config) as pool, pool.client(broker_grace=PATIENCE) as client:
         streams = {seed: ask(client, "slow", seed, SLOW) for seed in LONG}

@@ -1,4 +1,4 @@
-"""The Node client gets the tokens it should, whatever is lost."""
+"""The Node client gets the right tokens after every kind of loss."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if not shutil.which("npm"):
 
 @pytest.fixture(scope="module")
 def main(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command, its packages installed beside a copy of it."""
+    """The command of a copy of the client with its packages installed."""
     folder = tmp_path_factory.mktemp("node") / "client"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("node_modules"))
     install = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
@@ -59,13 +59,13 @@ def complete(main: list[str], pool: Pool, *arguments: str) -> subprocess.Complet
 
 @pytest.mark.parametrize("count", [1, 40, 1500])
 def test_it_prints_the_completion(main: list[str], pool: Pool, count: int) -> None:
-    """1,500 tokens are more than the window: without acks they would not all come."""
+    """1,500 tokens exceed the window, so acks are needed."""
     done = complete(main, pool, "counting", "hello", "--max-tokens", str(count), "--seed", "7")
     expected = text_of(expected_ids("hello", 7, count)) + "\n"
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
-def test_it_says_why_it_failed(main: list[str], pool: Pool) -> None:
+def test_it_prints_the_reason_of_a_failure(main: list[str], pool: Pool) -> None:
     unknown = complete(main, pool, "nobody", "hello")
     assert unknown.returncode == 1 and "unknown_model: " in unknown.stderr
     midway = complete(main, pool, "failing", "hello", "--max-tokens", "9", "--seed", "7")
@@ -75,7 +75,7 @@ def test_it_says_why_it_failed(main: list[str], pool: Pool) -> None:
     assert wrong.returncode == 1 and "bad_request: " in wrong.stderr
 
 
-def test_a_killed_worker_is_not_seen(main: list[str], pool: Pool) -> None:
+def test_a_killed_worker_does_not_change_the_completion(main: list[str], pool: Pool) -> None:
     command = [*main, str(pool.run_dir), "slow", "hello", "--max-tokens", "300", "--seed", "7"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
     try:
@@ -104,7 +104,7 @@ def test_ctrl_c_ends_it_and_the_stream(main: list[str], pool: Pool) -> None:
     until(lambda: pool.ask("stats")["requests"]["live"] == 0, "its stream is cancelled")
 
 
-def test_it_goes_on_whatever_is_lost(main: list[str]) -> None:
+def test_it_resumes_after_every_kind_of_loss(main: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         broker = FakeBroker(Path(folder)).open()
         client = subprocess.Popen([*main, folder, "m", "hello"], stdout=subprocess.PIPE)
@@ -118,7 +118,7 @@ def test_it_goes_on_whatever_is_lost(main: list[str]) -> None:
             broker.close()
 
 
-def test_the_program_of_the_page(main: list[str], pool: Pool) -> None:
+def test_the_program_of_the_docs_page(main: list[str], pool: Pool) -> None:
     """docs/examples.md, against this pool."""
     pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
     page = (EXAMPLE.parents[1] / "docs" / "examples.md").read_text("utf-8")

@@ -59,7 +59,7 @@ class Service:
         return dict(json.loads(self.lines.readline()))
 
     def hear_end(self, ident: str) -> dict[str, Any]:
-        """The last line about a request, with all its text."""
+        """Read up to the end of a request: the last line, with all its text."""
         text = ""
         while True:
             line = self.hear()
@@ -84,7 +84,7 @@ def service(pool: Pool) -> Iterator[Service]:
         yield running
 
 
-def test_the_service_mixes_many_requests(service: Service) -> None:
+def test_the_service_interleaves_many_requests(service: Service) -> None:
     for number in range(20):
         service.ask(id=f"n{number}", model="counting", prompt="x", max_tokens=30)
     ends: dict[str, str] = {}
@@ -123,7 +123,7 @@ def test_the_service_cancels_one_and_not_the_other(service: Service, pool: Pool)
     idle(pool)
 
 
-def test_who_hangs_up_costs_nothing_more(service: Service, pool: Pool) -> None:
+def test_a_disconnect_cancels_its_requests(service: Service, pool: Pool) -> None:
     service.ask(id="a", model="slow", prompt="x", max_tokens=100_000)
     assert service.hear()["text"]
     service.hang_up()
@@ -173,7 +173,7 @@ def test_a_batch(pool: Pool, tmp_path: Path) -> None:
     check(answers(tmp_path), 40, seed=5)
 
 
-def test_a_killed_batch_goes_on(pool: Pool, tmp_path: Path) -> None:
+def test_a_killed_batch_resumes(pool: Pool, tmp_path: Path) -> None:
     prompts(tmp_path, 12, max_tokens=20)
     command = job(pool, tmp_path, "--at-once", "2", model="slow")
     first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -185,14 +185,14 @@ def test_a_killed_batch_goes_on(pool: Pool, tmp_path: Path) -> None:
         first.wait()
     kept = file.read_text()
     with file.open("a") as out:
-        out.write('{"line": 11, "te')  # killed while it wrote
+        out.write('{"line": 11, "te')  # an incomplete line, as after a kill
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert file.read_text().startswith(kept[: kept.rindex("\n") + 1])
     check(answers(tmp_path), 12, tokens=20)
 
 
-def test_a_batch_tells_failures_and_tries_them_again(pool: Pool, tmp_path: Path) -> None:
+def test_a_batch_records_failures_and_retries_them(pool: Pool, tmp_path: Path) -> None:
     lines = [{"prompt": "p0", "max_tokens": 5}, {"prompt": "p1", "max_tokens": 5, "top_p": 7}]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     done = subprocess.run(job(pool, tmp_path), capture_output=True, text=True, timeout=PATIENCE)
@@ -213,7 +213,7 @@ def test_a_line_that_is_no_prompt_is_named(pool: Pool, tmp_path: Path) -> None:
 # ---- chaos_demo ----------------------------------------------------------------------------------
 
 
-def test_the_text_goes_on_while_workers_are_killed() -> None:
+def test_the_completion_is_unaffected_by_killed_workers() -> None:
     pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
     command = [sys.executable, str(EXAMPLES / "chaos_demo.py"), "--kills", "2", "--tokens", "90"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)

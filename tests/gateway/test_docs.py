@@ -1,4 +1,4 @@
-"""docs/gateway.md names every field, path and code that the gateway knows."""
+"""docs/gateway.md names every field, path and error code of the gateway."""
 
 from __future__ import annotations
 
