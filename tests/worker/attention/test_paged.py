@@ -40,7 +40,8 @@ from mlxpool.worker.engine import kernel_trials  # noqa: E402
 from mlxpool.worker.engine.block_manager import BLOCK  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
-from mlxpool.worker.layers.interface import KeyValue, Latent, Scores  # noqa: E402
+from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
+from mlxpool.worker.layers.interface import KeyValue, Latent  # noqa: E402
 from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
 from support import simt  # noqa: E402
 
@@ -243,7 +244,7 @@ def test_tokens_of_a_chunk_see_each_other_and_nothing_later(kernels: bool) -> No
         positions = mx.arange(start, end, dtype=mx.int32)
         table = mx.full((end - start, 1), 2, dtype=mx.int32)
         step = PoolStep(pool, positions, positions + 2 * BLOCK, table, 128, chunk=True)
-        found = step.attend(0, q[start:end], k[start:end], v[start:end], Scores(0.125))
+        found = step.attend(0, q[start:end], k[start:end], v[start:end], ScoreParams(0.125))
         mx.eval(found)
     asked, keys, values = (np.array(one.astype(mx.float32), dtype=float) for one in (q, k, v))
     for line in range(count):
@@ -276,7 +277,7 @@ def test_chunks_of_a_pass_see_their_own_row(kernels: bool, window: int) -> None:
         table, positions = mx.array(rows, dtype=mx.int32)[:, None], mx.array(at, dtype=mx.int32)
         slots = positions + BLOCK * table[:, 0]
         step = PoolStep(pool, positions, slots, table, 128, chunk=True)
-        found = step.attend(0, q[which], k[which], v[which], Scores(0.125))
+        found = step.attend(0, q[which], k[which], v[which], ScoreParams(0.125))
         got = np.array(found.astype(mx.float32))
         for number, line in enumerate(lines):
             if line is not None:

@@ -13,14 +13,8 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.attention.attention import Span, Step, seen  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.layers.interface import (  # noqa: E402
-    KeyValue,
-    Latent,
-    LayerCache,
-    Recurrent,
-    Scores,
-    window_room,
-)
+from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
+from mlxpool.worker.layers.interface import KeyValue, Latent, LayerCache, Recurrent, window_room  # noqa: E402
 
 CHUNK = 40
 
@@ -145,7 +139,7 @@ def test_scores_in_parts_are_those_in_one(
     mx.random.seed(3)
     q = mx.random.normal((30, 4, 8))
     keys, values = mx.random.normal((1, 2, 50, 8)), mx.random.normal((1, 2, 50, 8))
-    scores = Scores(8**-0.5, cap=cap)
+    scores = ScoreParams(8**-0.5, softcap=cap)
     whole = seen(q, keys, values, scores, window)
     monkeypatch.setattr("mlxpool.worker.attention.attention.SCORES", 4 * 50 * 7)
     assert mx.allclose(seen(q, keys, values, scores, window), whole, atol=1e-6)
@@ -165,6 +159,6 @@ def test_attention_written_out_is_the_kernel_s(count: int) -> None:
     q = mx.random.normal((count, 4, 8))
     keys, values = mx.random.normal((1, 2, 30, 8)), mx.random.normal((1, 2, 30, 8))
     for sinks in (None, mx.random.normal((4,))):
-        expected = seen(q, keys, values, Scores(8**-0.5, sinks), 12)
-        found = seen(q, keys, values, Scores(8**-0.5, sinks, cap=1e4), 12)
+        expected = seen(q, keys, values, ScoreParams(8**-0.5, sinks), 12)
+        found = seen(q, keys, values, ScoreParams(8**-0.5, sinks, softcap=1e4), 12)
         assert mx.allclose(found, expected, atol=1e-4)

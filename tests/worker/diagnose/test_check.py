@@ -16,10 +16,10 @@ from mlxpool.cli.check import lines
 from mlxpool.common.config.loading import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.diagnose.check import check, misfits
-from mlxpool.worker.engine import versions
+from mlxpool.worker.engine import description, versions
 from mlxpool.worker.engine.factory import open_source
 from mlxpool.worker.layers.quantisation import Quant
-from mlxpool.worker.weights import description, memory_estimate
+from mlxpool.worker.weights import memory_estimate
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import DEMO_FOLDER
 from mlxpool.worker.weights.memory_estimate import Needs

@@ -22,13 +22,13 @@ from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402
 from mlxpool.worker.engine import factory  # noqa: E402
+from mlxpool.worker.engine.description import quantisation  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
 from mlxpool.worker.engine.mlx_lm_engine import ZooEngine, load  # noqa: E402
 from mlxpool.worker.engine.sequence import RowFailed, Sequence  # noqa: E402
 from mlxpool.worker.layers.memory_kinds import Full, State  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.weights import mlx_lm_models  # noqa: E402
-from mlxpool.worker.weights.description import quantisation  # noqa: E402
 from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 
 STEPS = 40

@@ -17,7 +17,8 @@ from mlxpool.worker.attention import softmax
 from mlxpool.worker.attention.contiguous import SlabRow
 from mlxpool.worker.attention.row_cache import Row, RowShape
 from mlxpool.worker.kernels.paged_attention import Turns
-from mlxpool.worker.layers.interface import Latent, LatentHeads, Rope, Scan, Scores
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.interface import Latent, LatentHeads, Rope, Scan
 
 AnyRow = Row | SlabRow
 FUSED = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
@@ -121,12 +122,14 @@ class Turning:
         """See models.base.Step."""
         raise NotImplementedError
 
-    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
         """See models.base.Step."""
         raise NotImplementedError
 
     def attend_turned(
-        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: Scores, rope: Rope
+        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
         """See models.base.Step."""
         q, k = parted([self.rope(one, rope) for one in asked], v)
@@ -170,7 +173,9 @@ class Step(Turning):
         """x [T, H, D] rotated by each token's own position."""
         return self._rotation(x, rope)
 
-    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
         """See models.base.Step; k and v go into each row's cache."""
 
         def one(row: AnyRow, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
@@ -179,7 +184,7 @@ class Step(Turning):
         return self._by_row(one, q, k, v)
 
     def attend_row(
-        self, row: AnyRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores
+        self, row: AnyRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
         """`attend` for one row: q [n, H, D], k [n, KV, D], v [n, KV, V] -> [n, H, V]."""
         keys, values = row.write(layer, _heads_first(k), _heads_first(v))
@@ -189,7 +194,7 @@ class Step(Turning):
         self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
     ) -> mx.array:
         """See models.base.Step. Rows with one token each are absorbed and opened together."""
-        scores = Scores(scale)
+        scores = ScoreParams(scale)
 
         def read(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
             (lines,) = cast(Row, row).write(layer, line[None, None])
@@ -244,7 +249,7 @@ class Step(Turning):
 
 
 def seen(
-    q: mx.array, keys: mx.array, values: mx.array, scores: Scores, window: int = 0
+    q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0
 ) -> mx.array:
     """q [n, H, D], keys [1, KV, L, D], values [1, KV, L, V] -> [n, H, V].
 
@@ -281,18 +286,18 @@ def _on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
-def _fused(q: mx.array, values: mx.array, scores: Scores) -> bool:
+def _fused(q: mx.array, values: mx.array, scores: ScoreParams) -> bool:
     """Whether a GPU's kernel computes it without ever writing down the scores."""
     size = q.shape[-1]
-    return _on_gpu() and not scores.cap and size == values.shape[-1] and size in FUSED
+    return _on_gpu() and not scores.softcap and size == values.shape[-1] and size in FUSED
 
 
 def _attended(
-    q: mx.array, keys: mx.array, values: mx.array, scores: Scores, window: int
+    q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int
 ) -> mx.array:
     queries = _heads_first(q)
     mask = _mask(q.shape[0], keys.shape[2], window)
-    if scores.cap or not _on_gpu():
+    if scores.softcap or not _on_gpu():
         out = weighed(queries, keys, values, scores, _visible(mask, q.shape[0], keys.shape[2]))
     else:
         out = mx.fast.scaled_dot_product_attention(
@@ -321,7 +326,7 @@ def weighed(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    scores: Scores,
+    scores: ScoreParams,
     visible: mx.array | None,
 ) -> mx.array:
     """Attention in single steps, for what no kernel has.
@@ -333,7 +338,7 @@ def weighed(
     pairs, length = keys.shape[1], keys.shape[2]
     grouped = (queries * scores.scale).reshape(batch, pairs, -1, size)
     found = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32)
-    found = bent(found.reshape(batch, pairs, -1, count, length), scores.cap)
+    found = bent(found.reshape(batch, pairs, -1, count, length), scores.softcap)
     if visible is not None:
         found = found + mx.where(visible, 0.0, -mx.inf)
     if scores.sinks is not None:

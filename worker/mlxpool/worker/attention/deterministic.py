@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlxpool.worker.attention.attention import AnyRow, Step, bent
 from mlxpool.worker.engine.block_manager import BLOCK
-from mlxpool.worker.layers.interface import Scores
+from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.linear import TILE, padded
 
 NEVER = -1e30  # a score that counts for nothing, yet is finite
@@ -23,7 +23,7 @@ class ExactStep(Step):
     """A Step whose `attend` is exact."""
 
     def attend_row(
-        self, row: AnyRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores
+        self, row: AnyRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
         """See Step.attend_row."""
         count, heads, size = q.shape
@@ -36,7 +36,7 @@ class ExactStep(Step):
         if scores.sinks is not None:
             raise NotImplementedError("no known model has sinks and no windows")
         mask = self._mask(row, tiles, each, keys)
-        out = _weighed(asked, _blocks(keys), _blocks(values), mask, scores.cap)
+        out = _weighed(asked, _blocks(keys), _blocks(values), mask, scores.softcap)
         out = out.reshape(tiles, pairs, TILE, each, size).transpose(0, 2, 1, 3, 4)
         return out.reshape(-1, heads, size)[:count]
 

@@ -21,7 +21,8 @@ from mlxpool.worker.engine.block_manager import BLOCK, blocks_of
 from mlxpool.worker.kernels import block_write, float32_attention, latent_attention, paged_attention
 from mlxpool.worker.kernels.compiled_passes import Compiled
 from mlxpool.worker.kernels.paged_attention import Places, parts_of
-from mlxpool.worker.layers.interface import KeyValue, Latent, LatentHeads, Model, Rope, Scan, Scores
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.interface import KeyValue, Latent, LatentHeads, Model, Rope, Scan
 from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockStore
 
 CHUNKS = (16, 48, 128)  # tokens of one row that are lines of one pass
@@ -242,7 +243,9 @@ class PoolStep(Turning):
         """See Step.rope."""
         return self._rotation(x, rope)
 
-    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
         """See Step.attend."""
         pool, places, window = self._pool, self._places, self._pool.shape.window(layer)
         if self._reads(q.shape[1], v, scores):
@@ -256,7 +259,7 @@ class PoolStep(Turning):
         served = float32_attention.serves(
             q.shape[1], k.shape[1], k.shape[2], v.shape[2], pool.shape.dtype
         )
-        plain = scores.sinks is None and not scores.cap
+        plain = scores.sinks is None and not scores.softcap
         if not self._chunk and pool.reads and served and plain:
             seen = min(places.longest, window or places.longest)
             parts = parts_of(q.shape[0] * k.shape[1], seen)
@@ -270,7 +273,7 @@ class PoolStep(Turning):
         return self._seen(q, keys, values, scores, window)
 
     def attend_turned(
-        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: Scores, rope: Rope
+        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
         """See Step.attend_turned."""
         q, k = parted(asked, v)
@@ -281,11 +284,11 @@ class PoolStep(Turning):
             )
         return super().attend_turned(layer, asked, v, scores, rope)
 
-    def _reads(self, heads: int, v: mx.array, scores: Scores) -> bool:
+    def _reads(self, heads: int, v: mx.array, scores: ScoreParams) -> bool:
         """Whether the kernel in tensor cores attends."""
         _, pairs, size = v.shape
         served = paged_attention.serves(heads, pairs, size, size, self._pool.shape.dtype)
-        return self._pool.reads and served and not scores.cap
+        return self._pool.reads and served and not scores.softcap
 
     def _pair(self, layer: int) -> tuple[mx.array, mx.array]:
         return cast("tuple[mx.array, mx.array]", self._pool.arrays[layer])
@@ -305,7 +308,7 @@ class PoolStep(Turning):
         else:
             self.gathers = self._chunk
             (lines,) = gathered(pool.arrays[layer], places.table)
-            read = self._seen(absorbed, lines, lines[..., : heads.rank], Scores(scale))
+            read = self._seen(absorbed, lines, lines[..., : heads.rank], ScoreParams(scale))
         return heads.opened(read)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
@@ -313,7 +316,7 @@ class PoolStep(Turning):
         raise NotImplementedError("a pool of blocks has no states, see RowShape.paged")
 
     def _seen(
-        self, q: mx.array, keys: mx.array, values: mx.array, scores: Scores, window: int = 0
+        self, q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0
     ) -> mx.array:
         """q [R, H, D], keys [R, KV, L, D], values [R, KV, L, V] -> [R, H, V]."""
         tokens, last = mx.arange(keys.shape[2])[None], self._places.positions[:, None]

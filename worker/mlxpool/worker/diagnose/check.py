@@ -18,15 +18,15 @@ from mlxpool.common.config.loading import ModelConfig
 from mlxpool.worker.diagnose.problems import Problems, look
 from mlxpool.worker.engine.block_manager import BLOCK
 from mlxpool.worker.engine.counting_engine import CountingEngine
-from mlxpool.worker.engine.factory import NO_BACK_END
-from mlxpool.worker.process import lifecycle
-from mlxpool.worker.weights.description import (
+from mlxpool.worker.engine.description import (
     NOT_ON_A_GPU,
-    about,
-    about_counting,
+    describe,
+    describe_counting,
     features,
     require_deterministic,
 )
+from mlxpool.worker.engine.factory import NO_BACK_END
+from mlxpool.worker.process import lifecycle
 from mlxpool.worker.weights.files import Files
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.locate import COUNTING, place_of
@@ -48,7 +48,7 @@ def check(
     report: dict[str, Any] = {"name": name, "path": config.path, "problems": [], "notes": []}
     report["model"] = None
     if config.path == COUNTING:
-        report["model"] = about_counting(CountingEngine(config.counting, config.context))
+        report["model"] = describe_counting(CountingEngine(config.counting, config.context))
         return report
     problems = Problems()
     path = problems.of(place_of, config)
@@ -58,7 +58,7 @@ def check(
         folder, found = look(path)
         problems.add(found)
     if folder is not None:
-        report["model"] = problems.of(about, folder)
+        report["model"] = problems.of(describe, folder)
         if config.context > folder.context:
             report["notes"].append(
                 f"context is {config.context} tokens, the model's own is {folder.context}, which"

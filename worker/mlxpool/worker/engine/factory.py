@@ -12,10 +12,10 @@ from mlxpool.common.trace import History
 from mlxpool.worker.compute.messages import Opened
 from mlxpool.worker.engine import versions
 from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
+from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.interface import Engine
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.testing.faults import NO_FAULTS, Faults
-from mlxpool.worker.weights.description import require_deterministic
 from mlxpool.worker.weights.files import Files
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import COUNTING, as_files, place_of

@@ -13,7 +13,8 @@ from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.block_manager import BLOCK
 from mlxpool.worker.kernels import block_write, float32_attention, latent_attention, paged_attention
 from mlxpool.worker.kernels.kernel_builder import works
-from mlxpool.worker.layers.interface import KeyValue, Latent, LayerCache, Scores
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.interface import KeyValue, Latent, LayerCache
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -59,11 +60,11 @@ def _attends(cache: KeyValue, dtype: mx.Dtype) -> bool:
         lines = q[some], k[some], v[some]
         places = _places(at[some], paged_attention.LEAST)
         found.append(
-            paged_attention.attend(*lines, (keys, values), places, Scores(0.1), tokens=tokens)
+            paged_attention.attend(*lines, (keys, values), places, ScoreParams(0.1), tokens=tokens)
         )
     asked, key, value = (one.swapaxes(0, 1)[None] for one in (q, k, v))
     seen = (at[None] <= at[:, None])[None, None, None]
-    expected = weighed(asked, key, value, Scores(0.1), seen).squeeze(0).swapaxes(0, 1)
+    expected = weighed(asked, key, value, ScoreParams(0.1), seen).squeeze(0).swapaxes(0, 1)
     return _close(found[0], expected) and _close(found[1], expected[-1:])
 
 
@@ -83,7 +84,7 @@ def _reads_lines(cache: Latent, dtype: mx.Dtype) -> bool:
             mx.eval(found)
         every = lines[None, None]
         values = every[..., : cache.rank]
-        expected = weighed(q[1:, :, None], every, values, Scores(0.1), None)[:, :, 0]
+        expected = weighed(q[1:, :, None], every, values, ScoreParams(0.1), None)[:, :, 0]
         if not _close(found, expected):
             return False
     return True

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
+from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.config_fields import Heads
 from mlxpool.worker.layers.interface import (
     Activation,
@@ -22,7 +23,6 @@ from mlxpool.worker.layers.interface import (
     Parts,
     Product,
     Rope,
-    Scores,
     Shape,
     Step,
 )
@@ -165,7 +165,7 @@ class _Attention(Late):
             q_norm = parts.norm(f"{name}.q_norm", spec.norm_eps)
             self.norms = q_norm, parts.norm(f"{name}.k_norm", spec.norm_eps)
         sinks = parts.array(f"{name}.sinks") if spec.sinks else None
-        self.scores = Scores(spec.scale or spec.heads.size**-0.5, sinks, spec.cap)
+        self.scores = ScoreParams(spec.scale or spec.heads.size**-0.5, sinks, spec.cap)
         self.o = parts.linear(f"{name}.o_proj")
 
     def late(self, x: Asked, *steps: Step) -> Product:

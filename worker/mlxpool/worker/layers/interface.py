@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.derived_weights import Derived, Found, nothing
 
 if TYPE_CHECKING:
@@ -117,19 +118,6 @@ def window_room(window: int, chunk: int) -> int:
     return window + max(chunk, WINDOW_GROWTH)
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How products of queries and keys become scores: multiplied by `scale`.
-
-    `sinks` [H] are scores that take their part of the softmax and give nothing. Scores are bent to
-    stay below `cap`: cap * tanh(score / cap), 0: they are not.
-    """
-
-    scale: float
-    sinks: mx.array | None = None
-    cap: float = 0.0
-
-
 class LatentHeads(Protocol):
     """How the heads of a Latent layer read its lines, in two ways that give the same.
 
@@ -163,11 +151,13 @@ class Step(Protocol):
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array: ...
 
-    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
         """q [T, H, D], k [T, KV, D], v [T, KV, V] -> [T, H, V], for a KeyValue layer."""
 
     def attend_turned(
-        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: Scores, rope: Rope
+        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
         """`attend` with queries and keys that are not rotated yet: `asked` are both of them, or
         one array [T, H + KV, D] with keys behind queries."""

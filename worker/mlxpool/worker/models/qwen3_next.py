@@ -11,21 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.attention import Block, Gated, Mixing, PreNorm, Shapes, linear
 from mlxpool.worker.layers.config_fields import FULL, Heads, flag, layer_count, layer_types, require
 from mlxpool.worker.layers.decoder import Decoder
 from mlxpool.worker.layers.delta_net import FLOAT32, DeltaNet
 from mlxpool.worker.layers.derived_weights import Derived, Found, changed
-from mlxpool.worker.layers.interface import (
-    KeyValue,
-    Parts,
-    Plan,
-    Rope,
-    Scores,
-    Step,
-    integer,
-    number,
-)
+from mlxpool.worker.layers.interface import KeyValue, Parts, Plan, Rope, Step, integer, number
 from mlxpool.worker.layers.rope import rope
 from mlxpool.worker.layers.softmax_moe import Mixture
 
@@ -147,7 +139,7 @@ class GatedAttention:
         k_norm = parts.norm(f"{name}.k_norm", self.eps)
         o = parts.linear(f"{name}.o_proj")
 
-        scores = Scores(size**-0.5)
+        scores = ScoreParams(size**-0.5)
 
         def mixer(x: mx.array, step: Step) -> mx.array:
             every = qkv(x).reshape(x.shape[0], -1, size)

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlxpool.worker.layers.derived_weights import STORED, Spec
-from mlxpool.worker.prefix.cache import default_budget
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
 OPENED = 0.25  # of its limit a worker may take for quantised weights turned into numbers
 PACKED = {"U32": 4, "U8": 1}
+PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets one part in so many of the free memory
 NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
@@ -67,7 +67,7 @@ def needs(
     token = sum(cache.token_bytes(width) for cache in folder.plan.caches)
     fixed = sum(cache.fixed_bytes(width, chunk) for cache in folder.plan.caches)
     sequence = fixed + token * context
-    cache = prefix_bytes or default_budget(limit, weights)
+    cache = prefix_bytes or default_prefix_cache_bytes(limit, weights)
     return Needs(
         context=context,
         sequences=sequences,
@@ -78,6 +78,11 @@ def needs(
         all_sequences=sequence * sequences,
         prefix_cache=0 if prefix_cache == "off" else cache,
     )
+
+
+def default_prefix_cache_bytes(limit: int, weights: int) -> int:
+    """Bytes of the prefix cache where no setting says so: a share of what weights leave."""
+    return max(0, limit - weights) // PREFIX_CACHE_SHARE
 
 
 def opens(folder: ModelFolder, *, limit: int, float32: bool) -> bool:

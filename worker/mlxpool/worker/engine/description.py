@@ -29,7 +29,7 @@ NOT_ON_A_GPU = (
 COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it keeps no keys and values
 
 
-def about(folder: ModelFolder) -> dict[str, Any]:
+def describe(folder: ModelFolder) -> dict[str, Any]:
     """See docs/models.md, `model`; the values are those of JSON."""
     tokenizer = read_json(folder.files / "tokenizer.json")
     templates = Chat.from_folder(folder.files).templates
@@ -77,7 +77,7 @@ def require_deterministic(folder: ModelFolder, *, on_gpu: bool = False) -> None:
     )
 
 
-def about_counting(engine: CountingEngine) -> dict[str, Any]:
+def describe_counting(engine: CountingEngine) -> dict[str, Any]:
     """The same of the built-in model that counts; it has no files."""
     return {
         "type": "counting",
