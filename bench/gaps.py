@@ -31,7 +31,7 @@ from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, PoolError
 from mlxpool.worker.prompt.chat_template.process import NICENESS
 from mlxpool.worker.prompt.tokenizer import Text
-from mlxpool.worker.weights.files import in_folder
+from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
 from peers import beside, gaps_between
@@ -145,7 +145,7 @@ def held(rounds: int) -> dict[str, list[float]]:
 
     The rest is done without the interpreter, by other threads and the process of the templates.
     """
-    text = Text.from_folder(inspect(in_folder(DEMO)))
+    text = Text.from_folder(inspect(folder_files(DEMO)))
     text.warm_up()
     large = large_text(random.Random(0))
     chat = [{"role": "user", "content": large}]

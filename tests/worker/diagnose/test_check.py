@@ -15,14 +15,14 @@ import pytest
 from mlxpool.cli.check import lines
 from mlxpool.common.config.loading import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.diagnose.check import check, misfits
+from mlxpool.worker.diagnose.check import check, memory_problems
 from mlxpool.worker.engine import description, versions
 from mlxpool.worker.engine.factory import open_source
-from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.weights import memory_estimate
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import DEMO_FOLDER
-from mlxpool.worker.weights.memory_estimate import Needs
+from mlxpool.worker.weights.memory_estimate import MemoryEstimate
 from support.worker_checkpoints import EOS, config, random_weights, write_checkpoint, write_json
 from support.worker_stores import Store, put_in_hub
 
@@ -144,15 +144,19 @@ def test_the_built_in_models() -> None:
 @pytest.mark.parametrize(
     ("layouts", "words"),
     [
-        ({"a": Quant("affine", 4, 64)}, "4-bit affine g64"),
-        ({"a": Quant("mxfp4", 4, 32)}, "4-bit mxfp4 g32"),
+        ({"a": QuantLayout("affine", 4, 64)}, "4-bit affine g64"),
+        ({"a": QuantLayout("mxfp4", 4, 32)}, "4-bit mxfp4 g32"),
         (
-            {"a": Quant("affine", 4, 64), "b": Quant("affine", 4, 64), "c": Quant("affine", 8, 64)},
+            {
+                "a": QuantLayout("affine", 4, 64),
+                "b": QuantLayout("affine", 4, 64),
+                "c": QuantLayout("affine", 8, 64),
+            },
             "4-bit affine g64, some layers otherwise",
         ),
     ],
 )
-def test_quantisation_in_words(good: Path, layouts: dict[str, Quant], words: str) -> None:
+def test_quantisation_in_words(good: Path, layouts: dict[str, QuantLayout], words: str) -> None:
     sound = inspect(good)
     assert (
         description.quantisation(replace(sound, fit=replace(sound.fit, layouts=layouts))) == words
@@ -323,7 +327,7 @@ def test_models_of_the_hugging_face_cache(
 # ---- what it needs -------------------------------------------------------------------------------
 
 
-def reckoned(folder: Path, **changes: Any) -> Needs:
+def reckoned(folder: Path, **changes: Any) -> MemoryEstimate:
     settings: dict[str, Any] = {
         "context": 100,
         "sequences": 4,
@@ -333,7 +337,7 @@ def reckoned(folder: Path, **changes: Any) -> Needs:
         "chunk": 512,
         "float32": True,
     }
-    return memory_estimate.needs(inspect(folder), **{**settings, **changes})
+    return memory_estimate.estimate_memory(inspect(folder), **{**settings, **changes})
 
 
 def test_memory_is_weights_and_keys_and_values(good: Path) -> None:
@@ -363,10 +367,10 @@ def test_the_longest_context_that_fits(good: Path) -> None:
 
 def test_why_a_model_does_not_fit(good: Path) -> None:
     need = reckoned(good)
-    assert misfits(need, 10**9, 10**9, need.weights) == []
-    (limit,) = misfits(need, need.weights, 10**9, need.weights)
+    assert memory_problems(need, 10**9, 10**9, need.weights) == []
+    (limit,) = memory_problems(need, need.weights, 10**9, need.weights)
     assert f"weights take {need.weights} bytes" in limit and "raise memory_limit" in limit
-    (pool,) = misfits(need, 10**9, need.weights - 1, need.weights)
+    (pool,) = memory_problems(need, 10**9, need.weights - 1, need.weights)
     assert f"the pool's memory_limit is {need.weights - 1}" in pool
 
 

@@ -8,8 +8,8 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.layers import delta_rule  # noqa: E402
-from mlxpool.worker.layers.delta_rule import BLOCK, Rule  # noqa: E402
-from mlxpool.worker.layers.interface import State  # noqa: E402
+from mlxpool.worker.layers.delta_rule import CHUNK, GatedDeltaRule  # noqa: E402
+from mlxpool.worker.layers.interface import RecurrentState  # noqa: E402
 
 HEADS, RATIO, KEY, VALUE = 2, 3, 8, 5
 Inputs = tuple[np.ndarray, ...]
@@ -27,7 +27,7 @@ def inputs_of(count: int, *, alike: float = 0.0, batch: int = 2) -> Inputs:
     # A few tokens forget nearly all that was there, most of them next to nothing.
     decay = np.where(np.abs(normal(count, heads)) > 1.5, -300.0, -1e-3).astype(np.float32)
     rate = 1 / (1 + np.exp(-4 * normal(count, heads)))
-    units = (np.array(delta_rule.unit(x)) for x in (q, k))
+    units = (np.array(delta_rule.l2_normalised(x)) for x in (q, k))
     return *units, normal(count, heads, VALUE), decay, rate, normal(heads, KEY, VALUE)
 
 
@@ -49,11 +49,11 @@ def assert_near(ours: object, exact: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("alike", [0.0, 1.0, 10.0])
-@pytest.mark.parametrize("count", [1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+@pytest.mark.parametrize("count", [1, 2, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
 def test_blocks_give_what_single_tokens_give(count: int, alike: float) -> None:
     inputs = inputs_of(count, alike=alike)
     for ours, exact in zip(
-        delta_rule.scan(*(mx.array(x) for x in inputs)), token_by_token(inputs), strict=True
+        delta_rule.delta_rule(*(mx.array(x) for x in inputs)), token_by_token(inputs), strict=True
     ):
         assert_near(ours, exact)
 
@@ -62,20 +62,20 @@ def test_a_state_that_forgets_nothing_stays_exact() -> None:
     """Without decay, with a rate of 1 and keys nearly alike, powers of the system overflow."""
     q, k, v, decay, rate, state = inputs_of(400, alike=3.0)
     inputs = (q, k, v, np.zeros_like(decay), np.ones_like(rate), state)
-    out, after = delta_rule.scan(*(mx.array(x) for x in inputs))
+    out, after = delta_rule.delta_rule(*(mx.array(x) for x in inputs))
     exact = token_by_token(inputs)
     assert_near(out, exact[0])
     assert_near(after, exact[1])
 
 
-def rule_of(width: int) -> tuple[Rule, int]:
+def rule_of(width: int) -> tuple[GatedDeltaRule, int]:
     channels = 2 * HEADS * KEY + HEADS * RATIO * VALUE
     draw = np.random.default_rng(width)
     conv, speed, bias = (
         mx.array(draw.standard_normal(shape).astype(np.float32))
         for shape in ((width, channels), (HEADS * RATIO,), (HEADS * RATIO,))
     )
-    return Rule(HEADS, conv, speed, bias), channels
+    return GatedDeltaRule(HEADS, conv, speed, bias), channels
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
@@ -88,7 +88,7 @@ def test_the_convolution_looks_back_over_cuts(width: int) -> None:
     state = mx.zeros((1, width - 1, channels))
     outs = []
     for start, end in ((0, 1), (1, 3), (3, 9)):
-        out, state = delta_rule.convolved(mx.array(x[:, start:end]), rule.conv, state)
+        out, state = delta_rule.causal_convolution(mx.array(x[:, start:end]), rule.conv, state)
         outs.append(np.array(out))
     assert np.allclose(np.concatenate(outs, axis=1), exact, atol=1e-6)
     assert np.array_equal(np.array(state), padded[:, 9:])
@@ -102,7 +102,7 @@ def test_cuts_change_nothing(cuts: list[int]) -> None:
     inputs = [mx.array(draw.standard_normal((1, 40, size)).astype(np.float32)) for size in sizes]
     begin = (mx.zeros((1, 3, channels)), mx.zeros((1, HEADS * RATIO, KEY, VALUE)))
     whole, end = rule(tuple(inputs), begin)
-    state: State = begin
+    state: RecurrentState = begin
     at, outs = 0, []
     for count in cuts:
         out, state = rule(tuple(x[:, at : at + count] for x in inputs), state)

@@ -23,9 +23,9 @@ from mlxpool.worker.attention.attention import Span, Step
 from mlxpool.worker.attention.row_cache import Row, RowShape
 from mlxpool.worker.engine.engine import ModelEngine
 from mlxpool.worker.engine.sequence import Drawn, Sequence
-from mlxpool.worker.layers.interface import Recurrent
+from mlxpool.worker.layers.cache_specs import RecurrentSpec
 from mlxpool.worker.prompt.tokenizer import Text
-from mlxpool.worker.weights.load import Loaded, inspect, load
+from mlxpool.worker.weights.load import LoadedModel, inspect, load
 from support import mlx_lm_peer
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 
@@ -109,7 +109,7 @@ class Checked:
     answers: tuple[Answer, ...]
 
     @cached_property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedModel:
         return load(inspect(self.path))
 
     @cached_property
@@ -260,15 +260,15 @@ def every(cases: Mapping[str, Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("case", "way"), each)
 
 
-def _shape(loaded: Loaded) -> RowShape:
+def _shape(loaded: LoadedModel) -> RowShape:
     plan = loaded.folder.plan
     return RowShape(plan.caches, loaded.dtype, plan.context)
 
 
-def _can_be_cut(loaded: Loaded) -> bool:
+def _can_be_cut(loaded: LoadedModel) -> bool:
     """Whether every layer keeps its tokens one by one, so that any prefix can be had."""
     caches = loaded.folder.plan.caches
-    return not any(isinstance(one, Recurrent) or getattr(one, "window", 0) for one in caches)
+    return not any(isinstance(one, RecurrentSpec) or getattr(one, "window", 0) for one in caches)
 
 
 def _assert_logits(checked: Checked, answer: Answer, chunk: int, steps: int) -> None:

@@ -19,7 +19,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.worker import models  # noqa: E402
 from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
 
 CHUNK, CHUNKS = 256, 4
 FLOAT = 4  # bytes
@@ -106,7 +106,7 @@ def test_the_formula_is_what_is_allocated(model_type: str, tmp_path: Path) -> No
     assert taken == pytest.approx(fixed * FLOAT + row.offset * of_token * FLOAT, rel=0.02)
 
 
-def prefill(loaded: Loaded, row: Row) -> None:
+def prefill(loaded: LoadedModel, row: Row) -> None:
     step = Step([Span(row, CHUNK)], logits=False)
     out = loaded.model(mx.arange(CHUNK), step)
     step.done()

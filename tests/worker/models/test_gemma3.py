@@ -18,7 +18,7 @@ from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
 from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.layers.interface import KeyValue  # noqa: E402
+from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.models.gemma3 import geglu  # noqa: E402
 from mlxpool.worker.weights.load import inspect, load  # noqa: E402
 from worker.models.conformance import (  # noqa: E402
@@ -130,7 +130,7 @@ def test_pictures_of_newer_names(tmp_path: Path) -> None:
 
 def test_what_released_files_leave_out() -> None:
     plan = models.plan({"model_type": "gemma3", "text_config": TEXT})
-    windows = [cache.window for cache in plan.caches if isinstance(cache, KeyValue)]
+    windows = [cache.window for cache in plan.caches if isinstance(cache, KeyValueSpec)]
     assert windows == [5, 5, 5, 5, 5, 0, 5]
     assert (plan.vocab_size, plan.context) == (262208, 131072)
     assert plan.shapes["model.layers.0.self_attn.q_proj.weight"] == (64, 32)

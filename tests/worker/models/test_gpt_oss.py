@@ -17,8 +17,8 @@ from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
 from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.layers.interface import KeyValue  # noqa: E402
-from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
 from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised  # noqa: E402
 
 Weights = dict[str, np.ndarray]
@@ -143,7 +143,7 @@ def test_experts_with_their_columns_first_are_the_same(tmp_path: Path) -> None:
     assert np.allclose(logits_of(plain), logits_of(other), close, close)
 
 
-def logits_of(loaded: Loaded) -> np.ndarray:
+def logits_of(loaded: LoadedModel) -> np.ndarray:
     plan = loaded.folder.plan
     row = Row(RowShape(plan.caches, loaded.dtype, plan.context))
     return np.array(loaded.model(mx.array([1, 2, 3, 4, 5]), Step([Span(row, 5)], logits=True)))
@@ -151,7 +151,11 @@ def logits_of(loaded: Loaded) -> np.ndarray:
 
 def test_layers_take_turns_where_config_json_does_not_list_them() -> None:
     plan = models.plan(settings(layer_types=None, num_hidden_layers=3))
-    assert plan.caches == (KeyValue(2, 8, 8, 12), KeyValue(2, 8, 8), KeyValue(2, 8, 8, 12))
+    assert plan.caches == (
+        KeyValueSpec(2, 8, 8, 12),
+        KeyValueSpec(2, 8, 8),
+        KeyValueSpec(2, 8, 8, 12),
+    )
 
 
 @pytest.mark.parametrize(

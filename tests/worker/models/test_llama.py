@@ -13,7 +13,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.layers.interface import KeyValue  # noqa: E402
+from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.weights import load as load_room  # noqa: E402
 from worker.models.conformance import (  # noqa: E402
     WAYS,
@@ -128,7 +128,7 @@ def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: s
 def test_a_sliding_window_is_a_mistrals() -> None:
     def seen(**changes: Any) -> list[int]:
         caches = models.plan(config(sliding_window=64, **changes)).caches
-        return [cache.window for cache in caches if isinstance(cache, KeyValue)]
+        return [cache.window for cache in caches if isinstance(cache, KeyValueSpec)]
 
     assert seen() == [0, 0]
     assert seen(model_type="mistral") == [64, 64]

@@ -16,7 +16,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.worker.diagnose.check import check
 from mlxpool.worker.engine.factory import open_source
-from mlxpool.worker.layers.interface import MOST, MOST_PARTS
+from mlxpool.worker.layers.config_fields import MAX_INTEGER, MAX_MODULES
 from mlxpool.worker.prompt.chat_template.templates import MOST_SOURCE
 from mlxpool.worker.weights import json_files
 from support.worker_checkpoints import write_checkpoint, write_json
@@ -46,10 +46,14 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("max_position_embeddings", 10**30, f"a number of 100 bits, must be at most {MOST}"),
-        ("max_position_embeddings", 10**400, f"a number of 1329 bits, must be at most {MOST}"),
-        ("num_hidden_layers", 10**7, f"10000000, must be at most {MOST_PARTS}"),
-        ("num_hidden_layers", 10**30, f"must be at most {MOST_PARTS}"),
+        ("max_position_embeddings", 10**30, f"a number of 100 bits, must be at most {MAX_INTEGER}"),
+        (
+            "max_position_embeddings",
+            10**400,
+            f"a number of 1329 bits, must be at most {MAX_INTEGER}",
+        ),
+        ("num_hidden_layers", 10**7, f"10000000, must be at most {MAX_MODULES}"),
+        ("num_hidden_layers", 10**30, f"must be at most {MAX_MODULES}"),
         ("rms_norm_eps", float("inf"), "inf, must be finite"),
         ("rms_norm_eps", 10**400, "a number of 1329 bits, must be finite"),
     ],
@@ -79,7 +83,7 @@ def vast(file: Path) -> None:
         ("model.safetensors", pipe, "no regular file"),
         ("additional_chat_templates/a.jinja", pipe, "no regular file"),
         *(
-            (name, vast, f"has {2**40} bytes, at most {json_files.MOST}")
+            (name, vast, f"has {2**40} bytes, at most {json_files.MAX_FILE_BYTES}")
             for name in (
                 "config.json",
                 "generation_config.json",

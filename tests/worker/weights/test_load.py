@@ -14,10 +14,10 @@ import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
-from mlxpool.worker.layers.quantisation import parse
-from mlxpool.worker.weights.files import in_folder, tensors_of
+from mlxpool.worker.layers.quantisation import parse_quant_config
+from mlxpool.worker.weights.files import folder_files, merge_tensors
 from mlxpool.worker.weights.load import inspect, load
-from mlxpool.worker.weights.match import faults
+from mlxpool.worker.weights.match import mismatches
 from support.worker_checkpoints import (
     EOS,
     config,
@@ -212,7 +212,13 @@ def test_all_faults_of_the_tensors_at_once(good: Path) -> None:
         change(weights)
     weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.uint8)
     write_weights(good, weights)
-    said = list(faults(models.plan(config()), tensors_of(in_folder(good).contents()), parse({})))
+    said = list(
+        mismatches(
+            models.plan(config()),
+            merge_tensors(folder_files(good).contents()),
+            parse_quant_config({}),
+        )
+    )
     assert len(said) == 4
     assert said[0] == refusal(good)
     for words, fault in zip(

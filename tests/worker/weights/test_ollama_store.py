@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
-from mlxpool.worker.weights.locate import files_of
+from mlxpool.worker.weights.locate import find_files
 from mlxpool.worker.weights.ollama_store import MODEL
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 from support.worker_stores import JSON, TENSOR, Store
@@ -35,7 +35,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def opened(name: str = NAME) -> ModelFolder:
-    return inspect(files_of(f"ollama:{name}"))
+    return inspect(find_files(f"ollama:{name}"))
 
 
 def refusal(name: str = NAME) -> str:
@@ -110,7 +110,7 @@ def test_scales_and_biases_get_their_names_whatever_their_order(
     blob = len(raw).to_bytes(8, "little") + raw + bytes(end)
     store.write(NAME, [*layers, store.layer(TENSOR, f"{UP}.weight", blob)])
     found = opened()
-    assert found.fit.layouts == {UP: Quant("nvfp4", 4, 16)}
+    assert found.fit.layouts == {UP: QuantLayout("nvfp4", 4, 16)}
     assert [name for name in found.tensors if name.startswith(UP)] == [
         f"{UP}.weight",
         f"{UP}.scales",

@@ -18,7 +18,8 @@ from mlxpool.worker.attention.contiguous import SlabRow
 from mlxpool.worker.attention.row_cache import Row, RowShape
 from mlxpool.worker.kernels.paged_attention import Turns
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.interface import Latent, LatentHeads, Rope, Scan
+from mlxpool.worker.layers.cache_specs import LatentSpec
+from mlxpool.worker.layers.interface import LatentProjections, Rope, Scan
 
 AnyRow = Row | SlabRow
 FUSED = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
@@ -191,7 +192,7 @@ class Step(Turning):
         return seen(q, keys, values, scores, row.shape.window(layer))
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
         """See models.base.Step. Rows with one token each are absorbed and opened together."""
         scores = ScoreParams(scale)
@@ -277,7 +278,7 @@ def _at_once(length: int, heads: int) -> int:
 
 def pairs_at_once(shape: RowShape, area: int) -> int:
     """Of `area` pairs of a query and a key, those whose scores a step holds at once."""
-    if _on_gpu() or any(isinstance(one, Latent) for one in shape.caches):
+    if _on_gpu() or any(isinstance(one, LatentSpec) for one in shape.caches):
         return area  # what is made of a latent cache grows with the keys
     return min(area, UNDER_WAY * max(PAIRS, FEWEST * shape.capacity))
 

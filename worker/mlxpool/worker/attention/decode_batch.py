@@ -18,7 +18,8 @@ from mlxpool.worker.attention.contiguous import Slab, SlabRow
 from mlxpool.worker.engine.block_manager import BLOCK, blocks_of
 from mlxpool.worker.kernels.compiled_passes import Compiled
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.interface import LatentHeads, Model, Rope, Scan
+from mlxpool.worker.layers.interface import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.model_plan import Model
 
 NARROW = 64  # tokens; blocks are read as far as the fullest of them goes, in steps of this
 NEVER = -1e30  # a score that counts for nothing, yet is finite: whole blocks may have no other
@@ -147,7 +148,7 @@ class BatchStep(Turning):
         return out.reshape(rows, heads, -1)
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
         """See Step.attend_latent."""
         raise NotImplementedError(NOT_PLAIN)

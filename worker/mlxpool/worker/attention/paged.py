@@ -22,7 +22,9 @@ from mlxpool.worker.kernels import block_write, float32_attention, latent_attent
 from mlxpool.worker.kernels.compiled_passes import Compiled
 from mlxpool.worker.kernels.paged_attention import Places, parts_of
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.interface import KeyValue, Latent, LatentHeads, Model, Rope, Scan
+from mlxpool.worker.layers.cache_specs import KeyValueSpec, LatentSpec
+from mlxpool.worker.layers.interface import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockStore
 
 CHUNKS = (16, 48, 128)  # tokens of one row that are lines of one pass
@@ -58,9 +60,9 @@ class Pool:
 
     def _zeros(self, cache: object) -> Arrays:
         match cache:
-            case Latent(dim, _):
+            case LatentSpec(dim, _):
                 shapes = [(1, dim)]
-            case KeyValue(heads, key_dim, value_dim, _):
+            case KeyValueSpec(heads, key_dim, value_dim, _):
                 shapes = [(heads, key_dim), (heads, value_dim)]
             case _:
                 raise TypeError(f"a pool of blocks has no place for {cache}")
@@ -294,7 +296,7 @@ class PoolStep(Turning):
         return cast("tuple[mx.array, mx.array]", self._pool.arrays[layer])
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
         """See Step.attend_latent."""
         pool, places, absorbed = self._pool, self._places, heads.absorbed(q)

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mlxpool.common.config.loading import ModelConfig
-from mlxpool.worker.diagnose.problems import Problems, look
+from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.engine.block_manager import BLOCK
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.engine.description import (
@@ -27,15 +27,17 @@ from mlxpool.worker.engine.description import (
 )
 from mlxpool.worker.engine.factory import NO_BACK_END
 from mlxpool.worker.process import lifecycle
-from mlxpool.worker.weights.files import Files
+from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder
-from mlxpool.worker.weights.locate import COUNTING, place_of
-from mlxpool.worker.weights.memory_estimate import Needs, needs
+from mlxpool.worker.weights.locate import COUNTING, locate
+from mlxpool.worker.weights.memory_estimate import MemoryEstimate, estimate_memory
 
 NICENESS = 10  # whoever is served goes first
-MEMORY = 8 * 2**30  # bytes that a look in the background may take: a config can ask for anything
+MAX_BACKGROUND_BYTES = (
+    8 * 2**30
+)  # bytes that a look in the background may take: a config can ask for anything
 
-OF_CACHES = ("token", "fixed", "sequence", "all_sequences", "least")  # of `memory`, see needs.py
+CACHE_FIELDS = ("token", "fixed", "sequence", "all_sequences", "least")  # of `memory`, see needs.py
 
 
 def check(
@@ -51,11 +53,11 @@ def check(
         report["model"] = describe_counting(CountingEngine(config.counting, config.context))
         return report
     problems = Problems()
-    path = problems.of(place_of, config)
+    path = problems.of(locate, config)
     folder = None
     if path is not None:
-        report["path"] = str(path.where if isinstance(path, Files) else path)
-        folder, found = look(path)
+        report["path"] = str(path.where if isinstance(path, ModelFiles) else path)
+        folder, found = find_problems(path)
         problems.add(found)
     if folder is not None:
         report["model"] = problems.of(describe, folder)
@@ -81,7 +83,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
     total, free = backend.device_memory()
     limit = backend.limit_of(config.memory_limit)
     pool = memory_limit or backend.limit_of(0)
-    need = needs(
+    need = estimate_memory(
         folder,
         context=min(folder.context, config.context or folder.context),
         sequences=config.sequences,
@@ -92,7 +94,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         float32=not backend.on_gpu(),
         deterministic=config.deterministic,
     )
-    why = [*misfits(need, limit, pool, config.memory_limit or folder.weight_bytes)]
+    why = [*memory_problems(need, limit, pool, config.memory_limit or folder.weight_bytes)]
     if config.deterministic and "deterministic" in features(folder) and backend.on_gpu():
         why.append(NOT_ON_A_GPU)
     machine = {
@@ -107,11 +109,11 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
     }
     memory: dict[str, int | None] = {**asdict(need), "least": need.least}
     if folder.in_zoo:  # what a token takes only mlx-lm's code knows
-        memory |= dict.fromkeys(OF_CACHES)
+        memory |= dict.fromkeys(CACHE_FIELDS)
     return {"memory": memory, "machine": machine}
 
 
-def misfits(need: Needs, limit: int, pool: int, floor: int) -> list[str]:
+def memory_problems(need: MemoryEstimate, limit: int, pool: int, floor: int) -> list[str]:
     """Why a worker cannot run here. `floor` is what the broker sets aside for it."""
     why = []
     least = need.fixed + 2 * BLOCK * need.token
@@ -147,7 +149,7 @@ def main(arguments: list[str]) -> int:
     """Answer every line of standard input; `--background` gives way to everybody else."""
     if "--background" in arguments:
         os.nice(NICENESS)
-        bound_memory(MEMORY)
+        bound_memory(MAX_BACKGROUND_BYTES)
         lifecycle.die_with_parent()
     for line in sys.stdin:
         print(json.dumps(answer(line)), flush=True)

@@ -13,20 +13,25 @@ from tokenizers import Tokenizer
 
 from mlxpool.common.errors import ModelLoadFailed, sendable
 from mlxpool.worker import models
-from mlxpool.worker.layers.interface import Plan
+from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.prompt.chat_template.templates import Chat
 from mlxpool.worker.prompt.tokenizer import Text, check_vocabulary, read_tokenizer
 from mlxpool.worker.weights import match
-from mlxpool.worker.weights.files import Files, require_folder, shards_of, tensors_of
-from mlxpool.worker.weights.inspect import ModelFolder, inspect, known_of, require_tokenizer
+from mlxpool.worker.weights.files import (
+    ModelFiles,
+    find_shards,
+    merge_tensors,
+    require_model_folder,
+)
+from mlxpool.worker.weights.inspect import ModelFolder, inspect, quant_config_of, require_tokenizer
 from mlxpool.worker.weights.json_files import read_json
 from mlxpool.worker.weights.safetensors_header import read_header
 from mlxpool.worker.weights.special_tokens import SpecialTokens
 
 Step = ParamSpec("Step")
 Result = TypeVar("Result")
-MOST_KEYS = 64  # of config.json that are looked for one after the other
-STAND_INS = (4096, 1)  # for a key that is missing: a width, a count
+MAX_KEYS = 64  # of config.json that are looked for one after the other
+PLACEHOLDERS = (4096, 1)  # for a key that is missing: a width, a count
 
 
 class Problems:
@@ -57,7 +62,7 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def look(place: Path | Files) -> tuple[ModelFolder | None, list[str]]:
+def find_problems(place: Path | ModelFiles) -> tuple[ModelFolder | None, list[str]]:
     """The model, if its files agree with each other, and all that is wrong with them."""
     problems = Problems()
     sound = problems.of(inspect, place)
@@ -69,7 +74,7 @@ def look(place: Path | Files) -> tuple[ModelFolder | None, list[str]]:
     return sound, list(problems.found)
 
 
-def _look_at_all(place: Path | Files, problems: Problems) -> None:
+def _look_at_all(place: Path | ModelFiles, problems: Problems) -> None:
     files = _files(place, problems)
     if files is None:
         return  # `inspect` has said it; nothing else can be looked at
@@ -81,21 +86,21 @@ def _look_at_all(place: Path | Files, problems: Problems) -> None:
     _look_at_text(files, files.where, plan, problems)
 
 
-def _files(place: Path | Files, problems: Problems) -> Files | None:
+def _files(place: Path | ModelFiles, problems: Problems) -> ModelFiles | None:
     """What there is of the files, None for no model's folder."""
-    if isinstance(place, Files):
+    if isinstance(place, ModelFiles):
         return place
     there = Problems()
-    there.of(require_folder, place)
+    there.of(require_model_folder, place)
     if there.found:
         return None
-    shards = problems.of(shards_of, place)
-    return Files(
+    shards = problems.of(find_shards, place)
+    return ModelFiles(
         place, tuple(sorted(place.glob("model*.safetensors"))) if shards is None else shards
     )
 
 
-def _plan(config: Mapping[str, Any], problems: Problems) -> Plan | None:
+def _plan(config: Mapping[str, Any], problems: Problems) -> ModelPlan | None:
     """The plan of a sound config; else every key that cannot be used is noted."""
     try:
         return models.plan(config)
@@ -104,7 +109,7 @@ def _plan(config: Mapping[str, Any], problems: Problems) -> Plan | None:
     except Exception as error:
         problems.add([_words(error)])
         return None
-    for value in STAND_INS:
+    for value in PLACEHOLDERS:
         problems.add(_bad_keys(config, value))
     return None
 
@@ -112,7 +117,7 @@ def _plan(config: Mapping[str, Any], problems: Problems) -> Plan | None:
 def _bad_keys(config: Mapping[str, Any], value: int) -> Iterator[str]:
     """What is said of one key after the other, where `value` stands for those before it."""
     replaced: dict[str, int] = {}
-    while len(replaced) < MOST_KEYS:
+    while len(replaced) < MAX_KEYS:
         try:
             models.plan({**config, **replaced})
         except ModelLoadFailed as error:
@@ -128,17 +133,19 @@ def _bad_keys(config: Mapping[str, Any], value: int) -> Iterator[str]:
 
 
 def _look_at_weights(
-    files: Files, config: Mapping[str, Any], plan: Plan | None, problems: Problems
+    files: ModelFiles, config: Mapping[str, Any], plan: ModelPlan | None, problems: Problems
 ) -> None:
     before = len(problems.found)
     headers = {shard: problems.of(read_header, shard) for shard in files.shards}
     contents = problems.of(files.read, {s: h for s, h in headers.items() if h is not None})
-    found = None if contents is None else problems.of(tensors_of, contents)
-    known = None if contents is None else problems.of(known_of, files, config, contents.values())
+    found = None if contents is None else problems.of(merge_tensors, contents)
+    known = (
+        None if contents is None else problems.of(quant_config_of, files, config, contents.values())
+    )
     if plan is None or not found or known is None:
         return
     whole = len(problems.found) == before and not any("shard" in words for words in problems.found)
-    faults = match.faults(plan, found, known)
+    faults = match.mismatches(plan, found, known)
     problems.add(faults if whole else _of_single_tensors(faults))
 
 
@@ -147,14 +154,16 @@ def _of_single_tensors(faults: Iterable[str]) -> Iterator[str]:
     return (fault for fault in faults if not fault.startswith("the weights lack"))
 
 
-def _look_at_text(files: Files, where: Path, plan: Plan | None, problems: Problems) -> None:
+def _look_at_text(
+    files: ModelFiles, where: Path, plan: ModelPlan | None, problems: Problems
+) -> None:
     chat = problems.of(Chat.from_folder, files)
     tokenizer = problems.of(_tokenizer, files, where)
     if tokenizer is not None and plan is not None:
         problems.of(check_vocabulary, tokenizer, plan.vocab_size, (), chat or Chat({}))
 
 
-def _tokenizer(files: Files, where: Path) -> Tokenizer:
+def _tokenizer(files: ModelFiles, where: Path) -> Tokenizer:
     require_tokenizer(where, files)
     read_json(files / "tokenizer.json")
     return read_tokenizer(files / "tokenizer.json")

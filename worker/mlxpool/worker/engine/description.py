@@ -11,14 +11,14 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.engine import versions
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.layers import quantisation as quant
-from mlxpool.worker.layers.interface import KeyValue
-from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.layers.cache_specs import KeyValueSpec
+from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.prompt.chat_template.output_format import chat_format
 from mlxpool.worker.prompt.chat_template.templates import Chat
 from mlxpool.worker.weights import mlx_lm_models
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_json
-from mlxpool.worker.weights.memory_estimate import NAMES, main_dtype
+from mlxpool.worker.weights.memory_estimate import DTYPE_NAMES, main_dtype
 
 FEATURES = ("batching", "tree", "resume")  # of every architecture in models/
 SCALES = ".scales"  # the end of the name of a quantised module's tensor
@@ -58,7 +58,7 @@ def features(folder: ModelFolder) -> tuple[str, ...]:
     """What of batching, prefix tree, resume and `deterministic` the model has."""
     if folder.in_zoo:
         return mlx_lm_models.FEATURES
-    plain = all(isinstance(one, KeyValue) and not one.window for one in folder.plan.caches)
+    plain = all(isinstance(one, KeyValueSpec) and not one.window for one in folder.plan.caches)
     return (*FEATURES, "deterministic") if plain else FEATURES
 
 
@@ -100,18 +100,18 @@ def quantisation(folder: ModelFolder) -> str:
     """Such as `4-bit affine g64`, or for plain weights what most of them are: `bf16`."""
     layouts = Counter(_layouts(folder)).most_common()
     if not layouts:
-        return NAMES[main_dtype(folder.tensors.values())]
+        return DTYPE_NAMES[main_dtype(folder.tensors.values())]
     layout, _ = layouts[0]
     words = f"{layout.bits}-bit {layout.mode} g{layout.group}"
     return f"{words}, some layers otherwise" if len(layouts) > 1 else words
 
 
-def _layouts(folder: ModelFolder) -> Iterable[Quant]:
+def _layouts(folder: ModelFolder) -> Iterable[QuantLayout]:
     """Of every quantised module; in the zoo, of those with scales, as mlx-lm tells them."""
     if not folder.in_zoo:
         return folder.fit.layouts.values()
     try:
-        told = quant.parse(folder.config)
+        told = quant.parse_quant_config(folder.config)
     except ModelLoadFailed:  # a layout that mlx-lm may know all the same
         return ()
     modules = (name[: -len(SCALES)] for name in folder.tensors if name.endswith(SCALES))

@@ -32,7 +32,7 @@ from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import Company
 from mlxpool.worker.sampling.draws import drawn, history, last
 from mlxpool.worker.sampling.sampler import Sampled
-from mlxpool.worker.weights.load import Loaded
+from mlxpool.worker.weights.load import LoadedModel
 
 CLEAR_EVERY = 256  # decode steps between two clearings of what was freed
 EVERY_KIND = Options(
@@ -79,7 +79,7 @@ class ModelEngine(RowEngine[AnyRow]):
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         text: Text | None = None,
         *,
         context: int | None = None,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.interface import MOST_PARTS, integer
 
+MAX_INTEGER = 2**31 - 1  # of any whole number in config.json; MLX counts so far
+MAX_MODULES = 10_000  # layers of a model, experts of a layer; each has names of its own
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -42,7 +44,7 @@ class Heads:
 
 def layer_count(config: Mapping[str, Any]) -> int:
     """Raises ModelLoadFailed for more layers than any model has."""
-    return integer(config, "num_hidden_layers", most=MOST_PARTS)
+    return integer(config, "num_hidden_layers", most=MAX_MODULES)
 
 
 def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
@@ -82,7 +84,7 @@ def layer_types(
     return tuple(types)
 
 
-def windows(
+def layer_windows(
     config: Mapping[str, Any], layers: int, types: tuple[str, ...] | None
 ) -> tuple[int, ...]:
     """The window of each layer, 0 for full attention; without `types` all are full."""
@@ -90,3 +92,42 @@ def windows(
         return (0,) * layers
     window = integer(config, "sliding_window")
     return tuple(window if one == SLIDING else 0 for one in types)
+
+
+def integer(
+    config: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_INTEGER
+) -> int:
+    """A whole number from 1 to `most` of config.json; raises ModelLoadFailed naming the key."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise _unusable(key, f"config.json has no {key!r}, which its model_type needs")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _unusable(key, f"config.json has {key!r}: {value!r}, must be a whole number above 0")
+    if value > most:
+        raise _unusable(key, f"config.json has {key!r}: {_brief(value)}, must be at most {most}")
+    return value
+
+
+def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number above 0 of config.json; raises ModelLoadFailed naming the key."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise _unusable(key, f"config.json has no {key!r}, which its model_type needs")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise _unusable(key, f"config.json has {key!r}: {value!r}, must be a number above 0")
+    if value > sys.float_info.max:
+        raise _unusable(key, f"config.json has {key!r}: {_brief(value)}, must be finite")
+    return float(value)
+
+
+def _brief(value: float) -> str:
+    """Without all the digits that a whole number may have."""
+    bits = value.bit_length() if isinstance(value, int) else 0
+    return f"a number of {bits} bits" if bits > 64 else repr(value)
+
+
+def _unusable(key: str, why: str) -> ModelLoadFailed:
+    """With the key in its details: whoever looks for all faults goes on behind it."""
+    return ModelLoadFailed(why, details={"key": key})

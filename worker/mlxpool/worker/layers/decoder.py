@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.worker.layers.attention import Block, Shapes, Stream, Sum, added, asked_late
-from mlxpool.worker.layers.config_fields import flag
-from mlxpool.worker.layers.derived_weights import Derived, Found, nothing
-from mlxpool.worker.layers.interface import Parts, Plan, Product, Step, integer, number
+from mlxpool.worker.layers.config_fields import flag, integer, number
+from mlxpool.worker.layers.decoder_layer import DecoderLayer, WeightShapes
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, no_derived_weights
+from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, PendingProduct
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.residual import Residual, ResidualSum, add_and_defer_norm, materialised
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -24,12 +26,14 @@ class Decoder:
     context: int  # tokens
     eps: float  # of the last norm
     tied: bool  # the token table is the head, too
-    blocks: tuple[Block, ...]
+    blocks: tuple[DecoderLayer, ...]
     embed_scale: float = 1.0
     cap: float = 0.0  # logits are bent to stay below it; 0: they are not
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], blocks: tuple[Block, ...], **more: Any) -> Decoder:
+    def of(
+        cls, config: Mapping[str, Any], blocks: tuple[DecoderLayer, ...], **more: Any
+    ) -> Decoder:
         """With what most config.json files say alike; `more` are fields that one says otherwise.
 
         Raises ModelLoadFailed naming the key that is missing or cannot be used.
@@ -46,13 +50,13 @@ class Decoder:
     def plan(
         self,
         ignored: Callable[[str], bool] = lambda name: False,
-        derived: Callable[[Found], Iterable[Derived]] = nothing,
-    ) -> Plan:
+        derived: Callable[[StoredTensors], Iterable[DerivedWeights]] = no_derived_weights,
+    ) -> ModelPlan:
         """`ignored`: tensors of this architecture that may be there besides and are not used.
 
         `derived`: how to make those that checkpoints keep otherwise, see derived.py.
         """
-        return Plan(
+        return ModelPlan(
             context=self.context,
             vocab_size=self.vocab_size,
             caches=tuple(block.cache for block in self.blocks),
@@ -62,7 +66,7 @@ class Decoder:
             derived=derived,
         )
 
-    def shapes(self) -> Shapes:
+    def shapes(self) -> WeightShapes:
         """Every tensor a checkpoint must have, in the order in which the model uses them."""
         yield "model.embed_tokens.weight", (self.vocab_size, self.hidden)
         for layer, block in enumerate(self.blocks):
@@ -71,19 +75,19 @@ class Decoder:
         if not self.tied:
             yield "lm_head.weight", (self.vocab_size, self.hidden)
 
-    def build(self, parts: Parts) -> Built:
+    def build(self, parts: LayerBuilder) -> DecoderModel:
         """The model of these parts."""
-        return Built(self, parts)
+        return DecoderModel(self, parts)
 
     def _spare(self, name: str) -> bool:
         """Old checkpoints carry their rotation table, and tied ones sometimes the head twice."""
         return name.endswith("rotary_emb.inv_freq") or (self.tied and name == "lm_head.weight")
 
 
-class Built:
+class DecoderModel:
     """tokens [T] -> logits [R, vocabulary], see base.Model."""
 
-    def __init__(self, spec: Decoder, parts: Parts) -> None:
+    def __init__(self, spec: Decoder, parts: LayerBuilder) -> None:
         self.spec = spec
         self.embed = parts.embedding("model.embed_tokens")
         self.blocks = [
@@ -93,29 +97,33 @@ class Built:
         self.norm = parts.norm("model.norm", spec.eps)
         self.head = self.embed.as_linear if spec.tied else parts.linear("lm_head")
 
-    def __call__(self, tokens: mx.array, step: Step) -> mx.array:
+    def __call__(self, tokens: mx.array, step: ForwardBatch) -> mx.array:
         embedded = self.embed(tokens)
         scale = self.spec.embed_scale
-        x: Stream = embedded if scale == 1.0 else embedded * scale
+        x: Residual = embedded if scale == 1.0 else embedded * scale
         for block in self.blocks:
             x = block(x, step)
-        return self._logits(_wanted(x, step)) if step.logits else added(x)
+        return self._logits(_wanted(x, step)) if step.logits else materialised(x)
 
-    def _logits(self, x: Stream) -> mx.array:
-        _, asked = asked_late(self.norm, x)
+    def _logits(self, x: Residual) -> mx.array:
+        _, asked = add_and_defer_norm(self.norm, x)
         logits = self.head(asked)
-        return bent(logits, self.spec.cap) if self.spec.cap else logits
+        return soft_capped(logits, self.spec.cap) if self.spec.cap else logits
 
 
-def _wanted(x: Stream, step: Step) -> Stream:
+def _wanted(x: Residual, step: ForwardBatch) -> Residual:
     """The lines that logits are for."""
-    if not isinstance(x, Sum):
+    if not isinstance(x, ResidualSum):
         return step.wanted(x)
-    y = Product(x.y.layer, step.wanted(x.y.x)) if isinstance(x.y, Product) else step.wanted(x.y)
-    return Sum(step.wanted(x.x), y)
+    y = (
+        PendingProduct(x.y.layer, step.wanted(x.y.x))
+        if isinstance(x.y, PendingProduct)
+        else step.wanted(x.y)
+    )
+    return ResidualSum(step.wanted(x.x), y)
 
 
-def bent(x: mx.array, cap: float) -> mx.array:
+def soft_capped(x: mx.array, cap: float) -> mx.array:
     """Numbers of any size, bent to lie between -cap and cap."""
     import mlx.core as mx
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.attention import Mixing, Shapes, linear
-from mlxpool.worker.layers.derived_weights import Derived, Found, reordered
-from mlxpool.worker.layers.interface import Layer, Parts, Recurrent, Step, integer, number
+from mlxpool.worker.layers.cache_specs import RecurrentSpec
+from mlxpool.worker.layers.config_fields import integer, number
+from mlxpool.worker.layers.decoder_layer import MixerFunction, WeightShapes, linear_shapes
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, reordered
+from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, LayerFunction
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -21,7 +23,7 @@ FLOAT32 = ("A_log", "dt_bias")  # tensors that decide how fast a state decays
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
+class GatedDeltaNet:
     """A Mixer (blocks.py). Value heads share the queries and keys of the key heads in groups.
 
     Its inputs, the outputs of one product, are queries, keys, values, gates (z), rates (b) and
@@ -39,7 +41,7 @@ class DeltaNet:
     fused: bool
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], *, fused: bool) -> DeltaNet:
+    def of(cls, config: Mapping[str, Any], *, fused: bool) -> GatedDeltaNet:
         """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
         spec = cls(
             hidden=integer(config, "hidden_size"),
@@ -74,10 +76,10 @@ class DeltaNet:
         return 2 * self.keys + self.values
 
     @property
-    def cache(self) -> Recurrent:
+    def cache(self) -> RecurrentSpec:
         """The convolution's last inputs, and what each head remembers."""
         memory = (self.value_heads, self.key_dim, self.value_dim)
-        return Recurrent(((self.width - 1, self.channels), memory))
+        return RecurrentSpec(((self.width - 1, self.channels), memory))
 
     @property
     def inputs(self) -> Mapping[str, int]:
@@ -94,32 +96,32 @@ class DeltaNet:
             "in_proj_a": self.value_heads,
         }
 
-    def shapes(self, name: str) -> Shapes:
+    def shapes(self, name: str) -> WeightShapes:
         """See Mixer."""
         for one, rows in self.inputs.items():
-            yield from linear(f"{name}.{one}", rows, self.hidden)
+            yield from linear_shapes(f"{name}.{one}", rows, self.hidden)
         yield f"{name}.conv1d.weight", (self.channels, 1, self.width)
         yield f"{name}.A_log", (self.value_heads,)
         yield f"{name}.dt_bias", (self.value_heads,)
         yield f"{name}.norm.weight", (self.value_dim,)
-        yield from linear(f"{name}.out_proj", self.hidden, self.values)
+        yield from linear_shapes(f"{name}.out_proj", self.hidden, self.values)
 
-    def derived(self, found: Found, name: str) -> Iterator[Derived]:
+    def derived(self, found: StoredTensors, name: str) -> Iterator[DerivedWeights]:
         """What a checkpoint keeps otherwise: the order of the inputs, the convolution's axes."""
         if self.fused:
             for one, sizes in zip(self.inputs, self._of_a_key_head(), strict=True):
-                yield from reordered(found, f"{name}.{one}", by_kind(self.key_heads, sizes))
+                yield from reordered(found, f"{name}.{one}", rows_by_kind(self.key_heads, sizes))
         conv, shape = f"{name}.conv1d.weight", (self.channels, 1, self.width)
         stored = found.get(conv)
         if stored is not None and stored.shape == (self.channels, self.width, 1):
             made = {conv: type(stored)(stored.dtype, shape)}
-            yield Derived((conv,), made, lambda arrays: [arrays[0].reshape(shape)])
+            yield DerivedWeights((conv,), made, lambda arrays: [arrays[0].reshape(shape)])
 
-    def build(self, parts: Parts, name: str, layer: int) -> Mixing:
+    def build(self, parts: LayerBuilder, name: str, layer: int) -> MixerFunction:
         """See Mixer."""
-        from mlxpool.worker.layers.delta_rule import Rule
+        from mlxpool.worker.layers.delta_rule import GatedDeltaRule
 
-        rule = Rule(
+        rule = GatedDeltaRule(
             key_heads=self.key_heads,
             conv=parts.array(f"{name}.conv1d.weight").squeeze(1).T,
             speed=parts.array(f"{name}.A_log"),
@@ -137,9 +139,9 @@ class DeltaNet:
 class _Built:
     def __init__(
         self,
-        spec: DeltaNet,
+        spec: GatedDeltaNet,
         rule: Callable[..., Any],
-        parts: Parts,
+        parts: LayerBuilder,
         name: str,
         layer: int,
     ) -> None:
@@ -147,9 +149,9 @@ class _Built:
         self.inputs = parts.joined([f"{name}.{one}" for one in spec.inputs])
         self.norm = parts.norm(f"{name}.norm", spec.eps)
         self.swiglu = parts.swiglu
-        self.out: Layer = parts.linear(f"{name}.out_proj")
+        self.out: LayerFunction = parts.linear(f"{name}.out_proj")
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def __call__(self, x: mx.array, step: ForwardBatch) -> mx.array:
         spec, tokens = self.spec, x.shape[0]
         gates = spec.channels + spec.values
         mixed = self.inputs(x)
@@ -160,7 +162,7 @@ class _Built:
         return self.out(gated.reshape(tokens, -1).astype(x.dtype))
 
 
-def by_kind(heads: int, sizes: tuple[int, ...]) -> list[int]:
+def rows_by_kind(heads: int, sizes: tuple[int, ...]) -> list[int]:
     """Where the rows lie that are stored head by head, each with so many of every kind, in the
     order of kinds, each with those of all heads.
     """

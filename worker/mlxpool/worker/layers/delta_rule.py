@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxpool.worker.layers.interface import State
+from mlxpool.worker.layers.interface import RecurrentState
 
-BLOCK = 32  # tokens; the solution of a block costs its square, each block more is one step more
+CHUNK = 32  # tokens; the solution of a block costs its square, each block more is one step more
 EPS = 1e-6  # added to the square of a query's or key's length
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class GatedDeltaRule:
     """A Scan (base.py) of inputs qkv [B, n, C], a and b [B, n, heads], all of one layer.
 
     The state is (last inputs of the convolution [B, W - 1, C], S [B, heads, K, V]); C are the
@@ -33,15 +33,17 @@ class Rule:
     speed: mx.array  # [heads]: the logarithm of how fast S decays
     bias: mx.array  # [heads], of what decides that
 
-    def __call__(self, inputs: tuple[mx.array, ...], state: State) -> tuple[mx.array, State]:
+    def __call__(
+        self, inputs: tuple[mx.array, ...], state: RecurrentState
+    ) -> tuple[mx.array, RecurrentState]:
         """Outputs [B, n, heads, V] in float32."""
         qkv, a, b = (x.astype(mx.float32) for x in inputs)
         taps, memory = state
-        mixed, taps = convolved(qkv, self.conv, taps)
+        mixed, taps = causal_convolution(qkv, self.conv, taps)
         q, k, v = self._parted(mixed * mx.sigmoid(mixed), memory)
         decay = -mx.exp(self.speed) * mx.logaddexp(a + self.bias, 0)
-        q = unit(q) * q.shape[-1] ** -0.5
-        out, memory = scan(q, unit(k), v, decay, mx.sigmoid(b), memory)
+        q = l2_normalised(q) * q.shape[-1] ** -0.5
+        out, memory = delta_rule(q, l2_normalised(k), v, decay, mx.sigmoid(b), memory)
         return out, (taps, memory)
 
     def _parted(self, mixed: mx.array, memory: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -53,7 +55,9 @@ class Rule:
         return q.reshape(shape), k.reshape(shape), v.reshape(batch, count, heads, value_dim)
 
 
-def convolved(x: mx.array, weight: mx.array, before: mx.array) -> tuple[mx.array, mx.array]:
+def causal_convolution(
+    x: mx.array, weight: mx.array, before: mx.array
+) -> tuple[mx.array, mx.array]:
     """A causal convolution of each channel: x [B, n, C], weight [W, C], before [B, W - 1, C].
 
     Returns the outputs [B, n, C] and the last W - 1 inputs.
@@ -66,12 +70,12 @@ def convolved(x: mx.array, weight: mx.array, before: mx.array) -> tuple[mx.array
     return out, mx.contiguous(inputs[:, count:])
 
 
-def unit(x: mx.array) -> mx.array:
+def l2_normalised(x: mx.array) -> mx.array:
     """x of length 1 over its last axis."""
     return x * mx.rsqrt(mx.sum(x * x, axis=-1, keepdims=True) + EPS)
 
 
-def scan(
+def delta_rule(
     q: mx.array, k: mx.array, v: mx.array, decay: mx.array, rate: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
     """`decay` is the logarithm, at most 0.
@@ -114,7 +118,7 @@ def _blocks(
 ) -> tuple[mx.array, mx.array]:
     """q, k [B, H, 1, n, K], v [B, H, R, n, V], decay, rate [B, H, R, n, 1], state [.., K, V]."""
     count = q.shape[3]
-    size = min(BLOCK, count)
+    size = min(CHUNK, count)
     # Tokens that fill the last block change nothing: no decay, rate 0.
     q, k, v, decay, rate = (_cut(x, size) for x in (q, k, v, decay, rate))
     left = mx.exp(mx.cumsum(decay, axis=-2))  # of the state that the block began with

@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 # What may be stored of one module, `bias` being a layer's own and `biases` those of its groups.
-STORED = ("weight", "scales", "biases", *quantisation.FACTORS, "bias")
+MODULE_TENSORS = ("weight", "scales", "biases", *quantisation.GLOBAL_SCALES, "bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorSpec:
     """What a header says of a tensor; `dtype` as safetensors names it."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-Found: TypeAlias = Mapping[str, Spec]
-Make: TypeAlias = "Callable[[Sequence[mx.array]], Sequence[mx.array]]"
+StoredTensors: TypeAlias = Mapping[str, TensorSpec]
+Transform: TypeAlias = "Callable[[Sequence[mx.array]], Sequence[mx.array]]"
 
 
 @dataclass(frozen=True, slots=True)
-class Derived:
+class DerivedWeights:
     """Weights made of stored tensors, which are then used up.
 
     `make` gets the arrays of `sources` and returns those of `makes`, each in its order. A source
@@ -44,33 +44,33 @@ class Derived:
     """
 
     sources: tuple[str, ...]
-    makes: Mapping[str, Spec]
-    make: Make
+    makes: Mapping[str, TensorSpec]
+    make: Transform
 
 
-def nothing(found: Found) -> Iterable[Derived]:
+def no_derived_weights(found: StoredTensors) -> Iterable[DerivedWeights]:
     """For a Plan whose names are those of its checkpoints."""
     return ()
 
 
-def renamed(found: Found, module: str, source: str) -> Iterator[Derived]:
+def renamed(found: StoredTensors, module: str, source: str) -> Iterator[DerivedWeights]:
     """`module`, quantised or not, is stored as `source`."""
     for kind in _stored(found, source):
         name = f"{source}.{kind}"
-        yield Derived((name,), {f"{module}.{kind}": found[name]}, tuple)
+        yield DerivedWeights((name,), {f"{module}.{kind}": found[name]}, tuple)
 
 
-def stacked(found: Found, module: str, sources: Sequence[str]) -> Iterator[Derived]:
+def stacked(found: StoredTensors, module: str, sources: Sequence[str]) -> Iterator[DerivedWeights]:
     """`module` is the modules `sources` on a new first axis; quantised ones stay so."""
     for kind in _stored(found, sources[0]):
         names = tuple(f"{source}.{kind}" for source in sources)
         first = found[names[0]]
         _require_equal(found, names)
         spec = replace(first, shape=(len(names), *first.shape))
-        yield Derived(names, {f"{module}.{kind}": spec}, _stack)
+        yield DerivedWeights(names, {f"{module}.{kind}": spec}, _stack)
 
 
-def experts(found: Found, module: str, count: int) -> Iterator[Derived]:
+def stacked_experts(found: StoredTensors, module: str, count: int) -> Iterator[DerivedWeights]:
     """The stacked experts `….switch_mlp.X`, where `….experts.E.X` or `….experts.X` is stored."""
     one_by_one = [module.replace(".switch_mlp.", f".experts.{expert}.") for expert in range(count)]
     at_once = module.replace(".switch_mlp.", ".experts.")
@@ -80,7 +80,7 @@ def experts(found: Found, module: str, count: int) -> Iterator[Derived]:
         yield from renamed(found, module, at_once)
 
 
-def reordered(found: Found, module: str, rows: Sequence[int]) -> Iterator[Derived]:
+def reordered(found: StoredTensors, module: str, rows: Sequence[int]) -> Iterator[DerivedWeights]:
     """`module` with its rows, the first axis of what is stored of it, in another order."""
 
     def make(arrays: Sequence[mx.array]) -> Sequence[mx.array]:
@@ -91,21 +91,23 @@ def reordered(found: Found, module: str, rows: Sequence[int]) -> Iterator[Derive
     for kind in _stored(found, module):
         if kind != "global_scale":
             name = f"{module}.{kind}"
-            yield Derived((name,), {name: found[name]}, make)
+            yield DerivedWeights((name,), {name: found[name]}, make)
 
 
-def changed(found: Found, name: str, function: Callable[[mx.array], mx.array]) -> Derived:
+def mapped(
+    found: StoredTensors, name: str, function: Callable[[mx.array], mx.array]
+) -> DerivedWeights:
     """The tensor `name` with other values of the same shape."""
-    return Derived((name,), {name: found[name]}, lambda arrays: [function(arrays[0])])
+    return DerivedWeights((name,), {name: found[name]}, lambda arrays: [function(arrays[0])])
 
 
-def remade(
-    found: Found,
+def from_dequantised(
+    found: StoredTensors,
     module: str,
     columns: int,
     makes: Mapping[str, tuple[int, ...]],
     function: Callable[[mx.array], Sequence[mx.array]],
-) -> Derived:
+) -> DerivedWeights:
     """Weights `makes` (name -> shape) of the values of `module`'s weight [..., columns].
 
     Where it is quantised, `function` gets the values that it stands for, and what it makes is not.
@@ -116,21 +118,27 @@ def remade(
     layout, dtype = None, weight.dtype
     if f"{module}.scales" in found:
         scales = found[f"{module}.scales"]
-        layout = quantisation.recognised(module, columns, weight.shape, scales.shape, scales.dtype)
+        layout = quantisation.layout_from_shapes(
+            module, columns, weight.shape, scales.shape, scales.dtype
+        )
         dtype = scales.dtype if layout.mode == "affine" else "BF16"
 
     def make(arrays: Sequence[mx.array]) -> Sequence[mx.array]:
         if layout is None:
             return function(arrays[0])
-        from mlxpool.worker.layers.quantised import Packed
+        from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
         by_name = dict(zip(names, arrays, strict=True))
-        return function(Packed.of(by_name, module, layout).dense())
+        return function(QuantisedWeight.of(by_name, module, layout).dense())
 
-    return Derived(names, {name: Spec(dtype, shape) for name, shape in makes.items()}, make)
+    return DerivedWeights(
+        names, {name: TensorSpec(dtype, shape) for name, shape in makes.items()}, make
+    )
 
 
-def unblocked(found: Found, source: str, modules: Sequence[str]) -> Iterator[Derived]:
+def from_mxfp4_blocks(
+    found: StoredTensors, source: str, modules: Sequence[str]
+) -> Iterator[DerivedWeights]:
     """Experts released in mxfp4, as bytes: `source`_blocks [E, rows, groups, 16], `source`_scales
     [E, rows, groups] and `source`_bias [E, rows]; the rows of several `modules` take turns in them.
     """
@@ -140,15 +148,15 @@ def unblocked(found: Found, source: str, modules: Sequence[str]) -> Iterator[Der
             f"tensor '{source}_blocks' has shape {list(blocks)}, must be [experts, rows, groups, "
             f"16] with rows for {len(modules)} modules"
         )
-    experts, rows, groups, size = blocks
-    lead = (experts, rows // len(modules))
+    stacked_experts, rows, groups, size = blocks
+    lead = (stacked_experts, rows // len(modules))
     kinds = {"blocks": ("weight", (groups * size // 4,)), "scales": ("scales", (groups,))}
     for stored, (kind, last) in {**kinds, "bias": ("bias", ())}.items():
         name = f"{source}_{stored}"
         if name in found:
-            spec = Spec("U32" if kind == "weight" else found[name].dtype, (*lead, *last))
+            spec = TensorSpec("U32" if kind == "weight" else found[name].dtype, (*lead, *last))
             makes = {f"{module}.{kind}": spec for module in modules}
-            yield Derived((name,), makes, partial(_in_turns, count=len(modules)))
+            yield DerivedWeights((name,), makes, partial(_in_turns, count=len(modules)))
 
 
 def _in_turns(arrays: Sequence[mx.array], *, count: int) -> Sequence[mx.array]:
@@ -161,11 +169,11 @@ def _in_turns(arrays: Sequence[mx.array], *, count: int) -> Sequence[mx.array]:
     return [mx.contiguous(array[:, turn::count]) for turn in range(count)]
 
 
-def _stored(found: Found, module: str) -> Iterator[str]:
-    return (kind for kind in STORED if f"{module}.{kind}" in found)
+def _stored(found: StoredTensors, module: str) -> Iterator[str]:
+    return (kind for kind in MODULE_TENSORS if f"{module}.{kind}" in found)
 
 
-def _require_equal(found: Found, names: Sequence[str]) -> None:
+def _require_equal(found: StoredTensors, names: Sequence[str]) -> None:
     first = found[names[0]]
     for name in names:
         other = found.get(name, first)

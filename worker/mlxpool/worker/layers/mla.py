@@ -12,18 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlxpool.worker.layers.attention import Mixing, Shapes, linear
-from mlxpool.worker.layers.derived_weights import Derived, Found, remade
-from mlxpool.worker.layers.interface import Heads, Latent, Parts, Rope, Step
+from mlxpool.worker.layers.cache_specs import LatentSpec
+from mlxpool.worker.layers.decoder_layer import MixerFunction, WeightShapes, linear_shapes
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, from_dequantised
+from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, MultiLinear, Rope
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-EXPANDED = 2**26  # numbers of opened keys and values that may be there at once
+MAX_DECOMPRESSED = 2**26  # numbers of opened keys and values that may be there at once
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class LatentDims:
     """Of one layer's heads, in numbers."""
 
     heads: int
@@ -42,7 +43,7 @@ class Sizes:
 
     def expands(self, count: int, length: int) -> bool:
         """Whether `count` queries, the last of `length` tokens, multiply less over opened lines."""
-        if length * self.heads * (self.query + self.value) > EXPANDED:
+        if length * self.heads * (self.query + self.value) > MAX_DECOMPRESSED:
             return False
         opened = (length - count) * self.rank * (self.plain + self.value)
         shorter = (self.line + self.rank) - (self.query + self.value)
@@ -54,7 +55,7 @@ class LatentAttention:
     """Attention over lines; queries are made in two steps where `query_rank` is not 0."""
 
     hidden: int
-    sizes: Sizes
+    sizes: LatentDims
     rope: Rope
     scale: float
     eps: float  # of the norms between the steps
@@ -62,27 +63,27 @@ class LatentAttention:
     bias: bool = False
 
     @property
-    def cache(self) -> Latent:
+    def cache(self) -> LatentSpec:
         """One line of each token."""
-        return Latent(self.sizes.line, self.sizes.rank)
+        return LatentSpec(self.sizes.line, self.sizes.rank)
 
-    def shapes(self, name: str) -> Shapes:
+    def shapes(self, name: str) -> WeightShapes:
         """See blocks.Mixer."""
         sizes, d = self.sizes, self.hidden
         queries = sizes.heads * sizes.query
         if self.query_rank:
-            yield from linear(f"{name}.q_a_proj", self.query_rank, d, self.bias)
+            yield from linear_shapes(f"{name}.q_a_proj", self.query_rank, d, self.bias)
             yield f"{name}.q_a_layernorm.weight", (self.query_rank,)
-            yield from linear(f"{name}.q_b_proj", queries, self.query_rank)
+            yield from linear_shapes(f"{name}.q_b_proj", queries, self.query_rank)
         else:
-            yield from linear(f"{name}.q_proj", queries, d)
-        yield from linear(f"{name}.kv_a_proj_with_mqa", sizes.line, d, self.bias)
+            yield from linear_shapes(f"{name}.q_proj", queries, d)
+        yield from linear_shapes(f"{name}.kv_a_proj_with_mqa", sizes.line, d, self.bias)
         yield f"{name}.kv_a_layernorm.weight", (sizes.rank,)
         yield f"{name}.embed_q.weight", (sizes.heads, sizes.rank, sizes.plain)
         yield f"{name}.unembed_out.weight", (sizes.heads, sizes.value, sizes.rank)
-        yield from linear(f"{name}.o_proj", d, sizes.heads * sizes.value, self.bias)
+        yield from linear_shapes(f"{name}.o_proj", d, sizes.heads * sizes.value, self.bias)
 
-    def derived(self, found: Found, name: str) -> Iterable[Derived]:
+    def derived(self, found: StoredTensors, name: str) -> Iterable[DerivedWeights]:
         """As released, what makes keys and what makes values of a line are one weight."""
         if f"{name}.kv_b_proj.weight" not in found:
             return
@@ -91,7 +92,7 @@ class LatentAttention:
             f"{name}.embed_q.weight": (sizes.heads, sizes.rank, sizes.plain),
             f"{name}.unembed_out.weight": (sizes.heads, sizes.value, sizes.rank),
         }
-        yield remade(found, f"{name}.kv_b_proj", sizes.rank, shapes, self._split)
+        yield from_dequantised(found, f"{name}.kv_b_proj", sizes.rank, shapes, self._split)
 
     def _split(self, weight: mx.array) -> Sequence[mx.array]:
         import mlx.core as mx
@@ -100,13 +101,13 @@ class LatentAttention:
         keys, values = heads[:, : self.sizes.plain], heads[:, self.sizes.plain :]
         return [mx.contiguous(keys.swapaxes(-1, -2)), mx.contiguous(values)]
 
-    def build(self, parts: Parts, name: str, layer: int) -> Mixing:
+    def build(self, parts: LayerBuilder, name: str, layer: int) -> MixerFunction:
         """See blocks.Mixer."""
         return _Attention(self, parts, name, layer)
 
 
 class _Attention:
-    def __init__(self, spec: LatentAttention, parts: Parts, name: str, layer: int) -> None:
+    def __init__(self, spec: LatentAttention, parts: LayerBuilder, name: str, layer: int) -> None:
         self.spec, self.layer = spec, layer
         line = f"{name}.kv_a_proj_with_mqa"
         if spec.query_rank:
@@ -117,10 +118,10 @@ class _Attention:
             self.down, self.up = parts.linear(line), parts.linear(f"{name}.q_proj")
         self.line_norm = parts.norm(f"{name}.kv_a_layernorm", spec.eps)
         keys, values = parts.heads(f"{name}.embed_q"), parts.heads(f"{name}.unembed_out")
-        self.heads = LineHeads(spec.sizes, keys, values)
+        self.heads = LatentAttentionProjections(spec.sizes, keys, values)
         self.o = parts.linear(f"{name}.o_proj")
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def __call__(self, x: mx.array, step: ForwardBatch) -> mx.array:
         q, line = self._rotated(*self._made(x), step)
         out = step.attend_latent(self.layer, q, line, self.spec.scale, self.heads)
         return self.o(out.reshape(x.shape[0], -1))
@@ -132,7 +133,9 @@ class _Attention:
         asked = self.query_norm(made[:, :rank]) if rank else x
         return self.up(asked).reshape(-1, sizes.heads, sizes.query), made[:, rank:]
 
-    def _rotated(self, q: mx.array, line: mx.array, step: Step) -> tuple[mx.array, mx.array]:
+    def _rotated(
+        self, q: mx.array, line: mx.array, step: ForwardBatch
+    ) -> tuple[mx.array, mx.array]:
         import mlx.core as mx
 
         sizes = self.spec.sizes
@@ -146,12 +149,12 @@ class _Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class LineHeads:
+class LatentAttentionProjections:
     """See base.LatentHeads; `keys` has weight [H, rank, plain], `values` [H, value, rank]."""
 
-    sizes: Sizes
-    keys: Heads
-    values: Heads
+    sizes: LatentDims
+    keys: MultiLinear
+    values: MultiLinear
 
     @property
     def rank(self) -> int:

@@ -14,14 +14,14 @@ from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
 
-WORD = 32  # bits that numbers are packed in
-FACTORS = ("global_scale", "factor")  # of nvfp4 weights, see above
-FLOATS = ("F32", "F16", "BF16")
+WORD_BITS = 32  # bits that numbers are packed in
+GLOBAL_SCALES = ("global_scale", "factor")  # of nvfp4 weights, see above
+FLOAT_DTYPES = ("F32", "F16", "BF16")
 NVFP4_RANGE = 448.0 * 6.0  # the greatest scale times the greatest number: global_scale is over this
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class QuantMode:
     """What a mode allows; the first of `bits` and of `groups` is what it has unless told."""
 
     bits: tuple[int, ...]
@@ -31,15 +31,15 @@ class Mode:
 
 
 MODES = {
-    "affine": Mode((4, 2, 3, 5, 6, 8), (64, 32, 128), FLOATS, biased=True),
-    "mxfp4": Mode((4,), (32,), ("U8",)),
-    "mxfp8": Mode((8,), (32,), ("U8",)),
-    "nvfp4": Mode((4,), (16,), ("U8",)),
+    "affine": QuantMode((4, 2, 3, 5, 6, 8), (64, 32, 128), FLOAT_DTYPES, biased=True),
+    "mxfp4": QuantMode((4,), (32,), ("U8",)),
+    "mxfp8": QuantMode((8,), (32,), ("U8",)),
+    "nvfp4": QuantMode((4,), (16,), ("U8",)),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Quant:
+class QuantLayout:
     """One way to keep a weight: `bits` a number, one scale for each `group` of a row."""
 
     mode: str
@@ -52,55 +52,55 @@ class Quant:
     def tensors(self, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The name behind the module's and the shape of each tensor for a weight of `shape`."""
         *rows, columns = shape
-        yield "weight", (*rows, columns * self.bits // WORD)
+        yield "weight", (*rows, columns * self.bits // WORD_BITS)
         yield "scales", (*rows, columns // self.group)
         if MODES[self.mode].biased:
             yield "biases", (*rows, columns // self.group)
 
     def divides(self, columns: int) -> bool:
         """Whether a row of so many numbers is whole groups and whole words."""
-        return columns % self.group == 0 and columns * self.bits % WORD == 0
+        return columns % self.group == 0 and columns * self.bits % WORD_BITS == 0
 
 
 @dataclass(frozen=True, slots=True)
-class Quantisation:
+class QuantConfig:
     """What is known of a model's modules: `named` ones, where None is not quantised, and others.
 
     `recognise`: where nothing is known of one, its shapes tell.
     """
 
-    default: Quant | None = None
-    named: Mapping[str, Quant | None] = field(default_factory=dict)
+    default: QuantLayout | None = None
+    named: Mapping[str, QuantLayout | None] = field(default_factory=dict)
     recognise: bool = False
 
 
-def parse(config: Mapping[str, Any]) -> Quantisation:
+def parse_quant_config(config: Mapping[str, Any]) -> QuantConfig:
     """What config.json says; raises ModelLoadFailed naming the value that cannot be used."""
     key = "quantization" if config.get("quantization") else "quantization_config"
     settings = config.get(key)
     if not settings:
-        return Quantisation()
+        return QuantConfig()
     if not isinstance(settings, Mapping):
         raise ModelLoadFailed(f"config.json has {key!r}: {settings!r}, must be a map")
     if settings.get("quant_method"):
-        return Quantisation(_foreign(key, settings["quant_method"]))
+        return QuantConfig(_foreign(key, settings["quant_method"]))
     default = _quant(f"config.json has {key}", settings)
-    return Quantisation(default, dict(_overrides(key, settings, default)))
+    return QuantConfig(default, dict(_overrides(key, settings, default)))
 
 
-def _foreign(key: str, method: Any) -> Quant:
+def _foreign(key: str, method: Any) -> QuantLayout:
     """A layout that others write under a name of its own."""
     if method not in ("mxfp4", "mxfp8"):
         raise ModelLoadFailed(
             f"config.json has {key} with quant_method {method!r}, which is not read; name an MLX "
             "conversion of the model (affine, mxfp4, mxfp8, nvfp4) or the unquantised one"
         )
-    return Quant(method, MODES[method].bits[0], MODES[method].groups[0])
+    return QuantLayout(method, MODES[method].bits[0], MODES[method].groups[0])
 
 
 def _overrides(
-    key: str, settings: Mapping[str, Any], default: Quant
-) -> Iterator[tuple[str, Quant | None]]:
+    key: str, settings: Mapping[str, Any], default: QuantLayout
+) -> Iterator[tuple[str, QuantLayout | None]]:
     for name, value in settings.items():
         if isinstance(value, bool):
             yield name, default if value else None
@@ -112,14 +112,14 @@ def _overrides(
             )
 
 
-def _quant(where: str, settings: Mapping[str, Any]) -> Quant:
+def _quant(where: str, settings: Mapping[str, Any]) -> QuantLayout:
     mode = settings.get("mode") or "affine"
     if not isinstance(mode, str) or mode not in MODES:
         raise ModelLoadFailed(f"{where} with mode {mode!r}, must be one of {', '.join(MODES)}")
     allowed = MODES[mode]
     bits = _one_of(where, mode, "bits", settings.get("bits"), allowed.bits)
     group = _one_of(where, mode, "group_size", settings.get("group_size"), allowed.groups)
-    return Quant(mode, bits, group)
+    return QuantLayout(mode, bits, group)
 
 
 def _one_of(where: str, mode: str, key: str, value: Any, allowed: tuple[int, ...]) -> int:
@@ -131,22 +131,22 @@ def _one_of(where: str, mode: str, key: str, value: Any, allowed: tuple[int, ...
     return value
 
 
-def recognised(
+def layout_from_shapes(
     module: str,
     columns: int,
     weight: tuple[int, ...],
     scales: tuple[int, ...],
     scales_dtype: str,
-) -> Quant:
+) -> QuantLayout:
     """The layout whose tensors have these shapes, for a weight [..., columns].
 
     Raises ModelLoadFailed with the numbers where there is none.
     """
-    bits = _whole(weight[-1] * WORD, columns) if weight else 0
+    bits = _whole(weight[-1] * WORD_BITS, columns) if weight else 0
     group = _whole(columns, scales[-1]) if scales else 0
     for mode, allowed in MODES.items():
         if bits in allowed.bits and group in allowed.groups and scales_dtype in allowed.scales:
-            return Quant(mode, bits, group)
+            return QuantLayout(mode, bits, group)
     raise ModelLoadFailed(
         f"module {module!r} has a weight {list(weight)} and scales {list(scales)} of "
         f"{scales_dtype} for rows of {columns}, which is no layout of {', '.join(MODES)}"

@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.interface import Rope, integer, number
+from mlxpool.worker.layers.config_fields import integer, number
+from mlxpool.worker.layers.interface import Rope
 
 Settings: TypeAlias = Mapping[str, Any]
 
 
-def rope(
+def parse_rope(
     config: Settings, dims: int, *, base: float | None = 10000.0, traditional: bool = False
 ) -> Rope:
     """The rotation of the first `dims` numbers of a head; `base` where config.json has none.
@@ -84,12 +85,12 @@ def _yarn(plain: Rope, settings: Settings) -> Rope:
     top = high if high != low else high + 0.001
     kept = [1 - _ramp(index, low, top) for index in range(plain.dims // 2)]
     factor = number(settings, "factor")
-    gain = yarn_gain(factor, _weight(settings, "mscale", 1.0))
-    gain /= yarn_gain(factor, _weight(settings, "mscale_all_dim", 0.0))
+    gain = yarn_mscale(factor, _weight(settings, "mscale", 1.0))
+    gain /= yarn_mscale(factor, _weight(settings, "mscale_all_dim", 0.0))
     return replace(plain, freqs=_blended(plain, settings, kept), gain=gain)
 
 
-def yarn_gain(factor: float, weight: float) -> float:
+def yarn_mscale(factor: float, weight: float) -> float:
     """What scores of a context stretched by `factor` are multiplied by, for queries or keys each.
 
     Latent attention puts the square of it, with `mscale_all_dim` as its weight, on its scale.

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.attention import Gated, Shapes
-from mlxpool.worker.layers.config_fields import flag, require
-from mlxpool.worker.layers.derived_weights import Derived, Found, experts
-from mlxpool.worker.layers.interface import MOST_PARTS, Layer, Parts, integer, number
+from mlxpool.worker.layers.config_fields import MAX_MODULES, flag, integer, number, require
+from mlxpool.worker.layers.decoder_layer import WeightShapes
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, stacked_experts
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.interface import LayerBuilder, LayerFunction
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -25,7 +26,7 @@ TINY = 1e-20  # no sum of scores is smaller
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class SigmoidMoE:
     """Of `count` experts each token goes through `chosen`, and through the shared ones."""
 
     hidden: int
@@ -39,13 +40,13 @@ class Mixture:
     factor: float
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Mixture:
+    def of(cls, config: Mapping[str, Any]) -> SigmoidMoE:
         """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
         require(config, "topk_method", ["noaux_tc"])
         require(config, "scoring_func", ["sigmoid"])
         mixture = cls(
             hidden=integer(config, "hidden_size"),
-            count=integer(config, "n_routed_experts", most=MOST_PARTS),
+            count=integer(config, "n_routed_experts", most=MAX_MODULES),
             chosen=integer(config, "num_experts_per_tok"),
             width=integer(config, "moe_intermediate_size"),
             shared=integer(config, "n_shared_experts") if config.get("n_shared_experts") else 0,
@@ -73,7 +74,7 @@ class Mixture:
                 f"{self.count}"
             )
 
-    def shapes(self, name: str) -> Shapes:
+    def shapes(self, name: str) -> WeightShapes:
         """See blocks.Feed."""
         yield f"{name}.gate.weight", (self.count, self.hidden)
         yield f"{name}.gate.{CORRECTION}", (self.count,)
@@ -82,30 +83,30 @@ class Mixture:
         if self.shared:
             yield from self._shared.shapes(f"{name}.shared_experts")
 
-    def derived(self, found: Found, name: str) -> Iterable[Derived]:
+    def derived(self, found: StoredTensors, name: str) -> Iterable[DerivedWeights]:
         """As released, every expert has weights of its own."""
         for one in PROJECTIONS:
-            yield from experts(found, f"{name}.switch_mlp.{one}", self.count)
+            yield from stacked_experts(found, f"{name}.switch_mlp.{one}", self.count)
 
-    def build(self, parts: Parts, name: str) -> Layer:
+    def build(self, parts: LayerBuilder, name: str) -> LayerFunction:
         """See blocks.Feed."""
         return _Feed(self, parts, name)
 
     @property
-    def _expert(self) -> Gated:
-        return Gated(self.hidden, self.width)
+    def _expert(self) -> GatedMLP:
+        return GatedMLP(self.hidden, self.width)
 
     @property
-    def _shared(self) -> Gated:
-        return Gated(self.hidden, self.width * self.shared)
+    def _shared(self) -> GatedMLP:
+        return GatedMLP(self.hidden, self.width * self.shared)
 
-    def build_shared(self, parts: Parts, name: str) -> Layer | None:
+    def build_shared(self, parts: LayerBuilder, name: str) -> LayerFunction | None:
         """The experts that every token goes through, if there are any."""
         return self._shared.build(parts, f"{name}.shared_experts") if self.shared else None
 
 
 class _Feed:
-    def __init__(self, spec: Mixture, parts: Parts, name: str) -> None:
+    def __init__(self, spec: SigmoidMoE, parts: LayerBuilder, name: str) -> None:
         self.spec = spec
         self.gate = parts.linear(f"{name}.gate")
         self.correction = parts.array(f"{name}.gate.{CORRECTION}")
@@ -118,7 +119,7 @@ class _Feed:
         return out if self.shared is None else out + self.shared(x)
 
 
-def routed(logits: mx.array, correction: mx.array, spec: Mixture) -> tuple[mx.array, mx.array]:
+def routed(logits: mx.array, correction: mx.array, spec: SigmoidMoE) -> tuple[mx.array, mx.array]:
     """logits [T, E], correction [E] -> the experts [T, k] of each token, their weights in float32.
 
     Experts of a closed group count as 0, as they did in training: where corrections are below 0,
@@ -135,7 +136,7 @@ def routed(logits: mx.array, correction: mx.array, spec: Mixture) -> tuple[mx.ar
     return chosen, weights * spec.factor
 
 
-def _opened(ranked: mx.array, spec: Mixture) -> mx.array:
+def _opened(ranked: mx.array, spec: SigmoidMoE) -> mx.array:
     """ranked [T, E] with 0 in all but the best groups."""
     import mlx.core as mx
 

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.attention import Gated, Shapes, linear
-from mlxpool.worker.layers.config_fields import flag
-from mlxpool.worker.layers.derived_weights import Derived, Found, experts
-from mlxpool.worker.layers.interface import MOST_PARTS, Layer, Parts, integer
+from mlxpool.worker.layers.config_fields import MAX_MODULES, flag, integer
+from mlxpool.worker.layers.decoder_layer import WeightShapes, linear_shapes
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, stacked_experts
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.interface import LayerBuilder, LayerFunction
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class SoftmaxMoE:
     """A Feed (blocks.py): each token goes through `chosen` of `count` experts.
 
     With a `shared_width` it goes through one more, which all tokens share, behind a gate.
@@ -31,13 +32,13 @@ class Mixture:
     shared_width: int = 0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], normed: bool, shared_width: int = 0) -> Mixture:
+    def of(cls, config: Mapping[str, Any], normed: bool, shared_width: int = 0) -> SoftmaxMoE:
         """`normed` where config.json does not say.
 
         Raises ModelLoadFailed naming the key that is missing or cannot be used.
         """
         count, chosen = (
-            integer(config, "num_experts", most=MOST_PARTS),
+            integer(config, "num_experts", most=MAX_MODULES),
             integer(config, "num_experts_per_tok"),
         )
         if chosen > count:
@@ -53,33 +54,33 @@ class Mixture:
             shared_width=shared_width,
         )
 
-    def shapes(self, name: str) -> Shapes:
+    def shapes(self, name: str) -> WeightShapes:
         """See Feed."""
-        yield from linear(f"{name}.gate", self.count, self.hidden)
-        for one, shape in Gated(self.hidden, self.width).shapes(f"{name}.switch_mlp"):
+        yield from linear_shapes(f"{name}.gate", self.count, self.hidden)
+        for one, shape in GatedMLP(self.hidden, self.width).shapes(f"{name}.switch_mlp"):
             yield one, (self.count, *shape)
         if self.shared_width:
             yield from self.shared.shapes(f"{name}.shared_expert")
-            yield from linear(f"{name}.shared_expert_gate", 1, self.hidden)
+            yield from linear_shapes(f"{name}.shared_expert_gate", 1, self.hidden)
 
-    def derived(self, found: Found, name: str) -> Iterator[Derived]:
+    def derived(self, found: StoredTensors, name: str) -> Iterator[DerivedWeights]:
         """As released, every expert has weights of its own."""
         for one in ("gate_proj", "up_proj", "down_proj"):
-            yield from experts(found, f"{name}.switch_mlp.{one}", self.count)
+            yield from stacked_experts(found, f"{name}.switch_mlp.{one}", self.count)
 
-    def build(self, parts: Parts, name: str) -> Layer:
+    def build(self, parts: LayerBuilder, name: str) -> LayerFunction:
         """See Feed."""
         mixed = _Mixed(self, parts, name)
         return _Shared(self, parts, name, mixed) if self.shared_width else mixed
 
     @property
-    def shared(self) -> Gated:
+    def shared(self) -> GatedMLP:
         """The expert of all tokens."""
-        return Gated(self.hidden, self.shared_width)
+        return GatedMLP(self.hidden, self.shared_width)
 
 
 class _Mixed:
-    def __init__(self, spec: Mixture, parts: Parts, name: str) -> None:
+    def __init__(self, spec: SoftmaxMoE, parts: LayerBuilder, name: str) -> None:
         self.spec = spec
         self.gate = parts.linear(f"{name}.gate")
         self.experts = parts.expert_mlp(f"{name}.switch_mlp")
@@ -90,7 +91,9 @@ class _Mixed:
 
 
 class _Shared:
-    def __init__(self, spec: Mixture, parts: Parts, name: str, mixed: Layer) -> None:
+    def __init__(
+        self, spec: SoftmaxMoE, parts: LayerBuilder, name: str, mixed: LayerFunction
+    ) -> None:
         self.mixed = mixed
         self.shared = spec.shared.build(parts, f"{name}.shared_expert")
         self.gate = parts.linear(f"{name}.shared_expert_gate")

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.interface import Plan
+from mlxpool.worker.layers.model_plan import ModelPlan
 
 ARCHITECTURES = {
     "gemma3": "mlxpool.worker.models.gemma3",
@@ -29,7 +29,7 @@ ARCHITECTURES = {
 SUPPORTED = tuple(ARCHITECTURES)
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of the model that config.json describes; imports no MLX.
 
     Raises ModelLoadFailed for an unknown model_type, a missing key or a value it cannot use.
@@ -42,4 +42,4 @@ def plan(config: Mapping[str, Any]) -> Plan:
             f"supported are: {', '.join(SUPPORTED)}, and with `pip install 'mlxpool[zoo]'` "
             "those that mlx-lm has"
         )
-    return cast(Plan, import_module(module).plan(config))
+    return cast(ModelPlan, import_module(module).plan(config))

@@ -13,29 +13,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.attention import (
-    Block,
-    Gated,
-    GroupedQuery,
-    Layered,
-    Shapes,
-    Stream,
-    normed,
-)
+from mlxpool.worker.layers.cache_specs import CacheSpec
 from mlxpool.worker.layers.config_fields import (
     FULL,
     SLIDING,
     Heads,
     flag,
+    integer,
     layer_count,
     layer_types,
+    layer_windows,
+    number,
     require,
-    windows,
 )
 from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.derived_weights import Derived, Found, Spec
-from mlxpool.worker.layers.interface import LayerCache, Parts, Plan, Rope, Step, integer, number
-from mlxpool.worker.layers.rope import rope
+from mlxpool.worker.layers.decoder_layer import DecoderLayer, DecoderLayerFunction, WeightShapes
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, TensorSpec
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
+from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, Rope
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.residual import Residual, add_and_norm
+from mlxpool.worker.layers.rope import parse_rope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +63,7 @@ PICTURES = ("vision_tower.", "multi_modal_projector.")
 GREATEST = 65504.0  # that a float16 can be
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a text alone, or of the text of a model that sees pictures, too.
 
     Raises ModelLoadFailed naming the key that cannot be used.
@@ -91,12 +90,12 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**DEFAULTS, **said}
 
 
-def _blocks(text: Mapping[str, Any]) -> Iterator[Block]:
+def _blocks(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
     hidden, heads, eps = integer(text, "hidden_size"), Heads.of(text), number(text, "rms_norm_eps")
-    feed = Gated(hidden, integer(text, "intermediate_size"), activation=geglu)
+    feed = GatedMLP(hidden, integer(text, "intermediate_size"), activation=geglu)
     types = _types(text)
-    for kind, window in zip(types, windows(text, len(types), types), strict=True):
-        attention = GroupedQuery(
+    for kind, window in zip(types, layer_windows(text, len(types), types), strict=True):
+        attention = GroupedQueryAttention(
             hidden,
             heads,
             _rope(text, kind, heads.size),
@@ -105,7 +104,7 @@ def _blocks(text: Mapping[str, Any]) -> Iterator[Block]:
             cap=_cap(text, "attn_logit_softcapping"),
             norm_eps=eps,
         )
-        yield Sandwich(hidden, eps, attention, feed)
+        yield SandwichNormLayer(hidden, eps, attention, feed)
 
 
 def _types(text: Mapping[str, Any]) -> tuple[str, ...]:
@@ -119,10 +118,10 @@ def _rope(text: Mapping[str, Any], kind: str, dims: int) -> Rope:
     """Each kind of layer has its own; newer files name them, in older ones windows have a base."""
     named = text.get("rope_parameters") or {}
     if kind in named:
-        return rope({**text, "rope_parameters": named[kind]}, dims)
+        return parse_rope({**text, "rope_parameters": named[kind]}, dims)
     if kind == SLIDING:
         return Rope(dims, number(text, "rope_local_base_freq"))
-    return rope(text, dims)
+    return parse_rope(text, dims)
 
 
 def _cap(text: Mapping[str, Any], key: str) -> float:
@@ -140,13 +139,13 @@ def _ignored(name: str) -> bool:
     return name.removeprefix("model.").startswith(PICTURES)
 
 
-def _derived(found: Found) -> Iterator[Derived]:
+def _derived(found: StoredTensors) -> Iterator[DerivedWeights]:
     for stored, spec in found.items():
         name = _named(stored)
         if name.endswith("norm.weight") and not _ignored(stored):
-            yield Derived((stored,), {name: Spec("F32", spec.shape)}, _whole)
+            yield DerivedWeights((stored,), {name: TensorSpec("F32", spec.shape)}, _whole)
         elif name != stored:
-            yield Derived((stored,), {name: spec}, tuple)
+            yield DerivedWeights((stored,), {name: spec}, tuple)
 
 
 def _named(stored: str) -> str:
@@ -163,20 +162,20 @@ def _whole(arrays: Sequence[mx.array]) -> list[mx.array]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sandwich:
+class SandwichNormLayer:
     """A Block (blocks.py): x + norm(mixer(norm(x))), then the same with the feed."""
 
     hidden: int
     eps: float
-    mixer: GroupedQuery
-    feed: Gated
+    mixer: GroupedQueryAttention
+    feed: GatedMLP
 
     @property
-    def cache(self) -> LayerCache:
+    def cache(self) -> CacheSpec:
         """The mixer's."""
         return self.mixer.cache
 
-    def shapes(self, name: str) -> Shapes:
+    def shapes(self, name: str) -> WeightShapes:
         """See Block."""
         yield f"{name}.input_layernorm.weight", (self.hidden,)
         yield from self.mixer.shapes(f"{name}.self_attn")
@@ -185,13 +184,13 @@ class Sandwich:
         yield from self.feed.shapes(f"{name}.mlp")
         yield f"{name}.post_feedforward_layernorm.weight", (self.hidden,)
 
-    def build(self, parts: Parts, name: str, layer: int) -> Layered:
+    def build(self, parts: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
         """See Block."""
         return _Sandwich(self, parts, name, layer)
 
 
 class _Sandwich:
-    def __init__(self, spec: Sandwich, parts: Parts, name: str, layer: int) -> None:
+    def __init__(self, spec: SandwichNormLayer, parts: LayerBuilder, name: str, layer: int) -> None:
         self.before_mixer = parts.norm(f"{name}.input_layernorm", spec.eps)
         self.mixer = spec.mixer.build(parts, f"{name}.self_attn", layer)
         self.after_mixer = parts.norm(f"{name}.post_attention_layernorm", spec.eps)
@@ -199,8 +198,8 @@ class _Sandwich:
         self.feed = spec.feed.build(parts, f"{name}.mlp")
         self.after_feed = parts.norm(f"{name}.post_feedforward_layernorm", spec.eps)
 
-    def __call__(self, x: Stream, step: Step) -> Stream:
-        x, asked = normed(self.before_mixer, x)
+    def __call__(self, x: Residual, step: ForwardBatch) -> Residual:
+        x, asked = add_and_norm(self.before_mixer, x)
         x = _sum(x, self.after_mixer(self.mixer(asked, step)))
         return _sum(x, self.after_feed(self.feed(self.before_feed(x))))
 

@@ -8,21 +8,31 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.attention import GroupedQuery, PreNorm, Shapes, linear
 from mlxpool.worker.layers.config_fields import (
     FULL,
+    MAX_MODULES,
     SLIDING,
     Heads,
     flag,
+    integer,
     layer_count,
     layer_types,
+    layer_windows,
+    number,
     require,
-    windows,
 )
 from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.derived_weights import Derived, Found, Spec, unblocked
-from mlxpool.worker.layers.interface import MOST_PARTS, Layer, Parts, Plan, integer, number
-from mlxpool.worker.layers.rope import rope
+from mlxpool.worker.layers.decoder_layer import PreNormLayer, WeightShapes, linear_shapes
+from mlxpool.worker.layers.derived_weights import (
+    DerivedWeights,
+    StoredTensors,
+    TensorSpec,
+    from_mxfp4_blocks,
+)
+from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
+from mlxpool.worker.layers.interface import LayerBuilder, LayerFunction
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.rope import parse_rope
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -30,21 +40,21 @@ if TYPE_CHECKING:
 STEEPNESS = 1.702  # of the sigmoid that gates
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a gpt-oss; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
-    feed = Experts.of(config)
+    feed = GptOssMoE.of(config)
     eps = number(config, "rms_norm_eps", 1e-5)
-    blocks = tuple(PreNorm(feed.hidden, eps, mixer, feed) for mixer in _attention(config))
+    blocks = tuple(PreNormLayer(feed.hidden, eps, mixer, feed) for mixer in _attention(config))
 
-    def derived(found: Found) -> Iterable[Derived]:
+    def derived(found: StoredTensors) -> Iterable[DerivedWeights]:
         for layer in range(len(blocks)):
             yield from feed.derived(found, f"model.layers.{layer}.mlp")
 
     return replace(Decoder.of(config, blocks, eps=eps).plan(), derived=derived)
 
 
-def _attention(config: Mapping[str, Any]) -> Iterator[GroupedQuery]:
+def _attention(config: Mapping[str, Any]) -> Iterator[GroupedQueryAttention]:
     """Of each layer; where layer_types are not listed, the first has a window, the second none."""
     layers = layer_count(config)
     types = layer_types(config, layers)
@@ -52,14 +62,14 @@ def _attention(config: Mapping[str, Any]) -> Iterator[GroupedQuery]:
     if SLIDING not in types:
         raise ModelLoadFailed(f"config.json has no {SLIDING!r} in layer_types, must have one")
     hidden, heads = integer(config, "hidden_size"), Heads.of(config, size=64)
-    turn = rope(config, heads.size, base=150000.0)
+    turn = parse_rope(config, heads.size, base=150000.0)
     biases = "qkvo" if flag(config, "attention_bias", True) else ""
-    for window in windows(config, layers, types):
-        yield GroupedQuery(hidden, heads, turn, window, biases=biases, sinks=True)
+    for window in layer_windows(config, layers, types):
+        yield GroupedQueryAttention(hidden, heads, turn, window, biases=biases, sinks=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class GptOssMoE:
     """Each token goes through the `chosen` experts that a router ranks first; all have biases."""
 
     hidden: int
@@ -69,12 +79,12 @@ class Experts:
     limit: float  # of what is gated, on both sides, and of what gates, above
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Experts:
+    def of(cls, config: Mapping[str, Any]) -> GptOssMoE:
         """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
         experts = cls(
             hidden=integer(config, "hidden_size"),
             width=integer(config, "intermediate_size"),
-            count=integer(config, "num_local_experts", most=MOST_PARTS),
+            count=integer(config, "num_local_experts", most=MAX_MODULES),
             chosen=integer(config, "num_experts_per_tok"),
             limit=number(config, "swiglu_limit", 7.0),
         )
@@ -85,15 +95,15 @@ class Experts:
             )
         return experts
 
-    def shapes(self, name: str) -> Shapes:
+    def shapes(self, name: str) -> WeightShapes:
         """See blocks.Feed."""
-        yield from linear(f"{name}.router", self.count, self.hidden, bias=True)
+        yield from linear_shapes(f"{name}.router", self.count, self.hidden, bias=True)
         sizes = {"gate": (self.width, self.hidden), "up": (self.width, self.hidden)}
         for one, shape in {**sizes, "down": (self.hidden, self.width)}.items():
-            for tensor, each in linear(f"{name}.experts.{one}_proj", *shape, bias=True):
+            for tensor, each in linear_shapes(f"{name}.experts.{one}_proj", *shape, bias=True):
                 yield tensor, (self.count, *each)
 
-    def derived(self, found: Found, name: str) -> Iterable[Derived]:
+    def derived(self, found: StoredTensors, name: str) -> Iterable[DerivedWeights]:
         """As released, the rows of gate and up take turns in one weight: in mxfp4, or as numbers
         with the columns first.
         """
@@ -102,11 +112,11 @@ class Experts:
             source = f"{name}.experts.{stored}_proj"
             made = [f"{name}.experts.{one}_proj" for one in names]
             if f"{source}_blocks" in found:
-                yield from unblocked(found, source, made)
+                yield from from_mxfp4_blocks(found, source, made)
             elif source in found:
                 yield from _columns_first(found, source, made)
 
-    def build(self, parts: Parts, name: str) -> Layer:
+    def build(self, parts: LayerBuilder, name: str) -> LayerFunction:
         """See blocks.Feed."""
         import mlx.core as mx
 
@@ -131,7 +141,9 @@ def clamped(limit: float, gate: mx.array, up: mx.array) -> mx.array:
     return (up + 1) * gate * mx.sigmoid(STEEPNESS * gate)
 
 
-def _columns_first(found: Found, source: str, modules: Sequence[str]) -> Iterator[Derived]:
+def _columns_first(
+    found: StoredTensors, source: str, modules: Sequence[str]
+) -> Iterator[DerivedWeights]:
     """`source` [E, in, rows] and `source`_bias [E, rows]; the rows of `modules` take turns."""
     turns = len(modules)
     weight, bias = found[source], found.get(f"{source}_bias")
@@ -143,8 +155,8 @@ def _columns_first(found: Found, source: str, modules: Sequence[str]) -> Iterato
         return [arrays[0][..., turn::turns] for turn in range(turns)]
 
     *experts, columns, rows = weight.shape
-    spec = Spec(weight.dtype, (*experts, rows // turns, columns))
-    yield Derived((source,), {f"{module}.weight": spec for module in modules}, weights)
+    spec = TensorSpec(weight.dtype, (*experts, rows // turns, columns))
+    yield DerivedWeights((source,), {f"{module}.weight": spec for module in modules}, weights)
     if bias is not None:
-        spec = Spec(bias.dtype, (*bias.shape[:-1], bias.shape[-1] // turns))
-        yield Derived((f"{source}_bias",), {f"{one}.bias": spec for one in modules}, biases)
+        spec = TensorSpec(bias.dtype, (*bias.shape[:-1], bias.shape[-1] // turns))
+        yield DerivedWeights((f"{source}_bias",), {f"{one}.bias": spec for one in modules}, biases)

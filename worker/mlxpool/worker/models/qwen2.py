@@ -5,38 +5,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.worker.layers.attention import Block, Gated, GroupedQuery, PreNorm
 from mlxpool.worker.layers.config_fields import (
     FULL,
     SLIDING,
     Heads,
     flag,
+    integer,
     layer_count,
     layer_types,
+    layer_windows,
+    number,
     require,
-    windows,
 )
 from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.interface import Plan, integer, number
-from mlxpool.worker.layers.rope import rope
+from mlxpool.worker.layers.decoder_layer import DecoderLayer, PreNormLayer
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.rope import parse_rope
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a Qwen2; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
     return Decoder.of(config, _blocks(config)).plan()
 
 
-def _blocks(config: Mapping[str, Any]) -> tuple[Block, ...]:
+def _blocks(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
     hidden, heads, eps = (
         integer(config, "hidden_size"),
         Heads.of(config),
         number(config, "rms_norm_eps"),
     )
-    turn = rope(config, heads.size, base=None, traditional=flag(config, "rope_traditional"))
-    feed = Gated(hidden, integer(config, "intermediate_size"))
+    turn = parse_rope(config, heads.size, base=None, traditional=flag(config, "rope_traditional"))
+    feed = GatedMLP(hidden, integer(config, "intermediate_size"))
     return tuple(
-        PreNorm(hidden, eps, GroupedQuery(hidden, heads, turn, window, biases="qkv"), feed)
+        PreNormLayer(
+            hidden, eps, GroupedQueryAttention(hidden, heads, turn, window, biases="qkv"), feed
+        )
         for window in sliding(config)
     )
 
@@ -50,4 +56,4 @@ def sliding(config: Mapping[str, Any]) -> tuple[int, ...]:
     if types is None:
         full = min(integer(config, "max_window_layers"), layers)
         types = (FULL,) * full + (SLIDING,) * (layers - full)
-    return windows(config, layers, types)
+    return layer_windows(config, layers, types)

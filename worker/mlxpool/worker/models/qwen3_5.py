@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.delta_net import DeltaNet
-from mlxpool.worker.layers.derived_weights import Derived, Found, Spec
-from mlxpool.worker.layers.interface import Plan
+from mlxpool.worker.layers.delta_net import GatedDeltaNet
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, TensorSpec
+from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.models.qwen3_next import plan_of
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ PREFIXES = {  # stored -> ours, the longer ones first
 }
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of the text part; raises ModelLoadFailed naming the key that cannot be used."""
     text = _text_of(config)
     sparse = bool(text.get("num_experts"))
-    plan = plan_of(text, DeltaNet.of(text, fused=False), lambda layer: sparse, normed=True)
+    plan = plan_of(text, GatedDeltaNet.of(text, fused=False), lambda layer: sparse, normed=True)
     inner, ignored = plan.derived, plan.ignored
 
-    def derived(found: Found) -> Iterable[Derived]:
+    def derived(found: StoredTensors) -> Iterable[DerivedWeights]:
         names = {our_name(name): name for name in found if not name.startswith(SEEING)}
         ours = {name: found[stored] for name, stored in names.items()}
         split = {one.sources[0]: one for one in _split_experts(ours)}
@@ -48,7 +48,7 @@ def plan(config: Mapping[str, Any]) -> Plan:
             yield replace(one, sources=tuple(names[source] for source in one.sources))
         for name, stored in names.items():
             if name != stored and name not in used:
-                yield Derived((stored,), {name: found[stored]}, tuple)
+                yield DerivedWeights((stored,), {name: found[stored]}, tuple)
 
     return replace(
         plan,
@@ -72,17 +72,17 @@ def our_name(stored: str) -> str:
     return stored
 
 
-def _split_experts(found: Found) -> Iterator[Derived]:
+def _split_experts(found: StoredTensors) -> Iterator[DerivedWeights]:
     """As released, a layer's experts are two stacks, of which one has gates and ups together."""
     for name, spec in found.items():
         layer, _, kind = name.rpartition(".experts.")
         if kind == "down_proj":
-            yield Derived((name,), {f"{layer}.switch_mlp.down_proj.weight": spec}, tuple)
+            yield DerivedWeights((name,), {f"{layer}.switch_mlp.down_proj.weight": spec}, tuple)
         elif kind == "gate_up_proj":
             count, rows, columns = spec.shape
-            half = Spec(spec.dtype, (count, rows // 2, columns))
+            half = TensorSpec(spec.dtype, (count, rows // 2, columns))
             makes = {f"{layer}.switch_mlp.{one}_proj.weight": half for one in ("gate", "up")}
-            yield Derived((name,), makes, _halves)
+            yield DerivedWeights((name,), makes, _halves)
 
 
 def _halves(arrays: Sequence[mx.array]) -> Sequence[mx.array]:

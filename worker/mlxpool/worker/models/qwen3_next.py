@@ -12,14 +12,32 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.attention import Block, Gated, Mixing, PreNorm, Shapes, linear
-from mlxpool.worker.layers.config_fields import FULL, Heads, flag, layer_count, layer_types, require
+from mlxpool.worker.layers.cache_specs import KeyValueSpec
+from mlxpool.worker.layers.config_fields import (
+    FULL,
+    Heads,
+    flag,
+    integer,
+    layer_count,
+    layer_types,
+    number,
+    require,
+)
 from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.delta_net import FLOAT32, DeltaNet
-from mlxpool.worker.layers.derived_weights import Derived, Found, changed
-from mlxpool.worker.layers.interface import KeyValue, Parts, Plan, Rope, Step, integer, number
-from mlxpool.worker.layers.rope import rope
-from mlxpool.worker.layers.softmax_moe import Mixture
+from mlxpool.worker.layers.decoder_layer import (
+    DecoderLayer,
+    MixerFunction,
+    PreNormLayer,
+    WeightShapes,
+    linear_shapes,
+)
+from mlxpool.worker.layers.delta_net import FLOAT32, GatedDeltaNet
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, mapped
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, Rope
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.rope import parse_rope
+from mlxpool.worker.layers.softmax_moe import SoftmaxMoE
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -31,19 +49,19 @@ NORMS = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.wei
 AHEAD = "mtp."  # tensors that guess tokens ahead, which is not done here
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
     sparse = partial(_sparse, config)
-    return plan_of(config, DeltaNet.of(config, fused=True), sparse, normed=False)
+    return plan_of(config, GatedDeltaNet.of(config, fused=True), sparse, normed=False)
 
 
 def plan_of(
     config: Mapping[str, Any],
-    delta_net: DeltaNet,
+    delta_net: GatedDeltaNet,
     sparse: Callable[[int], bool],
     *,
     normed: bool,
-) -> Plan:
+) -> ModelPlan:
     """The plan with these delta-nets and with experts in the layers that are `sparse`.
 
     `normed`: whether the chosen experts' weights add up to one, where config.json does not say.
@@ -52,11 +70,11 @@ def plan_of(
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
     attention = GatedAttention.of(config)
 
-    def block(layer: int, kind: str) -> Block:
+    def block(layer: int, kind: str) -> DecoderLayer:
         feed = _experts(config, normed) if sparse(layer) else _dense(config)
         if kind == LINEAR:
-            return PreNorm(hidden, eps, delta_net, feed, mixer_name="linear_attn")
-        return PreNorm(hidden, eps, attention, feed)
+            return PreNormLayer(hidden, eps, delta_net, feed, mixer_name="linear_attn")
+        return PreNormLayer(hidden, eps, attention, feed)
 
     blocks = tuple(block(layer, kind) for layer, kind in enumerate(_kinds(config)))
     plan = Decoder.of(config, blocks).plan(_guesses, partial(_derived, blocks))
@@ -67,12 +85,12 @@ def _guesses(name: str) -> bool:
     return name.startswith(AHEAD)
 
 
-def _dense(config: Mapping[str, Any]) -> Gated:
-    return Gated(integer(config, "hidden_size"), integer(config, "intermediate_size"))
+def _dense(config: Mapping[str, Any]) -> GatedMLP:
+    return GatedMLP(integer(config, "hidden_size"), integer(config, "intermediate_size"))
 
 
-def _experts(config: Mapping[str, Any], normed: bool) -> Mixture:
-    return Mixture.of(config, normed, integer(config, "shared_expert_intermediate_size"))
+def _experts(config: Mapping[str, Any], normed: bool) -> SoftmaxMoE:
+    return SoftmaxMoE.of(config, normed, integer(config, "shared_expert_intermediate_size"))
 
 
 def _kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -107,29 +125,29 @@ class GatedAttention:
         return cls(
             hidden=integer(config, "hidden_size"),
             heads=heads,
-            rope=rope(config, int(heads.size * part)),
+            rope=parse_rope(config, int(heads.size * part)),
             bias=flag(config, "attention_bias"),
             eps=number(config, "rms_norm_eps"),
         )
 
     @property
-    def cache(self) -> KeyValue:
+    def cache(self) -> KeyValueSpec:
         """Keys and values of its heads."""
-        return KeyValue(self.heads.pairs, self.heads.size, self.heads.size)
+        return KeyValueSpec(self.heads.pairs, self.heads.size, self.heads.size)
 
-    def shapes(self, name: str) -> Shapes:
+    def shapes(self, name: str) -> WeightShapes:
         """See Mixer."""
         heads, queries = self.heads, self.heads.queries * self.heads.size
-        yield from linear(f"{name}.q_proj", 2 * queries, self.hidden, self.bias)
+        yield from linear_shapes(f"{name}.q_proj", 2 * queries, self.hidden, self.bias)
         for one in "kv":
-            yield from linear(
+            yield from linear_shapes(
                 f"{name}.{one}_proj", heads.pairs * heads.size, self.hidden, self.bias
             )
         yield f"{name}.q_norm.weight", (heads.size,)
         yield f"{name}.k_norm.weight", (heads.size,)
-        yield from linear(f"{name}.o_proj", self.hidden, queries, self.bias)
+        yield from linear_shapes(f"{name}.o_proj", self.hidden, queries, self.bias)
 
-    def build(self, parts: Parts, name: str, layer: int) -> Mixing:
+    def build(self, parts: LayerBuilder, name: str, layer: int) -> MixerFunction:
         """See Mixer."""
         import mlx.core as mx
 
@@ -141,7 +159,7 @@ class GatedAttention:
 
         scores = ScoreParams(size**-0.5)
 
-        def mixer(x: mx.array, step: Step) -> mx.array:
+        def mixer(x: mx.array, step: ForwardBatch) -> mx.array:
             every = qkv(x).reshape(x.shape[0], -1, size)
             asked = every[:, : 2 * queries].reshape(x.shape[0], queries, 2 * size)
             k, v = mx.split(every[:, 2 * queries :], 2, axis=1)
@@ -153,21 +171,21 @@ class GatedAttention:
         return mixer
 
 
-def _derived(blocks: tuple[Block, ...], found: Found) -> Iterable[Derived]:
+def _derived(blocks: tuple[DecoderLayer, ...], found: StoredTensors) -> Iterable[DerivedWeights]:
     if _as_released(found):
         for name in found:
             if name.endswith(NORMS) and not _guesses(name):
-                yield changed(found, name, _one_more)
+                yield mapped(found, name, _one_more)
     for layer, block in enumerate(blocks):
-        assert isinstance(block, PreNorm)
+        assert isinstance(block, PreNormLayer)
         name = f"model.layers.{layer}"
-        if isinstance(block.mixer, DeltaNet):
+        if isinstance(block.mixer, GatedDeltaNet):
             yield from block.mixer.derived(found, f"{name}.{block.mixer_name}")
-        if isinstance(block.feed, Mixture):
+        if isinstance(block.feed, SoftmaxMoE):
             yield from block.feed.derived(found, f"{name}.mlp")
 
 
-def _as_released(found: Found) -> bool:
+def _as_released(found: StoredTensors) -> bool:
     """Conversions to MLX turn the convolutions' axes, which tells them apart."""
     convolutions = [spec.shape for name, spec in found.items() if name.endswith("conv1d.weight")]
     return any(shape[-1] != 1 for shape in convolutions)

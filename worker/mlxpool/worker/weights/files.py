@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.weights import other_formats
 from mlxpool.worker.weights.json_files import read_json
 from mlxpool.worker.weights.safetensors_header import Header, Tensor, read_header
@@ -17,7 +17,7 @@ _SHOWN = 3  # names in an error that could list thousands
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class ShardContent:
     """What one safetensors file holds: its tensors by the model's names for them.
 
     `layouts` of the modules whose quantisation the file itself tells.
@@ -25,16 +25,16 @@ class Content:
 
     raw: bytes  # the header
     tensors: Mapping[str, Tensor]
-    layouts: Mapping[str, Quant] = field(default_factory=dict)
+    layouts: Mapping[str, QuantLayout] = field(default_factory=dict)
 
 
-def as_stored(headers: Mapping[Path, Header]) -> dict[Path, Content]:
+def own_names(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
     """For files that use the model's own names."""
-    return {file: Content(header.raw, header.tensors) for file, header in headers.items()}
+    return {file: ShardContent(header.raw, header.tensors) for file, header in headers.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class ModelFiles:
     """`where` is shown in errors; `named` files lie elsewhere than in the folder `where`.
 
     `files / "config.json"` is where that file is, or would be, as with a folder's path.
@@ -43,14 +43,14 @@ class Files:
     where: Path
     shards: tuple[Path, ...]
     named: Mapping[str, Path] = field(default_factory=dict)
-    read: Callable[[Mapping[Path, Header]], dict[Path, Content]] = as_stored
+    read: Callable[[Mapping[Path, Header]], dict[Path, ShardContent]] = own_names
     digests: Mapping[Path, str] = field(default_factory=dict)  # sha256 in hex, of shards that tell
     cure: str = "download it again"  # for a shard that is not what its digest says
 
     def __truediv__(self, name: str) -> Path:
         return self.named.get(name, self.where / name)
 
-    def contents(self) -> dict[Path, Content]:
+    def contents(self) -> dict[Path, ShardContent]:
         """Of each shard; raises ModelLoadFailed for a header that is unsound."""
         return self.read({shard: read_header(shard) for shard in self.shards})
 
@@ -67,7 +67,7 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def tensors_of(contents: Mapping[Path, Content]) -> dict[str, Tensor]:
+def merge_tensors(contents: Mapping[Path, ShardContent]) -> dict[str, Tensor]:
     """All tensors by name; raises ModelLoadFailed for a name in two files."""
     found: dict[str, Tensor] = {}
     for content in contents.values():
@@ -80,13 +80,13 @@ def tensors_of(contents: Mapping[Path, Content]) -> dict[str, Tensor]:
     return found
 
 
-def in_folder(path: Path) -> Files:
+def folder_files(path: Path) -> ModelFiles:
     """The files of a Hugging Face folder; raises ModelLoadFailed where there is none at `path`."""
-    require_folder(path)
-    return Files(path, shards_of(path))
+    require_model_folder(path)
+    return ModelFiles(path, find_shards(path))
 
 
-def require_folder(path: Path) -> None:
+def require_model_folder(path: Path) -> None:
     """Raises ModelLoadFailed saying what is there instead of a model's folder."""
     if not path.exists():
         raise ModelLoadFailed(f"{path} does not exist")
@@ -96,7 +96,7 @@ def require_folder(path: Path) -> None:
         other_formats.refuse_folder(path)
 
 
-def shards_of(path: Path) -> tuple[Path, ...]:
+def find_shards(path: Path) -> tuple[Path, ...]:
     """The weights' files; raises ModelLoadFailed naming one that is missing."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
@@ -118,7 +118,7 @@ def _indexed(index: Path) -> tuple[Path, ...]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise ModelLoadFailed(
-            f"{index} names {listed('shard', missing)}, which"
+            f"{index} names {listing('shard', missing)}, which"
             f" {'are' if len(missing) > 1 else 'is'} missing; download again"
         )
     return tuple(index.parent / name for name in names)
@@ -132,7 +132,7 @@ def _refuse_weightless(path: Path) -> None:
     raise ModelLoadFailed(f"{path} has no model*.safetensors{also}")
 
 
-def listed(kind: str, names: list[str]) -> str:
+def listing(kind: str, names: list[str]) -> str:
     """The first of these names of tensors or shards, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -16,12 +16,12 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _REVISION = re.compile(r"[0-9a-f]{7,64}")
 
 
-def is_name(path: str) -> bool:
+def is_repository_name(path: str) -> bool:
     """Whether this may be a repository: org/name."""
     return _NAME.fullmatch(path) is not None
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     """Where Hugging Face's tools keep what they download; their variables change it."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
@@ -37,7 +37,7 @@ def snapshot(name: str) -> Path:
 
     Raises ModelLoadFailed for one that is not there, not whole, or led out of by a link.
     """
-    repository = cache() / f"models--{name.replace('/', '--')}"
+    repository = cache_folder() / f"models--{name.replace('/', '--')}"
     if not repository.is_dir():
         raise ModelLoadFailed(
             f"{name!r} is neither a folder here nor in the Hugging Face cache (looked for "

@@ -11,12 +11,12 @@ from typing import Any
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.layers import quantisation
-from mlxpool.worker.layers.interface import Plan
-from mlxpool.worker.layers.quantisation import Quantisation
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.quantisation import QuantConfig
 from mlxpool.worker.weights import mlx_lm_models
-from mlxpool.worker.weights.files import Content, Files, in_folder, tensors_of
-from mlxpool.worker.weights.json_files import Folder, read_file, read_json, require_size
-from mlxpool.worker.weights.match import Fit, fit
+from mlxpool.worker.weights.files import ModelFiles, ShardContent, folder_files, merge_tensors
+from mlxpool.worker.weights.json_files import FileLookup, read_file, read_json, require_size
+from mlxpool.worker.weights.match import WeightMatch, match_weights
 from mlxpool.worker.weights.safetensors_header import Tensor
 from mlxpool.worker.weights.special_tokens import SpecialTokens
 
@@ -38,12 +38,12 @@ class ModelFolder:
     """A model whose files agree with each other."""
 
     path: Path  # shown in errors
-    files: Files
+    files: ModelFiles
     config: Mapping[str, Any]
     model_type: str
     context: int  # tokens
-    plan: Plan
-    fit: Fit
+    plan: ModelPlan
+    fit: WeightMatch
     weight_bytes: int  # of the tensors that the model uses, as stored
     eos_ids: frozenset[int]
     bos_token: str | None
@@ -61,23 +61,23 @@ class ModelFolder:
         return self.fit.tensors
 
 
-def inspect(model: Path | Files) -> ModelFolder:
+def inspect(model: Path | ModelFiles) -> ModelFolder:
     """The model of these files or of the folder at a path; reads headers, not weights, and no MLX.
 
     Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
     """
-    files = model if isinstance(model, Files) else in_folder(model)
+    files = model if isinstance(model, ModelFiles) else folder_files(model)
     config = read_json(files / "config.json")
-    in_zoo = config.get("model_type") not in models.SUPPORTED and mlx_lm_models.has(config)
+    in_zoo = config.get("model_type") not in models.SUPPORTED and mlx_lm_models.is_available(config)
     plan = mlx_lm_models.plan(config) if in_zoo else models.plan(config)
     require_tokenizer(files.where, files)
     special = SpecialTokens.read(files, config)
     contents = files.contents()
-    tensors = tensors_of(contents)
+    tensors = merge_tensors(contents)
     if in_zoo:
-        fitted = mlx_lm_models.fit(files, tensors)
+        fitted = mlx_lm_models.match_all(files, tensors)
     else:
-        fitted = fit(plan, tensors, known_of(files, config, contents.values()))
+        fitted = match_weights(plan, tensors, quant_config_of(files, config, contents.values()))
     return ModelFolder(
         path=files.where,
         files=files,
@@ -95,22 +95,24 @@ def inspect(model: Path | Files) -> ModelFolder:
     )
 
 
-def require_tokenizer(where: Path, files: Folder) -> None:
+def require_tokenizer(where: Path, files: FileLookup) -> None:
     """Raises ModelLoadFailed for files without one; `where` is shown."""
     if not (files / "tokenizer.json").is_file():
         raise ModelLoadFailed(f"{where} has no tokenizer.json, the only tokenizer format supported")
     require_size(files / "tokenizer.json")
 
 
-def known_of(files: Files, config: Mapping[str, Any], contents: Iterable[Content]) -> Quantisation:
+def quant_config_of(
+    files: ModelFiles, config: Mapping[str, Any], contents: Iterable[ShardContent]
+) -> QuantConfig:
     """What config.json says; a store quantises by itself, so that its blobs alone know."""
     if not files.digests:
-        return quantisation.parse(config)
+        return quantisation.parse_quant_config(config)
     named = {module: layout for content in contents for module, layout in content.layouts.items()}
-    return Quantisation(named=named, recognise=True)
+    return QuantConfig(named=named, recognise=True)
 
 
-def _digest(files: Files, contents: Mapping[Path, Content]) -> str:
+def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent]) -> str:
     """The whole of the small files; header, size and both ends of each shard, or its digest."""
     digest = hashlib.sha256()
     templates = sorted(file.name for file in (files / _TEMPLATES).glob("*.jinja"))

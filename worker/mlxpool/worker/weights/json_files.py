@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 from mlxpool.common.errors import ModelLoadFailed
 
-MOST = 256 * 2**20  # bytes of a file beside the weights; tokenizers of large vocabularies have 40
+MAX_FILE_BYTES = (
+    256 * 2**20
+)  # bytes of a file beside the weights; tokenizers of large vocabularies have 40
 
 
-class Folder(Protocol):
+class FileLookup(Protocol):
     """Where files lie by name; a folder's path is one."""
 
     def __truediv__(self, name: str, /) -> Path: ...
@@ -26,8 +28,8 @@ def require_file(file: Path) -> None:
 def require_size(file: Path) -> None:
     """Raises ModelLoadFailed for a file that is too large to be what its name says."""
     size = file.stat().st_size
-    if size > MOST:
-        raise ModelLoadFailed(f"{file} has {size} bytes, at most {MOST} are allowed")
+    if size > MAX_FILE_BYTES:
+        raise ModelLoadFailed(f"{file} has {size} bytes, at most {MAX_FILE_BYTES} are allowed")
 
 
 def read_file(file: Path) -> bytes:

@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.derived_weights import Derived
-from mlxpool.worker.layers.interface import Model
-from mlxpool.worker.layers.quantisation import FACTORS, FLOATS
+from mlxpool.worker.layers.derived_weights import DerivedWeights
+from mlxpool.worker.layers.model_plan import Model
+from mlxpool.worker.layers.quantisation import FLOAT_DTYPES, GLOBAL_SCALES
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
-from mlxpool.worker.weights.memory_estimate import grown
+from mlxpool.worker.weights.memory_estimate import dequantised_growth
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-__all__ = ["Loaded", "ModelFolder", "inspect", "load"]
+__all__ = ["LoadedModel", "ModelFolder", "inspect", "load"]
 
-HASHERS = 4  # threads that compare digests
+HASH_THREADS = 4  # threads that compare digests
 Progress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model whose weights are in memory, computing in one dtype."""
 
     folder: ModelFolder
@@ -47,7 +47,7 @@ def load(
     *,
     deterministic: bool = False,
     opened: bool = False,
-) -> Loaded:
+) -> LoadedModel:
     """Reads the weights layer by layer, `on_progress` after each.
 
     `opened`: quantised weights become numbers once, see needs.opens; `deterministic` implies it.
@@ -55,7 +55,7 @@ def load(
     Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or are not what
     the digests say that a store has of them.
     """
-    from mlxpool.worker.layers.linear import Parts
+    from mlxpool.worker.layers.builder import WeightLayerBuilder
 
     dtype = _dtype(folder)
     weights: dict[str, mx.array] = {}
@@ -64,9 +64,11 @@ def load(
         on_progress(tensors, size)
     weight_bytes = sum(array.nbytes for array in weights.values())  # build takes them out
     if opened or deterministic:
-        weight_bytes += grown(folder, dtype.size)
-    parts = Parts(weights, folder.fit.layouts, dtype, exact=deterministic, opened=opened)
-    return Loaded(
+        weight_bytes += dequantised_growth(folder, dtype.size)
+    parts = WeightLayerBuilder(
+        weights, folder.fit.layouts, dtype, exact=deterministic, opened=opened
+    )
+    return LoadedModel(
         folder=folder,
         model=folder.plan.build(parts),
         dtype=dtype,
@@ -83,7 +85,7 @@ def _dtype(folder: ModelFolder) -> mx.Dtype:
         return mx.float32
     sizes: Counter[str] = Counter({"BF16": 0})
     for tensor in folder.tensors.values():
-        if tensor.dtype in FLOATS:
+        if tensor.dtype in FLOAT_DTYPES:
             sizes[tensor.dtype] += tensor.nbytes
     known = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
     return known[sizes.most_common(1)[0][0]]
@@ -123,7 +125,7 @@ class _Reader:
             return
         sources = [one for name in names for one in self._sources(name)]
         files = {self._tensors[source].file for source in sources} - set(self._opened)
-        with ThreadPoolExecutor(HASHERS) as pool:
+        with ThreadPoolExecutor(HASH_THREADS) as pool:
             for _ in pool.map(self._files.verify, files):
                 pass
 
@@ -134,7 +136,7 @@ class _Reader:
     def made(self, names: Sequence[str]) -> Iterator[dict[str, mx.array]]:
         """The stored ones of these weights, not yet read, then each derived one with its kin."""
         yield {name: self._stored(self._tensors[name]) for name in names if not self._of(name)}
-        done: list[Derived] = []
+        done: list[DerivedWeights] = []
         for name in names:
             one = self._of(name)
             if one is not None and not any(one is other for other in done):
@@ -142,7 +144,7 @@ class _Reader:
                 arrays = one.make([self._stored(self._tensors[source]) for source in one.sources])
                 yield dict(zip(one.makes, arrays, strict=True))
 
-    def _of(self, name: str) -> Derived | None:
+    def _of(self, name: str) -> DerivedWeights | None:
         return self._derived.get(name)
 
     def _stored(self, tensor: Tensor) -> mx.array:
@@ -185,7 +187,7 @@ def _evaluated(
     def cast(name: str, array: mx.array) -> mx.array:
         if not mx.issubdtype(array.dtype, mx.floating):
             return array
-        wide = name.rpartition(".")[2] in FACTORS or folder.plan.float32(name)
+        wide = name.rpartition(".")[2] in GLOBAL_SCALES or folder.plan.float32(name)
         return array.astype(mx.float32 if wide else dtype)
 
     cast_ones = {name: cast(name, arrays[name]) for name in list(arrays)}

@@ -8,7 +8,7 @@ from mlxpool.common.config.loading import ModelConfig
 from mlxpool.common.config.model_names import way_out
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights import hub_cache, ollama_store
-from mlxpool.worker.weights.files import Files, in_folder
+from mlxpool.worker.weights.files import ModelFiles, folder_files
 
 BUILTIN = "builtin:"
 COUNTING = f"{BUILTIN}counting"
@@ -16,7 +16,7 @@ DEMO = f"{BUILTIN}demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 
 
-def place_of(config: ModelConfig) -> Path | Files:
+def locate(config: ModelConfig) -> Path | ModelFiles:
     """Where a model's files are: a folder, which need not exist, or the blobs of Ollama's store.
 
     `path` is a folder, `ollama:NAME`, or `org/name` in the Hugging Face cache where there is no
@@ -32,19 +32,19 @@ def place_of(config: ModelConfig) -> Path | Files:
     path = Path(config.path)
     if config.within:
         _refuse_way_out(path, Path(config.within))
-    if hub_cache.is_name(config.path) and not path.exists():
+    if hub_cache.is_repository_name(config.path) and not path.exists():
         return hub_cache.snapshot(config.path)
     return path
 
 
-def as_files(place: Path | Files) -> Files:
+def open_files(place: Path | ModelFiles) -> ModelFiles:
     """The files at a place. Raises ModelLoadFailed where they are no model's."""
-    return place if isinstance(place, Files) else in_folder(place)
+    return place if isinstance(place, ModelFiles) else folder_files(place)
 
 
-def files_of(path: str) -> Files:
+def find_files(path: str) -> ModelFiles:
     """The files that `path` means."""
-    return as_files(place_of(ModelConfig(path=path)))
+    return open_files(locate(ModelConfig(path=path)))
 
 
 def _refuse_way_out(path: Path, border: Path) -> None:

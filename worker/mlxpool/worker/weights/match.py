@@ -8,33 +8,34 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.derived_weights import STORED, Derived, Spec
-from mlxpool.worker.layers.interface import Plan, Shape
+from mlxpool.worker.layers.derived_weights import MODULE_TENSORS, DerivedWeights, TensorSpec
+from mlxpool.worker.layers.interface import Shape
+from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.quantisation import (
-    FACTORS,
-    FLOATS,
+    FLOAT_DTYPES,
+    GLOBAL_SCALES,
     MODES,
-    Quant,
-    Quantisation,
-    recognised,
+    QuantConfig,
+    QuantLayout,
+    layout_from_shapes,
 )
-from mlxpool.worker.weights.files import listed
+from mlxpool.worker.weights.files import listing
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class WeightMatch:
     """How a model's weights are made of a checkpoint's tensors."""
 
-    weights: Mapping[str, Spec]  # what the model is built of, in the order of use
+    weights: Mapping[str, TensorSpec]  # what the model is built of, in the order of use
     tensors: Mapping[str, Tensor]  # what is read for that, in the same order
-    derived: tuple[Derived, ...]
-    layouts: Mapping[str, Quant]  # of the modules whose weight is quantised
+    derived: tuple[DerivedWeights, ...]
+    layouts: Mapping[str, QuantLayout]  # of the modules whose weight is quantised
 
 
-def fit(plan: Plan, found: Mapping[str, Tensor], known: Quantisation) -> Fit:
+def match_weights(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> WeightMatch:
     """Raises ModelLoadFailed naming the tensors that are missing, surplus or of another kind."""
     attempt = _Attempt(plan, found, known)
     for fault in attempt.faults():
@@ -42,7 +43,7 @@ def fit(plan: Plan, found: Mapping[str, Tensor], known: Quantisation) -> Fit:
     return attempt.fit()
 
 
-def faults(plan: Plan, found: Mapping[str, Tensor], known: Quantisation) -> Iterator[str]:
+def mismatches(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> Iterator[str]:
     """Everything that is wrong with the tensors, where `fit` stops at the first."""
     return _Attempt(plan, found, known).faults()
 
@@ -50,17 +51,19 @@ def faults(plan: Plan, found: Mapping[str, Tensor], known: Quantisation) -> Iter
 class _Attempt:
     """One comparison. What is named in a fault is left out of the steps behind it."""
 
-    def __init__(self, plan: Plan, found: Mapping[str, Tensor], known: Quantisation) -> None:
+    def __init__(self, plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> None:
         self._plan, self._found, self._known = plan, found, known
-        self._have = {name: Spec(tensor.dtype, tensor.shape) for name, tensor in found.items()}
+        self._have = {
+            name: TensorSpec(tensor.dtype, tensor.shape) for name, tensor in found.items()
+        }
         self._origin = {name: name for name in found}  # of each we have: a tensor it is made of
-        self._derived: list[Derived] = []
-        self._layouts: dict[str, Quant] = {}
+        self._derived: list[DerivedWeights] = []
+        self._layouts: dict[str, QuantLayout] = {}
         self._wanted: dict[str, tuple[Shape, tuple[str, ...]]] = {}
 
-    def fit(self) -> Fit:
+    def fit(self) -> WeightMatch:
         """Once there are no faults."""
-        return Fit(
+        return WeightMatch(
             weights={name: self._have[name] for name in self._wanted},
             tensors={name: self._found[name] for name in _read(self._wanted, self._derived)},
             derived=tuple(self._derived),
@@ -78,7 +81,7 @@ class _Attempt:
             try:
                 self._want(name, shape)
             except ModelLoadFailed as error:
-                lost |= {f"{name.removesuffix('.weight')}.{kind}" for kind in STORED}
+                lost |= {f"{name.removesuffix('.weight')}.{kind}" for kind in MODULE_TENSORS}
                 yield error.message
         yield from self._missing(stored, [name for name in self._wanted if name not in self._have])
         yield from self._surplus(lost)
@@ -121,18 +124,18 @@ class _Attempt:
         module, _, kind = name.rpartition(".")
         layout = self._layout(module, shape) if kind == "weight" and len(shape) > 1 else None
         if layout is None:
-            self._wanted[name] = (shape, FLOATS)
+            self._wanted[name] = (shape, FLOAT_DTYPES)
             return
         self._layouts[module] = layout
         scales = MODES[layout.mode].scales
         for part, packed in layout.tensors(shape):
             self._wanted[f"{module}.{part}"] = (packed, ("U32",) if part == "weight" else scales)
-        factors = [one for kind in FACTORS if (one := f"{module}.{kind}") in self._have]
+        factors = [one for kind in GLOBAL_SCALES if (one := f"{module}.{kind}") in self._have]
         for factor in factors if layout.mode == "nvfp4" else ():
             size, there = math.prod(shape[:-2]), self._have[factor].shape
-            self._wanted[factor] = (there if math.prod(there) == size else (size,), FLOATS)
+            self._wanted[factor] = (there if math.prod(there) == size else (size,), FLOAT_DTYPES)
 
-    def _layout(self, module: str, shape: Shape) -> Quant | None:
+    def _layout(self, module: str, shape: Shape) -> QuantLayout | None:
         """None for a plain weight; raises ModelLoadFailed for one that is quantised in no way."""
         known, scaled = self._known, f"{module}.scales" in self._have
         layout = known.named.get(module)
@@ -148,18 +151,18 @@ class _Attempt:
             )
         return layout
 
-    def _recognised(self, module: str, shape: Shape) -> Quant:
+    def _recognised(self, module: str, shape: Shape) -> QuantLayout:
         weight, scales = self._have.get(f"{module}.weight"), self._have[f"{module}.scales"]
         if not self._known.recognise or weight is None:
             raise ModelLoadFailed(
                 f"the weights have {module + '.scales'!r}, but config.json does not say that "
                 f"{module!r} is quantised: it needs `quantization` with its bits and group_size"
             )
-        return recognised(module, shape[-1], weight.shape, scales.shape, scales.dtype)
+        return layout_from_shapes(module, shape[-1], weight.shape, scales.shape, scales.dtype)
 
     def _missing(self, stored: Iterable[str], missing: list[str]) -> Iterator[str]:
         if missing:
-            names = listed("tensor", missing)
+            names = listing("tensor", missing)
             yield f"the weights lack {names}, which config.json asks for{self._counts(stored)}"
 
     def _surplus(self, lost: set[str]) -> Iterator[str]:
@@ -168,7 +171,7 @@ class _Attempt:
         surplus = [name for name in self._have if name not in known and not ignored(name)]
         if surplus:
             yield (
-                f"{self._found[self._origin[surplus[0]]].file} has {listed('tensor', surplus)}, "
+                f"{self._found[self._origin[surplus[0]]].file} has {listing('tensor', surplus)}, "
                 f"unknown to the model that config.json describes{self._counts(self._have)}"
             )
 
@@ -197,7 +200,7 @@ def _layers(names: Iterable[str]) -> int:
     return max(numbers, default=-1) + 1
 
 
-def _read(wanted: Iterable[str], derived: Iterable[Derived]) -> Iterator[str]:
+def _read(wanted: Iterable[str], derived: Iterable[DerivedWeights]) -> Iterator[str]:
     """The stored tensors that the wanted ones need, each once."""
     made = {name: one for one in derived for name in one.makes}
     done: set[int] = set()

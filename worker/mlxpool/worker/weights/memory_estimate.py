@@ -7,19 +7,21 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mlxpool.worker.layers.derived_weights import STORED, Spec
+from mlxpool.worker.layers.derived_weights import MODULE_TENSORS, TensorSpec
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.safetensors_header import Tensor
 
-FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
-OPENED = 0.25  # of its limit a worker may take for quantised weights turned into numbers
-PACKED = {"U32": 4, "U8": 1}
+FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
+MAX_DEQUANTISED_SHARE = (
+    0.25  # of its limit a worker may take for quantised weights turned into numbers
+)
+PACKED_BYTES = {"U32": 4, "U8": 1}
 PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets one part in so many of the free memory
-NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+DTYPE_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryEstimate:
     """Bytes, but for `context` (tokens) and `sequences`.
 
     A step needs some more for a while, and the process itself: a worker measures both at load.
@@ -44,7 +46,7 @@ class Needs:
         return min(self.context, max(0, limit - self.weights - self.fixed) // max(self.token, 1))
 
 
-def needs(
+def estimate_memory(
     folder: ModelFolder,
     *,
     context: int,
@@ -55,20 +57,20 @@ def needs(
     chunk: int,
     float32: bool,
     deterministic: bool = False,
-) -> Needs:
+) -> MemoryEstimate:
     """`limit` is what a worker may take; `float32`: it computes with 4 bytes, as on a CPU.
 
     `chunk` are the tokens of a prompt that are read at once.
     """
-    width = 4 if float32 else FLOATS[main_dtype(folder.tensors.values())]
+    width = 4 if float32 else FLOAT_BYTES[main_dtype(folder.tensors.values())]
     weights = _weight_bytes(folder, width)
-    if deterministic or opens(folder, limit=limit, float32=float32):
-        weights += grown(folder, width)
+    if deterministic or dequantises_at_load(folder, limit=limit, float32=float32):
+        weights += dequantised_growth(folder, width)
     token = sum(cache.token_bytes(width) for cache in folder.plan.caches)
     fixed = sum(cache.fixed_bytes(width, chunk) for cache in folder.plan.caches)
     sequence = fixed + token * context
     cache = prefix_bytes or default_prefix_cache_bytes(limit, weights)
-    return Needs(
+    return MemoryEstimate(
         context=context,
         sequences=sequences,
         weights=weights,
@@ -85,18 +87,21 @@ def default_prefix_cache_bytes(limit: int, weights: int) -> int:
     return max(0, limit - weights) // PREFIX_CACHE_SHARE
 
 
-def opens(folder: ModelFolder, *, limit: int, float32: bool) -> bool:
+def dequantises_at_load(folder: ModelFolder, *, limit: int, float32: bool) -> bool:
     """Whether quantised weights become numbers once, at load, instead of in every product.
 
     On a CPU, whose BLAS knows plain numbers only, where these leave room for the rest.
     """
     if not float32 or not folder.fit.layouts:
         return False
-    width = FLOATS["F32"]
-    return _weight_bytes(folder, width) + grown(folder, width) <= OPENED * limit
+    width = FLOAT_BYTES["F32"]
+    return (
+        _weight_bytes(folder, width) + dequantised_growth(folder, width)
+        <= MAX_DEQUANTISED_SHARE * limit
+    )
 
 
-def grown(folder: ModelFolder, width: int) -> int:
+def dequantised_growth(folder: ModelFolder, width: int) -> int:
     """Bytes more once quantised weights are numbers of `width` bytes."""
     return sum(_grown(folder, module, width) for module in folder.fit.layouts)
 
@@ -107,24 +112,26 @@ def _weight_bytes(folder: ModelFolder, width: int) -> int:
 
 def _grown(folder: ModelFolder, module: str, width: int) -> int:
     specs = folder.fit.weights
-    names = (f"{module}.{kind}" for kind in STORED if kind != "bias")
+    names = (f"{module}.{kind}" for kind in MODULE_TENSORS if kind != "bias")
     packed = sum(_spec_bytes(specs[name], width) for name in names if name in specs)
     return math.prod(folder.plan.shapes[f"{module}.weight"]) * width - packed
 
 
-def _spec_bytes(spec: Spec, width: int) -> int:
-    return math.prod(spec.shape) * (width if spec.dtype in FLOATS else PACKED[spec.dtype])
+def _spec_bytes(spec: TensorSpec, width: int) -> int:
+    return math.prod(spec.shape) * (
+        width if spec.dtype in FLOAT_BYTES else PACKED_BYTES[spec.dtype]
+    )
 
 
 def main_dtype(tensors: Iterable[Tensor]) -> str:
     """What most bytes of the floating-point weights are; F32 where there are none."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        if tensor.dtype in FLOATS:
+        if tensor.dtype in FLOAT_BYTES:
             sizes[tensor.dtype] += tensor.nbytes
     return sizes.most_common(1)[0][0] if sizes else "F32"
 
 
 def _in_memory(tensor: Tensor, width: int) -> int:
     """Floating-point numbers become `width` bytes; packed ones stay as they are."""
-    return math.prod(tensor.shape) * width if tensor.dtype in FLOATS else tensor.nbytes
+    return math.prod(tensor.shape) * width if tensor.dtype in FLOAT_BYTES else tensor.nbytes

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.derived_weights import Spec
-from mlxpool.worker.layers.interface import Parts, Plan, integer
-from mlxpool.worker.layers.memory_kinds import Full, Kind, State
-from mlxpool.worker.weights.files import Files
-from mlxpool.worker.weights.match import Fit
+from mlxpool.worker.layers.cache_kinds import CacheKind, FullCache, StateCache
+from mlxpool.worker.layers.config_fields import integer
+from mlxpool.worker.layers.derived_weights import TensorSpec
+from mlxpool.worker.layers.interface import LayerBuilder
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.weights.files import ModelFiles
+from mlxpool.worker.weights.match import WeightMatch
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 CONTEXT_KEYS = (
@@ -32,18 +34,18 @@ CONTEXT_KEYS = (
 )
 UNBOUNDED = 2**20  # tokens of context where config.json has no key of these: recurrent models
 FEATURES = ("resume",)  # what every model of the zoo has, known before it is loaded
-CACHES = "mlx_lm.models.cache"
+CACHE_MODULE = "mlx_lm.models.cache"
 # Which of its caches can be copied. A KVCache grows by tokens; the others are only good for exactly
 # the tokens that made them.
-KINDS: Mapping[str, Callable[[int], Kind]] = {
-    "KVCache": Full,
-    "RotatingKVCache": State,
-    "ArraysCache": State,
+CACHE_KINDS: Mapping[str, Callable[[int], CacheKind]] = {
+    "KVCache": FullCache,
+    "RotatingKVCache": StateCache,
+    "ArraysCache": StateCache,
 }
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def has(config: Mapping[str, Any]) -> bool:
+def is_available(config: Mapping[str, Any]) -> bool:
     """Whether mlx-lm is installed and has code for this model."""
     model_type, home = config.get("model_type"), _home()
     if home is None or not isinstance(model_type, str) or not _NAME.fullmatch(model_type):
@@ -52,7 +54,7 @@ def has(config: Mapping[str, Any]) -> bool:
     return (home / "models" / f"{name}.py").is_file()
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """What is known beforehand; its caches and its tensors only mlx-lm knows.
 
     Raises ModelLoadFailed naming the key that is missing or cannot be used.
@@ -61,7 +63,7 @@ def plan(config: Mapping[str, Any]) -> Plan:
     settings = {**config, **text} if isinstance(text, Mapping) else config
     keys = (key for key in CONTEXT_KEYS if settings.get(key) is not None)
     key = next(keys, None)
-    return Plan(
+    return ModelPlan(
         context=UNBOUNDED if key is None else integer(settings, key),
         vocab_size=integer(settings, "vocab_size"),
         caches=(),
@@ -71,25 +73,25 @@ def plan(config: Mapping[str, Any]) -> Plan:
     )
 
 
-def fit(files: Files, tensors: Mapping[str, Tensor]) -> Fit:
+def match_all(files: ModelFiles, tensors: Mapping[str, Tensor]) -> WeightMatch:
     """Every tensor, as it is stored. Raises ModelLoadFailed where mlx-lm could not find them."""
     if files.named:
         raise ModelLoadFailed(
             f"{files.where} is no folder: a model_type that only mlx-lm has is read from a folder "
             "in Hugging Face's layout"
         )
-    weights = {name: Spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    return Fit(weights=weights, tensors=dict(tensors), derived=(), layouts={})
+    weights = {name: TensorSpec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return WeightMatch(weights=weights, tensors=dict(tensors), derived=(), layouts={})
 
 
-def kinds_of(classes: Iterable[str]) -> tuple[Kind, ...] | None:
+def cache_kinds_of(classes: Iterable[str]) -> tuple[CacheKind, ...] | None:
     """How each of a model's caches is kept, by their classes' whole names; None: not all can be."""
     kinds = []
     for layer, name in enumerate(classes):
         home, _, short = name.rpartition(".")
-        if home != CACHES or short not in KINDS:
+        if home != CACHE_MODULE or short not in CACHE_KINDS:
             return None
-        kinds.append(KINDS[short](layer))
+        kinds.append(CACHE_KINDS[short](layer))
     return tuple(kinds)
 
 
@@ -101,7 +103,7 @@ def features_of(prefix: str) -> tuple[str, ...]:
     return FEATURES if prefix == "off" else (prefix, *FEATURES)
 
 
-def _built_by_mlx_lm(parts: Parts) -> NoReturn:
+def _built_by_mlx_lm(parts: LayerBuilder) -> NoReturn:
     raise NotImplementedError("a model of the zoo is loaded by zoo_engine.py")
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.quantisation import Quant
-from mlxpool.worker.weights.files import Content, Files, sha256
+from mlxpool.worker.layers.quantisation import QuantLayout
+from mlxpool.worker.weights.files import ModelFiles, ShardContent, sha256
 from mlxpool.worker.weights.json_files import read_json
 from mlxpool.worker.weights.other_formats import GGUF_CURE
 from mlxpool.worker.weights.safetensors_header import Header
@@ -30,16 +30,16 @@ _DRAFT = ("draft.", "draft/")  # a second, smaller model that may come along
 _MAX_MANIFEST = 16 * 2**20  # bytes
 # What a blob's quant_type means; a group_size of its own goes before the one here.
 _TYPES = {
-    "NVFP4": Quant("nvfp4", 4, 16),
-    "MXFP4": Quant("mxfp4", 4, 32),
-    "MXFP8": Quant("mxfp8", 8, 32),
-    **dict.fromkeys(("INT4", "Q4", "FP4"), Quant("affine", 4, 64)),
-    **dict.fromkeys(("INT8", "Q8", "FP8"), Quant("affine", 8, 64)),
+    "NVFP4": QuantLayout("nvfp4", 4, 16),
+    "MXFP4": QuantLayout("mxfp4", 4, 32),
+    "MXFP8": QuantLayout("mxfp8", 8, 32),
+    **dict.fromkeys(("INT4", "Q4", "FP4"), QuantLayout("affine", 4, 64)),
+    **dict.fromkeys(("INT8", "Q8", "FP8"), QuantLayout("affine", 8, 64)),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ManifestLayer:
     """One line of a manifest."""
 
     kind: str
@@ -57,7 +57,7 @@ def stores() -> tuple[Path, ...]:
     return (Path("~/.ollama/models").expanduser(), Path("/usr/share/ollama/.ollama/models"))
 
 
-def open_model(name: str) -> Files:
+def open_model(name: str) -> ModelFiles:
     """The files of `name`, [[host/]namespace/]model[:tag] as Ollama writes it.
 
     Sizes are compared, and digests of the small files; `Files.verify` does it with the weights.
@@ -74,7 +74,7 @@ def open_model(name: str) -> Files:
     if "config.json" not in named:
         raise ModelLoadFailed(f"{manifest} has no layer config.json: {_again(name)}")
     weights = {layer.blob: layer.digest for layer in layers if layer.kind == TENSOR}
-    return Files(
+    return ModelFiles(
         where=manifest,
         shards=tuple(weights),
         named=named,
@@ -110,7 +110,7 @@ def _again(name: str) -> str:
     return f"get the model again with `ollama pull {name}`"
 
 
-def _layers(name: str, store: Path, manifest: Path) -> Iterator[Layer]:
+def _layers(name: str, store: Path, manifest: Path) -> Iterator[ManifestLayer]:
     _require_inside(store, manifest)
     size = manifest.stat().st_size
     if size > _MAX_MANIFEST:
@@ -124,7 +124,7 @@ def _layers(name: str, store: Path, manifest: Path) -> Iterator[Layer]:
             yield layer
 
 
-def _layer(store: Path, manifest: Path, entry: Any) -> Layer:
+def _layer(store: Path, manifest: Path, entry: Any) -> ManifestLayer:
     fields: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
     match = _DIGEST.fullmatch(str(fields.get("digest")))
     size = fields.get("size")
@@ -134,7 +134,9 @@ def _layer(store: Path, manifest: Path, entry: Any) -> Layer:
             "its size a whole number, for blobs lie in the store and nowhere else"
         )
     blob = store / "blobs" / f"sha256-{match[1]}"
-    return Layer(str(fields.get("mediaType")), str(fields.get("name", "")), match[1], size, blob)
+    return ManifestLayer(
+        str(fields.get("mediaType")), str(fields.get("name", "")), match[1], size, blob
+    )
 
 
 def _what_else(kinds: set[str]) -> str:
@@ -147,7 +149,7 @@ def _require_inside(store: Path, file: Path) -> None:
         raise ModelLoadFailed(f"{file} is a link to {target}, outside of the store: refused")
 
 
-def _require_sound(name: str, layer: Layer) -> None:
+def _require_sound(name: str, layer: ManifestLayer) -> None:
     if layer.kind not in (TENSOR, JSON):
         return
     if not layer.blob.is_file():
@@ -167,7 +169,7 @@ def _require_sound(name: str, layer: Layer) -> None:
         )
 
 
-def _contents(headers: Mapping[Path, Header]) -> dict[Path, Content]:
+def _contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
     """Of each blob, with its tensors under MLX's names: X.weight.scale is X.scales there.
 
     All names are known before one is changed: X.bias is of the groups where X.scale exists, and a
@@ -175,7 +177,7 @@ def _contents(headers: Mapping[Path, Header]) -> dict[Path, Content]:
     """
     names = {name for header in headers.values() for name in header.tensors}
     return {
-        blob: Content(
+        blob: ShardContent(
             header.raw,
             {
                 (new := _renamed(name, names)): replace(tensor, name=new)
@@ -197,7 +199,7 @@ def _renamed(name: str, names: set[str]) -> str:
     return f"{base.removesuffix('.weight')}.{new}" if new else name
 
 
-def _layouts(header: Header, names: set[str]) -> Iterator[tuple[str, Quant]]:
+def _layouts(header: Header, names: set[str]) -> Iterator[tuple[str, QuantLayout]]:
     """What the header tells of its quantised tensors; without it their shapes do, see fit.py."""
     told = header.metadata
     for name in header.tensors:

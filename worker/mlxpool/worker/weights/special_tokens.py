@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.weights.json_files import Folder, optional_json
+from mlxpool.worker.weights.json_files import FileLookup, optional_json
 
 _ID = re.compile(r"[0-9]{1,10}")
 
@@ -22,7 +22,7 @@ class SpecialTokens:
     add_bos: bool | None  # None: tokenizer_config.json does not say
 
     @classmethod
-    def read(cls, path: Folder, config: Mapping[str, Any]) -> SpecialTokens:
+    def read(cls, path: FileLookup, config: Mapping[str, Any]) -> SpecialTokens:
         """`config` is config.json. Raises ModelLoadFailed naming the file and the value."""
         names = token_names(path)
         add_bos = optional_json(path / "tokenizer_config.json").get("add_bos_token")
@@ -33,7 +33,7 @@ class SpecialTokens:
         )
 
 
-def token_names(path: Folder) -> dict[str, str]:
+def token_names(path: FileLookup) -> dict[str, str]:
     """bos_token, eos_token and the like: name -> literal text.
 
     tokenizer_config.json has the last word, special_tokens_map.json what it leaves out.
@@ -51,7 +51,7 @@ def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
-def _end_ids(path: Folder, config: Mapping[str, Any]) -> frozenset[int]:
+def _end_ids(path: FileLookup, config: Mapping[str, Any]) -> frozenset[int]:
     """What the first of generation_config.json, config.json and its text_config says.
 
     The others are not added: where they differ, they are older, and such an id may be a word.
@@ -74,7 +74,7 @@ def _end_ids(path: Folder, config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset()
 
 
-def _end_token(path: Folder, text: str | None) -> frozenset[int]:
+def _end_token(path: FileLookup, text: str | None) -> frozenset[int]:
     """The id of the tokenizer's own eos_token: often the mark at the end of a chat's turn."""
     if text is None:
         return frozenset()

@@ -52,14 +52,14 @@ class RecurrentRow(LayeredRow[A], Protocol[A]):
 
 
 @dataclass(frozen=True, slots=True)
-class Full:
+class FullCache:
     """Keys and values of every token: any prefix can be had."""
 
     layer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class WindowCache:
     """Keys and values of the last tokens: a token sees itself and `size` - 1 before it."""
 
     layer: int
@@ -71,22 +71,22 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateCache:
     """A recurrent state: good for exactly the tokens that made it."""
 
     layer: int
 
 
-Kind = Full | Window | State
+CacheKind = FullCache | WindowCache | StateCache
 
 
-def lowest(kind: Kind, end: int) -> int:
+def lowest_rewind(kind: CacheKind, end: int) -> int:
     """How far back a whole state of `end` tokens can be cut: a window that lost nothing, to 0."""
-    if isinstance(kind, Full):
+    if isinstance(kind, FullCache):
         return 0
-    return 0 if isinstance(kind, Window) and kind.first(end) == 0 else end
+    return 0 if isinstance(kind, WindowCache) and kind.first(end) == 0 else end
 
 
-def can_rewind(kind: Kind, offset: int, to: int) -> bool:
+def can_rewind(kind: CacheKind, offset: int, to: int) -> bool:
     """Whether a row of `offset` tokens can forget those from `to` on."""
-    return to >= offset or lowest(kind, offset) <= to
+    return to >= offset or lowest_rewind(kind, offset) <= to

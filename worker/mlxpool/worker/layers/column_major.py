@@ -21,7 +21,7 @@ STRIP = 16  # rows turned over at once: their float32 fill whole cache lines of 
 SMALL = 2**16  # numbers for which a thread more pays
 
 
-def by_columns(parts: Sequence[mx.array]) -> mx.array:
+def to_column_major(parts: Sequence[mx.array]) -> mx.array:
     """Matrices [out, in] as one, the numbers of a column beside each other."""
     rows = sum(part.shape[0] for part in parts)
     if np is None or any(part.dtype != mx.float32 for part in parts):

@@ -9,11 +9,11 @@ import mlx.core as mx
 
 from mlxpool.worker.kernels import dequantise, matmul_4bit, matmul_small
 from mlxpool.worker.kernels.matmul_small import Around
-from mlxpool.worker.layers.quantisation import NVFP4_RANGE, Quant
+from mlxpool.worker.layers.quantisation import NVFP4_RANGE, QuantLayout
 
 # Lines from which on a plain product of opened numbers is faster (docs/benchmarks.md).
-CPU_MANY = 8
-GPU_MANY = 6
+CPU_DEQUANTISE_ROWS = 8
+GPU_DEQUANTISE_ROWS = 6
 
 
 def _on_gpu() -> bool:
@@ -23,24 +23,26 @@ def _on_gpu() -> bool:
 def _many(x: mx.array, group: int) -> bool:
     """Whether opening a weight with groups of so many columns pays for these lines [..., T, in]."""
     if not _on_gpu():
-        return x.shape[-2] >= CPU_MANY
+        return x.shape[-2] >= CPU_DEQUANTISE_ROWS
     if x.dtype == mx.float32 and x.shape[-1] <= group < x.size:
         return True  # of one group a row MLX's products on Hopper read ten bits of a fraction
-    return x.shape[-2] >= GPU_MANY
+    return x.shape[-2] >= GPU_DEQUANTISE_ROWS
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class QuantisedWeight:
     """A weight [..., out, in] as its layout keeps it; `factor` is float32 [] or [E], or None."""
 
     weight: mx.array
     scales: mx.array
     biases: mx.array | None
     factor: mx.array | None
-    layout: Quant
+    layout: QuantLayout
 
     @classmethod
-    def of(cls, arrays: Mapping[str, mx.array], module: str, layout: Quant) -> Packed:
+    def of(
+        cls, arrays: Mapping[str, mx.array], module: str, layout: QuantLayout
+    ) -> QuantisedWeight:
         """The weight of `module`, whose tensors are among `arrays`."""
         weight, factor = arrays[f"{module}.weight"], arrays.get(f"{module}.factor")
         if f"{module}.global_scale" in arrays:
@@ -126,7 +128,9 @@ class Packed:
     def rows(self, tokens: mx.array, dtype: mx.Dtype) -> mx.array:
         """tokens [T] -> [T, in], the numbers of these rows."""
         biases = None if self.biases is None else self.biases[tokens]
-        row = Packed(self.weight[tokens], self.scales[tokens], biases, self.factor, self.layout)
+        row = QuantisedWeight(
+            self.weight[tokens], self.scales[tokens], biases, self.factor, self.layout
+        )
         return row.dense(dtype)
 
     def dense(self, dtype: mx.Dtype | None = None) -> mx.array:
@@ -151,12 +155,12 @@ class Packed:
         return _scaled(out, None if self.factor is None else self.factor[..., None, None])
 
 
-def side_by_side(parts: Sequence[Packed]) -> Packed:
+def concatenated(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
     """The weights [..., out, in] as one along `out`; many have one layout and no factor."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    whole = Packed(
+    whole = QuantisedWeight(
         mx.concatenate([part.weight for part in parts], axis=-2),
         mx.concatenate([part.scales for part in parts], axis=-2),
         _joined([part.biases for part in parts]),

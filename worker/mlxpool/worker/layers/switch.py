@@ -8,15 +8,15 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from mlxpool.worker.layers.interface import Activation
-from mlxpool.worker.layers.quantised import Packed
+from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
-SORTED = 64  # choices from which it pays to put those of one expert side by side
+SORT_CHOICES = 64  # choices from which it pays to put those of one expert side by side
 
-Weight: TypeAlias = "mx.array | Packed"
+Weight: TypeAlias = "mx.array | QuantisedWeight"
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class SwitchLinear:
     """Linear layers with weight [E, out, in] and bias [E, out] or None."""
 
     weight: Weight
@@ -32,7 +32,7 @@ class Experts:
 
         `ordered`: the experts are sorted.
         """
-        if isinstance(self.weight, Packed):
+        if isinstance(self.weight, QuantisedWeight):
             out = self.weight.gathered(x, experts, ordered)
         else:
             weight = self.weight.swapaxes(-1, -2)
@@ -41,21 +41,21 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertMLP:
+class SwitchGLU:
     """down(activation(gate(x), up(x))) of the experts chosen.
 
     `gate_up` gives both side by side where there is one, else `gate` and `up` do. `exact`: never
     sorted, so that each line is a product of its own whatever its company.
     """
 
-    gate_up: tuple[Experts, ...]  # one of both, or gate and up
-    down: Experts
+    gate_up: tuple[SwitchLinear, ...]  # one of both, or gate and up
+    down: SwitchLinear
     activation: Activation
     exact: bool = False
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
         """x [T, in] with the experts [T, k] of each token -> [T, k, in]."""
-        if self.exact or experts.size < SORTED:
+        if self.exact or experts.size < SORT_CHOICES:
             return self._lines(x[:, None, None], experts, ordered=False).squeeze(-2)
         flat = experts.flatten()
         order = mx.argsort(flat)
