@@ -45,7 +45,7 @@ class Ours:
         found = inspect(folder)
         limit, float32 = backend.limit_of(0), not backend.on_gpu()
         opened = dequantises_at_load(found, limit=limit, float32=float32)
-        self._loaded = load(found, deterministic=deterministic, opened=opened)
+        self._loaded = load(found, deterministic=deterministic, dequantise=opened)
         self.vocabulary = self._loaded.folder.plan.vocab_size
         self.longest = self._loaded.folder.context
         self.weight_bytes = self._loaded.weight_bytes

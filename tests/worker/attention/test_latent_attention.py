@@ -32,7 +32,7 @@ class Bent(LatentAttentionProjections):
 
     way: bool
 
-    def expands(self, count: int, length: int) -> bool:
+    def decompresses(self, count: int, length: int) -> bool:
         return self.way
 
 
@@ -50,9 +50,9 @@ def heads(way: bool) -> Bent:
 
 def row_of(length: int) -> Row:
     """A row with so many lines."""
-    row = Row(RowShape((LatentSpec(SMALL.line, SMALL.rank),), mx.float32, 1 << 14))
+    row = Row(RowShape((LatentSpec(SMALL.latent, SMALL.rank),), mx.float32, 1 << 14))
     if length:
-        lines = mx.random.normal((1, 1, length, SMALL.line), key=mx.random.key(3))
+        lines = mx.random.normal((1, 1, length, SMALL.latent), key=mx.random.key(3))
         row.put(0, [(lines,)], length)
         row.advance(length)
         mx.eval(row.arrays())
@@ -61,7 +61,7 @@ def row_of(length: int) -> Row:
 
 def new_tokens(count: int) -> tuple[mx.array, mx.array]:
     q = mx.random.normal((count, SMALL.heads, SMALL.query), key=mx.random.key(4))
-    line = mx.random.normal((count, SMALL.line), key=mx.random.key(5))
+    line = mx.random.normal((count, SMALL.latent), key=mx.random.key(5))
     mx.eval(q, line)
     return q, line
 
@@ -131,7 +131,7 @@ def test_rows_of_a_step_are_read_each_in_its_own_lines(way: bool) -> None:
 def test_the_way_with_fewer_products_is_taken(
     sizes: LatentDims, count: int, length: int, expands: bool
 ) -> None:
-    assert sizes.expands(count, length) is expands
+    assert sizes.decompresses(count, length) is expands
 
 
 @pytest.mark.parametrize("way", [False, True])
@@ -142,7 +142,7 @@ def test_a_long_chunk_does_not_write_down_all_its_scores(
     """What it takes for a while is some times SCORES, and what is made of the lines."""
     monkeypatch.setattr(attention, "SCORES", 2**16)
     opened = SMALL.heads * (SMALL.query + SMALL.value)
-    made = length * (3 * opened if way else SMALL.line) * FLOAT
+    made = length * (3 * opened if way else SMALL.latent) * FLOAT
     before = mx.set_cache_limit(0)
     try:
         taken = peak(length, 256, way)

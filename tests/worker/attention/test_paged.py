@@ -298,10 +298,10 @@ class Bare:
 
     rank: int
 
-    def absorbed(self, q: Any) -> Any:
+    def absorb(self, q: Any) -> Any:
         return q
 
-    def opened(self, read: Any) -> Any:
+    def to_values(self, read: Any) -> Any:
         return read
 
 

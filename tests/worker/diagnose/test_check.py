@@ -159,7 +159,8 @@ def test_the_built_in_models() -> None:
 def test_quantisation_in_words(good: Path, layouts: dict[str, QuantLayout], words: str) -> None:
     sound = inspect(good)
     assert (
-        description.quantisation(replace(sound, fit=replace(sound.fit, layouts=layouts))) == words
+        description.quantisation(replace(sound, match=replace(sound.match, layouts=layouts)))
+        == words
     )
 
 

@@ -306,7 +306,7 @@ def test_caches_that_cannot_be_copied_are_not_kept(
 
 def test_what_is_known_without_loading(checked: dict[str, Checked]) -> None:
     folder = checked["phi3"].folder
-    assert folder.in_zoo and folder.eos_ids == {EOS}
+    assert folder.uses_mlx_lm and folder.eos_ids == {EOS}
     assert (folder.context, folder.plan.vocab_size) == (512, 264)
     assert folder.weight_bytes == sum(tensor.nbytes for tensor in folder.tensors.values()) > 0
     assert checked["mamba"].folder.context == mlx_lm_models.UNBOUNDED
@@ -339,7 +339,7 @@ def test_quantised_by_mlx_lm_in_words(
     plain = checked["phi3"].folder
     tensors = {"head.scales": next(iter(plain.tensors.values()))}
     config = {**plain.config, "quantization": told}
-    folder = replace(plain, config=config, fit=replace(plain.fit, tensors=tensors))
+    folder = replace(plain, config=config, match=replace(plain.match, tensors=tensors))
     assert quantisation(folder) == words
 
 
@@ -391,7 +391,7 @@ def test_a_type_that_mlx_lm_has_not_is_refused(tmp_path: Path, model_type: Any) 
 
 
 def test_a_type_that_we_have_is_ours(tmp_path: Path) -> None:
-    assert not inspect(write_checkpoint(tmp_path)).in_zoo
+    assert not inspect(write_checkpoint(tmp_path)).uses_mlx_lm
 
 
 def test_what_mlx_lm_cannot_load_is_said_in_its_words(tmp_path: Path) -> None:

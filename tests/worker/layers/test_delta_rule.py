@@ -44,18 +44,18 @@ def token_by_token(inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(outs, axis=1), state
 
 
-def assert_near(ours: object, exact: np.ndarray) -> None:
-    assert np.abs(np.array(ours) - exact).max() < 1e-5 * np.abs(exact).max()
+def assert_near(ours: object, batch_invariant: np.ndarray) -> None:
+    assert np.abs(np.array(ours) - batch_invariant).max() < 1e-5 * np.abs(batch_invariant).max()
 
 
 @pytest.mark.parametrize("alike", [0.0, 1.0, 10.0])
 @pytest.mark.parametrize("count", [1, 2, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
 def test_blocks_give_what_single_tokens_give(count: int, alike: float) -> None:
     inputs = inputs_of(count, alike=alike)
-    for ours, exact in zip(
+    for ours, batch_invariant in zip(
         delta_rule.delta_rule(*(mx.array(x) for x in inputs)), token_by_token(inputs), strict=True
     ):
-        assert_near(ours, exact)
+        assert_near(ours, batch_invariant)
 
 
 def test_a_state_that_forgets_nothing_stays_exact() -> None:
@@ -63,9 +63,9 @@ def test_a_state_that_forgets_nothing_stays_exact() -> None:
     q, k, v, decay, rate, state = inputs_of(400, alike=3.0)
     inputs = (q, k, v, np.zeros_like(decay), np.ones_like(rate), state)
     out, after = delta_rule.delta_rule(*(mx.array(x) for x in inputs))
-    exact = token_by_token(inputs)
-    assert_near(out, exact[0])
-    assert_near(after, exact[1])
+    batch_invariant = token_by_token(inputs)
+    assert_near(out, batch_invariant[0])
+    assert_near(after, batch_invariant[1])
 
 
 def rule_of(width: int) -> tuple[GatedDeltaRule, int]:
@@ -84,13 +84,13 @@ def test_the_convolution_looks_back_over_cuts(width: int) -> None:
     x = np.random.default_rng(0).standard_normal((1, 9, channels)).astype(np.float32)
     padded = np.concatenate([np.zeros((1, width - 1, channels), np.float32), x], axis=1)
     taps = np.array(rule.conv)
-    exact = sum(padded[:, tap : tap + 9] * taps[tap] for tap in range(width))
+    batch_invariant = sum(padded[:, tap : tap + 9] * taps[tap] for tap in range(width))
     state = mx.zeros((1, width - 1, channels))
     outs = []
     for start, end in ((0, 1), (1, 3), (3, 9)):
         out, state = delta_rule.causal_convolution(mx.array(x[:, start:end]), rule.conv, state)
         outs.append(np.array(out))
-    assert np.allclose(np.concatenate(outs, axis=1), exact, atol=1e-6)
+    assert np.allclose(np.concatenate(outs, axis=1), batch_invariant, atol=1e-6)
     assert np.array_equal(np.array(state), padded[:, 9:])
 
 
@@ -109,5 +109,5 @@ def test_cuts_change_nothing(cuts: list[int]) -> None:
         outs.append(np.array(out))
         at += count
     assert_near(np.concatenate(outs, axis=1), np.array(whole))
-    for ours, exact in zip(state, end, strict=True):
-        assert_near(ours, np.array(exact))
+    for ours, batch_invariant in zip(state, end, strict=True):
+        assert_near(ours, np.array(batch_invariant))

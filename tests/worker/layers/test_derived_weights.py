@@ -37,7 +37,7 @@ def numbers(*shape: int) -> np.ndarray:
 
 def quantised(values: np.ndarray, layout: QuantLayout) -> dict[str, np.ndarray]:
     """kind -> tensor, as MLX quantises."""
-    made = mx.quantize(mx.array(values), layout.group, layout.bits, mode=layout.mode)
+    made = mx.quantize(mx.array(values), layout.group_size, layout.bits, mode=layout.mode)
     return dict(zip(("weight", "scales", "biases"), map(np.array, made), strict=False))
 
 
@@ -139,7 +139,7 @@ def test_experts_are_stacked_however_they_come(
         else:
             stored[f"{LAYER}.mlp.{how}.{kind}"] = array
     if layout is not None:
-        setting = {"mode": layout.mode, "bits": layout.bits, "group_size": layout.group}
+        setting = {"mode": layout.mode, "bits": layout.bits, "group_size": layout.group_size}
         write_checkpoint(checkpoint.path, weights=stored, quantization=setting)
     made = checkpoint.load(stored, {f"{SWITCH}.up_proj.weight": (EXPERTS, OUT, IN)}, stacking)
     assert {name.rpartition(".")[2] for name in made} == set(kinds)
@@ -167,10 +167,10 @@ def test_experts_released_as_blocks(checkpoint: Checkpoint) -> None:
     )
     layout = QuantLayout("mxfp4", 4, 32)
     whole = {f"m.{kind}": mx.array(array) for kind, array in packed.items()}
-    expected = np.array(QuantisedWeight.of(whole, "m", layout).dense(mx.float32))
+    expected = np.array(QuantisedWeight.of(whole, "m", layout).dequantised(mx.float32))
     for turn, module in enumerate(modules):
         assert np.array_equal(
-            QuantisedWeight.of(made, module, layout).dense(mx.float32), expected[:, turn::2]
+            QuantisedWeight.of(made, module, layout).dequantised(mx.float32), expected[:, turn::2]
         )
         assert np.array_equal(made[f"{module}.bias"], bias[:, turn::2])
 

@@ -89,10 +89,10 @@ def test_a_setting_that_cannot_be_used(settings: Any, words: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layout_is_recognised_by_its_shapes(mode: str) -> None:
     for bits in MODES[mode].bits:
-        for group in MODES[mode].groups:
+        for group in MODES[mode].group_sizes:
             layout = QuantLayout(mode, bits, group)
             shapes = dict(layout.tensors((3, 5, 128)))
-            dtype = MODES[mode].scales[-1]
+            dtype = MODES[mode].scale_dtypes[-1]
             found = layout_from_shapes("m", 128, shapes["weight"], shapes["scales"], dtype)
             assert found == layout
 
@@ -108,8 +108,8 @@ def test_shapes_of_no_layout(weight: Any, scales: Any, dtype: str) -> None:
 
 def test_only_modules_with_scales_are_quantised(tmp_path: Path) -> None:
     folder = inspect(write(tmp_path, (UP, QuantLayout("affine", 4, 32)), quantization=FOUR))
-    assert folder.fit.layouts == {UP: QuantLayout("affine", 4, 32)}
-    assert folder.fit.weights[f"{UP}.weight"].shape == (96, 8)
+    assert folder.match.layouts == {UP: QuantLayout("affine", 4, 32)}
+    assert folder.match.weights[f"{UP}.weight"].shape == (96, 8)
     assert (
         list(folder.tensors).index(f"{UP}.scales") == list(folder.tensors).index(f"{UP}.weight") + 1
     )

@@ -115,7 +115,7 @@ def test_equals_mlx_lm(case: str, quantised: dict[str, Path]) -> None:
     peer = np.load(path / "peer.npy")
     folder = inspect(path)
     mode, bits, group, _ = CASES[case]
-    assert folder.fit.layouts["model.layers.0.self_attn.q_proj"] == QuantLayout(mode, bits, group)
+    assert folder.match.layouts["model.layers.0.self_attn.q_proj"] == QuantLayout(mode, bits, group)
     ours = logits_of(load(folder))
     assert np.abs(ours - peer).max() < 1e-4 * np.abs(peer).max()
 
@@ -132,7 +132,7 @@ def test_opened_models_have_the_same_numbers_in_the_memory_reckoned(
     case: str, quantised: dict[str, Path]
 ) -> None:
     peer, folder = np.load(quantised[case] / "peer.npy"), inspect(quantised[case])
-    packed, opened = load(folder), load(folder, opened=True)
+    packed, opened = load(folder), load(folder, dequantise=True)
     assert np.abs(logits_of(opened) - peer).max() < 1e-4 * np.abs(peer).max()
     numbers = sum(int(np.prod(shape)) for shape in folder.plan.shapes.values())
     assert opened.weight_bytes == 4 * numbers
@@ -141,7 +141,7 @@ def test_opened_models_have_the_same_numbers_in_the_memory_reckoned(
 
 def test_weights_are_opened_on_a_cpu_where_they_leave_room(quantised: dict[str, Path]) -> None:
     folder = inspect(quantised["affine 4"])
-    needed = load(folder, opened=True).weight_bytes
+    needed = load(folder, dequantise=True).weight_bytes
     assert dequantises_at_load(folder, limit=4 * needed, float32=True)
     assert not dequantises_at_load(folder, limit=4 * needed - 4, float32=True)
     assert not dequantises_at_load(folder, limit=4 * needed, float32=False)
@@ -153,7 +153,7 @@ def test_weights_are_opened_on_a_cpu_where_they_leave_room(quantised: dict[str, 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("transpose", [True, False])
 def test_a_product_is_the_same_however_many_lines_it_has(mode: str, transpose: bool) -> None:
-    bits, group = MODES[mode].bits[0], MODES[mode].groups[0]
+    bits, group = MODES[mode].bits[0], MODES[mode].group_sizes[0]
     numbers = mx.random.normal((64, 128), key=mx.random.key(2))
     arrays = dict(
         zip(("weight", "scales", "biases"), mx.quantize(numbers, group, bits, mode), strict=False)
@@ -194,10 +194,10 @@ def test_layers_of_one_layout_are_one_product_and_others_stay_apart(
         named = {str(number): layout for number, layout in enumerate(layouts)}
         weights: dict[str, Any] = {}
         for name, layout in named.items():
-            packed = mx.quantize(mx.ones((8, 64)), layout.group, layout.bits)
+            packed = mx.quantize(mx.ones((8, 64)), layout.group_size, layout.bits)
             kinds = ("weight", "scales", "biases")
             weights |= {f"{name}.{kind}": one for kind, one in zip(kinds, packed, strict=True)}
-        return WeightLayerBuilder(weights, named, mx.float32).joined(list(named))
+        return WeightLayerBuilder(weights, named, mx.float32).concatenated(list(named))
 
     assert isinstance(layer(four, four), QuantisedLinear)
     assert isinstance(layer(four, eight), ConcatenatedLinear)
@@ -228,7 +228,7 @@ def test_a_global_scale_counts_once(shape: tuple[int, ...]) -> None:
         "m.global_scale": scale,
     }
     packed = QuantisedWeight.of(arrays, "m", QuantLayout("nvfp4", 4, 16))
-    assert mx.allclose(packed.dense(mx.float32), expected, rtol=1e-5, atol=0).item()
+    assert mx.allclose(packed.dequantised(mx.float32), expected, rtol=1e-5, atol=0).item()
     x = mx.random.normal((5, 64), key=mx.random.key(2))
     wanted = x @ expected.swapaxes(-1, -2)
     assert mx.allclose(packed(x if len(shape) == 2 else x[None]), wanted, atol=1e-5).item()
@@ -238,7 +238,7 @@ def test_a_global_scale_counts_once(shape: tuple[int, ...]) -> None:
     else:
         experts = WeightLayerBuilder(
             arrays, {"m": QuantLayout("nvfp4", 4, 16)}, mx.float32
-        ).experts("m")
+        ).switch_linear("m")
         chosen = mx.array([[0, 2], [1, 1], [2, 0], [1, 2], [0, 1]])
         for token in range(5):
             for place in range(2):

@@ -12,7 +12,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker.attention.attention import Rotation  # noqa: E402
 from mlxpool.worker.layers.interface import Rope  # noqa: E402
-from mlxpool.worker.layers.rope import KINDS, parse_rope, yarn_mscale  # noqa: E402
+from mlxpool.worker.layers.rope import SCALINGS, parse_rope, yarn_mscale  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
     "factor": 4.0,
@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("traditional", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCALINGS)
 def test_the_kernel_and_the_tables_turn_alike(kind: str, traditional: bool) -> None:
     config = {"max_position_embeddings": 128, "rope_scaling": SETTINGS | {"rope_type": kind}}
     turn = parse_rope(config, 8, traditional=traditional)

@@ -41,7 +41,7 @@ def stored(case: str) -> tuple[dict[str, Any], dict[str, QuantLayout], dict[str,
             arrays[f"{module}.weight"] = weight
             continue
         layouts[module] = layout
-        settings = {"group_size": layout.group, "bits": layout.bits, "mode": layout.mode}
+        settings = {"group_size": layout.group_size, "bits": layout.bits, "mode": layout.mode}
         made = mx.quantize(weight, **settings)
         arrays |= {f"{module}.{k}": a for k, a in zip(("weight", "scales", "biases"), made)}  # noqa: B905
         dense[name] = mx.dequantize(*made, **settings, dtype=mx.float32)
@@ -70,19 +70,21 @@ def one_by_one(dense: dict[str, Any], biases: dict[str, Any], x: Any, chosen: An
 
 @pytest.mark.parametrize("case", LAYOUTS)
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("gpu", [False, True])
 def test_experts_equal_single_products(
-    case: str, tokens: int, exact: bool, gpu: bool, monkeypatch: pytest.MonkeyPatch
+    case: str, tokens: int, batch_invariant: bool, gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "_on_gpu", lambda: gpu)
     assert (40 * CHOSEN >= SORT_CHOICES) and (5 * CHOSEN < SORT_CHOICES)
     arrays, layouts, dense = stored(case)
     x, chosen = draw(tokens, WIDTH, seed=3), choices(tokens)
     expected = one_by_one(dense, arrays, x, chosen)
-    mlp = WeightLayerBuilder(dict(arrays), layouts, mx.float32, exact=exact).expert_mlp("mlp")
+    mlp = WeightLayerBuilder(
+        dict(arrays), layouts, mx.float32, batch_invariant=batch_invariant
+    ).switch_glu("mlp")
     assert isinstance(mlp, SwitchGLU)
-    apart = not exact and (case == "mixed" or (case != "plain" and not gpu))
+    apart = not batch_invariant and (case == "mixed" or (case != "plain" and not gpu))
     assert len(mlp.gate_up) == (2 if apart else 1)
     assert mx.allclose(mlp(x, chosen), expected, rtol=1e-4, atol=1e-5).item()
 
@@ -90,7 +92,7 @@ def test_experts_equal_single_products(
 def test_lines_of_sorted_experts_lie_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU reads them by the stride of their last axis but one, also where that has length 1."""
     arrays, layouts, _ = stored("plain")
-    mlp = WeightLayerBuilder(dict(arrays), layouts, mx.float32).expert_mlp("mlp")
+    mlp = WeightLayerBuilder(dict(arrays), layouts, mx.float32).switch_glu("mlp")
     product, strides = mx.gather_mm, []
 
     def seen(x: Any, *others: Any, **named: Any) -> Any:
@@ -107,11 +109,11 @@ def test_lines_of_sorted_experts_lie_one_behind_the_other(monkeypatch: pytest.Mo
 def test_another_activation_and_single_layers() -> None:
     arrays, layouts, _ = stored("affine")
     x, chosen = draw(7, WIDTH, seed=3), choices(7)
-    whole = WeightLayerBuilder(dict(arrays), layouts, mx.float32).expert_mlp(
+    whole = WeightLayerBuilder(dict(arrays), layouts, mx.float32).switch_glu(
         "mlp", lambda gate, up: up + gate
     )
     single = WeightLayerBuilder(dict(arrays), layouts, mx.float32)
-    gate, up, down = (single.experts(f"mlp.{name}") for name in NAMES)
+    gate, up, down = (single.switch_linear(f"mlp.{name}") for name in NAMES)
     inner = up(x, chosen) + gate(x, chosen)
     assert inner.shape == (7, CHOSEN, INNER)
     assert mx.allclose(down(inner, chosen), whole(x, chosen), rtol=1e-4, atol=1e-5).item()
@@ -120,7 +122,7 @@ def test_another_activation_and_single_layers() -> None:
 @pytest.mark.parametrize("case", ["plain", "mxfp4"])
 def test_exact_experts_do_not_depend_on_how_many_tokens_there_are(case: str) -> None:
     arrays, layouts, _ = stored(case)
-    mlp = WeightLayerBuilder(arrays, layouts, mx.float32, exact=True).expert_mlp("mlp")
+    mlp = WeightLayerBuilder(arrays, layouts, mx.float32, batch_invariant=True).switch_glu("mlp")
     x, chosen = draw(100, WIDTH, seed=3), choices(100)
     whole = mlp(x, chosen)
     for start, count in ((0, 1), (3, 8), (7, 60), (0, 99)):
@@ -129,23 +131,25 @@ def test_exact_experts_do_not_depend_on_how_many_tokens_there_are(case: str) -> 
 
 
 @pytest.mark.parametrize("layout", [None, QuantLayout("affine", 8, 32)])
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_layer_for_each_head_and_back(layout: QuantLayout | None, exact: bool) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_layer_for_each_head_and_back(layout: QuantLayout | None, batch_invariant: bool) -> None:
     weight = draw(3, 64, 32)
     arrays, layouts, dense = {"m.weight": weight}, {}, weight
     if layout is not None:
         made = mx.quantize(weight, 32, 8)
         arrays = dict(zip(("m.weight", "m.scales", "m.biases"), made, strict=True))
         layouts, dense = {"m": layout}, mx.dequantize(*made, 32, 8)
-    heads = WeightLayerBuilder(arrays, layouts, mx.float32, exact=exact).heads("m")
+    heads = WeightLayerBuilder(
+        arrays, layouts, mx.float32, batch_invariant=batch_invariant
+    ).multi_linear("m")
     x = draw(3, 11, 32, seed=4)
     there = heads(x)
     assert mx.allclose(there, x @ dense.swapaxes(-1, -2), atol=1e-5).item()
-    back = heads.back(there)
+    back = heads.transposed(there)
     assert mx.allclose(back, there @ dense, atol=1e-5).item()
-    if exact:
+    if batch_invariant:
         assert mx.array_equal(heads(x[:, 3:5]), there[:, 3:5]).item()
-        assert mx.array_equal(heads.back(there[:, :9]), back[:, :9]).item()
+        assert mx.array_equal(heads.transposed(there[:, :9]), back[:, :9]).item()
 
 
 def test_an_expert_layer_without_bias() -> None:

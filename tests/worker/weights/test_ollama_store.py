@@ -48,7 +48,7 @@ def test_a_model_is_what_its_folder_was(folder: Path, store: Store) -> None:
     manifest = store.write(NAME, store.layers(folder))
     there, here = opened(), inspect(folder)
     assert there.path == manifest
-    assert there.fit.weights == here.fit.weights
+    assert there.match.weights == here.match.weights
     assert (there.context, there.eos_ids, there.bos_token) == (512, here.eos_ids, "<s>")
     text = Text.from_folder(there)
     asked = text.chat([{"role": "user", "content": "hi"}], None, 0.0)
@@ -86,7 +86,7 @@ def test_layers_of_one_digest_and_drafts_are_read_once_and_not_at_all(
     layers = store.layers(folder)
     draft = store.layer(TENSOR, "draft.model.norm.weight", b"never read")
     store.write(NAME, [*layers, {**layers[-1], "name": "again"}, draft])
-    assert opened().fit.weights == inspect(folder).fit.weights
+    assert opened().match.weights == inspect(folder).match.weights
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "", "unheard-of"])
@@ -110,7 +110,7 @@ def test_scales_and_biases_get_their_names_whatever_their_order(
     blob = len(raw).to_bytes(8, "little") + raw + bytes(end)
     store.write(NAME, [*layers, store.layer(TENSOR, f"{UP}.weight", blob)])
     found = opened()
-    assert found.fit.layouts == {UP: QuantLayout("nvfp4", 4, 16)}
+    assert found.match.layouts == {UP: QuantLayout("nvfp4", 4, 16)}
     assert [name for name in found.tensors if name.startswith(UP)] == [
         f"{UP}.weight",
         f"{UP}.scales",
@@ -182,7 +182,7 @@ def test_a_store_whose_root_is_a_link_is_fine(
     store.write(NAME, store.layers(folder))
     (tmp_path / "link").symlink_to(store.root)
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "link"))
-    assert opened().fit.weights == inspect(folder).fit.weights
+    assert opened().match.weights == inspect(folder).match.weights
 
 
 def test_blobs_that_are_missing_or_of_another_size(folder: Path, store: Store) -> None:

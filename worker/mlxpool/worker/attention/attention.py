@@ -129,7 +129,7 @@ class Turning:
         """See models.base.Step."""
         raise NotImplementedError
 
-    def attend_turned(
+    def rotate_and_attend(
         self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
         """See models.base.Step."""
@@ -138,7 +138,7 @@ class Turning:
 
 
 def parted(asked: Sequence[mx.array], v: mx.array) -> tuple[mx.array, mx.array]:
-    """Queries and keys, see models.base.Step.attend_turned."""
+    """Queries and keys, see models.base.Step.rotate_and_attend."""
     if len(asked) == 1:
         queries = asked[0].shape[1] - v.shape[1]
         return asked[0][:, :queries], asked[0][:, queries:]
@@ -160,7 +160,7 @@ class Step(Turning):
             mx.concatenate(every), starts[0] if len(every) == 1 and not self._single else None
         )
 
-    def wanted(self, x: mx.array) -> mx.array:
+    def logit_rows(self, x: mx.array) -> mx.array:
         """The lines of x [T, d] that want logits: [R, d], the last of each row."""
         if self._single:
             return x
@@ -204,14 +204,14 @@ class Step(Turning):
             return seen(q, lines, values, scores)[..., : heads.rank]
 
         def one(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
-            if not heads.expands(q.shape[0], row.offset + q.shape[0]):
-                return heads.opened(read(row, heads.absorbed(q), line))
+            if not heads.decompresses(q.shape[0], row.offset + q.shape[0]):
+                return heads.to_values(read(row, heads.absorb(q), line))
             (lines,) = cast(Row, row).write(layer, line[None, None])
-            keys, values = heads.expanded(lines[0, 0])
+            keys, values = heads.decompress(lines[0, 0])
             return seen(q, keys[None], values[None], scores)
 
         if self._single:
-            return heads.opened(self._by_row(read, heads.absorbed(q), line))
+            return heads.to_values(self._by_row(read, heads.absorb(q), line))
         return self._by_row(one, q, line)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:

@@ -117,7 +117,7 @@ class BatchStep(Turning):
         self._readings = readings
         self.slabs = slabs
 
-    def wanted(self, x: mx.array) -> mx.array:
+    def logit_rows(self, x: mx.array) -> mx.array:
         """See Step.wanted."""
         return x
 

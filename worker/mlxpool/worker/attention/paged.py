@@ -237,7 +237,7 @@ class PoolStep(Turning):
         self._pool, self._slots, self._table = pool, slots, table
         self._places = Places(positions, table, pool.arrived, longest)
 
-    def wanted(self, x: mx.array) -> mx.array:
+    def logit_rows(self, x: mx.array) -> mx.array:
         """See Step.wanted."""
         return x if self._last is None else x[self._last]
 
@@ -274,17 +274,17 @@ class PoolStep(Turning):
         keys, values = gathered(pool.arrays[layer], table)
         return self._seen(q, keys, values, scores, window)
 
-    def attend_turned(
+    def rotate_and_attend(
         self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
-        """See Step.attend_turned."""
+        """See Step.rotate_and_attend."""
         q, k = parted(asked, v)
         if not self._chunk and self._reads(q.shape[1], v, scores):
             turns, window = self._rotation.turns(rope), self._pool.shape.window(layer)
             return paged_attention.attend(
                 q, k, v, self._pair(layer), self._places, scores, turns, window
             )
-        return super().attend_turned(layer, asked, v, scores, rope)
+        return super().rotate_and_attend(layer, asked, v, scores, rope)
 
     def _reads(self, heads: int, v: mx.array, scores: ScoreParams) -> bool:
         """Whether the kernel in tensor cores attends."""
@@ -299,7 +299,7 @@ class PoolStep(Turning):
         self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
         """See Step.attend_latent."""
-        pool, places, absorbed = self._pool, self._places, heads.absorbed(q)
+        pool, places, absorbed = self._pool, self._places, heads.absorb(q)
         served = latent_attention.serves(line.shape[1], heads.rank, pool.shape.dtype)
         if self._chunk or not (pool.reads and served):  # or the kernel writes the same again
             table = pool.write(layer, (line[:, None],), self._slots, self._table)
@@ -311,7 +311,7 @@ class PoolStep(Turning):
             self.gathers = self._chunk
             (lines,) = gathered(pool.arrays[layer], places.table)
             read = self._seen(absorbed, lines, lines[..., : heads.rank], ScoreParams(scale))
-        return heads.opened(read)
+        return heads.to_values(read)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See Step.recur."""

@@ -53,21 +53,21 @@ def check(
         report["model"] = describe_counting(CountingEngine(config.counting, config.context))
         return report
     problems = Problems()
-    path = problems.of(locate, config)
+    path = problems.attempt(locate, config)
     folder = None
     if path is not None:
         report["path"] = str(path.where if isinstance(path, ModelFiles) else path)
         folder, found = find_problems(path)
         problems.add(found)
     if folder is not None:
-        report["model"] = problems.of(describe, folder)
+        report["model"] = problems.attempt(describe, folder)
         if config.context > folder.context:
             report["notes"].append(
                 f"context is {config.context} tokens, the model's own is {folder.context}, which"
                 " counts: a longer prompt is refused"
             )
         if config.deterministic:
-            problems.of(require_deterministic, folder)
+            problems.attempt(require_deterministic, folder)
         if machine:
             report.update(_machine(folder, config, memory_limit))
     report["problems"] = list(problems.found)
@@ -103,12 +103,12 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         "free": free,
         "limit": limit,
         "pool_limit": pool,
-        "longest": None if folder.in_zoo else need.context_within(limit),
+        "longest": None if folder.uses_mlx_lm else need.context_within(limit),
         "fits": not why,
         "why": why,
     }
     memory: dict[str, int | None] = {**asdict(need), "least": need.least}
-    if folder.in_zoo:  # what a token takes only mlx-lm's code knows
+    if folder.uses_mlx_lm:  # what a token takes only mlx-lm's code knows
         memory |= dict.fromkeys(CACHE_FIELDS)
     return {"memory": memory, "machine": machine}
 

@@ -43,7 +43,7 @@ class Problems:
     def add(self, words: Iterable[str]) -> None:
         self.found.update(dict.fromkeys(map(sendable, words)))
 
-    def of(
+    def attempt(
         self, step: Callable[Step, Result], *args: Step.args, **kwargs: Step.kwargs
     ) -> Result | None:
         """What the step returns, or None after its failure was noted."""
@@ -65,12 +65,12 @@ def _words(error: Exception) -> str:
 def find_problems(place: Path | ModelFiles) -> tuple[ModelFolder | None, list[str]]:
     """The model, if its files agree with each other, and all that is wrong with them."""
     problems = Problems()
-    sound = problems.of(inspect, place)
+    sound = problems.attempt(inspect, place)
     if sound is None:
         _look_at_all(place, problems)
     else:
         _look_at_text(sound.files, sound.path, sound.plan, problems)
-        problems.of(Text.from_folder, sound)
+        problems.attempt(Text.from_folder, sound)
     return sound, list(problems.found)
 
 
@@ -78,11 +78,11 @@ def _look_at_all(place: Path | ModelFiles, problems: Problems) -> None:
     files = _files(place, problems)
     if files is None:
         return  # `inspect` has said it; nothing else can be looked at
-    config = problems.of(read_json, files / "config.json")
+    config = problems.attempt(read_json, files / "config.json")
     plan = None if config is None else _plan(config, problems)
     _look_at_weights(files, config or {}, plan, problems)
     if config is not None:
-        problems.of(SpecialTokens.read, files, config)
+        problems.attempt(SpecialTokens.read, files, config)
     _look_at_text(files, files.where, plan, problems)
 
 
@@ -91,10 +91,10 @@ def _files(place: Path | ModelFiles, problems: Problems) -> ModelFiles | None:
     if isinstance(place, ModelFiles):
         return place
     there = Problems()
-    there.of(require_model_folder, place)
+    there.attempt(require_model_folder, place)
     if there.found:
         return None
-    shards = problems.of(find_shards, place)
+    shards = problems.attempt(find_shards, place)
     return ModelFiles(
         place, tuple(sorted(place.glob("model*.safetensors"))) if shards is None else shards
     )
@@ -136,11 +136,13 @@ def _look_at_weights(
     files: ModelFiles, config: Mapping[str, Any], plan: ModelPlan | None, problems: Problems
 ) -> None:
     before = len(problems.found)
-    headers = {shard: problems.of(read_header, shard) for shard in files.shards}
-    contents = problems.of(files.read, {s: h for s, h in headers.items() if h is not None})
-    found = None if contents is None else problems.of(merge_tensors, contents)
+    headers = {shard: problems.attempt(read_header, shard) for shard in files.shards}
+    contents = problems.attempt(files.read, {s: h for s, h in headers.items() if h is not None})
+    found = None if contents is None else problems.attempt(merge_tensors, contents)
     known = (
-        None if contents is None else problems.of(quant_config_of, files, config, contents.values())
+        None
+        if contents is None
+        else problems.attempt(quant_config_of, files, config, contents.values())
     )
     if plan is None or not found or known is None:
         return
@@ -157,10 +159,10 @@ def _of_single_tensors(faults: Iterable[str]) -> Iterator[str]:
 def _look_at_text(
     files: ModelFiles, where: Path, plan: ModelPlan | None, problems: Problems
 ) -> None:
-    chat = problems.of(Chat.from_folder, files)
-    tokenizer = problems.of(_tokenizer, files, where)
+    chat = problems.attempt(Chat.from_folder, files)
+    tokenizer = problems.attempt(_tokenizer, files, where)
     if tokenizer is not None and plan is not None:
-        problems.of(check_vocabulary, tokenizer, plan.vocab_size, (), chat or Chat({}))
+        problems.attempt(check_vocabulary, tokenizer, plan.vocab_size, (), chat or Chat({}))
 
 
 def _tokenizer(files: ModelFiles, where: Path) -> Tokenizer:

@@ -36,8 +36,8 @@ def describe(folder: ModelFolder) -> dict[str, Any]:
     return {
         "type": folder.model_type,
         "size": folder.weight_bytes,
-        "parameters": None if folder.in_zoo else _parameters(folder),
-        "layers": None if folder.in_zoo else len(folder.plan.caches),
+        "parameters": None if folder.uses_mlx_lm else _parameters(folder),
+        "layers": None if folder.uses_mlx_lm else len(folder.plan.caches),
         "context": folder.context,
         "vocabulary": folder.plan.vocab_size,
         "quantisation": quantisation(folder),
@@ -56,7 +56,7 @@ def _parameters(folder: ModelFolder) -> int:
 
 def features(folder: ModelFolder) -> tuple[str, ...]:
     """What of batching, prefix tree, resume and `deterministic` the model has."""
-    if folder.in_zoo:
+    if folder.uses_mlx_lm:
         return mlx_lm_models.FEATURES
     plain = all(isinstance(one, KeyValueSpec) and not one.window for one in folder.plan.caches)
     return (*FEATURES, "deterministic") if plain else FEATURES
@@ -69,7 +69,7 @@ def require_deterministic(folder: ModelFolder, *, on_gpu: bool = False) -> None:
             raise ModelLoadFailed(NOT_ON_A_GPU)
         return
     why = "which is computed by mlx-lm's code"
-    if not folder.in_zoo:
+    if not folder.uses_mlx_lm:
         why = "whose layers keep windows or states"
     raise ModelLoadFailed(
         f"deterministic = true is not built for model_type {folder.model_type!r}, {why};"
@@ -102,14 +102,14 @@ def quantisation(folder: ModelFolder) -> str:
     if not layouts:
         return DTYPE_NAMES[main_dtype(folder.tensors.values())]
     layout, _ = layouts[0]
-    words = f"{layout.bits}-bit {layout.mode} g{layout.group}"
+    words = f"{layout.bits}-bit {layout.mode} g{layout.group_size}"
     return f"{words}, some layers otherwise" if len(layouts) > 1 else words
 
 
 def _layouts(folder: ModelFolder) -> Iterable[QuantLayout]:
     """Of every quantised module; in the zoo, of those with scales, as mlx-lm tells them."""
-    if not folder.in_zoo:
-        return folder.fit.layouts.values()
+    if not folder.uses_mlx_lm:
+        return folder.match.layouts.values()
     try:
         told = quant.parse_quant_config(folder.config)
     except ModelLoadFailed:  # a layout that mlx-lm may know all the same

@@ -85,7 +85,7 @@ def _folder(files: ModelFiles, config: ModelConfig) -> Source:
             "sequences": config.sequences,
             "limit": config.memory_limit,
         }
-        if folder.in_zoo:
+        if folder.uses_mlx_lm:
             from mlxpool.worker.engine import mlx_lm_engine
 
             model = mlx_lm_engine.load(folder, on_progress)
@@ -94,7 +94,7 @@ def _folder(files: ModelFiles, config: ModelConfig) -> Source:
             folder,
             on_progress,
             deterministic=config.deterministic,
-            opened=dequantises_at_load(
+            dequantise=dequantises_at_load(
                 folder,
                 limit=backend.limit_of(config.memory_limit),
                 float32=not backend.on_gpu(),

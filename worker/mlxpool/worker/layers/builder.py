@@ -1,4 +1,4 @@
-"""Builder."""
+"""Builds layers over loaded weights, quantised or not: a model does not see which."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from mlxpool.worker.layers.switch import SwitchGLU, SwitchLinear
 
 
 class WeightLayerBuilder:
-    """The parts of a model whose weights are these, computed in `dtype`.
+    """Implements LayerBuilder over `weights`; layers compute in `dtype`.
 
-    `layouts` says which modules have a quantised weight, and how; `opened`: these are turned into
-    numbers once, here. `exact`: see `tiled`; they are opened then, too, for their own products come
-    in no tiles. Each part takes its weights out, so that they are not there twice.
+    `layouts` maps modules with a quantised weight to its layout. With `dequantise` such weights are
+    dequantised once, here. With `batch_invariant` the bits of a row do not depend on the other rows
+    (see `tiled_matmul`), which needs dequantised weights, too. Each layer removes its weights from
+    `weights`, so that none is in memory twice.
     """
 
     def __init__(
@@ -40,41 +41,41 @@ class WeightLayerBuilder:
         layouts: Mapping[str, QuantLayout],
         dtype: mx.Dtype,
         *,
-        exact: bool = False,
-        opened: bool = False,
+        batch_invariant: bool = False,
+        dequantise: bool = False,
     ) -> None:
         self._weights = weights
         self._layouts = layouts
         self._dtype = dtype
-        self._exact = exact
-        self._opened = opened or exact
+        self._exact = batch_invariant
+        self._dequantise = dequantise or batch_invariant
 
     def linear(self, name: str) -> AnyLinear:
-        return self.joined([name])
+        return self.concatenated([name])
 
-    def joined(self, names: Sequence[str]) -> AnyLinear:
-        """Linear layers of one input as one, outputs side by side: fewer and larger products.
+    def concatenated(self, names: Sequence[str]) -> AnyLinear:
+        """Linear layers of one input as one with concatenated outputs: fewer and larger products.
 
-        Quantised ones may stay apart within, see `_joined_weight`.
+        Quantised weights may stay separate inside it, see `_concatenated_weight`.
         """
-        if self._are_numbers(names):
+        if self._are_dense(names):
             weight = _laid_out([self._dense(name) for name in names])
-            return Linear(weight, self._joined_bias(names), self._exact)
-        packed = self._joined_weight(names)
+            return Linear(weight, self._concatenated_bias(names), self._exact)
+        packed = self._concatenated_weight(names)
         if packed is None:
             return ConcatenatedLinear(tuple(self.linear(name) for name in names))
         assert isinstance(packed, QuantisedWeight)
-        return QuantisedLinear(packed, self._joined_bias(names))
+        return QuantisedLinear(packed, self._concatenated_bias(names))
 
-    def gated(
+    def gated_linear_unit(
         self, names: Sequence[str], width: int, activation: Activation | None = None
     ) -> GatedLinearUnit:
-        """Layers `names` for gates and what they gate, [width, in] each; else swiglu."""
-        joined = self.joined(names)
-        return GatedLinearUnit(joined, width, activation or self.swiglu, activation is None)
+        """The layers `names` are gate and up, [width, in] each; without `activation` swiglu."""
+        gate_up = self.concatenated(names)
+        return GatedLinearUnit(gate_up, width, activation or self.swiglu, activation is None)
 
-    def norm(self, name: str, eps: float) -> RMSNorm:
-        return RMSNorm(self.array(f"{name}.weight"), eps)
+    def rms_norm(self, name: str, eps: float) -> RMSNorm:
+        return RMSNorm(self.tensor(f"{name}.weight"), eps)
 
     def embedding(self, name: str) -> Embedding | QuantisedEmbedding:
         weight = self._weight(name)
@@ -82,27 +83,27 @@ class WeightLayerBuilder:
             return QuantisedEmbedding(weight, self._dtype)
         return Embedding(weight, self._exact)
 
-    def array(self, name: str) -> mx.array:
-        """A tensor by its whole name, for what is no layer."""
+    def tensor(self, name: str) -> mx.array:
+        """A tensor by its whole name."""
         return self._weights.pop(name)
 
-    def heads(self, name: str) -> MultiLinear:
-        """A linear layer for each head, weight [H, out, in]."""
+    def multi_linear(self, name: str) -> MultiLinear:
+        """One linear layer for each head, weight [H, out, in]."""
         return MultiLinear(self._weight(name), self._exact)
 
-    def experts(self, name: str) -> SwitchLinear:
-        """Linear layers stacked, weight [E, out, in], called with the experts chosen."""
-        return SwitchLinear(self._weight(name), self._joined_bias([name]))
+    def switch_linear(self, name: str) -> SwitchLinear:
+        """The stacked linear layers of experts, weight [E, out, in]."""
+        return SwitchLinear(self._weight(name), self._concatenated_bias([name]))
 
-    def expert_mlp(self, name: str, activation: Activation | None = None) -> SwitchGLU:
-        """The experts `name`.gate_proj, .up_proj and .down_proj; without `activation` swiglu."""
+    def switch_glu(self, name: str, activation: Activation | None = None) -> SwitchGLU:
+        """Experts with `name`.gate_proj, .up_proj and .down_proj; without `activation` swiglu."""
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
-        weight = self._joined_weight(names)
+        weight = self._concatenated_weight(names)
         if weight is None:
-            gate_up = tuple(self.experts(one) for one in names)
+            gate_up = tuple(self.switch_linear(one) for one in names)
         else:
-            gate_up = (SwitchLinear(weight, self._joined_bias(names)),)
-        down = self.experts(f"{name}.down_proj")
+            gate_up = (SwitchLinear(weight, self._concatenated_bias(names)),)
+        down = self.switch_linear(f"{name}.down_proj")
         return SwitchGLU(gate_up, down, activation or self.swiglu, self._exact)
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
@@ -113,39 +114,40 @@ class WeightLayerBuilder:
         return cpu_exp.swiglu(gate, up)
 
     def _weight(self, name: str) -> mx.array | QuantisedWeight:
-        weight = self._joined_weight([name])
-        assert weight is not None, "one weight has one layout"
+        weight = self._concatenated_weight([name])
+        assert weight is not None, "a single weight needs no common layout"
         return weight
 
-    def _are_numbers(self, names: Sequence[str]) -> bool:
-        """Whether the weights are computed with as plain numbers."""
-        return self._opened or not any(self._layouts.get(name) for name in names)
+    def _are_dense(self, names: Sequence[str]) -> bool:
+        """Whether the weights are unquantised or will be dequantised."""
+        return self._dequantise or not any(self._layouts.get(name) for name in names)
 
-    def _joined_weight(self, names: Sequence[str]) -> mx.array | QuantisedWeight | None:
-        """The weights [..., out, in] as one along `out`; None where they stay apart.
+    def _concatenated_weight(self, names: Sequence[str]) -> mx.array | QuantisedWeight | None:
+        """The weights [..., out, in] concatenated along `out`; None where they stay separate.
 
-        So do quantised ones of different layouts, and all on the CPU: there the copy at load costs
-        more than larger products gain.
+        Quantised weights of different layouts stay separate, and on the CPU all of them do: there
+        the copy at load costs more than larger products gain.
         """
         layouts = {self._layouts.get(name) for name in names}
-        if self._are_numbers(names):
+        if self._are_dense(names):
             return _concatenated([self._dense(name) for name in names], axis=-2)
-        factors = [f"{name}.{kind}" for name in names for kind in GLOBAL_SCALES]
-        scaled = any(factor in self._weights for factor in factors)
-        if len(names) > 1 and (len(layouts) > 1 or scaled or not _on_gpu()):
+        scales = [f"{name}.{kind}" for name in names for kind in GLOBAL_SCALES]
+        globally_scaled = any(scale in self._weights for scale in scales)
+        if len(names) > 1 and (len(layouts) > 1 or globally_scaled or not _on_gpu()):
             return None
         return concatenated([self._packed(name, self._layouts[name]) for name in names])
 
-    def _joined_bias(self, names: Sequence[str]) -> mx.array | None:
+    def _concatenated_bias(self, names: Sequence[str]) -> mx.array | None:
         if f"{names[0]}.bias" not in self._weights:
             return None
         return _concatenated([self._weights.pop(f"{name}.bias") for name in names], axis=-1)
 
     def _dense(self, name: str) -> mx.array:
+        """The weight of a module, dequantised if need be."""
         layout = self._layouts.get(name)
         if layout is None:
             return self._weights.pop(f"{name}.weight")
-        weight = self._packed(name, layout).dense(self._dtype)
+        weight = self._packed(name, layout).dequantised(self._dtype)
         mx.eval(weight)
         return weight
 
@@ -159,20 +161,20 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
 
 
-_fused_swiglu = mx.compile(_swiglu, shapeless=True)  # one kernel; a CPU might have no compiler
+_fused_swiglu = mx.compile(_swiglu, shapeless=True)  # one kernel; a CPU may have no compiler
 
 
-def _concatenated(parts: Sequence[mx.array], axis: int) -> mx.array:
-    if len(parts) == 1:
-        return parts[0]
-    whole = mx.concatenate(list(parts), axis=axis)
+def _concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
+    if len(arrays) == 1:
+        return arrays[0]
+    whole = mx.concatenate(list(arrays), axis=axis)
     mx.eval(whole)
     return whole
 
 
-def _laid_out(parts: Sequence[mx.array]) -> mx.array:
-    """The weights [out, in] as one; on the CPU by columns, which small products read faster."""
-    return _concatenated(parts, axis=0) if _on_gpu() else to_column_major(parts)
+def _laid_out(arrays: Sequence[mx.array]) -> mx.array:
+    """Concatenated weights [out, in]; column-major on the CPU, see column_major.py."""
+    return _concatenated(arrays, axis=0) if _on_gpu() else to_column_major(arrays)
 
 
 def _on_gpu() -> bool:

@@ -1,7 +1,7 @@
-"""How the memory of one layer is kept for later prompts: full, window or state. Pure.
+"""How the cache of one layer is kept for later prompts: full, window or state. Pure.
 
-Full attention is kept token by token. A sliding window and a recurrent state are kept whole, at
-chosen places: what they held earlier is gone from the row.
+The cache of full attention is kept token by token. A sliding window and a recurrent state are kept
+as snapshots at some positions: the row itself has dropped what they held earlier.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ A = TypeVar("A")  # an array; keys and values have their tokens on axis 2
 
 
 class LayeredRow(Protocol[A]):
-    """What the kinds ask of a row. Arrays they get may be views; arrays they put are owned."""
+    """The operations on a row of caches.
+
+    Arrays that it returns may be views; arrays that it gets become its own.
+    """
 
     @property
     def offset(self) -> int: ...
@@ -23,37 +26,37 @@ class LayeredRow(Protocol[A]):
     def nbytes(self) -> int: ...
 
     def part(self, layer: int, start: int, end: int) -> tuple[A, ...]:
-        """Keys and values of tokens [start, end), in this order."""
+        """Keys and values of tokens [start, end)."""
 
     def put(self, layer: int, parts: Sequence[tuple[A, ...]], room: int) -> None:
-        """What `part` gave, one behind the other, into an empty layer with space for `room`."""
+        """Fills an empty layer with consecutive results of `part`; `room` is its capacity."""
 
     def advance(self, count: int) -> None:
-        """Every layer has `count` tokens more."""
+        """Counts `count` more tokens in every layer."""
 
     def trim(self, to: int) -> None:
-        """Forgets the tokens from `to` on."""
+        """Drops the tokens from `to` on."""
 
     def release(self) -> None:
-        """Gives back all it has."""
+        """Frees its memory."""
 
     def arrays(self) -> list[A]:
-        """Every array it has a part in."""
+        """Every array that holds some of it."""
 
 
 class RecurrentRow(LayeredRow[A], Protocol[A]):
-    """What is asked besides where some layers are of the kind State."""
+    """The further operations on a row that has layers of kind StateCache."""
 
     def state(self, layer: int) -> tuple[A, ...]:
         """The state after `offset` tokens."""
 
     def put_state(self, layer: int, state: tuple[A, ...]) -> None:
-        """What `state` gave, into an empty layer."""
+        """Fills an empty layer with a result of `state`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FullCache:
-    """Keys and values of every token: any prefix can be had."""
+    """Keys and values of every token: any prefix of them can be reused."""
 
     layer: int
 
@@ -66,13 +69,13 @@ class WindowCache:
     size: int
 
     def first(self, end: int) -> int:
-        """Of the tokens that the token at `end` still sees."""
+        """The first token that the token at `end` sees."""
         return max(0, end - self.size + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """A recurrent state: good for exactly the tokens that made it."""
+    """A recurrent state: valid for exactly the tokens that made it."""
 
     layer: int
 
@@ -81,12 +84,15 @@ CacheKind = FullCache | WindowCache | StateCache
 
 
 def lowest_rewind(kind: CacheKind, end: int) -> int:
-    """How far back a whole state of `end` tokens can be cut: a window that lost nothing, to 0."""
+    """The shortest length to which a cache of `end` tokens can be cut.
+
+    A window that has dropped nothing yet can be cut to 0.
+    """
     if isinstance(kind, FullCache):
         return 0
     return 0 if isinstance(kind, WindowCache) and kind.first(end) == 0 else end
 
 
 def can_rewind(kind: CacheKind, offset: int, to: int) -> bool:
-    """Whether a row of `offset` tokens can forget those from `to` on."""
+    """Whether a row of `offset` tokens can drop those from `to` on."""
     return to >= offset or lowest_rewind(kind, offset) <= to

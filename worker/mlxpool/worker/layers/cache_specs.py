@@ -1,4 +1,4 @@
-"""What each layer keeps."""
+"""What each layer of a model keeps of a sequence for its later tokens, and the bytes of it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from mlxpool.worker.layers.interface import (
-    Shape,
-)
+from mlxpool.worker.layers.interface import Shape
 
-ROLLBACK_STEPS = 2  # a step ahead that was for nothing, and the one whose token is drawn again
+ROLLBACK_STEPS = 2  # an unused step that ran ahead, and the step whose token is drawn again
 WINDOW_SLACK = 256  # tokens between two moves of a window's tokens to the front of their array
 
 
 def window_capacity(window: int, chunk: int) -> int:
-    """Tokens that the array of a window holds: what the first of a chunk sees, and the chunk."""
+    """Tokens in the array of a sliding window: those the first of a chunk sees, and the chunk."""
     return window + max(chunk, WINDOW_SLACK)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyValueSpec:
-    """A layer that keeps keys [heads, key_dim] and values [heads, value_dim] of each token.
+    """A layer keeps keys [heads, key_dim] and values [heads, value_dim] of each token.
 
-    A token sees `window` tokens, itself included, and no others need be kept; 0: it sees all.
+    With a `window` a token sees that many tokens, itself included, and older ones are dropped;
+    0: it sees all.
     """
 
     heads: int
@@ -32,23 +31,23 @@ class KeyValueSpec:
     window: int = 0
 
     def token_bytes(self, item: int) -> int:
-        """What one token more takes, in numbers of `item` bytes."""
-        return 0 if self.window else self._line * item
+        """Bytes of one more token, in numbers of `item` bytes."""
+        return 0 if self.window else self._numbers * item
 
     def fixed_bytes(self, item: int, chunk: int) -> int:
-        """What a sequence takes besides, whatever its length, in chunks of up to `chunk` tokens."""
-        return window_capacity(self.window, chunk) * self._line * item if self.window else 0
+        """Bytes of a sequence of any length besides, read in chunks of up to `chunk` tokens."""
+        return window_capacity(self.window, chunk) * self._numbers * item if self.window else 0
 
     @property
-    def _line(self) -> int:
+    def _numbers(self) -> int:
         return self.heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """A layer that keeps one line [dim] of each token, which all heads read (MLA).
+    """A layer keeps one latent vector [dim] of each token, shared by all heads (MLA).
 
-    Its first `rank` numbers are what scores weigh.
+    Its first `rank` numbers are the compressed keys and values; the rest is the rotated key.
     """
 
     dim: int
@@ -65,9 +64,9 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """A layer that keeps a state of float32 arrays of these shapes, whatever the length.
+    """A layer keeps a state of float32 arrays of these shapes, whatever the sequence's length.
 
-    It begins with zeros.
+    The initial state is zeros.
     """
 
     shapes: tuple[Shape, ...]
@@ -77,7 +76,7 @@ class RecurrentSpec:
         return 0
 
     def fixed_bytes(self, item: int, chunk: int) -> int:
-        """See KeyValueSpec. One state, and those before it, for tokens that are taken back."""
+        """See KeyValueSpec. The state, and earlier states to roll back to."""
         return (1 + ROLLBACK_STEPS) * 4 * sum(math.prod(shape) for shape in self.shapes)
 
 

@@ -1,4 +1,9 @@
-"""Decoder layers."""
+"""A decoder layer: a mixer and a feed-forward, with norms around them. No MLX at run time.
+
+Each is described by a frozen dataclass, which lists the tensors it has under a name (`shapes`) and
+builds a function over loaded weights (`build`). A mixer lets a token read earlier ones and says
+what it keeps of them (`cache`); a feed-forward sees each token alone.
+"""
 
 from __future__ import annotations
 
@@ -34,45 +39,45 @@ DecoderLayerFunction: TypeAlias = "Callable[[Residual, ForwardBatch], Residual]"
 
 
 class Mixer(Protocol):
-    """Describes what lets a token see those before it."""
+    """Describes a sublayer in which a token reads earlier tokens: attention or recurrence."""
 
     @property
     def cache(self) -> CacheSpec: ...
 
     def shapes(self, name: str) -> WeightShapes: ...
 
-    def build(self, parts: LayerBuilder, name: str, layer: int) -> MixerFunction: ...
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction: ...
 
 
 class FeedForward(Protocol):
-    """Describes a layer x [T, d] -> [T, d] that sees each token alone."""
+    """Describes a sublayer x [T, d] -> [T, d] that sees each token alone."""
 
     def shapes(self, name: str) -> WeightShapes: ...
 
-    def build(self, parts: LayerBuilder, name: str) -> LayerFunction: ...
+    def build(self, builder: LayerBuilder, name: str) -> LayerFunction: ...
 
 
 class DecoderLayer(Protocol):
-    """Describes one layer of a model: a mixer and a feed, and the norms around them."""
+    """Describes one layer of a model: a mixer, a feed-forward and the norms around them."""
 
     @property
     def cache(self) -> CacheSpec: ...
 
     def shapes(self, name: str) -> WeightShapes: ...
 
-    def build(self, parts: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction: ...
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction: ...
 
 
-def linear_shapes(name: str, rows: int, columns: int, bias: bool = False) -> WeightShapes:
-    """The tensors of a linear layer from `columns` to `rows` numbers."""
-    yield f"{name}.weight", (rows, columns)
+def linear_shapes(name: str, outputs: int, inputs: int, bias: bool = False) -> WeightShapes:
+    """The tensors of a linear layer."""
+    yield f"{name}.weight", (outputs, inputs)
     if bias:
-        yield f"{name}.bias", (rows,)
+        yield f"{name}.bias", (outputs,)
 
 
 @dataclass(frozen=True, slots=True)
 class PreNormLayer:
-    """x + mixer(norm(x)), then the same with the feed."""
+    """x + mixer(norm(x)), then the same with the feed-forward."""
 
     hidden: int
     eps: float
@@ -82,38 +87,39 @@ class PreNormLayer:
 
     @property
     def cache(self) -> CacheSpec:
-        """The mixer's."""
+        """The mixer's cache."""
         return self.mixer.cache
 
     def shapes(self, name: str) -> WeightShapes:
-        """See Block."""
+        """See DecoderLayer."""
         yield f"{name}.input_layernorm.weight", (self.hidden,)
         yield from self.mixer.shapes(f"{name}.{self.mixer_name}")
         yield f"{name}.post_attention_layernorm.weight", (self.hidden,)
         yield from self.feed.shapes(f"{name}.mlp")
 
-    def build(self, parts: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
-        """See Block."""
-        return _PreNorm(self, parts, name, layer)
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
+        """See DecoderLayer."""
+        return _PreNorm(self, builder, name, layer)
 
 
 class _PreNorm:
-    def __init__(self, spec: PreNormLayer, parts: LayerBuilder, name: str, layer: int) -> None:
-        self.before_mixer = parts.norm(f"{name}.input_layernorm", spec.eps)
-        self.mixer = spec.mixer.build(parts, f"{name}.{spec.mixer_name}", layer)
-        self.before_feed = parts.norm(f"{name}.post_attention_layernorm", spec.eps)
-        self.feed = spec.feed.build(parts, f"{name}.mlp")
+    def __init__(self, spec: PreNormLayer, builder: LayerBuilder, name: str, layer: int) -> None:
+        self.before_mixer = builder.rms_norm(f"{name}.input_layernorm", spec.eps)
+        self.mixer = spec.mixer.build(builder, f"{name}.{spec.mixer_name}", layer)
+        self.before_feed = builder.rms_norm(f"{name}.post_attention_layernorm", spec.eps)
+        self.feed = spec.feed.build(builder, f"{name}.mlp")
 
-    def __call__(self, x: Residual, step: ForwardBatch) -> Residual:
-        return _after(self.before_feed, self.feed, _after(self.before_mixer, self.mixer, x, step))
+    def __call__(self, x: Residual, batch: ForwardBatch) -> Residual:
+        mixed = _residual(self.before_mixer, self.mixer, x, batch)
+        return _residual(self.before_feed, self.feed, mixed)
 
 
-def _after(
-    norm: Norm, work: Callable[..., mx.array], x: Residual, *step: ForwardBatch
+def _residual(
+    norm: Norm, sublayer: Callable[..., mx.array], x: Residual, *batch: ForwardBatch
 ) -> ResidualSum:
-    """x + work(norm(x))."""
-    if isinstance(work, FusableSublayer):
-        x, asked = add_and_defer_norm(norm, x)
-        return ResidualSum(x, work.late(asked, *step))
-    x, plain = add_and_norm(norm, x)
-    return ResidualSum(x, work(plain, *step))
+    """x + sublayer(norm(x))."""
+    if isinstance(sublayer, FusableSublayer):
+        x, inputs = add_and_defer_norm(norm, x)
+        return ResidualSum(x, sublayer.pending(inputs, *batch))
+    x, normed = add_and_norm(norm, x)
+    return ResidualSum(x, sublayer(normed, *batch))

@@ -1,9 +1,8 @@
-"""MLP."""
+"""The gated feed-forward of most models (SwiGLU and its kin). No MLX."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mlxpool.worker.layers.decoder_layer import (
     WeightShapes,
@@ -21,13 +20,10 @@ from mlxpool.worker.layers.residual import (
     FusableSublayer,
 )
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """down(activation(gate(x), up(x))); without an activation swiglu."""
+    """A FeedForward: down(activation(gate(x), up(x))); without `activation` swiglu."""
 
     hidden: int
     width: int
@@ -35,22 +31,22 @@ class GatedMLP:
     activation: Activation | None = None
 
     def shapes(self, name: str) -> WeightShapes:
-        """See Feed."""
+        """See FeedForward."""
         yield from linear_shapes(f"{name}.gate_proj", self.width, self.hidden, self.bias)
         yield from linear_shapes(f"{name}.up_proj", self.width, self.hidden, self.bias)
         yield from linear_shapes(f"{name}.down_proj", self.hidden, self.width, self.bias)
 
-    def build(self, parts: LayerBuilder, name: str) -> LayerFunction:
-        """See Feed."""
-        return _Gated(self, parts, name)
+    def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
+        """See FeedForward."""
+        return _MLP(self, builder, name)
 
 
-class _Gated(FusableSublayer):
-    def __init__(self, spec: GatedMLP, parts: LayerBuilder, name: str) -> None:
+class _MLP(FusableSublayer):
+    def __init__(self, spec: GatedMLP, builder: LayerBuilder, name: str) -> None:
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
-        self.gated = parts.gated(names, spec.width, spec.activation)
-        self.down = parts.linear(f"{name}.down_proj")
+        self.gated = builder.gated_linear_unit(names, spec.width, spec.activation)
+        self.down = builder.linear(f"{name}.down_proj")
 
-    def late(self, x: LinearInput, *step: ForwardBatch) -> PendingProduct:
-        """See Late."""
+    def pending(self, x: LinearInput, *batch: ForwardBatch) -> PendingProduct:
+        """See FusableSublayer."""
         return PendingProduct(self.down, self.gated(x))

@@ -1,7 +1,7 @@
-"""What a model is to the rest of the worker, and what a model file may use. No MLX at run time.
+"""Interfaces between models and the rest of the worker. Imports no MLX at run time.
 
-A model file is read in two ways: `plan` tells, without MLX, which tensors the weights must have;
-`Plan.build` makes the model of loaded weights, through `Parts`.
+Models use a ForwardBatch (the tokens of a step and their caches) and a LayerBuilder (the loaded
+weights); the rest of the worker implements both.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 Shape: TypeAlias = tuple[int, ...]
 LayerFunction: TypeAlias = "Callable[[mx.array], mx.array]"
-Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # gate, up
+Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # of gate and up
 RecurrentState: TypeAlias = "tuple[mx.array, ...]"
-# Inputs [B, n, ...] and state [B, ...] of B rows -> outputs [B, n, ...] and the state after them.
+# Inputs [B, n, ...] and state [B, ...] of B sequences -> outputs [B, n, ...] and the new state.
 Scan: TypeAlias = (
     "Callable[[tuple[mx.array, ...], RecurrentState], tuple[mx.array, RecurrentState]]"
 )
@@ -27,70 +27,79 @@ Scan: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a model rotates queries and keys; `freqs`, where given, stand for `base`.
+    """Rotary position embedding of queries and keys.
 
-    What is rotated is multiplied by `gain`.
+    `freqs`, where given, replaces `base`. Rotated numbers are multiplied by `gain`.
     """
 
     dims: int
     base: float
     scale: float = 1.0
-    freqs: tuple[float, ...] | None = None  # radians per turn of the angle: 1 / frequency
+    freqs: tuple[float, ...] | None = None  # 1 / angular frequency of each pair of dimensions
     traditional: bool = False
     gain: float = 1.0
 
 
 class LatentProjections(Protocol):
-    """How the heads of a Latent layer read its lines, in two ways that give the same.
+    """How the heads of a LatentSpec layer read latent vectors, in two equivalent ways.
 
-    Queries that are `absorbed` have the lines as keys and their first `rank` numbers as values;
-    what they read has to be `opened`. Or keys and values are made of the lines: `expanded`.
+    Absorbed: `absorb` makes queries that have the latents as keys and their first `rank` numbers
+    as values, and `to_values` turns what was read into values. Decompressed: `decompress` makes
+    keys and values of the latents.
     """
 
     @property
     def rank(self) -> int: ...
 
-    def expands(self, count: int, length: int) -> bool:
-        """Whether the second way is cheaper for `count` queries, the last of `length` tokens."""
+    def decompresses(self, count: int, length: int) -> bool:
+        """Whether decompressing is cheaper for `count` queries, the last of `length` tokens."""
 
-    def absorbed(self, q: mx.array) -> mx.array:
+    def absorb(self, q: mx.array) -> mx.array:
         """q [T, H, D] -> [T, H, dim]."""
 
-    def opened(self, read: mx.array) -> mx.array:
+    def to_values(self, read: mx.array) -> mx.array:
         """read [T, H, rank] -> [T, H, V]."""
 
-    def expanded(self, lines: mx.array) -> tuple[mx.array, mx.array]:
-        """lines [L, dim] -> keys [H, L, D], values [H, L, V]."""
+    def decompress(self, latents: mx.array) -> tuple[mx.array, mx.array]:
+        """latents [L, dim] -> keys [H, L, D], values [H, L, V]."""
 
 
 class ForwardBatch(Protocol):
-    """The one token axis of a step, see attention.py. `layer` counts from 0 as Plan.caches does."""
+    """The tokens of one forward pass on one axis [T], with the caches of their sequences.
+
+    Implemented in attention/. `layer` is an index into ModelPlan.caches.
+    """
 
     @property
-    def logits(self) -> bool: ...
+    def logits(self) -> bool:
+        """Whether the pass computes logits."""
 
-    def wanted(self, x: mx.array) -> mx.array: ...
+    def logit_rows(self, x: mx.array) -> mx.array:
+        """x [T, d] -> [R, d]: the rows that logits are computed of."""
 
-    def rope(self, x: mx.array, rope: Rope) -> mx.array: ...
+    def rope(self, x: mx.array, rope: Rope) -> mx.array:
+        """x [T, H, D], each token rotated by its position."""
 
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
         """q [T, H, D], k [T, KV, D], v [T, KV, V] -> [T, H, V], for a KeyValueSpec layer."""
 
-    def attend_turned(
-        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
+    def rotate_and_attend(
+        self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
-        """`attend` with queries and keys that are not rotated yet: `asked` are both of them, or
-        one array [T, H + KV, D] with keys behind queries."""
+        """`attend` with unrotated queries and keys.
+
+        `qk` is both of them, or one array [T, H + KV, D] with the keys behind the queries.
+        """
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentProjections
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """q [T, H, D], line [T, dim] -> [T, H, V], for a Latent layer; `heads` know its weights."""
+        """q [T, H, D], latent [T, dim] -> [T, H, V], for a LatentSpec layer."""
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """`scan` over each row's tokens from its state on: inputs [T, ...] -> [T, ...]."""
+        """Inputs [T, ...] -> outputs [T, ...] of `scan` over each sequence, from its state on."""
 
 
 class Norm(Protocol):
@@ -98,15 +107,15 @@ class Norm(Protocol):
 
     def __call__(self, x: mx.array) -> mx.array: ...
 
-    def after(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
+    def add_and_norm(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
         """x + y, and its norm."""
 
-    def late(self, x: mx.array) -> LinearInput:
-        """The norm of x, left to a linear layer where that computes it at no cost."""
+    def deferred(self, x: mx.array) -> LinearInput:
+        """The norm of x, not computed yet where the next linear layer computes it at no cost."""
 
 
 class PendingNorm(NamedTuple):
-    """The norm of x [T, d], not computed yet: of few lines a product does it besides."""
+    """The norm of x [T, d], not computed yet: for few rows the next product can include it."""
 
     x: mx.array
     norm: Norm
@@ -123,12 +132,12 @@ class Linear(Protocol):
 
     def __call__(self, x: LinearInput) -> mx.array: ...
 
-    def onto(self, x: mx.array, beside: mx.array) -> mx.array | None:
-        """`beside` [T, out] and the product of x, added up, where a kernel does both in one."""
+    def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
+        """`residual` [T, out] plus the product of x; None where no kernel computes both in one."""
 
 
 class PendingProduct(NamedTuple):
-    """A linear layer's product with x [T, in], not computed yet: a kernel may add it up, too."""
+    """A linear layer's product with x [T, in], not computed yet: a kernel may add it to another."""
 
     layer: Linear
     x: mx.array
@@ -138,7 +147,7 @@ class PendingProduct(NamedTuple):
 
 
 class Embedding(Protocol):
-    """A token table that is also a head for tied models."""
+    """A token table; models with tied embeddings use it as the output head, too."""
 
     def __call__(self, tokens: mx.array) -> mx.array: ...
 
@@ -146,43 +155,44 @@ class Embedding(Protocol):
 
 
 class MultiLinear(Protocol):
-    """A linear layer for each head: x [H, T, in] -> [H, T, out], and `back` the other way."""
+    """One linear layer for each head: x [H, T, in] -> [H, T, out]."""
 
     def __call__(self, x: mx.array) -> mx.array: ...
 
-    def back(self, x: mx.array) -> mx.array: ...
+    def transposed(self, x: mx.array) -> mx.array:
+        """x [H, T, out] -> [H, T, in], with the same weights."""
 
 
 class SwitchLayer(Protocol):
-    """x [T, in] with the experts [T, k] that each token chose -> [T, k, out].
+    """x [T, in] and the experts [T, k] chosen for each token -> [T, k, out].
 
-    Those of `Parts.experts` take x [T, k, in] as well.
+    That of `LayerBuilder.switch_linear` takes x [T, k, in] as well.
     """
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array: ...
 
 
 class LayerBuilder(Protocol):
-    """Layers over named weights; what layout a weight has is known here and nowhere else."""
+    """Builds layers of named weights; nothing else knows whether a weight is quantised."""
 
     def linear(self, name: str) -> Linear: ...
 
-    def joined(self, names: Sequence[str]) -> Linear: ...
+    def concatenated(self, names: Sequence[str]) -> Linear: ...
 
-    def gated(
+    def gated_linear_unit(
         self, names: Sequence[str], width: int, activation: Activation | None = None
     ) -> Callable[[LinearInput], mx.array]: ...
 
-    def norm(self, name: str, eps: float) -> Norm: ...
+    def rms_norm(self, name: str, eps: float) -> Norm: ...
 
     def embedding(self, name: str) -> Embedding: ...
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array: ...
 
-    def array(self, name: str) -> mx.array: ...
+    def tensor(self, name: str) -> mx.array: ...
 
-    def heads(self, name: str) -> MultiLinear: ...
+    def multi_linear(self, name: str) -> MultiLinear: ...
 
-    def experts(self, name: str) -> SwitchLayer: ...
+    def switch_linear(self, name: str) -> SwitchLayer: ...
 
-    def expert_mlp(self, name: str, activation: Activation | None = None) -> SwitchLayer: ...
+    def switch_glu(self, name: str, activation: Activation | None = None) -> SwitchLayer: ...

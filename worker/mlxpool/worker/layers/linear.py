@@ -1,4 +1,4 @@
-"""Layers over named weights in MLX, quantised or not: a model file does not see which."""
+"""Linear layers, norms and embeddings over MLX weights, quantised or not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mlxpool.worker.layers.interface import Activation, LinearInput, PendingNorm
 from mlxpool.worker.layers.interface import Linear as AnyLinear
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
-TILE_ROWS = 8  # tokens of each product where results may not depend on how many there are
+TILE_ROWS = 8  # rows of each product in batch-invariant layers
 
 
 class FusableLinear:
-    """A linear layer whose product may norm its lines first, and add to them at the end."""
+    """A linear layer whose kernel can include the norm before it and the addition behind it."""
 
     __slots__ = ()
 
@@ -26,17 +26,20 @@ class FusableLinear:
         return self.fused(x.x, _around(x)) if self.fuses(x.x) else self.plain(x())
 
     def gated(self, x: LinearInput) -> mx.array | None:
-        """Of a weight whose first half are gates silu(gate) * other, if a kernel does it in one."""
+        """silu(gate) * up, where the first half of the outputs is the gate and the second is up.
+
+        None where no kernel computes it in one.
+        """
         if not isinstance(x, PendingNorm):
             return self.plain_gated(x)
         if self.fuses(x.x):
             return self.fused(x.x, _around(x, gated=True))
         return self.plain_gated(x())
 
-    def onto(self, x: mx.array, beside: mx.array) -> mx.array | None:
-        """See base.Linear."""
-        if beside.dtype == x.dtype and self.fuses(x):
-            return self.fused(x, Around(beside=beside))
+    def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
+        """See interface.Linear."""
+        if residual.dtype == x.dtype and self.fuses(x):
+            return self.fused(x, Around(beside=residual))
         return None
 
     def plain(self, x: mx.array) -> mx.array:
@@ -44,15 +47,15 @@ class FusableLinear:
         raise NotImplementedError
 
     def plain_gated(self, x: mx.array) -> mx.array | None:
-        """See `gated`."""
+        """`gated` for an array."""
         raise NotImplementedError
 
     def fuses(self, x: mx.array) -> bool:
-        """Whether a kernel takes these lines and what is Around their product."""
+        """Whether a kernel takes x and the operations around its product."""
         raise NotImplementedError
 
     def fused(self, x: mx.array, around: Around) -> mx.array:
-        """The product of lines for which that is so."""
+        """The product of such an x, with the operations `around` it."""
         raise NotImplementedError
 
 
@@ -67,11 +70,11 @@ class Linear(FusableLinear):
 
     weight: mx.array
     bias: mx.array | None
-    exact: bool = False
+    batch_invariant: bool = False
 
     def plain(self, x: mx.array) -> mx.array:
         """See FusableLinear."""
-        if self.exact:
+        if self.batch_invariant:
             out = tiled_matmul(x, self.weight)
             return out if self.bias is None else out + self.bias
         if self.bias is None:
@@ -80,13 +83,13 @@ class Linear(FusableLinear):
 
     def plain_gated(self, x: mx.array) -> mx.array | None:
         """See FusableLinear."""
-        if self.bias is None and not self.exact and matmul_small.reads(x, self.weight):
+        if self.bias is None and not self.batch_invariant and matmul_small.reads(x, self.weight):
             return matmul_small.gated(x, self.weight)
         return None
 
     def fuses(self, x: mx.array) -> bool:
         """See FusableLinear."""
-        return self.bias is None and not self.exact and matmul_small.fuses(x, self.weight)
+        return self.bias is None and not self.batch_invariant and matmul_small.fuses(x, self.weight)
 
     def fused(self, x: mx.array, around: Around) -> mx.array:
         """See FusableLinear."""
@@ -95,7 +98,7 @@ class Linear(FusableLinear):
 
 @dataclass(frozen=True, slots=True)
 class GatedLinearUnit:
-    """x [T, in] -> activation(gate, up) [T, width] of the two that `gate_up` gives side by side."""
+    """x [T, in] -> activation(gate, up) [T, width], where `gate_up` computes gate, then up."""
 
     gate_up: AnyLinear
     width: int
@@ -105,9 +108,9 @@ class GatedLinearUnit:
     def __call__(self, x: LinearInput) -> mx.array:
         layer = self.gate_up
         if self.swiglu and isinstance(layer, FusableLinear):
-            found = layer.gated(x)
-            if found is not None:
-                return found
+            out = layer.gated(x)
+            if out is not None:
+                return out
         both = layer(x)
         return self.activation(both[:, : self.width], both[:, self.width :])
 
@@ -134,12 +137,12 @@ class QuantisedLinear(FusableLinear):
 
     def fused(self, x: mx.array, around: Around) -> mx.array:
         """See FusableLinear."""
-        return self.weight.as_it_lies(x, around)
+        return self.weight.packed_product(x, around)
 
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedLinear:
-    """x [T, in] -> the outputs of several layers, one behind the other [T, sum of out]."""
+    """x [T, in] -> [T, sum of out]: the concatenated outputs of several layers."""
 
     layers: tuple[AnyLinear, ...]
 
@@ -147,8 +150,8 @@ class ConcatenatedLinear:
         x = x() if isinstance(x, PendingNorm) else x
         return mx.concatenate([layer(x) for layer in self.layers], axis=-1)
 
-    def onto(self, x: mx.array, beside: mx.array) -> None:
-        """See base.Linear."""
+    def add_to(self, x: mx.array, residual: mx.array) -> None:
+        """See interface.Linear. It has no kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +164,15 @@ class RMSNorm:
     def __call__(self, x: mx.array) -> mx.array:
         return mx.fast.rms_norm(x, self.weight, self.eps)
 
-    def after(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
+    def add_and_norm(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
         """x + y, and its norm."""
         if self.weight.dtype == x.dtype == y.dtype and rms_norm.serves(x.shape[-1], x.dtype):
             return rms_norm.add_norm(x, y, self.weight, self.eps)
         x = x + y
         return x, self(x)
 
-    def late(self, x: mx.array) -> LinearInput:
-        """See base.Norm."""
+    def deferred(self, x: mx.array) -> LinearInput:
+        """See interface.Norm."""
         return PendingNorm(x, self) if matmul_small.norms(x, self.weight) else self(x)
 
 
@@ -178,18 +181,18 @@ class Embedding:
     """tokens [T] -> [T, d], and x [T, d] -> logits [T, vocabulary], with weight [vocabulary, d]."""
 
     weight: mx.array
-    exact: bool = False
+    batch_invariant: bool = False
 
     def __call__(self, tokens: mx.array) -> mx.array:
         return self.weight[tokens]
 
     def as_linear(self, x: LinearInput) -> mx.array:
-        return Linear(self.weight, None, self.exact)(x)
+        return Linear(self.weight, None, self.batch_invariant)(x)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedEmbedding:
-    """As Embedding, with a quantised weight; its rows come in `dtype`."""
+    """As Embedding, with a quantised weight; rows are dequantised to `dtype`."""
 
     weight: QuantisedWeight
     dtype: mx.Dtype
@@ -206,7 +209,7 @@ class MultiLinear:
     """A linear layer for each head, with weight [H, out, in]."""
 
     weight: mx.array | QuantisedWeight
-    exact: bool = False
+    batch_invariant: bool = False
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [H, T, in] -> [H, T, out]."""
@@ -214,14 +217,14 @@ class MultiLinear:
             return self.weight(x)
         return self._product(x, self.weight.swapaxes(-1, -2))
 
-    def back(self, x: mx.array) -> mx.array:
-        """x [H, T, out] -> [H, T, in], with the same weight the other way round."""
+    def transposed(self, x: mx.array) -> mx.array:
+        """x [H, T, out] -> [H, T, in], with the same weight."""
         if isinstance(self.weight, QuantisedWeight):
             return self.weight(x, transpose=False)
         return self._product(x, self.weight)
 
     def _product(self, x: mx.array, weight: mx.array) -> mx.array:
-        if not self.exact:
+        if not self.batch_invariant:
             return x @ weight
         heads, tokens, size = x.shape
         tiles = (
@@ -236,14 +239,15 @@ class MultiLinear:
 
 
 def padded_rows(x: mx.array, multiple: int) -> mx.array:
-    """x [T, ...] with zeros behind it up to a multiple of tokens."""
+    """x [T, ...] padded with zeros to a multiple of rows."""
     missing = -x.shape[0] % multiple
     return mx.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
 
 
 def tiled_matmul(x: mx.array, weight: mx.array) -> mx.array:
-    """x [T, in] @ weight.T in products of TILE_ROWS lines, all of one shape: a line's bits do not depend
-    on T. (A product of another shape may take another kernel, which rounds otherwise.)
+    """x [T, in] @ weight.T in products of TILE_ROWS rows: the bits of a row do not depend on T.
+
+    (A product of another shape may use another kernel, which rounds otherwise.)
     """
     tokens, size = x.shape
     tiles = padded_rows(x, TILE_ROWS).reshape(-1, TILE_ROWS, size)

@@ -1,4 +1,8 @@
-"""Residual stream."""
+"""The residual stream between layers, whose last addition may still be pending.
+
+On a GPU the product before an addition, or the norm behind it, can do it in one kernel. So a layer
+passes on what is to be added, and the next one decides. No MLX at run time.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class ResidualSum(NamedTuple):
-    """x + y [T, d], added up by the product that y is, or by the next norm: one kernel on a GPU."""
+    """x + y [T, d], not added yet; y may be a product that is not computed yet either."""
 
     x: mx.array
     y: mx.array | PendingProduct
 
 
-Residual: TypeAlias = "mx.array | ResidualSum"  # what goes from layer to layer
+Residual: TypeAlias = "mx.array | ResidualSum"  # [T, d]
 
 
 def materialised(x: Residual) -> mx.array:
-    """x, added up."""
+    """The array [T, d] that x stands for."""
     return x.x + _computed(x.y) if isinstance(x, ResidualSum) else x
 
 
 def add_and_norm(norm: Norm, x: Residual) -> tuple[mx.array, mx.array]:
-    """x, added up, and its norm."""
-    return norm.after(x.x, _computed(x.y)) if isinstance(x, ResidualSum) else (x, norm(x))
+    """The array that x stands for, and its norm."""
+    return norm.add_and_norm(x.x, _computed(x.y)) if isinstance(x, ResidualSum) else (x, norm(x))
 
 
 def _computed(y: mx.array | PendingProduct) -> mx.array:
@@ -40,24 +44,24 @@ def _computed(y: mx.array | PendingProduct) -> mx.array:
 
 
 def add_and_defer_norm(norm: Norm, x: Residual) -> tuple[mx.array, LinearInput]:
-    """The same for linear layers, which may take both on themselves."""
+    """The array that x stands for, and its norm for a linear layer, which may compute it itself."""
     if isinstance(x, ResidualSum):
-        whole = x.y.layer.onto(x.y.x, x.x) if isinstance(x.y, PendingProduct) else None
-        if whole is None:
+        total = x.y.layer.add_to(x.y.x, x.x) if isinstance(x.y, PendingProduct) else None
+        if total is None:
             return add_and_norm(norm, x)
-        x = whole
-    return x, norm.late(x)
+        x = total
+    return x, norm.deferred(x)
 
 
 class FusableSublayer:
-    """What begins and ends with linear layers: they may do the norm before it, and the sum behind.
+    """A mixer or feed-forward that begins and ends with linear layers.
 
-    A mixer, called with x and the step, or a feed, with x.
+    The first can include the norm in front of it, the last the residual addition behind it.
     """
 
-    def late(self, x: LinearInput, *step: ForwardBatch) -> PendingProduct:
-        """What comes out, but for the last layer."""
+    def pending(self, x: LinearInput, *batch: ForwardBatch) -> PendingProduct:
+        """The output of the sublayer, but for its last product; `batch` is given to mixers only."""
         raise NotImplementedError
 
-    def __call__(self, x: mx.array, *step: ForwardBatch) -> mx.array:
-        return self.late(x, *step)()
+    def __call__(self, x: mx.array, *batch: ForwardBatch) -> mx.array:
+        return self.pending(x, *batch)()

@@ -1,4 +1,4 @@
-"""A mixture of experts whose scores are a softmax over all of them, as Qwen's. No MLX."""
+"""A mixture of experts routed by a softmax over all experts, as in Qwen. No MLX."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxMoE:
-    """A Feed (blocks.py): each token goes through `chosen` of `count` experts.
+    """A FeedForward: each token uses `chosen` of `count` experts.
 
-    With a `shared_width` it goes through one more, which all tokens share, behind a gate.
+    With a `shared_width` there is a shared expert for all tokens, whose output has a gate.
     """
 
     hidden: int
     count: int
     chosen: int
     width: int
-    normed: bool  # the weights of the chosen ones add up to one
+    normed: bool  # whether the weights of the chosen experts are scaled to add up to one
     shared_width: int = 0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], normed: bool, shared_width: int = 0) -> SoftmaxMoE:
-        """`normed` where config.json does not say.
+    def from_config(
+        cls, config: Mapping[str, Any], normed: bool, shared_width: int = 0
+    ) -> SoftmaxMoE:
+        """`normed` is the default of norm_topk_prob.
 
         Raises ModelLoadFailed naming the key that is missing or cannot be used.
         """
         count, chosen = (
-            integer(config, "num_experts", most=MAX_MODULES),
+            integer(config, "num_experts", maximum=MAX_MODULES),
             integer(config, "num_experts_per_tok"),
         )
         if chosen > count:
@@ -55,7 +57,7 @@ class SoftmaxMoE:
         )
 
     def shapes(self, name: str) -> WeightShapes:
-        """See Feed."""
+        """See FeedForward."""
         yield from linear_shapes(f"{name}.gate", self.count, self.hidden)
         for one, shape in GatedMLP(self.hidden, self.width).shapes(f"{name}.switch_mlp"):
             yield one, (self.count, *shape)
@@ -64,48 +66,48 @@ class SoftmaxMoE:
             yield from linear_shapes(f"{name}.shared_expert_gate", 1, self.hidden)
 
     def derived(self, found: StoredTensors, name: str) -> Iterator[DerivedWeights]:
-        """As released, every expert has weights of its own."""
+        """Stacks the experts of released checkpoints, which store each by itself."""
         for one in ("gate_proj", "up_proj", "down_proj"):
             yield from stacked_experts(found, f"{name}.switch_mlp.{one}", self.count)
 
-    def build(self, parts: LayerBuilder, name: str) -> LayerFunction:
-        """See Feed."""
-        mixed = _Mixed(self, parts, name)
-        return _Shared(self, parts, name, mixed) if self.shared_width else mixed
+    def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
+        """See FeedForward."""
+        routed = _RoutedExperts(self, builder, name)
+        return _WithShared(self, builder, name, routed) if self.shared_width else routed
 
     @property
     def shared(self) -> GatedMLP:
-        """The expert of all tokens."""
+        """The shared expert."""
         return GatedMLP(self.hidden, self.shared_width)
 
 
-class _Mixed:
-    def __init__(self, spec: SoftmaxMoE, parts: LayerBuilder, name: str) -> None:
+class _RoutedExperts:
+    def __init__(self, spec: SoftmaxMoE, builder: LayerBuilder, name: str) -> None:
         self.spec = spec
-        self.gate = parts.linear(f"{name}.gate")
-        self.experts = parts.expert_mlp(f"{name}.switch_mlp")
+        self.gate = builder.linear(f"{name}.gate")
+        self.experts = builder.switch_glu(f"{name}.switch_mlp")
 
     def __call__(self, x: mx.array) -> mx.array:
-        chosen, weights = routed(self.gate(x), self.spec.chosen, self.spec.normed)
+        chosen, weights = route(self.gate(x), self.spec.chosen, self.spec.normed)
         return (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
 
 
-class _Shared:
+class _WithShared:
     def __init__(
-        self, spec: SoftmaxMoE, parts: LayerBuilder, name: str, mixed: LayerFunction
+        self, spec: SoftmaxMoE, builder: LayerBuilder, name: str, routed: LayerFunction
     ) -> None:
-        self.mixed = mixed
-        self.shared = spec.shared.build(parts, f"{name}.shared_expert")
-        self.gate = parts.linear(f"{name}.shared_expert_gate")
+        self.routed = routed
+        self.shared = spec.shared.build(builder, f"{name}.shared_expert")
+        self.gate = builder.linear(f"{name}.shared_expert_gate")
 
     def __call__(self, x: mx.array) -> mx.array:
         import mlx.core as mx
 
-        return self.mixed(x) + mx.sigmoid(self.gate(x)) * self.shared(x)
+        return self.routed(x) + mx.sigmoid(self.gate(x)) * self.shared(x)
 
 
-def routed(logits: mx.array, count: int, normed: bool) -> tuple[mx.array, mx.array]:
-    """logits [T, E] -> the `count` experts [T, k] of each token, and their weights in float32."""
+def route(logits: mx.array, count: int, normed: bool) -> tuple[mx.array, mx.array]:
+    """logits [T, E] -> the `count` best experts [T, k] of each token, their weights in float32."""
     import mlx.core as mx
 
     scores = mx.softmax(logits.astype(mx.float32), axis=-1)

@@ -1,4 +1,7 @@
-"""Which architectures there are: config.json's model_type -> the file that knows it."""
+"""The supported architectures, one a file. This module maps a model_type to its file.
+
+An architecture describes a model without MLX; what architectures share is in layers/.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Gemma 3's text: windows in most layers, norms on both sides of each part.
+"""Gemma 3, its text part: sliding windows in most layers, norms before and after each sublayer.
 
-Norms are kept less one, and are made whole while loading. A checkpoint that sees pictures, too, has
-its text under another name; what sees is left alone.
+Checkpoints store norm weights minus one; one is added during loading. A multimodal checkpoint has
+the text part under other names; its vision part is not used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     import mlx.core as mx
 
-# What released files leave out, as their text_config holds only what differs from this.
+# Released files leave these out: their text_config holds only what differs from the defaults.
 DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -53,30 +53,30 @@ DEFAULTS = {
     "rope_local_base_freq": 10_000.0,
     "query_pre_attn_scalar": 256,
 }
-EVERY = 6  # of so many layers the last sees all tokens, unless config.json says otherwise
-NAMES = {  # where the text of a model that sees pictures is -> where a text alone has it
+FULL_INTERVAL = 6  # every 6th layer has full attention, unless config.json says otherwise
+PREFIXES = {  # of a multimodal checkpoint -> of a text model
     "language_model.model.": "model.",
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-PICTURES = ("vision_tower.", "multi_modal_projector.")
-GREATEST = 65504.0  # that a float16 can be
+VISION = ("vision_tower.", "multi_modal_projector.")
+FLOAT16_MAX = 65504.0
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of a text alone, or of the text of a model that sees pictures, too.
+    """The plan of a text model, or of the text part of a multimodal one.
 
     Raises ModelLoadFailed naming the key that cannot be used.
     """
     text = _text(config)
     require(text, "hidden_activation", ["gelu_pytorch_tanh"])
     require(text, "use_bidirectional_attention", [False])
-    model = Decoder.of(
+    model = Decoder.from_config(
         text,
         tuple(_blocks(text)),
         tied=flag(text, "tie_word_embeddings", True),
         embed_scale=_bfloat16(math.sqrt(integer(text, "hidden_size"))),
-        cap=_cap(text, "final_logit_softcapping"),
+        softcap=_softcap(text, "final_logit_softcapping"),
     )
     return model.plan(_ignored, _derived)
 
@@ -91,17 +91,21 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _blocks(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
-    hidden, heads, eps = integer(text, "hidden_size"), Heads.of(text), number(text, "rms_norm_eps")
+    hidden, heads, eps = (
+        integer(text, "hidden_size"),
+        Heads.from_config(text),
+        number(text, "rms_norm_eps"),
+    )
     feed = GatedMLP(hidden, integer(text, "intermediate_size"), activation=geglu)
     types = _types(text)
     for kind, window in zip(types, layer_windows(text, len(types), types), strict=True):
         attention = GroupedQueryAttention(
             hidden,
             heads,
-            _rope(text, kind, heads.size),
+            _rope(text, kind, heads.dim),
             window,
             scale=number(text, "query_pre_attn_scalar") ** -0.5,
-            cap=_cap(text, "attn_logit_softcapping"),
+            softcap=_softcap(text, "attn_logit_softcapping"),
             norm_eps=eps,
         )
         yield SandwichNormLayer(hidden, eps, attention, feed)
@@ -109,13 +113,15 @@ def _blocks(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
 
 def _types(text: Mapping[str, Any]) -> tuple[str, ...]:
     layers = layer_count(text)
-    every = integer(text, "sliding_window_pattern", integer(text, "_sliding_window_pattern", EVERY))
+    every = integer(
+        text, "sliding_window_pattern", integer(text, "_sliding_window_pattern", FULL_INTERVAL)
+    )
     types = layer_types(text, layers)
-    return types or tuple(SLIDING if (at + 1) % every else FULL for at in range(layers))
+    return types or tuple(SLIDING if (at + 1) % interval else FULL for at in range(layers))
 
 
 def _rope(text: Mapping[str, Any], kind: str, dims: int) -> Rope:
-    """Each kind of layer has its own; newer files name them, in older ones windows have a base."""
+    """The rotation of a layer type: newer files name it, older ones have a base for windows."""
     named = text.get("rope_parameters") or {}
     if kind in named:
         return parse_rope({**text, "rope_parameters": named[kind]}, dims)
@@ -124,38 +130,38 @@ def _rope(text: Mapping[str, Any], kind: str, dims: int) -> Rope:
     return parse_rope(text, dims)
 
 
-def _cap(text: Mapping[str, Any], key: str) -> float:
+def _softcap(text: Mapping[str, Any], key: str) -> float:
     return number(text, key) if text.get(key) is not None else 0.0
 
 
 def _bfloat16(value: float) -> float:
-    """The nearest number of 8 bits, ties to even: models of this kind were trained with it."""
+    """The value rounded to bfloat16, ties to even: models were trained with it."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     return float(struct.unpack("<f", struct.pack("<I", rounded))[0])
 
 
 def _ignored(name: str) -> bool:
-    return name.removeprefix("model.").startswith(PICTURES)
+    return name.removeprefix("model.").startswith(VISION)
 
 
 def _derived(found: StoredTensors) -> Iterator[DerivedWeights]:
     for stored, spec in found.items():
-        name = _named(stored)
+        name = _our_name(stored)
         if name.endswith("norm.weight") and not _ignored(stored):
-            yield DerivedWeights((stored,), {name: TensorSpec("F32", spec.shape)}, _whole)
+            yield DerivedWeights((stored,), {name: TensorSpec("F32", spec.shape)}, _plus_one)
         elif name != stored:
             yield DerivedWeights((stored,), {name: spec}, tuple)
 
 
-def _named(stored: str) -> str:
-    for prefix, ours in NAMES.items():
+def _our_name(stored: str) -> str:
+    for prefix, ours in PREFIXES.items():
         if stored.startswith(prefix):
             return ours + stored.removeprefix(prefix)
     return stored
 
 
-def _whole(arrays: Sequence[mx.array]) -> list[mx.array]:
+def _plus_one(arrays: Sequence[mx.array]) -> list[mx.array]:
     import mlx.core as mx
 
     return [arrays[0].astype(mx.float32) + 1]
@@ -163,7 +169,7 @@ def _whole(arrays: Sequence[mx.array]) -> list[mx.array]:
 
 @dataclass(frozen=True, slots=True)
 class SandwichNormLayer:
-    """A Block (blocks.py): x + norm(mixer(norm(x))), then the same with the feed."""
+    """A DecoderLayer: x + norm(mixer(norm(x))), then the same with the feed-forward."""
 
     hidden: int
     eps: float
@@ -172,11 +178,11 @@ class SandwichNormLayer:
 
     @property
     def cache(self) -> CacheSpec:
-        """The mixer's."""
+        """The mixer's cache."""
         return self.mixer.cache
 
     def shapes(self, name: str) -> WeightShapes:
-        """See Block."""
+        """See DecoderLayer."""
         yield f"{name}.input_layernorm.weight", (self.hidden,)
         yield from self.mixer.shapes(f"{name}.self_attn")
         yield f"{name}.post_attention_layernorm.weight", (self.hidden,)
@@ -184,39 +190,41 @@ class SandwichNormLayer:
         yield from self.feed.shapes(f"{name}.mlp")
         yield f"{name}.post_feedforward_layernorm.weight", (self.hidden,)
 
-    def build(self, parts: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
-        """See Block."""
-        return _Sandwich(self, parts, name, layer)
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
+        """See DecoderLayer."""
+        return _Sandwich(self, builder, name, layer)
 
 
 class _Sandwich:
-    def __init__(self, spec: SandwichNormLayer, parts: LayerBuilder, name: str, layer: int) -> None:
-        self.before_mixer = parts.norm(f"{name}.input_layernorm", spec.eps)
-        self.mixer = spec.mixer.build(parts, f"{name}.self_attn", layer)
-        self.after_mixer = parts.norm(f"{name}.post_attention_layernorm", spec.eps)
-        self.before_feed = parts.norm(f"{name}.pre_feedforward_layernorm", spec.eps)
-        self.feed = spec.feed.build(parts, f"{name}.mlp")
-        self.after_feed = parts.norm(f"{name}.post_feedforward_layernorm", spec.eps)
+    def __init__(
+        self, spec: SandwichNormLayer, builder: LayerBuilder, name: str, layer: int
+    ) -> None:
+        self.before_mixer = builder.rms_norm(f"{name}.input_layernorm", spec.eps)
+        self.mixer = spec.mixer.build(builder, f"{name}.self_attn", layer)
+        self.after_mixer = builder.rms_norm(f"{name}.post_attention_layernorm", spec.eps)
+        self.before_feed = builder.rms_norm(f"{name}.pre_feedforward_layernorm", spec.eps)
+        self.feed = spec.feed.build(builder, f"{name}.mlp")
+        self.after_feed = builder.rms_norm(f"{name}.post_feedforward_layernorm", spec.eps)
 
-    def __call__(self, x: Residual, step: ForwardBatch) -> Residual:
-        x, asked = add_and_norm(self.before_mixer, x)
-        x = _sum(x, self.after_mixer(self.mixer(asked, step)))
-        return _sum(x, self.after_feed(self.feed(self.before_feed(x))))
+    def __call__(self, x: Residual, batch: ForwardBatch) -> Residual:
+        x, normed = add_and_norm(self.before_mixer, x)
+        x = _clipped_sum(x, self.after_mixer(self.mixer(normed, batch)))
+        return _clipped_sum(x, self.after_feed(self.feed(self.before_feed(x))))
 
 
-def _sum(x: mx.array, y: mx.array) -> mx.array:
-    """x + y, which float16 may be too small for: then the greatest number that is not."""
+def _clipped_sum(x: mx.array, y: mx.array) -> mx.array:
+    """x + y, clipped to the range of float16 where that is its dtype."""
     import mlx.core as mx
 
     if x.dtype != mx.float16:
         return x + y
-    whole = x.astype(mx.float32) + y.astype(mx.float32)
-    return mx.clip(whole, -GREATEST, GREATEST).astype(mx.float16)
+    total = x.astype(mx.float32) + y.astype(mx.float32)
+    return mx.clip(total, -FLOAT16_MAX, FLOAT16_MAX).astype(mx.float16)
 
 
 def geglu(gate: mx.array, up: mx.array) -> mx.array:
-    """gelu(gate) * up, with the usual approximation of gelu."""
+    """gelu(gate) * up, with the tanh approximation of gelu."""
     import mlx.core as mx
 
-    bend = mx.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate))
-    return 0.5 * gate * (1 + bend) * up
+    tanh = mx.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate))
+    return 0.5 * gate * (1 + tanh) * up

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: latent attention, and a mixture of experts in all layers but the first ones."""
+"""GLM-4.7-Flash: latent attention, and a mixture of experts in all but the first layers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     blocks = tuple(PreNormLayer(hidden, eps, mixer, feed) for feed in feeds)
     ahead = range(len(feeds), len(feeds) + _count(config, "num_nextn_predict_layers"))
 
-    def guesses(name: str) -> bool:
-        """Layers behind the last one guess tokens ahead, which is not done here."""
+    def is_prediction(name: str) -> bool:
+        """Layers behind the last one predict further tokens (MTP); they are not used."""
         layer = _LAYER.match(name)
         return layer is not None and int(layer[1]) in ahead
 
@@ -40,7 +40,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
                 yield from feed.derived(found, f"model.layers.{layer}.mlp")
 
     return replace(
-        Decoder.of(config, blocks).plan(guesses),
+        Decoder.from_config(config, blocks).plan(is_prediction),
         derived=derived,
         float32=lambda name: name.endswith(CORRECTION),
     )
@@ -66,19 +66,19 @@ def _attention(config: Mapping[str, Any]) -> LatentAttention:
 
 
 def _gain(config: Mapping[str, Any]) -> float:
-    """What a stretched context puts on queries and keys each, besides what their rotation does."""
+    """The gain of queries, and of keys, in a stretched context, besides the rotation's own gain."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     weight = scaling.get("mscale_all_dim")
     return yarn_mscale(number(scaling, "factor"), weight) if weight else 1.0
 
 
 def _feeds(config: Mapping[str, Any]) -> tuple[GatedMLP | SigmoidMoE, ...]:
-    """Of each layer: experts from some layer on and then in every so many, else a dense one."""
+    """The feed-forward of each layer: dense ones first, then experts every `moe_layer_freq`."""
     dense = GatedMLP(integer(config, "hidden_size"), integer(config, "intermediate_size"))
     layers = layer_count(config)
     if not config.get("n_routed_experts"):
         return (dense,) * layers
-    mixture = SigmoidMoE.of(config)
+    mixture = SigmoidMoE.from_config(config)
     first, every = _count(config, "first_k_dense_replace"), integer(config, "moe_layer_freq", 1)
     return tuple(
         mixture if layer >= first and layer % every == 0 else dense for layer in range(layers)
@@ -86,5 +86,5 @@ def _feeds(config: Mapping[str, Any]) -> tuple[GatedMLP | SigmoidMoE, ...]:
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:
-    """A whole number of which 0, null and no key mean none."""
+    """A whole number; 0, null and no key mean 0."""
     return integer(config, key) if config.get(key) else 0

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, and Mistral, which is the same but for its window."""
+"""Llama 2 and 3.x, and Mistral, which differs only in its sliding window."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from mlxpool.worker.layers.rope import parse_rope
 def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a llama; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
-    return Decoder.of(config, _blocks(config)).plan()
+    return Decoder.from_config(config, _blocks(config)).plan()
 
 
 def _blocks(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
-    hidden, heads = integer(config, "hidden_size"), Heads.of(config)
-    turn = parse_rope(config, heads.size, traditional=flag(config, "rope_traditional"))
+    hidden, heads = integer(config, "hidden_size"), Heads.from_config(config)
+    rope = parse_rope(config, heads.dim, traditional=flag(config, "rope_traditional"))
     biases = "qkvo" if flag(config, "attention_bias") else ""
     feed = GatedMLP(hidden, integer(config, "intermediate_size"), flag(config, "mlp_bias"))
     eps = number(config, "rms_norm_eps")
     return tuple(
         PreNormLayer(
-            hidden, eps, GroupedQueryAttention(hidden, heads, turn, window, biases=biases), feed
+            hidden, eps, GroupedQueryAttention(hidden, heads, rope, window, biases=biases), feed
         )
         for window in _windows(config)
     )
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """A `sliding_window` alone means every layer of a Mistral, and nothing to a Llama."""
+    """Without layer_types, `sliding_window` holds for all layers of a Mistral, and no Llama."""
     layers = layer_count(config)
     types = layer_types(config, layers)
     mistral = config.get("model_type") == "mistral"

@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5: a Llama whose queries, keys and values have biases."""
+"""Qwen2 and 2.5: as Llama, with biases of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from mlxpool.worker.layers.rope import parse_rope
 def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a Qwen2; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
-    return Decoder.of(config, _blocks(config)).plan()
+    return Decoder.from_config(config, _blocks(config)).plan()
 
 
 def _blocks(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
     hidden, heads, eps = (
         integer(config, "hidden_size"),
-        Heads.of(config),
+        Heads.from_config(config),
         number(config, "rms_norm_eps"),
     )
-    turn = parse_rope(config, heads.size, base=None, traditional=flag(config, "rope_traditional"))
+    rope = parse_rope(config, heads.dim, base=None, traditional=flag(config, "rope_traditional"))
     feed = GatedMLP(hidden, integer(config, "intermediate_size"))
     return tuple(
         PreNormLayer(
-            hidden, eps, GroupedQueryAttention(hidden, heads, turn, window, biases="qkv"), feed
+            hidden, eps, GroupedQueryAttention(hidden, heads, rope, window, biases="qkv"), feed
         )
         for window in sliding(config)
     )
 
 
 def sliding(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The window of each layer; the layers from `max_window_layers` on have one, where any has."""
+    """The window of each layer; without layer_types those from `max_window_layers` on have one."""
     layers = layer_count(config)
     if not flag(config, "use_sliding_window"):
         return (0,) * layers

@@ -1,4 +1,4 @@
-"""Qwen3: each head's queries and keys go through a norm before they are rotated."""
+"""Qwen3: as Qwen2, with norms of each head's queries and keys before their rotation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.rope import parse_rope
 from mlxpool.worker.models.qwen2 import sliding
 
-HEAD = 128  # numbers, where config.json does not say
+HEAD_DIM = 128  # where config.json does not say
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a Qwen3; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
-    return Decoder.of(config, _blocks(config)).plan()
+    return Decoder.from_config(config, _blocks(config)).plan()
 
 
 def _blocks(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
     feed = GatedMLP(hidden, integer(config, "intermediate_size"))
-    heads = Heads.of(config, size=HEAD)
+    heads = Heads.from_config(config, dim=HEAD_DIM)
     return tuple(
         PreNormLayer(hidden, eps, attention(config, heads, window), feed)
         for window in sliding(config)
@@ -34,11 +34,11 @@ def _blocks(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
 
 
 def attention(config: Mapping[str, Any], heads: Heads, window: int) -> GroupedQueryAttention:
-    """What Qwen3 has in every layer, with experts or without."""
+    """The attention of a layer of Qwen3, with experts or without."""
     return GroupedQueryAttention(
         integer(config, "hidden_size"),
         heads,
-        parse_rope(config, heads.size, base=None),
+        parse_rope(config, heads.dim, base=None),
         window,
         biases="qkvo" if flag(config, "attention_bias") else "",
         norm_eps=number(config, "rms_norm_eps"),

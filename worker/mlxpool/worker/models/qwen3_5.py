@@ -1,7 +1,7 @@
-"""Qwen3.5, its text part: Qwen3-Next's layers, all dense or all with experts, under other names.
+"""Qwen3.5, its text part: the layers of Qwen3-Next, all dense or all with experts.
 
-A model that also sees pictures keeps its text part in config.json's `text_config` and its tensors
-below `language_model`; the tensors of the part that sees are left alone.
+A multimodal model has the text part in `text_config` of config.json and its tensors below
+`language_model`; the tensors of its vision part are not used.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     import mlx.core as mx
 
-SEEING = ("vision_tower.", "model.visual.", "visual.")
-PREFIXES = {  # stored -> ours, the longer ones first
+VISION = ("vision_tower.", "model.visual.", "visual.")
+PREFIXES = {  # stored -> ours; of two that match, the longer comes first
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -34,17 +34,19 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of the text part; raises ModelLoadFailed naming the key that cannot be used."""
     text = _text_of(config)
     sparse = bool(text.get("num_experts"))
-    plan = plan_of(text, GatedDeltaNet.of(text, fused=False), lambda layer: sparse, normed=True)
+    plan = plan_of(
+        text, GatedDeltaNet.from_config(text, fused=False), lambda layer: sparse, normed=True
+    )
     inner, ignored = plan.derived, plan.ignored
 
     def derived(found: StoredTensors) -> Iterable[DerivedWeights]:
-        names = {our_name(name): name for name in found if not name.startswith(SEEING)}
+        names = {our_name(name): name for name in found if not name.startswith(VISION)}
         ours = {name: found[stored] for name, stored in names.items()}
         split = {one.sources[0]: one for one in _split_experts(ours)}
         ours = {name: spec for name, spec in ours.items() if name not in split}
-        changed = [*inner(ours), *split.values()]
-        used = {source for one in changed for source in one.sources}
-        for one in changed:
+        made = [*inner(ours), *split.values()]
+        used = {source for one in made for source in one.sources}
+        for one in made:
             yield replace(one, sources=tuple(names[source] for source in one.sources))
         for name, stored in names.items():
             if name != stored and name not in used:
@@ -53,7 +55,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     return replace(
         plan,
         derived=derived,
-        ignored=lambda name: name.startswith(SEEING) or ignored(name),
+        ignored=lambda name: name.startswith(VISION) or ignored(name),
     )
 
 
@@ -65,7 +67,7 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def our_name(stored: str) -> str:
-    """What a stored tensor is called here."""
+    """The name in a text model of a stored tensor."""
     for prefix, ours in PREFIXES.items():
         if stored.startswith(prefix):
             return ours + stored.removeprefix(prefix)
@@ -73,7 +75,7 @@ def our_name(stored: str) -> str:
 
 
 def _split_experts(found: StoredTensors) -> Iterator[DerivedWeights]:
-    """As released, a layer's experts are two stacks, of which one has gates and ups together."""
+    """Splits the stacked gate_up_proj of released checkpoints, and renames both stacks."""
     for name, spec in found.items():
         layer, _, kind = name.rpartition(".experts.")
         if kind == "down_proj":
@@ -81,8 +83,8 @@ def _split_experts(found: StoredTensors) -> Iterator[DerivedWeights]:
         elif kind == "gate_up_proj":
             count, rows, columns = spec.shape
             half = TensorSpec(spec.dtype, (count, rows // 2, columns))
-            makes = {f"{layer}.switch_mlp.{one}_proj.weight": half for one in ("gate", "up")}
-            yield DerivedWeights((name,), makes, _halves)
+            outputs = {f"{layer}.switch_mlp.{one}_proj.weight": half for one in ("gate", "up")}
+            yield DerivedWeights((name,), outputs, _halves)
 
 
 def _halves(arrays: Sequence[mx.array]) -> Sequence[mx.array]:

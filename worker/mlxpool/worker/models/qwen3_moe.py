@@ -22,16 +22,16 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     require(config, "hidden_act", ["silu"])
     require(config, "use_sliding_window", [False])
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
-    mixer = attention(config, Heads.of(config), window=0)
+    mixer = attention(config, Heads.from_config(config), window=0)
     feeds = tuple(_feeds(config))
     blocks: tuple[DecoderLayer, ...] = tuple(
         PreNormLayer(hidden, eps, mixer, feed) for feed in feeds
     )
-    return Decoder.of(config, blocks).plan(derived=partial(_derived, feeds))
+    return Decoder.from_config(config, blocks).plan(derived=partial(_derived, feeds))
 
 
 def _feeds(config: Mapping[str, Any]) -> Iterator[FeedForward]:
-    """Of every `decoder_sparse_step` layers the last has experts, but for those listed."""
+    """Every `decoder_sparse_step`th layer has experts, but for those in `mlp_only_layers`."""
     every, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise ModelLoadFailed(f"config.json has mlp_only_layers {dense!r}, must list layers")
@@ -39,7 +39,7 @@ def _feeds(config: Mapping[str, Any]) -> Iterator[FeedForward]:
         if layer in dense or (layer + 1) % every:
             yield GatedMLP(integer(config, "hidden_size"), integer(config, "intermediate_size"))
         else:
-            yield SoftmaxMoE.of(config, normed=False)
+            yield SoftmaxMoE.from_config(config, normed=False)
 
 
 def _derived(feeds: tuple[FeedForward, ...], found: StoredTensors) -> Iterator[DerivedWeights]:

@@ -1,7 +1,7 @@
-"""Qwen3-Next: gated delta-nets, every few layers attention with a gate on its output, and experts.
+"""Qwen3-Next: gated delta nets, attention with gated outputs every few layers, and experts.
 
-Released checkpoints keep the norms' weights less one and each expert for itself; conversions to
-MLX have the norms as they are applied, and experts stacked. Both are read.
+Released checkpoints store norm weights minus one and each expert by itself; conversions to MLX
+store norm weights as applied, and experts stacked. Both are read.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 LINEAR = "linear_attention"
-EVERY = 4  # of so many layers one has attention, unless config.json says otherwise
-PARTIAL = 0.25  # of a head is rotated, unless config.json says otherwise
+FULL_INTERVAL = 4  # every 4th layer has attention, unless config.json says otherwise
+ROTARY_FACTOR = 0.25  # rotated part of a head, unless config.json says otherwise
 NORMS = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
-AHEAD = "mtp."  # tensors that guess tokens ahead, which is not done here
+PREDICTION = "mtp."  # tensors that predict further tokens (MTP); they are not used
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
     sparse = partial(_sparse, config)
-    return plan_of(config, GatedDeltaNet.of(config, fused=True), sparse, normed=False)
+    return plan_of(config, GatedDeltaNet.from_config(config, fused=True), sparse, normed=False)
 
 
 def plan_of(
@@ -62,13 +62,13 @@ def plan_of(
     *,
     normed: bool,
 ) -> ModelPlan:
-    """The plan with these delta-nets and with experts in the layers that are `sparse`.
+    """The plan with these delta nets, and with experts in the layers for which `sparse` is true.
 
-    `normed`: whether the chosen experts' weights add up to one, where config.json does not say.
+    `normed` is the default of norm_topk_prob.
     """
     require(config, "hidden_act", ["silu"])
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
-    attention = GatedAttention.of(config)
+    attention = GatedAttention.from_config(config)
 
     def block(layer: int, kind: str) -> DecoderLayer:
         feed = _experts(config, normed) if sparse(layer) else _dense(config)
@@ -77,12 +77,12 @@ def plan_of(
         return PreNormLayer(hidden, eps, attention, feed)
 
     blocks = tuple(block(layer, kind) for layer, kind in enumerate(_kinds(config)))
-    plan = Decoder.of(config, blocks).plan(_guesses, partial(_derived, blocks))
+    plan = Decoder.from_config(config, blocks).plan(_is_prediction, partial(_derived, blocks))
     return replace(plan, float32=lambda name: name.endswith(FLOAT32))
 
 
-def _guesses(name: str) -> bool:
-    return name.startswith(AHEAD)
+def _is_prediction(name: str) -> bool:
+    return name.startswith(PREDICTION)
 
 
 def _dense(config: Mapping[str, Any]) -> GatedMLP:
@@ -90,12 +90,14 @@ def _dense(config: Mapping[str, Any]) -> GatedMLP:
 
 
 def _experts(config: Mapping[str, Any], normed: bool) -> SoftmaxMoE:
-    return SoftmaxMoE.of(config, normed, integer(config, "shared_expert_intermediate_size"))
+    return SoftmaxMoE.from_config(
+        config, normed, integer(config, "shared_expert_intermediate_size")
+    )
 
 
 def _kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     layers = layer_count(config)
-    every = integer(config, "full_attention_interval", EVERY)
+    every = integer(config, "full_attention_interval", FULL_INTERVAL)
     kinds = layer_types(config, layers, (FULL, LINEAR))
     return kinds or tuple(FULL if (at + 1) % every == 0 else LINEAR for at in range(layers))
 
@@ -108,7 +110,7 @@ def _sparse(config: Mapping[str, Any], layer: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GatedAttention:
-    """A Mixer (blocks.py): grouped queries, each with a gate that its output goes through."""
+    """A Mixer: grouped-query attention in which each query head has a gate of its output."""
 
     hidden: int
     heads: Heads
@@ -117,55 +119,55 @@ class GatedAttention:
     eps: float
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> GatedAttention:
+    def from_config(cls, config: Mapping[str, Any]) -> GatedAttention:
         """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
-        heads = Heads.of(config)
+        heads = Heads.from_config(config)
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        part = number({**config, **scaling}, "partial_rotary_factor", PARTIAL)
+        factor = number({**config, **scaling}, "partial_rotary_factor", ROTARY_FACTOR)
         return cls(
             hidden=integer(config, "hidden_size"),
             heads=heads,
-            rope=parse_rope(config, int(heads.size * part)),
+            rope=parse_rope(config, int(heads.dim * factor)),
             bias=flag(config, "attention_bias"),
             eps=number(config, "rms_norm_eps"),
         )
 
     @property
     def cache(self) -> KeyValueSpec:
-        """Keys and values of its heads."""
-        return KeyValueSpec(self.heads.pairs, self.heads.size, self.heads.size)
+        """Keys and values of all key-value heads."""
+        return KeyValueSpec(self.heads.kv, self.heads.dim, self.heads.dim)
 
     def shapes(self, name: str) -> WeightShapes:
         """See Mixer."""
-        heads, queries = self.heads, self.heads.queries * self.heads.size
+        heads, queries = self.heads, self.heads.query * self.heads.dim
         yield from linear_shapes(f"{name}.q_proj", 2 * queries, self.hidden, self.bias)
         for one in "kv":
             yield from linear_shapes(
-                f"{name}.{one}_proj", heads.pairs * heads.size, self.hidden, self.bias
+                f"{name}.{one}_proj", heads.kv * heads.dim, self.hidden, self.bias
             )
-        yield f"{name}.q_norm.weight", (heads.size,)
-        yield f"{name}.k_norm.weight", (heads.size,)
+        yield f"{name}.q_norm.weight", (heads.dim,)
+        yield f"{name}.k_norm.weight", (heads.dim,)
         yield from linear_shapes(f"{name}.o_proj", self.hidden, queries, self.bias)
 
-    def build(self, parts: LayerBuilder, name: str, layer: int) -> MixerFunction:
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction:
         """See Mixer."""
         import mlx.core as mx
 
-        size, queries = self.heads.size, self.heads.queries
-        qkv = parts.joined([f"{name}.{one}_proj" for one in "qkv"])
-        q_norm = parts.norm(f"{name}.q_norm", self.eps)
-        k_norm = parts.norm(f"{name}.k_norm", self.eps)
-        o = parts.linear(f"{name}.o_proj")
+        size, queries = self.heads.dim, self.heads.query
+        qkv = builder.concatenated([f"{name}.{one}_proj" for one in "qkv"])
+        q_norm = builder.rms_norm(f"{name}.q_norm", self.eps)
+        k_norm = builder.rms_norm(f"{name}.k_norm", self.eps)
+        o = builder.linear(f"{name}.o_proj")
 
         scores = ScoreParams(size**-0.5)
 
-        def mixer(x: mx.array, step: ForwardBatch) -> mx.array:
-            every = qkv(x).reshape(x.shape[0], -1, size)
-            asked = every[:, : 2 * queries].reshape(x.shape[0], queries, 2 * size)
-            k, v = mx.split(every[:, 2 * queries :], 2, axis=1)
-            q = step.rope(q_norm(asked[..., :size]), self.rope)
-            k = step.rope(k_norm(k), self.rope)
-            out = step.attend(layer, q, k, v, scores) * mx.sigmoid(asked[..., size:])
+        def mixer(x: mx.array, batch: ForwardBatch) -> mx.array:
+            heads = qkv(x).reshape(x.shape[0], -1, size)
+            q_gate = heads[:, : 2 * queries].reshape(x.shape[0], queries, 2 * size)
+            k, v = mx.split(heads[:, 2 * queries :], 2, axis=1)
+            q = batch.rope(q_norm(q_gate[..., :size]), self.rope)
+            k = batch.rope(k_norm(k), self.rope)
+            out = batch.attend(layer, q, k, v, scores) * mx.sigmoid(q_gate[..., size:])
             return o(out.reshape(x.shape[0], -1))
 
         return mixer
@@ -174,8 +176,8 @@ class GatedAttention:
 def _derived(blocks: tuple[DecoderLayer, ...], found: StoredTensors) -> Iterable[DerivedWeights]:
     if _as_released(found):
         for name in found:
-            if name.endswith(NORMS) and not _guesses(name):
-                yield mapped(found, name, _one_more)
+            if name.endswith(NORMS) and not _is_prediction(name):
+                yield mapped(found, name, _plus_one)
     for layer, block in enumerate(blocks):
         assert isinstance(block, PreNormLayer)
         name = f"model.layers.{layer}"
@@ -186,12 +188,12 @@ def _derived(blocks: tuple[DecoderLayer, ...], found: StoredTensors) -> Iterable
 
 
 def _as_released(found: StoredTensors) -> bool:
-    """Conversions to MLX turn the convolutions' axes, which tells them apart."""
+    """Conversions to MLX move the convolutions' axes, which distinguishes them."""
     convolutions = [spec.shape for name, spec in found.items() if name.endswith("conv1d.weight")]
     return any(shape[-1] != 1 for shape in convolutions)
 
 
-def _one_more(weight: mx.array) -> mx.array:
+def _plus_one(weight: mx.array) -> mx.array:
     import mlx.core as mx
 
     return weight.astype(mx.float32) + 1

@@ -43,13 +43,13 @@ class ModelFolder:
     model_type: str
     context: int  # tokens
     plan: ModelPlan
-    fit: WeightMatch
+    match: WeightMatch
     weight_bytes: int  # of the tensors that the model uses, as stored
     eos_ids: frozenset[int]
     bos_token: str | None
     add_bos: bool | None  # None: tokenizer_config.json does not say
     digest: str  # hex; of what decides text: config, tokenizer, template, weights
-    in_zoo: bool = False  # mlx-lm's code computes it, see zoo.py
+    uses_mlx_lm: bool = False  # mlx-lm's code computes it, see zoo.py
 
     @property
     def shards(self) -> tuple[Path, ...]:
@@ -58,7 +58,7 @@ class ModelFolder:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """Those that the model uses, by its names for them, in the order of use."""
-        return self.fit.tensors
+        return self.match.tensors
 
 
 def inspect(model: Path | ModelFiles) -> ModelFolder:
@@ -68,16 +68,18 @@ def inspect(model: Path | ModelFiles) -> ModelFolder:
     """
     files = model if isinstance(model, ModelFiles) else folder_files(model)
     config = read_json(files / "config.json")
-    in_zoo = config.get("model_type") not in models.SUPPORTED and mlx_lm_models.is_available(config)
-    plan = mlx_lm_models.plan(config) if in_zoo else models.plan(config)
+    uses_mlx_lm = config.get("model_type") not in models.SUPPORTED and mlx_lm_models.is_available(
+        config
+    )
+    plan = mlx_lm_models.plan(config) if uses_mlx_lm else models.plan(config)
     require_tokenizer(files.where, files)
     special = SpecialTokens.read(files, config)
     contents = files.contents()
     tensors = merge_tensors(contents)
-    if in_zoo:
-        fitted = mlx_lm_models.match_all(files, tensors)
+    if uses_mlx_lm:
+        matched = mlx_lm_models.match_all(files, tensors)
     else:
-        fitted = match_weights(plan, tensors, quant_config_of(files, config, contents.values()))
+        matched = match_weights(plan, tensors, quant_config_of(files, config, contents.values()))
     return ModelFolder(
         path=files.where,
         files=files,
@@ -85,13 +87,13 @@ def inspect(model: Path | ModelFiles) -> ModelFolder:
         model_type=str(config["model_type"]),
         context=plan.context,
         plan=plan,
-        fit=fitted,
-        weight_bytes=sum(tensor.nbytes for tensor in fitted.tensors.values()),
+        match=matched,
+        weight_bytes=sum(tensor.nbytes for tensor in matched.tensors.values()),
         eos_ids=special.eos_ids,
         bos_token=special.bos_token,
         add_bos=special.add_bos,
         digest=_digest(files, contents),
-        in_zoo=in_zoo,
+        uses_mlx_lm=uses_mlx_lm,
     )
 
 
@@ -109,7 +111,7 @@ def quant_config_of(
     if not files.digests:
         return quantisation.parse_quant_config(config)
     named = {module: layout for content in contents for module, layout in content.layouts.items()}
-    return QuantConfig(named=named, recognise=True)
+    return QuantConfig(named=named, infer=True)
 
 
 def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent]) -> str:

@@ -46,11 +46,11 @@ def load(
     on_progress: Progress = lambda tensors, size: None,
     *,
     deterministic: bool = False,
-    opened: bool = False,
+    dequantise: bool = False,
 ) -> LoadedModel:
     """Reads the weights layer by layer, `on_progress` after each.
 
-    `opened`: quantised weights become numbers once, see needs.opens; `deterministic` implies it.
+    `dequantise`: quantised weights become numbers once, see needs.opens; `deterministic` implies it.
 
     Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or are not what
     the digests say that a store has of them.
@@ -63,10 +63,10 @@ def load(
         weights.update(layer)
         on_progress(tensors, size)
     weight_bytes = sum(array.nbytes for array in weights.values())  # build takes them out
-    if opened or deterministic:
+    if dequantise or deterministic:
         weight_bytes += dequantised_growth(folder, dtype.size)
     parts = WeightLayerBuilder(
-        weights, folder.fit.layouts, dtype, exact=deterministic, opened=opened
+        weights, folder.match.layouts, dtype, batch_invariant=deterministic, dequantise=dequantise
     )
     return LoadedModel(
         folder=folder,
@@ -114,7 +114,7 @@ class _Reader:
     def __init__(self, folder: ModelFolder) -> None:
         self._files = folder.files
         self._tensors = folder.tensors
-        self._derived = {name: one for one in folder.fit.derived for name in one.makes}
+        self._derived = {name: one for one in folder.match.derived for name in one.outputs}
         self._opened: dict[Path, dict[str, mx.array]] = {}
         self._left = Counter(tensor.file for tensor in folder.tensors.values())
         self.tensors, self.size = 0, 0  # read till now
@@ -141,8 +141,10 @@ class _Reader:
             one = self._of(name)
             if one is not None and not any(one is other for other in done):
                 done.append(one)
-                arrays = one.make([self._stored(self._tensors[source]) for source in one.sources])
-                yield dict(zip(one.makes, arrays, strict=True))
+                arrays = one.transform(
+                    [self._stored(self._tensors[source]) for source in one.sources]
+                )
+                yield dict(zip(one.outputs, arrays, strict=True))
 
     def _of(self, name: str) -> DerivedWeights | None:
         return self._derived.get(name)
@@ -199,7 +201,7 @@ def _evaluated(
             f"{folder.path}: {next(iter(cast_ones))!r} or near: {error}"
         ) from error
     for name, array in cast_ones.items():
-        asked = folder.fit.weights[name].shape
+        asked = folder.match.weights[name].shape
         if array.shape != asked:
             raise ModelLoadFailed(
                 f"{folder.path}: {name!r} was made with shape {array.shape}, must have {asked}"
@@ -209,7 +211,7 @@ def _evaluated(
 
 def _layers(folder: ModelFolder) -> Iterator[list[str]]:
     """The weights' names in the order of use, those of one layer together."""
-    for _, names in groupby(folder.fit.weights, key=_layer_of):
+    for _, names in groupby(folder.match.weights, key=_layer_of):
         yield list(names)
 
 

@@ -112,11 +112,11 @@ class _Attempt:
                 self._have.pop(name, None)
         for one in rules:
             if not set(one.sources) <= set(stored):
-                lost |= set(one.makes)
+                lost |= set(one.outputs)
                 continue
             self._derived.append(one)
-            self._have.update(one.makes)
-            self._origin.update(dict.fromkeys(one.makes, one.sources[0]))
+            self._have.update(one.outputs)
+            self._origin.update(dict.fromkeys(one.outputs, one.sources[0]))
         return lost
 
     def _want(self, name: str, shape: Shape) -> None:
@@ -127,7 +127,7 @@ class _Attempt:
             self._wanted[name] = (shape, FLOAT_DTYPES)
             return
         self._layouts[module] = layout
-        scales = MODES[layout.mode].scales
+        scales = MODES[layout.mode].scale_dtypes
         for part, packed in layout.tensors(shape):
             self._wanted[f"{module}.{part}"] = (packed, ("U32",) if part == "weight" else scales)
         factors = [one for kind in GLOBAL_SCALES if (one := f"{module}.{kind}") in self._have]
@@ -143,17 +143,17 @@ class _Attempt:
             origin = self._origin.get(f"{module}.weight", "").removesuffix(".weight")
             layout = known.named.get(origin, known.default)
         if scaled and layout is None:
-            layout = self._recognised(module, shape)
+            layout = self._inferred(module, shape)
         if layout is not None and not layout.divides(shape[-1]):
             raise ModelLoadFailed(
                 f"config.json quantises {module!r} ({layout}), whose rows of {shape[-1]} are no "
-                f"multiple of {layout.group}"
+                f"multiple of {layout.group_size}"
             )
         return layout
 
-    def _recognised(self, module: str, shape: Shape) -> QuantLayout:
+    def _inferred(self, module: str, shape: Shape) -> QuantLayout:
         weight, scales = self._have.get(f"{module}.weight"), self._have[f"{module}.scales"]
-        if not self._known.recognise or weight is None:
+        if not self._known.infer or weight is None:
             raise ModelLoadFailed(
                 f"the weights have {module + '.scales'!r}, but config.json does not say that "
                 f"{module!r} is quantised: it needs `quantization` with its bits and group_size"
@@ -202,7 +202,7 @@ def _layers(names: Iterable[str]) -> int:
 
 def _read(wanted: Iterable[str], derived: Iterable[DerivedWeights]) -> Iterator[str]:
     """The stored tensors that the wanted ones need, each once."""
-    made = {name: one for one in derived for name in one.makes}
+    made = {name: one for one in derived for name in one.outputs}
     done: set[int] = set()
     for name in wanted:
         one = made.get(name)

@@ -92,7 +92,7 @@ def dequantises_at_load(folder: ModelFolder, *, limit: int, float32: bool) -> bo
 
     On a CPU, whose BLAS knows plain numbers only, where these leave room for the rest.
     """
-    if not float32 or not folder.fit.layouts:
+    if not float32 or not folder.match.layouts:
         return False
     width = FLOAT_BYTES["F32"]
     return (
@@ -103,7 +103,7 @@ def dequantises_at_load(folder: ModelFolder, *, limit: int, float32: bool) -> bo
 
 def dequantised_growth(folder: ModelFolder, width: int) -> int:
     """Bytes more once quantised weights are numbers of `width` bytes."""
-    return sum(_grown(folder, module, width) for module in folder.fit.layouts)
+    return sum(_grown(folder, module, width) for module in folder.match.layouts)
 
 
 def _weight_bytes(folder: ModelFolder, width: int) -> int:
@@ -111,7 +111,7 @@ def _weight_bytes(folder: ModelFolder, width: int) -> int:
 
 
 def _grown(folder: ModelFolder, module: str, width: int) -> int:
-    specs = folder.fit.weights
+    specs = folder.match.weights
     names = (f"{module}.{kind}" for kind in MODULE_TENSORS if kind != "bias")
     packed = sum(_spec_bytes(specs[name], width) for name in names if name in specs)
     return math.prod(folder.plan.shapes[f"{module}.weight"]) * width - packed

@@ -209,5 +209,5 @@ def _layouts(header: Header, names: set[str]) -> Iterator[tuple[str, QuantLayout
             group = told.get(f"{name}.group_size") or told.get("group_size") or ""
             yield (
                 name.removesuffix(".weight"),
-                replace(layout, group=int(group)) if group.isdecimal() else layout,
+                replace(layout, group_size=int(group)) if group.isdecimal() else layout,
             )
