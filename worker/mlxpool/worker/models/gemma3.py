@@ -113,9 +113,8 @@ def _blocks(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
 
 def _types(text: Mapping[str, Any]) -> tuple[str, ...]:
     layers = layer_count(text)
-    every = integer(
-        text, "sliding_window_pattern", integer(text, "_sliding_window_pattern", FULL_INTERVAL)
-    )
+    default = integer(text, "_sliding_window_pattern", FULL_INTERVAL)
+    interval = integer(text, "sliding_window_pattern", default)
     types = layer_types(text, layers)
     return types or tuple(SLIDING if (at + 1) % interval else FULL for at in range(layers))
 
