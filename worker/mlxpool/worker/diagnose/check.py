@@ -1,7 +1,7 @@
-"""`python -m mlxpool.worker.diagnose.check`: looks at models without serving them.
+"""`python -m mlxpool.worker.diagnose.check`: reports on models without serving them.
 
-One line of JSON in for each model, {name, model, machine?, memory_limit?}; one line out, as
-docs/models.md says. MLX is imported only for `machine`: what it can run.
+Reads a line of JSON for each model, {name, model, machine?, memory_limit?}, and writes a line with
+its report, see docs/models.md. MLX is imported only for `machine`, what this machine can run.
 """
 
 from __future__ import annotations
@@ -32,18 +32,16 @@ from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.locate import COUNTING, locate
 from mlxpool.worker.weights.memory_estimate import MemoryEstimate, estimate_memory
 
-NICENESS = 10  # whoever is served goes first
-MAX_BACKGROUND_BYTES = (
-    8 * 2**30
-)  # bytes that a look in the background may take: a config can ask for anything
+NICENESS = 10  # of a check in the background, so that served requests go first
+MAX_BACKGROUND_BYTES = 8 * 2**30  # memory of a check in the background: any config is read
 
-CACHE_FIELDS = ("token", "fixed", "sequence", "all_sequences", "least")  # of `memory`, see needs.py
+CACHE_FIELDS = ("token", "fixed", "sequence", "all_sequences", "least")  # of a MemoryEstimate
 
 
 def check(
     name: str, config: ModelConfig, *, machine: bool = False, memory_limit: int = 0
 ) -> dict[str, Any]:
-    """The report on a model; never raises for what its files hold.
+    """The report on a model; never raises for the contents of its files.
 
     `memory_limit` is the pool's, in bytes; 0: the usual share of the machine's memory.
     """
@@ -53,11 +51,11 @@ def check(
         report["model"] = describe_counting(CountingEngine(config.counting, config.context))
         return report
     problems = Problems()
-    path = problems.attempt(locate, config)
+    location = problems.attempt(locate, config)
     folder = None
-    if path is not None:
-        report["path"] = str(path.where if isinstance(path, ModelFiles) else path)
-        folder, found = find_problems(path)
+    if location is not None:
+        report["path"] = str(location.where if isinstance(location, ModelFiles) else location)
+        folder, found = find_problems(location)
         problems.add(found)
     if folder is not None:
         report["model"] = problems.attempt(describe, folder)
@@ -75,7 +73,7 @@ def check(
 
 
 def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dict[str, Any]:
-    """`memory`, what it needs, and `machine`, whether that is there."""
+    """`memory`, what the model needs, and `machine`, whether this machine has it."""
     try:
         from mlxpool.worker.engine import backend
     except ImportError as error:
@@ -108,13 +106,13 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         "why": why,
     }
     memory: dict[str, int | None] = {**asdict(need), "least": need.least}
-    if folder.uses_mlx_lm:  # what a token takes only mlx-lm's code knows
+    if folder.uses_mlx_lm:  # the bytes of a token are known to mlx-lm's code only
         memory |= dict.fromkeys(CACHE_FIELDS)
     return {"memory": memory, "machine": machine}
 
 
 def memory_problems(need: MemoryEstimate, limit: int, pool: int, floor: int) -> list[str]:
-    """Why a worker cannot run here. `floor` is what the broker sets aside for it."""
+    """Why a worker with this need cannot run here; `floor` is what the broker reserves for it."""
     why = []
     least = need.fixed + 2 * BLOCK * need.token
     if need.weights + least > limit:
@@ -131,22 +129,22 @@ def memory_problems(need: MemoryEstimate, limit: int, pool: int, floor: int) -> 
 
 
 def answer(line: str) -> dict[str, Any]:
-    """The report that a line asks for."""
-    asked: Mapping[str, Any] = json.loads(line)
-    config = ModelConfig.from_table(asked["model"])
-    rest = {key: asked[key] for key in ("machine", "memory_limit") if key in asked}
-    return check(str(asked["name"]), config, **rest)
+    """The report on the model in a line of input."""
+    query: Mapping[str, Any] = json.loads(line)
+    config = ModelConfig.from_table(query["model"])
+    rest = {key: query[key] for key in ("machine", "memory_limit") if key in query}
+    return check(str(query["name"]), config, **rest)
 
 
 def bound_memory(size: int) -> None:
-    """What goes beyond is a MemoryError, where the kernel counts it; a lower bound stays."""
+    """Bounds the process's data memory: beyond it is a MemoryError. A lower bound stays."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or size < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (size, hard))
 
 
 def main(arguments: list[str]) -> int:
-    """Answer every line of standard input; `--background` gives way to everybody else."""
+    """Answers every line of standard input; `--background` lowers priority and bounds memory."""
     if "--background" in arguments:
         os.nice(NICENESS)
         bound_memory(MAX_BACKGROUND_BYTES)

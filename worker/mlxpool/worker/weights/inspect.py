@@ -1,4 +1,4 @@
-"""A model's files, checked in full before MLX is touched: config, tensors, tokens, digest."""
+"""Checks the files of a model without MLX: config, tensors, special tokens, digest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlxpool.worker.weights.match import WeightMatch, match_weights
 from mlxpool.worker.weights.safetensors_header import Tensor
 from mlxpool.worker.weights.special_tokens import SpecialTokens
 
-_SAMPLE = 2**20  # bytes at each end of a shard that the digest reads
+_SAMPLE_BYTES = 2**20  # at each end of a shard, which the digest covers
 _TEMPLATES = "additional_chat_templates"
 _DIGESTED = (
     "config.json",
@@ -35,7 +35,7 @@ _DIGESTED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A model whose files agree with each other."""
+    """A model whose files have been checked and agree with each other."""
 
     path: Path  # shown in errors
     files: ModelFiles
@@ -48,8 +48,8 @@ class ModelFolder:
     eos_ids: frozenset[int]
     bos_token: str | None
     add_bos: bool | None  # None: tokenizer_config.json does not say
-    digest: str  # hex; of what decides text: config, tokenizer, template, weights
-    uses_mlx_lm: bool = False  # mlx-lm's code computes it, see zoo.py
+    digest: str  # hex; of all that decides the text: config, tokenizer, template, weights
+    uses_mlx_lm: bool = False  # computed by mlx-lm's code, see mlx_lm_models.py
 
     @property
     def shards(self) -> tuple[Path, ...]:
@@ -57,12 +57,12 @@ class ModelFolder:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Those that the model uses, by its names for them, in the order of use."""
+        """The stored tensors that the model uses, by its names for them, in the order of use."""
         return self.match.tensors
 
 
 def inspect(model: Path | ModelFiles) -> ModelFolder:
-    """The model of these files or of the folder at a path; reads headers, not weights, and no MLX.
+    """Checks a model, given by its files or its folder; reads headers, but no weights.
 
     Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
     """
@@ -98,7 +98,7 @@ def inspect(model: Path | ModelFiles) -> ModelFolder:
 
 
 def require_tokenizer(where: Path, files: FileLookup) -> None:
-    """Raises ModelLoadFailed for files without one; `where` is shown."""
+    """Raises ModelLoadFailed where tokenizer.json is missing or too large; `where` is shown."""
     if not (files / "tokenizer.json").is_file():
         raise ModelLoadFailed(f"{where} has no tokenizer.json, the only tokenizer format supported")
     require_size(files / "tokenizer.json")
@@ -107,7 +107,7 @@ def require_tokenizer(where: Path, files: FileLookup) -> None:
 def quant_config_of(
     files: ModelFiles, config: Mapping[str, Any], contents: Iterable[ShardContent]
 ) -> QuantConfig:
-    """What config.json says; a store quantises by itself, so that its blobs alone know."""
+    """The quantisation in config.json; that of a store is in its blobs instead."""
     if not files.digests:
         return quantisation.parse_quant_config(config)
     named = {module: layout for content in contents for module, layout in content.layouts.items()}
@@ -115,7 +115,7 @@ def quant_config_of(
 
 
 def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent]) -> str:
-    """The whole of the small files; header, size and both ends of each shard, or its digest."""
+    """Covers all small files, and of each shard header, size and both ends, or its digest."""
     digest = hashlib.sha256()
     templates = sorted(file.name for file in (files / _TEMPLATES).glob("*.jinja"))
     for name in (*_DIGESTED, *(f"{_TEMPLATES}/{name}" for name in templates)):
@@ -130,9 +130,9 @@ def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent]) -> str:
 
 def _ends(file: Path) -> bytes:
     with file.open("rb") as stream:
-        first = stream.read(_SAMPLE)
-        stream.seek(max(file.stat().st_size - _SAMPLE, 0))
-        return first + stream.read(_SAMPLE)
+        first = stream.read(_SAMPLE_BYTES)
+        stream.seek(max(file.stat().st_size - _SAMPLE_BYTES, 0))
+        return first + stream.read(_SAMPLE_BYTES)
 
 
 def _add(digest: Any, label: str, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Do the tensors of a checkpoint make the weights that its config asks for? No MLX."""
+"""Matches the tensors of a checkpoint with the weights that the model's plan needs. No MLX."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class WeightMatch:
-    """How a model's weights are made of a checkpoint's tensors."""
+    """How the weights of a model are made of the tensors of a checkpoint."""
 
-    weights: Mapping[str, TensorSpec]  # what the model is built of, in the order of use
-    tensors: Mapping[str, Tensor]  # what is read for that, in the same order
+    weights: Mapping[str, TensorSpec]  # those that the model is built of, in the order of use
+    tensors: Mapping[str, Tensor]  # the stored tensors to read, in the same order
     derived: tuple[DerivedWeights, ...]
     layouts: Mapping[str, QuantLayout]  # of the modules whose weight is quantised
 
 
 def match_weights(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> WeightMatch:
-    """Raises ModelLoadFailed naming the tensors that are missing, surplus or of another kind."""
-    attempt = _Attempt(plan, found, known)
-    for fault in attempt.faults():
-        raise ModelLoadFailed(fault)
-    return attempt.fit()
+    """Raises ModelLoadFailed naming tensors that are missing, surplus or not as planned."""
+    matching = _Matching(plan, found, known)
+    for mismatch in matching.mismatches():
+        raise ModelLoadFailed(mismatch)
+    return matching.result()
 
 
 def mismatches(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> Iterator[str]:
-    """Everything that is wrong with the tensors, where `fit` stops at the first."""
-    return _Attempt(plan, found, known).faults()
+    """All errors of the tensors, where `match_weights` raises the first."""
+    return _Matching(plan, found, known).mismatches()
 
 
-class _Attempt:
-    """One comparison. What is named in a fault is left out of the steps behind it."""
+class _Matching:
+    """One comparison. A tensor that an error names is left out of the later checks."""
 
     def __init__(self, plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> None:
         self._plan, self._found, self._known = plan, found, known
         self._have = {
             name: TensorSpec(tensor.dtype, tensor.shape) for name, tensor in found.items()
         }
-        self._origin = {name: name for name in found}  # of each we have: a tensor it is made of
+        self._origin = {name: name for name in found}  # available name -> a stored source of it
         self._derived: list[DerivedWeights] = []
         self._layouts: dict[str, QuantLayout] = {}
         self._wanted: dict[str, tuple[Shape, tuple[str, ...]]] = {}
 
-    def fit(self) -> WeightMatch:
-        """Once there are no faults."""
+    def result(self) -> WeightMatch:
+        """The match, valid where `mismatches` yielded none."""
         return WeightMatch(
             weights={name: self._have[name] for name in self._wanted},
             tensors={name: self._found[name] for name in _read(self._wanted, self._derived)},
@@ -70,8 +70,8 @@ class _Attempt:
             layouts=self._layouts,
         )
 
-    def faults(self) -> Iterator[str]:
-        """Goes through all steps, saying what is wrong."""
+    def mismatches(self) -> Iterator[str]:
+        """Runs all checks and yields their errors."""
         yield from self._unquantised()
         stored = dict(self._have)
         lost = yield from self._derive()
@@ -98,7 +98,7 @@ class _Attempt:
             )
 
     def _derive(self) -> Generator[str, None, set[str]]:
-        """Puts what is made in the place of what it is made of; returns what cannot be made."""
+        """Replaces stored tensors by weights made of them; returns those that cannot be made."""
         stored, lost = dict(self._have), set[str]()
         try:
             rules = tuple(self._plan.derived(stored))
@@ -120,7 +120,7 @@ class _Attempt:
         return lost
 
     def _want(self, name: str, shape: Shape) -> None:
-        """Adds the tensors that one of the plan's is kept as, with the dtypes they may have."""
+        """Adds the tensors that hold one weight of the plan, with their allowed dtypes."""
         module, _, kind = name.rpartition(".")
         layout = self._layout(module, shape) if kind == "weight" and len(shape) > 1 else None
         if layout is None:
@@ -132,11 +132,11 @@ class _Attempt:
             self._wanted[f"{module}.{part}"] = (packed, ("U32",) if part == "weight" else scales)
         factors = [one for kind in GLOBAL_SCALES if (one := f"{module}.{kind}") in self._have]
         for factor in factors if layout.mode == "nvfp4" else ():
-            size, there = math.prod(shape[:-2]), self._have[factor].shape
-            self._wanted[factor] = (there if math.prod(there) == size else (size,), FLOAT_DTYPES)
+            size, actual = math.prod(shape[:-2]), self._have[factor].shape
+            self._wanted[factor] = (actual if math.prod(actual) == size else (size,), FLOAT_DTYPES)
 
     def _layout(self, module: str, shape: Shape) -> QuantLayout | None:
-        """None for a plain weight; raises ModelLoadFailed for one that is quantised in no way."""
+        """The layout of a weight, None for a dense one; raises ModelLoadFailed for unknown ones."""
         known, scaled = self._known, f"{module}.scales" in self._have
         layout = known.named.get(module)
         if scaled and module not in known.named:
@@ -176,10 +176,12 @@ class _Attempt:
             )
 
     def _counts(self, stored: Iterable[str]) -> str:
-        """Said only where the number of layers is what differs."""
-        asked = _layers(self._plan.shapes)
-        there = _layers(name for name in stored if not self._plan.ignored(name))
-        return "" if asked == there else f": it describes {asked} layers, the weights have {there}"
+        """An addition to an error where the number of layers differs."""
+        planned = _layers(self._plan.shapes)
+        found = _layers(name for name in stored if not self._plan.ignored(name))
+        if planned == found:
+            return ""
+        return f": it describes {planned} layers, the weights have {found}"
 
     def _differing(self, name: str, shape: Shape, dtypes: tuple[str, ...]) -> Iterator[str]:
         spec = self._have[name]
@@ -201,7 +203,7 @@ def _layers(names: Iterable[str]) -> int:
 
 
 def _read(wanted: Iterable[str], derived: Iterable[DerivedWeights]) -> Iterator[str]:
-    """The stored tensors that the wanted ones need, each once."""
+    """The stored tensors that the wanted ones are made of, each once."""
     made = {name: one for one in derived for name in one.outputs}
     done: set[int] = set()
     for name in wanted:

@@ -1,4 +1,4 @@
-"""What a model takes in memory, reckoned from its files. Pure; a running worker measures."""
+"""Estimates the memory that a model takes from its files. Pure; a running worker measures it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
-MAX_DEQUANTISED_SHARE = (
-    0.25  # of its limit a worker may take for quantised weights turned into numbers
-)
+MAX_DEQUANTISED_SHARE = 0.25  # of a worker's limit, for weights that are dequantised at load
 PACKED_BYTES = {"U32": 4, "U8": 1}
-PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets one part in so many of the free memory
+PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets 1 / 4 of what weights leave
 DTYPE_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
@@ -24,25 +22,26 @@ DTYPE_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 class MemoryEstimate:
     """Bytes, but for `context` (tokens) and `sequences`.
 
-    A step needs some more for a while, and the process itself: a worker measures both at load.
+    Temporary memory of a step and the process itself are not included: a worker measures both at
+    load.
     """
 
     context: int
     sequences: int
     weights: int
-    token: int  # keys and values of one token, in all layers
-    fixed: int  # of a sequence whatever its length: windows, states
-    sequence: int  # of one sequence with its context full
+    token: int  # keys and values of one token in all layers
+    fixed: int  # of a sequence of any length: windows and states
+    sequence: int  # of one sequence with a full context
     all_sequences: int
-    prefix_cache: int  # at most; it takes what is free and gives it back
+    prefix_cache: int  # at most; it uses free memory and gives it back
 
     @property
     def least(self) -> int:
-        """With one sequence of full length and an empty prefix cache."""
+        """The bytes for one sequence with a full context and an empty prefix cache."""
         return self.weights + self.sequence
 
     def context_within(self, limit: int) -> int:
-        """Tokens that one sequence may have beside the weights, its context at most."""
+        """Tokens of one sequence that fit beside the weights, at most its context."""
         return min(self.context, max(0, limit - self.weights - self.fixed) // max(self.token, 1))
 
 
@@ -58,9 +57,10 @@ def estimate_memory(
     float32: bool,
     deterministic: bool = False,
 ) -> MemoryEstimate:
-    """`limit` is what a worker may take; `float32`: it computes with 4 bytes, as on a CPU.
+    """Estimates the memory of a model within `limit`, the bytes that a worker may take.
 
-    `chunk` are the tokens of a prompt that are read at once.
+    `chunk` is the largest number of prompt tokens in a step. `float32`: the worker computes with
+    4-byte numbers, as on a CPU.
     """
     width = 4 if float32 else FLOAT_BYTES[main_dtype(folder.tensors.values())]
     weights = _weight_bytes(folder, width)
@@ -88,9 +88,10 @@ def default_prefix_cache_bytes(limit: int, weights: int) -> int:
 
 
 def dequantises_at_load(folder: ModelFolder, *, limit: int, float32: bool) -> bool:
-    """Whether quantised weights become numbers once, at load, instead of in every product.
+    """Whether quantised weights are dequantised once, at load, instead of in every product.
 
-    On a CPU, whose BLAS knows plain numbers only, where these leave room for the rest.
+    They are on a CPU, whose BLAS has only dense products, where they take up to
+    MAX_DEQUANTISED_SHARE of the limit.
     """
     if not float32 or not folder.match.layouts:
         return False
@@ -102,7 +103,7 @@ def dequantises_at_load(folder: ModelFolder, *, limit: int, float32: bool) -> bo
 
 
 def dequantised_growth(folder: ModelFolder, width: int) -> int:
-    """Bytes more once quantised weights are numbers of `width` bytes."""
+    """The bytes that dequantising to numbers of `width` bytes adds."""
     return sum(_grown(folder, module, width) for module in folder.match.layouts)
 
 
@@ -124,7 +125,7 @@ def _spec_bytes(spec: TensorSpec, width: int) -> int:
 
 
 def main_dtype(tensors: Iterable[Tensor]) -> str:
-    """What most bytes of the floating-point weights are; F32 where there are none."""
+    """The dtype of most bytes of the floating-point weights; F32 where there are none."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         if tensor.dtype in FLOAT_BYTES:
@@ -133,5 +134,5 @@ def main_dtype(tensors: Iterable[Tensor]) -> str:
 
 
 def _in_memory(tensor: Tensor, width: int) -> int:
-    """Floating-point numbers become `width` bytes; packed ones stay as they are."""
+    """Bytes in memory: floating-point numbers get `width` bytes, packed ones keep theirs."""
     return math.prod(tensor.shape) * width if tensor.dtype in FLOAT_BYTES else tensor.nbytes
