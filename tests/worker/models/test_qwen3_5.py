@@ -14,7 +14,8 @@ pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
-from mlxpool.worker.models.qwen3_5 import our_name
+from mlxpool.worker.layers.derived_weights import without_prefix
+from mlxpool.worker.models.qwen3_5 import PREFIXES
 from support.stored_checkpoints import Weights, after, converted
 from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised
 
@@ -107,7 +108,7 @@ def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None
 def test_experts_converted_need_no_split() -> None:
     plan = models.plan(config(**TEXT | EXPERTS))
     draw = {name: np.zeros(shape, np.float32) for name, shape in plan.shapes.items()}
-    found = {our_name(name) for name in below_language_model(converted(draw))}
+    found = {without_prefix(name, PREFIXES) for name in below_language_model(converted(draw))}
     assert found == set(plan.shapes)
 
 

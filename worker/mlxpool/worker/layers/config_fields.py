@@ -42,6 +42,17 @@ class Heads:
         return cls(query, kv, dim)
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a multimodal model's text part, or `config` where it has no text_config.
+
+    Raises ModelLoadFailed where text_config is no map.
+    """
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        raise ModelLoadFailed(f"config.json has text_config {text!r}, must be a map")
+    return text
+
+
 def layer_count(config: Mapping[str, Any]) -> int:
     """num_hidden_layers; raises ModelLoadFailed for more than MAX_MODULES."""
     return integer(config, "num_hidden_layers", maximum=MAX_MODULES)
@@ -95,6 +106,21 @@ def layer_windows(
         return (0,) * layers
     window = integer(config, "sliding_window")
     return tuple(window if one == SLIDING else 0 for one in types)
+
+
+def enabled_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """As `layer_windows`, for configs that have use_sliding_window.
+
+    Without layer_types, the layers from `max_window_layers` on have a window.
+    """
+    layers = layer_count(config)
+    if not flag(config, "use_sliding_window"):
+        return (0,) * layers
+    types = layer_types(config, layers)
+    if types is None:
+        full = min(integer(config, "max_window_layers"), layers)
+        types = (FULL,) * full + (SLIDING,) * (layers - full)
+    return layer_windows(config, layers, types)
 
 
 def integer(

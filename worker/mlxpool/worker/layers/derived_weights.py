@@ -105,6 +105,21 @@ def mapped(
     return DerivedWeights((name,), {name: found[name]}, lambda arrays: [function(arrays[0])])
 
 
+def plus_one(weight: mx.array) -> mx.array:
+    """weight + 1 in float32, for norm weights that are stored minus one."""
+    import mlx.core as mx
+
+    return weight.astype(mx.float32) + 1
+
+
+def without_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """The name with the first of the prefixes (stored -> ours) that it has replaced."""
+    for stored, ours in prefixes.items():
+        if name.startswith(stored):
+            return ours + name.removeprefix(stored)
+    return name
+
+
 def from_dequantised(
     found: StoredTensors,
     module: str,

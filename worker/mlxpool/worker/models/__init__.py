@@ -1,6 +1,6 @@
-"""The supported architectures, one a file. This module maps a model_type to its file.
+"""The supported architectures, one a file, and the map from a config's model_type to its file.
 
-An architecture describes a model without MLX; what architectures share is in layers/.
+A file describes a model without MLX; it may extend a related one, other shared code is in layers/.
 """
 
 from __future__ import annotations

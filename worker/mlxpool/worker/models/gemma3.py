@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.cache_specs import CacheSpec
 from mlxpool.worker.layers.config_fields import (
     FULL,
@@ -25,10 +24,17 @@ from mlxpool.worker.layers.config_fields import (
     layer_windows,
     number,
     require,
+    text_config,
 )
 from mlxpool.worker.layers.decoder import Decoder
 from mlxpool.worker.layers.decoder_layer import DecoderLayer, DecoderLayerFunction, WeightShapes
-from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, TensorSpec
+from mlxpool.worker.layers.derived_weights import (
+    DerivedWeights,
+    StoredTensors,
+    TensorSpec,
+    plus_one,
+    without_prefix,
+)
 from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
 from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, Rope
@@ -37,8 +43,6 @@ from mlxpool.worker.layers.residual import Residual, add_and_norm
 from mlxpool.worker.layers.rope import parse_rope
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import mlx.core as mx
 
 # Released files leave these out: their text_config holds only what differs from the defaults.
@@ -73,7 +77,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     require(text, "use_bidirectional_attention", [False])
     model = Decoder.from_config(
         text,
-        tuple(_blocks(text)),
+        tuple(_layers(text)),
         tied=flag(text, "tie_word_embeddings", True),
         embed_scale=_bfloat16(math.sqrt(integer(text, "hidden_size"))),
         softcap=_softcap(text, "final_logit_softcapping"),
@@ -82,15 +86,13 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config", config)
-    if not isinstance(text, Mapping):
-        raise ModelLoadFailed(f"config.json has text_config {text!r}, must be a map")
+    text = text_config(config)
     outer = {key: config[key] for key in ("vocab_size", "tie_word_embeddings") if key in config}
-    said = {key: value for key, value in {**outer, **text}.items() if value is not None}
-    return {**DEFAULTS, **said}
+    given = {key: value for key, value in {**outer, **text}.items() if value is not None}
+    return {**DEFAULTS, **given}
 
 
-def _blocks(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
+def _layers(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
     hidden, heads, eps = (
         integer(text, "hidden_size"),
         Heads.from_config(text),
@@ -146,24 +148,15 @@ def _ignored(name: str) -> bool:
 
 def _derived(found: StoredTensors) -> Iterator[DerivedWeights]:
     for stored, spec in found.items():
-        name = _our_name(stored)
+        name = without_prefix(stored, PREFIXES)
         if name.endswith("norm.weight") and not _ignored(stored):
-            yield DerivedWeights((stored,), {name: TensorSpec("F32", spec.shape)}, _plus_one)
+            yield DerivedWeights(
+                (stored,),
+                {name: TensorSpec("F32", spec.shape)},
+                lambda arrays: [plus_one(arrays[0])],
+            )
         elif name != stored:
             yield DerivedWeights((stored,), {name: spec}, tuple)
-
-
-def _our_name(stored: str) -> str:
-    for prefix, ours in PREFIXES.items():
-        if stored.startswith(prefix):
-            return ours + stored.removeprefix(prefix)
-    return stored
-
-
-def _plus_one(arrays: Sequence[mx.array]) -> list[mx.array]:
-    import mlx.core as mx
-
-    return [arrays[0].astype(mx.float32) + 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     require(config, "hidden_act", ["silu"])
     mixer, feeds = _attention(config), _feeds(config)
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
-    blocks = tuple(PreNormLayer(hidden, eps, mixer, feed) for feed in feeds)
+    layers = tuple(PreNormLayer(hidden, eps, mixer, feed) for feed in feeds)
     ahead = range(len(feeds), len(feeds) + _count(config, "num_nextn_predict_layers"))
 
     def is_prediction(name: str) -> bool:
@@ -40,7 +40,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
                 yield from feed.derived(found, f"model.layers.{layer}.mlp")
 
     return replace(
-        Decoder.from_config(config, blocks).plan(is_prediction),
+        Decoder.from_config(config, layers).plan(is_prediction),
         derived=derived,
         float32=lambda name: name.endswith(CORRECTION),
     )

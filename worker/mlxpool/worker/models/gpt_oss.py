@@ -45,13 +45,13 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     require(config, "hidden_act", ["silu"])
     feed = GptOssMoE.from_config(config)
     eps = number(config, "rms_norm_eps", 1e-5)
-    blocks = tuple(PreNormLayer(feed.hidden, eps, mixer, feed) for mixer in _attention(config))
+    layers = tuple(PreNormLayer(feed.hidden, eps, mixer, feed) for mixer in _attention(config))
 
     def derived(found: StoredTensors) -> Iterable[DerivedWeights]:
-        for layer in range(len(blocks)):
-            yield from feed.derived(found, f"model.layers.{layer}.mlp")
+        for index in range(len(layers)):
+            yield from feed.derived(found, f"model.layers.{index}.mlp")
 
-    return replace(Decoder.from_config(config, blocks, eps=eps).plan(), derived=derived)
+    return replace(Decoder.from_config(config, layers, eps=eps).plan(), derived=derived)
 
 
 def _attention(config: Mapping[str, Any]) -> Iterator[GroupedQueryAttention]:

@@ -27,10 +27,10 @@ from mlxpool.worker.layers.rope import parse_rope
 def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a llama; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
-    return Decoder.from_config(config, _blocks(config)).plan()
+    return Decoder.from_config(config, _layers(config)).plan()
 
 
-def _blocks(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
+def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
     hidden, heads = integer(config, "hidden_size"), Heads.from_config(config)
     rope = parse_rope(config, heads.dim, traditional=flag(config, "rope_traditional"))
     biases = "qkvo" if flag(config, "attention_bias") else ""

@@ -6,14 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxpool.worker.layers.config_fields import (
-    FULL,
-    SLIDING,
     Heads,
+    enabled_windows,
     flag,
     integer,
-    layer_count,
-    layer_types,
-    layer_windows,
     number,
     require,
 )
@@ -28,10 +24,10 @@ from mlxpool.worker.layers.rope import parse_rope
 def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a Qwen2; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
-    return Decoder.from_config(config, _blocks(config)).plan()
+    return Decoder.from_config(config, _layers(config)).plan()
 
 
-def _blocks(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
+def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
     hidden, heads, eps = (
         integer(config, "hidden_size"),
         Heads.from_config(config),
@@ -43,17 +39,5 @@ def _blocks(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
         PreNormLayer(
             hidden, eps, GroupedQueryAttention(hidden, heads, rope, window, biases="qkv"), feed
         )
-        for window in sliding(config)
+        for window in enabled_windows(config)
     )
-
-
-def sliding(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The window of each layer; without layer_types those from `max_window_layers` on have one."""
-    layers = layer_count(config)
-    if not flag(config, "use_sliding_window"):
-        return (0,) * layers
-    types = layer_types(config, layers)
-    if types is None:
-        full = min(integer(config, "max_window_layers"), layers)
-        types = (FULL,) * full + (SLIDING,) * (layers - full)
-    return layer_windows(config, layers, types)

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.worker.layers.config_fields import Heads, flag, integer, number, require
+from mlxpool.worker.layers.config_fields import (
+    Heads,
+    enabled_windows,
+    flag,
+    integer,
+    number,
+    require,
+)
 from mlxpool.worker.layers.decoder import Decoder
 from mlxpool.worker.layers.decoder_layer import DecoderLayer, PreNormLayer
 from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.rope import parse_rope
-from mlxpool.worker.models.qwen2 import sliding
 
 HEAD_DIM = 128  # where config.json does not say
 
@@ -20,16 +26,16 @@ HEAD_DIM = 128  # where config.json does not say
 def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a Qwen3; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
-    return Decoder.from_config(config, _blocks(config)).plan()
+    return Decoder.from_config(config, _layers(config)).plan()
 
 
-def _blocks(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
+def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
     feed = GatedMLP(hidden, integer(config, "intermediate_size"))
     heads = Heads.from_config(config, dim=HEAD_DIM)
     return tuple(
         PreNormLayer(hidden, eps, attention(config, heads, window), feed)
-        for window in sliding(config)
+        for window in enabled_windows(config)
     )
 
 

@@ -10,9 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.config_fields import text_config
 from mlxpool.worker.layers.delta_net import GatedDeltaNet
-from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, TensorSpec
+from mlxpool.worker.layers.derived_weights import (
+    DerivedWeights,
+    StoredTensors,
+    TensorSpec,
+    without_prefix,
+)
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.models.qwen3_next import plan_of
 
@@ -32,7 +37,7 @@ PREFIXES = {  # stored -> ours; of two that match, the longer comes first
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of the text part; raises ModelLoadFailed naming the key that cannot be used."""
-    text = _text_of(config)
+    text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
     sparse = bool(text.get("num_experts"))
     plan = plan_of(
         text, GatedDeltaNet.from_config(text, fused=False), lambda layer: sparse, normed=True
@@ -40,7 +45,9 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     inner, ignored = plan.derived, plan.ignored
 
     def derived(found: StoredTensors) -> Iterable[DerivedWeights]:
-        names = {our_name(name): name for name in found if not name.startswith(VISION)}
+        names = {
+            without_prefix(name, PREFIXES): name for name in found if not name.startswith(VISION)
+        }
         ours = {name: found[stored] for name, stored in names.items()}
         split = {one.sources[0]: one for one in _split_experts(ours)}
         ours = {name: spec for name, spec in ours.items() if name not in split}
@@ -57,21 +64,6 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
         derived=derived,
         ignored=lambda name: name.startswith(VISION) or ignored(name),
     )
-
-
-def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config", config)
-    if not isinstance(text, Mapping):
-        raise ModelLoadFailed(f"config.json has text_config {text!r}, must be a map")
-    return {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
-
-
-def our_name(stored: str) -> str:
-    """The name in a text model of a stored tensor."""
-    for prefix, ours in PREFIXES.items():
-        if stored.startswith(prefix):
-            return ours + stored.removeprefix(prefix)
-    return stored
 
 
 def _split_experts(found: StoredTensors) -> Iterator[DerivedWeights]:

@@ -24,10 +24,10 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
     mixer = attention(config, Heads.from_config(config), window=0)
     feeds = tuple(_feeds(config))
-    blocks: tuple[DecoderLayer, ...] = tuple(
+    layers: tuple[DecoderLayer, ...] = tuple(
         PreNormLayer(hidden, eps, mixer, feed) for feed in feeds
     )
-    return Decoder.from_config(config, blocks).plan(derived=partial(_derived, feeds))
+    return Decoder.from_config(config, layers).plan(derived=partial(_derived, feeds))
 
 
 def _feeds(config: Mapping[str, Any]) -> Iterator[FeedForward]:
