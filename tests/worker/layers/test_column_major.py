@@ -1,4 +1,4 @@
-"""Weights by columns: the same numbers in another order in memory."""
+"""Column-major weights have the same values in another memory order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlxpool.worker.layers import column_major  # noqa: E402
 
 @pytest.mark.parametrize("numpy", [True, False])
 @pytest.mark.parametrize("shape", [(3, 5), (16, 4096), (515, 257), (2048, 33), (1, 70000)])
-def test_the_numbers_stay_and_columns_lie_together(
+def test_values_stay_and_columns_are_contiguous(
     shape: tuple[int, int], numpy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mx.default_device().type != mx.DeviceType.cpu:

@@ -1,4 +1,4 @@
-"""The rule in blocks against the rule token by token, written down in float64."""
+"""The delta rule in chunks against a float64 implementation token by token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Inputs = tuple[np.ndarray, ...]
 
 
 def inputs_of(count: int, *, alike: float = 0.0, batch: int = 2) -> Inputs:
-    """q, k, v, decay, rate, state; `alike`: how much all keys have in common."""
+    """q, k, v, log_decay, rate, state; `alike` is the similarity of all keys."""
     draw = np.random.default_rng(count)
 
     def normal(*shape: int) -> np.ndarray:
@@ -50,7 +50,7 @@ def assert_near(ours: object, batch_invariant: np.ndarray) -> None:
 
 @pytest.mark.parametrize("alike", [0.0, 1.0, 10.0])
 @pytest.mark.parametrize("count", [1, 2, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
-def test_blocks_give_what_single_tokens_give(count: int, alike: float) -> None:
+def test_chunks_equal_single_tokens(count: int, alike: float) -> None:
     inputs = inputs_of(count, alike=alike)
     for ours, batch_invariant in zip(
         delta_rule.delta_rule(*(mx.array(x) for x in inputs)), token_by_token(inputs), strict=True
@@ -58,7 +58,7 @@ def test_blocks_give_what_single_tokens_give(count: int, alike: float) -> None:
         assert_near(ours, batch_invariant)
 
 
-def test_a_state_that_forgets_nothing_stays_exact() -> None:
+def test_a_state_without_decay_stays_exact() -> None:
     """Without decay, with a rate of 1 and keys nearly alike, powers of the system overflow."""
     q, k, v, decay, rate, state = inputs_of(400, alike=3.0)
     inputs = (q, k, v, np.zeros_like(decay), np.ones_like(rate), state)
@@ -79,7 +79,7 @@ def rule_of(width: int) -> tuple[GatedDeltaRule, int]:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_the_convolution_looks_back_over_cuts(width: int) -> None:
+def test_the_convolution_continues_across_calls(width: int) -> None:
     rule, channels = rule_of(width)
     x = np.random.default_rng(0).standard_normal((1, 9, channels)).astype(np.float32)
     padded = np.concatenate([np.zeros((1, width - 1, channels), np.float32), x], axis=1)
@@ -95,7 +95,7 @@ def test_the_convolution_looks_back_over_cuts(width: int) -> None:
 
 
 @pytest.mark.parametrize("cuts", [[1] * 40, [7, 1, 32], [40]])
-def test_cuts_change_nothing(cuts: list[int]) -> None:
+def test_splitting_the_tokens_changes_nothing(cuts: list[int]) -> None:
     rule, channels = rule_of(4)
     draw = np.random.default_rng(1)
     sizes = (channels, HEADS * RATIO, HEADS * RATIO)

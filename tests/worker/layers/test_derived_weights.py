@@ -1,4 +1,4 @@
-"""Weights that a checkpoint keeps in another way than the model uses them."""
+"""Weights that a checkpoint stores in another form than the model uses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def quantised(values: np.ndarray, layout: QuantLayout) -> dict[str, np.ndarray]:
 
 
 class Checkpoint:
-    """A folder of any tensors, read through a plan made for it."""
+    """A folder of any tensors, read with a plan made for them."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self._patch = write_checkpoint(path), monkeypatch
@@ -55,7 +55,7 @@ class Checkpoint:
         return inspect(self.path)
 
     def load(self, stored: dict[str, np.ndarray], shapes: Any, rule: Any) -> Any:
-        """The weights that the model would be built of."""
+        """The weights that the model is built of."""
         folder = self.inspect(stored, shapes, rule)
         counts: list[tuple[int, int]] = []
         loaded = load(folder, lambda tensors, size: counts.append((tensors, size)))
@@ -64,8 +64,8 @@ class Checkpoint:
         return loaded.model
 
 
-def _arrays(parts: Any) -> Any:
-    return dict(parts._weights)
+def _arrays(builder: Any) -> Any:
+    return dict(builder._weights)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     return Checkpoint(tmp_path, monkeypatch)
 
 
-def test_a_split_a_shift_and_a_transposition(checkpoint: Checkpoint) -> None:
+def test_weights_are_split_shifted_and_transposed(checkpoint: Checkpoint) -> None:
     fused, norm, kernel = numbers(10, 8), numbers(8), numbers(6, 1, 4)
 
     def rule(found: StoredTensors) -> Iterable[DerivedWeights]:
@@ -103,7 +103,7 @@ def test_a_split_a_shift_and_a_transposition(checkpoint: Checkpoint) -> None:
     assert np.array_equal(made[f"{LAYER}.conv.weight"], kernel.transpose(0, 2, 1))
 
 
-def test_what_a_quantised_weight_stands_for_is_split(checkpoint: Checkpoint) -> None:
+def test_a_quantised_weight_is_split_after_dequantisation(checkpoint: Checkpoint) -> None:
     layout = QuantLayout("affine", 4, 32)
     packed = quantised(numbers(6, IN), layout)
     expected = mx.dequantize(*map(mx.array, packed.values()), group_size=32, bits=4)
@@ -126,7 +126,7 @@ def stacking(found: StoredTensors) -> Iterable[DerivedWeights]:
     "layout", [None, QuantLayout("affine", 4, 32), QuantLayout("mxfp4", 4, 32)]
 )
 @pytest.mark.parametrize("how", ["experts.{}.up_proj", "experts.up_proj", "switch_mlp.up_proj"])
-def test_experts_are_stacked_however_they_come(
+def test_experts_are_stacked_from_every_form(
     checkpoint: Checkpoint, layout: QuantLayout | None, how: str
 ) -> None:
     values = numbers(EXPERTS, OUT, IN)
@@ -147,8 +147,8 @@ def test_experts_are_stacked_however_they_come(
         assert np.array_equal(made[f"{SWITCH}.up_proj.{kind}"], array)
 
 
-def test_experts_released_as_blocks(checkpoint: Checkpoint) -> None:
-    """Rows of gate and up take turns, two numbers to a byte."""
+def test_experts_released_as_mxfp4_blocks(checkpoint: Checkpoint) -> None:
+    """Rows of gate and up are interleaved, with two numbers in a byte."""
     values = numbers(EXPERTS, 2 * OUT, IN)
     packed = quantised(values, QuantLayout("mxfp4", 4, 32))
     bias = numbers(EXPERTS, 2 * OUT)
@@ -195,7 +195,7 @@ def refusal(checkpoint: Checkpoint, stored: dict[str, np.ndarray], shapes: Any, 
     return str(caught.value)
 
 
-def test_what_cannot_be_made_is_named(checkpoint: Checkpoint) -> None:
+def test_errors_name_weights_that_cannot_be_made(checkpoint: Checkpoint) -> None:
     shapes = {f"{SWITCH}.up_proj.weight": (EXPERTS, OUT, IN)}
     one = f"{LAYER}.mlp.experts.{{}}.up_proj.weight"
     stored = {one.format(expert): numbers(OUT, IN) for expert in range(EXPERTS)}
@@ -209,7 +209,7 @@ def test_what_cannot_be_made_is_named(checkpoint: Checkpoint) -> None:
     assert words in refusal(checkpoint, stored, shapes, stacking)
 
 
-def test_a_rule_that_makes_another_shape_than_it_says(checkpoint: Checkpoint) -> None:
+def test_a_derived_weight_of_another_shape_than_declared(checkpoint: Checkpoint) -> None:
     def wrong(found: StoredTensors) -> Iterable[DerivedWeights]:
         return [
             DerivedWeights(("a",), {"b": TensorSpec("F32", (4,))}, lambda arrays: [arrays[0][:3]])

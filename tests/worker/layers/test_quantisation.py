@@ -1,4 +1,4 @@
-"""What config.json says of quantised weights, and whether the tensors are so; no MLX."""
+"""Quantisation settings of config.json, and tensors that do not match them; no MLX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOUR = {"bits": 4, "group_size": 32}
 
 
 def pack(weights: dict[str, np.ndarray], module: str, layout: QuantLayout) -> None:
-    """Zeros in the shapes and dtypes of a quantised weight, in place of the weight."""
+    """Replaces a weight by zeros in the shapes and dtypes of its quantised tensors."""
     shape = weights[f"{module}.weight"].shape
     kind = np.float32 if layout.mode == "affine" else np.uint8
     for part, size in layout.tensors(shape):
@@ -31,7 +31,7 @@ def pack(weights: dict[str, np.ndarray], module: str, layout: QuantLayout) -> No
 
 
 def write(path: Path, *modules: tuple[str, QuantLayout], **changes: Any) -> Path:
-    """A checkpoint with these modules quantised, whatever config.json says of it."""
+    """Writes a checkpoint with these modules quantised, independent of config.json."""
     weights = random_weights(config(**SHAPE))
     for module, layout in modules:
         pack(weights, module, layout)
@@ -47,7 +47,7 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def test_what_is_named_goes_before_the_rest() -> None:
+def test_named_modules_override_the_default() -> None:
     named = {"a.b": False, "a.c": {"bits": 8}, "a.d": {"mode": "mxfp8"}, "head": True}
     known = parse_quant_config(
         {"quantization": {**FOUR, **named}, "quantization_config": {"bits": 2}}
@@ -87,7 +87,7 @@ def test_a_setting_that_cannot_be_used(settings: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_layout_is_recognised_by_its_shapes(mode: str) -> None:
+def test_a_layout_is_inferred_from_shapes(mode: str) -> None:
     for bits in MODES[mode].bits:
         for group in MODES[mode].group_sizes:
             layout = QuantLayout(mode, bits, group)
@@ -178,7 +178,7 @@ def test_a_named_module_without_scales(tmp_path: Path) -> None:
     assert f"the weights lack the tensors '{other}.scales', '{other}.biases'" in refusal(path)
 
 
-def test_quantised_by_config_alone(tmp_path: Path) -> None:
+def test_a_quantised_config_with_dense_weights(tmp_path: Path) -> None:
     path = write(tmp_path)
     write_json(path / "config.json", config(**SHAPE, quantization=FOUR))
     words = "are quantised (affine, 4 bits in groups of 32), but none of them has scales"

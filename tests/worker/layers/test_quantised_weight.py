@@ -1,4 +1,4 @@
-"""Quantised weights as mlx-lm writes them: the same logits as its own, in every mode."""
+"""Quantised weights as mlx-lm writes them give the same logits as in mlx-lm, in every mode."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every case as mlx-lm's conversion of one checkpoint, with its logits beside it."""
+    """Every case as mlx-lm's conversion of one checkpoint, with mlx-lm's logits in the folder."""
     root = tmp_path_factory.mktemp("quantised")
     plain = write_checkpoint(root / "plain", attention_bias=True, **SHAPE)
     tied = write_checkpoint(root / "tied", tie_word_embeddings=True, **SHAPE)
@@ -128,7 +128,7 @@ def test_deterministic_models_have_the_same_numbers(case: str, quantised: dict[s
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_opened_models_have_the_same_numbers_in_the_memory_reckoned(
+def test_dequantised_models_have_the_same_logits_and_the_estimated_memory(
     case: str, quantised: dict[str, Path]
 ) -> None:
     peer, folder = np.load(quantised[case] / "peer.npy"), inspect(quantised[case])
@@ -139,7 +139,7 @@ def test_opened_models_have_the_same_numbers_in_the_memory_reckoned(
     assert packed.weight_bytes + dequantised_growth(folder, 4) == opened.weight_bytes
 
 
-def test_weights_are_opened_on_a_cpu_where_they_leave_room(quantised: dict[str, Path]) -> None:
+def test_weights_are_dequantised_on_a_cpu_where_memory_suffices(quantised: dict[str, Path]) -> None:
     folder = inspect(quantised["affine 4"])
     needed = load(folder, dequantise=True).weight_bytes
     assert dequantises_at_load(folder, limit=4 * needed, float32=True)
@@ -152,7 +152,7 @@ def test_weights_are_opened_on_a_cpu_where_they_leave_room(quantised: dict[str, 
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("transpose", [True, False])
-def test_a_product_is_the_same_however_many_lines_it_has(mode: str, transpose: bool) -> None:
+def test_a_product_is_the_same_for_any_number_of_rows(mode: str, transpose: bool) -> None:
     bits, group = MODES[mode].bits[0], MODES[mode].group_sizes[0]
     numbers = mx.random.normal((64, 128), key=mx.random.key(2))
     arrays = dict(
@@ -184,7 +184,7 @@ def test_ollamas_store_gives_the_logits_of_its_folder(
     assert np.array_equal(logits_of(ours), logits_of(load(inspect(quantised[case]))))
 
 
-def test_layers_of_one_layout_are_one_product_and_others_stay_apart(
+def test_layers_of_one_layout_are_concatenated_and_others_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(builder, "_on_gpu", lambda: True)
@@ -204,8 +204,8 @@ def test_layers_of_one_layout_are_one_product_and_others_stay_apart(
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (3, 48, 64)])
-def test_a_global_scale_counts_once(shape: tuple[int, ...]) -> None:
-    """As mlx takes it: the greatest number of the tensor, or of each expert."""
+def test_a_global_scale_is_applied_once(shape: tuple[int, ...]) -> None:
+    """The largest number of the tensor, or of each expert, as MLX defines it."""
     numbers = mx.random.normal(shape, key=mx.random.key(1)) * 1e-3
     scale = mx.max(mx.abs(numbers), axis=(-2, -1))
     single = [numbers] if len(shape) == 2 else list(numbers)

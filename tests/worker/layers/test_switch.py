@@ -29,7 +29,7 @@ def draw(*shape: int, seed: int = 0) -> Any:
 
 
 def stored(case: str) -> tuple[dict[str, Any], dict[str, QuantLayout], dict[str, Any]]:
-    """The arrays of an MLP's experts, their layouts, and the numbers these stand for."""
+    """The tensors of an MLP's experts, their layouts, and the dense weights."""
     arrays: dict[str, Any] = {}
     layouts, dense = {}, {}
     for seed, (name, layout) in enumerate(zip(NAMES, LAYOUTS[case], strict=True)):
@@ -49,7 +49,7 @@ def stored(case: str) -> tuple[dict[str, Any], dict[str, QuantLayout], dict[str,
 
 
 def choices(tokens: int) -> Any:
-    """[T, k] experts, each token's all different."""
+    """Experts [T, k], different ones for each token."""
     return mx.argsort(mx.random.uniform(shape=(tokens, EXPERTS), key=mx.random.key(9)))[:, :CHOSEN]
 
 
@@ -89,8 +89,8 @@ def test_experts_equal_single_products(
     assert mx.allclose(mlp(x, chosen), expected, rtol=1e-4, atol=1e-5).item()
 
 
-def test_lines_of_sorted_experts_lie_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU reads them by the stride of their last axis but one, also where that has length 1."""
+def test_rows_of_sorted_experts_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU uses the stride of the last axis but one, even where that axis has length 1."""
     arrays, layouts, _ = stored("plain")
     mlp = WeightLayerBuilder(dict(arrays), layouts, mx.float32).switch_glu("mlp")
     product, strides = mx.gather_mm, []
@@ -120,7 +120,7 @@ def test_another_activation_and_single_layers() -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "mxfp4"])
-def test_exact_experts_do_not_depend_on_how_many_tokens_there_are(case: str) -> None:
+def test_batch_invariant_experts_do_not_depend_on_the_number_of_tokens(case: str) -> None:
     arrays, layouts, _ = stored(case)
     mlp = WeightLayerBuilder(arrays, layouts, mx.float32, batch_invariant=True).switch_glu("mlp")
     x, chosen = draw(100, WIDTH, seed=3), choices(100)
@@ -132,7 +132,7 @@ def test_exact_experts_do_not_depend_on_how_many_tokens_there_are(case: str) -> 
 
 @pytest.mark.parametrize("layout", [None, QuantLayout("affine", 8, 32)])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_layer_for_each_head_and_back(layout: QuantLayout | None, batch_invariant: bool) -> None:
+def test_multi_linear_and_its_transpose(layout: QuantLayout | None, batch_invariant: bool) -> None:
     weight = draw(3, 64, 32)
     arrays, layouts, dense = {"m.weight": weight}, {}, weight
     if layout is not None:

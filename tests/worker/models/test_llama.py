@@ -1,4 +1,4 @@
-"""Our llama against mlx-lm's, and what its config.json may not say."""
+"""Our Llama against mlx-lm's, and unusable values of its config.json."""
 
 from __future__ import annotations
 
@@ -119,13 +119,13 @@ def test_the_demo_model_equals_mlx_lm(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"vocab_size": "many"}, "'vocab_size': 'many'"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
     settings = {**config(), **changes}
     with pytest.raises(ModelLoadFailed, match=words):
         models.plan({key: value for key, value in settings.items() if value is not None})
 
 
-def test_a_sliding_window_is_a_mistrals() -> None:
+def test_a_sliding_window_needs_mistral() -> None:
     def seen(**changes: Any) -> list[int]:
         caches = models.plan(config(sliding_window=64, **changes)).caches
         return [cache.window for cache in caches if isinstance(cache, KeyValueSpec)]

@@ -1,4 +1,4 @@
-"""Qwen3-Next against mlx-lm's, released and converted, and what its config.json may not say."""
+"""Qwen3-Next against mlx-lm's, released and converted, and unusable config values."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None
     WAYS[way](checked[case])
 
 
-def test_keeps_two_kinds_of_cache() -> None:
+def test_layers_have_two_kinds_of_cache() -> None:
     conv, memory = (3, 2 * 2 * 8 + 4 * 12), (4, 8, 12)
     state, pairs = RecurrentSpec((conv, memory)), KeyValueSpec(2, 16, 16)
     assert models.plan(config(**NEXT)).caches == (state, pairs, state)
@@ -89,7 +89,7 @@ def test_rows_stored_head_by_head_are_read_by_kind() -> None:
     assert read == ["q0", "q1", "k0", "k1", "v0", "w0", "v1", "w1"]
 
 
-def test_tensors_that_guess_ahead_are_left_alone() -> None:
+def test_prediction_tensors_are_ignored() -> None:
     plan = models.plan(config(**NEXT))
     assert plan.ignored("mtp.layers.0.input_layernorm.weight")
     assert not plan.ignored("model.layers.3.input_layernorm.weight")
@@ -107,6 +107,6 @@ def test_tensors_that_guess_ahead_are_left_alone() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelLoadFailed, match=words):
         models.plan(config(**NEXT | changes))

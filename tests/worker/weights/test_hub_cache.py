@@ -34,7 +34,7 @@ def refusal(path: str = NAME) -> str:
     return str(caught.value)
 
 
-def test_a_name_means_the_snapshot_that_main_is(folder: Path, cache: Path) -> None:
+def test_a_name_means_the_snapshot_of_main(folder: Path, cache: Path) -> None:
     snapshot = put_in_hub(folder, cache, NAME)
     (cache / "models--some-org--Some.Model-4bit" / "snapshots" / "fedcba9876543210").mkdir()
     found = inspect(find_files(NAME))
@@ -42,7 +42,7 @@ def test_a_name_means_the_snapshot_that_main_is(folder: Path, cache: Path) -> No
     assert found.digest == inspect(folder).digest
 
 
-def test_the_only_snapshot_will_do(folder: Path, cache: Path) -> None:
+def test_the_only_snapshot_is_used_without_main(folder: Path, cache: Path) -> None:
     snapshot = put_in_hub(folder, cache, NAME)
     (snapshot.parents[1] / "refs" / "main").unlink()
     assert inspect(find_files(NAME)).path == snapshot
@@ -50,7 +50,7 @@ def test_the_only_snapshot_will_do(folder: Path, cache: Path) -> None:
     assert "has no refs/main and 2 snapshots: the download is not complete" in refusal()
 
 
-def test_a_folder_of_that_name_goes_first(folder: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_folder_of_that_name_takes_precedence(folder: Path, cache: Path, tmp_path: Path) -> None:
     put_in_hub(folder, cache, NAME)
     local = write_checkpoint(tmp_path / NAME)
     assert find_files(NAME).where == local.relative_to(tmp_path)
@@ -72,7 +72,7 @@ def test_a_model_that_is_not_downloaded(cache: Path) -> None:
         ({"HOME": "/home/someone"}, "/home/someone/.cache/huggingface/hub"),
     ],
 )
-def test_where_the_cache_is(
+def test_environment_variables_set_the_cache(
     variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
@@ -82,7 +82,7 @@ def test_where_the_cache_is(
     assert hub_cache.cache_folder() == Path(expected)
 
 
-def test_a_download_that_was_broken_off(folder: Path, cache: Path) -> None:
+def test_an_incomplete_download(folder: Path, cache: Path) -> None:
     snapshot = put_in_hub(folder, cache, NAME)
     blob = (snapshot / "model.safetensors").resolve()
     blob.unlink()

@@ -1,4 +1,4 @@
-"""What a model is expected to take in memory."""
+"""The estimated memory of a model."""
 
 from mlxpool.worker.weights.memory_estimate import default_prefix_cache_bytes
 

@@ -1,4 +1,4 @@
-"""Models in Ollama's store: the same as the folder they were made from, or refused by name."""
+"""Models in Ollama's store equal the folder they were made of, or are refused by name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refusal(name: str = NAME) -> str:
     return str(caught.value)
 
 
-def test_a_model_is_what_its_folder_was(folder: Path, store: Store) -> None:
+def test_a_stored_model_equals_its_folder(folder: Path, store: Store) -> None:
     manifest = store.write(NAME, store.layers(folder))
     there, here = opened(), inspect(folder)
     assert there.path == manifest
@@ -67,22 +67,20 @@ def test_names_as_ollama_writes_them(folder: Path, store: Store) -> None:
         assert "is no model's name: write ollama:[[host/]namespace/]model[:tag]" in refusal(bad)
 
 
-def test_a_model_that_is_not_there(store: Store) -> None:
+def test_a_model_that_the_store_lacks(store: Store) -> None:
     place = store.root / "manifests/registry.ollama.ai/library/other/latest"
     assert f"Ollama has no model 'other' here (looked for {place})" in refusal("other")
     assert "get it with `ollama pull other`" in refusal("other")
 
 
-def test_where_stores_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_set_the_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OLLAMA_MODELS", raising=False)
     monkeypatch.setenv("HOME", "/home/someone")
     assert "/home/someone/.ollama/models/manifests" in refusal()
     assert "/usr/share/ollama/.ollama/models/manifests" in refusal()
 
 
-def test_layers_of_one_digest_and_drafts_are_read_once_and_not_at_all(
-    folder: Path, store: Store
-) -> None:
+def test_layers_of_one_digest_are_read_once_and_drafts_ignored(folder: Path, store: Store) -> None:
     layers = store.layers(folder)
     draft = store.layer(TENSOR, "draft.model.norm.weight", b"never read")
     store.write(NAME, [*layers, {**layers[-1], "name": "again"}, draft])
@@ -90,10 +88,10 @@ def test_layers_of_one_digest_and_drafts_are_read_once_and_not_at_all(
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "", "unheard-of"])
-def test_scales_and_biases_get_their_names_whatever_their_order(
+def test_scales_and_biases_are_renamed_in_any_order(
     tmp_path: Path, store: Store, kind: str
 ) -> None:
-    """A true bias stays one; what is not told of a layout, the shapes tell."""
+    """The bias of a layer keeps its name; missing parts of a layout are inferred from shapes."""
     weights = random_weights(config(attention_bias=True))
     folder = write_checkpoint(tmp_path / "folder", weights=weights, attention_bias=True)
     layers = [layer for layer in store.layers(folder) if not layer["name"].startswith(UP)]
@@ -118,7 +116,7 @@ def test_scales_and_biases_get_their_names_whatever_their_order(
     ]
 
 
-def test_a_layout_that_is_told_wrong(folder: Path, store: Store) -> None:
+def test_a_layout_that_is_stated_wrongly(folder: Path, store: Store) -> None:
     layers = [layer for layer in store.layers(folder) if layer["name"] != f"{UP}.weight"]
     entries = {f"{UP}.weight": ("U32", [48, 4], 768), f"{UP}.weight.scale": ("U8", [48, 1], 48)}
     header: dict[str, Any] = {"__metadata__": {"quant_type": "mxfp8"}}
@@ -155,7 +153,7 @@ def test_a_gguf_model(store: Store) -> None:
         {"size": "12"},
     ],
 )
-def test_a_manifest_that_points_out_of_its_store(folder: Path, store: Store, change: Any) -> None:
+def test_a_manifest_that_points_outside_its_store(folder: Path, store: Store, change: Any) -> None:
     layers = store.layers(folder)
     _tensor(layers).update(change)
     manifest = store.write(NAME, layers)
@@ -163,7 +161,7 @@ def test_a_manifest_that_points_out_of_its_store(folder: Path, store: Store, cha
     assert "its digest must be sha256: and 64 hex digits" in refusal()
 
 
-def test_links_that_lead_out_of_the_store(folder: Path, store: Store, tmp_path: Path) -> None:
+def test_links_that_lead_outside_of_the_store(folder: Path, store: Store, tmp_path: Path) -> None:
     layers = store.layers(folder)
     manifest = store.write(NAME, layers)
     blob = store.blob(_tensor(layers))
