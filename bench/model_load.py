@@ -59,9 +59,9 @@ def settings(kind: str, size: float) -> dict[str, Any]:
 def tensors(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor as stored."""
     from mlxpool.worker import models
-    from mlxpool.worker.layers.quantisation import parse
+    from mlxpool.worker.layers.quantisation import parse_quant_config
 
-    layout = parse(config).default
+    layout = parse_quant_config(config).default
     for name, shape in models.plan(config).shapes.items():
         if layout is None or len(shape) < 2:
             yield name, "F32" if kind == "f32" else "BF16", shape

@@ -1,4 +1,4 @@
-"""mlx-lm's answers to compare with. Run in a process of its own: importing it lowers RLIMIT_NOFILE.
+"""Writes mlx-lm's answers to prompts. Runs as its own process: importing it lowers RLIMIT_NOFILE.
 
 python tests/support/mlx_lm_peer.py  # {paths, prompts, steps} on stdin; writes peer.npz
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def ask(job: Mapping[str, Any], program: Path = Path(__file__)) -> None:
-    """Runs one of these programs; skips the test where mlx-lm is not installed."""
+    """Runs one of the peer programs; skips the test where mlx-lm is not installed."""
     import pytest
 
     done = subprocess.run(
@@ -26,7 +26,7 @@ def ask(job: Mapping[str, Any], program: Path = Path(__file__)) -> None:
 
 
 def write_answers(path: Path, model: Any, prompts: Sequence[Sequence[int]], steps: int) -> None:
-    """For each prompt the logits of `steps` greedy steps and the ids that they give."""
+    """Writes for each prompt the logits and ids of `steps` greedy steps."""
     import numpy as np
 
     logits, ids = zip(*(_answer(model, prompt, steps) for prompt in prompts), strict=True)
@@ -38,20 +38,20 @@ def _answer(model: Any, prompt: Sequence[int], steps: int) -> tuple[Any, list[in
     import numpy as np
     from mlx_lm.models.cache import make_prompt_cache
 
-    cache, ids, lines = make_prompt_cache(model), list[int](), []
+    cache, ids, rows = make_prompt_cache(model), list[int](), []
     logits = model(mx.array([list(prompt)]), cache=cache)
     for _ in range(steps):
-        lines.append(np.array(logits[0, -1]))
+        rows.append(np.array(logits[0, -1]))
         ids.append(int(mx.argmax(logits[0, -1]).item()))  # type: ignore[arg-type]
         logits = model(mx.array([[ids[-1]]]), cache=cache)
-    return np.stack(lines), ids
+    return np.stack(rows), ids
 
 
 def main() -> None:
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
-    mx.set_default_device(mx.cpu)  # elsewhere some small heads are too much for MLX itself
+    mx.set_default_device(mx.cpu)  # MLX itself fails on other devices for some small heads
     job = json.load(sys.stdin)
     for path in map(Path, job["paths"]):
         model: Any = load_model(path)[0]

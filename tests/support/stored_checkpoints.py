@@ -1,4 +1,4 @@
-"""How checkpoints of mixtures and delta-nets keep the weights that our plans name."""
+"""The forms in which checkpoints of experts and delta nets store the weights of our plans."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Store = Callable[[Weights], Mapping[str, np.ndarray]]
 
 
 def after(first: Store, then: Store) -> Store:
-    """One way to store weights, and another of what it gives."""
+    """Applies two forms of storing weights, one after the other."""
     return lambda weights: then(dict(first(weights)))
 
 
 def converted(weights: Mapping[str, np.ndarray]) -> Weights:
-    """As conversions to MLX: with the axes of convolutions turned."""
+    """As conversions to MLX: with the axes of convolutions swapped."""
     return {
         name: np.ascontiguousarray(array.swapaxes(1, 2)) if "conv1d" in name else array
         for name, array in weights.items()
@@ -24,7 +24,7 @@ def converted(weights: Mapping[str, np.ndarray]) -> Weights:
 
 
 def one_by_one(weights: Mapping[str, np.ndarray]) -> Weights:
-    """As released: every expert for itself."""
+    """As released: every expert by itself."""
     stored: Weights = {}
     for name, array in weights.items():
         layer, stacked, kind = name.partition(".switch_mlp.")

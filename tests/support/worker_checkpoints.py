@@ -58,13 +58,13 @@ CHAT_TEMPLATE = (
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """The base config with these keys changed; one of the base set to None is left out."""
-    left_out = {key for key in BASE if key in changes and changes[key] is None}
-    return {key: value for key, value in {**BASE, **changes}.items() if key not in left_out}
+    """BASE with these changes; a key of BASE that is changed to None is removed."""
+    removed = {key for key in BASE if key in changes and changes[key] is None}
+    return {key: value for key, value in {**BASE, **changes}.items() if key not in removed}
 
 
 def random_weights(settings: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 weights of every name and shape that the config asks for."""
+    """Random float32 weights of all names and shapes in the config's plan."""
     draw = np.random.default_rng(seed)
     weights = {}
     for name, shape in models.plan(settings).shapes.items():
@@ -83,7 +83,7 @@ def write_checkpoint(
     tokenizer_config: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
-    """A whole model folder at `path`; `changes` go into config.json."""
+    """Writes a model folder; `changes` are keys of config.json."""
     path.mkdir(parents=True, exist_ok=True)
     settings = config(**changes)
     write_json(path / "config.json", settings)
@@ -98,7 +98,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def write_tokenizer(path: Path, settings: Mapping[str, Any] | None = None) -> None:
-    """A byte-level vocabulary of the 256 bytes, and the special tokens from 256 on."""
+    """Writes a byte-level tokenizer: ids 0 to 255 are the bytes, special tokens follow."""
     alphabet = _byte_chars()
     tokenizer = Tokenizer(BPE({char: byte for byte, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -110,7 +110,7 @@ def write_tokenizer(path: Path, settings: Mapping[str, Any] | None = None) -> No
 
 
 def _byte_chars() -> list[str]:
-    """The character that the byte-level pre-tokenizer writes for each byte."""
+    """The character that the byte-level pre-tokenizer uses for each byte."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     chars, shifted = [], 256
     for byte in range(256):
@@ -120,7 +120,7 @@ def _byte_chars() -> list[str]:
 
 
 def write_weights(path: Path, weights: dict[str, np.ndarray], shards: int = 1) -> None:
-    """model.safetensors, or several shards and their index."""
+    """Writes model.safetensors, or several shards and their index."""
     if shards == 1:
         write_safetensors(path / "model.safetensors", weights)
         return
@@ -146,5 +146,5 @@ def write_safetensors(file: Path, weights: Mapping[str, np.ndarray]) -> None:
 
 
 def write_raw_safetensors(file: Path, header: bytes, data: bytes = b"") -> None:
-    """Whatever header: for files that must be refused."""
+    """Writes any header, for files that must be refused."""
     file.write_bytes(struct.pack("<Q", len(header)) + header + data)

@@ -1,4 +1,4 @@
-"""Makes checkpoints of mlx-lm's models, whose tensors only mlx-lm knows, and answers for them.
+"""Writes checkpoints of models that only mlx-lm has, and mlx-lm's answers to prompts.
 
 python tests/support/zoo_peer.py   # {models: {path: config}, prompts, steps} on stdin
 """

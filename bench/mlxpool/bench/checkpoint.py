@@ -50,7 +50,7 @@ def config_of(shape: str, layers: int = 0, quantise: str = "") -> dict[str, Any]
         if quantise not in MODES:
             raise ValueError(f"there is no mode {quantise!r}; there are {', '.join(MODES)}")
         mode = MODES[quantise]
-        setting = {"group_size": mode.groups[0], "bits": mode.bits[0], "mode": quantise}
+        setting = {"group_size": mode.group_sizes[0], "bits": mode.bits[0], "mode": quantise}
         config["quantization"] = config["quantization_config"] = setting
     return config
 

@@ -318,7 +318,7 @@ def _folder_of(path: str) -> Path:
     from mlxpool.common.config.loading import ModelConfig
     from mlxpool.worker.weights import locate
 
-    found = locate.place_of(ModelConfig(path=path or locate.DEMO))
+    found = locate.locate(ModelConfig(path=path or locate.DEMO))
     if not isinstance(found, Path):
         raise ValueError(f"{path} is no folder; peers can read nothing else")
     return found

@@ -19,7 +19,7 @@ from mlxpool.worker.engine.engine import ModelEngine
 from mlxpool.worker.engine.sequence import Sequence as EngineSequence
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.load import inspect, load
-from mlxpool.worker.weights.memory_estimate import opens
+from mlxpool.worker.weights.memory_estimate import dequantises_at_load
 
 Burst = Callable[[int], float]  # number of steps -> mean seconds of a step
 
@@ -44,8 +44,8 @@ class OurEngine:
         self._spare = spare
         found = inspect(folder)
         limit, float32 = backend.limit_of(0), not backend.on_gpu()
-        opened = opens(found, limit=limit, float32=float32)
-        self._loaded = load(found, deterministic=deterministic, opened=opened)
+        opened = dequantises_at_load(found, limit=limit, float32=float32)
+        self._loaded = load(found, deterministic=deterministic, dequantise=opened)
         self.vocabulary = self._loaded.folder.plan.vocab_size
         self.longest = self._loaded.folder.context
         self.weight_bytes = self._loaded.weight_bytes

@@ -175,4 +175,4 @@ def width(layer: Any) -> int:
     weight = getattr(layer, "__self__", layer).weight
     if isinstance(weight, mx.array):
         return int(weight.shape[-1])
-    return int(weight.scales.shape[-1]) * int(weight.layout.group)
+    return int(weight.scales.shape[-1]) * int(weight.layout.group_size)

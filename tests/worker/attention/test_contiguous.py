@@ -17,9 +17,10 @@ from mlxpool.worker.attention.contiguous import BLOCKS, SlabRow, Slabs  # noqa: 
 from mlxpool.worker.attention.decode_batch import Batch, parts_of  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.block_manager import BLOCK  # noqa: E402
-from mlxpool.worker.layers.interface import KeyValue, Scores  # noqa: E402
+from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
+from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 
-SHAPE = RowShape((KeyValue(2, 4, 4),) * 2, mx.float32, 3000)
+SHAPE = RowShape((KeyValueSpec(2, 4, 4),) * 2, mx.float32, 3000)
 DRAW = np.random.default_rng(0)
 
 
@@ -139,7 +140,7 @@ class Attention:
     def __call__(self, tokens: Any, step: Any) -> Any:
         x = self.table[tokens].reshape(-1, self.heads, 4)
         for layer in range(len(SHAPE.caches)):
-            x = x + step.attend(layer, x, x[:, :2], x[:, -2:], Scores(0.5))
+            x = x + step.attend(layer, x, x[:, :2], x[:, -2:], ScoreParams(0.5))
         return x.reshape(x.shape[0], -1)
 
 

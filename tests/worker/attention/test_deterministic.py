@@ -18,8 +18,8 @@ from support.worker_checkpoints import write_checkpoint
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.layers.linear import TILE, Linear, tiled  # noqa: E402
-from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.layers.linear import TILE_ROWS, Linear, tiled_matmul  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
 
 ON_GPU = mx.default_device().type == mx.DeviceType.gpu
 TIE = 0.1 if ON_GPU else 1e-4  # a margin that rounding may close: of bfloat16, of float32
@@ -34,7 +34,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+def exact(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = write_checkpoint(
         tmp_path_factory.mktemp("model"),
         hidden_size=64,
@@ -68,7 +68,7 @@ def step(engine: ModelEngine, rows: list[Sequence]) -> list[Drawn]:
     return drawn
 
 
-def alone(loaded: Loaded, seq: Sequence) -> list[Drawn]:
+def alone(loaded: LoadedModel, seq: Sequence) -> list[Drawn]:
     """Every token with its log-probabilities, in an engine of its own."""
     engine = ModelEngine(loaded, prefix="off")
     admit(engine, seq)
@@ -86,18 +86,18 @@ def test_a_product_in_tiles_does_not_depend_on_how_many_lines_there_are() -> Non
         weight = mx.array(draw.standard_normal((out, size), dtype=np.float32))
         bias = mx.array(draw.standard_normal(out, dtype=np.float32))
         x = mx.array(draw.standard_normal((300, size), dtype=np.float32))
-        whole = tiled(x, weight)
+        whole = tiled_matmul(x, weight)
         assert mx.allclose(whole, x @ weight.T, rtol=1e-3, atol=1e-3).item()
-        assert mx.array_equal(Linear(weight, bias, exact=True)(x), whole + bias).item()
-        for start, count in ((0, 1), (7, 1), (3, TILE), (5, 9), (100, 150), (0, 299)):
-            part = tiled(x[start : start + count], weight)
+        assert mx.array_equal(Linear(weight, bias, batch_invariant=True)(x), whole + bias).item()
+        for start, count in ((0, 1), (7, 1), (3, TILE_ROWS), (5, 9), (100, 150), (0, 299)):
+            part = tiled_matmul(x[start : start + count], weight)
             assert mx.array_equal(part, whole[start : start + count]).item()
 
 
 @on_cpu
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("chunk", [1, 7, 64, 300])
-def test_chunks_change_no_bit(exact: Loaded, number: int, chunk: int) -> None:
+def test_chunks_change_no_bit(exact: LoadedModel, number: int, chunk: int) -> None:
     expected, seq = alone(exact, request(number, 6)), request(number, 6)
     engine = ModelEngine(exact, prefix="off")
     admit(engine, seq, chunk)
@@ -105,7 +105,7 @@ def test_chunks_change_no_bit(exact: Loaded, number: int, chunk: int) -> None:
 
 
 @on_cpu
-def test_company_changes_no_bit(exact: Loaded) -> None:
+def test_company_changes_no_bit(exact: LoadedModel) -> None:
     expected = [values(alone(exact, request(number))) for number in range(8)]
     engine, rows = ModelEngine(exact, prefix="off"), [request(number) for number in range(8)]
     got: list[list[Drawn]] = [[] for _ in rows]
@@ -122,7 +122,7 @@ def test_company_changes_no_bit(exact: Loaded) -> None:
 
 @on_cpu
 @pytest.mark.parametrize("prefix", ["tree", "off"])
-def test_a_preemption_changes_no_bit(exact: Loaded, prefix: str) -> None:
+def test_a_preemption_changes_no_bit(exact: LoadedModel, prefix: str) -> None:
     for number in range(5):
         expected, seq = values(alone(exact, request(number))), request(number)
         engine, got = ModelEngine(exact, prefix=prefix), []
@@ -136,7 +136,7 @@ def test_a_preemption_changes_no_bit(exact: Loaded, prefix: str) -> None:
 
 @on_cpu
 @pytest.mark.parametrize("taken", [1, 5, 23])
-def test_a_resume_changes_no_bit(exact: Loaded, taken: int) -> None:
+def test_a_resume_changes_no_bit(exact: LoadedModel, taken: int) -> None:
     for number in range(5):
         expected, seq = alone(exact, request(number)), request(number)
         seq.ids += [one.token for one in expected[:taken]]
@@ -148,7 +148,7 @@ def test_a_resume_changes_no_bit(exact: Loaded, taken: int) -> None:
 
 @on_cpu
 @pytest.mark.parametrize("split", [1, 100, 255, 256, 257, 511, 599])
-def test_a_hit_at_any_split_changes_no_bit(exact: Loaded, split: int) -> None:
+def test_a_hit_at_any_split_changes_no_bit(exact: LoadedModel, split: int) -> None:
     expected, seq = values(alone(exact, request(4))), request(4)
     engine = ModelEngine(exact)
     before = Sequence(b"", 1, (*seq.prompt[:split], 1, 2, 3), Options(temperature=0.0), 0, 3)

@@ -16,23 +16,23 @@ else:
 from mlxpool.worker.attention import attention
 from mlxpool.worker.attention.attention import Span, Step
 from mlxpool.worker.attention.row_cache import Row, RowShape
-from mlxpool.worker.layers.interface import Latent
-from mlxpool.worker.layers.linear import Heads
-from mlxpool.worker.layers.mla import EXPANDED, LineHeads, Sizes
+from mlxpool.worker.layers.cache_specs import LatentSpec
+from mlxpool.worker.layers.linear import MultiLinear
+from mlxpool.worker.layers.mla import MAX_DECOMPRESSED, LatentAttentionProjections, LatentDims
 
-SMALL = Sizes(heads=4, rank=16, rotated=8, plain=12, value=10)
-FLASH = Sizes(heads=20, rank=512, rotated=64, plain=192, value=256)  # GLM-4.7-Flash
+SMALL = LatentDims(heads=4, rank=16, rotated=8, plain=12, value=10)
+FLASH = LatentDims(heads=20, rank=512, rotated=64, plain=192, value=256)  # GLM-4.7-Flash
 SCALE = 0.2
 FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Bent(LineHeads):
+class Bent(LatentAttentionProjections):
     """Heads that are told which way to go."""
 
     way: bool
 
-    def expands(self, count: int, length: int) -> bool:
+    def decompresses(self, count: int, length: int) -> bool:
         return self.way
 
 
@@ -45,14 +45,14 @@ def weights() -> tuple[mx.array, mx.array]:
 
 def heads(way: bool) -> Bent:
     keys, values = weights()
-    return Bent(SMALL, Heads(keys), Heads(values), way)
+    return Bent(SMALL, MultiLinear(keys), MultiLinear(values), way)
 
 
 def row_of(length: int) -> Row:
     """A row with so many lines."""
-    row = Row(RowShape((Latent(SMALL.line, SMALL.rank),), mx.float32, 1 << 14))
+    row = Row(RowShape((LatentSpec(SMALL.latent, SMALL.rank),), mx.float32, 1 << 14))
     if length:
-        lines = mx.random.normal((1, 1, length, SMALL.line), key=mx.random.key(3))
+        lines = mx.random.normal((1, 1, length, SMALL.latent), key=mx.random.key(3))
         row.put(0, [(lines,)], length)
         row.advance(length)
         mx.eval(row.arrays())
@@ -61,7 +61,7 @@ def row_of(length: int) -> Row:
 
 def new_tokens(count: int) -> tuple[mx.array, mx.array]:
     q = mx.random.normal((count, SMALL.heads, SMALL.query), key=mx.random.key(4))
-    line = mx.random.normal((count, SMALL.line), key=mx.random.key(5))
+    line = mx.random.normal((count, SMALL.latent), key=mx.random.key(5))
     mx.eval(q, line)
     return q, line
 
@@ -118,15 +118,20 @@ def test_rows_of_a_step_are_read_each_in_its_own_lines(way: bool) -> None:
         (FLASH, 256, 4096, False),
         (FLASH, 512, 4096, True),
         (FLASH, 64, 64, True),  # a prompt's first chunk opens its own lines in either way
-        (FLASH, 2048, EXPANDED // (20 * 512), True),
-        (FLASH, 2048, EXPANDED // (20 * 512) + 1, False),  # they would take too much room
-        (Sizes(heads=4, rank=16, rotated=8, plain=12, value=40), 64, 64, False),  # longer values
+        (FLASH, 2048, MAX_DECOMPRESSED // (20 * 512), True),
+        (FLASH, 2048, MAX_DECOMPRESSED // (20 * 512) + 1, False),  # they would take too much room
+        (
+            LatentDims(heads=4, rank=16, rotated=8, plain=12, value=40),
+            64,
+            64,
+            False,
+        ),  # longer values
     ],
 )
 def test_the_way_with_fewer_products_is_taken(
-    sizes: Sizes, count: int, length: int, expands: bool
+    sizes: LatentDims, count: int, length: int, expands: bool
 ) -> None:
-    assert sizes.expands(count, length) is expands
+    assert sizes.decompresses(count, length) is expands
 
 
 @pytest.mark.parametrize("way", [False, True])
@@ -137,7 +142,7 @@ def test_a_long_chunk_does_not_write_down_all_its_scores(
     """What it takes for a while is some times SCORES, and what is made of the lines."""
     monkeypatch.setattr(attention, "SCORES", 2**16)
     opened = SMALL.heads * (SMALL.query + SMALL.value)
-    made = length * (3 * opened if way else SMALL.line) * FLOAT
+    made = length * (3 * opened if way else SMALL.latent) * FLOAT
     before = mx.set_cache_limit(0)
     try:
         taken = peak(length, 256, way)

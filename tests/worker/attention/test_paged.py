@@ -40,12 +40,13 @@ from mlxpool.worker.engine import kernel_trials  # noqa: E402
 from mlxpool.worker.engine.block_manager import BLOCK  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
-from mlxpool.worker.layers.interface import KeyValue, Latent, Scores  # noqa: E402
-from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
+from mlxpool.worker.layers.cache_specs import KeyValueSpec, LatentSpec  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
-SHAPE = RowShape((KeyValue(2, 8, 4), Latent(6, 4)), mx.float32, 3000, whole=True)
+SHAPE = RowShape((KeyValueSpec(2, 8, 4), LatentSpec(6, 4)), mx.float32, 3000, whole=True)
 BLOCKS = 30
 
 
@@ -127,7 +128,7 @@ def test_a_full_pool_is_an_error_and_the_row_stays(kernels: bool) -> None:
 
 
 def test_a_pool_has_room_for_all_tokens_of_windows() -> None:
-    shape = RowShape((KeyValue(2, 8, 4, window=40), KeyValue(1, 16, 16)), mx.float32, 3000)
+    shape = RowShape((KeyValueSpec(2, 8, 4, window=40), KeyValueSpec(1, 16, 16)), mx.float32, 3000)
     store = PoolStore(Pool(shape, BLOCKS, in_place=False))
     assert store.block_bytes == BLOCK * 4 * (2 * 12 + 32)
     assert store._memory.nbytes == (BLOCKS + 1) * store.block_bytes
@@ -160,12 +161,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     changes: dict[str, Any] = {**MODELS[request.param], "max_position_embeddings": 2048}
     return load(inspect(write_checkpoint(tmp_path_factory.mktemp("model"), **changes)))
 
 
-def engine_of(loaded: Loaded, layout: str, prefix: str = "tree", blocks: int = 60) -> ModelEngine:
+def engine_of(
+    loaded: LoadedModel, layout: str, prefix: str = "tree", blocks: int = 60
+) -> ModelEngine:
     return ModelEngine(loaded, layout=layout, prefix=prefix, blocks=blocks, lookahead=ON_GPU)
 
 
@@ -194,7 +197,7 @@ def step(engine: ModelEngine, rows: list[Sequence]) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 127, 128])
 def test_a_short_chunk_is_lines_of_one_pass(
-    loaded: Loaded, chunk: int, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokens see each other, and those before them, as in a chunk of its own.
 
@@ -235,7 +238,7 @@ def test_tokens_of_a_chunk_see_each_other_and_nothing_later(kernels: bool) -> No
     """Our kernel finds what another of ours has written before."""
     heads, pairs, size, before, count = 4, 2, 64, 30, 40
     kind = mx.bfloat16 if kernels else mx.float32
-    shape = RowShape((KeyValue(pairs, size, size),), kind, 1000)
+    shape = RowShape((KeyValueSpec(pairs, size, size),), kind, 1000)
     pool = Pool(shape, 4, in_place=kernels, reads=kernels)
     q = mx.random.normal((before + count, heads, size)).astype(kind)
     k, v = (mx.random.normal((before + count, pairs, size)).astype(kind) for _ in "kv")
@@ -243,7 +246,7 @@ def test_tokens_of_a_chunk_see_each_other_and_nothing_later(kernels: bool) -> No
         positions = mx.arange(start, end, dtype=mx.int32)
         table = mx.full((end - start, 1), 2, dtype=mx.int32)
         step = PoolStep(pool, positions, positions + 2 * BLOCK, table, 128, chunk=True)
-        found = step.attend(0, q[start:end], k[start:end], v[start:end], Scores(0.125))
+        found = step.attend(0, q[start:end], k[start:end], v[start:end], ScoreParams(0.125))
         mx.eval(found)
     asked, keys, values = (np.array(one.astype(mx.float32), dtype=float) for one in (q, k, v))
     for line in range(count):
@@ -261,7 +264,7 @@ def test_chunks_of_a_pass_see_their_own_row(kernels: bool, window: int) -> None:
     """Lines between them are nobody's."""
     heads, pairs, size = 4, 2, 64
     kind = mx.bfloat16 if kernels else mx.float32
-    shape = RowShape((KeyValue(pairs, size, size, window=window),), kind, 1000)
+    shape = RowShape((KeyValueSpec(pairs, size, size, window=window),), kind, 1000)
     pool = Pool(shape, 4, in_place=kernels, reads=kernels)
     q = mx.random.normal((4, 70, heads, size)).astype(kind)
     k, v = (mx.random.normal((4, 70, pairs, size)).astype(kind) for _ in "kv")
@@ -276,7 +279,7 @@ def test_chunks_of_a_pass_see_their_own_row(kernels: bool, window: int) -> None:
         table, positions = mx.array(rows, dtype=mx.int32)[:, None], mx.array(at, dtype=mx.int32)
         slots = positions + BLOCK * table[:, 0]
         step = PoolStep(pool, positions, slots, table, 128, chunk=True)
-        found = step.attend(0, q[which], k[which], v[which], Scores(0.125))
+        found = step.attend(0, q[which], k[which], v[which], ScoreParams(0.125))
         got = np.array(found.astype(mx.float32))
         for number, line in enumerate(lines):
             if line is not None:
@@ -295,14 +298,14 @@ class Bare:
 
     rank: int
 
-    def absorbed(self, q: Any) -> Any:
+    def absorb(self, q: Any) -> Any:
         return q
 
-    def opened(self, read: Any) -> Any:
+    def to_values(self, read: Any) -> Any:
         return read
 
 
-def test_who_enters_in_one_pass_begins_beside_others(loaded: Loaded) -> None:
+def test_who_enters_in_one_pass_begins_beside_others(loaded: LoadedModel) -> None:
     """And may leave before its first token, or fail and come back."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
     assert isinstance(engine._layout, InPool)
@@ -354,7 +357,7 @@ def _spoilt(*args: Any, **others: Any) -> Any:
     raise RuntimeError("spoilt")
 
 
-def test_chunks_of_several_rows_are_one_pass(loaded: Loaded) -> None:
+def test_chunks_of_several_rows_are_one_pass(loaded: LoadedModel) -> None:
     """A prompt that is not done with it, one that has no more, new ones, two with a prefix hit."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
     layout = engine._layout
@@ -429,7 +432,7 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
         assert alone.ids == seq.ids
 
 
-def test_how_many_chunks_are_one_pass(loaded: Loaded) -> None:
+def test_how_many_chunks_are_one_pass(loaded: LoadedModel) -> None:
     engine = engine_of(loaded, "pool", "off", blocks=200)
     layout = engine._layout
     assert isinstance(layout, InPool)
@@ -471,7 +474,7 @@ def test_how_many_chunks_are_one_pass(loaded: Loaded) -> None:
 def test_lines_are_read_by_the_kernel_as_by_operations(kernels: bool) -> None:
     """Of a chunk, then of rows with one token each."""
     size, rank, heads, count, kind = 192, 128, 5, 40, mx.bfloat16
-    shape = RowShape((Latent(size, rank),), kind, 1000)
+    shape = RowShape((LatentSpec(size, rank),), kind, 1000)
     fast = Pool(shape, 4, in_place=True, reads=kernel_trials.kernels_read(shape))
     exact = Pool(replace(shape, dtype=mx.float32), 4, in_place=False)
     bare: Any = Bare(rank)
@@ -492,7 +495,9 @@ def test_lines_are_read_by_the_kernel_as_by_operations(kernels: bool) -> None:
         assert found[0].shape == (lines, heads, rank)
 
 
-def test_joins_leaves_hits_and_evictions_change_no_token(loaded: Loaded, kernels: bool) -> None:
+def test_joins_leaves_hits_and_evictions_change_no_token(
+    loaded: LoadedModel, kernels: bool
+) -> None:
     """Against rows of their own; on a GPU for 10,000 steps."""
     draw = random.Random(5)
     heads = [tuple(draw.randrange(256) for _ in range(700)) for _ in range(4)]

@@ -23,7 +23,7 @@ from mlxpool.worker.engine.sequence import RowFailed, Sequence  # noqa: E402
 from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
-from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_next",
@@ -46,16 +46,16 @@ AHEAD = pytest.mark.parametrize("lookahead", [False, True])
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(inspect(write_checkpoint(tmp_path_factory.mktemp("model"), **CONFIG)))
 
 
 @pytest.fixture(scope="module")
-def text(loaded: Loaded) -> Text:
+def text(loaded: LoadedModel) -> Text:
     return Text.from_folder(loaded.folder)
 
 
-def engine_of(loaded: Loaded, text: Text, **settings: Any) -> ModelEngine:
+def engine_of(loaded: LoadedModel, text: Text, **settings: Any) -> ModelEngine:
     return ModelEngine(loaded, text, **{"lookahead": False, **settings})
 
 
@@ -90,7 +90,7 @@ def ids_of(engine: ModelEngine, seq: Sequence, steps: int = STEPS) -> list[int]:
 _answers: dict[tuple[tuple[int, ...], str], list[int]] = {}
 
 
-def afresh(loaded: Loaded, text: Text, seq: Sequence) -> list[int]:
+def afresh(loaded: LoadedModel, text: Text, seq: Sequence) -> list[int]:
     """What an engine without any past answers."""
     key = seq.prompt, str(seq.options)
     if key not in _answers:
@@ -100,7 +100,7 @@ def afresh(loaded: Loaded, text: Text, seq: Sequence) -> list[int]:
 
 
 @AHEAD
-def test_goes_on_from_a_restore_point(loaded: Loaded, text: Text, lookahead: bool) -> None:
+def test_goes_on_from_a_restore_point(loaded: LoadedModel, text: Text, lookahead: bool) -> None:
     engine, prompt = engine_of(loaded, text, lookahead=lookahead), prompt_of(40)
     ids_of(engine, sequence(prompt, restore_at=25))
     other = sequence((*prompt[:33], 1, 2, 3))
@@ -110,7 +110,7 @@ def test_goes_on_from_a_restore_point(loaded: Loaded, text: Text, lookahead: boo
 
 @AHEAD
 def test_the_place_where_prompts_part_becomes_one(
-    loaded: Loaded, text: Text, lookahead: bool
+    loaded: LoadedModel, text: Text, lookahead: bool
 ) -> None:
     engine, prompt = engine_of(loaded, text, lookahead=lookahead), prompt_of(40)
     found = []
@@ -122,7 +122,7 @@ def test_the_place_where_prompts_part_becomes_one(
 
 
 def test_long_prompts_have_restore_points_on_their_way(
-    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_cache, "EVERY", 16)
     engine, prompt = engine_of(loaded, text), prompt_of(75)
@@ -135,7 +135,9 @@ def test_long_prompts_have_restore_points_on_their_way(
 
 
 @AHEAD
-def test_a_cancelled_prefill_keeps_its_part(loaded: Loaded, text: Text, lookahead: bool) -> None:
+def test_a_cancelled_prefill_keeps_its_part(
+    loaded: LoadedModel, text: Text, lookahead: bool
+) -> None:
     engine, cancelled = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
     engine.admit(cancelled)
     engine.prefill(cancelled, 18)
@@ -146,7 +148,9 @@ def test_a_cancelled_prefill_keeps_its_part(loaded: Loaded, text: Text, lookahea
 
 
 @AHEAD
-def test_the_next_turn_goes_on_from_the_answer(loaded: Loaded, text: Text, lookahead: bool) -> None:
+def test_the_next_turn_goes_on_from_the_answer(
+    loaded: LoadedModel, text: Text, lookahead: bool
+) -> None:
     engine, seq = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     prefill(engine, seq)
     decode(engine, [seq], 7)
@@ -160,7 +164,7 @@ def test_the_next_turn_goes_on_from_the_answer(loaded: Loaded, text: Text, looka
 @pytest.mark.parametrize("raw", MIXTURE, ids=str)
 @pytest.mark.parametrize("prefix", prefix_cache.MODES)
 def test_preemption_changes_no_token(
-    loaded: Loaded, text: Text, prefix: str, raw: dict[str, Any], lookahead: bool
+    loaded: LoadedModel, text: Text, prefix: str, raw: dict[str, Any], lookahead: bool
 ) -> None:
     engine = engine_of(loaded, text, prefix=prefix, lookahead=lookahead)
     seq = sequence(prompt_of(21), **raw)
@@ -179,7 +183,7 @@ def test_preemption_changes_no_token(
 
 @AHEAD
 @pytest.mark.parametrize("had", [1, 5])
-def test_a_resume_continues(loaded: Loaded, text: Text, had: int, lookahead: bool) -> None:
+def test_a_resume_continues(loaded: LoadedModel, text: Text, had: int, lookahead: bool) -> None:
     seq = sequence(prompt_of(21), **MIXTURE[1])
     expected = afresh(loaded, text, seq)
     seq.ids += expected[:had]
@@ -188,7 +192,7 @@ def test_a_resume_continues(loaded: Loaded, text: Text, had: int, lookahead: boo
 
 @AHEAD
 def test_a_token_that_is_not_taken_is_drawn_again(
-    loaded: Loaded, text: Text, lookahead: bool
+    loaded: LoadedModel, text: Text, lookahead: bool
 ) -> None:
     engine, seq = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     prefill(engine, seq)
@@ -200,7 +204,7 @@ def test_a_token_that_is_not_taken_is_drawn_again(
 
 @AHEAD
 def test_a_row_that_fails_costs_its_neighbours_nothing(
-    loaded: Loaded, text: Text, lookahead: bool, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: Text, lookahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(loaded, text, lookahead=lookahead)
     rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
@@ -225,7 +229,7 @@ def test_a_row_that_fails_costs_its_neighbours_nothing(
 
 
 def test_a_step_that_fails_half_way_leaves_nothing_of_it(
-    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, hit, beside = engine_of(loaded, text), sequence(prompt_of(20)), sequence(prompt_of(30))
     for seq in (hit, beside):
@@ -246,7 +250,7 @@ def test_a_step_that_fails_half_way_leaves_nothing_of_it(
     assert ids_of(engine, again) == afresh(loaded, text, again)
 
 
-def one_state(loaded: Loaded) -> int:
+def one_state(loaded: LoadedModel) -> int:
     """Bytes of the states of all layers, once."""
     return sum(
         4 * int(np.prod(shape))
@@ -255,7 +259,7 @@ def one_state(loaded: Loaded) -> int:
     )
 
 
-def test_a_budget_below_a_state_keeps_nothing(loaded: Loaded, text: Text) -> None:
+def test_a_budget_below_a_state_keeps_nothing(loaded: LoadedModel, text: Text) -> None:
     state = one_state(loaded)
     token = sum(cache.token_bytes(4) for cache in loaded.folder.plan.caches)
     for budget, cached in ((state, 0), (state + 19 * token, 0), (state + 40 * token, 19)):
@@ -268,7 +272,7 @@ def test_a_budget_below_a_state_keeps_nothing(loaded: Loaded, text: Text) -> Non
         assert engine.memory().prefix <= budget
 
 
-def test_what_a_row_may_take_is_reserved(loaded: Loaded, text: Text) -> None:
+def test_what_a_row_may_take_is_reserved(loaded: LoadedModel, text: Text) -> None:
     engine, seq = engine_of(loaded, text), sequence(prompt_of(20))
     prefill(engine, seq)
     decode(engine, [seq], 4)
@@ -281,14 +285,14 @@ def test_what_a_row_may_take_is_reserved(loaded: Loaded, text: Text) -> None:
     assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
 
 
-def test_warm_up_leaves_nothing_behind(loaded: Loaded, text: Text) -> None:
+def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: Text) -> None:
     engine = engine_of(loaded, text)
     engine.warm_up()
     assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
     assert engine.blocks > 0
 
 
-def test_deterministic_is_refused(loaded: Loaded) -> None:
+def test_deterministic_is_refused(loaded: LoadedModel) -> None:
     exact = load(loaded.folder, deterministic=True)
     with pytest.raises(ModelLoadFailed, match="deterministic = true is not built"):
         ModelEngine(exact)
@@ -362,7 +366,7 @@ class Crowd:
 @AHEAD
 @pytest.mark.parametrize(("seed", "prefix"), [(1, "tree"), (2, "tree"), (3, "single")])
 def test_a_crowd_in_any_order(
-    loaded: Loaded, text: Text, seed: int, prefix: str, lookahead: bool
+    loaded: LoadedModel, text: Text, seed: int, prefix: str, lookahead: bool
 ) -> None:
     budget = 6 * one_state(loaded) if seed == 2 else 0
     engine = engine_of(loaded, text, prefix=prefix, lookahead=lookahead, prefix_bytes=budget)

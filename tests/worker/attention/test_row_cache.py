@@ -13,19 +13,19 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.attention.attention import Span, Step, seen  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.layers.interface import (  # noqa: E402
-    KeyValue,
-    Latent,
-    LayerCache,
-    Recurrent,
-    Scores,
-    window_room,
+from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
+from mlxpool.worker.layers.cache_specs import (  # noqa: E402
+    CacheSpec,
+    KeyValueSpec,
+    LatentSpec,
+    RecurrentSpec,
+    window_capacity,
 )
 
 CHUNK = 40
 
 
-def row_of(*caches: LayerCache, capacity: int = 4000) -> Row:
+def row_of(*caches: CacheSpec, capacity: int = 4000) -> Row:
     return Row(RowShape(caches, mx.float32, capacity, CHUNK))
 
 
@@ -47,7 +47,7 @@ STEPS = st.lists(st.one_of(st.integers(1, CHUNK), st.just(-1)), max_size=60)
 @settings(max_examples=60)
 def test_a_window_shows_what_each_token_sees(steps: list[int], window: int) -> None:
     """A step of -1 takes one token back, as a token in flight is."""
-    row, before = row_of(KeyValue(2, 3, 5, window)), 0
+    row, before = row_of(KeyValueSpec(2, 3, 5, window)), 0
     for step in steps:
         if step < 0:
             row.trim(max(row.offset - 1, before))
@@ -63,12 +63,12 @@ def test_a_window_shows_what_each_token_sees(steps: list[int], window: int) -> N
 
 
 def test_a_window_takes_no_more_than_it_says() -> None:
-    spec = KeyValue(2, 3, 5, 100)
+    spec = KeyValueSpec(2, 3, 5, 100)
     row = row_of(spec)
     while row.offset < 3000:
         row.write(0, lines(row.offset, CHUNK, 2, 3), lines(row.offset, CHUNK, 2, 5))
         row.advance(CHUNK)
-    assert row.nbytes == row.shape.fixed_bytes == window_room(100, CHUNK) * 2 * 8 * 4
+    assert row.nbytes == row.shape.fixed_bytes == window_capacity(100, CHUNK) * 2 * 8 * 4
     assert row.shape.token_bytes == 0
 
 
@@ -76,7 +76,7 @@ def test_a_window_takes_no_more_than_it_says() -> None:
 @settings(max_examples=25)
 def test_a_window_is_kept_and_filled_again(tokens: int, window: int) -> None:
     """What `part` gave of one row goes on in another as if it had been written there."""
-    one, other = (row_of(KeyValue(1, 2, 2, window + 1)) for _ in range(2))
+    one, other = (row_of(KeyValueSpec(1, 2, 2, window + 1)) for _ in range(2))
     while one.offset < tokens:
         count = min(CHUNK, tokens - one.offset)
         one.write(0, lines(one.offset, count, 1, 2), lines(one.offset, count, 1, 2))
@@ -89,7 +89,7 @@ def test_a_window_is_kept_and_filled_again(tokens: int, window: int) -> None:
 
 
 def test_a_latent_layer_keeps_one_line_a_token() -> None:
-    row = row_of(Latent(6, 4))
+    row = row_of(LatentSpec(6, 4))
     row.write(0, lines(0, 10, 1, 6))
     row.advance(10)
     (held,) = row.write(0, lines(10, 1, 1, 6))
@@ -99,7 +99,7 @@ def test_a_latent_layer_keeps_one_line_a_token() -> None:
 
 @pytest.mark.parametrize("back", [1, 2])
 def test_a_state_goes_back_by_two_steps(back: int) -> None:
-    row = row_of(Recurrent(((2, 3), (4,))))
+    row = row_of(RecurrentSpec(((2, 3), (4,))))
     assert [array.shape for array in row.state(0)] == [(2, 3), (4,)]
     for step in (1, 2, 3, 4):
         row.put_state(0, (mx.full((2, 3), step), mx.full((4,), step)))
@@ -121,7 +121,7 @@ def running_sum(inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, t
 
 @pytest.mark.parametrize("counts", [[[5, 3]], [[2, 3], [3, 0]], [[1, 1]] * 5, [[1, 4], [4, 1]]])
 def test_rows_recur_alone_and_together(counts: Sequence[Sequence[int]]) -> None:
-    rows = [row_of(Recurrent(((2,),))) for _ in range(2)]
+    rows = [row_of(RecurrentSpec(((2,),))) for _ in range(2)]
     for each in counts:
         spans = [Span(row, count) for row, count in zip(rows, each, strict=True) if count]
         step = Step(spans, logits=False)
@@ -145,7 +145,7 @@ def test_scores_in_parts_are_those_in_one(
     mx.random.seed(3)
     q = mx.random.normal((30, 4, 8))
     keys, values = mx.random.normal((1, 2, 50, 8)), mx.random.normal((1, 2, 50, 8))
-    scores = Scores(8**-0.5, cap=cap)
+    scores = ScoreParams(8**-0.5, softcap=cap)
     whole = seen(q, keys, values, scores, window)
     monkeypatch.setattr("mlxpool.worker.attention.attention.SCORES", 4 * 50 * 7)
     assert mx.allclose(seen(q, keys, values, scores, window), whole, atol=1e-6)
@@ -165,6 +165,6 @@ def test_attention_written_out_is_the_kernel_s(count: int) -> None:
     q = mx.random.normal((count, 4, 8))
     keys, values = mx.random.normal((1, 2, 30, 8)), mx.random.normal((1, 2, 30, 8))
     for sinks in (None, mx.random.normal((4,))):
-        expected = seen(q, keys, values, Scores(8**-0.5, sinks), 12)
-        found = seen(q, keys, values, Scores(8**-0.5, sinks, cap=1e4), 12)
+        expected = seen(q, keys, values, ScoreParams(8**-0.5, sinks), 12)
+        found = seen(q, keys, values, ScoreParams(8**-0.5, sinks, softcap=1e4), 12)
         assert mx.allclose(found, expected, atol=1e-4)

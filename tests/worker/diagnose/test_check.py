@@ -1,4 +1,4 @@
-"""`check` says what a model is and needs, and everything that is wrong with it, in one pass."""
+"""`check` reports what a model is and needs, and all its problems, in one run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 from mlxpool.cli.check import lines
 from mlxpool.common.config.loading import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.diagnose.check import check, misfits
-from mlxpool.worker.engine import versions
+from mlxpool.worker.diagnose.check import check, memory_problems
+from mlxpool.worker.engine import description, versions
 from mlxpool.worker.engine.factory import open_source
-from mlxpool.worker.layers.quantisation import Quant
-from mlxpool.worker.weights import description, memory_estimate
+from mlxpool.worker.layers.quantisation import QuantLayout
+from mlxpool.worker.weights import memory_estimate
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import DEMO_FOLDER
-from mlxpool.worker.weights.memory_estimate import Needs
+from mlxpool.worker.weights.memory_estimate import MemoryEstimate
 from support.worker_checkpoints import EOS, config, random_weights, write_checkpoint, write_json
 from support.worker_stores import Store, put_in_hub
 
@@ -47,7 +47,7 @@ def of(path: Path, **settings: Any) -> dict[str, Any]:
 
 
 def problems(path: Path) -> list[str]:
-    """All of them; what a worker would say is always the first."""
+    """All problems; the first is always a worker's error."""
     found = of(path)["problems"]
     with pytest.raises(ModelLoadFailed) as caught:
         inspect(path)
@@ -56,7 +56,7 @@ def problems(path: Path) -> list[str]:
 
 
 def refused_with(folder: Path) -> str:
-    """What a worker says of it."""
+    """The error of a worker."""
     with pytest.raises(ModelLoadFailed) as caught:
         open_source(ModelConfig(path=str(folder)))
     return str(caught.value)
@@ -67,7 +67,7 @@ def change(file: Path, **changes: Any) -> None:
     write_json(file, {key: value for key, value in settings.items() if value is not None})
 
 
-def test_a_setting_that_the_model_cannot_have(tmp_path: Path) -> None:
+def test_an_unsupported_setting(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, model_type="mistral", sliding_window=9)
     spec = ModelConfig(path=str(path), deterministic=True)
     (words,) = check("m", spec)["problems"]
@@ -81,7 +81,7 @@ def test_a_setting_that_the_model_cannot_have(tmp_path: Path) -> None:
 # ---- what it is ----------------------------------------------------------------------------------
 
 
-def test_what_a_sound_model_is(good: Path) -> None:
+def test_the_description_of_a_valid_model(good: Path) -> None:
     report = of(good)
     weights = random_weights(config())
     assert (report["name"], report["path"], report["problems"]) == ("m", str(good), [])
@@ -103,14 +103,14 @@ def test_what_a_sound_model_is(good: Path) -> None:
     assert set(report["model"]) == MODEL
 
 
-def test_a_context_beyond_the_models_own_is_told(good: Path) -> None:
+def test_a_context_above_the_models_own_is_noted(good: Path) -> None:
     (note,) = of(good, context=10_000)["notes"]
     assert "context is 10000 tokens, the model's own is 512" in note
     assert note in "\n".join(lines(of(good, context=10_000)))
     assert of(good, context=512)["notes"] == of(good)["notes"] == []
 
 
-def test_what_becomes_of_messages_without_a_template(good: Path) -> None:
+def test_messages_without_a_template(good: Path) -> None:
     counting = check("c", ModelConfig(path="builtin:counting"))
     assert "`ROLE: CONTENT`" in "\n".join(lines(counting))
     (good / "chat_template.jinja").unlink(missing_ok=True)
@@ -118,7 +118,7 @@ def test_what_becomes_of_messages_without_a_template(good: Path) -> None:
     assert "it takes no messages, only a prompt" in "\n".join(lines(of(good)))
 
 
-def test_the_digest_is_the_one_that_workers_tell(good: Path) -> None:
+def test_the_digest_equals_that_of_workers(good: Path) -> None:
     opened = open_source(ModelConfig(path=str(good))).opened
     assert of(good)["model"]["digest"] == opened.digest
 
@@ -144,18 +144,23 @@ def test_the_built_in_models() -> None:
 @pytest.mark.parametrize(
     ("layouts", "words"),
     [
-        ({"a": Quant("affine", 4, 64)}, "4-bit affine g64"),
-        ({"a": Quant("mxfp4", 4, 32)}, "4-bit mxfp4 g32"),
+        ({"a": QuantLayout("affine", 4, 64)}, "4-bit affine g64"),
+        ({"a": QuantLayout("mxfp4", 4, 32)}, "4-bit mxfp4 g32"),
         (
-            {"a": Quant("affine", 4, 64), "b": Quant("affine", 4, 64), "c": Quant("affine", 8, 64)},
+            {
+                "a": QuantLayout("affine", 4, 64),
+                "b": QuantLayout("affine", 4, 64),
+                "c": QuantLayout("affine", 8, 64),
+            },
             "4-bit affine g64, some layers otherwise",
         ),
     ],
 )
-def test_quantisation_in_words(good: Path, layouts: dict[str, Quant], words: str) -> None:
+def test_quantisation_in_words(good: Path, layouts: dict[str, QuantLayout], words: str) -> None:
     sound = inspect(good)
     assert (
-        description.quantisation(replace(sound, fit=replace(sound.fit, layouts=layouts))) == words
+        description.quantisation(replace(sound, match=replace(sound.match, layouts=layouts)))
+        == words
     )
 
 
@@ -181,7 +186,7 @@ def test_the_kind_of_tokenizer_in_words(tokenizer: Any, words: str) -> None:
 # ---- what is wrong with it -----------------------------------------------------------------------
 
 
-def test_all_keys_that_are_missing_or_wrong(good: Path) -> None:
+def test_all_missing_and_wrong_keys(good: Path) -> None:
     change(good / "config.json", hidden_size=None, num_hidden_layers=0, vocab_size="many")
     found = problems(good)
     assert len(found) == 3
@@ -189,7 +194,7 @@ def test_all_keys_that_are_missing_or_wrong(good: Path) -> None:
         assert any(key in words for words in found), found
 
 
-def test_all_tensors_that_do_not_fit(tmp_path: Path) -> None:
+def test_all_mismatched_tensors(tmp_path: Path) -> None:
     weights = random_weights(config())
     names = list(weights)
     del weights[names[1]]
@@ -203,7 +208,7 @@ def test_all_tensors_that_do_not_fit(tmp_path: Path) -> None:
         assert repr(name) in words
 
 
-def test_faults_of_all_kinds_are_listed_at_once(tmp_path: Path) -> None:
+def test_problems_of_all_kinds_are_listed_together(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m", shards=3)
     second, third = sorted(folder.glob("model-*.safetensors"))[1:]
     second.unlink()
@@ -227,7 +232,7 @@ def test_every_missing_shard_is_named(tmp_path: Path) -> None:
     assert repr(shards[2].name) not in words
 
 
-def test_a_shape_in_a_shard_that_is_there_while_another_is_not(tmp_path: Path) -> None:
+def test_a_wrong_shape_in_a_shard_while_another_is_missing(tmp_path: Path) -> None:
     weights = random_weights(config())
     weights["lm_head.weight"] = weights["lm_head.weight"][:7].copy()
     folder = write_checkpoint(tmp_path / "m", shards=2, weights=weights)
@@ -254,7 +259,7 @@ def test_a_template_that_does_not_compile(good: Path) -> None:
     assert refused_with(good) == words
 
 
-def test_files_that_are_no_json(good: Path) -> None:
+def test_files_that_are_not_json(good: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (good / name).write_text("{")
     found = problems(good)
@@ -266,12 +271,12 @@ def test_files_that_are_no_json(good: Path) -> None:
     "content",
     ["[]", "{}", '{"model_type": []}', '{"model_type": "zzz"}', "\x00", "[" * 100_000],
 )
-def test_nothing_in_a_config_makes_it_fail(good: Path, content: str) -> None:
+def test_no_config_makes_check_fail(good: Path, content: str) -> None:
     (good / "config.json").write_text(content)
     assert problems(good)
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
+def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
     (words,) = problems(tmp_path / "nothing")
     assert "does not exist" in words
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
@@ -323,7 +328,7 @@ def test_models_of_the_hugging_face_cache(
 # ---- what it needs -------------------------------------------------------------------------------
 
 
-def reckoned(folder: Path, **changes: Any) -> Needs:
+def reckoned(folder: Path, **changes: Any) -> MemoryEstimate:
     settings: dict[str, Any] = {
         "context": 100,
         "sequences": 4,
@@ -333,7 +338,7 @@ def reckoned(folder: Path, **changes: Any) -> Needs:
         "chunk": 512,
         "float32": True,
     }
-    return memory_estimate.needs(inspect(folder), **{**settings, **changes})
+    return memory_estimate.estimate_memory(inspect(folder), **{**settings, **changes})
 
 
 def test_memory_is_weights_and_keys_and_values(good: Path) -> None:
@@ -348,7 +353,7 @@ def test_memory_is_weights_and_keys_and_values(good: Path) -> None:
     assert reckoned(good, prefix_bytes=77, prefix_cache="off").prefix_cache == 0
 
 
-def test_a_cpu_computes_halves_in_four_bytes() -> None:
+def test_a_cpu_computes_float16_in_four_bytes() -> None:
     on_gpu, on_cpu = reckoned(DEMO_FOLDER, float32=False), reckoned(DEMO_FOLDER, float32=True)
     assert on_cpu.weights == 2 * on_gpu.weights == 2 * inspect(DEMO_FOLDER).weight_bytes
     assert on_cpu.token == 2 * on_gpu.token
@@ -363,10 +368,10 @@ def test_the_longest_context_that_fits(good: Path) -> None:
 
 def test_why_a_model_does_not_fit(good: Path) -> None:
     need = reckoned(good)
-    assert misfits(need, 10**9, 10**9, need.weights) == []
-    (limit,) = misfits(need, need.weights, 10**9, need.weights)
+    assert memory_problems(need, 10**9, 10**9, need.weights) == []
+    (limit,) = memory_problems(need, need.weights, 10**9, need.weights)
     assert f"weights take {need.weights} bytes" in limit and "raise memory_limit" in limit
-    (pool,) = misfits(need, 10**9, need.weights - 1, need.weights)
+    (pool,) = memory_problems(need, 10**9, need.weights - 1, need.weights)
     assert f"the pool's memory_limit is {need.weights - 1}" in pool
 
 
@@ -408,7 +413,7 @@ def test_a_line_for_each_model(good: Path) -> None:
     assert measured["machine"]["pool_limit"] == 5 and not measured["machine"]["fits"]
 
 
-def test_looking_at_models_for_a_list_imports_no_mlx(good: Path) -> None:
+def test_checking_without_machine_imports_no_mlx(good: Path) -> None:
     code = (
         "import sys; from mlxpool.common.config.loading import ModelConfig;"
         "from mlxpool.worker.diagnose.check import check;"
@@ -419,11 +424,11 @@ def test_looking_at_models_for_a_list_imports_no_mlx(good: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not count it elsewhere")
-def test_a_look_in_the_background_is_bounded() -> None:
+def test_a_check_in_the_background_is_bounded() -> None:
     code = (
         "from mlxpool.worker.diagnose.check import bound_memory;"
         "from mlxpool.worker.diagnose.problems import *;"
-        "problems = Problems(); bound_memory(2**29); problems.of(bytearray, 2**30);"
+        "problems = Problems(); bound_memory(2**29); problems.attempt(bytearray, 2**30);"
         "print(*problems.found); bound_memory(2**40)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

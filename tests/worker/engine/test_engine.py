@@ -25,9 +25,9 @@ from mlxpool.worker.engine.base import HEAP  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
 from mlxpool.worker.engine.sequence import Drawn, RowFailed, Sequence  # noqa: E402
-from mlxpool.worker.layers.interface import KeyValue  # noqa: E402
+from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
-from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
 
 MIXTURE: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -42,17 +42,17 @@ GROWING = "slabs"  # a layout that takes memory as rows grow; a pool takes all a
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(inspect(write_checkpoint(tmp_path_factory.mktemp("model"))))
 
 
 @pytest.fixture(scope="module")
-def text(loaded: Loaded) -> Text:
+def text(loaded: LoadedModel) -> Text:
     return Text.from_folder(loaded.folder)
 
 
 @pytest.fixture
-def engine(loaded: Loaded, text: Text) -> ModelEngine:
+def engine(loaded: LoadedModel, text: Text) -> ModelEngine:
     return ModelEngine(loaded, text)
 
 
@@ -102,7 +102,7 @@ def ids_of(engine: ModelEngine, seq: Sequence, steps: int = 30) -> list[int]:
     return seq.ids
 
 
-def test_is_an_engine(engine: ModelEngine, loaded: Loaded, text: Text) -> None:
+def test_is_an_engine(engine: ModelEngine, loaded: LoadedModel, text: Text) -> None:
     checked: Engine = engine
     assert (checked.context, checked.vocab_size, checked.chunk) == (512, 264, 512)
     assert (checked.eos, checked.piece(104)) == (frozenset({EOS}), b"h")
@@ -111,7 +111,7 @@ def test_is_an_engine(engine: ModelEngine, loaded: Loaded, text: Text) -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64, 2048])
-def test_chunks_change_no_token(loaded: Loaded, text: Text, budget: int) -> None:
+def test_chunks_change_no_token(loaded: LoadedModel, text: Text, budget: int) -> None:
     prompt = prompt_of(100)
     expected = ids_of(ModelEngine(loaded, text), sequence(prompt))
     engine, seq = ModelEngine(loaded, text), sequence(prompt)
@@ -130,7 +130,7 @@ def test_a_prompt_of_one_token_needs_no_prefill(engine: ModelEngine) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_company_changes_no_token(loaded: Loaded, text: Text, lookahead: bool) -> None:
+def test_company_changes_no_token(loaded: LoadedModel, text: Text, lookahead: bool) -> None:
     expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq) for seq in mixture()]
     engine, rows = ModelEngine(loaded, text, lookahead=lookahead), mixture()
     for seq in rows:
@@ -139,7 +139,7 @@ def test_company_changes_no_token(loaded: Loaded, text: Text, lookahead: bool) -
     assert [seq.ids for seq in rows] == expected
 
 
-def test_lookahead_gives_the_same_log_probabilities(loaded: Loaded, text: Text) -> None:
+def test_lookahead_gives_the_same_log_probabilities(loaded: LoadedModel, text: Text) -> None:
     def logprobs(lookahead: bool) -> list[Any]:
         engine, rows = ModelEngine(loaded, text, lookahead=lookahead), mixture()[3:]
         for seq in rows:
@@ -171,7 +171,7 @@ def staggered(engine: ModelEngine) -> list[list[int]]:
     return [seq.ids for seq in rows]
 
 
-def test_rows_that_come_and_go(loaded: Loaded, text: Text) -> None:
+def test_rows_that_come_and_go(loaded: LoadedModel, text: Text) -> None:
     expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq, 14) for seq in mixture()]
     for lookahead in (False, True):
         assert staggered(ModelEngine(loaded, text, lookahead=lookahead)) == expected
@@ -179,7 +179,7 @@ def test_rows_that_come_and_go(loaded: Loaded, text: Text) -> None:
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_resume_continues_as_if_nothing_happened(
-    loaded: Loaded, text: Text, lookahead: bool
+    loaded: LoadedModel, text: Text, lookahead: bool
 ) -> None:
     for salt in range(len(MIXTURE)):
         expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
@@ -191,7 +191,9 @@ def test_a_resume_continues_as_if_nothing_happened(
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_cancelled_prefill_keeps_its_part(loaded: Loaded, text: Text, lookahead: bool) -> None:
+def test_a_cancelled_prefill_keeps_its_part(
+    loaded: LoadedModel, text: Text, lookahead: bool
+) -> None:
     expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(47)))
     engine, cancelled = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
     engine.admit(cancelled)
@@ -204,7 +206,7 @@ def test_a_cancelled_prefill_keeps_its_part(loaded: Loaded, text: Text, lookahea
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_cancelled_completion_serves_the_next_turn(
-    loaded: Loaded, text: Text, lookahead: bool
+    loaded: LoadedModel, text: Text, lookahead: bool
 ) -> None:
     engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     prefill(engine, seq)
@@ -219,7 +221,7 @@ def test_a_cancelled_completion_serves_the_next_turn(
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_token_that_is_not_taken_is_drawn_again(
-    loaded: Loaded, text: Text, lookahead: bool
+    loaded: LoadedModel, text: Text, lookahead: bool
 ) -> None:
     engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     prefill(engine, seq)
@@ -229,7 +231,7 @@ def test_a_token_that_is_not_taken_is_drawn_again(
     assert seq.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(20)))
 
 
-def test_an_end_of_sequence_that_is_not_appended(loaded: Loaded, text: Text) -> None:
+def test_an_end_of_sequence_that_is_not_appended(loaded: LoadedModel, text: Text) -> None:
     engine, seq = ModelEngine(loaded, text, lookahead=True), sequence(prompt_of(20))
     prefill(engine, seq)
     decode(engine, [seq], 5)
@@ -242,7 +244,7 @@ def test_an_end_of_sequence_that_is_not_appended(loaded: Loaded, text: Text) -> 
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_context_of_16(loaded: Loaded, text: Text, lookahead: bool) -> None:
+def test_a_context_of_16(loaded: LoadedModel, text: Text, lookahead: bool) -> None:
     engine = ModelEngine(loaded, text, context=16, lookahead=lookahead)
     seq = sequence(prompt_of(10), max_tokens=6)
     assert prefill(engine, seq) == [9]
@@ -263,7 +265,7 @@ def test_release_is_for_every_phase(engine: ModelEngine) -> None:
     assert engine.memory().kv == 0
 
 
-def test_memory_tells_rows_from_prefixes(loaded: Loaded, text: Text) -> None:
+def test_memory_tells_rows_from_prefixes(loaded: LoadedModel, text: Text) -> None:
     engine = ModelEngine(loaded, text, layout="slabs", blocks=200)
     seq = sequence(prompt_of(300))
     prefill(engine, seq)
@@ -290,7 +292,7 @@ def transient(engine: ModelEngine, seq: Sequence) -> int:
     return int(mx.get_peak_memory() - before)
 
 
-def test_no_step_copies_the_cache(loaded: Loaded, text: Text) -> None:
+def test_no_step_copies_the_cache(loaded: LoadedModel, text: Text) -> None:
     """What a decode step needs for a while does not grow with the allocated cache."""
     needs, sizes = [], []
     for blocks in (4, 256):
@@ -308,7 +310,7 @@ def test_no_step_copies_the_cache(loaded: Loaded, text: Text) -> None:
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
-    loaded: Loaded, text: Text, layout: str, lookahead: bool
+    loaded: LoadedModel, text: Text, layout: str, lookahead: bool
 ) -> None:
     """With lookahead its token in flight is of the row that it gave back."""
     for prefix in ("tree", "off"):
@@ -331,7 +333,7 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
 
 
 def test_capacity_is_what_the_limit_leaves(
-    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "outside_mlx", lambda: 0)  # what others leave in the heap varies
     block = 256 * 2 * 2 * 8 * 4 * 2
@@ -349,7 +351,7 @@ def test_capacity_is_what_the_limit_leaves(
 
 
 def test_a_pool_leaves_room_for_what_a_step_needs(
-    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is allocated whole, which is done again once that is known."""
     monkeypatch.setattr(backend, "outside_mlx", lambda: 0)
@@ -368,7 +370,7 @@ def test_a_pool_leaves_room_for_what_a_step_needs(
 
 
 def test_what_the_process_takes_beside_mlx_is_kept_from_the_rows(
-    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live, freed = 2**26, 2**25
 
@@ -410,7 +412,7 @@ def test_the_heap_is_trimmed_now_and_then_on_a_cpu(
 
 
 def test_a_capacity_that_shrinks_takes_from_the_prefix_cache(
-    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = 0
     monkeypatch.setattr(backend, "outside_mlx", lambda: outside)
@@ -424,7 +426,7 @@ def test_a_capacity_that_shrinks_takes_from_the_prefix_cache(
 
 
 def test_a_limit_that_is_too_small_is_told_with_all_that_is_taken(
-    loaded: Loaded, text: Text
+    loaded: LoadedModel, text: Text
 ) -> None:
     engine = ModelEngine(loaded, text, limit=1000, layout="slabs")
     with pytest.raises(ModelLoadFailed) as caught:
@@ -437,7 +439,7 @@ def test_a_limit_that_is_too_small_is_told_with_all_that_is_taken(
     assert parts[-1] == engine._layout.spare > 0
 
 
-def test_the_prefix_cache_leaves_room_for_rows(loaded: Loaded, text: Text) -> None:
+def test_the_prefix_cache_leaves_room_for_rows(loaded: LoadedModel, text: Text) -> None:
     engine = ModelEngine(loaded, text, blocks=18, layout="slabs")
     slabs = slabs_of(engine)
     for salt in range(30):
@@ -447,7 +449,7 @@ def test_the_prefix_cache_leaves_room_for_rows(loaded: Loaded, text: Text) -> No
     assert engine.prefix_blocks() > 0
 
 
-def test_what_a_running_row_began_from_goes_last(loaded: Loaded, text: Text) -> None:
+def test_what_a_running_row_began_from_goes_last(loaded: LoadedModel, text: Text) -> None:
     engine = ModelEngine(loaded, text)
     ids_of(engine, sequence(prompt_of(300)), 3)
     expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(300)))
@@ -461,7 +463,7 @@ def test_what_a_running_row_began_from_goes_last(loaded: Loaded, text: Text) -> 
     assert row.ids == expected and engine.memory().prefix > 0
 
 
-def test_few_blocks_leave_some_for_the_prefix_cache(loaded: Loaded, text: Text) -> None:
+def test_few_blocks_leave_some_for_the_prefix_cache(loaded: LoadedModel, text: Text) -> None:
     engine = ModelEngine(loaded, text, blocks=4)  # fewer than a slab has
     first, beside = sequence(prompt_of(300)), sequence(prompt_of(10))
     prefill(engine, beside)
@@ -469,7 +471,7 @@ def test_few_blocks_leave_some_for_the_prefix_cache(loaded: Loaded, text: Text) 
     assert engine.prefix_blocks() == 2 and engine._left() == 3 * engine._block_bytes
 
 
-def test_warm_up_leaves_nothing_behind(loaded: Loaded, text: Text) -> None:
+def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: Text) -> None:
     for context in (4, 16, None):
         engine = ModelEngine(loaded, text, context=context, layout="slabs")
         moves: list[int] = []
@@ -492,7 +494,7 @@ def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
 
 
 def test_a_step_that_fails_half_way_leaves_nothing_of_it(
-    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, hit, beside = (
         ModelEngine(loaded, text, layout="slabs"),
@@ -520,7 +522,7 @@ def test_a_step_that_fails_half_way_leaves_nothing_of_it(
 
 
 def test_where_rows_are_apart_a_failed_step_hits_its_own_alone(
-    loaded: Loaded, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ModelEngine(loaded, text, layout="rows", lookahead=False)
     hit, beside = sequence(prompt_of(20)), sequence(prompt_of(90))
@@ -539,7 +541,7 @@ def test_where_rows_are_apart_a_failed_step_hits_its_own_alone(
 
 
 def test_a_row_refuses_more_than_its_capacity() -> None:
-    row = Row(RowShape((KeyValue(1, 2, 2),), mx.float32, 10))
+    row = Row(RowShape((KeyValueSpec(1, 2, 2),), mx.float32, 10))
     keys: Callable[[int], Any] = lambda count: mx.zeros((1, 1, count, 2))  # noqa: E731
     row.write(0, keys(10), keys(10))
     row.advance(10)

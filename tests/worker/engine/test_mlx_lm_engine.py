@@ -22,13 +22,13 @@ from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402
 from mlxpool.worker.engine import factory  # noqa: E402
+from mlxpool.worker.engine.description import quantisation  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
 from mlxpool.worker.engine.mlx_lm_engine import ZooEngine, load  # noqa: E402
 from mlxpool.worker.engine.sequence import RowFailed, Sequence  # noqa: E402
-from mlxpool.worker.layers.memory_kinds import Full, State  # noqa: E402
+from mlxpool.worker.layers.cache_kinds import FullCache, StateCache  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.weights import mlx_lm_models  # noqa: E402
-from mlxpool.worker.weights.description import quantisation  # noqa: E402
 from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 
 STEPS = 40
@@ -284,9 +284,12 @@ def test_features_are_what_the_caches_allow(checked: dict[str, Checked]) -> None
     assert checked["mamba"].engine("single").features == ("single", "resume")
     assert checked["phi3"].engine("off").features == mlx_lm_models.FEATURES == ("resume",)
     home = "mlx_lm.models.cache."
-    assert mlx_lm_models.kinds_of([f"{home}KVCache", f"{home}ArraysCache"]) == (Full(0), State(1))
+    assert mlx_lm_models.cache_kinds_of([f"{home}KVCache", f"{home}ArraysCache"]) == (
+        FullCache(0),
+        StateCache(1),
+    )
     for other in (f"{home}ChunkedKVCache", "mlx_lm.models.somewhere.KVCache"):
-        assert mlx_lm_models.kinds_of([f"{home}KVCache", other]) is None
+        assert mlx_lm_models.cache_kinds_of([f"{home}KVCache", other]) is None
 
 
 def test_caches_that_cannot_be_copied_are_not_kept(
@@ -303,7 +306,7 @@ def test_caches_that_cannot_be_copied_are_not_kept(
 
 def test_what_is_known_without_loading(checked: dict[str, Checked]) -> None:
     folder = checked["phi3"].folder
-    assert folder.in_zoo and folder.eos_ids == {EOS}
+    assert folder.uses_mlx_lm and folder.eos_ids == {EOS}
     assert (folder.context, folder.plan.vocab_size) == (512, 264)
     assert folder.weight_bytes == sum(tensor.nbytes for tensor in folder.tensors.values()) > 0
     assert checked["mamba"].folder.context == mlx_lm_models.UNBOUNDED
@@ -336,7 +339,7 @@ def test_quantised_by_mlx_lm_in_words(
     plain = checked["phi3"].folder
     tensors = {"head.scales": next(iter(plain.tensors.values()))}
     config = {**plain.config, "quantization": told}
-    folder = replace(plain, config=config, fit=replace(plain.fit, tensors=tensors))
+    folder = replace(plain, config=config, match=replace(plain.match, tensors=tensors))
     assert quantisation(folder) == words
 
 
@@ -384,11 +387,11 @@ def test_without_the_extra_it_is_named(
     "model_type", ["unheard_of", "../models/phi3", "cache.py", None, 3, ["phi3"]]
 )
 def test_a_type_that_mlx_lm_has_not_is_refused(tmp_path: Path, model_type: Any) -> None:
-    assert not mlx_lm_models.has({"model_type": model_type})
+    assert not mlx_lm_models.is_available({"model_type": model_type})
 
 
 def test_a_type_that_we_have_is_ours(tmp_path: Path) -> None:
-    assert not inspect(write_checkpoint(tmp_path)).in_zoo
+    assert not inspect(write_checkpoint(tmp_path)).uses_mlx_lm
 
 
 def test_what_mlx_lm_cannot_load_is_said_in_its_words(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ from mlxpool.worker.kernels import (  # noqa: E402
     sampling,
 )
 from mlxpool.worker.kernels.matmul_small import Around  # noqa: E402
-from mlxpool.worker.layers.interface import Rope, Scores  # noqa: E402
+from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
+from mlxpool.worker.layers.interface import Rope  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.sampling.batch import Company  # noqa: E402
 from support import simt  # noqa: E402
@@ -205,7 +206,7 @@ def _turned(x: Any, position: int, rope: Rope | None) -> Any:
     return out
 
 
-def _expected(q: Any, keys: Any, values: Any, scores: Scores, window: int) -> Any:
+def _expected(q: Any, keys: Any, values: Any, scores: ScoreParams, window: int) -> Any:
     """q [H, D], keys and values [L, KV, D] -> [H, D] in float64."""
     start = max(0, keys.shape[0] - window) if window else 0
     keys, values = keys[start:], values[start:]
@@ -257,7 +258,7 @@ def test_the_kernel_is_attention(
     every = mx.random.normal((len(LENGTHS), pairs * (group + 2), size)).astype(kind)
     mx.eval(every)
     rows.fresh = [every[:, pairs * group : -pairs], every[:, -pairs:]]  # views, as a model has them
-    scores = Scores(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
+    scores = ScoreParams(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
     for longest in (paged_attention.LEAST, 1500):
         places = rows.places(longest)
         out = paged_attention.attend(
@@ -306,7 +307,7 @@ def test_tokens_of_a_row_read_it_together(
     kind, pairs, turn = getattr(mx, dtype), 2, Rope(size, 10_000.0)
     tokens = paged_attention.tokens_of(group, count)
     assert tokens == math.gcd({4: 4, 3: 4, 8: 2, 1: 16, 2: 8, 7: 2}[group], count)
-    scores = Scores(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
+    scores = ScoreParams(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
     mx.random.seed(size + group)
     for before, nobody in ((0, 0), (1240, 5)):
         real = count - nobody
@@ -368,7 +369,7 @@ def test_the_kernel_without_tensor_cores_is_attention(
             np.concatenate([_numbers(old), _numbers(new[row])[None]])
             for old, new in zip(rows.old[row], rows.fresh, strict=True)
         )
-        expected = _expected(_numbers(q[row]), keys, values, Scores(size**-0.5), window)
+        expected = _expected(_numbers(q[row]), keys, values, ScoreParams(size**-0.5), window)
         assert np.abs(_numbers(out[row]) - expected).max() < 2e-4
 
 
@@ -390,7 +391,7 @@ def test_the_kernel_reads_lines_of_all_heads(size: int, rank: int, heads: int, d
     mx.random.seed(size + heads)
     rows = Rows(1, size, kind)
     q = mx.random.normal((len(LENGTHS), heads, size)).astype(kind)
-    scores = Scores(size**-0.5)
+    scores = ScoreParams(size**-0.5)
     assert latent_attention.serves(size, rank, kind)
     for longest in (paged_attention.LEAST, 1500):
         places = rows.places(longest)

@@ -1,4 +1,4 @@
-"""The rule in blocks against the rule token by token, written down in float64."""
+"""The delta rule in chunks against a float64 implementation token by token."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.layers import delta_rule  # noqa: E402
-from mlxpool.worker.layers.delta_rule import BLOCK, Rule  # noqa: E402
-from mlxpool.worker.layers.interface import State  # noqa: E402
+from mlxpool.worker.layers.delta_rule import CHUNK, GatedDeltaRule  # noqa: E402
+from mlxpool.worker.layers.interface import RecurrentState  # noqa: E402
 
 HEADS, RATIO, KEY, VALUE = 2, 3, 8, 5
 Inputs = tuple[np.ndarray, ...]
 
 
 def inputs_of(count: int, *, alike: float = 0.0, batch: int = 2) -> Inputs:
-    """q, k, v, decay, rate, state; `alike`: how much all keys have in common."""
+    """q, k, v, log_decay, rate, state; `alike` is the similarity of all keys."""
     draw = np.random.default_rng(count)
 
     def normal(*shape: int) -> np.ndarray:
@@ -27,7 +27,7 @@ def inputs_of(count: int, *, alike: float = 0.0, batch: int = 2) -> Inputs:
     # A few tokens forget nearly all that was there, most of them next to nothing.
     decay = np.where(np.abs(normal(count, heads)) > 1.5, -300.0, -1e-3).astype(np.float32)
     rate = 1 / (1 + np.exp(-4 * normal(count, heads)))
-    units = (np.array(delta_rule.unit(x)) for x in (q, k))
+    units = (np.array(delta_rule.l2_normalised(x)) for x in (q, k))
     return *units, normal(count, heads, VALUE), decay, rate, normal(heads, KEY, VALUE)
 
 
@@ -44,70 +44,70 @@ def token_by_token(inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(outs, axis=1), state
 
 
-def assert_near(ours: object, exact: np.ndarray) -> None:
-    assert np.abs(np.array(ours) - exact).max() < 1e-5 * np.abs(exact).max()
+def assert_near(ours: object, batch_invariant: np.ndarray) -> None:
+    assert np.abs(np.array(ours) - batch_invariant).max() < 1e-5 * np.abs(batch_invariant).max()
 
 
 @pytest.mark.parametrize("alike", [0.0, 1.0, 10.0])
-@pytest.mark.parametrize("count", [1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
-def test_blocks_give_what_single_tokens_give(count: int, alike: float) -> None:
+@pytest.mark.parametrize("count", [1, 2, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
+def test_chunks_equal_single_tokens(count: int, alike: float) -> None:
     inputs = inputs_of(count, alike=alike)
-    for ours, exact in zip(
-        delta_rule.scan(*(mx.array(x) for x in inputs)), token_by_token(inputs), strict=True
+    for ours, batch_invariant in zip(
+        delta_rule.delta_rule(*(mx.array(x) for x in inputs)), token_by_token(inputs), strict=True
     ):
-        assert_near(ours, exact)
+        assert_near(ours, batch_invariant)
 
 
-def test_a_state_that_forgets_nothing_stays_exact() -> None:
+def test_a_state_without_decay_stays_exact() -> None:
     """Without decay, with a rate of 1 and keys nearly alike, powers of the system overflow."""
     q, k, v, decay, rate, state = inputs_of(400, alike=3.0)
     inputs = (q, k, v, np.zeros_like(decay), np.ones_like(rate), state)
-    out, after = delta_rule.scan(*(mx.array(x) for x in inputs))
-    exact = token_by_token(inputs)
-    assert_near(out, exact[0])
-    assert_near(after, exact[1])
+    out, after = delta_rule.delta_rule(*(mx.array(x) for x in inputs))
+    batch_invariant = token_by_token(inputs)
+    assert_near(out, batch_invariant[0])
+    assert_near(after, batch_invariant[1])
 
 
-def rule_of(width: int) -> tuple[Rule, int]:
+def rule_of(width: int) -> tuple[GatedDeltaRule, int]:
     channels = 2 * HEADS * KEY + HEADS * RATIO * VALUE
     draw = np.random.default_rng(width)
     conv, speed, bias = (
         mx.array(draw.standard_normal(shape).astype(np.float32))
         for shape in ((width, channels), (HEADS * RATIO,), (HEADS * RATIO,))
     )
-    return Rule(HEADS, conv, speed, bias), channels
+    return GatedDeltaRule(HEADS, conv, speed, bias), channels
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_the_convolution_looks_back_over_cuts(width: int) -> None:
+def test_the_convolution_continues_across_calls(width: int) -> None:
     rule, channels = rule_of(width)
     x = np.random.default_rng(0).standard_normal((1, 9, channels)).astype(np.float32)
     padded = np.concatenate([np.zeros((1, width - 1, channels), np.float32), x], axis=1)
     taps = np.array(rule.conv)
-    exact = sum(padded[:, tap : tap + 9] * taps[tap] for tap in range(width))
+    batch_invariant = sum(padded[:, tap : tap + 9] * taps[tap] for tap in range(width))
     state = mx.zeros((1, width - 1, channels))
     outs = []
     for start, end in ((0, 1), (1, 3), (3, 9)):
-        out, state = delta_rule.convolved(mx.array(x[:, start:end]), rule.conv, state)
+        out, state = delta_rule.causal_convolution(mx.array(x[:, start:end]), rule.conv, state)
         outs.append(np.array(out))
-    assert np.allclose(np.concatenate(outs, axis=1), exact, atol=1e-6)
+    assert np.allclose(np.concatenate(outs, axis=1), batch_invariant, atol=1e-6)
     assert np.array_equal(np.array(state), padded[:, 9:])
 
 
 @pytest.mark.parametrize("cuts", [[1] * 40, [7, 1, 32], [40]])
-def test_cuts_change_nothing(cuts: list[int]) -> None:
+def test_splitting_the_tokens_changes_nothing(cuts: list[int]) -> None:
     rule, channels = rule_of(4)
     draw = np.random.default_rng(1)
     sizes = (channels, HEADS * RATIO, HEADS * RATIO)
     inputs = [mx.array(draw.standard_normal((1, 40, size)).astype(np.float32)) for size in sizes]
     begin = (mx.zeros((1, 3, channels)), mx.zeros((1, HEADS * RATIO, KEY, VALUE)))
     whole, end = rule(tuple(inputs), begin)
-    state: State = begin
+    state: RecurrentState = begin
     at, outs = 0, []
     for count in cuts:
         out, state = rule(tuple(x[:, at : at + count] for x in inputs), state)
         outs.append(np.array(out))
         at += count
     assert_near(np.concatenate(outs, axis=1), np.array(whole))
-    for ours, exact in zip(state, end, strict=True):
-        assert_near(ours, np.array(exact))
+    for ours, batch_invariant in zip(state, end, strict=True):
+        assert_near(ours, np.array(batch_invariant))

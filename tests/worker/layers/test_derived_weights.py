@@ -1,4 +1,4 @@
-"""Weights that a checkpoint keeps in another way than the model uses them."""
+"""Weights that a checkpoint stores in another form than the model uses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.layers import derived_weights
-from mlxpool.worker.layers.derived_weights import Derived, Found, Spec
-from mlxpool.worker.layers.interface import Plan
-from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, TensorSpec
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from support.worker_checkpoints import config, write_checkpoint, write_weights
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.layers.quantised import Packed  # noqa: E402
+from mlxpool.worker.layers.quantised_weight import QuantisedWeight  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 
 LAYER = "model.layers.0"
@@ -35,14 +35,14 @@ def numbers(*shape: int) -> np.ndarray:
     return DRAW.standard_normal(shape, dtype=np.float32)
 
 
-def quantised(values: np.ndarray, layout: Quant) -> dict[str, np.ndarray]:
+def quantised(values: np.ndarray, layout: QuantLayout) -> dict[str, np.ndarray]:
     """kind -> tensor, as MLX quantises."""
-    made = mx.quantize(mx.array(values), layout.group, layout.bits, mode=layout.mode)
+    made = mx.quantize(mx.array(values), layout.group_size, layout.bits, mode=layout.mode)
     return dict(zip(("weight", "scales", "biases"), map(np.array, made), strict=False))
 
 
 class Checkpoint:
-    """A folder of any tensors, read through a plan made for it."""
+    """A folder of any tensors, read with a plan made for them."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self._patch = write_checkpoint(path), monkeypatch
@@ -50,12 +50,12 @@ class Checkpoint:
 
     def inspect(self, stored: dict[str, np.ndarray], shapes: Any, rule: Any) -> ModelFolder:
         write_weights(self.path, stored)
-        plan: Plan = replace(models.plan(config()), shapes=shapes, derived=rule, build=_arrays)
+        plan: ModelPlan = replace(models.plan(config()), shapes=shapes, derived=rule, build=_arrays)
         self._patch.setattr(models, "plan", lambda _: plan)
         return inspect(self.path)
 
     def load(self, stored: dict[str, np.ndarray], shapes: Any, rule: Any) -> Any:
-        """The weights that the model would be built of."""
+        """The weights that the model is built of."""
         folder = self.inspect(stored, shapes, rule)
         counts: list[tuple[int, int]] = []
         loaded = load(folder, lambda tensors, size: counts.append((tensors, size)))
@@ -64,8 +64,8 @@ class Checkpoint:
         return loaded.model
 
 
-def _arrays(parts: Any) -> Any:
-    return dict(parts._weights)
+def _arrays(builder: Any) -> Any:
+    return dict(builder._weights)
 
 
 @pytest.fixture
@@ -73,16 +73,20 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     return Checkpoint(tmp_path, monkeypatch)
 
 
-def test_a_split_a_shift_and_a_transposition(checkpoint: Checkpoint) -> None:
+def test_weights_are_split_shifted_and_transposed(checkpoint: Checkpoint) -> None:
     fused, norm, kernel = numbers(10, 8), numbers(8), numbers(6, 1, 4)
 
-    def rule(found: Found) -> Iterable[Derived]:
+    def rule(found: StoredTensors) -> Iterable[DerivedWeights]:
         shapes = {f"{LAYER}.a.weight": (4, 8), f"{LAYER}.b.weight": (6, 8)}
-        yield derived_weights.remade(found, f"{LAYER}.fused", 8, shapes, lambda w: (w[:4], w[4:]))
-        yield derived_weights.changed(found, NORM, lambda weight: weight + 1.0)
+        yield derived_weights.from_dequantised(
+            found, f"{LAYER}.fused", 8, shapes, lambda w: (w[:4], w[4:])
+        )
+        yield derived_weights.mapped(found, NORM, lambda weight: weight + 1.0)
         name = f"{LAYER}.conv.weight"
         if found[name].shape[1] == 1:
-            yield Derived((name,), {name: Spec("F32", (6, 4, 1))}, lambda a: [a[0].moveaxis(2, 1)])
+            yield DerivedWeights(
+                (name,), {name: TensorSpec("F32", (6, 4, 1))}, lambda a: [a[0].moveaxis(2, 1)]
+            )
 
     names = {"a.weight": (4, 8), "b.weight": (6, 8), "norm.weight": (8,), "conv.weight": (6, 4, 1)}
     stored = {
@@ -99,27 +103,31 @@ def test_a_split_a_shift_and_a_transposition(checkpoint: Checkpoint) -> None:
     assert np.array_equal(made[f"{LAYER}.conv.weight"], kernel.transpose(0, 2, 1))
 
 
-def test_what_a_quantised_weight_stands_for_is_split(checkpoint: Checkpoint) -> None:
-    layout = Quant("affine", 4, 32)
+def test_a_quantised_weight_is_split_after_dequantisation(checkpoint: Checkpoint) -> None:
+    layout = QuantLayout("affine", 4, 32)
     packed = quantised(numbers(6, IN), layout)
     expected = mx.dequantize(*map(mx.array, packed.values()), group_size=32, bits=4)
 
-    def rule(found: Found) -> Iterable[Derived]:
-        yield derived_weights.remade(found, "fused", IN, {"whole.weight": (IN, 6)}, lambda w: [w.T])
+    def rule(found: StoredTensors) -> Iterable[DerivedWeights]:
+        yield derived_weights.from_dequantised(
+            found, "fused", IN, {"whole.weight": (IN, 6)}, lambda w: [w.T]
+        )
 
     stored = {f"fused.{kind}": array for kind, array in packed.items()}
     made = checkpoint.load(stored, {"whole.weight": (IN, 6)}, rule)
     assert np.allclose(made["whole.weight"], np.array(expected).T)
 
 
-def stacking(found: Found) -> Iterable[Derived]:
-    return derived_weights.experts(found, f"{SWITCH}.up_proj", EXPERTS)
+def stacking(found: StoredTensors) -> Iterable[DerivedWeights]:
+    return derived_weights.stacked_experts(found, f"{SWITCH}.up_proj", EXPERTS)
 
 
-@pytest.mark.parametrize("layout", [None, Quant("affine", 4, 32), Quant("mxfp4", 4, 32)])
+@pytest.mark.parametrize(
+    "layout", [None, QuantLayout("affine", 4, 32), QuantLayout("mxfp4", 4, 32)]
+)
 @pytest.mark.parametrize("how", ["experts.{}.up_proj", "experts.up_proj", "switch_mlp.up_proj"])
-def test_experts_are_stacked_however_they_come(
-    checkpoint: Checkpoint, layout: Quant | None, how: str
+def test_experts_are_stacked_from_every_form(
+    checkpoint: Checkpoint, layout: QuantLayout | None, how: str
 ) -> None:
     values = numbers(EXPERTS, OUT, IN)
     kinds = {"weight": values} if layout is None else quantised(values, layout)
@@ -131,7 +139,7 @@ def test_experts_are_stacked_however_they_come(
         else:
             stored[f"{LAYER}.mlp.{how}.{kind}"] = array
     if layout is not None:
-        setting = {"mode": layout.mode, "bits": layout.bits, "group_size": layout.group}
+        setting = {"mode": layout.mode, "bits": layout.bits, "group_size": layout.group_size}
         write_checkpoint(checkpoint.path, weights=stored, quantization=setting)
     made = checkpoint.load(stored, {f"{SWITCH}.up_proj.weight": (EXPERTS, OUT, IN)}, stacking)
     assert {name.rpartition(".")[2] for name in made} == set(kinds)
@@ -139,10 +147,10 @@ def test_experts_are_stacked_however_they_come(
         assert np.array_equal(made[f"{SWITCH}.up_proj.{kind}"], array)
 
 
-def test_experts_released_as_blocks(checkpoint: Checkpoint) -> None:
-    """Rows of gate and up take turns, two numbers to a byte."""
+def test_experts_released_as_mxfp4_blocks(checkpoint: Checkpoint) -> None:
+    """Rows of gate and up are interleaved, with two numbers in a byte."""
     values = numbers(EXPERTS, 2 * OUT, IN)
-    packed = quantised(values, Quant("mxfp4", 4, 32))
+    packed = quantised(values, QuantLayout("mxfp4", 4, 32))
     bias = numbers(EXPERTS, 2 * OUT)
     source = f"{LAYER}.mlp.experts.gate_up_proj"
     blocks = packed["weight"].view(np.uint8).reshape(EXPERTS, 2 * OUT, IN // 32, 16)
@@ -155,14 +163,14 @@ def test_experts_released_as_blocks(checkpoint: Checkpoint) -> None:
     made = checkpoint.load(
         {**stored, f"{source}_bias": bias},
         shapes,
-        lambda found: derived_weights.unblocked(found, source, modules),
+        lambda found: derived_weights.from_mxfp4_blocks(found, source, modules),
     )
-    layout = Quant("mxfp4", 4, 32)
+    layout = QuantLayout("mxfp4", 4, 32)
     whole = {f"m.{kind}": mx.array(array) for kind, array in packed.items()}
-    expected = np.array(Packed.of(whole, "m", layout).dense(mx.float32))
+    expected = np.array(QuantisedWeight.of(whole, "m", layout).dequantised(mx.float32))
     for turn, module in enumerate(modules):
         assert np.array_equal(
-            Packed.of(made, module, layout).dense(mx.float32), expected[:, turn::2]
+            QuantisedWeight.of(made, module, layout).dequantised(mx.float32), expected[:, turn::2]
         )
         assert np.array_equal(made[f"{module}.bias"], bias[:, turn::2])
 
@@ -177,7 +185,7 @@ def test_a_tensor_kept_in_float32(checkpoint: Checkpoint, monkeypatch: pytest.Mo
     assert (made["a"].dtype, made["b"].dtype) == (mx.bfloat16, mx.float32)
 
 
-def _none(found: Found) -> Iterable[Derived]:
+def _none(found: StoredTensors) -> Iterable[DerivedWeights]:
     return ()
 
 
@@ -187,7 +195,7 @@ def refusal(checkpoint: Checkpoint, stored: dict[str, np.ndarray], shapes: Any, 
     return str(caught.value)
 
 
-def test_what_cannot_be_made_is_named(checkpoint: Checkpoint) -> None:
+def test_errors_name_weights_that_cannot_be_made(checkpoint: Checkpoint) -> None:
     shapes = {f"{SWITCH}.up_proj.weight": (EXPERTS, OUT, IN)}
     one = f"{LAYER}.mlp.experts.{{}}.up_proj.weight"
     stored = {one.format(expert): numbers(OUT, IN) for expert in range(EXPERTS)}
@@ -201,9 +209,11 @@ def test_what_cannot_be_made_is_named(checkpoint: Checkpoint) -> None:
     assert words in refusal(checkpoint, stored, shapes, stacking)
 
 
-def test_a_rule_that_makes_another_shape_than_it_says(checkpoint: Checkpoint) -> None:
-    def wrong(found: Found) -> Iterable[Derived]:
-        return [Derived(("a",), {"b": Spec("F32", (4,))}, lambda arrays: [arrays[0][:3]])]
+def test_a_derived_weight_of_another_shape_than_declared(checkpoint: Checkpoint) -> None:
+    def wrong(found: StoredTensors) -> Iterable[DerivedWeights]:
+        return [
+            DerivedWeights(("a",), {"b": TensorSpec("F32", (4,))}, lambda arrays: [arrays[0][:3]])
+        ]
 
     words = refusal(checkpoint, {"a": numbers(4)}, {"b": (4,)}, wrong)
     assert "'b' was made with shape (3,), must have (4,)" in words

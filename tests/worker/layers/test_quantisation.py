@@ -1,4 +1,4 @@
-"""What config.json says of quantised weights, and whether the tensors are so; no MLX."""
+"""Quantisation settings of config.json, and tensors that do not match them; no MLX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.quantisation import MODES, Quant, parse, recognised
+from mlxpool.worker.layers.quantisation import (
+    MODES,
+    QuantLayout,
+    layout_from_shapes,
+    parse_quant_config,
+)
 from mlxpool.worker.weights.load import inspect
 from support.worker_checkpoints import config, random_weights, write_checkpoint, write_json
 
@@ -17,16 +22,16 @@ UP = "model.layers.1.mlp.up_proj"
 FOUR = {"bits": 4, "group_size": 32}
 
 
-def pack(weights: dict[str, np.ndarray], module: str, layout: Quant) -> None:
-    """Zeros in the shapes and dtypes of a quantised weight, in place of the weight."""
+def pack(weights: dict[str, np.ndarray], module: str, layout: QuantLayout) -> None:
+    """Replaces a weight by zeros in the shapes and dtypes of its quantised tensors."""
     shape = weights[f"{module}.weight"].shape
     kind = np.float32 if layout.mode == "affine" else np.uint8
     for part, size in layout.tensors(shape):
         weights[f"{module}.{part}"] = np.zeros(size, np.uint32 if part == "weight" else kind)
 
 
-def write(path: Path, *modules: tuple[str, Quant], **changes: Any) -> Path:
-    """A checkpoint with these modules quantised, whatever config.json says of it."""
+def write(path: Path, *modules: tuple[str, QuantLayout], **changes: Any) -> Path:
+    """Writes a checkpoint with these modules quantised, independent of config.json."""
     weights = random_weights(config(**SHAPE))
     for module, layout in modules:
         pack(weights, module, layout)
@@ -42,21 +47,23 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def test_what_is_named_goes_before_the_rest() -> None:
+def test_named_modules_override_the_default() -> None:
     named = {"a.b": False, "a.c": {"bits": 8}, "a.d": {"mode": "mxfp8"}, "head": True}
-    known = parse({"quantization": {**FOUR, **named}, "quantization_config": {"bits": 2}})
-    four = Quant("affine", 4, 32)
+    known = parse_quant_config(
+        {"quantization": {**FOUR, **named}, "quantization_config": {"bits": 2}}
+    )
+    four = QuantLayout("affine", 4, 32)
     assert known.default == four
     assert known.named == {
         "a.b": None,
-        "a.c": Quant("affine", 8, 64),
-        "a.d": Quant("mxfp8", 8, 32),
+        "a.c": QuantLayout("affine", 8, 64),
+        "a.d": QuantLayout("mxfp8", 8, 32),
         "head": four,
     }
-    assert parse({}).default is None
-    assert parse({"quantization_config": FOUR}).default == four
+    assert parse_quant_config({}).default is None
+    assert parse_quant_config({"quantization_config": FOUR}).default == four
     foreign = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}}
-    assert parse(foreign).default == Quant("mxfp4", 4, 32)
+    assert parse_quant_config(foreign).default == QuantLayout("mxfp4", 4, 32)
 
 
 @pytest.mark.parametrize(
@@ -75,18 +82,18 @@ def test_what_is_named_goes_before_the_rest() -> None:
 )
 def test_a_setting_that_cannot_be_used(settings: Any, words: str) -> None:
     with pytest.raises(ModelLoadFailed) as caught:
-        parse({"quantization": settings})
+        parse_quant_config({"quantization": settings})
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_layout_is_recognised_by_its_shapes(mode: str) -> None:
+def test_a_layout_is_inferred_from_shapes(mode: str) -> None:
     for bits in MODES[mode].bits:
-        for group in MODES[mode].groups:
-            layout = Quant(mode, bits, group)
+        for group in MODES[mode].group_sizes:
+            layout = QuantLayout(mode, bits, group)
             shapes = dict(layout.tensors((3, 5, 128)))
-            dtype = MODES[mode].scales[-1]
-            found = recognised("m", 128, shapes["weight"], shapes["scales"], dtype)
+            dtype = MODES[mode].scale_dtypes[-1]
+            found = layout_from_shapes("m", 128, shapes["weight"], shapes["scales"], dtype)
             assert found == layout
 
 
@@ -96,13 +103,13 @@ def test_a_layout_is_recognised_by_its_shapes(mode: str) -> None:
 )
 def test_shapes_of_no_layout(weight: Any, scales: Any, dtype: str) -> None:
     with pytest.raises(ModelLoadFailed, match=r"'m' has a weight .* for rows of 128, which is no"):
-        recognised("m", 128, weight, scales, dtype)
+        layout_from_shapes("m", 128, weight, scales, dtype)
 
 
 def test_only_modules_with_scales_are_quantised(tmp_path: Path) -> None:
-    folder = inspect(write(tmp_path, (UP, Quant("affine", 4, 32)), quantization=FOUR))
-    assert folder.fit.layouts == {UP: Quant("affine", 4, 32)}
-    assert folder.fit.weights[f"{UP}.weight"].shape == (96, 8)
+    folder = inspect(write(tmp_path, (UP, QuantLayout("affine", 4, 32)), quantization=FOUR))
+    assert folder.match.layouts == {UP: QuantLayout("affine", 4, 32)}
+    assert folder.match.weights[f"{UP}.weight"].shape == (96, 8)
     assert (
         list(folder.tensors).index(f"{UP}.scales") == list(folder.tensors).index(f"{UP}.weight") + 1
     )
@@ -111,35 +118,39 @@ def test_only_modules_with_scales_are_quantised(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stored", "settings", "words"),
     [
-        (Quant("affine", 4, 32), None, f"the weights have '{UP}.scales', but config.json does"),
         (
-            Quant("affine", 8, 32),
+            QuantLayout("affine", 4, 32),
+            None,
+            f"the weights have '{UP}.scales', but config.json does",
+        ),
+        (
+            QuantLayout("affine", 8, 32),
             FOUR,
             f"tensor '{UP}.weight' has shape [96, 16], config.json asks for [96, 8] quantised "
             "(affine, 4 bits in groups of 32)",
         ),
         (
-            Quant("affine", 4, 64),
+            QuantLayout("affine", 4, 64),
             FOUR,
             f"tensor '{UP}.scales' has shape [96, 1], config.json asks for [96, 2]",
         ),
         (
-            Quant("mxfp4", 4, 32),
+            QuantLayout("mxfp4", 4, 32),
             FOUR,
             f"the weights lack the tensor '{UP}.biases'",
         ),
         (
-            Quant("affine", 4, 32),
+            QuantLayout("affine", 4, 32),
             {"mode": "mxfp4"},
             f"has the tensor '{UP}.biases', unknown to the model",
         ),
         (
-            Quant("affine", 4, 32),
+            QuantLayout("affine", 4, 32),
             {**FOUR, UP: False},
             f"the weights have '{UP}.scales', but config.json does not say",
         ),
         (
-            Quant("affine", 4, 32),
+            QuantLayout("affine", 4, 32),
             {"bits": 4, "group_size": 128},
             f"config.json quantises '{UP}' (affine, 4 bits in groups of 128), whose rows of 64 "
             "are no multiple of 128",
@@ -147,14 +158,14 @@ def test_only_modules_with_scales_are_quantised(tmp_path: Path) -> None:
     ],
 )
 def test_a_quantisation_that_does_not_fit(
-    tmp_path: Path, stored: Quant, settings: Any, words: str
+    tmp_path: Path, stored: QuantLayout, settings: Any, words: str
 ) -> None:
     path = write(tmp_path, (UP, stored), quantization=settings)
     assert words in refusal(path)
 
 
 def test_scales_of_another_dtype(tmp_path: Path) -> None:
-    path = write(tmp_path, (UP, Quant("mxfp8", 8, 32)), quantization={"mode": "mxfp8"})
+    path = write(tmp_path, (UP, QuantLayout("mxfp8", 8, 32)), quantization={"mode": "mxfp8"})
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes().replace(b'"U8"', b'"I8"'))
     assert f"tensor '{UP}.scales' has dtype I8, must be U8 quantised (mxfp8" in refusal(path)
@@ -162,12 +173,12 @@ def test_scales_of_another_dtype(tmp_path: Path) -> None:
 
 def test_a_named_module_without_scales(tmp_path: Path) -> None:
     other = "model.layers.0.mlp.up_proj"
-    layout = Quant("affine", 4, 32)
+    layout = QuantLayout("affine", 4, 32)
     path = write(tmp_path, (UP, layout), quantization={**FOUR, other: FOUR})
     assert f"the weights lack the tensors '{other}.scales', '{other}.biases'" in refusal(path)
 
 
-def test_quantised_by_config_alone(tmp_path: Path) -> None:
+def test_a_quantised_config_with_dense_weights(tmp_path: Path) -> None:
     path = write(tmp_path)
     write_json(path / "config.json", config(**SHAPE, quantization=FOUR))
     words = "are quantised (affine, 4 bits in groups of 32), but none of them has scales"

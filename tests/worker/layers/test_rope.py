@@ -1,4 +1,4 @@
-"""A GPU's kernel and the tables of the CPU rotate alike; kinds that cannot be used are refused."""
+"""The GPU's kernel and the CPU's tables rotate alike; unusable rope types are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker.attention.attention import Rotation  # noqa: E402
 from mlxpool.worker.layers.interface import Rope  # noqa: E402
-from mlxpool.worker.layers.rope import KINDS, rope, yarn_gain  # noqa: E402
+from mlxpool.worker.layers.rope import SCALINGS, parse_rope, yarn_mscale  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
     "factor": 4.0,
@@ -22,10 +22,10 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("traditional", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_kernel_and_the_tables_turn_alike(kind: str, traditional: bool) -> None:
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_kernel_and_tables_rotate_alike(kind: str, traditional: bool) -> None:
     config = {"max_position_embeddings": 128, "rope_scaling": SETTINGS | {"rope_type": kind}}
-    turn = rope(config, 8, traditional=traditional)
+    turn = parse_rope(config, 8, traditional=traditional)
     x = mx.array(np.random.default_rng(3).standard_normal((5, 3, 12), dtype=np.float32))
     rotation = Rotation(mx.array([0, 7, 1, 300, 2000]))
     kernel, table = rotation._by_kernel(x, turn), rotation._by_table(x, turn)
@@ -33,10 +33,10 @@ def test_the_kernel_and_the_tables_turn_alike(kind: str, traditional: bool) -> N
     assert (np.array(kernel)[..., 8:] == np.array(x)[..., 8:]).all()
 
 
-def test_waves_are_stretched_between_none_and_the_factor() -> None:
+def test_wavelengths_are_scaled_between_one_and_the_factor() -> None:
     plain = [10000 ** (index / 8) for index in range(0, 8, 2)]
     for kind in ("llama3", "yarn"):
-        turn = rope({"rope_scaling": SETTINGS | {"rope_type": kind}}, 8)
+        turn = parse_rope({"rope_scaling": SETTINGS | {"rope_type": kind}}, 8)
         assert turn.freqs is not None
         stretch = [one / period for one, period in zip(turn.freqs, plain, strict=True)]
         assert stretch == sorted(stretch)
@@ -44,13 +44,15 @@ def test_waves_are_stretched_between_none_and_the_factor() -> None:
         assert min(stretch) >= 1 - 1e-9
 
 
-def test_a_context_that_is_not_stretched_is_plain() -> None:
+def test_an_unscaled_context_has_the_default_rope() -> None:
     yarn = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 32}
-    turn = rope({"rope_scaling": yarn}, 8)
+    turn = parse_rope({"rope_scaling": yarn}, 8)
     assert turn.gain == 1.0
     assert turn.freqs == pytest.approx([10000 ** (index / 8) for index in range(0, 8, 2)])
-    assert rope({"rope_scaling": {"type": "mrope"}}, 8) == rope({}, 8) == Rope(8, 10000.0)
-    assert yarn_gain(0.5, 1.0) == yarn_gain(8.0, 0.0) == 1.0
+    assert (
+        parse_rope({"rope_scaling": {"type": "mrope"}}, 8) == parse_rope({}, 8) == Rope(8, 10000.0)
+    )
+    assert yarn_mscale(0.5, 1.0) == yarn_mscale(8.0, 0.0) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,6 @@ def test_a_context_that_is_not_stretched_is_plain() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_named(config: dict[str, Any], dims: int, words: str) -> None:
+def test_unusable_settings_are_named(config: dict[str, Any], dims: int, words: str) -> None:
     with pytest.raises(ModelLoadFailed, match=words):
-        rope(config, dims)
+        parse_rope(config, dims)

@@ -1,8 +1,8 @@
-"""Our engine against mlx-lm, in every way that it computes: what the tests of all models share.
+"""Compares our engine with mlx-lm in every way that it computes; the tests of all models use it.
 
 A test file lists its cases, each a config.json. `prepare` writes a small random checkpoint of each
-and has mlx-lm answer all prompts, in one process, as its import is slow. Each of WAYS then lets our
-engine answer them and compares: logits within CLOSE of the greatest one, and every token.
+and has mlx-lm answer all prompts, in one process, as its import is slow. Each of WAYS has our
+engine answer them and compares every token, and logits within RELATIVE_TOLERANCE of the largest.
 """
 
 from __future__ import annotations
@@ -23,41 +23,44 @@ from mlxpool.worker.attention.attention import Span, Step
 from mlxpool.worker.attention.row_cache import Row, RowShape
 from mlxpool.worker.engine.engine import ModelEngine
 from mlxpool.worker.engine.sequence import Drawn, Sequence
-from mlxpool.worker.layers.interface import Recurrent
+from mlxpool.worker.layers.cache_specs import RecurrentSpec
 from mlxpool.worker.prompt.tokenizer import Text
-from mlxpool.worker.weights.load import Loaded, inspect, load
+from mlxpool.worker.weights.load import LoadedModel, inspect, load
 from support import mlx_lm_peer
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 
 Weights = Mapping[str, np.ndarray]
 
 STEPS = 64
-PROMPTS = (23, 2, 270)  # tokens; the first is split and cut in most ways
-CLOSE = 1e-4
-MODES = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}  # group, bits
+PROMPT_SIZES = (23, 2, 270)  # tokens; most ways use the first prompt
+RELATIVE_TOLERANCE = 1e-4
+MODES = {
+    "affine": (64, 4),
+    "mxfp4": (32, 4),
+    "mxfp8": (32, 8),
+    "nvfp4": (16, 4),
+}  # group size, bits
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A config.json, and how its checkpoint differs from what our plan asks for."""
+    """A config.json, and how its checkpoint stores the weights of our plan."""
 
     config: Mapping[str, Any]
     stored: Callable[[dict[str, np.ndarray]], Weights] = lambda weights: weights
-    # Where mlx-lm's file for a model lacks something, another config says the same to it. Tensors
-    # that only that one has are zeros, so that a layer of them changes nothing.
+    # Changes to the config for mlx-lm, where its file for a model lacks something. Tensors that
+    # only the changed config has are zeros, so that their layers change nothing.
     peer: Mapping[str, Any] = field(default_factory=dict)
 
-    def goes(self, way: str) -> bool:
-        """Whether it is tested in this way."""
+    def is_tested(self, way: str) -> bool:
+        """Whether the case is tested in this way."""
         return "quantization" not in self.config or way in WAYS_QUANTISED
 
 
 def quantised(
     settings: Mapping[str, Any], kept: str = "no such name", **more: Any
 ) -> dict[str, Case]:
-    """A case for each of MODES, where every weight is quantised but those with `kept` in their
-    names; the cases' names end with the mode's.
-    """
+    """A case for each of MODES: weights are quantised, but for names that contain `kept`."""
     return {
         f"quantised, {mode}": Case(
             {**settings, "quantization": {"group_size": group, "bits": bits, "mode": mode}, **more},
@@ -70,33 +73,33 @@ def quantised(
 def _packed(
     weights: dict[str, np.ndarray], *, kept: str, group: int, bits: int, mode: str
 ) -> Weights:
-    """As mlx-lm stores them: tables, products and stacks of them."""
+    """Quantises as mlx-lm does: embeddings, linear layers and stacked experts."""
     stored = {}
     for name, array in weights.items():
         if array.ndim < 2 or kept in name or not name.endswith(".weight"):
             stored[name] = array
             continue
-        parts = mx.quantize(mx.array(array), group_size=group, bits=bits, mode=mode)
-        for kind, part in zip(("weight", "scales", "biases"), parts, strict=False):
-            stored[f"{name.removesuffix('weight')}{kind}"] = np.array(part)
+        tensors = mx.quantize(mx.array(array), group_size=group, bits=bits, mode=mode)
+        for kind, tensor in zip(("weight", "scales", "biases"), tensors, strict=False):
+            stored[f"{name.removesuffix('weight')}{kind}"] = np.array(tensor)
     return stored
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What mlx-lm says to a prompt: tokens [STEPS], and the logits [STEPS, V] of each."""
+    """The answer of mlx-lm to a prompt: tokens [STEPS] and their logits [STEPS, V]."""
 
     prompt: list[int]
     ids: list[int]
     logits: np.ndarray
 
     @property
-    def room(self) -> float:
-        """How far a logit of ours may be from this one's."""
-        return CLOSE * float(np.abs(self.logits).max())
+    def tolerance(self) -> float:
+        """The largest allowed difference of a logit."""
+        return RELATIVE_TOLERANCE * float(np.abs(self.logits).max())
 
     def sequence(self, prompt: list[int] | None = None) -> Sequence:
-        """A request for it; with `prompt` for the beginning of it."""
+        """A request with this prompt, or with its beginning `prompt`."""
         options = Options(temperature=0.0, logprobs=True, top_logprobs=3)
         return Sequence(b"", 1, tuple(prompt or self.prompt), options, 0, STEPS)
 
@@ -109,7 +112,7 @@ class Checked:
     answers: tuple[Answer, ...]
 
     @cached_property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedModel:
         return load(inspect(self.path))
 
     @cached_property
@@ -121,7 +124,7 @@ class Checked:
 
 
 def prepare(root: Path, cases: Mapping[str, Case]) -> dict[str, Checked]:
-    """All cases, answered by mlx-lm; skips the test where that is not installed."""
+    """All cases with mlx-lm's answers; skips the test where mlx-lm is not installed."""
     paths = {
         name: _write(root / str(number), case, number)
         for number, (name, case) in enumerate(cases.items())
@@ -130,8 +133,8 @@ def prepare(root: Path, cases: Mapping[str, Case]) -> dict[str, Checked]:
 
 
 def answered(paths: Mapping[str, Path]) -> dict[str, Checked]:
-    """Model folders with mlx-lm's answers, which it writes beside what it reads."""
-    prompts = [prompt_of(size) for size in PROMPTS]
+    """Model folders with mlx-lm's answers, which are written into the folders."""
+    prompts = [prompt_of(size) for size in PROMPT_SIZES]
     folders = {name: _peer_folder(path) for name, path in paths.items()}
     _run_peer([str(folder) for folder in folders.values()], prompts)
     checked = {}
@@ -155,8 +158,8 @@ def _write(path: Path, case: Case, seed: int) -> Path:
     if case.peer:
         other = {**case.config, **case.peer}
         shapes = models.plan(config(**other)).shapes
-        whole = {name: weights.get(name, np.zeros(shapes[name], np.float32)) for name in shapes}
-        write_checkpoint(path / "peer", weights=whole, **other)
+        padded = {name: weights.get(name, np.zeros(shapes[name], np.float32)) for name in shapes}
+        write_checkpoint(path / "peer", weights=padded, **other)
     return write_checkpoint(path, weights=case.stored(weights), **case.config)
 
 
@@ -165,15 +168,15 @@ def _run_peer(paths: list[str], prompts: list[list[int]]) -> None:
 
 
 def alone(checked: Checked) -> None:
-    """Prefilled at once: every logit of every token."""
-    _assert_logits(checked, checked.answers[0], PROMPTS[0], STEPS)
+    """Prefills at once; compares all logits of every token."""
+    _assert_logits(checked, checked.answers[0], PROMPT_SIZES[0], STEPS)
     engine, seq = checked.engine(), checked.answers[0].sequence()
     _admit(engine, seq)
     _decode_and_compare(engine, {seq: checked.answers[0]})
 
 
 def in_chunks(checked: Checked, size: int) -> None:
-    """Prefilled in chunks of `size` tokens, the longest prompt where that takes no time."""
+    """Prefills in chunks of `size` tokens; the longest prompt, but for chunks of 1."""
     answer = checked.answers[0] if size == 1 else checked.answers[-1]
     _assert_logits(checked, answer, size, 4)
     engine, seq = checked.engine(), answer.sequence()
@@ -182,7 +185,7 @@ def in_chunks(checked: Checked, size: int) -> None:
 
 
 def in_a_batch(checked: Checked) -> None:
-    """All prompts, of ragged lengths: prefilled in one pass, and decoded together."""
+    """Prefills all prompts, of different lengths, in one pass; decodes them together."""
     rows = [Row(_shape(checked.loaded)) for _ in checked.answers]
     spans = [
         Span(row, len(answer.prompt)) for row, answer in zip(rows, checked.answers, strict=True)
@@ -190,8 +193,8 @@ def in_a_batch(checked: Checked) -> None:
     step = Step(spans, logits=True)
     ids = [token for answer in checked.answers for token in answer.prompt]
     logits = np.array(checked.loaded.model(mx.array(ids), step))
-    for line, answer in zip(logits, checked.answers, strict=True):
-        assert np.abs(line - answer.logits[0]).max() < answer.room
+    for row_logits, answer in zip(logits, checked.answers, strict=True):
+        assert np.abs(row_logits - answer.logits[0]).max() < answer.tolerance
     engine = checked.engine()
     running = {answer.sequence(): answer for answer in checked.answers}
     for seq in running:
@@ -200,12 +203,12 @@ def in_a_batch(checked: Checked) -> None:
 
 
 def after_prefix_hits(checked: Checked) -> None:
-    """A prompt of which the first tokens were there already, for every number of them."""
+    """The first tokens of the prompt are in the prefix cache, for every number of them."""
     answer, engine = checked.answers[0], checked.engine()
     running = {}
     for split in range(1, len(answer.prompt)):
         engine.prefix.clear()
-        _leave(engine, answer.sequence(answer.prompt[:split]))
+        _run(engine, answer.sequence(answer.prompt[:split]))
         seq = answer.sequence()
         _admit(engine, seq)
         assert seq.cached == split
@@ -214,11 +217,11 @@ def after_prefix_hits(checked: Checked) -> None:
 
 
 def after_a_longer_one(checked: Checked) -> None:
-    """A prompt that leaves a finished sequence in the midst: it goes on from a restore point."""
+    """The prompt is the beginning of a finished sequence: it continues from a restore point."""
     answer, engine = checked.answers[0], checked.engine()
     longer = answer.sequence([*answer.prompt, 1, 2, 3])
     longer.restore_at = 20
-    _leave(engine, longer, 20)
+    _run(engine, longer, 20)
     seq = answer.sequence()
     _admit(engine, seq)
     assert seq.cached == (len(answer.prompt) - 1 if _can_be_cut(checked.loaded) else 20)
@@ -226,7 +229,7 @@ def after_a_longer_one(checked: Checked) -> None:
 
 
 def after_preemption(checked: Checked, prefix: str) -> None:
-    """Its row is taken away in mid-stream, and it comes back to what the prefix cache kept."""
+    """The sequence is preempted while decoding, and readmitted with what the prefix cache kept."""
     answer, engine = checked.answers[0], checked.engine(prefix)
     seq = answer.sequence()
     _admit(engine, seq)
@@ -250,38 +253,38 @@ WAYS: Mapping[str, Callable[[Checked], None]] = {
 }
 
 
-# Quantised weights are the business of single layers, which do not know rows.
+# Quantised weights concern single layers, which know no sequences.
 WAYS_QUANTISED = ("alone", "in chunks of 7", "in a ragged batch")
 
 
 def every(cases: Mapping[str, Case]) -> pytest.MarkDecorator:
     """Parametrises a test with every case and way."""
-    each = [(case, way) for case, one in cases.items() for way in WAYS if one.goes(way)]
+    each = [(case, way) for case, one in cases.items() for way in WAYS if one.is_tested(way)]
     return pytest.mark.parametrize(("case", "way"), each)
 
 
-def _shape(loaded: Loaded) -> RowShape:
+def _shape(loaded: LoadedModel) -> RowShape:
     plan = loaded.folder.plan
     return RowShape(plan.caches, loaded.dtype, plan.context)
 
 
-def _can_be_cut(loaded: Loaded) -> bool:
-    """Whether every layer keeps its tokens one by one, so that any prefix can be had."""
+def _can_be_cut(loaded: LoadedModel) -> bool:
+    """Whether every layer keeps its tokens one by one, so that any prefix can be reused."""
     caches = loaded.folder.plan.caches
-    return not any(isinstance(one, Recurrent) or getattr(one, "window", 0) for one in caches)
+    return not any(isinstance(one, RecurrentSpec) or getattr(one, "window", 0) for one in caches)
 
 
 def _assert_logits(checked: Checked, answer: Answer, chunk: int, steps: int) -> None:
-    """The logits of the first `steps` tokens, after a prefill in chunks, with mlx-lm's tokens."""
+    """Compares the logits of the first `steps` of mlx-lm's tokens, after a prefill in chunks."""
     row, prompt = Row(_shape(checked.loaded)), answer.prompt
     chunks = [prompt[start : start + chunk] for start in range(0, len(prompt), chunk)]
-    lines = []
+    rows = []
     for ids in [*chunks, *([token] for token in answer.ids[: steps - 1])]:
         step = Step([Span(row, len(ids))], logits=True)
-        lines.append(np.array(checked.loaded.model(mx.array(ids), step)[0]))
+        rows.append(np.array(checked.loaded.model(mx.array(ids), step)[0]))
         step.done()
-    ours = np.stack(lines[-steps:])
-    assert np.abs(ours - answer.logits[:steps]).max() < answer.room
+    ours = np.stack(rows[-steps:])
+    assert np.abs(ours - answer.logits[:steps]).max() < answer.tolerance
 
 
 def _admit(engine: ModelEngine, seq: Sequence, budget: int = 2048) -> None:
@@ -290,8 +293,8 @@ def _admit(engine: ModelEngine, seq: Sequence, budget: int = 2048) -> None:
         pass
 
 
-def _leave(engine: ModelEngine, seq: Sequence, steps: int = 1) -> None:
-    """A whole sequence, for what the prefix cache keeps of it."""
+def _run(engine: ModelEngine, seq: Sequence, steps: int = 1) -> None:
+    """Runs a sequence to its end, so that the prefix cache keeps it."""
     _admit(engine, seq)
     for _ in range(steps):
         seq.ids += [drawn.token for drawn in engine.decode([seq])]
@@ -301,7 +304,7 @@ def _leave(engine: ModelEngine, seq: Sequence, steps: int = 1) -> None:
 def _decode_and_compare(
     engine: ModelEngine, running: Mapping[Sequence, Answer], end: int = STEPS
 ) -> None:
-    """Decodes all together until each has `end` tokens."""
+    """Decodes all sequences together until each has `end` tokens; compares the tokens."""
     while any(len(seq.ids) < end for seq in running):
         for drawn in engine.decode(list(running)):
             _assert_drawn(drawn, running[drawn.sequence])
@@ -311,9 +314,9 @@ def _decode_and_compare(
 
 
 def _assert_drawn(drawn: Drawn, answer: Answer) -> None:
-    """Its probability and its rivals'; a log-probability is a difference of two logits."""
+    """Compares log-probabilities; each is a difference of two logits."""
     assert drawn.logprob is not None
     logits = answer.logits[len(drawn.sequence.ids)].astype(np.float64)
-    whole = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
+    log_sum = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
     for token, logprob in [(drawn.token, drawn.logprob.logprob), *drawn.logprob.top]:
-        assert abs(logits[token] - whole - logprob) < 2 * answer.room
+        assert abs(logits[token] - log_sum - logprob) < 2 * answer.tolerance

@@ -1,4 +1,4 @@
-"""What a sequence takes in memory, for every architecture: the formula against what is allocated.
+"""The bytes of a sequence for every architecture: the formula against the allocated bytes.
 
 The formula is what admission and the memory limit count with.
 """
@@ -19,7 +19,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.worker import models  # noqa: E402
 from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
 
 CHUNK, CHUNKS = 256, 4
 FLOAT = 4  # bytes
@@ -79,7 +79,7 @@ HERE = [name for name in CASES if name in models.SUPPORTED]
 
 @pytest.fixture(autouse=True)
 def no_buffers_kept() -> Iterator[None]:
-    """One that is used again may be larger than what is asked for."""
+    """A reused buffer may be larger than requested."""
     before = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(before)
@@ -91,7 +91,7 @@ def test_every_architecture_is_measured() -> None:
 
 
 @pytest.mark.parametrize("model_type", HERE)
-def test_the_formula_is_what_is_allocated(model_type: str, tmp_path: Path) -> None:
+def test_the_formula_equals_the_allocated_bytes(model_type: str, tmp_path: Path) -> None:
     changes, of_token, fixed = CASES[model_type]
     config = {**BASE, "model_type": model_type, **changes}
     loaded = load(inspect(write_checkpoint(tmp_path, **config)))
@@ -106,7 +106,7 @@ def test_the_formula_is_what_is_allocated(model_type: str, tmp_path: Path) -> No
     assert taken == pytest.approx(fixed * FLOAT + row.offset * of_token * FLOAT, rel=0.02)
 
 
-def prefill(loaded: Loaded, row: Row) -> None:
+def prefill(loaded: LoadedModel, row: Row) -> None:
     step = Step([Span(row, CHUNK)], logits=False)
     out = loaded.model(mx.arange(CHUNK), step)
     step.done()
@@ -114,7 +114,7 @@ def prefill(loaded: Loaded, row: Row) -> None:
 
 
 def active() -> int:
-    """Bytes that arrays have."""
+    """The bytes of arrays."""
     gc.collect()
     mx.synchronize()
     return int(mx.get_active_memory())

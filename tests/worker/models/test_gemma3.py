@@ -1,4 +1,4 @@
-"""Our Gemma 3 against mlx-lm's, as a text alone and within a model that sees pictures, too."""
+"""Our Gemma 3 against mlx-lm's, as a text model and within a multimodal one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
 from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.layers.interface import KeyValue  # noqa: E402
+from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.models.gemma3 import geglu  # noqa: E402
 from mlxpool.worker.weights.load import inspect, load  # noqa: E402
 from worker.models.conformance import (  # noqa: E402
@@ -72,7 +72,7 @@ PICTURES: dict[str, Any] = {"model_type": "gemma3", "text_config": TEXT, "vocab_
 
 
 def within(prefix: str, head: str, vision: str) -> Any:
-    """Stores a text under `prefix`, beside a tensor of what sees."""
+    """Stores the text part under `prefix`, beside a tensor of a vision part."""
 
     def stored(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         named = {
@@ -118,8 +118,8 @@ def logits_of(path: Path, *, deterministic: bool = False, size: int = 300) -> np
     return np.array(loaded.model(mx.array(prompt_of(size)), step)[0])
 
 
-def test_pictures_of_newer_names(tmp_path: Path) -> None:
-    """mlx-lm reads the older ones only."""
+def test_newer_names_of_vision_tensors(tmp_path: Path) -> None:
+    """mlx-lm reads the older names only."""
     weights = random_weights(config(**PICTURES))
     older = within("language_model.model.", "language_model.", "")(weights)
     newer = within("model.language_model.", "", "model.")(weights)
@@ -128,9 +128,9 @@ def test_pictures_of_newer_names(tmp_path: Path) -> None:
     assert (logits_of(tmp_path / "older") == logits_of(tmp_path / "newer")).all()
 
 
-def test_what_released_files_leave_out() -> None:
+def test_defaults_of_released_files() -> None:
     plan = models.plan({"model_type": "gemma3", "text_config": TEXT})
-    windows = [cache.window for cache in plan.caches if isinstance(cache, KeyValue)]
+    windows = [cache.window for cache in plan.caches if isinstance(cache, KeyValueSpec)]
     assert windows == [5, 5, 5, 5, 5, 0, 5]
     assert (plan.vocab_size, plan.context) == (262208, 131072)
     assert plan.shapes["model.layers.0.self_attn.q_proj.weight"] == (64, 32)
@@ -138,14 +138,14 @@ def test_what_released_files_leave_out() -> None:
     assert "lm_head.weight" not in plan.shapes
 
 
-def test_a_cap_bends_the_logits(tmp_path: Path) -> None:
-    """mlx-lm's file for it has no caps."""
+def test_logits_are_soft_capped(tmp_path: Path) -> None:
+    """mlx-lm's Gemma 3 has no soft caps."""
     plain = logits_of(write_checkpoint(tmp_path / "plain", **GEMMA))
     capped = logits_of(write_checkpoint(tmp_path / "capped", final_logit_softcapping=5.0, **GEMMA))
     assert np.abs(capped - 5 * np.tanh(plain / 5)).max() < 1e-5
 
 
-def test_a_cap_on_scores_is_the_same_however_it_is_computed(tmp_path: Path) -> None:
+def test_soft_capped_scores_are_the_same_in_every_way(tmp_path: Path) -> None:
     plain = logits_of(write_checkpoint(tmp_path / "plain", **GEMMA | ALL_FULL))
     path = write_checkpoint(tmp_path / "capped", **GEMMA | ALL_FULL, attn_logit_softcapping=0.5)
     capped, exact = logits_of(path), logits_of(path, deterministic=True)
@@ -171,6 +171,6 @@ def test_gelu() -> None:
         ({"attn_logit_softcapping": -1}, "'attn_logit_softcapping': -1"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelLoadFailed, match=words):
         models.plan({**config(**GEMMA), **changes})

@@ -47,7 +47,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def released(weights: Weights) -> Weights:
-    """As the model was released: each expert by itself, keys and values of a line as one weight."""
+    """As released: each expert by itself, both projections of latents as one weight."""
     stored: Weights = {}
     for name, array in weights.items():
         if ".switch_mlp." in name:
@@ -63,12 +63,12 @@ def released(weights: Weights) -> Weights:
 
 
 def unchanged(weights: Weights) -> Weights:
-    """As mlx-lm's conversions are."""
+    """As mlx-lm's conversions."""
     return weights
 
 
 def with_a_layer_ahead(weights: Weights) -> Weights:
-    """And with the layer behind the last one, which guesses tokens ahead."""
+    """With the layer behind the last one, which predicts further tokens."""
     ahead = {
         name.replace("layers.1", "layers.2"): array
         for name, array in released(weights).items()
@@ -115,8 +115,8 @@ def test_equals_mlx_lm_in_every_way(case: str, way: str, checked: dict[str, Chec
     WAYS[way](checked[case])
 
 
-def test_a_quantised_weight_of_keys_and_values_is_taken_apart(tmp_path: Path) -> None:
-    """As other tools quantise a released checkpoint: what is made of it stands for its numbers."""
+def test_a_quantised_kv_b_proj_is_split(tmp_path: Path) -> None:
+    """As other tools quantise a released checkpoint: derived weights are dequantised."""
     said = {"mode": "affine", "bits": 8, "group_size": 32}
     plain = released(random_weights(settings(**WHOLE)))
     stored: Weights = {}
@@ -133,7 +133,7 @@ def test_a_quantised_weight_of_keys_and_values_is_taken_apart(tmp_path: Path) ->
     assert np.array_equal(logits_of(one), logits_of(other))
 
 
-def test_a_tied_head_is_the_token_table(tmp_path: Path) -> None:
+def test_a_tied_head_is_the_token_embedding(tmp_path: Path) -> None:
     weights = random_weights(settings())
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     one = write_checkpoint(tmp_path / "1", weights=weights, **settings())
@@ -173,12 +173,12 @@ def test_the_correction_stays_float32() -> None:
         ({"q_lora_rank": -1}, "'q_lora_rank': -1"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelLoadFailed, match=words):
         models.plan(settings(**changes))
 
 
-def test_only_layers_that_guess_ahead_may_be_too_many(tmp_path: Path) -> None:
+def test_only_prediction_layers_may_be_surplus(tmp_path: Path) -> None:
     weights = with_a_layer_ahead(random_weights(settings()))
     path = write_checkpoint(tmp_path, weights=weights, **settings(num_nextn_predict_layers=0))
     with pytest.raises(ModelLoadFailed, match="describes 2 layers, the weights have 3"):

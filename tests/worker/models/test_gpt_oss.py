@@ -17,8 +17,8 @@ from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
 from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.layers.interface import KeyValue  # noqa: E402
-from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
 from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised  # noqa: E402
 
 Weights = dict[str, np.ndarray]
@@ -55,18 +55,18 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def unchanged(weights: Weights) -> Weights:
-    """As mlx-lm's conversions are."""
+    """As mlx-lm's conversions."""
     return weights
 
 
 def spread(weights: Weights) -> Weights:
-    """Numbers so large that what gates and what is gated are cut off, some of them."""
+    """Weights so large that some gate and up values are clamped."""
     loud = ("experts.gate_proj.weight", "experts.up_proj.weight")
     return {name: array * (6 if name.endswith(loud) else 1) for name, array in weights.items()}
 
 
 def released(weights: Weights) -> Weights:
-    """As the model was released: experts in mxfp4 as bytes, rows of gate and up taking turns."""
+    """As released: experts as mxfp4 bytes, with rows of gate and up interleaved."""
     stored = {name: array for name, array in weights.items() if ".experts." not in name}
     for layer in range(2):
         name = f"model.layers.{layer}.mlp.experts"
@@ -85,7 +85,7 @@ def _in_mxfp4(weights: Weights, name: str) -> Weights:
 
 
 def columns_first(weights: Weights) -> Weights:
-    """As other tools write what they made numbers again."""
+    """As other tools write dequantised weights."""
     stored = {name: array for name, array in weights.items() if ".experts." not in name}
     for layer in range(2):
         name = f"model.layers.{layer}.mlp.experts"
@@ -134,7 +134,7 @@ def test_equals_mlx_lm_in_every_way(case: str, way: str, checked: dict[str, Chec
     WAYS[way](checked[case])
 
 
-def test_experts_with_their_columns_first_are_the_same(tmp_path: Path) -> None:
+def test_transposed_experts_are_the_same(tmp_path: Path) -> None:
     weights = random_weights(settings())
     plain = load(inspect(write_checkpoint(tmp_path / "1", weights=weights, **settings())))
     turned = columns_first(weights)
@@ -143,15 +143,19 @@ def test_experts_with_their_columns_first_are_the_same(tmp_path: Path) -> None:
     assert np.allclose(logits_of(plain), logits_of(other), close, close)
 
 
-def logits_of(loaded: Loaded) -> np.ndarray:
+def logits_of(loaded: LoadedModel) -> np.ndarray:
     plan = loaded.folder.plan
     row = Row(RowShape(plan.caches, loaded.dtype, plan.context))
     return np.array(loaded.model(mx.array([1, 2, 3, 4, 5]), Step([Span(row, 5)], logits=True)))
 
 
-def test_layers_take_turns_where_config_json_does_not_list_them() -> None:
+def test_windows_alternate_without_layer_types() -> None:
     plan = models.plan(settings(layer_types=None, num_hidden_layers=3))
-    assert plan.caches == (KeyValue(2, 8, 8, 12), KeyValue(2, 8, 8), KeyValue(2, 8, 8, 12))
+    assert plan.caches == (
+        KeyValueSpec(2, 8, 8, 12),
+        KeyValueSpec(2, 8, 8),
+        KeyValueSpec(2, 8, 8, 12),
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +170,7 @@ def test_layers_take_turns_where_config_json_does_not_list_them() -> None:
         ({"swiglu_limit": "no"}, "'swiglu_limit': 'no'"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelLoadFailed, match=words):
         models.plan(settings(**changes))
 

@@ -1,4 +1,4 @@
-"""Our llama against mlx-lm's, and what its config.json may not say."""
+"""Our Llama against mlx-lm's, and unusable values of its config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.layers.interface import KeyValue  # noqa: E402
+from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.weights import load as load_room  # noqa: E402
 from worker.models.conformance import (  # noqa: E402
     WAYS,
@@ -119,16 +119,16 @@ def test_the_demo_model_equals_mlx_lm(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"vocab_size": "many"}, "'vocab_size': 'many'"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
     settings = {**config(), **changes}
     with pytest.raises(ModelLoadFailed, match=words):
         models.plan({key: value for key, value in settings.items() if value is not None})
 
 
-def test_a_sliding_window_is_a_mistrals() -> None:
+def test_a_sliding_window_needs_mistral() -> None:
     def seen(**changes: Any) -> list[int]:
         caches = models.plan(config(sliding_window=64, **changes)).caches
-        return [cache.window for cache in caches if isinstance(cache, KeyValue)]
+        return [cache.window for cache in caches if isinstance(cache, KeyValueSpec)]
 
     assert seen() == [0, 0]
     assert seen(model_type="mistral") == [64, 64]

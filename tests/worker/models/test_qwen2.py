@@ -1,4 +1,4 @@
-"""Our Qwen2 against mlx-lm's, and what its config.json may not say."""
+"""Our Qwen2 against mlx-lm's, and unusable values of its config.json."""
 
 from __future__ import annotations
 
@@ -70,6 +70,6 @@ def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelLoadFailed, match=words):
         models.plan(config(**{**QWEN2, **changes}))

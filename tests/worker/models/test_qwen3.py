@@ -1,4 +1,4 @@
-"""Our Qwen3 against mlx-lm's, without experts and with them, and what config.json may not say."""
+"""Our Qwen3 against mlx-lm's, without and with experts, and unusable config values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WHOLE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # groups 
 
 
 def one_by_one(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As released: every expert for itself."""
+    """As released: every expert by itself."""
     stored = {}
     for name, array in weights.items():
         layer, stacked, kind = name.partition(".switch_mlp.")
@@ -97,6 +97,6 @@ def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None
         (MOE | {"use_sliding_window": True}, "use_sliding_window True, must be False"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelLoadFailed, match=words):
         models.plan(config(**changes))

@@ -1,4 +1,4 @@
-"""Qwen3.5's text part against mlx-lm's, under each of the names that its tensors have."""
+"""Qwen3.5's text part against mlx-lm's, under each naming of its tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
-from mlxpool.worker.models.qwen3_5 import our_name
+from mlxpool.worker.layers.derived_weights import without_prefix
+from mlxpool.worker.models.qwen3_5 import PREFIXES
 from support.stored_checkpoints import Weights, after, converted
 from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised
 
@@ -49,7 +50,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 64}
 
 
 def seeing(model_type: str, text: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a model that also sees pictures; its own keys say nothing of text."""
+    """The config.json of a multimodal model, whose outer keys do not describe the text part."""
     whole = config(**text)
     quantisation = {key: whole.pop(key) for key in ("quantization",) if key in whole}
     outside = dict.fromkeys(config())
@@ -57,7 +58,7 @@ def seeing(model_type: str, text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def released(weights: Mapping[str, np.ndarray]) -> Weights:
-    """As released, beside tensors for pictures and for guessing ahead."""
+    """As released, beside tensors of vision and of token prediction."""
     stored: Weights = {"model.visual.patch_embed.weight": np.zeros((2, 3), np.float32)}
     stored["mtp.layers.0.input_layernorm.weight"] = np.zeros(2, np.float32)
     for name, array in weights.items():
@@ -104,10 +105,10 @@ def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None
     WAYS[way](checked[case])
 
 
-def test_experts_converted_need_no_split() -> None:
+def test_converted_experts_need_no_split() -> None:
     plan = models.plan(config(**TEXT | EXPERTS))
     draw = {name: np.zeros(shape, np.float32) for name, shape in plan.shapes.items()}
-    found = {our_name(name) for name in below_language_model(converted(draw))}
+    found = {without_prefix(name, PREFIXES) for name in below_language_model(converted(draw))}
     assert found == set(plan.shapes)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next against mlx-lm's, released and converted, and what its config.json may not say."""
+"""Qwen3-Next against mlx-lm's, released and converted, and unusable config values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
-from mlxpool.worker.layers.delta_net import by_kind
-from mlxpool.worker.layers.interface import KeyValue, Recurrent
+from mlxpool.worker.layers.cache_specs import KeyValueSpec, RecurrentSpec
+from mlxpool.worker.layers.delta_net import rows_by_kind
 from support.stored_checkpoints import after, converted, one_by_one
 from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised
 
@@ -71,25 +71,25 @@ def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None
     WAYS[way](checked[case])
 
 
-def test_keeps_two_kinds_of_cache() -> None:
+def test_layers_have_two_kinds_of_cache() -> None:
     conv, memory = (3, 2 * 2 * 8 + 4 * 12), (4, 8, 12)
-    state, pairs = Recurrent((conv, memory)), KeyValue(2, 16, 16)
+    state, pairs = RecurrentSpec((conv, memory)), KeyValueSpec(2, 16, 16)
     assert models.plan(config(**NEXT)).caches == (state, pairs, state)
 
 
 def test_layers_may_be_listed() -> None:
     types = ["full_attention", "linear_attention", "linear_attention"]
     caches = models.plan(config(**NEXT | {"layer_types": types})).caches
-    assert [type(cache) for cache in caches] == [KeyValue, Recurrent, Recurrent]
+    assert [type(cache) for cache in caches] == [KeyValueSpec, RecurrentSpec, RecurrentSpec]
 
 
 def test_rows_stored_head_by_head_are_read_by_kind() -> None:
     stored = ["q0", "k0", "v0", "w0", "q1", "k1", "v1", "w1"]
-    read = [stored[row] for row in by_kind(2, (1, 1, 2))]
+    read = [stored[row] for row in rows_by_kind(2, (1, 1, 2))]
     assert read == ["q0", "q1", "k0", "k1", "v0", "w0", "v1", "w1"]
 
 
-def test_tensors_that_guess_ahead_are_left_alone() -> None:
+def test_prediction_tensors_are_ignored() -> None:
     plan = models.plan(config(**NEXT))
     assert plan.ignored("mtp.layers.0.input_layernorm.weight")
     assert not plan.ignored("model.layers.3.input_layernorm.weight")
@@ -107,6 +107,6 @@ def test_tensors_that_guess_ahead_are_left_alone() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelLoadFailed, match=words):
         models.plan(config(**NEXT | changes))

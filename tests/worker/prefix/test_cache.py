@@ -63,11 +63,6 @@ def test_a_negative_budget_is_refused() -> None:
         tree(-1)
 
 
-def test_default_budget_is_a_quarter_of_what_weights_leave() -> None:
-    assert prefix_cache.default_budget(1000, 200) == 200
-    assert prefix_cache.default_budget(100, 200) == 0
-
-
 def test_off_keeps_nothing() -> None:
     cache = prefix_cache.build("off", ListStore(), ROOMY)
     assert [serve(cache, A), serve(cache, A), cache.nbytes] == [0, 0, 0]

@@ -20,12 +20,19 @@ from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.sequence import Sequence as Seq  # noqa: E402
-from mlxpool.worker.layers.interface import KeyValue  # noqa: E402
-from mlxpool.worker.layers.memory_kinds import Full, Kind, State, Window, can_rewind, lowest  # noqa: E402
+from mlxpool.worker.layers.cache_kinds import (  # noqa: E402
+    CacheKind,
+    FullCache,
+    StateCache,
+    WindowCache,
+    can_rewind,
+    lowest_rewind,
+)
+from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
 from mlxpool.worker.prefix.cache import TreeCache  # noqa: E402
 from mlxpool.worker.prefix.row_copies import RowStore, Whole  # noqa: E402
-from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
 
 ROOMY = 10**9
 SLACK = 3  # tokens that a window layer remembers beyond its window: what a chunk needs
@@ -35,7 +42,7 @@ Arrays = tuple[Any, ...]
 class KindsRow:
     """A row of synthetic layers, one for each kind; layer l holds the cells times l + 1."""
 
-    def __init__(self, kinds: Sequence[Kind]) -> None:
+    def __init__(self, kinds: Sequence[CacheKind]) -> None:
         self.kinds = kinds
         self.offset = 0
         self.layers: dict[int, Any] = {}
@@ -49,7 +56,7 @@ class KindsRow:
 
     def trim(self, to: int) -> None:
         for kind in self.kinds:
-            if not isinstance(kind, State) and kind.layer in self.layers:
+            if not isinstance(kind, StateCache) and kind.layer in self.layers:
                 held = self.layers[kind.layer]
                 self.layers[kind.layer] = held[:, :, : held.shape[2] - (self.offset - to)]
         self.offset = to
@@ -85,52 +92,52 @@ class KindsRow:
                 self._feed(kind, token)
             self.offset += 1
 
-    def _feed(self, kind: Kind, token: int) -> None:
+    def _feed(self, kind: CacheKind, token: int) -> None:
         """Computes from what this very layer remembers."""
         held, factor = self.layers.get(kind.layer), kind.layer + 1
         before = 0 if held is None else int(held.reshape(-1)[-1].item()) // factor
         cell = mx.array([chain(before, token) * factor], dtype=mx.int64)
-        if isinstance(kind, State):
+        if isinstance(kind, StateCache):
             self.layers[kind.layer] = cell
             return
         line = cell.reshape(1, 1, 1, 1)
         grown = line if held is None else mx.concatenate([held, line], axis=2)
-        if isinstance(kind, Window):
+        if isinstance(kind, WindowCache):
             grown = grown[:, :, -(kind.size - 1 + SLACK) :]
         self.layers[kind.layer] = grown
 
-    def content(self, kind: Kind) -> list[int]:
+    def content(self, kind: CacheKind) -> list[int]:
         """What the next token sees of a layer."""
         if self.offset == 0:
             return []
-        if isinstance(kind, State):
+        if isinstance(kind, StateCache):
             return list(self.layers[kind.layer].tolist())
-        first = kind.first(self.offset) if isinstance(kind, Window) else 0
+        first = kind.first(self.offset) if isinstance(kind, WindowCache) else 0
         keys, _ = self.part(kind.layer, first, self.offset)
         return list(keys.reshape(-1).tolist())
 
 
-COMPANIES: dict[str, tuple[Kind, ...]] = {
-    "full": (Full(0), Full(1)),
-    "window": (Window(0, 4),),
-    "state": (State(0),),
-    "full+window": (Full(0), Window(1, 4), Full(2)),
-    "full+state": (State(0), Full(1)),
-    "all": (Window(0, 6), Full(1), State(2)),
+COMPANIES: dict[str, tuple[CacheKind, ...]] = {
+    "full": (FullCache(0), FullCache(1)),
+    "window": (WindowCache(0, 4),),
+    "state": (StateCache(0),),
+    "full+window": (FullCache(0), WindowCache(1, 4), FullCache(2)),
+    "full+state": (StateCache(0), FullCache(1)),
+    "all": (WindowCache(0, 6), FullCache(1), StateCache(2)),
 }
 
 
-def cache_of(kinds: Sequence[Kind], budget: int = ROOMY) -> TreeCache[Any, Any, Any]:
+def cache_of(kinds: Sequence[CacheKind], budget: int = ROOMY) -> TreeCache[Any, Any, Any]:
     return TreeCache(RowStore(lambda: KindsRow(kinds), kinds), budget)
 
 
-def fresh(kinds: Sequence[Kind], tokens: Sequence[int]) -> KindsRow:
+def fresh(kinds: Sequence[CacheKind], tokens: Sequence[int]) -> KindsRow:
     row = KindsRow(kinds)
     row.feed(tokens)
     return row
 
 
-def serve(cache: TreeCache[Any, Any, Any], kinds: Sequence[Kind], request: Any) -> int:
+def serve(cache: TreeCache[Any, Any, Any], kinds: Sequence[CacheKind], request: Any) -> int:
     """One request, perhaps cut off; compares what its row was given with a fresh one."""
     prompt, generated, cut, hint = request
     row, cached = cache.begin(prompt, hint)
@@ -161,22 +168,25 @@ def test_what_is_found_is_what_would_be_computed(
     for request in lines:
         serve(cache, kinds, request)
         assert cache.nbytes <= budget
-        check_shape(cache, stateful=any(not isinstance(kind, Full) for kind in kinds))
+        check_shape(cache, stateful=any(not isinstance(kind, FullCache) for kind in kinds))
     cache.clear()
     assert cache.nbytes == 0
 
 
 def test_a_kind_says_how_far_back_it_can_go() -> None:
-    assert [lowest(Window(0, 4), end) for end in (3, 4, 9)] == [0, 4, 9]
-    assert [lowest(State(0), 5), lowest(Full(0), 5)] == [5, 0]
-    assert [can_rewind(Window(0, 4), 3, 1), can_rewind(Window(0, 4), 9, 8)] == [True, False]
-    assert [can_rewind(State(0), 5, 5), can_rewind(State(0), 5, 4)] == [True, False]
-    assert can_rewind(Full(0), 9, 0)
+    assert [lowest_rewind(WindowCache(0, 4), end) for end in (3, 4, 9)] == [0, 4, 9]
+    assert [lowest_rewind(StateCache(0), 5), lowest_rewind(FullCache(0), 5)] == [5, 0]
+    assert [can_rewind(WindowCache(0, 4), 3, 1), can_rewind(WindowCache(0, 4), 9, 8)] == [
+        True,
+        False,
+    ]
+    assert [can_rewind(StateCache(0), 5, 5), can_rewind(StateCache(0), 5, 4)] == [True, False]
+    assert can_rewind(FullCache(0), 9, 0)
 
 
 def test_recurrent_restores_exactly_its_place() -> None:
     """'Recurrent restore 5/15/10 of snap 10: only 10', 'restore after wrap'."""
-    for kind in (State(0), Window(0, 4)):
+    for kind in (StateCache(0), WindowCache(0, 4)):
         cache = cache_of((kind,))
         serve(cache, (kind,), ([*range(10)], [], 10, 0))
         found = [
@@ -197,12 +207,12 @@ def test_layers_without_a_whole_state_are_left_alone() -> None:
 
 # ---- a model's rows ------------------------------------------------------------------------------
 
-SHAPE = RowShape((KeyValue(2, 8, 8),) * 3, mx.float32, 4096)
+SHAPE = RowShape((KeyValueSpec(2, 8, 8),) * 3, mx.float32, 4096)
 TOKEN = 3 * 2 * 2 * 8 * 4  # bytes: layers, keys and values, heads, size, float32
 
 
 def row_store(shape: RowShape = SHAPE) -> RowStore[Row]:
-    return RowStore(lambda: Row(shape), [Full(layer) for layer in range(len(shape.caches))])
+    return RowStore(lambda: Row(shape), [FullCache(layer) for layer in range(len(shape.caches))])
 
 
 def write(row: Row, tokens: Sequence[int]) -> None:
@@ -210,7 +220,7 @@ def write(row: Row, tokens: Sequence[int]) -> None:
     shape = row.shape
     cells = mx.array(cells_of(tokens)[row.offset :]).astype(mx.float32) / 2**31
     for layer, cache in enumerate(shape.caches):
-        assert isinstance(cache, KeyValue)
+        assert isinstance(cache, KeyValueSpec)
         line = cells[None, None, :, None] * mx.arange(1, cache.key_dim + 1) + layer
         keys = mx.repeat(line, cache.heads, axis=1)
         row.write(layer, keys, -keys)
@@ -289,7 +299,7 @@ def test_a_row_begun_has_room_for_its_prompt() -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_what_is_kept_holds_no_row_alive(kv_heads: int) -> None:
     """Slices of a row are copied: 64 tokens of a row of 4,096 cost about 64 tokens."""
-    shape = RowShape((KeyValue(kv_heads, 64, 64),) * 2, mx.float32, 4096)
+    shape = RowShape((KeyValueSpec(kv_heads, 64, 64),) * 2, mx.float32, 4096)
     cache = TreeCache(row_store(shape), ROOMY)
     prompt = [*range(4000)]
     before = active()
@@ -309,7 +319,7 @@ def test_bytes_are_those_of_unique_tokens() -> None:
 
     On CUDA MLX counts a small array as the next power of two.
     """
-    shape = RowShape((KeyValue(2, 64, 64),) * 2, mx.float32, 4096)
+    shape = RowShape((KeyValueSpec(2, 64, 64),) * 2, mx.float32, 4096)
     cache = TreeCache(row_store(shape), ROOMY)
     before = active()
     history = [*range(300)]
@@ -330,7 +340,7 @@ def test_bytes_are_those_of_unique_tokens() -> None:
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     settings = config()
     weights = random_weights(settings)
     return load(inspect(write_checkpoint(tmp_path_factory.mktemp("model"), weights=weights)))
@@ -349,7 +359,7 @@ def ask(engine: ModelEngine, prompt: tuple[int, ...], steps: int = 12) -> Seq:
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_model_gives_the_same_tokens(loaded: Loaded, lookahead: bool) -> None:
+def test_a_model_gives_the_same_tokens(loaded: LoadedModel, lookahead: bool) -> None:
     """Three conversations in turn, going on and coming back: as without a cache."""
     cached = ModelEngine(loaded, prefix="tree", lookahead=lookahead)
     plain = ModelEngine(loaded, prefix="off", lookahead=False)
@@ -370,7 +380,7 @@ def test_a_model_gives_the_same_tokens(loaded: Loaded, lookahead: bool) -> None:
     assert cached.memory().prefix == cached.prefix.nbytes > 0
 
 
-def test_the_modes_reach_the_engine(loaded: Loaded) -> None:
+def test_the_modes_reach_the_engine(loaded: LoadedModel) -> None:
     found = {}
     for mode in prefix_cache.MODES:
         engine = ModelEngine(loaded, prefix=mode)

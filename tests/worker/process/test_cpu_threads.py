@@ -28,7 +28,7 @@ from mlxpool.worker.prompt.chat_template.renderer import Renderer
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import DEFAULT, Chat
 from mlxpool.worker.prompt.tokenizer import LONG, Text
-from mlxpool.worker.weights.files import in_folder
+from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.load import inspect, load
 from support.compute_room import Room
 from support.pool import PATIENCE
@@ -347,7 +347,7 @@ def test_a_worker_looks_before_its_steps(yields: bool, monkeypatch: pytest.Monke
 def test_an_engine_whose_bits_depend_on_it_keeps_its_cores(
     tmp_path: Path, deterministic: bool
 ) -> None:
-    loaded = load(inspect(in_folder(write_checkpoint(tmp_path))), deterministic=deterministic)
+    loaded = load(inspect(folder_files(write_checkpoint(tmp_path))), deterministic=deterministic)
     with closing(ModelEngine(loaded, context=64, sequences=1)) as engine:
         assert engine.yields_cores == (not deterministic and not backend.on_gpu())
 
@@ -371,7 +371,7 @@ def counting_spared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_long_texts_ask_for_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = Text.from_folder(inspect(in_folder(write_checkpoint(tmp_path))))
+    text = Text.from_folder(inspect(folder_files(write_checkpoint(tmp_path))))
     with counting_spared(monkeypatch) as heard:
         text.encode("short")
         assert heard == []

@@ -16,7 +16,7 @@ from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import DEFAULT, Chat
 from mlxpool.worker.prompt.idle_thread import of_what_is_left, take_what_is_left
 from mlxpool.worker.prompt.tokenizer import LONG, Text
-from mlxpool.worker.weights.files import in_folder
+from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.inspect import inspect
 from support.pool import PATIENCE
 from support.worker_checkpoints import write_checkpoint
@@ -63,7 +63,7 @@ def test_a_long_text_has_the_same_ids_either_way(
 ) -> None:
     if not left:
         monkeypatch.setattr(sys, "platform", "darwin")
-    text = Text.from_folder(inspect(in_folder(write_checkpoint(tmp_path))))
+    text = Text.from_folder(inspect(folder_files(write_checkpoint(tmp_path))))
     short = "né<|user|> x"
     ids = text.encode(short)
     prefix = len(text.prefix)

@@ -1,4 +1,4 @@
-"""Folders made to hang, to fill the memory or to be untellable: each is refused with a reason."""
+"""Folders made to hang, to exhaust memory or to break messages: each is refused with a reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.worker.diagnose.check import check
 from mlxpool.worker.engine.factory import open_source
-from mlxpool.worker.layers.interface import MOST, MOST_PARTS
+from mlxpool.worker.layers.config_fields import MAX_INTEGER, MAX_MODULES
 from mlxpool.worker.prompt.chat_template.templates import MOST_SOURCE
 from mlxpool.worker.weights import json_files
 from support.worker_checkpoints import write_checkpoint, write_json
@@ -32,7 +32,7 @@ def change(file: Path, **changes: Any) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """What a worker says; `check` says it too, and both can be sent and printed."""
+    """The error of a worker, which `check` reports, too; both can be sent and printed."""
     with pytest.raises(ModelLoadFailed) as caught:
         open_source(ModelConfig(path=str(folder)))
     words = str(caught.value.body()["message"])
@@ -46,15 +46,19 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("max_position_embeddings", 10**30, f"a number of 100 bits, must be at most {MOST}"),
-        ("max_position_embeddings", 10**400, f"a number of 1329 bits, must be at most {MOST}"),
-        ("num_hidden_layers", 10**7, f"10000000, must be at most {MOST_PARTS}"),
-        ("num_hidden_layers", 10**30, f"must be at most {MOST_PARTS}"),
+        ("max_position_embeddings", 10**30, f"a number of 100 bits, must be at most {MAX_INTEGER}"),
+        (
+            "max_position_embeddings",
+            10**400,
+            f"a number of 1329 bits, must be at most {MAX_INTEGER}",
+        ),
+        ("num_hidden_layers", 10**7, f"10000000, must be at most {MAX_MODULES}"),
+        ("num_hidden_layers", 10**30, f"must be at most {MAX_MODULES}"),
         ("rms_norm_eps", float("inf"), "inf, must be finite"),
         ("rms_norm_eps", 10**400, "a number of 1329 bits, must be finite"),
     ],
 )
-def test_numbers_that_no_model_has(folder: Path, key: str, value: float, words: str) -> None:
+def test_absurd_numbers(folder: Path, key: str, value: float, words: str) -> None:
     change(folder / "config.json", **{key: value})
     told = refusal(folder)
     assert repr(key) in told and told.endswith(words)
@@ -67,7 +71,7 @@ def pipe(file: Path) -> None:
 
 
 def vast(file: Path) -> None:
-    """Takes no room on the disk."""
+    """Makes a sparse file, which takes no disk space."""
     file.parent.mkdir(exist_ok=True)
     file.touch()
     os.truncate(file, 2**40)
@@ -79,7 +83,7 @@ def vast(file: Path) -> None:
         ("model.safetensors", pipe, "no regular file"),
         ("additional_chat_templates/a.jinja", pipe, "no regular file"),
         *(
-            (name, vast, f"has {2**40} bytes, at most {json_files.MOST}")
+            (name, vast, f"has {2**40} bytes, at most {json_files.MAX_FILE_BYTES}")
             for name in (
                 "config.json",
                 "generation_config.json",
@@ -94,7 +98,7 @@ def vast(file: Path) -> None:
         ),
     ],
 )
-def test_files_that_never_end(
+def test_endless_and_huge_files(
     folder: Path, name: str, deed: Callable[[Path], None], words: str
 ) -> None:
     deed(folder / name)
@@ -102,17 +106,17 @@ def test_files_that_never_end(
     assert words in told and str(folder / name) in told
 
 
-def test_a_vast_template_inside_another_file(folder: Path) -> None:
+def test_a_huge_template_inside_another_file(folder: Path) -> None:
     change(folder / "tokenizer_config.json", chat_template="x" * (MOST_SOURCE + 1))
     assert f"has {MOST_SOURCE + 1} characters, at most {MOST_SOURCE}" in refusal(folder)
 
 
-def test_templates_with_names_that_are_none(folder: Path) -> None:
+def test_templates_with_invalid_names(folder: Path) -> None:
     change(folder / "tokenizer_config.json", chat_template=[{"name": ["x"], "template": "x"}])
     assert "must be text or a list of {name, template}" in refusal(folder)
 
 
-def test_a_file_whose_name_is_no_text(folder: Path) -> None:
+def test_a_file_name_that_is_not_utf8(folder: Path) -> None:
     try:
         Path(os.fsdecode(os.fsencode(folder) + b"/model\xff.safetensors")).write_bytes(b"x")
     except OSError:

@@ -9,7 +9,7 @@ import pytest
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights import hub_cache
 from mlxpool.worker.weights.inspect import inspect
-from mlxpool.worker.weights.locate import files_of
+from mlxpool.worker.weights.locate import find_files
 from support.worker_checkpoints import write_checkpoint
 from support.worker_stores import REVISION, put_in_hub
 
@@ -30,30 +30,30 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refusal(path: str = NAME) -> str:
     with pytest.raises(ModelLoadFailed) as caught:
-        inspect(files_of(path))
+        inspect(find_files(path))
     return str(caught.value)
 
 
-def test_a_name_means_the_snapshot_that_main_is(folder: Path, cache: Path) -> None:
+def test_a_name_means_the_snapshot_of_main(folder: Path, cache: Path) -> None:
     snapshot = put_in_hub(folder, cache, NAME)
     (cache / "models--some-org--Some.Model-4bit" / "snapshots" / "fedcba9876543210").mkdir()
-    found = inspect(files_of(NAME))
+    found = inspect(find_files(NAME))
     assert found.path == snapshot
     assert found.digest == inspect(folder).digest
 
 
-def test_the_only_snapshot_will_do(folder: Path, cache: Path) -> None:
+def test_the_only_snapshot_is_used_without_main(folder: Path, cache: Path) -> None:
     snapshot = put_in_hub(folder, cache, NAME)
     (snapshot.parents[1] / "refs" / "main").unlink()
-    assert inspect(files_of(NAME)).path == snapshot
+    assert inspect(find_files(NAME)).path == snapshot
     (snapshot.parent / "fedcba9876543210").mkdir()
     assert "has no refs/main and 2 snapshots: the download is not complete" in refusal()
 
 
-def test_a_folder_of_that_name_goes_first(folder: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_folder_of_that_name_takes_precedence(folder: Path, cache: Path, tmp_path: Path) -> None:
     put_in_hub(folder, cache, NAME)
     local = write_checkpoint(tmp_path / NAME)
-    assert files_of(NAME).where == local.relative_to(tmp_path)
+    assert find_files(NAME).where == local.relative_to(tmp_path)
 
 
 def test_a_model_that_is_not_downloaded(cache: Path) -> None:
@@ -72,17 +72,17 @@ def test_a_model_that_is_not_downloaded(cache: Path) -> None:
         ({"HOME": "/home/someone"}, "/home/someone/.cache/huggingface/hub"),
     ],
 )
-def test_where_the_cache_is(
+def test_environment_variables_set_the_cache(
     variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert hub_cache.cache() == Path(expected)
+    assert hub_cache.cache_folder() == Path(expected)
 
 
-def test_a_download_that_was_broken_off(folder: Path, cache: Path) -> None:
+def test_an_incomplete_download(folder: Path, cache: Path) -> None:
     snapshot = put_in_hub(folder, cache, NAME)
     blob = (snapshot / "model.safetensors").resolve()
     blob.unlink()

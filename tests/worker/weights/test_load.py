@@ -1,4 +1,4 @@
-"""Model folders: what a good one tells, and how each bad one is named. Most need no MLX."""
+"""Model folders: the facts of a good one, the error of each bad one. Most tests need no MLX."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
-from mlxpool.worker.layers.quantisation import parse
-from mlxpool.worker.weights.files import in_folder, tensors_of
+from mlxpool.worker.layers.quantisation import parse_quant_config
+from mlxpool.worker.weights.files import folder_files, merge_tensors
 from mlxpool.worker.weights.load import inspect, load
-from mlxpool.worker.weights.match import faults
+from mlxpool.worker.weights.match import mismatches
 from support.worker_checkpoints import (
     EOS,
     config,
@@ -42,7 +42,7 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def test_inspect_tells_what_the_folder_holds(good: Path) -> None:
+def test_inspect_describes_a_folder(good: Path) -> None:
     folder = inspect(good)
     assert (folder.model_type, folder.context, folder.eos_ids) == ("llama", 512, frozenset({EOS}))
     assert (folder.bos_token, folder.add_bos) == ("<s>", None)
@@ -66,7 +66,7 @@ def test_shards_and_one_file_are_the_same_model(tmp_path: Path) -> None:
     assert inspect(many).weight_bytes == inspect(one).weight_bytes
 
 
-def test_the_digest_is_of_the_content(good: Path, tmp_path: Path) -> None:
+def test_the_digest_depends_on_content_only(good: Path, tmp_path: Path) -> None:
     digest = inspect(good).digest
     copy = shutil.copytree(good, tmp_path / "copy", copy_function=shutil.copy)
     assert inspect(copy).digest == digest
@@ -86,7 +86,7 @@ def test_the_digest_is_of_the_content(good: Path, tmp_path: Path) -> None:
         (None, {}, {"eos_token": None}, set()),
     ],
 )
-def test_ends_are_those_of_the_first_file_and_the_tokenizers_own(
+def test_eos_ids_are_of_the_first_file_and_the_tokenizer(
     tmp_path: Path, generation: Any, changes: Any, settings: Any, ids: set[int]
 ) -> None:
     path = write_checkpoint(tmp_path, tokenizer_config=settings, **changes)
@@ -206,13 +206,19 @@ def test_a_layer_count_that_the_tensors_do_not_have(good: Path) -> None:
     assert "unknown to the model that config.json describes: it describes 1 layers" in refusal(good)
 
 
-def test_all_faults_of_the_tensors_at_once(good: Path) -> None:
+def test_all_mismatches_of_the_tensors_at_once(good: Path) -> None:
     weights = random_weights(config())
     for change in (_without("lm_head.weight"), _with(EMBED, 8, 32), _with("model.extra", 2)):
         change(weights)
     weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.uint8)
     write_weights(good, weights)
-    said = list(faults(models.plan(config()), tensors_of(in_folder(good).contents()), parse({})))
+    said = list(
+        mismatches(
+            models.plan(config()),
+            merge_tensors(folder_files(good).contents()),
+            parse_quant_config({}),
+        )
+    )
     assert len(said) == 4
     assert said[0] == refusal(good)
     for words, fault in zip(
@@ -229,7 +235,7 @@ def test_integer_weights(good: Path) -> None:
     assert "has dtype I32, must be one of F32, F16, BF16" in refusal(good)
 
 
-def test_an_index_that_names_what_is_not_there(tmp_path: Path) -> None:
+def test_an_index_that_names_missing_shards(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, shards=2)
     (path / "model-00002-of-00002.safetensors").unlink()
     assert "names the shard 'model-00002-of-00002.safetensors', which is missing" in refusal(path)
@@ -249,7 +255,7 @@ def test_no_weights(good: Path) -> None:
     assert "no model*.safetensors; it has PyTorch files" in refusal(good)
 
 
-def test_load_reads_what_is_stored_and_reports_progress(tmp_path: Path) -> None:
+def test_load_reads_stored_weights_and_reports_progress(tmp_path: Path) -> None:
     pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
     folder = inspect(write_checkpoint(tmp_path, shards=2))
     seen: list[tuple[int, int]] = []
@@ -262,7 +268,7 @@ def test_load_reads_what_is_stored_and_reports_progress(tmp_path: Path) -> None:
     assert np.array_equal(np.array(embed), weights[EMBED])
 
 
-def test_halves_become_float32_on_the_cpu(good: Path) -> None:
+def test_float16_becomes_float32_on_the_cpu(good: Path) -> None:
     mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
     write_json(good / "config.json", config())
     weights = {

@@ -1,4 +1,4 @@
-"""Models in Ollama's store: the same as the folder they were made from, or refused by name."""
+"""Models in Ollama's store equal the folder they were made of, or are refused by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
-from mlxpool.worker.weights.locate import files_of
+from mlxpool.worker.weights.locate import find_files
 from mlxpool.worker.weights.ollama_store import MODEL
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 from support.worker_stores import JSON, TENSOR, Store
@@ -35,7 +35,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def opened(name: str = NAME) -> ModelFolder:
-    return inspect(files_of(f"ollama:{name}"))
+    return inspect(find_files(f"ollama:{name}"))
 
 
 def refusal(name: str = NAME) -> str:
@@ -44,11 +44,11 @@ def refusal(name: str = NAME) -> str:
     return str(caught.value)
 
 
-def test_a_model_is_what_its_folder_was(folder: Path, store: Store) -> None:
+def test_a_stored_model_equals_its_folder(folder: Path, store: Store) -> None:
     manifest = store.write(NAME, store.layers(folder))
     there, here = opened(), inspect(folder)
     assert there.path == manifest
-    assert there.fit.weights == here.fit.weights
+    assert there.match.weights == here.match.weights
     assert (there.context, there.eos_ids, there.bos_token) == (512, here.eos_ids, "<s>")
     text = Text.from_folder(there)
     asked = text.chat([{"role": "user", "content": "hi"}], None, 0.0)
@@ -67,33 +67,31 @@ def test_names_as_ollama_writes_them(folder: Path, store: Store) -> None:
         assert "is no model's name: write ollama:[[host/]namespace/]model[:tag]" in refusal(bad)
 
 
-def test_a_model_that_is_not_there(store: Store) -> None:
+def test_a_model_that_the_store_lacks(store: Store) -> None:
     place = store.root / "manifests/registry.ollama.ai/library/other/latest"
     assert f"Ollama has no model 'other' here (looked for {place})" in refusal("other")
     assert "get it with `ollama pull other`" in refusal("other")
 
 
-def test_where_stores_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_set_the_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OLLAMA_MODELS", raising=False)
     monkeypatch.setenv("HOME", "/home/someone")
     assert "/home/someone/.ollama/models/manifests" in refusal()
     assert "/usr/share/ollama/.ollama/models/manifests" in refusal()
 
 
-def test_layers_of_one_digest_and_drafts_are_read_once_and_not_at_all(
-    folder: Path, store: Store
-) -> None:
+def test_layers_of_one_digest_are_read_once_and_drafts_ignored(folder: Path, store: Store) -> None:
     layers = store.layers(folder)
     draft = store.layer(TENSOR, "draft.model.norm.weight", b"never read")
     store.write(NAME, [*layers, {**layers[-1], "name": "again"}, draft])
-    assert opened().fit.weights == inspect(folder).fit.weights
+    assert opened().match.weights == inspect(folder).match.weights
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "", "unheard-of"])
-def test_scales_and_biases_get_their_names_whatever_their_order(
+def test_scales_and_biases_are_renamed_in_any_order(
     tmp_path: Path, store: Store, kind: str
 ) -> None:
-    """A true bias stays one; what is not told of a layout, the shapes tell."""
+    """The bias of a layer keeps its name; missing parts of a layout are inferred from shapes."""
     weights = random_weights(config(attention_bias=True))
     folder = write_checkpoint(tmp_path / "folder", weights=weights, attention_bias=True)
     layers = [layer for layer in store.layers(folder) if not layer["name"].startswith(UP)]
@@ -110,7 +108,7 @@ def test_scales_and_biases_get_their_names_whatever_their_order(
     blob = len(raw).to_bytes(8, "little") + raw + bytes(end)
     store.write(NAME, [*layers, store.layer(TENSOR, f"{UP}.weight", blob)])
     found = opened()
-    assert found.fit.layouts == {UP: Quant("nvfp4", 4, 16)}
+    assert found.match.layouts == {UP: QuantLayout("nvfp4", 4, 16)}
     assert [name for name in found.tensors if name.startswith(UP)] == [
         f"{UP}.weight",
         f"{UP}.scales",
@@ -118,7 +116,7 @@ def test_scales_and_biases_get_their_names_whatever_their_order(
     ]
 
 
-def test_a_layout_that_is_told_wrong(folder: Path, store: Store) -> None:
+def test_a_layout_that_is_stated_wrongly(folder: Path, store: Store) -> None:
     layers = [layer for layer in store.layers(folder) if layer["name"] != f"{UP}.weight"]
     entries = {f"{UP}.weight": ("U32", [48, 4], 768), f"{UP}.weight.scale": ("U8", [48, 1], 48)}
     header: dict[str, Any] = {"__metadata__": {"quant_type": "mxfp8"}}
@@ -155,7 +153,7 @@ def test_a_gguf_model(store: Store) -> None:
         {"size": "12"},
     ],
 )
-def test_a_manifest_that_points_out_of_its_store(folder: Path, store: Store, change: Any) -> None:
+def test_a_manifest_that_points_outside_its_store(folder: Path, store: Store, change: Any) -> None:
     layers = store.layers(folder)
     _tensor(layers).update(change)
     manifest = store.write(NAME, layers)
@@ -163,7 +161,7 @@ def test_a_manifest_that_points_out_of_its_store(folder: Path, store: Store, cha
     assert "its digest must be sha256: and 64 hex digits" in refusal()
 
 
-def test_links_that_lead_out_of_the_store(folder: Path, store: Store, tmp_path: Path) -> None:
+def test_links_that_lead_outside_of_the_store(folder: Path, store: Store, tmp_path: Path) -> None:
     layers = store.layers(folder)
     manifest = store.write(NAME, layers)
     blob = store.blob(_tensor(layers))
@@ -182,7 +180,7 @@ def test_a_store_whose_root_is_a_link_is_fine(
     store.write(NAME, store.layers(folder))
     (tmp_path / "link").symlink_to(store.root)
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "link"))
-    assert opened().fit.weights == inspect(folder).fit.weights
+    assert opened().match.weights == inspect(folder).match.weights
 
 
 def test_blobs_that_are_missing_or_of_another_size(folder: Path, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Begin and end of texts, from every file that may say so."""
+"""The tokens that begin and end a text, from all files that may name them."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def test_ids_of_the_first_file_that_has_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["<|im_end|>", {"content": "<|im_end|>", "special": True}])
 @pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
-def test_the_tokenizers_own_end_is_always_one(tmp_path: Path, file: str, text: Any) -> None:
+def test_the_tokenizers_eos_token_is_always_included(tmp_path: Path, file: str, text: Any) -> None:
     files = {file: {"eos_token": text}}
     assert eos(tmp_path, **files) == {7}
     assert eos(tmp_path, {"eos_token_id": 4}, **files) == {4, 7}
 
 
-def test_an_end_in_the_vocabulary_and_one_that_is_nowhere(tmp_path: Path) -> None:
+def test_an_eos_token_in_the_vocabulary_and_one_that_is_unknown(tmp_path: Path) -> None:
     assert eos(tmp_path, tokenizer_config={"eos_token": "</s>"}) == {2}
     assert eos(tmp_path, tokenizer_config={"eos_token": "<none>"}) == set()
     unigram = {"model": {"vocab": [["<pad>", 0.0], ["</s>", 0.0]]}}
     assert eos(tmp_path, tokenizer=unigram, tokenizer_config={"eos_token": "</s>"}) == {1}
 
 
-def test_the_list_of_added_tokens_spares_the_large_file(tmp_path: Path) -> None:
+def test_added_tokens_make_reading_the_large_file_unnecessary(tmp_path: Path) -> None:
     listed = {"eos_token": "<end>", "added_tokens_decoder": {"9": {"content": "<end>"}}}
     assert eos(tmp_path, tokenizer={}, tokenizer_config=listed) == {9}
 
 
-def test_the_newer_file_has_the_last_word(tmp_path: Path) -> None:
+def test_the_newer_file_takes_precedence(tmp_path: Path) -> None:
     found = read(
         tmp_path,
         tokenizer_config={"bos_token": "new", "add_bos_token": False},
@@ -72,7 +72,7 @@ def test_the_newer_file_has_the_last_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["2", 2.0, True, [1, "2"], -1, {"id": 2}])
-def test_an_end_that_is_no_id_is_named(tmp_path: Path, wrong: Any) -> None:
+def test_an_eos_token_id_that_is_no_id_is_named(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(ModelLoadFailed, match=r"generation_config\.json: eos_token_id is"):
         read(tmp_path, generation_config={"eos_token_id": wrong})
     with pytest.raises(ModelLoadFailed, match=r"/config\.json: eos_token_id is"):
@@ -86,12 +86,12 @@ def test_a_file_that_is_no_map_is_named(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("broken", [{"added_tokens": 5}, {"added_tokens": [5]}, {"model": 5}])
-def test_a_tokenizer_of_another_make_has_no_end(tmp_path: Path, broken: Any) -> None:
+def test_a_tokenizer_of_another_form_has_no_eos_token(tmp_path: Path, broken: Any) -> None:
     assert eos(tmp_path, tokenizer=broken, tokenizer_config={"eos_token": "</s>"}) == set()
 
 
 @pytest.mark.parametrize("id", ["x", None, 1.5, True, [7]])
-def test_an_id_that_is_none_is_left_to_the_tokenizer(tmp_path: Path, id: Any) -> None:
+def test_an_invalid_id_is_left_to_the_tokenizer(tmp_path: Path, id: Any) -> None:
     tokenizer = {"added_tokens": [{"id": id, "content": "</s>"}], "model": {"vocab": {"</s>": id}}}
     assert eos(tmp_path, tokenizer=tokenizer, tokenizer_config={"eos_token": "</s>"}) == set()
     vocabulary = {"model": tokenizer["model"]}
@@ -104,6 +104,6 @@ def test_a_listed_id_that_is_no_number(tmp_path: Path, id: str) -> None:
     assert eos(tmp_path, tokenizer_config=settings) == {7}
 
 
-def test_a_name_that_is_half_a_character(tmp_path: Path) -> None:
+def test_a_lone_surrogate_in_a_name(tmp_path: Path) -> None:
     write_json(tmp_path / "tokenizer_config.json", {"bos_token": "a\ud800"})
     assert token_names(tmp_path) == {"bos_token": "a?"}

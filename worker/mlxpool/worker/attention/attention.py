@@ -17,7 +17,9 @@ from mlxpool.worker.attention import softmax
 from mlxpool.worker.attention.contiguous import SlabRow
 from mlxpool.worker.attention.row_cache import Row, RowShape
 from mlxpool.worker.kernels.paged_attention import Turns
-from mlxpool.worker.layers.interface import Latent, LatentHeads, Rope, Scan, Scores
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.cache_specs import LatentSpec
+from mlxpool.worker.layers.interface import LatentProjections, Rope, Scan
 
 AnyRow = Row | SlabRow
 FUSED = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
@@ -121,12 +123,14 @@ class Turning:
         """See models.base.Step."""
         raise NotImplementedError
 
-    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
         """See models.base.Step."""
         raise NotImplementedError
 
-    def attend_turned(
-        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: Scores, rope: Rope
+    def rotate_and_attend(
+        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
         """See models.base.Step."""
         q, k = parted([self.rope(one, rope) for one in asked], v)
@@ -134,7 +138,7 @@ class Turning:
 
 
 def parted(asked: Sequence[mx.array], v: mx.array) -> tuple[mx.array, mx.array]:
-    """Queries and keys, see models.base.Step.attend_turned."""
+    """Queries and keys, see models.base.Step.rotate_and_attend."""
     if len(asked) == 1:
         queries = asked[0].shape[1] - v.shape[1]
         return asked[0][:, :queries], asked[0][:, queries:]
@@ -156,7 +160,7 @@ class Step(Turning):
             mx.concatenate(every), starts[0] if len(every) == 1 and not self._single else None
         )
 
-    def wanted(self, x: mx.array) -> mx.array:
+    def logit_rows(self, x: mx.array) -> mx.array:
         """The lines of x [T, d] that want logits: [R, d], the last of each row."""
         if self._single:
             return x
@@ -170,7 +174,9 @@ class Step(Turning):
         """x [T, H, D] rotated by each token's own position."""
         return self._rotation(x, rope)
 
-    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
         """See models.base.Step; k and v go into each row's cache."""
 
         def one(row: AnyRow, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
@@ -179,17 +185,17 @@ class Step(Turning):
         return self._by_row(one, q, k, v)
 
     def attend_row(
-        self, row: AnyRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores
+        self, row: AnyRow, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
         """`attend` for one row: q [n, H, D], k [n, KV, D], v [n, KV, V] -> [n, H, V]."""
         keys, values = row.write(layer, _heads_first(k), _heads_first(v))
         return seen(q, keys, values, scores, row.shape.window(layer))
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
         """See models.base.Step. Rows with one token each are absorbed and opened together."""
-        scores = Scores(scale)
+        scores = ScoreParams(scale)
 
         def read(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
             (lines,) = cast(Row, row).write(layer, line[None, None])
@@ -198,14 +204,14 @@ class Step(Turning):
             return seen(q, lines, values, scores)[..., : heads.rank]
 
         def one(row: AnyRow, q: mx.array, line: mx.array) -> mx.array:
-            if not heads.expands(q.shape[0], row.offset + q.shape[0]):
-                return heads.opened(read(row, heads.absorbed(q), line))
+            if not heads.decompresses(q.shape[0], row.offset + q.shape[0]):
+                return heads.to_values(read(row, heads.absorb(q), line))
             (lines,) = cast(Row, row).write(layer, line[None, None])
-            keys, values = heads.expanded(lines[0, 0])
+            keys, values = heads.decompress(lines[0, 0])
             return seen(q, keys[None], values[None], scores)
 
         if self._single:
-            return heads.opened(self._by_row(read, heads.absorbed(q), line))
+            return heads.to_values(self._by_row(read, heads.absorb(q), line))
         return self._by_row(one, q, line)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
@@ -244,7 +250,7 @@ class Step(Turning):
 
 
 def seen(
-    q: mx.array, keys: mx.array, values: mx.array, scores: Scores, window: int = 0
+    q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0
 ) -> mx.array:
     """q [n, H, D], keys [1, KV, L, D], values [1, KV, L, V] -> [n, H, V].
 
@@ -272,7 +278,7 @@ def _at_once(length: int, heads: int) -> int:
 
 def pairs_at_once(shape: RowShape, area: int) -> int:
     """Of `area` pairs of a query and a key, those whose scores a step holds at once."""
-    if _on_gpu() or any(isinstance(one, Latent) for one in shape.caches):
+    if _on_gpu() or any(isinstance(one, LatentSpec) for one in shape.caches):
         return area  # what is made of a latent cache grows with the keys
     return min(area, UNDER_WAY * max(PAIRS, FEWEST * shape.capacity))
 
@@ -281,18 +287,18 @@ def _on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
-def _fused(q: mx.array, values: mx.array, scores: Scores) -> bool:
+def _fused(q: mx.array, values: mx.array, scores: ScoreParams) -> bool:
     """Whether a GPU's kernel computes it without ever writing down the scores."""
     size = q.shape[-1]
-    return _on_gpu() and not scores.cap and size == values.shape[-1] and size in FUSED
+    return _on_gpu() and not scores.softcap and size == values.shape[-1] and size in FUSED
 
 
 def _attended(
-    q: mx.array, keys: mx.array, values: mx.array, scores: Scores, window: int
+    q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int
 ) -> mx.array:
     queries = _heads_first(q)
     mask = _mask(q.shape[0], keys.shape[2], window)
-    if scores.cap or not _on_gpu():
+    if scores.softcap or not _on_gpu():
         out = weighed(queries, keys, values, scores, _visible(mask, q.shape[0], keys.shape[2]))
     else:
         out = mx.fast.scaled_dot_product_attention(
@@ -321,7 +327,7 @@ def weighed(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    scores: Scores,
+    scores: ScoreParams,
     visible: mx.array | None,
 ) -> mx.array:
     """Attention in single steps, for what no kernel has.
@@ -333,7 +339,7 @@ def weighed(
     pairs, length = keys.shape[1], keys.shape[2]
     grouped = (queries * scores.scale).reshape(batch, pairs, -1, size)
     found = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32)
-    found = bent(found.reshape(batch, pairs, -1, count, length), scores.cap)
+    found = bent(found.reshape(batch, pairs, -1, count, length), scores.softcap)
     if visible is not None:
         found = found + mx.where(visible, 0.0, -mx.inf)
     if scores.sinks is not None:

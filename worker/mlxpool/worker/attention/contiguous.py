@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.block_manager import BLOCK, blocks_of
-from mlxpool.worker.layers.interface import KeyValue
+from mlxpool.worker.layers.cache_specs import KeyValueSpec
 
 BLOCKS = 16  # of a slab; more leave more unused, fewer take more products for a step
 
@@ -36,7 +36,7 @@ class Slab:
     @classmethod
     def empty(cls, shape: RowShape, blocks: int) -> Slab:
         """A slab nobody uses yet."""
-        caches = [cache for cache in shape.caches if isinstance(cache, KeyValue)]
+        caches = [cache for cache in shape.caches if isinstance(cache, KeyValueSpec)]
         assert len(caches) == len(shape.caches), "slabs are for layers that keep every token"
 
         def zeros(heads: int, size: int) -> mx.array:

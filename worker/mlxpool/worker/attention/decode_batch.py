@@ -17,7 +17,9 @@ from mlxpool.worker.attention.attention import Rotation, Turning, bent
 from mlxpool.worker.attention.contiguous import Slab, SlabRow
 from mlxpool.worker.engine.block_manager import BLOCK, blocks_of
 from mlxpool.worker.kernels.compiled_passes import Compiled
-from mlxpool.worker.layers.interface import LatentHeads, Model, Rope, Scan, Scores
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.interface import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.model_plan import Model
 
 NARROW = 64  # tokens; blocks are read as far as the fullest of them goes, in steps of this
 NEVER = -1e30  # a score that counts for nothing, yet is finite: whole blocks may have no other
@@ -115,7 +117,7 @@ class BatchStep(Turning):
         self._readings = readings
         self.slabs = slabs
 
-    def wanted(self, x: mx.array) -> mx.array:
+    def logit_rows(self, x: mx.array) -> mx.array:
         """See Step.wanted."""
         return x
 
@@ -123,7 +125,9 @@ class BatchStep(Turning):
         """See Step.rope."""
         return self._rotation(x, rope)
 
-    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
         """See Step.attend."""
         if scores.sinks is not None:
             raise NotImplementedError("no known model has sinks and no windows")
@@ -138,13 +142,13 @@ class BatchStep(Turning):
                 _write(slab_values, layer, reading, v)
             asked = q if self._member is None else q[:, reading.owner]
             keys = _read(slab_keys[layer], reading)
-            found.append(bent(asked @ keys.swapaxes(-1, -2), scores.cap) + reading.mask)
+            found.append(bent(asked @ keys.swapaxes(-1, -2), scores.softcap) + reading.mask)
             values.append(_read(slab_values[layer], reading))
         out = _simple(found, values) if self._member is None else self._weighed(found, values)
         return out.reshape(rows, heads, -1)
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
         """See Step.attend_latent."""
         raise NotImplementedError(NOT_PLAIN)

@@ -27,8 +27,9 @@ from mlxpool.worker.attention.row_cache import Row, RowShape
 from mlxpool.worker.engine.block_manager import BLOCK, blocks_of
 from mlxpool.worker.engine.kernel_trials import kernels_read, writes
 from mlxpool.worker.kernels.kernel_builder import HALVES
-from mlxpool.worker.layers.interface import Model, Recurrent
-from mlxpool.worker.layers.memory_kinds import Full, Kind, State, Window
+from mlxpool.worker.layers.cache_kinds import CacheKind, FullCache, StateCache, WindowCache
+from mlxpool.worker.layers.cache_specs import RecurrentSpec
+from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.prefix.row_copies import RowStore
 
 # Keys that the lines of a short chunk look at, each its own; else they are read together.
@@ -306,13 +307,13 @@ def _in_place(shape: RowShape, on_gpu: bool) -> bool:
     return shape.paged and on_gpu and mx.cuda.is_available() and writes(shape)
 
 
-def kinds_of(shape: RowShape) -> list[Kind]:
+def kinds_of(shape: RowShape) -> list[CacheKind]:
     """How the prefix cache keeps each layer."""
     return [_kind(shape, layer) for layer in range(len(shape.caches))]
 
 
-def _kind(shape: RowShape, layer: int) -> Kind:
-    if isinstance(shape.caches[layer], Recurrent):
-        return State(layer)
+def _kind(shape: RowShape, layer: int) -> CacheKind:
+    if isinstance(shape.caches[layer], RecurrentSpec):
+        return StateCache(layer)
     window = shape.window(layer)
-    return Window(layer, window) if window else Full(layer)
+    return WindowCache(layer, window) if window else FullCache(layer)

@@ -21,7 +21,10 @@ from mlxpool.worker.engine.block_manager import BLOCK, blocks_of
 from mlxpool.worker.kernels import block_write, float32_attention, latent_attention, paged_attention
 from mlxpool.worker.kernels.compiled_passes import Compiled
 from mlxpool.worker.kernels.paged_attention import Places, parts_of
-from mlxpool.worker.layers.interface import KeyValue, Latent, LatentHeads, Model, Rope, Scan, Scores
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.cache_specs import KeyValueSpec, LatentSpec
+from mlxpool.worker.layers.interface import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockStore
 
 CHUNKS = (16, 48, 128)  # tokens of one row that are lines of one pass
@@ -57,9 +60,9 @@ class Pool:
 
     def _zeros(self, cache: object) -> Arrays:
         match cache:
-            case Latent(dim, _):
+            case LatentSpec(dim, _):
                 shapes = [(1, dim)]
-            case KeyValue(heads, key_dim, value_dim, _):
+            case KeyValueSpec(heads, key_dim, value_dim, _):
                 shapes = [(heads, key_dim), (heads, value_dim)]
             case _:
                 raise TypeError(f"a pool of blocks has no place for {cache}")
@@ -234,7 +237,7 @@ class PoolStep(Turning):
         self._pool, self._slots, self._table = pool, slots, table
         self._places = Places(positions, table, pool.arrived, longest)
 
-    def wanted(self, x: mx.array) -> mx.array:
+    def logit_rows(self, x: mx.array) -> mx.array:
         """See Step.wanted."""
         return x if self._last is None else x[self._last]
 
@@ -242,7 +245,9 @@ class PoolStep(Turning):
         """See Step.rope."""
         return self._rotation(x, rope)
 
-    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
         """See Step.attend."""
         pool, places, window = self._pool, self._places, self._pool.shape.window(layer)
         if self._reads(q.shape[1], v, scores):
@@ -256,7 +261,7 @@ class PoolStep(Turning):
         served = float32_attention.serves(
             q.shape[1], k.shape[1], k.shape[2], v.shape[2], pool.shape.dtype
         )
-        plain = scores.sinks is None and not scores.cap
+        plain = scores.sinks is None and not scores.softcap
         if not self._chunk and pool.reads and served and plain:
             seen = min(places.longest, window or places.longest)
             parts = parts_of(q.shape[0] * k.shape[1], seen)
@@ -269,32 +274,32 @@ class PoolStep(Turning):
         keys, values = gathered(pool.arrays[layer], table)
         return self._seen(q, keys, values, scores, window)
 
-    def attend_turned(
-        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: Scores, rope: Rope
+    def rotate_and_attend(
+        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
-        """See Step.attend_turned."""
+        """See Step.rotate_and_attend."""
         q, k = parted(asked, v)
         if not self._chunk and self._reads(q.shape[1], v, scores):
             turns, window = self._rotation.turns(rope), self._pool.shape.window(layer)
             return paged_attention.attend(
                 q, k, v, self._pair(layer), self._places, scores, turns, window
             )
-        return super().attend_turned(layer, asked, v, scores, rope)
+        return super().rotate_and_attend(layer, asked, v, scores, rope)
 
-    def _reads(self, heads: int, v: mx.array, scores: Scores) -> bool:
+    def _reads(self, heads: int, v: mx.array, scores: ScoreParams) -> bool:
         """Whether the kernel in tensor cores attends."""
         _, pairs, size = v.shape
         served = paged_attention.serves(heads, pairs, size, size, self._pool.shape.dtype)
-        return self._pool.reads and served and not scores.cap
+        return self._pool.reads and served and not scores.softcap
 
     def _pair(self, layer: int) -> tuple[mx.array, mx.array]:
         return cast("tuple[mx.array, mx.array]", self._pool.arrays[layer])
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
+        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
         """See Step.attend_latent."""
-        pool, places, absorbed = self._pool, self._places, heads.absorbed(q)
+        pool, places, absorbed = self._pool, self._places, heads.absorb(q)
         served = latent_attention.serves(line.shape[1], heads.rank, pool.shape.dtype)
         if self._chunk or not (pool.reads and served):  # or the kernel writes the same again
             table = pool.write(layer, (line[:, None],), self._slots, self._table)
@@ -305,15 +310,15 @@ class PoolStep(Turning):
         else:
             self.gathers = self._chunk
             (lines,) = gathered(pool.arrays[layer], places.table)
-            read = self._seen(absorbed, lines, lines[..., : heads.rank], Scores(scale))
-        return heads.opened(read)
+            read = self._seen(absorbed, lines, lines[..., : heads.rank], ScoreParams(scale))
+        return heads.to_values(read)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See Step.recur."""
         raise NotImplementedError("a pool of blocks has no states, see RowShape.paged")
 
     def _seen(
-        self, q: mx.array, keys: mx.array, values: mx.array, scores: Scores, window: int = 0
+        self, q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0
     ) -> mx.array:
         """q [R, H, D], keys [R, KV, L, D], values [R, KV, L, V] -> [R, H, V]."""
         tokens, last = mx.arange(keys.shape[2])[None], self._places.positions[:, None]

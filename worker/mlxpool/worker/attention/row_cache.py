@@ -13,13 +13,13 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.engine.block_manager import BLOCK
-from mlxpool.worker.layers.interface import (
-    STEPS_BACK,
-    KeyValue,
-    Latent,
-    LayerCache,
-    Recurrent,
-    window_room,
+from mlxpool.worker.layers.cache_specs import (
+    ROLLBACK_STEPS,
+    CacheSpec,
+    KeyValueSpec,
+    LatentSpec,
+    RecurrentSpec,
+    window_capacity,
 )
 
 GROWTH = BLOCK  # tokens
@@ -33,7 +33,7 @@ class RowShape:
     `whole`: what a token leaves is kept in every layer, also where a window sees it no more.
     """
 
-    caches: tuple[LayerCache, ...]
+    caches: tuple[CacheSpec, ...]
     dtype: mx.Dtype
     capacity: int
     chunk: int = 2048
@@ -42,7 +42,7 @@ class RowShape:
     @property
     def plain(self) -> bool:
         """Whether every layer keeps the keys and values of every token."""
-        return all(isinstance(one, KeyValue) and not one.window for one in self.caches)
+        return all(isinstance(one, KeyValueSpec) and not one.window for one in self.caches)
 
     @property
     def windowed(self) -> bool:
@@ -52,7 +52,7 @@ class RowShape:
     @property
     def paged(self) -> bool:
         """Whether every layer has something of every token, so that blocks can hold it all."""
-        return not any(isinstance(one, Recurrent) for one in self.caches)
+        return not any(isinstance(one, RecurrentSpec) for one in self.caches)
 
     @property
     def token_bytes(self) -> int:
@@ -67,13 +67,13 @@ class RowShape:
     def window(self, layer: int) -> int:
         """How many tokens a token of this layer sees; 0: all."""
         cache = self.caches[layer]
-        return cache.window if isinstance(cache, KeyValue) else 0
+        return cache.window if isinstance(cache, KeyValueSpec) else 0
 
     @property
-    def _kept(self) -> Sequence[LayerCache]:
+    def _kept(self) -> Sequence[CacheSpec]:
         if not self.whole:
             return self.caches
-        return [replace(c, window=0) if isinstance(c, KeyValue) else c for c in self.caches]
+        return [replace(c, window=0) if isinstance(c, KeyValueSpec) else c for c in self.caches]
 
 
 class FullLayer:
@@ -137,10 +137,10 @@ class WindowLayer:
     stays, for a token that is taken back.
     """
 
-    def __init__(self, spec: KeyValue, shape: RowShape) -> None:
+    def __init__(self, spec: KeyValueSpec, shape: RowShape) -> None:
         self._spec, self._shape = spec, shape
         self._sizes = (spec.key_dim, spec.value_dim)
-        self._room = min(window_room(spec.window, shape.chunk), shape.capacity)
+        self._room = min(window_capacity(spec.window, shape.chunk), shape.capacity)
         self._first = self._last = 0
         self.arrays: Arrays = ()
 
@@ -193,7 +193,7 @@ class WindowLayer:
 class StateLayer:
     """A state after all tokens, and those before the last steps, see Recurrent."""
 
-    def __init__(self, spec: Recurrent) -> None:
+    def __init__(self, spec: RecurrentSpec) -> None:
         self._spec = spec
         self._before: dict[int, Arrays] = {}  # by tokens, the oldest first
         self.arrays: Arrays = ()
@@ -205,12 +205,12 @@ class StateLayer:
     def write(self, at: int, new: Arrays) -> None:
         """The state after a step that began at `at` tokens."""
         self._before[at] = self.arrays
-        if len(self._before) > STEPS_BACK:
+        if len(self._before) > ROLLBACK_STEPS:
             del self._before[next(iter(self._before))]
         self.arrays = new
 
     def trim(self, offset: int, to: int) -> None:
-        """See FullLayer. It can go back by STEPS_BACK steps, or to the beginning."""
+        """See FullLayer. It can go back by ROLLBACK_STEPS steps, or to the beginning."""
         if to == 0:
             self._before, self.arrays = {}, ()
         elif to < offset:
@@ -222,13 +222,13 @@ class StateLayer:
 Layer = FullLayer | WindowLayer | StateLayer
 
 
-def _layer(cache: LayerCache, shape: RowShape) -> Layer:
+def _layer(cache: CacheSpec, shape: RowShape) -> Layer:
     match cache:
-        case Recurrent():
+        case RecurrentSpec():
             return StateLayer(cache)
-        case Latent(dim, _):
+        case LatentSpec(dim, _):
             return FullLayer(1, (dim,), shape)
-        case KeyValue(heads, key_dim, value_dim, window):
+        case KeyValueSpec(heads, key_dim, value_dim, window):
             sizes = (key_dim, value_dim)
             return WindowLayer(cache, shape) if window else FullLayer(heads, sizes, shape)
 

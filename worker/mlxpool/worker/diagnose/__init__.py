@@ -1,4 +1,4 @@
-"""Looks at models without serving them and says what is wrong with their files.
+"""Checks models without serving them: what they are and need, and what is wrong with their files.
 
-Used by `mlxpool check` and the broker's catalogue.
+`mlxpool check` and the broker's catalogue run it in a process of its own.
 """

@@ -1,7 +1,7 @@
-"""`python -m mlxpool.worker.diagnose.check`: looks at models without serving them.
+"""`python -m mlxpool.worker.diagnose.check`: reports on models without serving them.
 
-One line of JSON in for each model, {name, model, machine?, memory_limit?}; one line out, as
-docs/models.md says. MLX is imported only for `machine`: what it can run.
+Reads a line of JSON for each model, {name, model, machine?, memory_limit?}, and writes a line with
+its report, see docs/models.md. MLX is imported only for `machine`, what this machine can run.
 """
 
 from __future__ import annotations
@@ -15,57 +15,57 @@ from dataclasses import asdict
 from typing import Any
 
 from mlxpool.common.config.loading import ModelConfig
-from mlxpool.worker.diagnose.problems import Problems, look
+from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.engine.block_manager import BLOCK
 from mlxpool.worker.engine.counting_engine import CountingEngine
-from mlxpool.worker.engine.factory import NO_BACK_END
-from mlxpool.worker.process import lifecycle
-from mlxpool.worker.weights.description import (
+from mlxpool.worker.engine.description import (
     NOT_ON_A_GPU,
-    about,
-    about_counting,
+    describe,
+    describe_counting,
     features,
     require_deterministic,
 )
-from mlxpool.worker.weights.files import Files
+from mlxpool.worker.engine.factory import NO_BACK_END
+from mlxpool.worker.process import lifecycle
+from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder
-from mlxpool.worker.weights.locate import COUNTING, place_of
-from mlxpool.worker.weights.memory_estimate import Needs, needs
+from mlxpool.worker.weights.locate import COUNTING, locate
+from mlxpool.worker.weights.memory_estimate import MemoryEstimate, estimate_memory
 
-NICENESS = 10  # whoever is served goes first
-MEMORY = 8 * 2**30  # bytes that a look in the background may take: a config can ask for anything
+NICENESS = 10  # of a check in the background, so that served requests go first
+MAX_BACKGROUND_BYTES = 8 * 2**30  # memory of a check in the background: any config is read
 
-OF_CACHES = ("token", "fixed", "sequence", "all_sequences", "least")  # of `memory`, see needs.py
+CACHE_FIELDS = ("token", "fixed", "sequence", "all_sequences", "least")  # of a MemoryEstimate
 
 
 def check(
     name: str, config: ModelConfig, *, machine: bool = False, memory_limit: int = 0
 ) -> dict[str, Any]:
-    """The report on a model; never raises for what its files hold.
+    """The report on a model; never raises for the contents of its files.
 
     `memory_limit` is the pool's, in bytes; 0: the usual share of the machine's memory.
     """
     report: dict[str, Any] = {"name": name, "path": config.path, "problems": [], "notes": []}
     report["model"] = None
     if config.path == COUNTING:
-        report["model"] = about_counting(CountingEngine(config.counting, config.context))
+        report["model"] = describe_counting(CountingEngine(config.counting, config.context))
         return report
     problems = Problems()
-    path = problems.of(place_of, config)
+    location = problems.attempt(locate, config)
     folder = None
-    if path is not None:
-        report["path"] = str(path.where if isinstance(path, Files) else path)
-        folder, found = look(path)
+    if location is not None:
+        report["path"] = str(location.where if isinstance(location, ModelFiles) else location)
+        folder, found = find_problems(location)
         problems.add(found)
     if folder is not None:
-        report["model"] = problems.of(about, folder)
+        report["model"] = problems.attempt(describe, folder)
         if config.context > folder.context:
             report["notes"].append(
                 f"context is {config.context} tokens, the model's own is {folder.context}, which"
                 " counts: a longer prompt is refused"
             )
         if config.deterministic:
-            problems.of(require_deterministic, folder)
+            problems.attempt(require_deterministic, folder)
         if machine:
             report.update(_machine(folder, config, memory_limit))
     report["problems"] = list(problems.found)
@@ -73,7 +73,7 @@ def check(
 
 
 def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dict[str, Any]:
-    """`memory`, what it needs, and `machine`, whether that is there."""
+    """`memory`, what the model needs, and `machine`, whether this machine has it."""
     try:
         from mlxpool.worker.engine import backend
     except ImportError as error:
@@ -81,7 +81,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
     total, free = backend.device_memory()
     limit = backend.limit_of(config.memory_limit)
     pool = memory_limit or backend.limit_of(0)
-    need = needs(
+    need = estimate_memory(
         folder,
         context=min(folder.context, config.context or folder.context),
         sequences=config.sequences,
@@ -92,7 +92,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         float32=not backend.on_gpu(),
         deterministic=config.deterministic,
     )
-    why = [*misfits(need, limit, pool, config.memory_limit or folder.weight_bytes)]
+    why = [*memory_problems(need, limit, pool, config.memory_limit or folder.weight_bytes)]
     if config.deterministic and "deterministic" in features(folder) and backend.on_gpu():
         why.append(NOT_ON_A_GPU)
     machine = {
@@ -101,18 +101,18 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         "free": free,
         "limit": limit,
         "pool_limit": pool,
-        "longest": None if folder.in_zoo else need.context_within(limit),
+        "longest": None if folder.uses_mlx_lm else need.context_within(limit),
         "fits": not why,
         "why": why,
     }
     memory: dict[str, int | None] = {**asdict(need), "least": need.least}
-    if folder.in_zoo:  # what a token takes only mlx-lm's code knows
-        memory |= dict.fromkeys(OF_CACHES)
+    if folder.uses_mlx_lm:  # the bytes of a token are known to mlx-lm's code only
+        memory |= dict.fromkeys(CACHE_FIELDS)
     return {"memory": memory, "machine": machine}
 
 
-def misfits(need: Needs, limit: int, pool: int, floor: int) -> list[str]:
-    """Why a worker cannot run here. `floor` is what the broker sets aside for it."""
+def memory_problems(need: MemoryEstimate, limit: int, pool: int, floor: int) -> list[str]:
+    """Why a worker with this need cannot run here; `floor` is what the broker reserves for it."""
     why = []
     least = need.fixed + 2 * BLOCK * need.token
     if need.weights + least > limit:
@@ -129,25 +129,25 @@ def misfits(need: Needs, limit: int, pool: int, floor: int) -> list[str]:
 
 
 def answer(line: str) -> dict[str, Any]:
-    """The report that a line asks for."""
-    asked: Mapping[str, Any] = json.loads(line)
-    config = ModelConfig.from_table(asked["model"])
-    rest = {key: asked[key] for key in ("machine", "memory_limit") if key in asked}
-    return check(str(asked["name"]), config, **rest)
+    """The report on the model in a line of input."""
+    query: Mapping[str, Any] = json.loads(line)
+    config = ModelConfig.from_table(query["model"])
+    rest = {key: query[key] for key in ("machine", "memory_limit") if key in query}
+    return check(str(query["name"]), config, **rest)
 
 
 def bound_memory(size: int) -> None:
-    """What goes beyond is a MemoryError, where the kernel counts it; a lower bound stays."""
+    """Bounds the process's data memory: beyond it is a MemoryError. A lower bound stays."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or size < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (size, hard))
 
 
 def main(arguments: list[str]) -> int:
-    """Answer every line of standard input; `--background` gives way to everybody else."""
+    """Answers every line of standard input; `--background` lowers priority and bounds memory."""
     if "--background" in arguments:
         os.nice(NICENESS)
-        bound_memory(MEMORY)
+        bound_memory(MAX_BACKGROUND_BYTES)
         lifecycle.die_with_parent()
     for line in sys.stdin:
         print(json.dumps(answer(line)), flush=True)

@@ -1,6 +1,6 @@
-"""Everything that is wrong with a model's files, where `inspect` stops at the first.
+"""Finds all problems of a model's files, where `inspect` raises the first.
 
-Invariant: what `inspect` and `Text.from_folder` say is always among it, in the same words.
+Invariant: the error of `inspect` or `Text.from_folder` is always among them.
 """
 
 from __future__ import annotations
@@ -13,112 +13,117 @@ from tokenizers import Tokenizer
 
 from mlxpool.common.errors import ModelLoadFailed, sendable
 from mlxpool.worker import models
-from mlxpool.worker.layers.interface import Plan
+from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.prompt.chat_template.templates import Chat
 from mlxpool.worker.prompt.tokenizer import Text, check_vocabulary, read_tokenizer
 from mlxpool.worker.weights import match
-from mlxpool.worker.weights.files import Files, require_folder, shards_of, tensors_of
-from mlxpool.worker.weights.inspect import ModelFolder, inspect, known_of, require_tokenizer
+from mlxpool.worker.weights.files import (
+    ModelFiles,
+    find_shards,
+    merge_tensors,
+    require_model_folder,
+)
+from mlxpool.worker.weights.inspect import ModelFolder, inspect, quant_config_of, require_tokenizer
 from mlxpool.worker.weights.json_files import read_json
 from mlxpool.worker.weights.safetensors_header import read_header
 from mlxpool.worker.weights.special_tokens import SpecialTokens
 
 Step = ParamSpec("Step")
 Result = TypeVar("Result")
-MOST_KEYS = 64  # of config.json that are looked for one after the other
-STAND_INS = (4096, 1)  # for a key that is missing: a width, a count
+MAX_KEYS = 64  # unusable keys of config.json that are reported
+PLACEHOLDERS = (4096, 1)  # for an unusable key: a plausible width, a plausible count
 
 
 class Problems:
-    """What went wrong so far, each once, in the order in which it was found."""
+    """The problems found so far, each once, in the order in which they were found."""
 
     def __init__(self) -> None:
         self.found: dict[str, None] = {}
 
-    def add(self, words: Iterable[str]) -> None:
-        self.found.update(dict.fromkeys(map(sendable, words)))
+    def add(self, messages: Iterable[str]) -> None:
+        self.found.update(dict.fromkeys(map(sendable, messages)))
 
-    def of(
+    def attempt(
         self, step: Callable[Step, Result], *args: Step.args, **kwargs: Step.kwargs
     ) -> Result | None:
-        """What the step returns, or None after its failure was noted."""
+        """Calls `step`; returns its result, or None and adds its error where it raises one."""
         try:
             return step(*args, **kwargs)
         except OSError as error:
             self.add([f"{error.filename}: {error.strerror}" if error.filename else str(error)])
-        except Exception as error:  # files are foreign: whatever they provoke is their fault
-            self.add([_words(error)])
+        except Exception as error:  # files are untrusted: any error is a problem of theirs
+            self.add([_message(error)])
         return None
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, ModelLoadFailed):
         return error.message
     return f"{type(error).__name__}: {error}"
 
 
-def look(place: Path | Files) -> tuple[ModelFolder | None, list[str]]:
-    """The model, if its files agree with each other, and all that is wrong with them."""
+def find_problems(location: Path | ModelFiles) -> tuple[ModelFolder | None, list[str]]:
+    """The model, or None where `inspect` raises, and all problems of its files."""
     problems = Problems()
-    sound = problems.of(inspect, place)
-    if sound is None:
-        _look_at_all(place, problems)
+    folder = problems.attempt(inspect, location)
+    if folder is None:
+        _check_files(location, problems)
     else:
-        _look_at_text(sound.files, sound.path, sound.plan, problems)
-        problems.of(Text.from_folder, sound)
-    return sound, list(problems.found)
+        _check_text(folder.files, folder.path, folder.plan, problems)
+        problems.attempt(Text.from_folder, folder)
+    return folder, list(problems.found)
 
 
-def _look_at_all(place: Path | Files, problems: Problems) -> None:
-    files = _files(place, problems)
+def _check_files(location: Path | ModelFiles, problems: Problems) -> None:
+    files = _files(location, problems)
     if files is None:
-        return  # `inspect` has said it; nothing else can be looked at
-    config = problems.of(read_json, files / "config.json")
+        return  # `inspect` has reported it, and there are no files to check
+    config = problems.attempt(read_json, files / "config.json")
     plan = None if config is None else _plan(config, problems)
-    _look_at_weights(files, config or {}, plan, problems)
+    _check_weights(files, config or {}, plan, problems)
     if config is not None:
-        problems.of(SpecialTokens.read, files, config)
-    _look_at_text(files, files.where, plan, problems)
+        problems.attempt(SpecialTokens.read, files, config)
+    _check_text(files, files.where, plan, problems)
 
 
-def _files(place: Path | Files, problems: Problems) -> Files | None:
-    """What there is of the files, None for no model's folder."""
-    if isinstance(place, Files):
-        return place
-    there = Problems()
-    there.of(require_folder, place)
-    if there.found:
+def _files(location: Path | ModelFiles, problems: Problems) -> ModelFiles | None:
+    """The files that exist, None where `location` is no model folder."""
+    if isinstance(location, ModelFiles):
+        return location
+    folder_problems = Problems()
+    folder_problems.attempt(require_model_folder, location)
+    if folder_problems.found:
         return None
-    shards = problems.of(shards_of, place)
-    return Files(
-        place, tuple(sorted(place.glob("model*.safetensors"))) if shards is None else shards
+    shards = problems.attempt(find_shards, location)
+    return ModelFiles(
+        location, tuple(sorted(location.glob("model*.safetensors"))) if shards is None else shards
     )
 
 
-def _plan(config: Mapping[str, Any], problems: Problems) -> Plan | None:
-    """The plan of a sound config; else every key that cannot be used is noted."""
+def _plan(config: Mapping[str, Any], problems: Problems) -> ModelPlan | None:
+    """The plan of a valid config; else None, and every unusable key is a problem."""
     try:
         return models.plan(config)
     except ModelLoadFailed as error:
         problems.add([error.message])
     except Exception as error:
-        problems.add([_words(error)])
+        problems.add([_message(error)])
         return None
-    for value in STAND_INS:
+    for value in PLACEHOLDERS:
         problems.add(_bad_keys(config, value))
     return None
 
 
 def _bad_keys(config: Mapping[str, Any], value: int) -> Iterator[str]:
-    """What is said of one key after the other, where `value` stands for those before it."""
+    """The errors of unusable keys, one by one; `value` replaces each for the next attempt."""
     replaced: dict[str, int] = {}
-    while len(replaced) < MOST_KEYS:
+    while len(replaced) < MAX_KEYS:
         try:
             models.plan({**config, **replaced})
         except ModelLoadFailed as error:
             key = error.details.get("key")
             if key is None or key in replaced:
-                return  # it may be `value` that does not fit
+                return  # the error may be due to `value`
             yield error.message
             replaced[key] = value
         except Exception:
@@ -127,34 +132,36 @@ def _bad_keys(config: Mapping[str, Any], value: int) -> Iterator[str]:
             return
 
 
-def _look_at_weights(
-    files: Files, config: Mapping[str, Any], plan: Plan | None, problems: Problems
+def _check_weights(
+    files: ModelFiles, config: Mapping[str, Any], plan: ModelPlan | None, problems: Problems
 ) -> None:
     before = len(problems.found)
-    headers = {shard: problems.of(read_header, shard) for shard in files.shards}
-    contents = problems.of(files.read, {s: h for s, h in headers.items() if h is not None})
-    found = None if contents is None else problems.of(tensors_of, contents)
-    known = None if contents is None else problems.of(known_of, files, config, contents.values())
+    headers = {shard: problems.attempt(read_header, shard) for shard in files.shards}
+    contents = problems.attempt(files.read, {s: h for s, h in headers.items() if h is not None})
+    if contents is None:
+        return
+    found = problems.attempt(merge_tensors, contents)
+    known = problems.attempt(quant_config_of, files, config, contents.values())
     if plan is None or not found or known is None:
         return
-    whole = len(problems.found) == before and not any("shard" in words for words in problems.found)
-    faults = match.faults(plan, found, known)
-    problems.add(faults if whole else _of_single_tensors(faults))
+    complete = len(problems.found) == before and not any("shard" in one for one in problems.found)
+    messages = match.mismatches(plan, found, known)
+    problems.add(messages if complete else _without_missing(messages))
 
 
-def _of_single_tensors(faults: Iterable[str]) -> Iterator[str]:
-    """Without those that only say that a shard is missing."""
-    return (fault for fault in faults if not fault.startswith("the weights lack"))
+def _without_missing(messages: Iterable[str]) -> Iterator[str]:
+    """Without missing tensors, which only mean that a shard is missing."""
+    return (message for message in messages if not message.startswith("the weights lack"))
 
 
-def _look_at_text(files: Files, where: Path, plan: Plan | None, problems: Problems) -> None:
-    chat = problems.of(Chat.from_folder, files)
-    tokenizer = problems.of(_tokenizer, files, where)
+def _check_text(files: ModelFiles, where: Path, plan: ModelPlan | None, problems: Problems) -> None:
+    chat = problems.attempt(Chat.from_folder, files)
+    tokenizer = problems.attempt(_tokenizer, files, where)
     if tokenizer is not None and plan is not None:
-        problems.of(check_vocabulary, tokenizer, plan.vocab_size, (), chat or Chat({}))
+        problems.attempt(check_vocabulary, tokenizer, plan.vocab_size, (), chat or Chat({}))
 
 
-def _tokenizer(files: Files, where: Path) -> Tokenizer:
+def _tokenizer(files: ModelFiles, where: Path) -> Tokenizer:
     require_tokenizer(where, files)
     read_json(files / "tokenizer.json")
     return read_tokenizer(files / "tokenizer.json")

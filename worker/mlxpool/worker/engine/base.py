@@ -18,10 +18,11 @@ from mlxpool.worker.engine import backend, versions
 from mlxpool.worker.engine.block_manager import BLOCK, capacity
 from mlxpool.worker.engine.interface import Memory, Share
 from mlxpool.worker.engine.sequence import Sequence
-from mlxpool.worker.prefix.cache import PrefixCache, default_budget
+from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.store import PrefixRow
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.inspect import ModelFolder
+from mlxpool.worker.weights.memory_estimate import default_prefix_cache_bytes
 
 CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
 GPU_CACHE = 4 * 1024**3  # the same on a GPU, where getting them again is slow
@@ -83,7 +84,7 @@ class RowEngine(ABC, Generic[R]):
         self._text = text or Text.from_folder(folder)
         self._weights = weights
         self._limit = backend.limit_of(limit)
-        self._prefix_bytes = prefix_bytes or default_budget(self._limit, weights)
+        self._prefix_bytes = prefix_bytes or default_prefix_cache_bytes(self._limit, weights)
         self._sequences = sequences
         self._fixed = blocks
         self._rows: dict[Sequence, R] = {}

@@ -21,6 +21,7 @@ from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine import backend
 from mlxpool.worker.engine.base import LEAST_BLOCKS, Chunk, RowEngine
 from mlxpool.worker.engine.block_manager import BLOCK, blocks_of, transient
+from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.interface import Share
 from mlxpool.worker.engine.scheduler import area_of
 from mlxpool.worker.engine.sequence import Drawn, Sequence
@@ -31,8 +32,7 @@ from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import Company
 from mlxpool.worker.sampling.draws import drawn, history, last
 from mlxpool.worker.sampling.sampler import Sampled
-from mlxpool.worker.weights.description import require_deterministic
-from mlxpool.worker.weights.load import Loaded
+from mlxpool.worker.weights.load import LoadedModel
 
 CLEAR_EVERY = 256  # decode steps between two clearings of what was freed
 EVERY_KIND = Options(
@@ -79,7 +79,7 @@ class ModelEngine(RowEngine[AnyRow]):
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         text: Text | None = None,
         *,
         context: int | None = None,

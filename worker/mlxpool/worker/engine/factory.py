@@ -12,14 +12,14 @@ from mlxpool.common.trace import History
 from mlxpool.worker.compute.messages import Opened
 from mlxpool.worker.engine import versions
 from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
+from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.interface import Engine
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.testing.faults import NO_FAULTS, Faults
-from mlxpool.worker.weights.description import require_deterministic
-from mlxpool.worker.weights.files import Files
+from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import inspect
-from mlxpool.worker.weights.locate import COUNTING, as_files, place_of
-from mlxpool.worker.weights.memory_estimate import opens
+from mlxpool.worker.weights.locate import COUNTING, locate, open_files
+from mlxpool.worker.weights.memory_estimate import dequantises_at_load
 
 NO_BACK_END = (
     "MLX has no usable back end here ({error}); on Linux install one of mlxpool[cpu],"
@@ -46,7 +46,7 @@ def open_source(
     """Look at the model without MLX. Raises ModelLoadFailed naming what is wrong with it."""
     if config.path == COUNTING:
         return _counting(counting(config.counting, config.context, faults), config.sequences)
-    return _folder(as_files(place_of(config)), config)
+    return _folder(open_files(locate(config)), config)
 
 
 def _counting(engine: CountingEngine, sequences: int) -> Source:
@@ -58,7 +58,7 @@ def _counting(engine: CountingEngine, sequences: int) -> Source:
     return Source(opened, load, sequences)
 
 
-def _folder(files: Files, config: ModelConfig) -> Source:
+def _folder(files: ModelFiles, config: ModelConfig) -> Source:
     folder = inspect(files)
     if config.deterministic:
         require_deterministic(folder)
@@ -85,7 +85,7 @@ def _folder(files: Files, config: ModelConfig) -> Source:
             "sequences": config.sequences,
             "limit": config.memory_limit,
         }
-        if folder.in_zoo:
+        if folder.uses_mlx_lm:
             from mlxpool.worker.engine import mlx_lm_engine
 
             model = mlx_lm_engine.load(folder, on_progress)
@@ -94,7 +94,7 @@ def _folder(files: Files, config: ModelConfig) -> Source:
             folder,
             on_progress,
             deterministic=config.deterministic,
-            opened=opens(
+            dequantise=dequantises_at_load(
                 folder,
                 limit=backend.limit_of(config.memory_limit),
                 float32=not backend.on_gpu(),

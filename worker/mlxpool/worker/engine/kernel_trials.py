@@ -13,7 +13,8 @@ from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.block_manager import BLOCK
 from mlxpool.worker.kernels import block_write, float32_attention, latent_attention, paged_attention
 from mlxpool.worker.kernels.kernel_builder import works
-from mlxpool.worker.layers.interface import KeyValue, Latent, LayerCache, Scores
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.cache_specs import CacheSpec, KeyValueSpec, LatentSpec
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -30,12 +31,12 @@ def kernels_read(shape: RowShape) -> bool:
     return reads
 
 
-def _reads(shape: RowShape, cache: LayerCache) -> bool:
+def _reads(shape: RowShape, cache: CacheSpec) -> bool:
     """Tried with queries as many as keys, or with one head of lines."""
-    if isinstance(cache, Latent):
+    if isinstance(cache, LatentSpec):
         serves = latent_attention.serves(cache.dim, cache.rank, shape.dtype)
         return serves and works("latent attention", lambda: _reads_lines(cache, shape.dtype))
-    if not isinstance(cache, KeyValue):
+    if not isinstance(cache, KeyValueSpec):
         return False
     sizes = cache.heads, cache.heads, cache.key_dim, cache.value_dim, shape.dtype
     if float32_attention.serves(*sizes):
@@ -45,7 +46,7 @@ def _reads(shape: RowShape, cache: LayerCache) -> bool:
     )
 
 
-def _attends(cache: KeyValue, dtype: mx.Dtype) -> bool:
+def _attends(cache: KeyValueSpec, dtype: mx.Dtype) -> bool:
     """A row's tokens together, and the last by itself: against MLX's own operations."""
     shape = (paged_attention.GROUPS, cache.heads, cache.key_dim)
     q, k, v = (mx.random.normal(shape, key=mx.random.key(n)).astype(dtype) for n in range(3))
@@ -59,15 +60,15 @@ def _attends(cache: KeyValue, dtype: mx.Dtype) -> bool:
         lines = q[some], k[some], v[some]
         places = _places(at[some], paged_attention.LEAST)
         found.append(
-            paged_attention.attend(*lines, (keys, values), places, Scores(0.1), tokens=tokens)
+            paged_attention.attend(*lines, (keys, values), places, ScoreParams(0.1), tokens=tokens)
         )
     asked, key, value = (one.swapaxes(0, 1)[None] for one in (q, k, v))
     seen = (at[None] <= at[:, None])[None, None, None]
-    expected = weighed(asked, key, value, Scores(0.1), seen).squeeze(0).swapaxes(0, 1)
+    expected = weighed(asked, key, value, ScoreParams(0.1), seen).squeeze(0).swapaxes(0, 1)
     return _close(found[0], expected) and _close(found[1], expected[-1:])
 
 
-def _reads_lines(cache: Latent, dtype: mx.Dtype) -> bool:
+def _reads_lines(cache: LatentSpec, dtype: mx.Dtype) -> bool:
     """The second token of a row, with few heads and many, in one part and in two."""
     lines = mx.random.normal((2, cache.dim), key=mx.random.key(1)).astype(dtype)
     for heads, longest in (
@@ -83,7 +84,7 @@ def _reads_lines(cache: Latent, dtype: mx.Dtype) -> bool:
             mx.eval(found)
         every = lines[None, None]
         values = every[..., : cache.rank]
-        expected = weighed(q[1:, :, None], every, values, Scores(0.1), None)[:, :, 0]
+        expected = weighed(q[1:, :, None], every, values, ScoreParams(0.1), None)[:, :, 0]
         if not _close(found, expected):
             return False
     return True

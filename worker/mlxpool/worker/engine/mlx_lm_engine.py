@@ -29,7 +29,7 @@ from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.draws import draw_of, drawn, last
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.load import Progress
-from mlxpool.worker.weights.mlx_lm_models import features_of, kinds_of
+from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of, features_of
 
 AT_ONCE = 16  # tensors that are read between two reports of progress
 WARM_UP = (BLOCK, 2 * BLOCK)  # tokens of the chunks that are measured at load
@@ -106,7 +106,7 @@ class ZooEngine(RowEngine[ZooRow]):
         )
         self._model = model
         self._new_row = partial(ZooRow, partial(make_prompt_cache, model))
-        kinds = kinds_of(class_of(cache) for cache in flat(self._new_row().caches))
+        kinds = cache_kinds_of(class_of(cache) for cache in flat(self._new_row().caches))
         mode = "off" if kinds is None else prefix
         store = RowStore(self._new_row, kinds or ())
         self._prefix = prefix_cache.build(mode, store, self._prefix_bytes)

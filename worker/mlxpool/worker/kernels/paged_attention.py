@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpool.worker.kernels.kernel_builder import HALVES, LANES, Constant, kernel
-from mlxpool.worker.layers.interface import Scores
+from mlxpool.worker.kernels.score_params import ScoreParams
 
 INPUTS = (
     "q", "k", "v", "keys", "values", "table", "positions", "cosines", "sines", "sinks", "arrived",
@@ -60,7 +60,7 @@ def attend(
     v: mx.array,
     pools: tuple[mx.array, mx.array],
     places: Places,
-    scores: Scores,
+    scores: ScoreParams,
     turns: Turns | None = None,
     window: int = 0,
     tokens: int = 1,
@@ -68,7 +68,7 @@ def attend(
     """One token for each row: q [R, H, D], k and v [R, KV, D] -> [R, H, D].
 
     q and k are turned by `turns`; k and v are written into the pools [blocks, KV, block, D]. Arrays
-    may be views. A row's token sees `window` tokens, 0: all; `scores.cap` has to be 0.
+    may be views. A row's token sees `window` tokens, 0: all; `scores.softcap` has to be 0.
     `tokens` above 1, see `tokens_of`: as many lines are tokens of one row, in their order, and read
     it together; then k and v of all lines are in the pools already, and only q is turned.
     """

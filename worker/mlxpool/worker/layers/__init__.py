@@ -1,4 +1,4 @@
-"""Layers that models are built of, and what a model is to the rest of the worker.
+"""Building blocks of models, and the interfaces between models and the rest of the worker.
 
-No layer knows an architecture.
+A layer knows no architecture and no files; it is described without MLX and built of loaded weights.
 """

@@ -1,4 +1,4 @@
-"""The skeleton that all models share: tokens, layers, a norm and a head. No MLX."""
+"""The skeleton of all models: token embedding, decoder layers, norm and output head. No MLX."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.worker.layers.attention import Block, Shapes, Stream, Sum, added, asked_late
-from mlxpool.worker.layers.config_fields import flag
-from mlxpool.worker.layers.derived_weights import Derived, Found, nothing
-from mlxpool.worker.layers.interface import Parts, Plan, Product, Step, integer, number
+from mlxpool.worker.layers.config_fields import flag, integer, number
+from mlxpool.worker.layers.decoder_layer import DecoderLayer, WeightShapes
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, no_derived_weights
+from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, PendingProduct
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.residual import Residual, ResidualSum, add_and_defer_norm, materialised
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -17,106 +19,114 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A whole model, described; its tensors have the names that most checkpoints give them."""
+    """Describes a whole model; its tensors have the names that most checkpoints use."""
 
     vocab_size: int
     hidden: int
     context: int  # tokens
     eps: float  # of the last norm
-    tied: bool  # the token table is the head, too
-    blocks: tuple[Block, ...]
+    tied: bool  # the token embedding is the output head, too
+    layers: tuple[DecoderLayer, ...]
     embed_scale: float = 1.0
-    cap: float = 0.0  # logits are bent to stay below it; 0: they are not
+    softcap: float = 0.0  # of logits; 0: none
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], blocks: tuple[Block, ...], **more: Any) -> Decoder:
-        """With what most config.json files say alike; `more` are fields that one says otherwise.
+    def from_config(
+        cls, config: Mapping[str, Any], layers: tuple[DecoderLayer, ...], **fields: Any
+    ) -> Decoder:
+        """Reads the keys that most config.json files have; `fields` replaces some of them.
 
         Raises ModelLoadFailed naming the key that is missing or cannot be used.
         """
-        fields: dict[str, Any] = {
+        common: dict[str, Any] = {
             "vocab_size": integer(config, "vocab_size"),
             "hidden": integer(config, "hidden_size"),
             "context": integer(config, "max_position_embeddings"),
             "eps": number(config, "rms_norm_eps"),
             "tied": flag(config, "tie_word_embeddings"),
         }
-        return cls(blocks=blocks, **{**fields, **more})
+        return cls(layers=layers, **{**common, **fields})
 
     def plan(
         self,
         ignored: Callable[[str], bool] = lambda name: False,
-        derived: Callable[[Found], Iterable[Derived]] = nothing,
-    ) -> Plan:
-        """`ignored`: tensors of this architecture that may be there besides and are not used.
+        derived: Callable[[StoredTensors], Iterable[DerivedWeights]] = no_derived_weights,
+    ) -> ModelPlan:
+        """The model's plan.
 
-        `derived`: how to make those that checkpoints keep otherwise, see derived.py.
+        `ignored` tells the names of tensors that checkpoints of this architecture may have and the
+        model does not use. `derived` makes weights that they store in another form, see
+        derived_weights.py.
         """
-        return Plan(
+        return ModelPlan(
             context=self.context,
             vocab_size=self.vocab_size,
-            caches=tuple(block.cache for block in self.blocks),
+            caches=tuple(layer.cache for layer in self.layers),
             shapes=dict(self.shapes()),
-            ignored=lambda name: self._spare(name) or ignored(name),
+            ignored=lambda name: self._unused(name) or ignored(name),
             build=self.build,
             derived=derived,
         )
 
-    def shapes(self) -> Shapes:
+    def shapes(self) -> WeightShapes:
         """Every tensor a checkpoint must have, in the order in which the model uses them."""
         yield "model.embed_tokens.weight", (self.vocab_size, self.hidden)
-        for layer, block in enumerate(self.blocks):
-            yield from block.shapes(f"model.layers.{layer}")
+        for index, layer in enumerate(self.layers):
+            yield from layer.shapes(f"model.layers.{index}")
         yield "model.norm.weight", (self.hidden,)
         if not self.tied:
             yield "lm_head.weight", (self.vocab_size, self.hidden)
 
-    def build(self, parts: Parts) -> Built:
-        """The model of these parts."""
-        return Built(self, parts)
+    def build(self, builder: LayerBuilder) -> DecoderModel:
+        """The model over the builder's weights."""
+        return DecoderModel(self, builder)
 
-    def _spare(self, name: str) -> bool:
-        """Old checkpoints carry their rotation table, and tied ones sometimes the head twice."""
+    def _unused(self, name: str) -> bool:
+        """Old checkpoints store the rotary frequencies; tied ones may store the head as well."""
         return name.endswith("rotary_emb.inv_freq") or (self.tied and name == "lm_head.weight")
 
 
-class Built:
-    """tokens [T] -> logits [R, vocabulary], see base.Model."""
+class DecoderModel:
+    """tokens [T] -> logits [R, vocabulary], see model_plan.Model."""
 
-    def __init__(self, spec: Decoder, parts: Parts) -> None:
+    def __init__(self, spec: Decoder, builder: LayerBuilder) -> None:
         self.spec = spec
-        self.embed = parts.embedding("model.embed_tokens")
-        self.blocks = [
-            block.build(parts, f"model.layers.{layer}", layer)
-            for layer, block in enumerate(spec.blocks)
+        self.embed = builder.embedding("model.embed_tokens")
+        self.layers = [
+            layer.build(builder, f"model.layers.{index}", index)
+            for index, layer in enumerate(spec.layers)
         ]
-        self.norm = parts.norm("model.norm", spec.eps)
-        self.head = self.embed.as_linear if spec.tied else parts.linear("lm_head")
+        self.norm = builder.rms_norm("model.norm", spec.eps)
+        self.head = self.embed.as_linear if spec.tied else builder.linear("lm_head")
 
-    def __call__(self, tokens: mx.array, step: Step) -> mx.array:
+    def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
         embedded = self.embed(tokens)
         scale = self.spec.embed_scale
-        x: Stream = embedded if scale == 1.0 else embedded * scale
-        for block in self.blocks:
-            x = block(x, step)
-        return self._logits(_wanted(x, step)) if step.logits else added(x)
+        x: Residual = embedded if scale == 1.0 else embedded * scale
+        for layer in self.layers:
+            x = layer(x, batch)
+        return self._logits(_logit_rows(x, batch)) if batch.logits else materialised(x)
 
-    def _logits(self, x: Stream) -> mx.array:
-        _, asked = asked_late(self.norm, x)
-        logits = self.head(asked)
-        return bent(logits, self.spec.cap) if self.spec.cap else logits
-
-
-def _wanted(x: Stream, step: Step) -> Stream:
-    """The lines that logits are for."""
-    if not isinstance(x, Sum):
-        return step.wanted(x)
-    y = Product(x.y.layer, step.wanted(x.y.x)) if isinstance(x.y, Product) else step.wanted(x.y)
-    return Sum(step.wanted(x.x), y)
+    def _logits(self, x: Residual) -> mx.array:
+        _, normed = add_and_defer_norm(self.norm, x)
+        logits = self.head(normed)
+        return soft_capped(logits, self.spec.softcap) if self.spec.softcap else logits
 
 
-def bent(x: mx.array, cap: float) -> mx.array:
-    """Numbers of any size, bent to lie between -cap and cap."""
+def _logit_rows(x: Residual, batch: ForwardBatch) -> Residual:
+    """See ForwardBatch.logit_rows."""
+    if not isinstance(x, ResidualSum):
+        return batch.logit_rows(x)
+    y = (
+        PendingProduct(x.y.layer, batch.logit_rows(x.y.x))
+        if isinstance(x.y, PendingProduct)
+        else batch.logit_rows(x.y)
+    )
+    return ResidualSum(batch.logit_rows(x.x), y)
+
+
+def soft_capped(x: mx.array, cap: float) -> mx.array:
+    """cap * tanh(x / cap): between -cap and cap."""
     import mlx.core as mx
 
     return mx.tanh(x / cap) * cap

@@ -1,6 +1,6 @@
-"""The gated delta-net: a recurrent layer in the place of attention, whose memory never grows.
+"""The gated delta net: a recurrent layer in place of attention, with a state of constant size.
 
-What it computes is in delta_rule.py. No MLX here before a model is built.
+Its arithmetic is in delta_rule.py. MLX is imported only when a model is built.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.attention import Mixing, Shapes, linear
-from mlxpool.worker.layers.derived_weights import Derived, Found, reordered
-from mlxpool.worker.layers.interface import Layer, Parts, Recurrent, Step, integer, number
+from mlxpool.worker.layers.cache_specs import RecurrentSpec
+from mlxpool.worker.layers.config_fields import integer, number
+from mlxpool.worker.layers.decoder_layer import MixerFunction, WeightShapes, linear_shapes
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, reordered
+from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, LayerFunction
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-FLOAT32 = ("A_log", "dt_bias")  # tensors that decide how fast a state decays
+FLOAT32 = ("A_log", "dt_bias")  # tensors kept in float32: they set how fast a state decays
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
-    """A Mixer (blocks.py). Value heads share the queries and keys of the key heads in groups.
+class GatedDeltaNet:
+    """A Mixer. Groups of value heads share the queries and keys of one key head.
 
-    Its inputs, the outputs of one product, are queries, keys, values, gates (z), rates (b) and
-    decays (a), each of all heads. `fused`: a checkpoint has them in two layers, key head by key
-    head; else in four.
+    One product gives its inputs: queries, keys, values, gates (z), rates (b) and decays (a), each
+    of all heads. A checkpoint stores that product as two layers, ordered key head by key head
+    (`fused`), or as four.
     """
 
     hidden: int
@@ -34,12 +36,12 @@ class DeltaNet:
     value_heads: int
     key_dim: int
     value_dim: int
-    width: int  # tokens that the convolution sees
+    width: int  # tokens of the convolution
     eps: float
     fused: bool
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], *, fused: bool) -> DeltaNet:
+    def from_config(cls, config: Mapping[str, Any], *, fused: bool) -> GatedDeltaNet:
         """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
         spec = cls(
             hidden=integer(config, "hidden_size"),
@@ -60,28 +62,28 @@ class DeltaNet:
 
     @property
     def keys(self) -> int:
-        """Numbers of all heads' keys."""
+        """Size of the keys of all heads."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Numbers of all heads' values."""
+        """Size of the values of all heads."""
         return self.value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property
-    def cache(self) -> Recurrent:
-        """The convolution's last inputs, and what each head remembers."""
-        memory = (self.value_heads, self.key_dim, self.value_dim)
-        return Recurrent(((self.width - 1, self.channels), memory))
+    def cache(self) -> RecurrentSpec:
+        """The last inputs of the convolution, and the state matrix of each head."""
+        state = (self.value_heads, self.key_dim, self.value_dim)
+        return RecurrentSpec(((self.width - 1, self.channels), state))
 
     @property
     def inputs(self) -> Mapping[str, int]:
-        """The layers of the inputs and how many numbers each gives."""
+        """Name -> output size of the linear layers that compute the inputs."""
         if self.fused:
             return {
                 "in_proj_qkvz": self.channels + self.values,
@@ -94,80 +96,81 @@ class DeltaNet:
             "in_proj_a": self.value_heads,
         }
 
-    def shapes(self, name: str) -> Shapes:
+    def shapes(self, name: str) -> WeightShapes:
         """See Mixer."""
-        for one, rows in self.inputs.items():
-            yield from linear(f"{name}.{one}", rows, self.hidden)
+        for one, size in self.inputs.items():
+            yield from linear_shapes(f"{name}.{one}", size, self.hidden)
         yield f"{name}.conv1d.weight", (self.channels, 1, self.width)
         yield f"{name}.A_log", (self.value_heads,)
         yield f"{name}.dt_bias", (self.value_heads,)
         yield f"{name}.norm.weight", (self.value_dim,)
-        yield from linear(f"{name}.out_proj", self.hidden, self.values)
+        yield from linear_shapes(f"{name}.out_proj", self.hidden, self.values)
 
-    def derived(self, found: Found, name: str) -> Iterator[Derived]:
-        """What a checkpoint keeps otherwise: the order of the inputs, the convolution's axes."""
+    def derived(self, found: StoredTensors, name: str) -> Iterator[DerivedWeights]:
+        """Weights that a checkpoint may store with other orders of inputs or convolution axes."""
         if self.fused:
-            for one, sizes in zip(self.inputs, self._of_a_key_head(), strict=True):
-                yield from reordered(found, f"{name}.{one}", by_kind(self.key_heads, sizes))
+            for one, sizes in zip(self.inputs, self._sizes_per_key_head(), strict=True):
+                yield from reordered(found, f"{name}.{one}", rows_by_kind(self.key_heads, sizes))
         conv, shape = f"{name}.conv1d.weight", (self.channels, 1, self.width)
         stored = found.get(conv)
         if stored is not None and stored.shape == (self.channels, self.width, 1):
             made = {conv: type(stored)(stored.dtype, shape)}
-            yield Derived((conv,), made, lambda arrays: [arrays[0].reshape(shape)])
+            yield DerivedWeights((conv,), made, lambda arrays: [arrays[0].reshape(shape)])
 
-    def build(self, parts: Parts, name: str, layer: int) -> Mixing:
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction:
         """See Mixer."""
-        from mlxpool.worker.layers.delta_rule import Rule
+        from mlxpool.worker.layers.delta_rule import GatedDeltaRule
 
-        rule = Rule(
+        rule = GatedDeltaRule(
             key_heads=self.key_heads,
-            conv=parts.array(f"{name}.conv1d.weight").squeeze(1).T,
-            speed=parts.array(f"{name}.A_log"),
-            bias=parts.array(f"{name}.dt_bias"),
+            conv=builder.tensor(f"{name}.conv1d.weight").squeeze(1).T,
+            log_speed=builder.tensor(f"{name}.A_log"),
+            bias=builder.tensor(f"{name}.dt_bias"),
         )
-        return _Built(self, rule, parts, name, layer)
+        return _GatedDeltaNet(self, rule, builder, name, layer)
 
-    def _of_a_key_head(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How many numbers of each kind the fused layers give for one key head."""
+    def _sizes_per_key_head(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The sizes of each kind of input that the fused layers have for one key head."""
         ratio = self.value_heads // self.key_heads
         values = ratio * self.value_dim
         return (self.key_dim, self.key_dim, values, values), (ratio, ratio)
 
 
-class _Built:
+class _GatedDeltaNet:
     def __init__(
         self,
-        spec: DeltaNet,
+        spec: GatedDeltaNet,
         rule: Callable[..., Any],
-        parts: Parts,
+        builder: LayerBuilder,
         name: str,
         layer: int,
     ) -> None:
         self.spec, self.rule, self.layer = spec, rule, layer
-        self.inputs = parts.joined([f"{name}.{one}" for one in spec.inputs])
-        self.norm = parts.norm(f"{name}.norm", spec.eps)
-        self.swiglu = parts.swiglu
-        self.out: Layer = parts.linear(f"{name}.out_proj")
+        self.inputs = builder.concatenated([f"{name}.{one}" for one in spec.inputs])
+        self.norm = builder.rms_norm(f"{name}.norm", spec.eps)
+        self.swiglu = builder.swiglu
+        self.out: LayerFunction = builder.linear(f"{name}.out_proj")
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def __call__(self, x: mx.array, batch: ForwardBatch) -> mx.array:
         spec, tokens = self.spec, x.shape[0]
         gates = spec.channels + spec.values
         mixed = self.inputs(x)
         z = mixed[:, spec.channels : gates].reshape(tokens, spec.value_heads, -1)
         b, a = mixed[:, gates : gates + spec.value_heads], mixed[:, gates + spec.value_heads :]
-        out = self.norm(step.recur(self.layer, (mixed[:, : spec.channels], a, b), self.rule))
+        out = self.norm(batch.recur(self.layer, (mixed[:, : spec.channels], a, b), self.rule))
         gated = self.swiglu(z.astype(out.dtype), out)
         return self.out(gated.reshape(tokens, -1).astype(x.dtype))
 
 
-def by_kind(heads: int, sizes: tuple[int, ...]) -> list[int]:
-    """Where the rows lie that are stored head by head, each with so many of every kind, in the
-    order of kinds, each with those of all heads.
+def rows_by_kind(heads: int, sizes: tuple[int, ...]) -> list[int]:
+    """Indices that reorder rows from head by head to kind by kind.
+
+    Stored are for each head `sizes[i]` rows of kind i, one kind after the other.
     """
-    each = sum(sizes)
+    stride = sum(sizes)
     starts = [sum(sizes[:kind]) for kind in range(len(sizes))]
     return [
-        head * each + start + row
+        head * stride + start + row
         for start, size in zip(starts, sizes, strict=True)
         for head in range(heads)
         for row in range(size)

@@ -1,9 +1,10 @@
-"""Weights that a checkpoint keeps under other names or in another layout than a model file uses.
+"""Weights that a checkpoint stores under other names or in another layout than the model uses.
 
-A model file's Plan names what the model is built of. Where a checkpoint differs, `Plan.derived` is
-given what the headers say and yields a Derived for each weight that has to be made of others:
-renamed, stacked, split, transposed, shifted. They are made while loading, one after the other, so
-that only one of them is in memory twice. Nothing here imports MLX before a weight is made.
+A ModelPlan names the weights that the model is built of. Where a checkpoint differs, the function
+`ModelPlan.derived` gets the tensors that the headers list and yields a DerivedWeights for each
+weight that is made of stored tensors: renamed, stacked, split, transposed, shifted. They are made
+during loading, one after the other, so that only one of them is in memory twice. MLX is imported
+only when a weight is made.
 """
 
 from __future__ import annotations
@@ -19,71 +20,74 @@ from mlxpool.worker.layers import quantisation
 if TYPE_CHECKING:
     import mlx.core as mx
 
-# What may be stored of one module, `bias` being a layer's own and `biases` those of its groups.
-STORED = ("weight", "scales", "biases", *quantisation.FACTORS, "bias")
+# The tensors that one module may have; `bias` is the layer's, `biases` are of quantised groups.
+MODULE_TENSORS = ("weight", "scales", "biases", *quantisation.GLOBAL_SCALES, "bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """What a header says of a tensor; `dtype` as safetensors names it."""
+class TensorSpec:
+    """Dtype and shape of a tensor, as a header lists it; `dtype` is a name of safetensors."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-Found: TypeAlias = Mapping[str, Spec]
-Make: TypeAlias = "Callable[[Sequence[mx.array]], Sequence[mx.array]]"
+StoredTensors: TypeAlias = Mapping[str, TensorSpec]
+Transform: TypeAlias = "Callable[[Sequence[mx.array]], Sequence[mx.array]]"
 
 
 @dataclass(frozen=True, slots=True)
-class Derived:
-    """Weights made of stored tensors, which are then used up.
+class DerivedWeights:
+    """Weights made of stored tensors, which the model then does not get.
 
-    `make` gets the arrays of `sources` and returns those of `makes`, each in its order. A source
-    that the checkpoint lacks is an error that names it. One of `makes` may have a source's name.
+    `transform` maps the arrays of `sources` to those of `outputs`, both in this order. A missing
+    source is an error that names it. An output may have the name of a source.
     """
 
     sources: tuple[str, ...]
-    makes: Mapping[str, Spec]
-    make: Make
+    outputs: Mapping[str, TensorSpec]
+    transform: Transform
 
 
-def nothing(found: Found) -> Iterable[Derived]:
-    """For a Plan whose names are those of its checkpoints."""
+def no_derived_weights(found: StoredTensors) -> Iterable[DerivedWeights]:
+    """For a ModelPlan whose weights are the stored tensors."""
     return ()
 
 
-def renamed(found: Found, module: str, source: str) -> Iterator[Derived]:
-    """`module`, quantised or not, is stored as `source`."""
+def renamed(found: StoredTensors, module: str, source: str) -> Iterator[DerivedWeights]:
+    """`module`, quantised or not, from a checkpoint that stores it as `source`."""
     for kind in _stored(found, source):
         name = f"{source}.{kind}"
-        yield Derived((name,), {f"{module}.{kind}": found[name]}, tuple)
+        yield DerivedWeights((name,), {f"{module}.{kind}": found[name]}, tuple)
 
 
-def stacked(found: Found, module: str, sources: Sequence[str]) -> Iterator[Derived]:
-    """`module` is the modules `sources` on a new first axis; quantised ones stay so."""
+def stacked(found: StoredTensors, module: str, sources: Sequence[str]) -> Iterator[DerivedWeights]:
+    """`module` from the modules `sources`, stacked on a new first axis; quantised ones stay so.
+
+    Raises ModelLoadFailed where their tensors have different shapes or dtypes.
+    """
     for kind in _stored(found, sources[0]):
         names = tuple(f"{source}.{kind}" for source in sources)
         first = found[names[0]]
         _require_equal(found, names)
         spec = replace(first, shape=(len(names), *first.shape))
-        yield Derived(names, {f"{module}.{kind}": spec}, _stack)
+        yield DerivedWeights(names, {f"{module}.{kind}": spec}, _stack)
 
 
-def experts(found: Found, module: str, count: int) -> Iterator[Derived]:
-    """The stacked experts `….switch_mlp.X`, where `….experts.E.X` or `….experts.X` is stored."""
-    one_by_one = [module.replace(".switch_mlp.", f".experts.{expert}.") for expert in range(count)]
-    at_once = module.replace(".switch_mlp.", ".experts.")
-    if f"{one_by_one[0]}.weight" in found:
-        yield from stacked(found, module, one_by_one)
-    elif f"{at_once}.weight" in found:
-        yield from renamed(found, module, at_once)
+def stacked_experts(found: StoredTensors, module: str, count: int) -> Iterator[DerivedWeights]:
+    """The stacked experts `….switch_mlp.X`, from stored `….experts.E.X` or `….experts.X`."""
+    single = [module.replace(".switch_mlp.", f".experts.{expert}.") for expert in range(count)]
+    stacked_name = module.replace(".switch_mlp.", ".experts.")
+    if f"{single[0]}.weight" in found:
+        yield from stacked(found, module, single)
+    elif f"{stacked_name}.weight" in found:
+        yield from renamed(found, module, stacked_name)
 
 
-def reordered(found: Found, module: str, rows: Sequence[int]) -> Iterator[Derived]:
-    """`module` with its rows, the first axis of what is stored of it, in another order."""
+def reordered(found: StoredTensors, module: str, rows: Sequence[int]) -> Iterator[DerivedWeights]:
+    """`module` with the rows (the first axis) of its tensors in the order `rows`."""
 
-    def make(arrays: Sequence[mx.array]) -> Sequence[mx.array]:
+    def transform(arrays: Sequence[mx.array]) -> Sequence[mx.array]:
         import mlx.core as mx
 
         return [arrays[0][mx.array(list(rows))]]
@@ -91,48 +95,73 @@ def reordered(found: Found, module: str, rows: Sequence[int]) -> Iterator[Derive
     for kind in _stored(found, module):
         if kind != "global_scale":
             name = f"{module}.{kind}"
-            yield Derived((name,), {name: found[name]}, make)
+            yield DerivedWeights((name,), {name: found[name]}, transform)
 
 
-def changed(found: Found, name: str, function: Callable[[mx.array], mx.array]) -> Derived:
-    """The tensor `name` with other values of the same shape."""
-    return Derived((name,), {name: found[name]}, lambda arrays: [function(arrays[0])])
+def mapped(
+    found: StoredTensors, name: str, function: Callable[[mx.array], mx.array]
+) -> DerivedWeights:
+    """The tensor `name` with `function` applied, which keeps its shape."""
+    return DerivedWeights((name,), {name: found[name]}, lambda arrays: [function(arrays[0])])
 
 
-def remade(
-    found: Found,
+def plus_one(weight: mx.array) -> mx.array:
+    """weight + 1 in float32, for norm weights that are stored minus one."""
+    import mlx.core as mx
+
+    return weight.astype(mx.float32) + 1
+
+
+def without_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """The name with the first of the prefixes (stored -> ours) that it has replaced."""
+    for stored, ours in prefixes.items():
+        if name.startswith(stored):
+            return ours + name.removeprefix(stored)
+    return name
+
+
+def from_dequantised(
+    found: StoredTensors,
     module: str,
     columns: int,
-    makes: Mapping[str, tuple[int, ...]],
+    outputs: Mapping[str, tuple[int, ...]],
     function: Callable[[mx.array], Sequence[mx.array]],
-) -> Derived:
-    """Weights `makes` (name -> shape) of the values of `module`'s weight [..., columns].
+) -> DerivedWeights:
+    """Unquantised weights `outputs` (name -> shape) from `module`'s weight [..., columns].
 
-    Where it is quantised, `function` gets the values that it stands for, and what it makes is not.
-    Raises ModelLoadFailed where it is quantised in no known layout.
+    `function` gets the weight, dequantised where it is stored quantised. Raises ModelLoadFailed
+    where its layout is unknown.
     """
     names = tuple(f"{module}.{kind}" for kind in _stored(found, module) if kind != "bias")
     weight = found[f"{module}.weight"]
     layout, dtype = None, weight.dtype
     if f"{module}.scales" in found:
         scales = found[f"{module}.scales"]
-        layout = quantisation.recognised(module, columns, weight.shape, scales.shape, scales.dtype)
+        layout = quantisation.layout_from_shapes(
+            module, columns, weight.shape, scales.shape, scales.dtype
+        )
         dtype = scales.dtype if layout.mode == "affine" else "BF16"
 
-    def make(arrays: Sequence[mx.array]) -> Sequence[mx.array]:
+    def transform(arrays: Sequence[mx.array]) -> Sequence[mx.array]:
         if layout is None:
             return function(arrays[0])
-        from mlxpool.worker.layers.quantised import Packed
+        from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
         by_name = dict(zip(names, arrays, strict=True))
-        return function(Packed.of(by_name, module, layout).dense())
+        return function(QuantisedWeight.of(by_name, module, layout).dequantised())
 
-    return Derived(names, {name: Spec(dtype, shape) for name, shape in makes.items()}, make)
+    return DerivedWeights(
+        names, {name: TensorSpec(dtype, shape) for name, shape in outputs.items()}, transform
+    )
 
 
-def unblocked(found: Found, source: str, modules: Sequence[str]) -> Iterator[Derived]:
-    """Experts released in mxfp4, as bytes: `source`_blocks [E, rows, groups, 16], `source`_scales
-    [E, rows, groups] and `source`_bias [E, rows]; the rows of several `modules` take turns in them.
+def from_mxfp4_blocks(
+    found: StoredTensors, source: str, modules: Sequence[str]
+) -> Iterator[DerivedWeights]:
+    """Experts released as mxfp4 bytes: `source`_blocks [E, rows, groups, 16], `source`_scales
+    [E, rows, groups] and `source`_bias [E, rows]. The rows of several `modules` are interleaved.
+
+    Raises ModelLoadFailed for blocks of another shape.
     """
     blocks = found[f"{source}_blocks"].shape
     if len(blocks) != 4 or blocks[1] % len(modules):
@@ -140,32 +169,32 @@ def unblocked(found: Found, source: str, modules: Sequence[str]) -> Iterator[Der
             f"tensor '{source}_blocks' has shape {list(blocks)}, must be [experts, rows, groups, "
             f"16] with rows for {len(modules)} modules"
         )
-    experts, rows, groups, size = blocks
-    lead = (experts, rows // len(modules))
+    stacked_experts, rows, groups, size = blocks
+    lead = (stacked_experts, rows // len(modules))
     kinds = {"blocks": ("weight", (groups * size // 4,)), "scales": ("scales", (groups,))}
     for stored, (kind, last) in {**kinds, "bias": ("bias", ())}.items():
         name = f"{source}_{stored}"
         if name in found:
-            spec = Spec("U32" if kind == "weight" else found[name].dtype, (*lead, *last))
-            makes = {f"{module}.{kind}": spec for module in modules}
-            yield Derived((name,), makes, partial(_in_turns, count=len(modules)))
+            spec = TensorSpec("U32" if kind == "weight" else found[name].dtype, (*lead, *last))
+            outputs = {f"{module}.{kind}": spec for module in modules}
+            yield DerivedWeights((name,), outputs, partial(_deinterleaved, count=len(modules)))
 
 
-def _in_turns(arrays: Sequence[mx.array], *, count: int) -> Sequence[mx.array]:
-    """The rows of each module; numbers come as words."""
+def _deinterleaved(arrays: Sequence[mx.array], *, count: int) -> Sequence[mx.array]:
+    """The rows of each module; 4-bit blocks are viewed as packed uint32."""
     import mlx.core as mx
 
     array = arrays[0]
     if array.ndim == 4:
         array = array.view(mx.uint32).flatten(-2)
-    return [mx.contiguous(array[:, turn::count]) for turn in range(count)]
+    return [mx.contiguous(array[:, module::count]) for module in range(count)]
 
 
-def _stored(found: Found, module: str) -> Iterator[str]:
-    return (kind for kind in STORED if f"{module}.{kind}" in found)
+def _stored(found: StoredTensors, module: str) -> Iterator[str]:
+    return (kind for kind in MODULE_TENSORS if f"{module}.{kind}" in found)
 
 
-def _require_equal(found: Found, names: Sequence[str]) -> None:
+def _require_equal(found: StoredTensors, names: Sequence[str]) -> None:
     first = found[names[0]]
     for name in names:
         other = found.get(name, first)

@@ -1,184 +1,105 @@
-"""What a model is to the rest of the worker, and what a model file may use. No MLX at run time.
+"""Interfaces between models and the rest of the worker. Imports no MLX at run time.
 
-A model file is read in two ways: `plan` tells, without MLX, which tensors the weights must have;
-`Plan.build` makes the model of loaded weights, through `Parts`.
+Models use a ForwardBatch (the tokens of a step and their caches) and a LayerBuilder (the loaded
+weights); the rest of the worker implements both.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.derived_weights import Derived, Found, nothing
+from mlxpool.worker.kernels.score_params import ScoreParams
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
 Shape: TypeAlias = tuple[int, ...]
-Layer: TypeAlias = "Callable[[mx.array], mx.array]"
-Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # gate, up
-State: TypeAlias = "tuple[mx.array, ...]"
-# Inputs [B, n, ...] and state [B, ...] of B rows -> outputs [B, n, ...] and the state after them.
-Scan: TypeAlias = "Callable[[tuple[mx.array, ...], State], tuple[mx.array, State]]"
+LayerFunction: TypeAlias = "Callable[[mx.array], mx.array]"
+Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # of gate and up
+RecurrentState: TypeAlias = "tuple[mx.array, ...]"
+# Inputs [B, n, ...] and state [B, ...] of B sequences -> outputs [B, n, ...] and the new state.
+Scan: TypeAlias = (
+    "Callable[[tuple[mx.array, ...], RecurrentState], tuple[mx.array, RecurrentState]]"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a model rotates queries and keys; `freqs`, where given, stand for `base`.
+    """Rotary position embedding of queries and keys.
 
-    What is rotated is multiplied by `gain`.
+    `freqs`, where given, replaces `base`. Rotated numbers are multiplied by `gain`.
     """
 
     dims: int
     base: float
     scale: float = 1.0
-    freqs: tuple[float, ...] | None = None  # radians per turn of the angle: 1 / frequency
+    freqs: tuple[float, ...] | None = None  # 1 / angular frequency of each pair of dimensions
     traditional: bool = False
     gain: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class KeyValue:
-    """A layer that keeps keys [heads, key_dim] and values [heads, value_dim] of each token.
+class LatentProjections(Protocol):
+    """How the heads of a LatentSpec layer read latent vectors, in two equivalent ways.
 
-    A token sees `window` tokens, itself included, and no others need be kept; 0: it sees all.
-    """
-
-    heads: int
-    key_dim: int
-    value_dim: int
-    window: int = 0
-
-    def token_bytes(self, item: int) -> int:
-        """What one token more takes, in numbers of `item` bytes."""
-        return 0 if self.window else self._line * item
-
-    def fixed_bytes(self, item: int, chunk: int) -> int:
-        """What a sequence takes besides, whatever its length, in chunks of up to `chunk` tokens."""
-        return window_room(self.window, chunk) * self._line * item if self.window else 0
-
-    @property
-    def _line(self) -> int:
-        return self.heads * (self.key_dim + self.value_dim)
-
-
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """A layer that keeps one line [dim] of each token, which all heads read (MLA).
-
-    Its first `rank` numbers are what scores weigh.
-    """
-
-    dim: int
-    rank: int
-
-    def token_bytes(self, item: int) -> int:
-        """See KeyValue."""
-        return self.dim * item
-
-    def fixed_bytes(self, item: int, chunk: int) -> int:
-        """See KeyValue."""
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class Recurrent:
-    """A layer that keeps a state of float32 arrays of these shapes, whatever the length.
-
-    It begins with zeros.
-    """
-
-    shapes: tuple[Shape, ...]
-
-    def token_bytes(self, item: int) -> int:
-        """See KeyValue."""
-        return 0
-
-    def fixed_bytes(self, item: int, chunk: int) -> int:
-        """See KeyValue. One state, and those before it, for tokens that are taken back."""
-        return (1 + STEPS_BACK) * 4 * sum(math.prod(shape) for shape in self.shapes)
-
-
-LayerCache: TypeAlias = KeyValue | Latent | Recurrent
-
-MOST = 2**31 - 1  # of any whole number in config.json; MLX counts so far
-MOST_PARTS = 10_000  # layers of a model, experts of a layer; each has names of its own
-
-STEPS_BACK = 2  # a step ahead that was for nothing, and the one whose token is drawn again
-WINDOW_GROWTH = 256  # tokens between two moves of a window's tokens to the front of their array
-
-
-def window_room(window: int, chunk: int) -> int:
-    """Tokens that the array of a window holds: what the first of a chunk sees, and the chunk."""
-    return window + max(chunk, WINDOW_GROWTH)
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How products of queries and keys become scores: multiplied by `scale`.
-
-    `sinks` [H] are scores that take their part of the softmax and give nothing. Scores are bent to
-    stay below `cap`: cap * tanh(score / cap), 0: they are not.
-    """
-
-    scale: float
-    sinks: mx.array | None = None
-    cap: float = 0.0
-
-
-class LatentHeads(Protocol):
-    """How the heads of a Latent layer read its lines, in two ways that give the same.
-
-    Queries that are `absorbed` have the lines as keys and their first `rank` numbers as values;
-    what they read has to be `opened`. Or keys and values are made of the lines: `expanded`.
+    Absorbed: `absorb` makes queries that have the latents as keys and their first `rank` numbers
+    as values, and `to_values` turns what was read into values. Decompressed: `decompress` makes
+    keys and values of the latents.
     """
 
     @property
     def rank(self) -> int: ...
 
-    def expands(self, count: int, length: int) -> bool:
-        """Whether the second way is cheaper for `count` queries, the last of `length` tokens."""
+    def decompresses(self, count: int, length: int) -> bool:
+        """Whether decompressing is cheaper for `count` queries, the last of `length` tokens."""
 
-    def absorbed(self, q: mx.array) -> mx.array:
+    def absorb(self, q: mx.array) -> mx.array:
         """q [T, H, D] -> [T, H, dim]."""
 
-    def opened(self, read: mx.array) -> mx.array:
+    def to_values(self, read: mx.array) -> mx.array:
         """read [T, H, rank] -> [T, H, V]."""
 
-    def expanded(self, lines: mx.array) -> tuple[mx.array, mx.array]:
-        """lines [L, dim] -> keys [H, L, D], values [H, L, V]."""
+    def decompress(self, latents: mx.array) -> tuple[mx.array, mx.array]:
+        """latents [L, dim] -> keys [H, L, D], values [H, L, V]."""
 
 
-class Step(Protocol):
-    """The one token axis of a step, see attention.py. `layer` counts from 0 as Plan.caches does."""
+class ForwardBatch(Protocol):
+    """The tokens of one forward pass on one axis [T], with the caches of their sequences.
+
+    Implemented in attention/. `layer` is an index into ModelPlan.caches.
+    """
 
     @property
-    def logits(self) -> bool: ...
+    def logits(self) -> bool:
+        """Whether the pass computes logits."""
 
-    def wanted(self, x: mx.array) -> mx.array: ...
+    def logit_rows(self, x: mx.array) -> mx.array:
+        """x [T, d] -> [R, d]: the rows that logits are computed of."""
 
-    def rope(self, x: mx.array, rope: Rope) -> mx.array: ...
+    def rope(self, x: mx.array, rope: Rope) -> mx.array:
+        """x [T, H, D], each token rotated by its position."""
 
-    def attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
-        """q [T, H, D], k [T, KV, D], v [T, KV, V] -> [T, H, V], for a KeyValue layer."""
-
-    def attend_turned(
-        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: Scores, rope: Rope
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """`attend` with queries and keys that are not rotated yet: `asked` are both of them, or
-        one array [T, H + KV, D] with keys behind queries."""
+        """q [T, H, D], k [T, KV, D], v [T, KV, V] -> [T, H, V], for a KeyValueSpec layer."""
+
+    def rotate_and_attend(
+        self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
+    ) -> mx.array:
+        """`attend` with unrotated queries and keys.
+
+        `qk` is both of them, or one array [T, H + KV, D] with the keys behind the queries.
+        """
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentHeads
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """q [T, H, D], line [T, dim] -> [T, H, V], for a Latent layer; `heads` know its weights."""
+        """q [T, H, D], latent [T, dim] -> [T, H, V], for a LatentSpec layer."""
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """`scan` over each row's tokens from its state on: inputs [T, ...] -> [T, ...]."""
+        """Inputs [T, ...] -> outputs [T, ...] of `scan` over each sequence, from its state on."""
 
 
 class Norm(Protocol):
@@ -186,15 +107,15 @@ class Norm(Protocol):
 
     def __call__(self, x: mx.array) -> mx.array: ...
 
-    def after(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
+    def add_and_norm(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
         """x + y, and its norm."""
 
-    def late(self, x: mx.array) -> Asked:
-        """The norm of x, left to a linear layer where that computes it at no cost."""
+    def deferred(self, x: mx.array) -> LinearInput:
+        """The norm of x, not computed yet where the next linear layer computes it at no cost."""
 
 
-class Normed(NamedTuple):
-    """The norm of x [T, d], not computed yet: of few lines a product does it besides."""
+class PendingNorm(NamedTuple):
+    """The norm of x [T, d], not computed yet: for few rows the next product can include it."""
 
     x: mx.array
     norm: Norm
@@ -203,20 +124,20 @@ class Normed(NamedTuple):
         return self.norm(self.x)
 
 
-Asked: TypeAlias = "mx.array | Normed"  # [T, d]
+LinearInput: TypeAlias = "mx.array | PendingNorm"  # [T, d]
 
 
 class Linear(Protocol):
     """x [T, in] -> [T, out]."""
 
-    def __call__(self, x: Asked) -> mx.array: ...
+    def __call__(self, x: LinearInput) -> mx.array: ...
 
-    def onto(self, x: mx.array, beside: mx.array) -> mx.array | None:
-        """`beside` [T, out] and the product of x, added up, where a kernel does both in one."""
+    def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
+        """`residual` [T, out] plus the product of x; None where no kernel computes both in one."""
 
 
-class Product(NamedTuple):
-    """A linear layer's product with x [T, in], not computed yet: a kernel may add it up, too."""
+class PendingProduct(NamedTuple):
+    """A linear layer's product with x [T, in], not computed yet: a kernel may add it to another."""
 
     layer: Linear
     x: mx.array
@@ -226,118 +147,52 @@ class Product(NamedTuple):
 
 
 class Embedding(Protocol):
-    """A token table that is also a head for tied models."""
+    """A token table; models with tied embeddings use it as the output head, too."""
 
     def __call__(self, tokens: mx.array) -> mx.array: ...
 
-    def as_linear(self, x: Asked) -> mx.array: ...
+    def as_linear(self, x: LinearInput) -> mx.array: ...
 
 
-class Heads(Protocol):
-    """A linear layer for each head: x [H, T, in] -> [H, T, out], and `back` the other way."""
+class MultiLinear(Protocol):
+    """One linear layer for each head: x [H, T, in] -> [H, T, out]."""
 
     def __call__(self, x: mx.array) -> mx.array: ...
 
-    def back(self, x: mx.array) -> mx.array: ...
+    def transposed(self, x: mx.array) -> mx.array:
+        """x [H, T, out] -> [H, T, in], with the same weights."""
 
 
-class Experts(Protocol):
-    """x [T, in] with the experts [T, k] that each token chose -> [T, k, out].
+class SwitchLayer(Protocol):
+    """x [T, in] and the experts [T, k] chosen for each token -> [T, k, out].
 
-    Those of `Parts.experts` take x [T, k, in] as well.
+    That of `LayerBuilder.switch_linear` takes x [T, k, in] as well.
     """
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array: ...
 
 
-class Parts(Protocol):
-    """Layers over named weights; what layout a weight has is known here and nowhere else."""
+class LayerBuilder(Protocol):
+    """Builds layers of named weights; nothing else knows whether a weight is quantised."""
 
     def linear(self, name: str) -> Linear: ...
 
-    def joined(self, names: Sequence[str]) -> Linear: ...
+    def concatenated(self, names: Sequence[str]) -> Linear: ...
 
-    def gated(
+    def gated_linear_unit(
         self, names: Sequence[str], width: int, activation: Activation | None = None
-    ) -> Callable[[Asked], mx.array]: ...
+    ) -> Callable[[LinearInput], mx.array]: ...
 
-    def norm(self, name: str, eps: float) -> Norm: ...
+    def rms_norm(self, name: str, eps: float) -> Norm: ...
 
     def embedding(self, name: str) -> Embedding: ...
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array: ...
 
-    def array(self, name: str) -> mx.array: ...
+    def tensor(self, name: str) -> mx.array: ...
 
-    def heads(self, name: str) -> Heads: ...
+    def multi_linear(self, name: str) -> MultiLinear: ...
 
-    def experts(self, name: str) -> Experts: ...
+    def switch_linear(self, name: str) -> SwitchLayer: ...
 
-    def expert_mlp(self, name: str, activation: Activation | None = None) -> Experts: ...
-
-
-class Model(Protocol):
-    """A built model.
-
-    Called with tokens [T] and their step it returns logits [R, vocabulary], one line for each row,
-    or x [T, d] when the step wants none.
-    """
-
-    def __call__(self, tokens: mx.array, step: Step) -> mx.array: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A checked config: everything about a model that needs no weights.
-
-    `shapes` are those of the weights as numbers, also where a checkpoint has them quantised. Where
-    its names or layout differ, `derived` says how to make them, see derived.py.
-    """
-
-    context: int  # tokens
-    vocab_size: int
-    caches: tuple[LayerCache, ...]  # what each layer keeps of a sequence
-    shapes: Mapping[str, Shape]  # every tensor the weights must have, in the order of use
-    ignored: Callable[[str], bool]  # tensors that may be there and are not used
-    build: Callable[[Parts], Model]
-    derived: Callable[[Found], Iterable[Derived]] = nothing
-    float32: Callable[[str], bool] = lambda name: False  # tensors kept so, whatever the others are
-
-
-def integer(
-    config: Mapping[str, Any], key: str, default: int | None = None, most: int = MOST
-) -> int:
-    """A whole number from 1 to `most` of config.json; raises ModelLoadFailed naming the key."""
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise _unusable(key, f"config.json has no {key!r}, which its model_type needs")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _unusable(key, f"config.json has {key!r}: {value!r}, must be a whole number above 0")
-    if value > most:
-        raise _unusable(key, f"config.json has {key!r}: {_brief(value)}, must be at most {most}")
-    return value
-
-
-def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number above 0 of config.json; raises ModelLoadFailed naming the key."""
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise _unusable(key, f"config.json has no {key!r}, which its model_type needs")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise _unusable(key, f"config.json has {key!r}: {value!r}, must be a number above 0")
-    if value > sys.float_info.max:
-        raise _unusable(key, f"config.json has {key!r}: {_brief(value)}, must be finite")
-    return float(value)
-
-
-def _brief(value: float) -> str:
-    """Without all the digits that a whole number may have."""
-    bits = value.bit_length() if isinstance(value, int) else 0
-    return f"a number of {bits} bits" if bits > 64 else repr(value)
-
-
-def _unusable(key: str, why: str) -> ModelLoadFailed:
-    """With the key in its details: whoever looks for all faults goes on behind it."""
-    return ModelLoadFailed(why, details={"key": key})
+    def switch_glu(self, name: str, activation: Activation | None = None) -> SwitchLayer: ...

@@ -1,8 +1,8 @@
-"""Quantised layouts: what config.json says of them, and the tensors that each one has. No MLX.
+"""Quantisation layouts: reading them from config.json, and the tensors of each. No MLX.
 
-A module with a quantised weight [..., out, in] has `weight`, whose numbers lie packed in uint32,
-and `scales`, one for each group of a row; affine ones have `biases` too. nvfp4 ones may have a
-`global_scale`, as MLX writes it, or a `factor`, by which the products are multiplied. A module
+A module with a quantised weight [..., out, in] has the tensors `weight`, numbers packed in uint32,
+and `scales`, one for each group of a row; in mode affine it has `biases`, too. In mode nvfp4 it may
+have a `global_scale`, as MLX writes it, or a `factor`, by which products are multiplied. A module
 without `scales` is not quantised.
 """
 
@@ -14,112 +14,113 @@ from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
 
-WORD = 32  # bits that numbers are packed in
-FACTORS = ("global_scale", "factor")  # of nvfp4 weights, see above
-FLOATS = ("F32", "F16", "BF16")
-NVFP4_RANGE = 448.0 * 6.0  # the greatest scale times the greatest number: global_scale is over this
+WORD_BITS = 32  # of a word of packed numbers
+GLOBAL_SCALES = ("global_scale", "factor")  # tensors of nvfp4 weights, see above
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+NVFP4_RANGE = 448.0 * 6.0  # largest scale times largest number: the divisor of global_scale
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
-    """What a mode allows; the first of `bits` and of `groups` is what it has unless told."""
+class QuantMode:
+    """What a mode allows; the first of `bits` and of `group_sizes` is its default."""
 
     bits: tuple[int, ...]
-    groups: tuple[int, ...]
-    scales: tuple[str, ...]  # dtypes, as safetensors names them
-    biased: bool = False
+    group_sizes: tuple[int, ...]
+    scale_dtypes: tuple[str, ...]  # as safetensors names them
+    has_biases: bool = False
 
 
 MODES = {
-    "affine": Mode((4, 2, 3, 5, 6, 8), (64, 32, 128), FLOATS, biased=True),
-    "mxfp4": Mode((4,), (32,), ("U8",)),
-    "mxfp8": Mode((8,), (32,), ("U8",)),
-    "nvfp4": Mode((4,), (16,), ("U8",)),
+    "affine": QuantMode((4, 2, 3, 5, 6, 8), (64, 32, 128), FLOAT_DTYPES, has_biases=True),
+    "mxfp4": QuantMode((4,), (32,), ("U8",)),
+    "mxfp8": QuantMode((8,), (32,), ("U8",)),
+    "nvfp4": QuantMode((4,), (16,), ("U8",)),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Quant:
-    """One way to keep a weight: `bits` a number, one scale for each `group` of a row."""
+class QuantLayout:
+    """A layout of quantised weights: bits of a number, and numbers of a row that share a scale."""
 
     mode: str
     bits: int
-    group: int
+    group_size: int
 
     def __str__(self) -> str:
-        return f"{self.mode}, {self.bits} bits in groups of {self.group}"
+        return f"{self.mode}, {self.bits} bits in groups of {self.group_size}"
 
     def tensors(self, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The name behind the module's and the shape of each tensor for a weight of `shape`."""
+        """The kind and the shape of each tensor of a module whose dense weight has this shape."""
         *rows, columns = shape
-        yield "weight", (*rows, columns * self.bits // WORD)
-        yield "scales", (*rows, columns // self.group)
-        if MODES[self.mode].biased:
-            yield "biases", (*rows, columns // self.group)
+        yield "weight", (*rows, columns * self.bits // WORD_BITS)
+        yield "scales", (*rows, columns // self.group_size)
+        if MODES[self.mode].has_biases:
+            yield "biases", (*rows, columns // self.group_size)
 
     def divides(self, columns: int) -> bool:
-        """Whether a row of so many numbers is whole groups and whole words."""
-        return columns % self.group == 0 and columns * self.bits % WORD == 0
+        """Whether a row of so many numbers fills whole groups and whole words."""
+        return columns % self.group_size == 0 and columns * self.bits % WORD_BITS == 0
 
 
 @dataclass(frozen=True, slots=True)
-class Quantisation:
-    """What is known of a model's modules: `named` ones, where None is not quantised, and others.
+class QuantConfig:
+    """The layouts of a model's quantised modules.
 
-    `recognise`: where nothing is known of one, its shapes tell.
+    `named` has those of single modules, where None means not quantised; others have the `default`.
+    With `infer` the layout of a module without either follows from the shapes of its tensors.
     """
 
-    default: Quant | None = None
-    named: Mapping[str, Quant | None] = field(default_factory=dict)
-    recognise: bool = False
+    default: QuantLayout | None = None
+    named: Mapping[str, QuantLayout | None] = field(default_factory=dict)
+    infer: bool = False
 
 
-def parse(config: Mapping[str, Any]) -> Quantisation:
-    """What config.json says; raises ModelLoadFailed naming the value that cannot be used."""
+def parse_quant_config(config: Mapping[str, Any]) -> QuantConfig:
+    """Reads config.json; raises ModelLoadFailed naming the value that cannot be used."""
     key = "quantization" if config.get("quantization") else "quantization_config"
     settings = config.get(key)
     if not settings:
-        return Quantisation()
+        return QuantConfig()
     if not isinstance(settings, Mapping):
         raise ModelLoadFailed(f"config.json has {key!r}: {settings!r}, must be a map")
     if settings.get("quant_method"):
-        return Quantisation(_foreign(key, settings["quant_method"]))
-    default = _quant(f"config.json has {key}", settings)
-    return Quantisation(default, dict(_overrides(key, settings, default)))
+        return QuantConfig(_layout_of_method(key, settings["quant_method"]))
+    default = _layout(f"config.json has {key}", settings)
+    return QuantConfig(default, dict(_overrides(key, settings, default)))
 
 
-def _foreign(key: str, method: Any) -> Quant:
-    """A layout that others write under a name of its own."""
+def _layout_of_method(key: str, method: Any) -> QuantLayout:
+    """The layout that a `quant_method` of transformers means."""
     if method not in ("mxfp4", "mxfp8"):
         raise ModelLoadFailed(
             f"config.json has {key} with quant_method {method!r}, which is not read; name an MLX "
             "conversion of the model (affine, mxfp4, mxfp8, nvfp4) or the unquantised one"
         )
-    return Quant(method, MODES[method].bits[0], MODES[method].groups[0])
+    return QuantLayout(method, MODES[method].bits[0], MODES[method].group_sizes[0])
 
 
 def _overrides(
-    key: str, settings: Mapping[str, Any], default: Quant
-) -> Iterator[tuple[str, Quant | None]]:
+    key: str, settings: Mapping[str, Any], default: QuantLayout
+) -> Iterator[tuple[str, QuantLayout | None]]:
     for name, value in settings.items():
         if isinstance(value, bool):
             yield name, default if value else None
         elif isinstance(value, Mapping):
-            yield name, _quant(f"config.json has {key} of {name!r}", value)
+            yield name, _layout(f"config.json has {key} of {name!r}", value)
         elif "." in name:
             raise ModelLoadFailed(
                 f"config.json has {key} of {name!r}: {value!r}, must be a map or false"
             )
 
 
-def _quant(where: str, settings: Mapping[str, Any]) -> Quant:
+def _layout(where: str, settings: Mapping[str, Any]) -> QuantLayout:
     mode = settings.get("mode") or "affine"
     if not isinstance(mode, str) or mode not in MODES:
         raise ModelLoadFailed(f"{where} with mode {mode!r}, must be one of {', '.join(MODES)}")
     allowed = MODES[mode]
     bits = _one_of(where, mode, "bits", settings.get("bits"), allowed.bits)
-    group = _one_of(where, mode, "group_size", settings.get("group_size"), allowed.groups)
-    return Quant(mode, bits, group)
+    group = _one_of(where, mode, "group_size", settings.get("group_size"), allowed.group_sizes)
+    return QuantLayout(mode, bits, group)
 
 
 def _one_of(where: str, mode: str, key: str, value: Any, allowed: tuple[int, ...]) -> int:
@@ -131,22 +132,26 @@ def _one_of(where: str, mode: str, key: str, value: Any, allowed: tuple[int, ...
     return value
 
 
-def recognised(
+def layout_from_shapes(
     module: str,
     columns: int,
     weight: tuple[int, ...],
     scales: tuple[int, ...],
     scales_dtype: str,
-) -> Quant:
-    """The layout whose tensors have these shapes, for a weight [..., columns].
+) -> QuantLayout:
+    """The layout whose tensors have these shapes, for a dense weight [..., columns].
 
-    Raises ModelLoadFailed with the numbers where there is none.
+    Raises ModelLoadFailed with the numbers where no layout has.
     """
-    bits = _whole(weight[-1] * WORD, columns) if weight else 0
+    bits = _whole(weight[-1] * WORD_BITS, columns) if weight else 0
     group = _whole(columns, scales[-1]) if scales else 0
     for mode, allowed in MODES.items():
-        if bits in allowed.bits and group in allowed.groups and scales_dtype in allowed.scales:
-            return Quant(mode, bits, group)
+        if (
+            bits in allowed.bits
+            and group in allowed.group_sizes
+            and scales_dtype in allowed.scale_dtypes
+        ):
+            return QuantLayout(mode, bits, group)
     raise ModelLoadFailed(
         f"module {module!r} has a weight {list(weight)} and scales {list(scales)} of "
         f"{scales_dtype} for rows of {columns}, which is no layout of {', '.join(MODES)}"
@@ -154,5 +159,5 @@ def recognised(
 
 
 def _whole(total: int, parts: int) -> int:
-    """total / parts, 0 where that is no whole number."""
+    """total / parts, or 0 where that is no whole number."""
     return total // parts if parts and total % parts == 0 else 0

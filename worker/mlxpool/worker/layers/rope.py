@@ -1,7 +1,7 @@
-"""How config.json says that positions are turned into angles. No MLX.
+"""Reads the rotary position embedding (RoPE) of a config.json. No MLX.
 
-Long contexts are reached by stretching the waves of a base: `rope_scaling` (or `rope_parameters`,
-its newer name) names the kind, and KINDS has one function for each.
+Longer contexts are reached by scaling the wavelengths: `rope_scaling` (newer: `rope_parameters`)
+names the rope type, and SCALINGS has one function for each.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.interface import Rope, integer, number
+from mlxpool.worker.layers.config_fields import integer, number
+from mlxpool.worker.layers.interface import Rope
 
 Settings: TypeAlias = Mapping[str, Any]
 
 
-def rope(
+def parse_rope(
     config: Settings, dims: int, *, base: float | None = 10000.0, traditional: bool = False
 ) -> Rope:
-    """The rotation of the first `dims` numbers of a head; `base` where config.json has none.
+    """The rotation of the first `dims` numbers of a head; `base` is the default of rope_theta.
 
-    Without a `base` it needs one, as readers of such files do not agree on what it is then.
-
-    Raises ModelLoadFailed naming the kind or the key that cannot be used.
+    With `base=None` config.json must have rope_theta: other programs disagree on its default.
+    Raises ModelLoadFailed naming the rope type or the key that cannot be used.
     """
     if dims % 2:
         raise ModelLoadFailed(f"config.json has heads of which {dims} are rotated, must be even")
@@ -33,14 +33,14 @@ def rope(
         raise ModelLoadFailed(f"config.json has rope_scaling {scaling!r}, must be a map")
     settings = {**config, **scaling}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if not isinstance(kind, str) or kind not in KINDS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise ModelLoadFailed(
-            f"config.json has rope type {kind!r}, must be one of {', '.join(KINDS)}"
+            f"config.json has rope type {kind!r}, must be one of {', '.join(SCALINGS)}"
         )
     plain = Rope(dims, number(settings, "rope_theta", base), traditional=traditional)
     try:
-        return KINDS[kind](plain, settings)
-    except (ArithmeticError, ValueError) as error:  # numbers that no file of a model has
+        return SCALINGS[kind](plain, settings)
+    except (ArithmeticError, ValueError) as error:  # absurd numbers, as no real file has
         raise ModelLoadFailed(
             f"config.json has numbers of which rope type {kind!r} cannot be reckoned: {error}"
         ) from error
@@ -55,7 +55,7 @@ def _linear(plain: Rope, settings: Settings) -> Rope:
 
 
 def _llama3(plain: Rope, settings: Settings) -> Rope:
-    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    """Long wavelengths are multiplied by the factor, short ones kept, those between blended."""
     low = number(settings, "low_freq_factor", 1.0)
     high = number(settings, "high_freq_factor", 4.0)
     trained = number(settings, "original_max_position_embeddings", 8192)
@@ -68,14 +68,14 @@ def _llama3(plain: Rope, settings: Settings) -> Rope:
 
 
 def _yarn(plain: Rope, settings: Settings) -> Rope:
-    """As llama3, blended over dimensions; what is rotated grows, so that scores keep their spread.
+    """As llama3, but blended over dimensions, and with a gain that keeps the spread of scores.
 
-    Ends of the blend are whole dimensions, whatever `truncate` says.
+    The blend begins and ends at whole dimensions, whatever `truncate` says.
     """
     trained = integer(settings, "original_max_position_embeddings")
 
     def dimension(turns: float) -> float:
-        """Where a wave makes so many turns within the trained context."""
+        """The dimension whose wave makes so many turns within the trained context."""
         wave = trained / (turns * 2 * math.pi)
         return plain.dims * math.log(wave) / (2 * math.log(plain.base))
 
@@ -84,22 +84,24 @@ def _yarn(plain: Rope, settings: Settings) -> Rope:
     top = high if high != low else high + 0.001
     kept = [1 - _ramp(index, low, top) for index in range(plain.dims // 2)]
     factor = number(settings, "factor")
-    gain = yarn_gain(factor, _weight(settings, "mscale", 1.0))
-    gain /= yarn_gain(factor, _weight(settings, "mscale_all_dim", 0.0))
+    gain = yarn_mscale(factor, _weight(settings, "mscale", 1.0))
+    gain /= yarn_mscale(factor, _weight(settings, "mscale_all_dim", 0.0))
     return replace(plain, freqs=_blended(plain, settings, kept), gain=gain)
 
 
-def yarn_gain(factor: float, weight: float) -> float:
-    """What scores of a context stretched by `factor` are multiplied by, for queries or keys each.
+def yarn_mscale(factor: float, weight: float) -> float:
+    """YaRN's gain of queries, and of keys, in a context stretched by `factor`.
 
-    Latent attention puts the square of it, with `mscale_all_dim` as its weight, on its scale.
+    Latent attention multiplies its scale by the square, with `mscale_all_dim` as the weight.
     """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _longrope(plain: Rope, settings: Settings) -> Rope:
-    """Every wave has its own factor. Those for long texts serve short ones too: keys in the cache
-    cannot change when a text gets long.
+    """Every wavelength has its own factor.
+
+    The factors for long texts are used for short ones, too: keys in the cache cannot change when a
+    text gets long.
     """
     factors = settings.get("long_factor")
     wanted = plain.dims // 2
@@ -119,7 +121,7 @@ def _periods(plain: Rope) -> list[float]:
 
 
 def _blended(plain: Rope, settings: Settings, kept: list[float]) -> tuple[float, ...]:
-    """Each wave between itself, where `kept` is 1, and the one stretched by `factor`, where 0."""
+    """Each wavelength, times 1 where `kept` is 1, times `factor` where it is 0, or between."""
     factor = number(settings, "factor")
     waves = zip(_periods(plain), kept, strict=True)
     return tuple(period / ((1 - part) / factor + part) for period, part in waves)
@@ -130,15 +132,15 @@ def _ramp(at: float, low: float, high: float) -> float:
 
 
 def _weight(settings: Settings, key: str, default: float) -> float:
-    """A number that may be 0."""
+    """A number of which 0, null and no key mean the default."""
     return number(settings, key) if settings.get(key) else default
 
 
-KINDS: Mapping[str, Callable[[Rope, Settings], Rope]] = {
+SCALINGS: Mapping[str, Callable[[Rope, Settings], Rope]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
-    "mrope": _default,  # of three axes, all the same where there are no pictures
+    "mrope": _default,  # three axes, which have the same positions for text
 }

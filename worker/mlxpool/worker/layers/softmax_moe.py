@@ -1,4 +1,4 @@
-"""A mixture of experts whose scores are a softmax over all of them, as Qwen's. No MLX."""
+"""A mixture of experts routed by a softmax over all experts, as in Qwen. No MLX."""
 
 from __future__ import annotations
 
@@ -7,37 +7,40 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.attention import Gated, Shapes, linear
-from mlxpool.worker.layers.config_fields import flag
-from mlxpool.worker.layers.derived_weights import Derived, Found, experts
-from mlxpool.worker.layers.interface import MOST_PARTS, Layer, Parts, integer
+from mlxpool.worker.layers.config_fields import MAX_MODULES, flag, integer
+from mlxpool.worker.layers.decoder_layer import WeightShapes, linear_shapes
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, stacked_experts
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.interface import LayerBuilder, LayerFunction
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
-    """A Feed (blocks.py): each token goes through `chosen` of `count` experts.
+class SoftmaxMoE:
+    """A FeedForward: each token uses `chosen` of `count` experts.
 
-    With a `shared_width` it goes through one more, which all tokens share, behind a gate.
+    With a `shared_width` there is a shared expert for all tokens, whose output has a gate.
     """
 
     hidden: int
     count: int
     chosen: int
     width: int
-    normed: bool  # the weights of the chosen ones add up to one
+    normed: bool  # whether the weights of the chosen experts are scaled to add up to one
     shared_width: int = 0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], normed: bool, shared_width: int = 0) -> Mixture:
-        """`normed` where config.json does not say.
+    def from_config(
+        cls, config: Mapping[str, Any], normed: bool, shared_width: int = 0
+    ) -> SoftmaxMoE:
+        """`normed` is the default of norm_topk_prob.
 
         Raises ModelLoadFailed naming the key that is missing or cannot be used.
         """
         count, chosen = (
-            integer(config, "num_experts", most=MOST_PARTS),
+            integer(config, "num_experts", maximum=MAX_MODULES),
             integer(config, "num_experts_per_tok"),
         )
         if chosen > count:
@@ -53,56 +56,58 @@ class Mixture:
             shared_width=shared_width,
         )
 
-    def shapes(self, name: str) -> Shapes:
-        """See Feed."""
-        yield from linear(f"{name}.gate", self.count, self.hidden)
-        for one, shape in Gated(self.hidden, self.width).shapes(f"{name}.switch_mlp"):
+    def shapes(self, name: str) -> WeightShapes:
+        """See FeedForward."""
+        yield from linear_shapes(f"{name}.gate", self.count, self.hidden)
+        for one, shape in GatedMLP(self.hidden, self.width).shapes(f"{name}.switch_mlp"):
             yield one, (self.count, *shape)
         if self.shared_width:
             yield from self.shared.shapes(f"{name}.shared_expert")
-            yield from linear(f"{name}.shared_expert_gate", 1, self.hidden)
+            yield from linear_shapes(f"{name}.shared_expert_gate", 1, self.hidden)
 
-    def derived(self, found: Found, name: str) -> Iterator[Derived]:
-        """As released, every expert has weights of its own."""
+    def derived(self, found: StoredTensors, name: str) -> Iterator[DerivedWeights]:
+        """Stacks the experts of released checkpoints, which store each by itself."""
         for one in ("gate_proj", "up_proj", "down_proj"):
-            yield from experts(found, f"{name}.switch_mlp.{one}", self.count)
+            yield from stacked_experts(found, f"{name}.switch_mlp.{one}", self.count)
 
-    def build(self, parts: Parts, name: str) -> Layer:
-        """See Feed."""
-        mixed = _Mixed(self, parts, name)
-        return _Shared(self, parts, name, mixed) if self.shared_width else mixed
+    def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
+        """See FeedForward."""
+        routed = _RoutedExperts(self, builder, name)
+        return _WithShared(self, builder, name, routed) if self.shared_width else routed
 
     @property
-    def shared(self) -> Gated:
-        """The expert of all tokens."""
-        return Gated(self.hidden, self.shared_width)
+    def shared(self) -> GatedMLP:
+        """The shared expert."""
+        return GatedMLP(self.hidden, self.shared_width)
 
 
-class _Mixed:
-    def __init__(self, spec: Mixture, parts: Parts, name: str) -> None:
+class _RoutedExperts:
+    def __init__(self, spec: SoftmaxMoE, builder: LayerBuilder, name: str) -> None:
         self.spec = spec
-        self.gate = parts.linear(f"{name}.gate")
-        self.experts = parts.expert_mlp(f"{name}.switch_mlp")
+        self.gate = builder.linear(f"{name}.gate")
+        self.experts = builder.switch_glu(f"{name}.switch_mlp")
 
     def __call__(self, x: mx.array) -> mx.array:
-        chosen, weights = routed(self.gate(x), self.spec.chosen, self.spec.normed)
+        chosen, weights = route(self.gate(x), self.spec.chosen, self.spec.normed)
         return (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
 
 
-class _Shared:
-    def __init__(self, spec: Mixture, parts: Parts, name: str, mixed: Layer) -> None:
-        self.mixed = mixed
-        self.shared = spec.shared.build(parts, f"{name}.shared_expert")
-        self.gate = parts.linear(f"{name}.shared_expert_gate")
+class _WithShared:
+    def __init__(
+        self, spec: SoftmaxMoE, builder: LayerBuilder, name: str, routed: LayerFunction
+    ) -> None:
+        self.routed = routed
+        self.shared = spec.shared.build(builder, f"{name}.shared_expert")
+        self.gate = builder.linear(f"{name}.shared_expert_gate")
 
     def __call__(self, x: mx.array) -> mx.array:
         import mlx.core as mx
 
-        return self.mixed(x) + mx.sigmoid(self.gate(x)) * self.shared(x)
+        return self.routed(x) + mx.sigmoid(self.gate(x)) * self.shared(x)
 
 
-def routed(logits: mx.array, count: int, normed: bool) -> tuple[mx.array, mx.array]:
-    """logits [T, E] -> the `count` experts [T, k] of each token, and their weights in float32."""
+def route(logits: mx.array, count: int, normed: bool) -> tuple[mx.array, mx.array]:
+    """logits [T, E] -> the `count` best experts [T, k] of each token, their weights in float32."""
     import mlx.core as mx
 
     scores = mx.softmax(logits.astype(mx.float32), axis=-1)

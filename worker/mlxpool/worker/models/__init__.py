@@ -1,4 +1,7 @@
-"""Which architectures there are: config.json's model_type -> the file that knows it."""
+"""The supported architectures, one a file, and the map from a config's model_type to its file.
+
+A file describes a model without MLX; it may extend a related one, other shared code is in layers/.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.interface import Plan
+from mlxpool.worker.layers.model_plan import ModelPlan
 
 ARCHITECTURES = {
     "gemma3": "mlxpool.worker.models.gemma3",
@@ -29,7 +32,7 @@ ARCHITECTURES = {
 SUPPORTED = tuple(ARCHITECTURES)
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of the model that config.json describes; imports no MLX.
 
     Raises ModelLoadFailed for an unknown model_type, a missing key or a value it cannot use.
@@ -42,4 +45,4 @@ def plan(config: Mapping[str, Any]) -> Plan:
             f"supported are: {', '.join(SUPPORTED)}, and with `pip install 'mlxpool[zoo]'` "
             "those that mlx-lm has"
         )
-    return cast(Plan, import_module(module).plan(config))
+    return cast(ModelPlan, import_module(module).plan(config))

@@ -1,7 +1,7 @@
-"""Gemma 3's text: windows in most layers, norms on both sides of each part.
+"""Gemma 3, its text part: sliding windows in most layers, norms before and after each sublayer.
 
-Norms are kept less one, and are made whole while loading. A checkpoint that sees pictures, too, has
-its text under another name; what sees is left alone.
+Checkpoints store norm weights minus one; one is added during loading. A multimodal checkpoint has
+the text part under other names; its vision part is not used.
 """
 
 from __future__ import annotations
@@ -12,37 +12,40 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.attention import (
-    Block,
-    Gated,
-    GroupedQuery,
-    Layered,
-    Shapes,
-    Stream,
-    normed,
-)
+from mlxpool.worker.layers.cache_specs import CacheSpec
 from mlxpool.worker.layers.config_fields import (
     FULL,
     SLIDING,
     Heads,
     flag,
+    integer,
     layer_count,
     layer_types,
+    layer_windows,
+    number,
     require,
-    windows,
+    text_config,
 )
 from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.derived_weights import Derived, Found, Spec
-from mlxpool.worker.layers.interface import LayerCache, Parts, Plan, Rope, Step, integer, number
-from mlxpool.worker.layers.rope import rope
+from mlxpool.worker.layers.decoder_layer import DecoderLayer, DecoderLayerFunction, WeightShapes
+from mlxpool.worker.layers.derived_weights import (
+    DerivedWeights,
+    StoredTensors,
+    TensorSpec,
+    plus_one,
+    without_prefix,
+)
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
+from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, Rope
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.residual import Residual, add_and_norm
+from mlxpool.worker.layers.rope import parse_rope
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import mlx.core as mx
 
-# What released files leave out, as their text_config holds only what differs from this.
+# Released files leave these out: their text_config holds only what differs from the defaults.
 DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -54,130 +57,124 @@ DEFAULTS = {
     "rope_local_base_freq": 10_000.0,
     "query_pre_attn_scalar": 256,
 }
-EVERY = 6  # of so many layers the last sees all tokens, unless config.json says otherwise
-NAMES = {  # where the text of a model that sees pictures is -> where a text alone has it
+FULL_INTERVAL = 6  # every 6th layer has full attention, unless config.json says otherwise
+PREFIXES = {  # of a multimodal checkpoint -> of a text model
     "language_model.model.": "model.",
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-PICTURES = ("vision_tower.", "multi_modal_projector.")
-GREATEST = 65504.0  # that a float16 can be
+VISION = ("vision_tower.", "multi_modal_projector.")
+FLOAT16_MAX = 65504.0
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
-    """The plan of a text alone, or of the text of a model that sees pictures, too.
+def plan(config: Mapping[str, Any]) -> ModelPlan:
+    """The plan of a text model, or of the text part of a multimodal one.
 
     Raises ModelLoadFailed naming the key that cannot be used.
     """
     text = _text(config)
     require(text, "hidden_activation", ["gelu_pytorch_tanh"])
     require(text, "use_bidirectional_attention", [False])
-    model = Decoder.of(
+    model = Decoder.from_config(
         text,
-        tuple(_blocks(text)),
+        tuple(_layers(text)),
         tied=flag(text, "tie_word_embeddings", True),
         embed_scale=_bfloat16(math.sqrt(integer(text, "hidden_size"))),
-        cap=_cap(text, "final_logit_softcapping"),
+        softcap=_softcap(text, "final_logit_softcapping"),
     )
     return model.plan(_ignored, _derived)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config", config)
-    if not isinstance(text, Mapping):
-        raise ModelLoadFailed(f"config.json has text_config {text!r}, must be a map")
+    text = text_config(config)
     outer = {key: config[key] for key in ("vocab_size", "tie_word_embeddings") if key in config}
-    said = {key: value for key, value in {**outer, **text}.items() if value is not None}
-    return {**DEFAULTS, **said}
+    given = {key: value for key, value in {**outer, **text}.items() if value is not None}
+    return {**DEFAULTS, **given}
 
 
-def _blocks(text: Mapping[str, Any]) -> Iterator[Block]:
-    hidden, heads, eps = integer(text, "hidden_size"), Heads.of(text), number(text, "rms_norm_eps")
-    feed = Gated(hidden, integer(text, "intermediate_size"), activation=geglu)
+def _layers(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
+    hidden, heads, eps = (
+        integer(text, "hidden_size"),
+        Heads.from_config(text),
+        number(text, "rms_norm_eps"),
+    )
+    feed = GatedMLP(hidden, integer(text, "intermediate_size"), activation=geglu)
     types = _types(text)
-    for kind, window in zip(types, windows(text, len(types), types), strict=True):
-        attention = GroupedQuery(
+    for kind, window in zip(types, layer_windows(text, len(types), types), strict=True):
+        attention = GroupedQueryAttention(
             hidden,
             heads,
-            _rope(text, kind, heads.size),
+            _rope(text, kind, heads.dim),
             window,
             scale=number(text, "query_pre_attn_scalar") ** -0.5,
-            cap=_cap(text, "attn_logit_softcapping"),
+            softcap=_softcap(text, "attn_logit_softcapping"),
             norm_eps=eps,
         )
-        yield Sandwich(hidden, eps, attention, feed)
+        yield SandwichNormLayer(hidden, eps, attention, feed)
 
 
 def _types(text: Mapping[str, Any]) -> tuple[str, ...]:
     layers = layer_count(text)
-    every = integer(text, "sliding_window_pattern", integer(text, "_sliding_window_pattern", EVERY))
+    default = integer(text, "_sliding_window_pattern", FULL_INTERVAL)
+    interval = integer(text, "sliding_window_pattern", default)
     types = layer_types(text, layers)
-    return types or tuple(SLIDING if (at + 1) % every else FULL for at in range(layers))
+    return types or tuple(SLIDING if (at + 1) % interval else FULL for at in range(layers))
 
 
 def _rope(text: Mapping[str, Any], kind: str, dims: int) -> Rope:
-    """Each kind of layer has its own; newer files name them, in older ones windows have a base."""
+    """The rotation of a layer type: newer files name it, older ones have a base for windows."""
     named = text.get("rope_parameters") or {}
     if kind in named:
-        return rope({**text, "rope_parameters": named[kind]}, dims)
+        return parse_rope({**text, "rope_parameters": named[kind]}, dims)
     if kind == SLIDING:
         return Rope(dims, number(text, "rope_local_base_freq"))
-    return rope(text, dims)
+    return parse_rope(text, dims)
 
 
-def _cap(text: Mapping[str, Any], key: str) -> float:
+def _softcap(text: Mapping[str, Any], key: str) -> float:
     return number(text, key) if text.get(key) is not None else 0.0
 
 
 def _bfloat16(value: float) -> float:
-    """The nearest number of 8 bits, ties to even: models of this kind were trained with it."""
+    """The value rounded to bfloat16, ties to even: models were trained with it."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     return float(struct.unpack("<f", struct.pack("<I", rounded))[0])
 
 
 def _ignored(name: str) -> bool:
-    return name.removeprefix("model.").startswith(PICTURES)
+    return name.removeprefix("model.").startswith(VISION)
 
 
-def _derived(found: Found) -> Iterator[Derived]:
+def _derived(found: StoredTensors) -> Iterator[DerivedWeights]:
     for stored, spec in found.items():
-        name = _named(stored)
+        name = without_prefix(stored, PREFIXES)
         if name.endswith("norm.weight") and not _ignored(stored):
-            yield Derived((stored,), {name: Spec("F32", spec.shape)}, _whole)
+            yield DerivedWeights(
+                (stored,),
+                {name: TensorSpec("F32", spec.shape)},
+                lambda arrays: [plus_one(arrays[0])],
+            )
         elif name != stored:
-            yield Derived((stored,), {name: spec}, tuple)
-
-
-def _named(stored: str) -> str:
-    for prefix, ours in NAMES.items():
-        if stored.startswith(prefix):
-            return ours + stored.removeprefix(prefix)
-    return stored
-
-
-def _whole(arrays: Sequence[mx.array]) -> list[mx.array]:
-    import mlx.core as mx
-
-    return [arrays[0].astype(mx.float32) + 1]
+            yield DerivedWeights((stored,), {name: spec}, tuple)
 
 
 @dataclass(frozen=True, slots=True)
-class Sandwich:
-    """A Block (blocks.py): x + norm(mixer(norm(x))), then the same with the feed."""
+class SandwichNormLayer:
+    """A DecoderLayer: x + norm(mixer(norm(x))), then the same with the feed-forward."""
 
     hidden: int
     eps: float
-    mixer: GroupedQuery
-    feed: Gated
+    mixer: GroupedQueryAttention
+    feed: GatedMLP
 
     @property
-    def cache(self) -> LayerCache:
-        """The mixer's."""
+    def cache(self) -> CacheSpec:
+        """The mixer's cache."""
         return self.mixer.cache
 
-    def shapes(self, name: str) -> Shapes:
-        """See Block."""
+    def shapes(self, name: str) -> WeightShapes:
+        """See DecoderLayer."""
         yield f"{name}.input_layernorm.weight", (self.hidden,)
         yield from self.mixer.shapes(f"{name}.self_attn")
         yield f"{name}.post_attention_layernorm.weight", (self.hidden,)
@@ -185,39 +182,41 @@ class Sandwich:
         yield from self.feed.shapes(f"{name}.mlp")
         yield f"{name}.post_feedforward_layernorm.weight", (self.hidden,)
 
-    def build(self, parts: Parts, name: str, layer: int) -> Layered:
-        """See Block."""
-        return _Sandwich(self, parts, name, layer)
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
+        """See DecoderLayer."""
+        return _Sandwich(self, builder, name, layer)
 
 
 class _Sandwich:
-    def __init__(self, spec: Sandwich, parts: Parts, name: str, layer: int) -> None:
-        self.before_mixer = parts.norm(f"{name}.input_layernorm", spec.eps)
-        self.mixer = spec.mixer.build(parts, f"{name}.self_attn", layer)
-        self.after_mixer = parts.norm(f"{name}.post_attention_layernorm", spec.eps)
-        self.before_feed = parts.norm(f"{name}.pre_feedforward_layernorm", spec.eps)
-        self.feed = spec.feed.build(parts, f"{name}.mlp")
-        self.after_feed = parts.norm(f"{name}.post_feedforward_layernorm", spec.eps)
+    def __init__(
+        self, spec: SandwichNormLayer, builder: LayerBuilder, name: str, layer: int
+    ) -> None:
+        self.before_mixer = builder.rms_norm(f"{name}.input_layernorm", spec.eps)
+        self.mixer = spec.mixer.build(builder, f"{name}.self_attn", layer)
+        self.after_mixer = builder.rms_norm(f"{name}.post_attention_layernorm", spec.eps)
+        self.before_feed = builder.rms_norm(f"{name}.pre_feedforward_layernorm", spec.eps)
+        self.feed = spec.feed.build(builder, f"{name}.mlp")
+        self.after_feed = builder.rms_norm(f"{name}.post_feedforward_layernorm", spec.eps)
 
-    def __call__(self, x: Stream, step: Step) -> Stream:
-        x, asked = normed(self.before_mixer, x)
-        x = _sum(x, self.after_mixer(self.mixer(asked, step)))
-        return _sum(x, self.after_feed(self.feed(self.before_feed(x))))
+    def __call__(self, x: Residual, batch: ForwardBatch) -> Residual:
+        x, normed = add_and_norm(self.before_mixer, x)
+        x = _clipped_sum(x, self.after_mixer(self.mixer(normed, batch)))
+        return _clipped_sum(x, self.after_feed(self.feed(self.before_feed(x))))
 
 
-def _sum(x: mx.array, y: mx.array) -> mx.array:
-    """x + y, which float16 may be too small for: then the greatest number that is not."""
+def _clipped_sum(x: mx.array, y: mx.array) -> mx.array:
+    """x + y, clipped to the range of float16 where that is its dtype."""
     import mlx.core as mx
 
     if x.dtype != mx.float16:
         return x + y
-    whole = x.astype(mx.float32) + y.astype(mx.float32)
-    return mx.clip(whole, -GREATEST, GREATEST).astype(mx.float16)
+    total = x.astype(mx.float32) + y.astype(mx.float32)
+    return mx.clip(total, -FLOAT16_MAX, FLOAT16_MAX).astype(mx.float16)
 
 
 def geglu(gate: mx.array, up: mx.array) -> mx.array:
-    """gelu(gate) * up, with the usual approximation of gelu."""
+    """gelu(gate) * up, with the tanh approximation of gelu."""
     import mlx.core as mx
 
-    bend = mx.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate))
-    return 0.5 * gate * (1 + bend) * up
+    tanh = mx.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate))
+    return 0.5 * gate * (1 + tanh) * up

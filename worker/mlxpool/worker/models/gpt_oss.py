@@ -1,4 +1,4 @@
-"""gpt-oss: attention with sinks, in every other layer over a window, and a mixture of experts."""
+"""gpt-oss: attention with sinks, over a window in every other layer, and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -8,73 +8,83 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.attention import GroupedQuery, PreNorm, Shapes, linear
 from mlxpool.worker.layers.config_fields import (
     FULL,
+    MAX_MODULES,
     SLIDING,
     Heads,
     flag,
+    integer,
     layer_count,
     layer_types,
+    layer_windows,
+    number,
     require,
-    windows,
 )
 from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.derived_weights import Derived, Found, Spec, unblocked
-from mlxpool.worker.layers.interface import MOST_PARTS, Layer, Parts, Plan, integer, number
-from mlxpool.worker.layers.rope import rope
+from mlxpool.worker.layers.decoder_layer import PreNormLayer, WeightShapes, linear_shapes
+from mlxpool.worker.layers.derived_weights import (
+    DerivedWeights,
+    StoredTensors,
+    TensorSpec,
+    from_mxfp4_blocks,
+)
+from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
+from mlxpool.worker.layers.interface import LayerBuilder, LayerFunction
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.rope import parse_rope
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-STEEPNESS = 1.702  # of the sigmoid that gates
+SIGMOID_SLOPE = 1.702  # of the gate
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a gpt-oss; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
-    feed = Experts.of(config)
+    feed = GptOssMoE.from_config(config)
     eps = number(config, "rms_norm_eps", 1e-5)
-    blocks = tuple(PreNorm(feed.hidden, eps, mixer, feed) for mixer in _attention(config))
+    layers = tuple(PreNormLayer(feed.hidden, eps, mixer, feed) for mixer in _attention(config))
 
-    def derived(found: Found) -> Iterable[Derived]:
-        for layer in range(len(blocks)):
-            yield from feed.derived(found, f"model.layers.{layer}.mlp")
+    def derived(found: StoredTensors) -> Iterable[DerivedWeights]:
+        for index in range(len(layers)):
+            yield from feed.derived(found, f"model.layers.{index}.mlp")
 
-    return replace(Decoder.of(config, blocks, eps=eps).plan(), derived=derived)
+    return replace(Decoder.from_config(config, layers, eps=eps).plan(), derived=derived)
 
 
-def _attention(config: Mapping[str, Any]) -> Iterator[GroupedQuery]:
-    """Of each layer; where layer_types are not listed, the first has a window, the second none."""
+def _attention(config: Mapping[str, Any]) -> Iterator[GroupedQueryAttention]:
+    """The attention of each layer; without layer_types, even layers have a window."""
     layers = layer_count(config)
     types = layer_types(config, layers)
     types = types or tuple(FULL if layer % 2 else SLIDING for layer in range(layers))
     if SLIDING not in types:
         raise ModelLoadFailed(f"config.json has no {SLIDING!r} in layer_types, must have one")
-    hidden, heads = integer(config, "hidden_size"), Heads.of(config, size=64)
-    turn = rope(config, heads.size, base=150000.0)
+    hidden, heads = integer(config, "hidden_size"), Heads.from_config(config, dim=64)
+    rope = parse_rope(config, heads.dim, base=150000.0)
     biases = "qkvo" if flag(config, "attention_bias", True) else ""
-    for window in windows(config, layers, types):
-        yield GroupedQuery(hidden, heads, turn, window, biases=biases, sinks=True)
+    for window in layer_windows(config, layers, types):
+        yield GroupedQueryAttention(hidden, heads, rope, window, biases=biases, sinks=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
-    """Each token goes through the `chosen` experts that a router ranks first; all have biases."""
+class GptOssMoE:
+    """A FeedForward: each token uses the `chosen` experts of the highest logits, with biases."""
 
     hidden: int
     width: int
     count: int
     chosen: int
-    limit: float  # of what is gated, on both sides, and of what gates, above
+    limit: float  # up is clamped to -limit..limit, gate from above
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Experts:
+    def from_config(cls, config: Mapping[str, Any]) -> GptOssMoE:
         """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
         experts = cls(
             hidden=integer(config, "hidden_size"),
             width=integer(config, "intermediate_size"),
-            count=integer(config, "num_local_experts", most=MOST_PARTS),
+            count=integer(config, "num_local_experts", maximum=MAX_MODULES),
             chosen=integer(config, "num_experts_per_tok"),
             limit=number(config, "swiglu_limit", 7.0),
         )
@@ -85,33 +95,34 @@ class Experts:
             )
         return experts
 
-    def shapes(self, name: str) -> Shapes:
-        """See blocks.Feed."""
-        yield from linear(f"{name}.router", self.count, self.hidden, bias=True)
+    def shapes(self, name: str) -> WeightShapes:
+        """See FeedForward."""
+        yield from linear_shapes(f"{name}.router", self.count, self.hidden, bias=True)
         sizes = {"gate": (self.width, self.hidden), "up": (self.width, self.hidden)}
         for one, shape in {**sizes, "down": (self.hidden, self.width)}.items():
-            for tensor, each in linear(f"{name}.experts.{one}_proj", *shape, bias=True):
+            for tensor, each in linear_shapes(f"{name}.experts.{one}_proj", *shape, bias=True):
                 yield tensor, (self.count, *each)
 
-    def derived(self, found: Found, name: str) -> Iterable[Derived]:
-        """As released, the rows of gate and up take turns in one weight: in mxfp4, or as numbers
-        with the columns first.
+    def derived(self, found: StoredTensors, name: str) -> Iterable[DerivedWeights]:
+        """Splits the weight in which released checkpoints interleave the rows of gate and up.
+
+        It is stored in mxfp4, or dense and transposed.
         """
         modules = {"gate_up": ("gate", "up"), "down": ("down",)}
         for stored, names in modules.items():
             source = f"{name}.experts.{stored}_proj"
             made = [f"{name}.experts.{one}_proj" for one in names]
             if f"{source}_blocks" in found:
-                yield from unblocked(found, source, made)
+                yield from from_mxfp4_blocks(found, source, made)
             elif source in found:
-                yield from _columns_first(found, source, made)
+                yield from _from_transposed(found, source, made)
 
-    def build(self, parts: Parts, name: str) -> Layer:
-        """See blocks.Feed."""
+    def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
+        """See FeedForward."""
         import mlx.core as mx
 
-        router = parts.linear(f"{name}.router")
-        experts = parts.expert_mlp(f"{name}.experts", partial(clamped, self.limit))
+        router = builder.linear(f"{name}.router")
+        experts = builder.switch_glu(f"{name}.experts", partial(clamped, self.limit))
 
         def feed(x: mx.array) -> mx.array:
             logits = router(x)
@@ -124,27 +135,29 @@ class Experts:
 
 
 def clamped(limit: float, gate: mx.array, up: mx.array) -> mx.array:
-    """swiglu of numbers that are cut off, with a steeper sigmoid and one more than `up`."""
+    """swiglu with clamped inputs, a steeper sigmoid, and up + 1 in place of up."""
     import mlx.core as mx
 
     gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
-    return (up + 1) * gate * mx.sigmoid(STEEPNESS * gate)
+    return (up + 1) * gate * mx.sigmoid(SIGMOID_SLOPE * gate)
 
 
-def _columns_first(found: Found, source: str, modules: Sequence[str]) -> Iterator[Derived]:
-    """`source` [E, in, rows] and `source`_bias [E, rows]; the rows of `modules` take turns."""
-    turns = len(modules)
+def _from_transposed(
+    found: StoredTensors, source: str, modules: Sequence[str]
+) -> Iterator[DerivedWeights]:
+    """From `source` [E, in, rows] and `source`_bias [E, rows], rows of `modules` interleaved."""
+    count = len(modules)
     weight, bias = found[source], found.get(f"{source}_bias")
 
     def weights(arrays: Sequence[mx.array]) -> Sequence[mx.array]:
-        return [arrays[0][..., turn::turns].swapaxes(-1, -2) for turn in range(turns)]
+        return [arrays[0][..., module::count].swapaxes(-1, -2) for module in range(count)]
 
     def biases(arrays: Sequence[mx.array]) -> Sequence[mx.array]:
-        return [arrays[0][..., turn::turns] for turn in range(turns)]
+        return [arrays[0][..., module::count] for module in range(count)]
 
     *experts, columns, rows = weight.shape
-    spec = Spec(weight.dtype, (*experts, rows // turns, columns))
-    yield Derived((source,), {f"{module}.weight": spec for module in modules}, weights)
+    spec = TensorSpec(weight.dtype, (*experts, rows // count, columns))
+    yield DerivedWeights((source,), {f"{module}.weight": spec for module in modules}, weights)
     if bias is not None:
-        spec = Spec(bias.dtype, (*bias.shape[:-1], bias.shape[-1] // turns))
-        yield Derived((f"{source}_bias",), {f"{one}.bias": spec for one in modules}, biases)
+        spec = TensorSpec(bias.dtype, (*bias.shape[:-1], bias.shape[-1] // count))
+        yield DerivedWeights((f"{source}_bias",), {f"{one}.bias": spec for one in modules}, biases)

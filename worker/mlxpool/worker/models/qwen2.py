@@ -1,53 +1,43 @@
-"""Qwen2 and 2.5: a Llama whose queries, keys and values have biases."""
+"""Qwen2 and 2.5: as Llama, with biases of queries, keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.worker.layers.attention import Block, Gated, GroupedQuery, PreNorm
 from mlxpool.worker.layers.config_fields import (
-    FULL,
-    SLIDING,
     Heads,
+    enabled_windows,
     flag,
-    layer_count,
-    layer_types,
+    integer,
+    number,
     require,
-    windows,
 )
 from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.interface import Plan, integer, number
-from mlxpool.worker.layers.rope import rope
+from mlxpool.worker.layers.decoder_layer import DecoderLayer, PreNormLayer
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.rope import parse_rope
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a Qwen2; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
-    return Decoder.of(config, _blocks(config)).plan()
+    return Decoder.from_config(config, _layers(config)).plan()
 
 
-def _blocks(config: Mapping[str, Any]) -> tuple[Block, ...]:
+def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
     hidden, heads, eps = (
         integer(config, "hidden_size"),
-        Heads.of(config),
+        Heads.from_config(config),
         number(config, "rms_norm_eps"),
     )
-    turn = rope(config, heads.size, base=None, traditional=flag(config, "rope_traditional"))
-    feed = Gated(hidden, integer(config, "intermediate_size"))
+    rope = parse_rope(config, heads.dim, base=None, traditional=flag(config, "rope_traditional"))
+    feed = GatedMLP(hidden, integer(config, "intermediate_size"))
     return tuple(
-        PreNorm(hidden, eps, GroupedQuery(hidden, heads, turn, window, biases="qkv"), feed)
-        for window in sliding(config)
+        PreNormLayer(
+            hidden, eps, GroupedQueryAttention(hidden, heads, rope, window, biases="qkv"), feed
+        )
+        for window in enabled_windows(config)
     )
-
-
-def sliding(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The window of each layer; the layers from `max_window_layers` on have one, where any has."""
-    layers = layer_count(config)
-    if not flag(config, "use_sliding_window"):
-        return (0,) * layers
-    types = layer_types(config, layers)
-    if types is None:
-        full = min(integer(config, "max_window_layers"), layers)
-        types = (FULL,) * full + (SLIDING,) * (layers - full)
-    return windows(config, layers, types)

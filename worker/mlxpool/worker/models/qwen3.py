@@ -1,41 +1,50 @@
-"""Qwen3: each head's queries and keys go through a norm before they are rotated."""
+"""Qwen3: as Qwen2, with norms of each head's queries and keys before their rotation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.worker.layers.attention import Block, Gated, GroupedQuery, PreNorm
-from mlxpool.worker.layers.config_fields import Heads, flag, require
+from mlxpool.worker.layers.config_fields import (
+    Heads,
+    enabled_windows,
+    flag,
+    integer,
+    number,
+    require,
+)
 from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.interface import Plan, integer, number
-from mlxpool.worker.layers.rope import rope
-from mlxpool.worker.models.qwen2 import sliding
+from mlxpool.worker.layers.decoder_layer import DecoderLayer, PreNormLayer
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.rope import parse_rope
 
-HEAD = 128  # numbers, where config.json does not say
+HEAD_DIM = 128  # where config.json does not say
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of a Qwen3; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
-    return Decoder.of(config, _blocks(config)).plan()
+    return Decoder.from_config(config, _layers(config)).plan()
 
 
-def _blocks(config: Mapping[str, Any]) -> tuple[Block, ...]:
+def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
-    feed = Gated(hidden, integer(config, "intermediate_size"))
-    heads = Heads.of(config, size=HEAD)
+    feed = GatedMLP(hidden, integer(config, "intermediate_size"))
+    heads = Heads.from_config(config, dim=HEAD_DIM)
     return tuple(
-        PreNorm(hidden, eps, attention(config, heads, window), feed) for window in sliding(config)
+        PreNormLayer(hidden, eps, attention(config, heads, window), feed)
+        for window in enabled_windows(config)
     )
 
 
-def attention(config: Mapping[str, Any], heads: Heads, window: int) -> GroupedQuery:
-    """What Qwen3 has in every layer, with experts or without."""
-    return GroupedQuery(
+def attention(config: Mapping[str, Any], heads: Heads, window: int) -> GroupedQueryAttention:
+    """The attention of a layer of Qwen3, with experts or without."""
+    return GroupedQueryAttention(
         integer(config, "hidden_size"),
         heads,
-        rope(config, heads.size, base=None),
+        parse_rope(config, heads.dim, base=None),
         window,
         biases="qkvo" if flag(config, "attention_bias") else "",
         norm_eps=number(config, "rms_norm_eps"),

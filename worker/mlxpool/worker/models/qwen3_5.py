@@ -1,7 +1,7 @@
-"""Qwen3.5, its text part: Qwen3-Next's layers, all dense or all with experts, under other names.
+"""Qwen3.5, its text part: the layers of Qwen3-Next, all dense or all with experts.
 
-A model that also sees pictures keeps its text part in config.json's `text_config` and its tensors
-below `language_model`; the tensors of the part that sees are left alone.
+A multimodal model has the text part in `text_config` of config.json and its tensors below
+`language_model`; the tensors of its vision part are not used.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.delta_net import DeltaNet
-from mlxpool.worker.layers.derived_weights import Derived, Found, Spec
-from mlxpool.worker.layers.interface import Plan
+from mlxpool.worker.layers.config_fields import text_config
+from mlxpool.worker.layers.delta_net import GatedDeltaNet
+from mlxpool.worker.layers.derived_weights import (
+    DerivedWeights,
+    StoredTensors,
+    TensorSpec,
+    without_prefix,
+)
+from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.models.qwen3_next import plan_of
 
 if TYPE_CHECKING:
@@ -21,8 +26,8 @@ if TYPE_CHECKING:
 
     import mlx.core as mx
 
-SEEING = ("vision_tower.", "model.visual.", "visual.")
-PREFIXES = {  # stored -> ours, the longer ones first
+VISION = ("vision_tower.", "model.visual.", "visual.")
+PREFIXES = {  # stored -> ours; of two that match, the longer comes first
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -30,59 +35,48 @@ PREFIXES = {  # stored -> ours, the longer ones first
 }
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of the text part; raises ModelLoadFailed naming the key that cannot be used."""
-    text = _text_of(config)
+    text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
     sparse = bool(text.get("num_experts"))
-    plan = plan_of(text, DeltaNet.of(text, fused=False), lambda layer: sparse, normed=True)
+    plan = plan_of(
+        text, GatedDeltaNet.from_config(text, fused=False), lambda layer: sparse, normed=True
+    )
     inner, ignored = plan.derived, plan.ignored
 
-    def derived(found: Found) -> Iterable[Derived]:
-        names = {our_name(name): name for name in found if not name.startswith(SEEING)}
+    def derived(found: StoredTensors) -> Iterable[DerivedWeights]:
+        names = {
+            without_prefix(name, PREFIXES): name for name in found if not name.startswith(VISION)
+        }
         ours = {name: found[stored] for name, stored in names.items()}
         split = {one.sources[0]: one for one in _split_experts(ours)}
         ours = {name: spec for name, spec in ours.items() if name not in split}
-        changed = [*inner(ours), *split.values()]
-        used = {source for one in changed for source in one.sources}
-        for one in changed:
+        made = [*inner(ours), *split.values()]
+        used = {source for one in made for source in one.sources}
+        for one in made:
             yield replace(one, sources=tuple(names[source] for source in one.sources))
         for name, stored in names.items():
             if name != stored and name not in used:
-                yield Derived((stored,), {name: found[stored]}, tuple)
+                yield DerivedWeights((stored,), {name: found[stored]}, tuple)
 
     return replace(
         plan,
         derived=derived,
-        ignored=lambda name: name.startswith(SEEING) or ignored(name),
+        ignored=lambda name: name.startswith(VISION) or ignored(name),
     )
 
 
-def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config", config)
-    if not isinstance(text, Mapping):
-        raise ModelLoadFailed(f"config.json has text_config {text!r}, must be a map")
-    return {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
-
-
-def our_name(stored: str) -> str:
-    """What a stored tensor is called here."""
-    for prefix, ours in PREFIXES.items():
-        if stored.startswith(prefix):
-            return ours + stored.removeprefix(prefix)
-    return stored
-
-
-def _split_experts(found: Found) -> Iterator[Derived]:
-    """As released, a layer's experts are two stacks, of which one has gates and ups together."""
+def _split_experts(found: StoredTensors) -> Iterator[DerivedWeights]:
+    """Splits the stacked gate_up_proj of released checkpoints, and renames both stacks."""
     for name, spec in found.items():
         layer, _, kind = name.rpartition(".experts.")
         if kind == "down_proj":
-            yield Derived((name,), {f"{layer}.switch_mlp.down_proj.weight": spec}, tuple)
+            yield DerivedWeights((name,), {f"{layer}.switch_mlp.down_proj.weight": spec}, tuple)
         elif kind == "gate_up_proj":
             count, rows, columns = spec.shape
-            half = Spec(spec.dtype, (count, rows // 2, columns))
-            makes = {f"{layer}.switch_mlp.{one}_proj.weight": half for one in ("gate", "up")}
-            yield Derived((name,), makes, _halves)
+            half = TensorSpec(spec.dtype, (count, rows // 2, columns))
+            outputs = {f"{layer}.switch_mlp.{one}_proj.weight": half for one in ("gate", "up")}
+            yield DerivedWeights((name,), outputs, _halves)
 
 
 def _halves(arrays: Sequence[mx.array]) -> Sequence[mx.array]:

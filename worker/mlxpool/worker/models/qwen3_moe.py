@@ -7,39 +7,42 @@ from functools import partial
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.attention import Block, Feed, Gated, PreNorm
-from mlxpool.worker.layers.config_fields import Heads, layer_count, require
+from mlxpool.worker.layers.config_fields import Heads, integer, layer_count, number, require
 from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.derived_weights import Derived, Found
-from mlxpool.worker.layers.interface import Plan, integer, number
-from mlxpool.worker.layers.softmax_moe import Mixture
+from mlxpool.worker.layers.decoder_layer import DecoderLayer, FeedForward, PreNormLayer
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.softmax_moe import SoftmaxMoE
 from mlxpool.worker.models.qwen3 import attention
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
     require(config, "use_sliding_window", [False])
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
-    mixer = attention(config, Heads.of(config), window=0)
+    mixer = attention(config, Heads.from_config(config), window=0)
     feeds = tuple(_feeds(config))
-    blocks: tuple[Block, ...] = tuple(PreNorm(hidden, eps, mixer, feed) for feed in feeds)
-    return Decoder.of(config, blocks).plan(derived=partial(_derived, feeds))
+    layers: tuple[DecoderLayer, ...] = tuple(
+        PreNormLayer(hidden, eps, mixer, feed) for feed in feeds
+    )
+    return Decoder.from_config(config, layers).plan(derived=partial(_derived, feeds))
 
 
-def _feeds(config: Mapping[str, Any]) -> Iterator[Feed]:
-    """Of every `decoder_sparse_step` layers the last has experts, but for those listed."""
+def _feeds(config: Mapping[str, Any]) -> Iterator[FeedForward]:
+    """Every `decoder_sparse_step`th layer has experts, but for those in `mlp_only_layers`."""
     every, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise ModelLoadFailed(f"config.json has mlp_only_layers {dense!r}, must list layers")
     for layer in range(layer_count(config)):
         if layer in dense or (layer + 1) % every:
-            yield Gated(integer(config, "hidden_size"), integer(config, "intermediate_size"))
+            yield GatedMLP(integer(config, "hidden_size"), integer(config, "intermediate_size"))
         else:
-            yield Mixture.of(config, normed=False)
+            yield SoftmaxMoE.from_config(config, normed=False)
 
 
-def _derived(feeds: tuple[Feed, ...], found: Found) -> Iterator[Derived]:
+def _derived(feeds: tuple[FeedForward, ...], found: StoredTensors) -> Iterator[DerivedWeights]:
     for layer, feed in enumerate(feeds):
-        if isinstance(feed, Mixture):
+        if isinstance(feed, SoftmaxMoE):
             yield from feed.derived(found, f"model.layers.{layer}.mlp")

@@ -1,91 +1,94 @@
-"""Qwen3-Next: gated delta-nets, every few layers attention with a gate on its output, and experts.
+"""Qwen3-Next: gated delta nets, attention with gated outputs every few layers, and experts.
 
-Released checkpoints keep the norms' weights less one and each expert for itself; conversions to
-MLX have the norms as they are applied, and experts stacked. Both are read.
+Released checkpoints store norm weights minus one and each expert by itself; conversions to MLX
+store norm weights as applied, and experts stacked. Both are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.worker.layers.attention import Block, Gated, Mixing, PreNorm, Shapes, linear
-from mlxpool.worker.layers.config_fields import FULL, Heads, flag, layer_count, layer_types, require
-from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.delta_net import FLOAT32, DeltaNet
-from mlxpool.worker.layers.derived_weights import Derived, Found, changed
-from mlxpool.worker.layers.interface import (
-    KeyValue,
-    Parts,
-    Plan,
-    Rope,
-    Scores,
-    Step,
+from mlxpool.worker.layers.config_fields import (
+    FULL,
     integer,
+    layer_count,
+    layer_types,
     number,
+    require,
 )
-from mlxpool.worker.layers.rope import rope
-from mlxpool.worker.layers.softmax_moe import Mixture
+from mlxpool.worker.layers.decoder import Decoder
+from mlxpool.worker.layers.decoder_layer import (
+    DecoderLayer,
+    PreNormLayer,
+)
+from mlxpool.worker.layers.delta_net import FLOAT32, GatedDeltaNet
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, mapped, plus_one
+from mlxpool.worker.layers.gated_attention import GatedAttention
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.softmax_moe import SoftmaxMoE
 
 if TYPE_CHECKING:
-    import mlx.core as mx
+    pass
 
 LINEAR = "linear_attention"
-EVERY = 4  # of so many layers one has attention, unless config.json says otherwise
-PARTIAL = 0.25  # of a head is rotated, unless config.json says otherwise
+FULL_INTERVAL = 4  # every 4th layer has attention, unless config.json says otherwise
 NORMS = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
-AHEAD = "mtp."  # tensors that guess tokens ahead, which is not done here
+PREDICTION = "mtp."  # tensors that predict further tokens (MTP); they are not used
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def plan(config: Mapping[str, Any]) -> ModelPlan:
     """The plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
     sparse = partial(_sparse, config)
-    return plan_of(config, DeltaNet.of(config, fused=True), sparse, normed=False)
+    return plan_of(config, GatedDeltaNet.from_config(config, fused=True), sparse, normed=False)
 
 
 def plan_of(
     config: Mapping[str, Any],
-    delta_net: DeltaNet,
+    delta_net: GatedDeltaNet,
     sparse: Callable[[int], bool],
     *,
     normed: bool,
-) -> Plan:
-    """The plan with these delta-nets and with experts in the layers that are `sparse`.
+) -> ModelPlan:
+    """The plan with these delta nets, and with experts in the layers for which `sparse` is true.
 
-    `normed`: whether the chosen experts' weights add up to one, where config.json does not say.
+    `normed` is the default of norm_topk_prob.
     """
     require(config, "hidden_act", ["silu"])
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
-    attention = GatedAttention.of(config)
+    attention = GatedAttention.from_config(config)
 
-    def block(layer: int, kind: str) -> Block:
-        feed = _experts(config, normed) if sparse(layer) else _dense(config)
+    def layer(index: int, kind: str) -> DecoderLayer:
+        feed = _experts(config, normed) if sparse(index) else _dense(config)
         if kind == LINEAR:
-            return PreNorm(hidden, eps, delta_net, feed, mixer_name="linear_attn")
-        return PreNorm(hidden, eps, attention, feed)
+            return PreNormLayer(hidden, eps, delta_net, feed, mixer_name="linear_attn")
+        return PreNormLayer(hidden, eps, attention, feed)
 
-    blocks = tuple(block(layer, kind) for layer, kind in enumerate(_kinds(config)))
-    plan = Decoder.of(config, blocks).plan(_guesses, partial(_derived, blocks))
+    layers = tuple(layer(index, kind) for index, kind in enumerate(_kinds(config)))
+    plan = Decoder.from_config(config, layers).plan(_is_prediction, partial(_derived, layers))
     return replace(plan, float32=lambda name: name.endswith(FLOAT32))
 
 
-def _guesses(name: str) -> bool:
-    return name.startswith(AHEAD)
+def _is_prediction(name: str) -> bool:
+    return name.startswith(PREDICTION)
 
 
-def _dense(config: Mapping[str, Any]) -> Gated:
-    return Gated(integer(config, "hidden_size"), integer(config, "intermediate_size"))
+def _dense(config: Mapping[str, Any]) -> GatedMLP:
+    return GatedMLP(integer(config, "hidden_size"), integer(config, "intermediate_size"))
 
 
-def _experts(config: Mapping[str, Any], normed: bool) -> Mixture:
-    return Mixture.of(config, normed, integer(config, "shared_expert_intermediate_size"))
+def _experts(config: Mapping[str, Any], normed: bool) -> SoftmaxMoE:
+    return SoftmaxMoE.from_config(
+        config, normed, integer(config, "shared_expert_intermediate_size")
+    )
 
 
 def _kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     layers = layer_count(config)
-    every = integer(config, "full_attention_interval", EVERY)
+    every = integer(config, "full_attention_interval", FULL_INTERVAL)
     kinds = layer_types(config, layers, (FULL, LINEAR))
     return kinds or tuple(FULL if (at + 1) % every == 0 else LINEAR for at in range(layers))
 
@@ -96,92 +99,21 @@ def _sparse(config: Mapping[str, Any], layer: int) -> bool:
     return bool(config.get("num_experts")) and not dense and (layer + 1) % every == 0
 
 
-@dataclass(frozen=True, slots=True)
-class GatedAttention:
-    """A Mixer (blocks.py): grouped queries, each with a gate that its output goes through."""
-
-    hidden: int
-    heads: Heads
-    rope: Rope
-    bias: bool
-    eps: float
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> GatedAttention:
-        """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
-        heads = Heads.of(config)
-        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        part = number({**config, **scaling}, "partial_rotary_factor", PARTIAL)
-        return cls(
-            hidden=integer(config, "hidden_size"),
-            heads=heads,
-            rope=rope(config, int(heads.size * part)),
-            bias=flag(config, "attention_bias"),
-            eps=number(config, "rms_norm_eps"),
-        )
-
-    @property
-    def cache(self) -> KeyValue:
-        """Keys and values of its heads."""
-        return KeyValue(self.heads.pairs, self.heads.size, self.heads.size)
-
-    def shapes(self, name: str) -> Shapes:
-        """See Mixer."""
-        heads, queries = self.heads, self.heads.queries * self.heads.size
-        yield from linear(f"{name}.q_proj", 2 * queries, self.hidden, self.bias)
-        for one in "kv":
-            yield from linear(
-                f"{name}.{one}_proj", heads.pairs * heads.size, self.hidden, self.bias
-            )
-        yield f"{name}.q_norm.weight", (heads.size,)
-        yield f"{name}.k_norm.weight", (heads.size,)
-        yield from linear(f"{name}.o_proj", self.hidden, queries, self.bias)
-
-    def build(self, parts: Parts, name: str, layer: int) -> Mixing:
-        """See Mixer."""
-        import mlx.core as mx
-
-        size, queries = self.heads.size, self.heads.queries
-        qkv = parts.joined([f"{name}.{one}_proj" for one in "qkv"])
-        q_norm = parts.norm(f"{name}.q_norm", self.eps)
-        k_norm = parts.norm(f"{name}.k_norm", self.eps)
-        o = parts.linear(f"{name}.o_proj")
-
-        scores = Scores(size**-0.5)
-
-        def mixer(x: mx.array, step: Step) -> mx.array:
-            every = qkv(x).reshape(x.shape[0], -1, size)
-            asked = every[:, : 2 * queries].reshape(x.shape[0], queries, 2 * size)
-            k, v = mx.split(every[:, 2 * queries :], 2, axis=1)
-            q = step.rope(q_norm(asked[..., :size]), self.rope)
-            k = step.rope(k_norm(k), self.rope)
-            out = step.attend(layer, q, k, v, scores) * mx.sigmoid(asked[..., size:])
-            return o(out.reshape(x.shape[0], -1))
-
-        return mixer
-
-
-def _derived(blocks: tuple[Block, ...], found: Found) -> Iterable[Derived]:
+def _derived(layers: tuple[DecoderLayer, ...], found: StoredTensors) -> Iterable[DerivedWeights]:
     if _as_released(found):
         for name in found:
-            if name.endswith(NORMS) and not _guesses(name):
-                yield changed(found, name, _one_more)
-    for layer, block in enumerate(blocks):
-        assert isinstance(block, PreNorm)
-        name = f"model.layers.{layer}"
-        if isinstance(block.mixer, DeltaNet):
-            yield from block.mixer.derived(found, f"{name}.{block.mixer_name}")
-        if isinstance(block.feed, Mixture):
-            yield from block.feed.derived(found, f"{name}.mlp")
+            if name.endswith(NORMS) and not _is_prediction(name):
+                yield mapped(found, name, plus_one)
+    for index, layer in enumerate(layers):
+        assert isinstance(layer, PreNormLayer)
+        name = f"model.layers.{index}"
+        if isinstance(layer.mixer, GatedDeltaNet):
+            yield from layer.mixer.derived(found, f"{name}.{layer.mixer_name}")
+        if isinstance(layer.feed, SoftmaxMoE):
+            yield from layer.feed.derived(found, f"{name}.mlp")
 
 
-def _as_released(found: Found) -> bool:
-    """Conversions to MLX turn the convolutions' axes, which tells them apart."""
+def _as_released(found: StoredTensors) -> bool:
+    """Conversions to MLX move the convolutions' axes, which distinguishes them."""
     convolutions = [spec.shape for name, spec in found.items() if name.endswith("conv1d.weight")]
     return any(shape[-1] != 1 for shape in convolutions)
-
-
-def _one_more(weight: mx.array) -> mx.array:
-    import mlx.core as mx
-
-    return weight.astype(mx.float32) + 1

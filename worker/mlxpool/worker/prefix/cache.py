@@ -20,12 +20,6 @@ R = TypeVar("R", bound=PrefixRow)
 
 MODES = ("tree", "single", "off")
 EVERY = 8192  # tokens between two restore points of a prompt, where layers need them
-SHARE = 4  # the default budget is one part in so many of what the weights leave
-
-
-def default_budget(limit: int, weights: int) -> int:
-    """Bytes for the cache when no setting says so: a quarter of what `weights` leave of `limit`."""
-    return max(0, limit - weights) // SHARE
 
 
 class PrefixCache(Generic[R]):

@@ -12,14 +12,14 @@ from typing import Generic, TypeVar, cast
 
 import mlx.core as mx
 
-from mlxpool.worker.layers.memory_kinds import (
-    Full,
-    Kind,
+from mlxpool.worker.layers.cache_kinds import (
+    CacheKind,
+    FullCache,
     LayeredRow,
     RecurrentRow,
-    State,
+    StateCache,
     can_rewind,
-    lowest,
+    lowest_rewind,
 )
 
 R = TypeVar("R", bound=LayeredRow[mx.array])
@@ -40,12 +40,12 @@ class RowStore(Generic[R]):
 
     joins_copy = True
 
-    def __init__(self, new_row: Callable[[], R], kinds: Sequence[Kind]) -> None:
+    def __init__(self, new_row: Callable[[], R], kinds: Sequence[CacheKind]) -> None:
         self.new_row = new_row
         self.nbytes = 0
         self._kinds = tuple(kinds)
-        self._full = tuple(kind for kind in kinds if isinstance(kind, Full))
-        self._whole = tuple(kind for kind in kinds if not isinstance(kind, Full))
+        self._full = tuple(kind for kind in kinds if isinstance(kind, FullCache))
+        self._whole = tuple(kind for kind in kinds if not isinstance(kind, FullCache))
         self.stateful = bool(self._whole)
 
     def release(self, row: R) -> None:
@@ -91,7 +91,7 @@ class RowStore(Generic[R]):
 
     def lowest(self, state: Whole) -> int:
         """See Store."""
-        return max(lowest(kind, state.end) for kind in self._whole)
+        return max(lowest_rewind(kind, state.end) for kind in self._whole)
 
     def cut(self, held: Kept, at: int) -> tuple[Kept, Kept]:
         """See Pieces."""
@@ -120,7 +120,7 @@ class RowStore(Generic[R]):
     def _states(self, row: R) -> list[Arrays]:
         return [
             _recurrent(row).state(kind.layer)
-            if isinstance(kind, State)
+            if isinstance(kind, StateCache)
             else row.part(kind.layer, kind.first(row.offset), row.offset)
             for kind in self._whole
         ]
@@ -132,9 +132,9 @@ class RowStore(Generic[R]):
 
 
 def _put_whole(
-    row: LayeredRow[mx.array], kind: Kind, arrays: Arrays, end: int, tokens: int, room: int
+    row: LayeredRow[mx.array], kind: CacheKind, arrays: Arrays, end: int, tokens: int, room: int
 ) -> None:
-    if isinstance(kind, State):
+    if isinstance(kind, StateCache):
         _recurrent(row).put_state(kind.layer, arrays)
     else:
         row.put(kind.layer, [_head(arrays, arrays[0].shape[2] - (end - tokens))], room)

@@ -1,1 +1,4 @@
-"""From a model's files to weights in memory, and what is wrong with them."""
+"""Finds, checks and loads the files of a model: from a `path` setting to weights in memory.
+
+Everything but load.py works without MLX.
+"""

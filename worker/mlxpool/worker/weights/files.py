@@ -1,4 +1,4 @@
-"""A model's files by name, wherever they lie: in a folder, or as the blobs of a store."""
+"""The files of a model by name, in a folder or as the blobs of a store."""
 
 from __future__ import annotations
 
@@ -8,66 +8,68 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.weights import other_formats
 from mlxpool.worker.weights.json_files import read_json
 from mlxpool.worker.weights.safetensors_header import Header, Tensor, read_header
 
-_SHOWN = 3  # names in an error that could list thousands
+_MAX_LISTED = 3  # names that an error lists
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
-    """What one safetensors file holds: its tensors by the model's names for them.
+class ShardContent:
+    """The contents of one safetensors file: its tensors by the model's names for them.
 
-    `layouts` of the modules whose quantisation the file itself tells.
+    `layouts` has the modules whose quantisation the file itself states.
     """
 
-    raw: bytes  # the header
+    raw: bytes  # of the header
     tensors: Mapping[str, Tensor]
-    layouts: Mapping[str, Quant] = field(default_factory=dict)
+    layouts: Mapping[str, QuantLayout] = field(default_factory=dict)
 
 
-def as_stored(headers: Mapping[Path, Header]) -> dict[Path, Content]:
-    """For files that use the model's own names."""
-    return {file: Content(header.raw, header.tensors) for file, header in headers.items()}
+def own_names(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
+    """The contents of files that use the model's names."""
+    return {file: ShardContent(header.raw, header.tensors) for file, header in headers.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
-    """`where` is shown in errors; `named` files lie elsewhere than in the folder `where`.
+class ModelFiles:
+    """The files of a model; `files / NAME` is the path of one, whether it exists or not.
 
-    `files / "config.json"` is where that file is, or would be, as with a folder's path.
+    Files lie in the folder `where`, but for those in `named`. `read` maps headers to contents.
     """
 
-    where: Path
+    where: Path  # shown in errors
     shards: tuple[Path, ...]
     named: Mapping[str, Path] = field(default_factory=dict)
-    read: Callable[[Mapping[Path, Header]], dict[Path, Content]] = as_stored
-    digests: Mapping[Path, str] = field(default_factory=dict)  # sha256 in hex, of shards that tell
-    cure: str = "download it again"  # for a shard that is not what its digest says
+    read: Callable[[Mapping[Path, Header]], dict[Path, ShardContent]] = own_names
+    digests: Mapping[Path, str] = field(default_factory=dict)  # sha256 in hex, of shards of a store
+    remedy: str = "download it again"  # for a shard with another digest, shown in the error
 
     def __truediv__(self, name: str) -> Path:
         return self.named.get(name, self.where / name)
 
-    def contents(self) -> dict[Path, Content]:
-        """Of each shard; raises ModelLoadFailed for a header that is unsound."""
+    def contents(self) -> dict[Path, ShardContent]:
+        """The contents of each shard; raises ModelLoadFailed for an invalid header."""
         return self.read({shard: read_header(shard) for shard in self.shards})
 
     def verify(self, shard: Path) -> None:
-        """Reads the whole of it; raises ModelLoadFailed where it is not what its digest says."""
+        """Reads all of a shard; raises ModelLoadFailed where its digest is another."""
         digest = self.digests.get(shard)
         if digest is not None and sha256(shard) != digest:
-            raise ModelLoadFailed(f"{shard} does not have the digest that is its name: {self.cure}")
+            raise ModelLoadFailed(
+                f"{shard} does not have the digest that is its name: {self.remedy}"
+            )
 
 
 def sha256(file: Path) -> str:
-    """The digest of a whole file, in hex; lets other threads run meanwhile."""
+    """The digest of a whole file in hex; releases the GIL meanwhile."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def tensors_of(contents: Mapping[Path, Content]) -> dict[str, Tensor]:
+def merge_tensors(contents: Mapping[Path, ShardContent]) -> dict[str, Tensor]:
     """All tensors by name; raises ModelLoadFailed for a name in two files."""
     found: dict[str, Tensor] = {}
     for content in contents.values():
@@ -80,14 +82,14 @@ def tensors_of(contents: Mapping[Path, Content]) -> dict[str, Tensor]:
     return found
 
 
-def in_folder(path: Path) -> Files:
-    """The files of a Hugging Face folder; raises ModelLoadFailed where there is none at `path`."""
-    require_folder(path)
-    return Files(path, shards_of(path))
+def folder_files(path: Path) -> ModelFiles:
+    """The files of a Hugging Face folder; raises ModelLoadFailed where `path` is none."""
+    require_model_folder(path)
+    return ModelFiles(path, find_shards(path))
 
 
-def require_folder(path: Path) -> None:
-    """Raises ModelLoadFailed saying what is there instead of a model's folder."""
+def require_model_folder(path: Path) -> None:
+    """Raises ModelLoadFailed where `path` is no model folder, saying what it is instead."""
     if not path.exists():
         raise ModelLoadFailed(f"{path} does not exist")
     if path.is_file():
@@ -96,8 +98,8 @@ def require_folder(path: Path) -> None:
         other_formats.refuse_folder(path)
 
 
-def shards_of(path: Path) -> tuple[Path, ...]:
-    """The weights' files; raises ModelLoadFailed naming one that is missing."""
+def find_shards(path: Path) -> tuple[Path, ...]:
+    """The safetensors files of the weights; raises ModelLoadFailed naming those missing."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         return _indexed(index)
@@ -118,7 +120,7 @@ def _indexed(index: Path) -> tuple[Path, ...]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise ModelLoadFailed(
-            f"{index} names {listed('shard', missing)}, which"
+            f"{index} names {listing('shard', missing)}, which"
             f" {'are' if len(missing) > 1 else 'is'} missing; download again"
         )
     return tuple(index.parent / name for name in names)
@@ -132,8 +134,8 @@ def _refuse_weightless(path: Path) -> None:
     raise ModelLoadFailed(f"{path} has no model*.safetensors{also}")
 
 
-def listed(kind: str, names: list[str]) -> str:
-    """The first of these names of tensors or shards, and how many more there are."""
-    shown = ", ".join(repr(name) for name in names[:_SHOWN])
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+def listing(kind: str, names: list[str]) -> str:
+    """The first names of tensors or shards, and how many more there are, for an error."""
+    shown = ", ".join(repr(name) for name in names[:_MAX_LISTED])
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return f"the {kind}{'s' if len(names) > 1 else ''} {shown}{more}"

@@ -1,7 +1,7 @@
-"""Models in the Hugging Face cache, by repository name, as already downloaded: nothing is fetched.
+"""Models in the Hugging Face cache, by repository name. Nothing is downloaded.
 
-The cache has a folder for each repository: refs/main holds a revision's name, snapshots/REVISION
-its files, which are links into blobs.
+The cache has a folder for each repository: refs/main holds the name of a revision, and
+snapshots/REVISION its files, which are links into blobs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _REVISION = re.compile(r"[0-9a-f]{7,64}")
 
 
-def is_name(path: str) -> bool:
-    """Whether this may be a repository: org/name."""
+def is_repository_name(path: str) -> bool:
+    """Whether `path` has the form of a repository name: org/name."""
     return _NAME.fullmatch(path) is not None
 
 
-def cache() -> Path:
-    """Where Hugging Face's tools keep what they download; their variables change it."""
+def cache_folder() -> Path:
+    """The folder of Hugging Face's downloads, by its tools' environment variables."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
             return Path(os.environ[variable]).expanduser()
@@ -33,11 +33,11 @@ def cache() -> Path:
 
 
 def snapshot(name: str) -> Path:
-    """The folder of the repository `name`, org/name, in the cache.
+    """The snapshot folder of the repository `name`, org/name.
 
-    Raises ModelLoadFailed for one that is not there, not whole, or led out of by a link.
+    Raises ModelLoadFailed where it is missing, incomplete, or a link in it leads outside.
     """
-    repository = cache() / f"models--{name.replace('/', '--')}"
+    repository = cache_folder() / f"models--{name.replace('/', '--')}"
     if not repository.is_dir():
         raise ModelLoadFailed(
             f"{name!r} is neither a folder here nor in the Hugging Face cache (looked for "
@@ -57,7 +57,7 @@ def _again(name: str) -> str:
 
 
 def _revision(name: str, repository: Path) -> str:
-    """What refs/main says, else the only one there is."""
+    """The revision in refs/main, else the only snapshot."""
     file = repository / "refs" / "main"
     if file.is_file():
         revision = file.read_text(encoding="utf-8", errors="replace").strip()

@@ -1,4 +1,4 @@
-"""A model's files, checked in full before MLX is touched: config, tensors, tokens, digest."""
+"""Checks the files of a model without MLX: config, tensors, special tokens, digest."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.layers import quantisation
-from mlxpool.worker.layers.interface import Plan
-from mlxpool.worker.layers.quantisation import Quantisation
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.quantisation import QuantConfig
 from mlxpool.worker.weights import mlx_lm_models
-from mlxpool.worker.weights.files import Content, Files, in_folder, tensors_of
-from mlxpool.worker.weights.json_files import Folder, read_file, read_json, require_size
-from mlxpool.worker.weights.match import Fit, fit
+from mlxpool.worker.weights.files import ModelFiles, ShardContent, folder_files, merge_tensors
+from mlxpool.worker.weights.json_files import FileLookup, read_file, read_json, require_size
+from mlxpool.worker.weights.match import WeightMatch, match_weights
 from mlxpool.worker.weights.safetensors_header import Tensor
 from mlxpool.worker.weights.special_tokens import SpecialTokens
 
-_SAMPLE = 2**20  # bytes at each end of a shard that the digest reads
+_SAMPLE_BYTES = 2**20  # at each end of a shard, which the digest covers
 _TEMPLATES = "additional_chat_templates"
 _DIGESTED = (
     "config.json",
@@ -35,21 +35,21 @@ _DIGESTED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A model whose files agree with each other."""
+    """A model whose files have been checked and agree with each other."""
 
     path: Path  # shown in errors
-    files: Files
+    files: ModelFiles
     config: Mapping[str, Any]
     model_type: str
     context: int  # tokens
-    plan: Plan
-    fit: Fit
+    plan: ModelPlan
+    match: WeightMatch
     weight_bytes: int  # of the tensors that the model uses, as stored
     eos_ids: frozenset[int]
     bos_token: str | None
     add_bos: bool | None  # None: tokenizer_config.json does not say
-    digest: str  # hex; of what decides text: config, tokenizer, template, weights
-    in_zoo: bool = False  # mlx-lm's code computes it, see zoo.py
+    digest: str  # hex; of all that decides the text: config, tokenizer, template, weights
+    uses_mlx_lm: bool = False  # computed by mlx-lm's code, see mlx_lm_models.py
 
     @property
     def shards(self) -> tuple[Path, ...]:
@@ -57,27 +57,29 @@ class ModelFolder:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Those that the model uses, by its names for them, in the order of use."""
-        return self.fit.tensors
+        """The stored tensors that the model uses, by its names for them, in the order of use."""
+        return self.match.tensors
 
 
-def inspect(model: Path | Files) -> ModelFolder:
-    """The model of these files or of the folder at a path; reads headers, not weights, and no MLX.
+def inspect(model: Path | ModelFiles) -> ModelFolder:
+    """Checks a model, given by its files or its folder; reads headers, but no weights.
 
     Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
     """
-    files = model if isinstance(model, Files) else in_folder(model)
+    files = model if isinstance(model, ModelFiles) else folder_files(model)
     config = read_json(files / "config.json")
-    in_zoo = config.get("model_type") not in models.SUPPORTED and mlx_lm_models.has(config)
-    plan = mlx_lm_models.plan(config) if in_zoo else models.plan(config)
+    uses_mlx_lm = config.get("model_type") not in models.SUPPORTED and mlx_lm_models.is_available(
+        config
+    )
+    plan = mlx_lm_models.plan(config) if uses_mlx_lm else models.plan(config)
     require_tokenizer(files.where, files)
     special = SpecialTokens.read(files, config)
     contents = files.contents()
-    tensors = tensors_of(contents)
-    if in_zoo:
-        fitted = mlx_lm_models.fit(files, tensors)
+    tensors = merge_tensors(contents)
+    if uses_mlx_lm:
+        matched = mlx_lm_models.match_all(files, tensors)
     else:
-        fitted = fit(plan, tensors, known_of(files, config, contents.values()))
+        matched = match_weights(plan, tensors, quant_config_of(files, config, contents.values()))
     return ModelFolder(
         path=files.where,
         files=files,
@@ -85,33 +87,35 @@ def inspect(model: Path | Files) -> ModelFolder:
         model_type=str(config["model_type"]),
         context=plan.context,
         plan=plan,
-        fit=fitted,
-        weight_bytes=sum(tensor.nbytes for tensor in fitted.tensors.values()),
+        match=matched,
+        weight_bytes=sum(tensor.nbytes for tensor in matched.tensors.values()),
         eos_ids=special.eos_ids,
         bos_token=special.bos_token,
         add_bos=special.add_bos,
         digest=_digest(files, contents),
-        in_zoo=in_zoo,
+        uses_mlx_lm=uses_mlx_lm,
     )
 
 
-def require_tokenizer(where: Path, files: Folder) -> None:
-    """Raises ModelLoadFailed for files without one; `where` is shown."""
+def require_tokenizer(where: Path, files: FileLookup) -> None:
+    """Raises ModelLoadFailed where tokenizer.json is missing or too large; `where` is shown."""
     if not (files / "tokenizer.json").is_file():
         raise ModelLoadFailed(f"{where} has no tokenizer.json, the only tokenizer format supported")
     require_size(files / "tokenizer.json")
 
 
-def known_of(files: Files, config: Mapping[str, Any], contents: Iterable[Content]) -> Quantisation:
-    """What config.json says; a store quantises by itself, so that its blobs alone know."""
+def quant_config_of(
+    files: ModelFiles, config: Mapping[str, Any], contents: Iterable[ShardContent]
+) -> QuantConfig:
+    """The quantisation in config.json; that of a store is in its blobs instead."""
     if not files.digests:
-        return quantisation.parse(config)
+        return quantisation.parse_quant_config(config)
     named = {module: layout for content in contents for module, layout in content.layouts.items()}
-    return Quantisation(named=named, recognise=True)
+    return QuantConfig(named=named, infer=True)
 
 
-def _digest(files: Files, contents: Mapping[Path, Content]) -> str:
-    """The whole of the small files; header, size and both ends of each shard, or its digest."""
+def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent]) -> str:
+    """Covers all small files, and of each shard header, size and both ends, or its digest."""
     digest = hashlib.sha256()
     templates = sorted(file.name for file in (files / _TEMPLATES).glob("*.jinja"))
     for name in (*_DIGESTED, *(f"{_TEMPLATES}/{name}" for name in templates)):
@@ -126,9 +130,9 @@ def _digest(files: Files, contents: Mapping[Path, Content]) -> str:
 
 def _ends(file: Path) -> bytes:
     with file.open("rb") as stream:
-        first = stream.read(_SAMPLE)
-        stream.seek(max(file.stat().st_size - _SAMPLE, 0))
-        return first + stream.read(_SAMPLE)
+        first = stream.read(_SAMPLE_BYTES)
+        stream.seek(max(file.stat().st_size - _SAMPLE_BYTES, 0))
+        return first + stream.read(_SAMPLE_BYTES)
 
 
 def _add(digest: Any, label: str, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The JSON files of a model folder."""
+"""Reads the JSON files of a model."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Any, Protocol
 
 from mlxpool.common.errors import ModelLoadFailed
 
-MOST = 256 * 2**20  # bytes of a file beside the weights; tokenizers of large vocabularies have 40
+MAX_FILE_BYTES = 256 * 2**20  # of files but weights; tokenizers of large vocabularies have 40 MiB
 
 
-class Folder(Protocol):
-    """Where files lie by name; a folder's path is one."""
+class FileLookup(Protocol):
+    """Paths of files by name; the path of a folder is one."""
 
     def __truediv__(self, name: str, /) -> Path: ...
 
 
 def require_file(file: Path) -> None:
-    """Raises ModelLoadFailed for a pipe or a device, which could be read for ever."""
+    """Raises ModelLoadFailed for a pipe or a device, from which a read may never return."""
     if file.exists() and not file.is_file():
         raise ModelLoadFailed(f"{file} is no regular file, which a model is made of")
 
 
 def require_size(file: Path) -> None:
-    """Raises ModelLoadFailed for a file that is too large to be what its name says."""
+    """Raises ModelLoadFailed for a file of more than MAX_FILE_BYTES."""
     size = file.stat().st_size
-    if size > MOST:
-        raise ModelLoadFailed(f"{file} has {size} bytes, at most {MOST} are allowed")
+    if size > MAX_FILE_BYTES:
+        raise ModelLoadFailed(f"{file} has {size} bytes, at most {MAX_FILE_BYTES} are allowed")
 
 
 def read_file(file: Path) -> bytes:
-    """The whole of a small file; see `require_file` and `require_size`."""
+    """The contents of a small file; see `require_file` and `require_size`."""
     require_file(file)
     require_size(file)
     return file.read_bytes()
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The map that a JSON file holds; raises ModelLoadFailed naming the file."""
+    """The object in a JSON file; raises ModelLoadFailed naming the file."""
     try:
         value = json.loads(read_file(file))
     except (ValueError, RecursionError) as error:
@@ -49,5 +49,5 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def optional_json(file: Path) -> dict[str, Any]:
-    """The same, empty where there is no such file."""
+    """As `read_json`; an empty object where there is no such file."""
     return read_json(file) if file.is_file() else {}

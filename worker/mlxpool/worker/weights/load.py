@@ -1,6 +1,6 @@
-"""A checked model -> a model in memory. `inspect` needs no MLX, `load` imports it.
+"""Loads the weights of a checked model and builds it. Only `load` imports MLX.
 
-`load` has to run in the thread that will use the model: MLX's streams belong to threads.
+`load` has to run in the thread that uses the model: MLX's streams belong to threads.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.derived_weights import Derived
-from mlxpool.worker.layers.interface import Model
-from mlxpool.worker.layers.quantisation import FACTORS, FLOATS
+from mlxpool.worker.layers.derived_weights import DerivedWeights
+from mlxpool.worker.layers.model_plan import Model
+from mlxpool.worker.layers.quantisation import FLOAT_DTYPES, GLOBAL_SCALES
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
-from mlxpool.worker.weights.memory_estimate import grown
+from mlxpool.worker.weights.memory_estimate import dequantised_growth
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-__all__ = ["Loaded", "ModelFolder", "inspect", "load"]
+__all__ = ["LoadedModel", "ModelFolder", "inspect", "load"]
 
-HASHERS = 4  # threads that compare digests
+HASH_THREADS = 4  # that verify digests
 Progress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model whose weights are in memory, computing in one dtype."""
+class LoadedModel:
+    """A model with its weights in memory."""
 
     folder: ModelFolder
     model: Model
-    dtype: mx.Dtype
+    dtype: mx.Dtype  # that it computes in
     weight_bytes: int  # in memory
-    deterministic: bool = False  # its results do not depend on what is computed beside them
+    deterministic: bool = False  # whether results are independent of the rest of a batch
 
 
 def load(
@@ -46,29 +46,32 @@ def load(
     on_progress: Progress = lambda tensors, size: None,
     *,
     deterministic: bool = False,
-    opened: bool = False,
-) -> Loaded:
-    """Reads the weights layer by layer, `on_progress` after each.
+    dequantise: bool = False,
+) -> LoadedModel:
+    """Reads the weights layer by layer, calls `on_progress` after each, and builds the model.
 
-    `opened`: quantised weights become numbers once, see needs.opens; `deterministic` implies it.
+    `dequantise` turns quantised weights into dense ones now, see
+    memory_estimate.dequantises_at_load; `deterministic` implies it.
 
-    Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or are not what
-    the digests say that a store has of them.
+    Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or do not have
+    the digests by which a store names them.
     """
-    from mlxpool.worker.layers.linear import Parts
+    from mlxpool.worker.layers.builder import WeightLayerBuilder
 
     dtype = _dtype(folder)
     weights: dict[str, mx.array] = {}
-    for layer, tensors, size in _layers_read(folder, dtype):
+    for layer, tensors, size in _read_layers(folder, dtype):
         weights.update(layer)
         on_progress(tensors, size)
-    weight_bytes = sum(array.nbytes for array in weights.values())  # build takes them out
-    if opened or deterministic:
-        weight_bytes += grown(folder, dtype.size)
-    parts = Parts(weights, folder.fit.layouts, dtype, exact=deterministic, opened=opened)
-    return Loaded(
+    weight_bytes = sum(array.nbytes for array in weights.values())  # building removes them
+    if dequantise or deterministic:
+        weight_bytes += dequantised_growth(folder, dtype.size)
+    builder = WeightLayerBuilder(
+        weights, folder.match.layouts, dtype, batch_invariant=deterministic, dequantise=dequantise
+    )
+    return LoadedModel(
         folder=folder,
-        model=folder.plan.build(parts),
+        model=folder.plan.build(builder),
         dtype=dtype,
         weight_bytes=weight_bytes,
         deterministic=deterministic,
@@ -76,23 +79,23 @@ def load(
 
 
 def _dtype(folder: ModelFolder) -> mx.Dtype:
-    """float32 on the CPU, where halves are slower; else what most of the floats are."""
+    """float32 on the CPU, where 16-bit floats are slower; else the dtype of most float bytes."""
     import mlx.core as mx
 
     if mx.default_device().type == mx.DeviceType.cpu:
         return mx.float32
     sizes: Counter[str] = Counter({"BF16": 0})
     for tensor in folder.tensors.values():
-        if tensor.dtype in FLOATS:
+        if tensor.dtype in FLOAT_DTYPES:
             sizes[tensor.dtype] += tensor.nbytes
     known = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
     return known[sizes.most_common(1)[0][0]]
 
 
-def _layers_read(
+def _read_layers(
     folder: ModelFolder, dtype: mx.Dtype
 ) -> Iterator[tuple[dict[str, mx.array], int, int]]:
-    """Each layer's weights, with the tensors and bytes read till then."""
+    """The weights of each layer, and the numbers of tensors and bytes read so far."""
     reader = _Reader(folder)
     for names in _layers(folder):
         reader.verify(names)
@@ -103,27 +106,27 @@ def _layers_read(
 
 
 class _Reader:
-    """The weights of a folder, made of its files one step after the other.
+    """Makes the weights of a model of its files, layer by layer.
 
-    A file is opened with the first of its tensors and closed with the last: a store keeps each
-    tensor in a file of its own, more than a process may have open.
+    A file is opened for its first tensor and closed after its last: a store keeps each tensor in a
+    file of its own, more than a process may have open.
     """
 
     def __init__(self, folder: ModelFolder) -> None:
         self._files = folder.files
         self._tensors = folder.tensors
-        self._derived = {name: one for one in folder.fit.derived for name in one.makes}
+        self._derived = {name: one for one in folder.match.derived for name in one.outputs}
         self._opened: dict[Path, dict[str, mx.array]] = {}
         self._left = Counter(tensor.file for tensor in folder.tensors.values())
-        self.tensors, self.size = 0, 0  # read till now
+        self.tensors, self.size = 0, 0  # numbers of tensors and bytes read so far
 
     def verify(self, names: Sequence[str]) -> None:
-        """Compare the digests of the files that these weights are read from next."""
+        """Verifies the digests of the unopened files that these weights are in."""
         if not self._files.digests:
             return
         sources = [one for name in names for one in self._sources(name)]
         files = {self._tensors[source].file for source in sources} - set(self._opened)
-        with ThreadPoolExecutor(HASHERS) as pool:
+        with ThreadPoolExecutor(HASH_THREADS) as pool:
             for _ in pool.map(self._files.verify, files):
                 pass
 
@@ -132,17 +135,19 @@ class _Reader:
         return (name,) if one is None else one.sources
 
     def made(self, names: Sequence[str]) -> Iterator[dict[str, mx.array]]:
-        """The stored ones of these weights, not yet read, then each derived one with its kin."""
+        """These weights, lazily read: the stored ones, then each group of derived ones."""
         yield {name: self._stored(self._tensors[name]) for name in names if not self._of(name)}
-        done: list[Derived] = []
+        done: list[DerivedWeights] = []
         for name in names:
             one = self._of(name)
             if one is not None and not any(one is other for other in done):
                 done.append(one)
-                arrays = one.make([self._stored(self._tensors[source]) for source in one.sources])
-                yield dict(zip(one.makes, arrays, strict=True))
+                arrays = one.transform(
+                    [self._stored(self._tensors[source]) for source in one.sources]
+                )
+                yield dict(zip(one.outputs, arrays, strict=True))
 
-    def _of(self, name: str) -> Derived | None:
+    def _of(self, name: str) -> DerivedWeights | None:
         return self._derived.get(name)
 
     def _stored(self, tensor: Tensor) -> mx.array:
@@ -165,7 +170,7 @@ class _Reader:
 
 
 def _open(file: Path) -> dict[str, mx.array]:
-    """Every tensor of a file, not yet read: MLX does that when it is evaluated."""
+    """Every tensor of a file; MLX reads one when it is evaluated."""
     import mlx.core as mx
 
     try:
@@ -179,35 +184,33 @@ def _open(file: Path) -> dict[str, mx.array]:
 def _evaluated(
     folder: ModelFolder, arrays: dict[str, mx.array], dtype: mx.Dtype
 ) -> dict[str, mx.array]:
-    """The arrays in memory, floats in `dtype`; only they hold the stored ones, so these go."""
+    """Reads the arrays into memory, floats in `dtype`; empties `arrays` to free the originals."""
     import mlx.core as mx
 
     def cast(name: str, array: mx.array) -> mx.array:
         if not mx.issubdtype(array.dtype, mx.floating):
             return array
-        wide = name.rpartition(".")[2] in FACTORS or folder.plan.float32(name)
+        wide = name.rpartition(".")[2] in GLOBAL_SCALES or folder.plan.float32(name)
         return array.astype(mx.float32 if wide else dtype)
 
-    cast_ones = {name: cast(name, arrays[name]) for name in list(arrays)}
+    result = {name: cast(name, arrays[name]) for name in list(arrays)}
     arrays.clear()
     try:
-        mx.eval(list(cast_ones.values()))
+        mx.eval(list(result.values()))
     except (RuntimeError, OSError) as error:
-        raise ModelLoadFailed(
-            f"{folder.path}: {next(iter(cast_ones))!r} or near: {error}"
-        ) from error
-    for name, array in cast_ones.items():
-        asked = folder.fit.weights[name].shape
-        if array.shape != asked:
+        raise ModelLoadFailed(f"{folder.path}: {next(iter(result))!r} or near: {error}") from error
+    for name, array in result.items():
+        expected = folder.match.weights[name].shape
+        if array.shape != expected:
             raise ModelLoadFailed(
-                f"{folder.path}: {name!r} was made with shape {array.shape}, must have {asked}"
+                f"{folder.path}: {name!r} was made with shape {array.shape}, must have {expected}"
             )
-    return cast_ones
+    return result
 
 
 def _layers(folder: ModelFolder) -> Iterator[list[str]]:
-    """The weights' names in the order of use, those of one layer together."""
-    for _, names in groupby(folder.fit.weights, key=_layer_of):
+    """The names of the weights in the order of use, grouped by layer."""
+    for _, names in groupby(folder.match.weights, key=_layer_of):
         yield list(names)
 
 

@@ -1,4 +1,4 @@
-"""From a model's settings to the files they mean: the one place that knows what `path` may be."""
+"""Finds the files that a model's `path` setting means; the only place that knows its forms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlxpool.common.config.loading import ModelConfig
 from mlxpool.common.config.model_names import way_out
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights import hub_cache, ollama_store
-from mlxpool.worker.weights.files import Files, in_folder
+from mlxpool.worker.weights.files import ModelFiles, folder_files
 
 BUILTIN = "builtin:"
 COUNTING = f"{BUILTIN}counting"
@@ -16,12 +16,12 @@ DEMO = f"{BUILTIN}demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 
 
-def place_of(config: ModelConfig) -> Path | Files:
-    """Where a model's files are: a folder, which need not exist, or the blobs of Ollama's store.
+def locate(config: ModelConfig) -> Path | ModelFiles:
+    """The location of a model: a folder, which need not exist, or files in Ollama's store.
 
-    `path` is a folder, `ollama:NAME`, or `org/name` in the Hugging Face cache where there is no
-    such folder. Raises ModelLoadFailed for a reference that leads nowhere, saying how to get it,
-    and for a model of the models folder whose files a link takes from elsewhere.
+    `path` is a folder, `ollama:NAME`, or `org/name` in the Hugging Face cache where no such folder
+    exists. Raises ModelLoadFailed for a model that is not found, saying how to get it, and for one
+    in the models folder with a link that leads outside of it.
     """
     if config.path == DEMO:
         return DEMO_FOLDER
@@ -32,23 +32,23 @@ def place_of(config: ModelConfig) -> Path | Files:
     path = Path(config.path)
     if config.within:
         _refuse_way_out(path, Path(config.within))
-    if hub_cache.is_name(config.path) and not path.exists():
+    if hub_cache.is_repository_name(config.path) and not path.exists():
         return hub_cache.snapshot(config.path)
     return path
 
 
-def as_files(place: Path | Files) -> Files:
-    """The files at a place. Raises ModelLoadFailed where they are no model's."""
-    return place if isinstance(place, Files) else in_folder(place)
+def open_files(location: Path | ModelFiles) -> ModelFiles:
+    """The files at a location; raises ModelLoadFailed where they are no model's."""
+    return location if isinstance(location, ModelFiles) else folder_files(location)
 
 
-def files_of(path: str) -> Files:
-    """The files that `path` means."""
-    return as_files(place_of(ModelConfig(path=path)))
+def find_files(path: str) -> ModelFiles:
+    """The files that a `path` setting means; raises as `locate` and `open_files`."""
+    return open_files(locate(ModelConfig(path=path)))
 
 
-def _refuse_way_out(path: Path, border: Path) -> None:
-    outside = way_out(path, border)
+def _refuse_way_out(path: Path, models_folder: Path) -> None:
+    outside = way_out(path, models_folder)
     if outside is not None:
         raise ModelLoadFailed(
             f"a link in {path} leads out of the models folder, to {outside}; if it is meant to,"

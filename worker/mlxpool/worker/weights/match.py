@@ -1,4 +1,4 @@
-"""Do the tensors of a checkpoint make the weights that its config asks for? No MLX."""
+"""Matches the tensors of a checkpoint with the weights that the model's plan needs. No MLX."""
 
 from __future__ import annotations
 
@@ -8,67 +8,70 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.derived_weights import STORED, Derived, Spec
-from mlxpool.worker.layers.interface import Plan, Shape
+from mlxpool.worker.layers.derived_weights import MODULE_TENSORS, DerivedWeights, TensorSpec
+from mlxpool.worker.layers.interface import Shape
+from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.quantisation import (
-    FACTORS,
-    FLOATS,
+    FLOAT_DTYPES,
+    GLOBAL_SCALES,
     MODES,
-    Quant,
-    Quantisation,
-    recognised,
+    QuantConfig,
+    QuantLayout,
+    layout_from_shapes,
 )
-from mlxpool.worker.weights.files import listed
+from mlxpool.worker.weights.files import listing
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """How a model's weights are made of a checkpoint's tensors."""
+class WeightMatch:
+    """How the weights of a model are made of the tensors of a checkpoint."""
 
-    weights: Mapping[str, Spec]  # what the model is built of, in the order of use
-    tensors: Mapping[str, Tensor]  # what is read for that, in the same order
-    derived: tuple[Derived, ...]
-    layouts: Mapping[str, Quant]  # of the modules whose weight is quantised
-
-
-def fit(plan: Plan, found: Mapping[str, Tensor], known: Quantisation) -> Fit:
-    """Raises ModelLoadFailed naming the tensors that are missing, surplus or of another kind."""
-    attempt = _Attempt(plan, found, known)
-    for fault in attempt.faults():
-        raise ModelLoadFailed(fault)
-    return attempt.fit()
+    weights: Mapping[str, TensorSpec]  # those that the model is built of, in the order of use
+    tensors: Mapping[str, Tensor]  # the stored tensors to read, in the same order
+    derived: tuple[DerivedWeights, ...]
+    layouts: Mapping[str, QuantLayout]  # of the modules whose weight is quantised
 
 
-def faults(plan: Plan, found: Mapping[str, Tensor], known: Quantisation) -> Iterator[str]:
-    """Everything that is wrong with the tensors, where `fit` stops at the first."""
-    return _Attempt(plan, found, known).faults()
+def match_weights(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> WeightMatch:
+    """Raises ModelLoadFailed naming tensors that are missing, surplus or not as planned."""
+    matching = _Matching(plan, found, known)
+    for mismatch in matching.mismatches():
+        raise ModelLoadFailed(mismatch)
+    return matching.result()
 
 
-class _Attempt:
-    """One comparison. What is named in a fault is left out of the steps behind it."""
+def mismatches(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> Iterator[str]:
+    """All errors of the tensors, where `match_weights` raises the first."""
+    return _Matching(plan, found, known).mismatches()
 
-    def __init__(self, plan: Plan, found: Mapping[str, Tensor], known: Quantisation) -> None:
+
+class _Matching:
+    """One comparison. A tensor that an error names is left out of the later checks."""
+
+    def __init__(self, plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> None:
         self._plan, self._found, self._known = plan, found, known
-        self._have = {name: Spec(tensor.dtype, tensor.shape) for name, tensor in found.items()}
-        self._origin = {name: name for name in found}  # of each we have: a tensor it is made of
-        self._derived: list[Derived] = []
-        self._layouts: dict[str, Quant] = {}
+        self._have = {
+            name: TensorSpec(tensor.dtype, tensor.shape) for name, tensor in found.items()
+        }
+        self._origin = {name: name for name in found}  # available name -> a stored source of it
+        self._derived: list[DerivedWeights] = []
+        self._layouts: dict[str, QuantLayout] = {}
         self._wanted: dict[str, tuple[Shape, tuple[str, ...]]] = {}
 
-    def fit(self) -> Fit:
-        """Once there are no faults."""
-        return Fit(
+    def result(self) -> WeightMatch:
+        """The match, valid where `mismatches` yielded none."""
+        return WeightMatch(
             weights={name: self._have[name] for name in self._wanted},
             tensors={name: self._found[name] for name in _read(self._wanted, self._derived)},
             derived=tuple(self._derived),
             layouts=self._layouts,
         )
 
-    def faults(self) -> Iterator[str]:
-        """Goes through all steps, saying what is wrong."""
+    def mismatches(self) -> Iterator[str]:
+        """Runs all checks and yields their errors."""
         yield from self._unquantised()
         stored = dict(self._have)
         lost = yield from self._derive()
@@ -78,7 +81,7 @@ class _Attempt:
             try:
                 self._want(name, shape)
             except ModelLoadFailed as error:
-                lost |= {f"{name.removesuffix('.weight')}.{kind}" for kind in STORED}
+                lost |= {f"{name.removesuffix('.weight')}.{kind}" for kind in MODULE_TENSORS}
                 yield error.message
         yield from self._missing(stored, [name for name in self._wanted if name not in self._have])
         yield from self._surplus(lost)
@@ -95,7 +98,7 @@ class _Attempt:
             )
 
     def _derive(self) -> Generator[str, None, set[str]]:
-        """Puts what is made in the place of what it is made of; returns what cannot be made."""
+        """Replaces stored tensors by weights made of them; returns those that cannot be made."""
         stored, lost = dict(self._have), set[str]()
         try:
             rules = tuple(self._plan.derived(stored))
@@ -109,57 +112,57 @@ class _Attempt:
                 self._have.pop(name, None)
         for one in rules:
             if not set(one.sources) <= set(stored):
-                lost |= set(one.makes)
+                lost |= set(one.outputs)
                 continue
             self._derived.append(one)
-            self._have.update(one.makes)
-            self._origin.update(dict.fromkeys(one.makes, one.sources[0]))
+            self._have.update(one.outputs)
+            self._origin.update(dict.fromkeys(one.outputs, one.sources[0]))
         return lost
 
     def _want(self, name: str, shape: Shape) -> None:
-        """Adds the tensors that one of the plan's is kept as, with the dtypes they may have."""
+        """Adds the tensors that hold one weight of the plan, with their allowed dtypes."""
         module, _, kind = name.rpartition(".")
         layout = self._layout(module, shape) if kind == "weight" and len(shape) > 1 else None
         if layout is None:
-            self._wanted[name] = (shape, FLOATS)
+            self._wanted[name] = (shape, FLOAT_DTYPES)
             return
         self._layouts[module] = layout
-        scales = MODES[layout.mode].scales
+        scales = MODES[layout.mode].scale_dtypes
         for part, packed in layout.tensors(shape):
             self._wanted[f"{module}.{part}"] = (packed, ("U32",) if part == "weight" else scales)
-        factors = [one for kind in FACTORS if (one := f"{module}.{kind}") in self._have]
+        factors = [one for kind in GLOBAL_SCALES if (one := f"{module}.{kind}") in self._have]
         for factor in factors if layout.mode == "nvfp4" else ():
-            size, there = math.prod(shape[:-2]), self._have[factor].shape
-            self._wanted[factor] = (there if math.prod(there) == size else (size,), FLOATS)
+            size, actual = math.prod(shape[:-2]), self._have[factor].shape
+            self._wanted[factor] = (actual if math.prod(actual) == size else (size,), FLOAT_DTYPES)
 
-    def _layout(self, module: str, shape: Shape) -> Quant | None:
-        """None for a plain weight; raises ModelLoadFailed for one that is quantised in no way."""
+    def _layout(self, module: str, shape: Shape) -> QuantLayout | None:
+        """The layout of a weight, None for a dense one; raises ModelLoadFailed for unknown ones."""
         known, scaled = self._known, f"{module}.scales" in self._have
         layout = known.named.get(module)
         if scaled and module not in known.named:
             origin = self._origin.get(f"{module}.weight", "").removesuffix(".weight")
             layout = known.named.get(origin, known.default)
         if scaled and layout is None:
-            layout = self._recognised(module, shape)
+            layout = self._inferred(module, shape)
         if layout is not None and not layout.divides(shape[-1]):
             raise ModelLoadFailed(
                 f"config.json quantises {module!r} ({layout}), whose rows of {shape[-1]} are no "
-                f"multiple of {layout.group}"
+                f"multiple of {layout.group_size}"
             )
         return layout
 
-    def _recognised(self, module: str, shape: Shape) -> Quant:
+    def _inferred(self, module: str, shape: Shape) -> QuantLayout:
         weight, scales = self._have.get(f"{module}.weight"), self._have[f"{module}.scales"]
-        if not self._known.recognise or weight is None:
+        if not self._known.infer or weight is None:
             raise ModelLoadFailed(
                 f"the weights have {module + '.scales'!r}, but config.json does not say that "
                 f"{module!r} is quantised: it needs `quantization` with its bits and group_size"
             )
-        return recognised(module, shape[-1], weight.shape, scales.shape, scales.dtype)
+        return layout_from_shapes(module, shape[-1], weight.shape, scales.shape, scales.dtype)
 
     def _missing(self, stored: Iterable[str], missing: list[str]) -> Iterator[str]:
         if missing:
-            names = listed("tensor", missing)
+            names = listing("tensor", missing)
             yield f"the weights lack {names}, which config.json asks for{self._counts(stored)}"
 
     def _surplus(self, lost: set[str]) -> Iterator[str]:
@@ -168,15 +171,17 @@ class _Attempt:
         surplus = [name for name in self._have if name not in known and not ignored(name)]
         if surplus:
             yield (
-                f"{self._found[self._origin[surplus[0]]].file} has {listed('tensor', surplus)}, "
+                f"{self._found[self._origin[surplus[0]]].file} has {listing('tensor', surplus)}, "
                 f"unknown to the model that config.json describes{self._counts(self._have)}"
             )
 
     def _counts(self, stored: Iterable[str]) -> str:
-        """Said only where the number of layers is what differs."""
-        asked = _layers(self._plan.shapes)
-        there = _layers(name for name in stored if not self._plan.ignored(name))
-        return "" if asked == there else f": it describes {asked} layers, the weights have {there}"
+        """An addition to an error where the number of layers differs."""
+        planned = _layers(self._plan.shapes)
+        found = _layers(name for name in stored if not self._plan.ignored(name))
+        if planned == found:
+            return ""
+        return f": it describes {planned} layers, the weights have {found}"
 
     def _differing(self, name: str, shape: Shape, dtypes: tuple[str, ...]) -> Iterator[str]:
         spec = self._have[name]
@@ -197,9 +202,9 @@ def _layers(names: Iterable[str]) -> int:
     return max(numbers, default=-1) + 1
 
 
-def _read(wanted: Iterable[str], derived: Iterable[Derived]) -> Iterator[str]:
-    """The stored tensors that the wanted ones need, each once."""
-    made = {name: one for one in derived for name in one.makes}
+def _read(wanted: Iterable[str], derived: Iterable[DerivedWeights]) -> Iterator[str]:
+    """The stored tensors that the wanted ones are made of, each once."""
+    made = {name: one for one in derived for name in one.outputs}
     done: set[int] = set()
     for name in wanted:
         one = made.get(name)

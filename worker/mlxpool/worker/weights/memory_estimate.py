@@ -1,4 +1,4 @@
-"""What a model takes in memory, reckoned from its files. Pure; a running worker measures."""
+"""Estimates the memory that a model takes from its files. Pure; a running worker measures it."""
 
 from __future__ import annotations
 
@@ -7,44 +7,45 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mlxpool.worker.layers.derived_weights import STORED, Spec
-from mlxpool.worker.prefix.cache import default_budget
+from mlxpool.worker.layers.derived_weights import MODULE_TENSORS, TensorSpec
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.safetensors_header import Tensor
 
-FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
-OPENED = 0.25  # of its limit a worker may take for quantised weights turned into numbers
-PACKED = {"U32": 4, "U8": 1}
-NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
+MAX_DEQUANTISED_SHARE = 0.25  # of a worker's limit, for weights that are dequantised at load
+PACKED_BYTES = {"U32": 4, "U8": 1}
+PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets 1 / 4 of what weights leave
+DTYPE_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryEstimate:
     """Bytes, but for `context` (tokens) and `sequences`.
 
-    A step needs some more for a while, and the process itself: a worker measures both at load.
+    Temporary memory of a step and the process itself are not included: a worker measures both at
+    load.
     """
 
     context: int
     sequences: int
     weights: int
-    token: int  # keys and values of one token, in all layers
-    fixed: int  # of a sequence whatever its length: windows, states
-    sequence: int  # of one sequence with its context full
+    token: int  # keys and values of one token in all layers
+    fixed: int  # of a sequence of any length: windows and states
+    sequence: int  # of one sequence with a full context
     all_sequences: int
-    prefix_cache: int  # at most; it takes what is free and gives it back
+    prefix_cache: int  # at most; it uses free memory and gives it back
 
     @property
     def least(self) -> int:
-        """With one sequence of full length and an empty prefix cache."""
+        """The bytes for one sequence with a full context and an empty prefix cache."""
         return self.weights + self.sequence
 
     def context_within(self, limit: int) -> int:
-        """Tokens that one sequence may have beside the weights, its context at most."""
+        """Tokens of one sequence that fit beside the weights, at most its context."""
         return min(self.context, max(0, limit - self.weights - self.fixed) // max(self.token, 1))
 
 
-def needs(
+def estimate_memory(
     folder: ModelFolder,
     *,
     context: int,
@@ -55,20 +56,21 @@ def needs(
     chunk: int,
     float32: bool,
     deterministic: bool = False,
-) -> Needs:
-    """`limit` is what a worker may take; `float32`: it computes with 4 bytes, as on a CPU.
+) -> MemoryEstimate:
+    """Estimates the memory of a model within `limit`, the bytes that a worker may take.
 
-    `chunk` are the tokens of a prompt that are read at once.
+    `chunk` is the largest number of prompt tokens in a step. `float32`: the worker computes with
+    4-byte numbers, as on a CPU.
     """
-    width = 4 if float32 else FLOATS[main_dtype(folder.tensors.values())]
+    width = 4 if float32 else FLOAT_BYTES[main_dtype(folder.tensors.values())]
     weights = _weight_bytes(folder, width)
-    if deterministic or opens(folder, limit=limit, float32=float32):
-        weights += grown(folder, width)
+    if deterministic or dequantises_at_load(folder, limit=limit, float32=float32):
+        weights += dequantised_growth(folder, width)
     token = sum(cache.token_bytes(width) for cache in folder.plan.caches)
     fixed = sum(cache.fixed_bytes(width, chunk) for cache in folder.plan.caches)
     sequence = fixed + token * context
-    cache = prefix_bytes or default_budget(limit, weights)
-    return Needs(
+    cache = prefix_bytes or default_prefix_cache_bytes(limit, weights)
+    return MemoryEstimate(
         context=context,
         sequences=sequences,
         weights=weights,
@@ -80,20 +82,29 @@ def needs(
     )
 
 
-def opens(folder: ModelFolder, *, limit: int, float32: bool) -> bool:
-    """Whether quantised weights become numbers once, at load, instead of in every product.
+def default_prefix_cache_bytes(limit: int, weights: int) -> int:
+    """Bytes of the prefix cache where no setting says so: a share of what weights leave."""
+    return max(0, limit - weights) // PREFIX_CACHE_SHARE
 
-    On a CPU, whose BLAS knows plain numbers only, where these leave room for the rest.
+
+def dequantises_at_load(folder: ModelFolder, *, limit: int, float32: bool) -> bool:
+    """Whether quantised weights are dequantised once, at load, instead of in every product.
+
+    They are on a CPU, whose BLAS has only dense products, where they take up to
+    MAX_DEQUANTISED_SHARE of the limit.
     """
-    if not float32 or not folder.fit.layouts:
+    if not float32 or not folder.match.layouts:
         return False
-    width = FLOATS["F32"]
-    return _weight_bytes(folder, width) + grown(folder, width) <= OPENED * limit
+    width = FLOAT_BYTES["F32"]
+    return (
+        _weight_bytes(folder, width) + dequantised_growth(folder, width)
+        <= MAX_DEQUANTISED_SHARE * limit
+    )
 
 
-def grown(folder: ModelFolder, width: int) -> int:
-    """Bytes more once quantised weights are numbers of `width` bytes."""
-    return sum(_grown(folder, module, width) for module in folder.fit.layouts)
+def dequantised_growth(folder: ModelFolder, width: int) -> int:
+    """The bytes that dequantising to numbers of `width` bytes adds."""
+    return sum(_grown(folder, module, width) for module in folder.match.layouts)
 
 
 def _weight_bytes(folder: ModelFolder, width: int) -> int:
@@ -101,25 +112,27 @@ def _weight_bytes(folder: ModelFolder, width: int) -> int:
 
 
 def _grown(folder: ModelFolder, module: str, width: int) -> int:
-    specs = folder.fit.weights
-    names = (f"{module}.{kind}" for kind in STORED if kind != "bias")
+    specs = folder.match.weights
+    names = (f"{module}.{kind}" for kind in MODULE_TENSORS if kind != "bias")
     packed = sum(_spec_bytes(specs[name], width) for name in names if name in specs)
     return math.prod(folder.plan.shapes[f"{module}.weight"]) * width - packed
 
 
-def _spec_bytes(spec: Spec, width: int) -> int:
-    return math.prod(spec.shape) * (width if spec.dtype in FLOATS else PACKED[spec.dtype])
+def _spec_bytes(spec: TensorSpec, width: int) -> int:
+    return math.prod(spec.shape) * (
+        width if spec.dtype in FLOAT_BYTES else PACKED_BYTES[spec.dtype]
+    )
 
 
 def main_dtype(tensors: Iterable[Tensor]) -> str:
-    """What most bytes of the floating-point weights are; F32 where there are none."""
+    """The dtype of most bytes of the floating-point weights; F32 where there are none."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        if tensor.dtype in FLOATS:
+        if tensor.dtype in FLOAT_BYTES:
             sizes[tensor.dtype] += tensor.nbytes
     return sizes.most_common(1)[0][0] if sizes else "F32"
 
 
 def _in_memory(tensor: Tensor, width: int) -> int:
-    """Floating-point numbers become `width` bytes; packed ones stay as they are."""
-    return math.prod(tensor.shape) * width if tensor.dtype in FLOATS else tensor.nbytes
+    """Bytes in memory: floating-point numbers get `width` bytes, packed ones keep theirs."""
+    return math.prod(tensor.shape) * width if tensor.dtype in FLOAT_BYTES else tensor.nbytes

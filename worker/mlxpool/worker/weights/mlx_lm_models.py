@@ -1,7 +1,7 @@
-"""Models that have no file in models/: mlx-lm's code computes them, where the extra `zoo` is there.
+"""Models without a file in models/, computed by mlx-lm's code where the extra `zoo` is installed.
 
-What can be known of them without loading anything: that there is such code, the context, the
-vocabulary. Neither MLX nor mlx-lm is imported here.
+Tells what is known of them before loading: whether mlx-lm has them, their context and vocabulary.
+Imports neither MLX nor mlx-lm.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.derived_weights import Spec
-from mlxpool.worker.layers.interface import Parts, Plan, integer
-from mlxpool.worker.layers.memory_kinds import Full, Kind, State
-from mlxpool.worker.weights.files import Files
-from mlxpool.worker.weights.match import Fit
+from mlxpool.worker.layers.cache_kinds import CacheKind, FullCache, StateCache
+from mlxpool.worker.layers.config_fields import integer
+from mlxpool.worker.layers.derived_weights import TensorSpec
+from mlxpool.worker.layers.interface import LayerBuilder
+from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.weights.files import ModelFiles
+from mlxpool.worker.weights.match import WeightMatch
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 CONTEXT_KEYS = (
@@ -30,21 +32,21 @@ CONTEXT_KEYS = (
     "max_seq_len",
     "seq_length",
 )
-UNBOUNDED = 2**20  # tokens of context where config.json has no key of these: recurrent models
-FEATURES = ("resume",)  # what every model of the zoo has, known before it is loaded
-CACHES = "mlx_lm.models.cache"
-# Which of its caches can be copied. A KVCache grows by tokens; the others are only good for exactly
-# the tokens that made them.
-KINDS: Mapping[str, Callable[[int], Kind]] = {
-    "KVCache": Full,
-    "RotatingKVCache": State,
-    "ArraysCache": State,
+UNBOUNDED_CONTEXT = 2**20  # tokens, where config.json has none of these keys: recurrent models
+FEATURES = ("resume",)  # of every such model, known before it is loaded
+CACHE_MODULE = "mlx_lm.models.cache"
+# mlx-lm's caches that can be copied. A KVCache grows by tokens; the others are valid only for
+# exactly the tokens that made them.
+CACHE_KINDS: Mapping[str, Callable[[int], CacheKind]] = {
+    "KVCache": FullCache,
+    "RotatingKVCache": StateCache,
+    "ArraysCache": StateCache,
 }
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def has(config: Mapping[str, Any]) -> bool:
-    """Whether mlx-lm is installed and has code for this model."""
+def is_available(config: Mapping[str, Any]) -> bool:
+    """Whether mlx-lm is installed and has a file for this model_type."""
     model_type, home = config.get("model_type"), _home()
     if home is None or not isinstance(model_type, str) or not _NAME.fullmatch(model_type):
         return False
@@ -52,8 +54,8 @@ def has(config: Mapping[str, Any]) -> bool:
     return (home / "models" / f"{name}.py").is_file()
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
-    """What is known beforehand; its caches and its tensors only mlx-lm knows.
+def plan(config: Mapping[str, Any]) -> ModelPlan:
+    """A plan with context and vocabulary only: caches and tensors are known to mlx-lm alone.
 
     Raises ModelLoadFailed naming the key that is missing or cannot be used.
     """
@@ -61,8 +63,8 @@ def plan(config: Mapping[str, Any]) -> Plan:
     settings = {**config, **text} if isinstance(text, Mapping) else config
     keys = (key for key in CONTEXT_KEYS if settings.get(key) is not None)
     key = next(keys, None)
-    return Plan(
-        context=UNBOUNDED if key is None else integer(settings, key),
+    return ModelPlan(
+        context=UNBOUNDED_CONTEXT if key is None else integer(settings, key),
         vocab_size=integer(settings, "vocab_size"),
         caches=(),
         shapes={},
@@ -71,43 +73,43 @@ def plan(config: Mapping[str, Any]) -> Plan:
     )
 
 
-def fit(files: Files, tensors: Mapping[str, Tensor]) -> Fit:
-    """Every tensor, as it is stored. Raises ModelLoadFailed where mlx-lm could not find them."""
+def match_all(files: ModelFiles, tensors: Mapping[str, Tensor]) -> WeightMatch:
+    """Matches every stored tensor; raises ModelLoadFailed for files that are in no folder."""
     if files.named:
         raise ModelLoadFailed(
             f"{files.where} is no folder: a model_type that only mlx-lm has is read from a folder "
             "in Hugging Face's layout"
         )
-    weights = {name: Spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    return Fit(weights=weights, tensors=dict(tensors), derived=(), layouts={})
+    weights = {name: TensorSpec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return WeightMatch(weights=weights, tensors=dict(tensors), derived=(), layouts={})
 
 
-def kinds_of(classes: Iterable[str]) -> tuple[Kind, ...] | None:
-    """How each of a model's caches is kept, by their classes' whole names; None: not all can be."""
+def cache_kinds_of(classes: Iterable[str]) -> tuple[CacheKind, ...] | None:
+    """The kind of each cache, by its class's full name; None where one cannot be copied."""
     kinds = []
     for layer, name in enumerate(classes):
         home, _, short = name.rpartition(".")
-        if home != CACHES or short not in KINDS:
+        if home != CACHE_MODULE or short not in CACHE_KINDS:
             return None
-        kinds.append(KINDS[short](layer))
+        kinds.append(CACHE_KINDS[short](layer))
     return tuple(kinds)
 
 
 def features_of(prefix: str) -> tuple[str, ...]:
-    """What of batching, tree and resume an engine has whose prefix cache works as `prefix`.
+    """The features with this mode of the prefix cache.
 
-    Its rows are computed one by one, so never "batching".
+    Sequences are computed one by one, so "batching" is never among them.
     """
     return FEATURES if prefix == "off" else (prefix, *FEATURES)
 
 
-def _built_by_mlx_lm(parts: Parts) -> NoReturn:
-    raise NotImplementedError("a model of the zoo is loaded by zoo_engine.py")
+def _built_by_mlx_lm(parts: LayerBuilder) -> NoReturn:
+    raise NotImplementedError("such a model is loaded by mlx_lm_engine.py")
 
 
 @cache
 def _home() -> Path | None:
-    """mlx-lm's folder; finding it imports nothing of it."""
+    """The folder of mlx-lm's package, found without importing it; None where not installed."""
     spec = find_spec("mlx_lm")
     places = spec.submodule_search_locations if spec is not None else None
     return Path(next(iter(places))) if places else None
@@ -115,7 +117,7 @@ def _home() -> Path | None:
 
 @cache
 def _renamed(home: Path) -> Mapping[str, str]:
-    """Types that mlx-lm has under the names of others, as its source lists them."""
+    """model_type -> the model_type whose file mlx-lm uses for it, read from its source."""
     utils = home / "utils.py"
     tree = ast.parse(utils.read_text(encoding="utf-8")) if utils.is_file() else ast.Module([], [])
     return dict(_entries(tree))

@@ -1,7 +1,7 @@
-"""Models in Ollama's store: a manifest names blobs by their digest, each tensor in one of its own.
+"""Models in Ollama's store: a manifest names blobs by digest, with one tensor in each.
 
-A layer of type image.tensor is a safetensors file, one of type image.json a file such as
-config.json. Blobs are shared: of two layers with one digest there is one file.
+A layer of type image.tensor is a safetensors file; one of type image.json is a file such as
+config.json. Two layers with the same digest share a file.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.quantisation import Quant
-from mlxpool.worker.weights.files import Content, Files, sha256
+from mlxpool.worker.layers.quantisation import QuantLayout
+from mlxpool.worker.weights.files import ModelFiles, ShardContent, sha256
 from mlxpool.worker.weights.json_files import read_json
-from mlxpool.worker.weights.other_formats import GGUF_CURE
+from mlxpool.worker.weights.other_formats import GGUF_REMEDY
 from mlxpool.worker.weights.safetensors_header import Header
 
 PREFIX = "ollama:"
@@ -26,21 +26,21 @@ JSON = "application/vnd.ollama.image.json"
 MODEL = "application/vnd.ollama.image.model"
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _PART = re.compile(r"[\w-][\w.-]*", re.ASCII)
-_DRAFT = ("draft.", "draft/")  # a second, smaller model that may come along
+_DRAFT = ("draft.", "draft/")  # layers of a draft model, which is not used
 _MAX_MANIFEST = 16 * 2**20  # bytes
-# What a blob's quant_type means; a group_size of its own goes before the one here.
-_TYPES = {
-    "NVFP4": Quant("nvfp4", 4, 16),
-    "MXFP4": Quant("mxfp4", 4, 32),
-    "MXFP8": Quant("mxfp8", 8, 32),
-    **dict.fromkeys(("INT4", "Q4", "FP4"), Quant("affine", 4, 64)),
-    **dict.fromkeys(("INT8", "Q8", "FP8"), Quant("affine", 8, 64)),
+# quant_type of a blob -> layout; a group_size in the blob overrides the one here.
+_QUANT_TYPES = {
+    "NVFP4": QuantLayout("nvfp4", 4, 16),
+    "MXFP4": QuantLayout("mxfp4", 4, 32),
+    "MXFP8": QuantLayout("mxfp8", 8, 32),
+    **dict.fromkeys(("INT4", "Q4", "FP4"), QuantLayout("affine", 4, 64)),
+    **dict.fromkeys(("INT8", "Q8", "FP8"), QuantLayout("affine", 8, 64)),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """One line of a manifest."""
+class ManifestLayer:
+    """One entry of a manifest."""
 
     kind: str
     name: str
@@ -50,37 +50,37 @@ class Layer:
 
 
 def stores() -> tuple[Path, ...]:
-    """Where Ollama keeps models: OLLAMA_MODELS, else of this user, then of its Linux service."""
-    told = os.environ.get("OLLAMA_MODELS")
-    if told:
-        return (Path(told).expanduser(),)
+    """Ollama's stores: OLLAMA_MODELS, else that of this user, then of the Linux service."""
+    store = os.environ.get("OLLAMA_MODELS")
+    if store:
+        return (Path(store).expanduser(),)
     return (Path("~/.ollama/models").expanduser(), Path("/usr/share/ollama/.ollama/models"))
 
 
-def open_model(name: str) -> Files:
-    """The files of `name`, [[host/]namespace/]model[:tag] as Ollama writes it.
+def open_model(name: str) -> ModelFiles:
+    """The files of the model `name`, [[host/]namespace/]model[:tag].
 
-    Sizes are compared, and digests of the small files; `Files.verify` does it with the weights.
-    Raises ModelLoadFailed naming the manifest or the blob, and what to do.
+    Checks the sizes of all blobs and the digests of small ones; `ModelFiles.verify` checks those of
+    the weights. Raises ModelLoadFailed naming the manifest or the blob, and what to do.
     """
     store, manifest = _manifest(name)
     layers = list(_layers(name, store, manifest))
     kinds = {layer.kind for layer in layers}
     if TENSOR not in kinds:
-        raise ModelLoadFailed(f"{manifest}: {name!r} is {_what_else(kinds)}: {GGUF_CURE}")
+        raise ModelLoadFailed(f"{manifest}: {name!r} is {_other_content(kinds)}: {GGUF_REMEDY}")
     for layer in layers:
-        _require_sound(name, layer)
+        _require_intact(name, layer)
     named = {layer.name: layer.blob for layer in layers if layer.kind == JSON}
     if "config.json" not in named:
         raise ModelLoadFailed(f"{manifest} has no layer config.json: {_again(name)}")
     weights = {layer.blob: layer.digest for layer in layers if layer.kind == TENSOR}
-    return Files(
+    return ModelFiles(
         where=manifest,
         shards=tuple(weights),
         named=named,
         read=_contents,
         digests=weights,
-        cure=_again(name),
+        remedy=_again(name),
     )
 
 
@@ -110,7 +110,7 @@ def _again(name: str) -> str:
     return f"get the model again with `ollama pull {name}`"
 
 
-def _layers(name: str, store: Path, manifest: Path) -> Iterator[Layer]:
+def _layers(name: str, store: Path, manifest: Path) -> Iterator[ManifestLayer]:
     _require_inside(store, manifest)
     size = manifest.stat().st_size
     if size > _MAX_MANIFEST:
@@ -124,7 +124,7 @@ def _layers(name: str, store: Path, manifest: Path) -> Iterator[Layer]:
             yield layer
 
 
-def _layer(store: Path, manifest: Path, entry: Any) -> Layer:
+def _layer(store: Path, manifest: Path, entry: Any) -> ManifestLayer:
     fields: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
     match = _DIGEST.fullmatch(str(fields.get("digest")))
     size = fields.get("size")
@@ -134,10 +134,12 @@ def _layer(store: Path, manifest: Path, entry: Any) -> Layer:
             "its size a whole number, for blobs lie in the store and nowhere else"
         )
     blob = store / "blobs" / f"sha256-{match[1]}"
-    return Layer(str(fields.get("mediaType")), str(fields.get("name", "")), match[1], size, blob)
+    return ManifestLayer(
+        str(fields.get("mediaType")), str(fields.get("name", "")), match[1], size, blob
+    )
 
 
-def _what_else(kinds: set[str]) -> str:
+def _other_content(kinds: set[str]) -> str:
     return "a GGUF file" if MODEL in kinds else "a manifest without tensors"
 
 
@@ -147,7 +149,7 @@ def _require_inside(store: Path, file: Path) -> None:
         raise ModelLoadFailed(f"{file} is a link to {target}, outside of the store: refused")
 
 
-def _require_sound(name: str, layer: Layer) -> None:
+def _require_intact(name: str, layer: ManifestLayer) -> None:
     if layer.kind not in (TENSOR, JSON):
         return
     if not layer.blob.is_file():
@@ -167,15 +169,15 @@ def _require_sound(name: str, layer: Layer) -> None:
         )
 
 
-def _contents(headers: Mapping[Path, Header]) -> dict[Path, Content]:
-    """Of each blob, with its tensors under MLX's names: X.weight.scale is X.scales there.
+def _contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
+    """The contents of each blob, with MLX's names: X.weight.scale becomes X.scales.
 
-    All names are known before one is changed: X.bias is of the groups where X.scale exists, and a
-    layer's own where not.
+    X.bias belongs to quantised groups where X.scale exists, else to the layer, so renaming needs
+    the names in all blobs.
     """
     names = {name for header in headers.values() for name in header.tensors}
     return {
-        blob: Content(
+        blob: ShardContent(
             header.raw,
             {
                 (new := _renamed(name, names)): replace(tensor, name=new)
@@ -197,15 +199,15 @@ def _renamed(name: str, names: set[str]) -> str:
     return f"{base.removesuffix('.weight')}.{new}" if new else name
 
 
-def _layouts(header: Header, names: set[str]) -> Iterator[tuple[str, Quant]]:
-    """What the header tells of its quantised tensors; without it their shapes do, see fit.py."""
-    told = header.metadata
+def _layouts(header: Header, names: set[str]) -> Iterator[tuple[str, QuantLayout]]:
+    """The layouts that a header states; others are inferred from shapes, see match.py."""
+    metadata = header.metadata
     for name in header.tensors:
-        kind = told.get(f"{name}.quant_type") or told.get("quant_type") or ""
-        layout = _TYPES.get(kind.strip().upper())
+        kind = metadata.get(f"{name}.quant_type") or metadata.get("quant_type") or ""
+        layout = _QUANT_TYPES.get(kind.strip().upper())
         if f"{name}.scale" in names and layout is not None:
-            group = told.get(f"{name}.group_size") or told.get("group_size") or ""
+            group = metadata.get(f"{name}.group_size") or metadata.get("group_size") or ""
             yield (
                 name.removesuffix(".weight"),
-                replace(layout, group=int(group)) if group.isdecimal() else layout,
+                replace(layout, group_size=int(group)) if group.isdecimal() else layout,
             )

@@ -1,4 +1,4 @@
-"""Recognises models that are not Hugging Face folders, to say what they are and what to do."""
+"""Recognises models that are no Hugging Face folders: errors say what they are and what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from mlxpool.common.errors import ModelLoadFailed
 
-GGUF_CURE = (
+GGUF_REMEDY = (
     "MLX workers load Hugging Face folders (safetensors); convert it with mlx_lm.convert from "
     "the original repository"
 )
@@ -18,9 +18,9 @@ _MAX_MANIFEST = 2**20  # bytes
 
 
 def refuse_file(file: Path) -> NoReturn:
-    """Raises ModelLoadFailed saying what this file is instead of a model folder."""
+    """Raises ModelLoadFailed for a file in place of a model folder, saying what it is."""
     if is_gguf(file):
-        raise ModelLoadFailed(f"{file}: this is a GGUF file: {GGUF_CURE}")
+        raise ModelLoadFailed(f"{file}: this is a GGUF file: {GGUF_REMEDY}")
     layers = _manifest_layers(file)
     if layers is None:
         raise ModelLoadFailed(
@@ -33,7 +33,7 @@ def refuse_folder(path: Path) -> NoReturn:
     """Raises ModelLoadFailed for a folder without config.json."""
     for file in sorted(path.glob("*")):
         if file.is_file() and is_gguf(file):
-            raise ModelLoadFailed(f"{file}: this is a GGUF file: {GGUF_CURE}")
+            raise ModelLoadFailed(f"{file}: this is a GGUF file: {GGUF_REMEDY}")
     raise ModelLoadFailed(
         f"{path} has no config.json: name the folder of a Hugging Face model "
         "(config.json, *.safetensors, tokenizer.json)"
@@ -41,7 +41,7 @@ def refuse_folder(path: Path) -> NoReturn:
 
 
 def is_gguf(file: Path) -> bool:
-    """Told by its first four bytes, else by its name."""
+    """Whether the first four bytes, or else the name, are those of a GGUF file."""
     with file.open("rb") as stream:
         return stream.read(4) == b"GGUF" or file.suffix == ".gguf"
 
@@ -64,7 +64,7 @@ def _refuse_manifest(file: Path, layers: list[dict[str, Any]]) -> NoReturn:
             kind = "a GGUF file" if blob is None or is_gguf(blob) else "no safetensors folder"
             shown = f" ({blob})" if blob else ""
             raise ModelLoadFailed(
-                f"{file}: this is an Ollama manifest whose model{shown} is {kind}: {GGUF_CURE}"
+                f"{file}: this is an Ollama manifest whose model{shown} is {kind}: {GGUF_REMEDY}"
             )
         if media == _OLLAMA_TENSOR:
             raise ModelLoadFailed(
@@ -75,7 +75,7 @@ def _refuse_manifest(file: Path, layers: list[dict[str, Any]]) -> NoReturn:
 
 
 def _blob(manifest: Path, digest: str) -> Path | None:
-    """The layer's file in the store that the manifest lies in, if there is one."""
+    """The blob of a layer in the store that the manifest is in, if it exists."""
     name = digest.replace(":", "-")
     if "/" in name:
         return None

@@ -1,4 +1,4 @@
-"""What a safetensors file says it holds, checked against the file before anything is read."""
+"""Reads the header of a safetensors file and checks it against the file's size."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.json_files import require_file
 
-MAX_HEADER = 100 * 2**20  # bytes; the format's own bound
+MAX_HEADER = 100 * 2**20  # bytes; the bound of the format
 MAX_AXES = 32  # of a tensor
-MAX_COUNT = 2**63 - 1  # of anything in a header
-_LENGTH = 8  # bytes of the header's length, in front of it
+MAX_COUNT = 2**63 - 1  # of any size or offset in a header
+_LENGTH = 8  # bytes in front of the header, which hold its length
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16,
     "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
@@ -25,9 +25,9 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file; `begin` and `end` are bytes behind the header.
+    """One tensor of a file; `begin` and `end` are offsets behind the header.
 
-    `name` is the model's for it, `stored` the file's.
+    `name` is the model's name for it, `stored` the file's.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A file's header: its bytes, its tensors by name, and what else it says of them."""
+    """The header of a file: its bytes, its tensors by name, and its metadata."""
 
     raw: bytes
     tensors: Mapping[str, Tensor]
@@ -53,10 +53,10 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """What `file` holds.
+    """The checked header of a file.
 
-    Raises ModelLoadFailed, naming the file and the tensor, for every way in which the header
-    and the file's size do not agree.
+    Raises ModelLoadFailed, naming the file and the tensor, where the header is invalid or does not
+    agree with the size of the file.
     """
     raw = _header_bytes(file)
     try:
@@ -68,8 +68,8 @@ def read_header(file: Path) -> Header:
     metadata = entries.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict):
         raise ModelLoadFailed(f"{file}: __metadata__ is a {type(metadata).__name__}, must be a map")
-    room = file.stat().st_size - _LENGTH - len(raw)
-    tensors = {name: _tensor(file, name, entry, room) for name, entry in entries.items()}
+    data_bytes = file.stat().st_size - _LENGTH - len(raw)
+    tensors = {name: _tensor(file, name, entry, data_bytes) for name, entry in entries.items()}
     _refuse_overlap(file, tensors)
     return Header(raw, tensors, {key: str(value) for key, value in metadata.items()})
 
@@ -96,7 +96,7 @@ def _header_bytes(file: Path) -> bytes:
         return stream.read(length)
 
 
-def _tensor(file: Path, name: str, entry: Any, room: int) -> Tensor:
+def _tensor(file: Path, name: str, entry: Any, data_bytes: int) -> Tensor:
     where = f"{file}: tensor {name!r}"
     if not isinstance(entry, dict):
         raise ModelLoadFailed(f"{where} is described by {entry!r}, must be a map")
@@ -108,7 +108,7 @@ def _tensor(file: Path, name: str, entry: Any, room: int) -> Tensor:
         raise ModelLoadFailed(f"{where} has shape {shape!r}, must be a list of whole numbers")
     if len(shape) > MAX_AXES:
         raise ModelLoadFailed(f"{where} has {len(shape)} axes, at most {MAX_AXES} are allowed")
-    begin, end = _span(where, entry.get("data_offsets"), room)
+    begin, end = _span(where, entry.get("data_offsets"), data_bytes)
     needed = math.prod(shape) * _BITS[dtype] // 8
     if end - begin != needed:
         raise ModelLoadFailed(
@@ -117,12 +117,12 @@ def _tensor(file: Path, name: str, entry: Any, room: int) -> Tensor:
     return Tensor(name, dtype, tuple(shape), begin, end, file, name)
 
 
-def _span(where: str, offsets: Any, room: int) -> tuple[int, int]:
+def _span(where: str, offsets: Any, data_bytes: int) -> tuple[int, int]:
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ModelLoadFailed(f"{where} has data_offsets {offsets!r}, must be [begin, end]")
-    if offsets[1] > room:
+    if offsets[1] > data_bytes:
         raise ModelLoadFailed(
-            f"{where} ends at byte {offsets[1]} of the data, the file has {room}: "
+            f"{where} ends at byte {offsets[1]} of the data, the file has {data_bytes}: "
             "it is truncated, download it again"
         )
     return offsets[0], offsets[1]

@@ -1,4 +1,4 @@
-"""Which tokens begin and end a text, from every file that may say so. No MLX."""
+"""The tokens that begin and end a text, from all files that may name them. No MLX."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.weights.json_files import Folder, optional_json
+from mlxpool.worker.weights.json_files import FileLookup, optional_json
 
 _ID = re.compile(r"[0-9]{1,10}")
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """What the files of a folder say about the beginning and the end of texts."""
+    """The tokens that begin and end a text."""
 
     eos_ids: frozenset[int]
     bos_token: str | None
     add_bos: bool | None  # None: tokenizer_config.json does not say
 
     @classmethod
-    def read(cls, path: Folder, config: Mapping[str, Any]) -> SpecialTokens:
+    def read(cls, path: FileLookup, config: Mapping[str, Any]) -> SpecialTokens:
         """`config` is config.json. Raises ModelLoadFailed naming the file and the value."""
         names = token_names(path)
         add_bos = optional_json(path / "tokenizer_config.json").get("add_bos_token")
@@ -33,10 +33,10 @@ class SpecialTokens:
         )
 
 
-def token_names(path: Folder) -> dict[str, str]:
+def token_names(path: FileLookup) -> dict[str, str]:
     """bos_token, eos_token and the like: name -> literal text.
 
-    tokenizer_config.json has the last word, special_tokens_map.json what it leaves out.
+    tokenizer_config.json takes precedence over special_tokens_map.json.
     """
     older = _texts(optional_json(path / "special_tokens_map.json"))
     return older | _texts(optional_json(path / "tokenizer_config.json"))
@@ -47,14 +47,14 @@ def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, Mapping) else value
         if name.endswith("_token") and isinstance(text, str):
-            names[name] = text.encode(errors="replace").decode()  # half a character is none
+            names[name] = text.encode(errors="replace").decode()  # replaces lone surrogates
     return names
 
 
-def _end_ids(path: Folder, config: Mapping[str, Any]) -> frozenset[int]:
-    """What the first of generation_config.json, config.json and its text_config says.
+def _end_ids(path: FileLookup, config: Mapping[str, Any]) -> frozenset[int]:
+    """The eos_token_id of the first of generation_config.json, config.json and its text_config.
 
-    The others are not added: where they differ, they are older, and such an id may be a word.
+    Those of the others are not added: where they differ they are older, and may be ordinary tokens.
     """
     inner = config.get("text_config")
     sources = (
@@ -74,19 +74,19 @@ def _end_ids(path: Folder, config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset()
 
 
-def _end_token(path: Folder, text: str | None) -> frozenset[int]:
-    """The id of the tokenizer's own eos_token: often the mark at the end of a chat's turn."""
+def _end_token(path: FileLookup, text: str | None) -> frozenset[int]:
+    """The id of the tokenizer's eos_token: often the mark at the end of a turn of a chat."""
     if text is None:
         return frozenset()
     listed = optional_json(path / "tokenizer_config.json").get("added_tokens_decoder")
     for token, added in listed.items() if isinstance(listed, Mapping) else ():
         if isinstance(added, Mapping) and added.get("content") == text and _ID.fullmatch(token):
             return frozenset({int(token)})
-    return _in_tokenizer(optional_json(path / "tokenizer.json"), text)  # large: read if need be
+    return _in_tokenizer(optional_json(path / "tokenizer.json"), text)  # large, so read last
 
 
 def _in_tokenizer(tokenizer: Mapping[str, Any], text: str) -> frozenset[int]:
-    """Whether the rest of the file can be read is for `tokenizers` to say."""
+    """The id of a token in tokenizer.json; invalid parts are left to `tokenizers` to report."""
     added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
     for entry in added if isinstance(added, list) else ():
         if isinstance(entry, Mapping) and entry.get("content") == text:

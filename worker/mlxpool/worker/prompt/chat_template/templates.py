@@ -14,7 +14,7 @@ from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.common.protocol.chat import joined
 from mlxpool.worker.prompt.chat_template import output_format
 from mlxpool.worker.prompt.chat_template.sandbox import Contents, Template
-from mlxpool.worker.weights.json_files import Folder, optional_json, read_file
+from mlxpool.worker.weights.json_files import FileLookup, optional_json, read_file
 from mlxpool.worker.weights.special_tokens import token_names
 
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -36,7 +36,7 @@ class Chat:
         self.tokens = dict(tokens or {})
 
     @classmethod
-    def from_folder(cls, path: Folder) -> Chat:
+    def from_folder(cls, path: FileLookup) -> Chat:
         """Raises ModelLoadFailed for a file or a template that cannot be read."""
         where, sources = find_sources(path)
         for name, source in sources.items():
@@ -100,7 +100,7 @@ def _shown(message: Mapping[str, Any], contents: Contents) -> Mapping[str, Any]:
     return message
 
 
-def find_sources(path: Folder) -> tuple[Path, dict[str, str]]:
+def find_sources(path: FileLookup) -> tuple[Path, dict[str, str]]:
     """The first place that has templates, and these by name.
 
     chat_template.jinja with the folder of further ones, tokenizer_config.json,

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.layers.quantisation import QuantLayout
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.layers import linear  # noqa: E402
-from mlxpool.worker.layers.experts import SORTED, ExpertMLP, Experts  # noqa: E402
-from mlxpool.worker.layers.linear import Parts  # noqa: E402
+from mlxpool.worker.layers import builder  # noqa: E402
+from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
+from mlxpool.worker.layers.switch import SORT_CHOICES, SwitchGLU, SwitchLinear  # noqa: E402
 
 EXPERTS, WIDTH, INNER, CHOSEN = 6, 64, 32, 3
-LAYOUTS: dict[str, list[Quant | None]] = {
+LAYOUTS: dict[str, list[QuantLayout | None]] = {
     "plain": [None] * 3,
-    "affine": [Quant("affine", 4, 32)] * 3,
-    "mxfp4": [Quant("mxfp4", 4, 32)] * 3,
-    "mixed": [Quant("affine", 8, 32), Quant("affine", 4, 32), None],
+    "affine": [QuantLayout("affine", 4, 32)] * 3,
+    "mxfp4": [QuantLayout("mxfp4", 4, 32)] * 3,
+    "mixed": [QuantLayout("affine", 8, 32), QuantLayout("affine", 4, 32), None],
 }
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -28,8 +28,8 @@ def draw(*shape: int, seed: int = 0) -> Any:
     return mx.random.normal(shape, key=mx.random.key(seed)) / shape[-1] ** 0.5
 
 
-def stored(case: str) -> tuple[dict[str, Any], dict[str, Quant], dict[str, Any]]:
-    """The arrays of an MLP's experts, their layouts, and the numbers these stand for."""
+def stored(case: str) -> tuple[dict[str, Any], dict[str, QuantLayout], dict[str, Any]]:
+    """The tensors of an MLP's experts, their layouts, and the dense weights."""
     arrays: dict[str, Any] = {}
     layouts, dense = {}, {}
     for seed, (name, layout) in enumerate(zip(NAMES, LAYOUTS[case], strict=True)):
@@ -41,7 +41,7 @@ def stored(case: str) -> tuple[dict[str, Any], dict[str, Quant], dict[str, Any]]
             arrays[f"{module}.weight"] = weight
             continue
         layouts[module] = layout
-        settings = {"group_size": layout.group, "bits": layout.bits, "mode": layout.mode}
+        settings = {"group_size": layout.group_size, "bits": layout.bits, "mode": layout.mode}
         made = mx.quantize(weight, **settings)
         arrays |= {f"{module}.{k}": a for k, a in zip(("weight", "scales", "biases"), made)}  # noqa: B905
         dense[name] = mx.dequantize(*made, **settings, dtype=mx.float32)
@@ -49,7 +49,7 @@ def stored(case: str) -> tuple[dict[str, Any], dict[str, Quant], dict[str, Any]]
 
 
 def choices(tokens: int) -> Any:
-    """[T, k] experts, each token's all different."""
+    """Experts [T, k], different ones for each token."""
     return mx.argsort(mx.random.uniform(shape=(tokens, EXPERTS), key=mx.random.key(9)))[:, :CHOSEN]
 
 
@@ -70,27 +70,29 @@ def one_by_one(dense: dict[str, Any], biases: dict[str, Any], x: Any, chosen: An
 
 @pytest.mark.parametrize("case", LAYOUTS)
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("gpu", [False, True])
 def test_experts_equal_single_products(
-    case: str, tokens: int, exact: bool, gpu: bool, monkeypatch: pytest.MonkeyPatch
+    case: str, tokens: int, batch_invariant: bool, gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "_on_gpu", lambda: gpu)
-    assert (40 * CHOSEN >= SORTED) and (5 * CHOSEN < SORTED)
+    monkeypatch.setattr(builder, "_on_gpu", lambda: gpu)
+    assert (40 * CHOSEN >= SORT_CHOICES) and (5 * CHOSEN < SORT_CHOICES)
     arrays, layouts, dense = stored(case)
     x, chosen = draw(tokens, WIDTH, seed=3), choices(tokens)
     expected = one_by_one(dense, arrays, x, chosen)
-    mlp = Parts(dict(arrays), layouts, mx.float32, exact=exact).expert_mlp("mlp")
-    assert isinstance(mlp, ExpertMLP)
-    apart = not exact and (case == "mixed" or (case != "plain" and not gpu))
+    mlp = WeightLayerBuilder(
+        dict(arrays), layouts, mx.float32, batch_invariant=batch_invariant
+    ).switch_glu("mlp")
+    assert isinstance(mlp, SwitchGLU)
+    apart = not batch_invariant and (case == "mixed" or (case != "plain" and not gpu))
     assert len(mlp.gate_up) == (2 if apart else 1)
     assert mx.allclose(mlp(x, chosen), expected, rtol=1e-4, atol=1e-5).item()
 
 
-def test_lines_of_sorted_experts_lie_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU reads them by the stride of their last axis but one, also where that has length 1."""
+def test_rows_of_sorted_experts_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU uses the stride of the last axis but one, even where that axis has length 1."""
     arrays, layouts, _ = stored("plain")
-    mlp = Parts(dict(arrays), layouts, mx.float32).expert_mlp("mlp")
+    mlp = WeightLayerBuilder(dict(arrays), layouts, mx.float32).switch_glu("mlp")
     product, strides = mx.gather_mm, []
 
     def seen(x: Any, *others: Any, **named: Any) -> Any:
@@ -107,18 +109,20 @@ def test_lines_of_sorted_experts_lie_one_behind_the_other(monkeypatch: pytest.Mo
 def test_another_activation_and_single_layers() -> None:
     arrays, layouts, _ = stored("affine")
     x, chosen = draw(7, WIDTH, seed=3), choices(7)
-    whole = Parts(dict(arrays), layouts, mx.float32).expert_mlp("mlp", lambda gate, up: up + gate)
-    single = Parts(dict(arrays), layouts, mx.float32)
-    gate, up, down = (single.experts(f"mlp.{name}") for name in NAMES)
+    whole = WeightLayerBuilder(dict(arrays), layouts, mx.float32).switch_glu(
+        "mlp", lambda gate, up: up + gate
+    )
+    single = WeightLayerBuilder(dict(arrays), layouts, mx.float32)
+    gate, up, down = (single.switch_linear(f"mlp.{name}") for name in NAMES)
     inner = up(x, chosen) + gate(x, chosen)
     assert inner.shape == (7, CHOSEN, INNER)
     assert mx.allclose(down(inner, chosen), whole(x, chosen), rtol=1e-4, atol=1e-5).item()
 
 
 @pytest.mark.parametrize("case", ["plain", "mxfp4"])
-def test_exact_experts_do_not_depend_on_how_many_tokens_there_are(case: str) -> None:
+def test_batch_invariant_experts_do_not_depend_on_the_number_of_tokens(case: str) -> None:
     arrays, layouts, _ = stored(case)
-    mlp = Parts(arrays, layouts, mx.float32, exact=True).expert_mlp("mlp")
+    mlp = WeightLayerBuilder(arrays, layouts, mx.float32, batch_invariant=True).switch_glu("mlp")
     x, chosen = draw(100, WIDTH, seed=3), choices(100)
     whole = mlp(x, chosen)
     for start, count in ((0, 1), (3, 8), (7, 60), (0, 99)):
@@ -126,28 +130,30 @@ def test_exact_experts_do_not_depend_on_how_many_tokens_there_are(case: str) -> 
         assert mx.array_equal(mlp(x[span], chosen[span]), whole[span]).item()
 
 
-@pytest.mark.parametrize("layout", [None, Quant("affine", 8, 32)])
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_layer_for_each_head_and_back(layout: Quant | None, exact: bool) -> None:
+@pytest.mark.parametrize("layout", [None, QuantLayout("affine", 8, 32)])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_multi_linear_and_its_transpose(layout: QuantLayout | None, batch_invariant: bool) -> None:
     weight = draw(3, 64, 32)
     arrays, layouts, dense = {"m.weight": weight}, {}, weight
     if layout is not None:
         made = mx.quantize(weight, 32, 8)
         arrays = dict(zip(("m.weight", "m.scales", "m.biases"), made, strict=True))
         layouts, dense = {"m": layout}, mx.dequantize(*made, 32, 8)
-    heads = Parts(arrays, layouts, mx.float32, exact=exact).heads("m")
+    heads = WeightLayerBuilder(
+        arrays, layouts, mx.float32, batch_invariant=batch_invariant
+    ).multi_linear("m")
     x = draw(3, 11, 32, seed=4)
     there = heads(x)
     assert mx.allclose(there, x @ dense.swapaxes(-1, -2), atol=1e-5).item()
-    back = heads.back(there)
+    back = heads.transposed(there)
     assert mx.allclose(back, there @ dense, atol=1e-5).item()
-    if exact:
+    if batch_invariant:
         assert mx.array_equal(heads(x[:, 3:5]), there[:, 3:5]).item()
-        assert mx.array_equal(heads.back(there[:, :9]), back[:, :9]).item()
+        assert mx.array_equal(heads.transposed(there[:, :9]), back[:, :9]).item()
 
 
 def test_an_expert_layer_without_bias() -> None:
     weight = draw(EXPERTS, INNER, WIDTH)
     x, chosen = draw(4, WIDTH, seed=3), choices(4)
-    out = Experts(weight, None)(x, chosen)
+    out = SwitchLinear(weight, None)(x, chosen)
     assert mx.allclose(out[2, 1], weight[chosen[2, 1]] @ x[2], atol=1e-5).item()

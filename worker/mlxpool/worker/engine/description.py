@@ -1,4 +1,4 @@
-"""What a sound model is, in the words of `mlxpool models` and `mlxpool check`. No MLX."""
+"""Describes a checked model for `mlxpool models` and `mlxpool check`. No MLX."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.engine import versions
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.layers import quantisation as quant
-from mlxpool.worker.layers.interface import KeyValue
-from mlxpool.worker.layers.quantisation import Quant
+from mlxpool.worker.layers.cache_specs import KeyValueSpec
+from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.prompt.chat_template.output_format import chat_format
 from mlxpool.worker.prompt.chat_template.templates import Chat
 from mlxpool.worker.weights import mlx_lm_models
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_json
-from mlxpool.worker.weights.memory_estimate import NAMES, main_dtype
+from mlxpool.worker.weights.memory_estimate import DTYPE_NAMES, main_dtype
 
 FEATURES = ("batching", "tree", "resume")  # of every architecture in models/
-SCALES = ".scales"  # the end of the name of a quantised module's tensor
+SCALES = ".scales"  # suffix of a tensor that every quantised module has
 NOT_ON_A_GPU = (
     "deterministic = true is built for the CPU alone, on a GPU the bits of a product depend on how"
     " many lines it has; leave it out"
@@ -29,15 +29,15 @@ NOT_ON_A_GPU = (
 COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it keeps no keys and values
 
 
-def about(folder: ModelFolder) -> dict[str, Any]:
-    """See docs/models.md, `model`; the values are those of JSON."""
+def describe(folder: ModelFolder) -> dict[str, Any]:
+    """The `model` object of docs/models.md, of JSON values."""
     tokenizer = read_json(folder.files / "tokenizer.json")
     templates = Chat.from_folder(folder.files).templates
     return {
         "type": folder.model_type,
         "size": folder.weight_bytes,
-        "parameters": None if folder.in_zoo else _parameters(folder),
-        "layers": None if folder.in_zoo else len(folder.plan.caches),
+        "parameters": None if folder.uses_mlx_lm else _parameters(folder),
+        "layers": None if folder.uses_mlx_lm else len(folder.plan.caches),
         "context": folder.context,
         "vocabulary": folder.plan.vocab_size,
         "quantisation": quantisation(folder),
@@ -55,21 +55,21 @@ def _parameters(folder: ModelFolder) -> int:
 
 
 def features(folder: ModelFolder) -> tuple[str, ...]:
-    """What of batching, prefix tree, resume and `deterministic` the model has."""
-    if folder.in_zoo:
+    """Which of batching, prefix tree, resume and `deterministic` the model supports."""
+    if folder.uses_mlx_lm:
         return mlx_lm_models.FEATURES
-    plain = all(isinstance(one, KeyValue) and not one.window for one in folder.plan.caches)
+    plain = all(isinstance(one, KeyValueSpec) and not one.window for one in folder.plan.caches)
     return (*FEATURES, "deterministic") if plain else FEATURES
 
 
 def require_deterministic(folder: ModelFolder, *, on_gpu: bool = False) -> None:
-    """Raises ModelLoadFailed where the setting `deterministic` is not built for a model."""
+    """Raises ModelLoadFailed where the model does not support the setting `deterministic`."""
     if "deterministic" in features(folder):
         if on_gpu:
             raise ModelLoadFailed(NOT_ON_A_GPU)
         return
     why = "which is computed by mlx-lm's code"
-    if not folder.in_zoo:
+    if not folder.uses_mlx_lm:
         why = "whose layers keep windows or states"
     raise ModelLoadFailed(
         f"deterministic = true is not built for model_type {folder.model_type!r}, {why};"
@@ -77,8 +77,8 @@ def require_deterministic(folder: ModelFolder, *, on_gpu: bool = False) -> None:
     )
 
 
-def about_counting(engine: CountingEngine) -> dict[str, Any]:
-    """The same of the built-in model that counts; it has no files."""
+def describe_counting(engine: CountingEngine) -> dict[str, Any]:
+    """The description of the built-in counting model, which has no files."""
     return {
         "type": "counting",
         "size": 0,
@@ -97,29 +97,29 @@ def about_counting(engine: CountingEngine) -> dict[str, Any]:
 
 
 def quantisation(folder: ModelFolder) -> str:
-    """Such as `4-bit affine g64`, or for plain weights what most of them are: `bf16`."""
+    """The most frequent layout, such as `4-bit affine g64`; for dense weights their main dtype."""
     layouts = Counter(_layouts(folder)).most_common()
     if not layouts:
-        return NAMES[main_dtype(folder.tensors.values())]
+        return DTYPE_NAMES[main_dtype(folder.tensors.values())]
     layout, _ = layouts[0]
-    words = f"{layout.bits}-bit {layout.mode} g{layout.group}"
-    return f"{words}, some layers otherwise" if len(layouts) > 1 else words
+    text = f"{layout.bits}-bit {layout.mode} g{layout.group_size}"
+    return f"{text}, some layers otherwise" if len(layouts) > 1 else text
 
 
-def _layouts(folder: ModelFolder) -> Iterable[Quant]:
-    """Of every quantised module; in the zoo, of those with scales, as mlx-lm tells them."""
-    if not folder.in_zoo:
-        return folder.fit.layouts.values()
+def _layouts(folder: ModelFolder) -> Iterable[QuantLayout]:
+    """The layout of every quantised module; with mlx-lm's code, of those with scales."""
+    if not folder.uses_mlx_lm:
+        return folder.match.layouts.values()
     try:
-        told = quant.parse(folder.config)
-    except ModelLoadFailed:  # a layout that mlx-lm may know all the same
+        config = quant.parse_quant_config(folder.config)
+    except ModelLoadFailed:  # a layout that mlx-lm may know
         return ()
     modules = (name[: -len(SCALES)] for name in folder.tensors if name.endswith(SCALES))
-    return [layout for one in modules if (layout := told.named.get(one, told.default))]
+    return [layout for one in modules if (layout := config.named.get(one, config.default))]
 
 
 def tokenizer_kind(tokenizer: Mapping[str, Any]) -> str:
-    """The algorithm that tokenizer.json names, and how it sees bytes."""
+    """The algorithm that tokenizer.json names, and how it represents bytes."""
     model = tokenizer.get("model")
     settings: Mapping[str, Any] = model if isinstance(model, Mapping) else {}
     kind = str(settings.get("type") or "BPE")
@@ -129,7 +129,7 @@ def tokenizer_kind(tokenizer: Mapping[str, Any]) -> str:
 
 
 def _types(part: Any) -> set[str]:
-    """The types of a decoder and of those that it is made of."""
+    """The types of a decoder and of the decoders in it."""
     if not isinstance(part, Mapping):
         return set()
     inner = part.get("decoders")

@@ -1,4 +1,4 @@
-"""Quantised weights as mlx-lm writes them: the same logits as its own, in every mode."""
+"""Quantised weights as mlx-lm writes them give the same logits as in mlx-lm, in every mode."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.layers import linear  # noqa: E402
-from mlxpool.worker.layers.linear import Parts, QuantisedLinear, SideBySide  # noqa: E402
-from mlxpool.worker.layers.quantisation import MODES, Quant  # noqa: E402
-from mlxpool.worker.layers.quantised import CPU_MANY, Packed  # noqa: E402
+from mlxpool.worker.layers import builder  # noqa: E402
+from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
+from mlxpool.worker.layers.linear import ConcatenatedLinear, QuantisedLinear  # noqa: E402
+from mlxpool.worker.layers.quantisation import MODES, QuantLayout  # noqa: E402
+from mlxpool.worker.layers.quantised_weight import CPU_DEQUANTISE_ROWS, QuantisedWeight  # noqa: E402
 from mlxpool.worker.weights import load as load_room  # noqa: E402
-from mlxpool.worker.weights.load import Loaded, inspect, load  # noqa: E402
-from mlxpool.worker.weights.locate import files_of  # noqa: E402
-from mlxpool.worker.weights.memory_estimate import grown, opens  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
+from mlxpool.worker.weights.locate import find_files  # noqa: E402
+from mlxpool.worker.weights.memory_estimate import dequantised_growth, dequantises_at_load  # noqa: E402
 
 # What mlx_lm.convert is told: mode, bits, group size, and settings of single modules.
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
@@ -81,7 +82,7 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every case as mlx-lm's conversion of one checkpoint, with its logits beside it."""
+    """Every case as mlx-lm's conversion of one checkpoint, with mlx-lm's logits in the folder."""
     root = tmp_path_factory.mktemp("quantised")
     plain = write_checkpoint(root / "plain", attention_bias=True, **SHAPE)
     tied = write_checkpoint(root / "tied", tie_word_embeddings=True, **SHAPE)
@@ -101,7 +102,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-def logits_of(loaded: Loaded, prompt: list[int] = PROMPT) -> np.ndarray:
+def logits_of(loaded: LoadedModel, prompt: list[int] = PROMPT) -> np.ndarray:
     plan = loaded.folder.plan
     row = Row(RowShape(plan.caches, loaded.dtype, plan.context))
     step = Step([Span(row, len(prompt))], logits=True)
@@ -114,7 +115,7 @@ def test_equals_mlx_lm(case: str, quantised: dict[str, Path]) -> None:
     peer = np.load(path / "peer.npy")
     folder = inspect(path)
     mode, bits, group, _ = CASES[case]
-    assert folder.fit.layouts["model.layers.0.self_attn.q_proj"] == Quant(mode, bits, group)
+    assert folder.match.layouts["model.layers.0.self_attn.q_proj"] == QuantLayout(mode, bits, group)
     ours = logits_of(load(folder))
     assert np.abs(ours - peer).max() < 1e-4 * np.abs(peer).max()
 
@@ -127,37 +128,41 @@ def test_deterministic_models_have_the_same_numbers(case: str, quantised: dict[s
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_opened_models_have_the_same_numbers_in_the_memory_reckoned(
+def test_dequantised_models_have_the_same_logits_and_the_estimated_memory(
     case: str, quantised: dict[str, Path]
 ) -> None:
     peer, folder = np.load(quantised[case] / "peer.npy"), inspect(quantised[case])
-    packed, opened = load(folder), load(folder, opened=True)
+    packed, opened = load(folder), load(folder, dequantise=True)
     assert np.abs(logits_of(opened) - peer).max() < 1e-4 * np.abs(peer).max()
     numbers = sum(int(np.prod(shape)) for shape in folder.plan.shapes.values())
     assert opened.weight_bytes == 4 * numbers
-    assert packed.weight_bytes + grown(folder, 4) == opened.weight_bytes
+    assert packed.weight_bytes + dequantised_growth(folder, 4) == opened.weight_bytes
 
 
-def test_weights_are_opened_on_a_cpu_where_they_leave_room(quantised: dict[str, Path]) -> None:
+def test_weights_are_dequantised_on_a_cpu_where_memory_suffices(quantised: dict[str, Path]) -> None:
     folder = inspect(quantised["affine 4"])
-    needed = load(folder, opened=True).weight_bytes
-    assert opens(folder, limit=4 * needed, float32=True)
-    assert not opens(folder, limit=4 * needed - 4, float32=True)
-    assert not opens(folder, limit=4 * needed, float32=False)
-    assert not opens(inspect(quantised["affine 4"].parent / "plain"), limit=10**12, float32=True)
+    needed = load(folder, dequantise=True).weight_bytes
+    assert dequantises_at_load(folder, limit=4 * needed, float32=True)
+    assert not dequantises_at_load(folder, limit=4 * needed - 4, float32=True)
+    assert not dequantises_at_load(folder, limit=4 * needed, float32=False)
+    assert not dequantises_at_load(
+        inspect(quantised["affine 4"].parent / "plain"), limit=10**12, float32=True
+    )
 
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("transpose", [True, False])
-def test_a_product_is_the_same_however_many_lines_it_has(mode: str, transpose: bool) -> None:
-    bits, group = MODES[mode].bits[0], MODES[mode].groups[0]
+def test_a_product_is_the_same_for_any_number_of_rows(mode: str, transpose: bool) -> None:
+    bits, group = MODES[mode].bits[0], MODES[mode].group_sizes[0]
     numbers = mx.random.normal((64, 128), key=mx.random.key(2))
     arrays = dict(
         zip(("weight", "scales", "biases"), mx.quantize(numbers, group, bits, mode), strict=False)
     )
-    layout = Quant(mode, bits, group)
-    weight = Packed.of({f"a.{kind}": one for kind, one in arrays.items()}, "a", layout)
-    lines = mx.random.normal((CPU_MANY + 2, 128 if transpose else 64), key=mx.random.key(3))
+    layout = QuantLayout(mode, bits, group)
+    weight = QuantisedWeight.of({f"a.{kind}": one for kind, one in arrays.items()}, "a", layout)
+    lines = mx.random.normal(
+        (CPU_DEQUANTISE_ROWS + 2, 128 if transpose else 64), key=mx.random.key(3)
+    )
     whole = weight(lines, transpose=transpose)
     single = mx.concatenate([weight(one[None], transpose=transpose) for one in lines])
     assert np.abs(np.array(whole - single)).max() < 1e-5 * np.abs(np.array(single)).max()
@@ -175,32 +180,32 @@ def test_ollamas_store_gives_the_logits_of_its_folder(
     store = Store(tmp_path)
     store.write("case:latest", store.layers(quantised[case], told=told))
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
-    ours = load(inspect(files_of("ollama:case")))
+    ours = load(inspect(find_files("ollama:case")))
     assert np.array_equal(logits_of(ours), logits_of(load(inspect(quantised[case]))))
 
 
-def test_layers_of_one_layout_are_one_product_and_others_stay_apart(
+def test_layers_of_one_layout_are_concatenated_and_others_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear, "_on_gpu", lambda: True)
-    four, eight = Quant("affine", 4, 32), Quant("affine", 8, 32)
+    monkeypatch.setattr(builder, "_on_gpu", lambda: True)
+    four, eight = QuantLayout("affine", 4, 32), QuantLayout("affine", 8, 32)
 
-    def layer(*layouts: Quant) -> object:
+    def layer(*layouts: QuantLayout) -> object:
         named = {str(number): layout for number, layout in enumerate(layouts)}
         weights: dict[str, Any] = {}
         for name, layout in named.items():
-            packed = mx.quantize(mx.ones((8, 64)), layout.group, layout.bits)
+            packed = mx.quantize(mx.ones((8, 64)), layout.group_size, layout.bits)
             kinds = ("weight", "scales", "biases")
             weights |= {f"{name}.{kind}": one for kind, one in zip(kinds, packed, strict=True)}
-        return Parts(weights, named, mx.float32).joined(list(named))
+        return WeightLayerBuilder(weights, named, mx.float32).concatenated(list(named))
 
     assert isinstance(layer(four, four), QuantisedLinear)
-    assert isinstance(layer(four, eight), SideBySide)
+    assert isinstance(layer(four, eight), ConcatenatedLinear)
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (3, 48, 64)])
-def test_a_global_scale_counts_once(shape: tuple[int, ...]) -> None:
-    """As mlx takes it: the greatest number of the tensor, or of each expert."""
+def test_a_global_scale_is_applied_once(shape: tuple[int, ...]) -> None:
+    """The largest number of the tensor, or of each expert, as MLX defines it."""
     numbers = mx.random.normal(shape, key=mx.random.key(1)) * 1e-3
     scale = mx.max(mx.abs(numbers), axis=(-2, -1))
     single = [numbers] if len(shape) == 2 else list(numbers)
@@ -222,8 +227,8 @@ def test_a_global_scale_counts_once(shape: tuple[int, ...]) -> None:
         "m.scales": scales.reshape(*shape[:-1], -1),
         "m.global_scale": scale,
     }
-    packed = Packed.of(arrays, "m", Quant("nvfp4", 4, 16))
-    assert mx.allclose(packed.dense(mx.float32), expected, rtol=1e-5, atol=0).item()
+    packed = QuantisedWeight.of(arrays, "m", QuantLayout("nvfp4", 4, 16))
+    assert mx.allclose(packed.dequantised(mx.float32), expected, rtol=1e-5, atol=0).item()
     x = mx.random.normal((5, 64), key=mx.random.key(2))
     wanted = x @ expected.swapaxes(-1, -2)
     assert mx.allclose(packed(x if len(shape) == 2 else x[None]), wanted, atol=1e-5).item()
@@ -231,7 +236,9 @@ def test_a_global_scale_counts_once(shape: tuple[int, ...]) -> None:
         rows = packed.rows(mx.array([3, 0]), mx.float32)
         assert mx.allclose(rows, expected[mx.array([3, 0])], rtol=1e-5, atol=0).item()
     else:
-        experts = Parts(arrays, {"m": Quant("nvfp4", 4, 16)}, mx.float32).experts("m")
+        experts = WeightLayerBuilder(
+            arrays, {"m": QuantLayout("nvfp4", 4, 16)}, mx.float32
+        ).switch_linear("m")
         chosen = mx.array([[0, 2], [1, 1], [2, 0], [1, 2], [0, 1]])
         for token in range(5):
             for place in range(2):

@@ -1,0 +1,23 @@
+"""How attention turns products of queries and keys into scores. Imports no MLX at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreParams:
+    """Parameters of attention scores.
+
+    A score is the product of a query and a key times `scale`. Where `softcap` is not 0 it becomes
+    softcap * tanh(score / softcap). `sinks` [H] holds one score more for each query head, which
+    takes part in the softmax and has no value.
+    """
+
+    scale: float
+    sinks: mx.array | None = None
+    softcap: float = 0.0

@@ -1,0 +1,181 @@
+"""Builds layers over loaded weights, quantised or not: a model does not see which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels import cpu_exp
+from mlxpool.worker.layers.column_major import to_column_major
+from mlxpool.worker.layers.derived_weights import MODULE_TENSORS
+from mlxpool.worker.layers.interface import Activation
+from mlxpool.worker.layers.interface import Linear as AnyLinear
+from mlxpool.worker.layers.linear import (
+    ConcatenatedLinear,
+    Embedding,
+    GatedLinearUnit,
+    Linear,
+    MultiLinear,
+    QuantisedEmbedding,
+    QuantisedLinear,
+    RMSNorm,
+)
+from mlxpool.worker.layers.quantisation import GLOBAL_SCALES, QuantLayout
+from mlxpool.worker.layers.quantised_weight import QuantisedWeight, concatenated
+from mlxpool.worker.layers.switch import SwitchGLU, SwitchLinear
+
+
+class WeightLayerBuilder:
+    """Implements LayerBuilder over `weights`; layers compute in `dtype`.
+
+    `layouts` maps modules with a quantised weight to its layout. With `dequantise` such weights are
+    dequantised once, here. With `batch_invariant` the bits of a row do not depend on the other rows
+    (see `tiled_matmul`), which needs dequantised weights, too. Each layer removes its weights from
+    `weights`, so that none is in memory twice.
+    """
+
+    def __init__(
+        self,
+        weights: MutableMapping[str, mx.array],
+        layouts: Mapping[str, QuantLayout],
+        dtype: mx.Dtype,
+        *,
+        batch_invariant: bool = False,
+        dequantise: bool = False,
+    ) -> None:
+        self._weights = weights
+        self._layouts = layouts
+        self._dtype = dtype
+        self._exact = batch_invariant
+        self._dequantise = dequantise or batch_invariant
+
+    def linear(self, name: str) -> AnyLinear:
+        return self.concatenated([name])
+
+    def concatenated(self, names: Sequence[str]) -> AnyLinear:
+        """Linear layers of one input as one with concatenated outputs: fewer and larger products.
+
+        Quantised weights may stay separate inside it, see `_concatenated_weight`.
+        """
+        if self._are_dense(names):
+            weight = _laid_out([self._dense(name) for name in names])
+            return Linear(weight, self._concatenated_bias(names), self._exact)
+        packed = self._concatenated_weight(names)
+        if packed is None:
+            return ConcatenatedLinear(tuple(self.linear(name) for name in names))
+        assert isinstance(packed, QuantisedWeight)
+        return QuantisedLinear(packed, self._concatenated_bias(names))
+
+    def gated_linear_unit(
+        self, names: Sequence[str], width: int, activation: Activation | None = None
+    ) -> GatedLinearUnit:
+        """The layers `names` are gate and up, [width, in] each; without `activation` swiglu."""
+        gate_up = self.concatenated(names)
+        return GatedLinearUnit(gate_up, width, activation or self.swiglu, activation is None)
+
+    def rms_norm(self, name: str, eps: float) -> RMSNorm:
+        return RMSNorm(self.tensor(f"{name}.weight"), eps)
+
+    def embedding(self, name: str) -> Embedding | QuantisedEmbedding:
+        weight = self._weight(name)
+        if isinstance(weight, QuantisedWeight):
+            return QuantisedEmbedding(weight, self._dtype)
+        return Embedding(weight, self._exact)
+
+    def tensor(self, name: str) -> mx.array:
+        """A tensor by its whole name."""
+        return self._weights.pop(name)
+
+    def multi_linear(self, name: str) -> MultiLinear:
+        """One linear layer for each head, weight [H, out, in]."""
+        return MultiLinear(self._weight(name), self._exact)
+
+    def switch_linear(self, name: str) -> SwitchLinear:
+        """The stacked linear layers of experts, weight [E, out, in]."""
+        return SwitchLinear(self._weight(name), self._concatenated_bias([name]))
+
+    def switch_glu(self, name: str, activation: Activation | None = None) -> SwitchGLU:
+        """Experts with `name`.gate_proj, .up_proj and .down_proj; without `activation` swiglu."""
+        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        weight = self._concatenated_weight(names)
+        if weight is None:
+            gate_up = tuple(self.switch_linear(one) for one in names)
+        else:
+            gate_up = (SwitchLinear(weight, self._concatenated_bias(names)),)
+        down = self.switch_linear(f"{name}.down_proj")
+        return SwitchGLU(gate_up, down, activation or self.swiglu, self._exact)
+
+    def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
+        if _on_gpu():
+            return _fused_swiglu(gate, up)
+        if self._exact or not cpu_exp.serves(gate):
+            return _swiglu(gate, up)
+        return cpu_exp.swiglu(gate, up)
+
+    def _weight(self, name: str) -> mx.array | QuantisedWeight:
+        weight = self._concatenated_weight([name])
+        assert weight is not None, "a single weight needs no common layout"
+        return weight
+
+    def _are_dense(self, names: Sequence[str]) -> bool:
+        """Whether the weights are unquantised or will be dequantised."""
+        return self._dequantise or not any(self._layouts.get(name) for name in names)
+
+    def _concatenated_weight(self, names: Sequence[str]) -> mx.array | QuantisedWeight | None:
+        """The weights [..., out, in] concatenated along `out`; None where they stay separate.
+
+        Quantised weights of different layouts stay separate, and on the CPU all of them do: there
+        the copy at load costs more than larger products gain.
+        """
+        layouts = {self._layouts.get(name) for name in names}
+        if self._are_dense(names):
+            return _concatenated([self._dense(name) for name in names], axis=-2)
+        scales = [f"{name}.{kind}" for name in names for kind in GLOBAL_SCALES]
+        globally_scaled = any(scale in self._weights for scale in scales)
+        if len(names) > 1 and (len(layouts) > 1 or globally_scaled or not _on_gpu()):
+            return None
+        return concatenated([self._packed(name, self._layouts[name]) for name in names])
+
+    def _concatenated_bias(self, names: Sequence[str]) -> mx.array | None:
+        if f"{names[0]}.bias" not in self._weights:
+            return None
+        return _concatenated([self._weights.pop(f"{name}.bias") for name in names], axis=-1)
+
+    def _dense(self, name: str) -> mx.array:
+        """The weight of a module, dequantised if need be."""
+        layout = self._layouts.get(name)
+        if layout is None:
+            return self._weights.pop(f"{name}.weight")
+        weight = self._packed(name, layout).dequantised(self._dtype)
+        mx.eval(weight)
+        return weight
+
+    def _packed(self, name: str, layout: QuantLayout) -> QuantisedWeight:
+        names = [one for kind in MODULE_TENSORS if (one := f"{name}.{kind}") in self._weights]
+        arrays = {one: self._weights.pop(one) for one in names if not one.endswith(".bias")}
+        return QuantisedWeight.of(arrays, name, layout)
+
+
+def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+_fused_swiglu = mx.compile(_swiglu, shapeless=True)  # one kernel; a CPU may have no compiler
+
+
+def _concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
+    if len(arrays) == 1:
+        return arrays[0]
+    whole = mx.concatenate(list(arrays), axis=axis)
+    mx.eval(whole)
+    return whole
+
+
+def _laid_out(arrays: Sequence[mx.array]) -> mx.array:
+    """Concatenated weights [out, in]; column-major on the CPU, see column_major.py."""
+    return _concatenated(arrays, axis=0) if _on_gpu() else to_column_major(arrays)
+
+
+def _on_gpu() -> bool:
+    return mx.default_device().type == mx.DeviceType.gpu

@@ -1,0 +1,98 @@
+"""How the cache of one layer is kept for later prompts: full, window or state. Pure.
+
+The cache of full attention is kept token by token. A sliding window and a recurrent state are kept
+as snapshots at some positions: the row itself has dropped what they held earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+A = TypeVar("A")  # an array; keys and values have their tokens on axis 2
+
+
+class LayeredRow(Protocol[A]):
+    """The operations on a row of caches.
+
+    Arrays that it returns may be views; arrays that it gets become its own.
+    """
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def part(self, layer: int, start: int, end: int) -> tuple[A, ...]:
+        """Keys and values of tokens [start, end)."""
+
+    def put(self, layer: int, parts: Sequence[tuple[A, ...]], room: int) -> None:
+        """Fills an empty layer with consecutive results of `part`; `room` is its capacity."""
+
+    def advance(self, count: int) -> None:
+        """Counts `count` more tokens in every layer."""
+
+    def trim(self, to: int) -> None:
+        """Drops the tokens from `to` on."""
+
+    def release(self) -> None:
+        """Frees its memory."""
+
+    def arrays(self) -> list[A]:
+        """Every array that holds some of it."""
+
+
+class RecurrentRow(LayeredRow[A], Protocol[A]):
+    """The further operations on a row that has layers of kind StateCache."""
+
+    def state(self, layer: int) -> tuple[A, ...]:
+        """The state after `offset` tokens."""
+
+    def put_state(self, layer: int, state: tuple[A, ...]) -> None:
+        """Fills an empty layer with a result of `state`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullCache:
+    """Keys and values of every token: any prefix of them can be reused."""
+
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowCache:
+    """Keys and values of the last tokens: a token sees itself and `size` - 1 before it."""
+
+    layer: int
+    size: int
+
+    def first(self, end: int) -> int:
+        """The first token that the token at `end` sees."""
+        return max(0, end - self.size + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """A recurrent state: valid for exactly the tokens that made it."""
+
+    layer: int
+
+
+CacheKind = FullCache | WindowCache | StateCache
+
+
+def lowest_rewind(kind: CacheKind, end: int) -> int:
+    """The shortest length to which a cache of `end` tokens can be cut.
+
+    A window that has dropped nothing yet can be cut to 0.
+    """
+    if isinstance(kind, FullCache):
+        return 0
+    return 0 if isinstance(kind, WindowCache) and kind.first(end) == 0 else end
+
+
+def can_rewind(kind: CacheKind, offset: int, to: int) -> bool:
+    """Whether a row of `offset` tokens can drop those from `to` on."""
+    return to >= offset or lowest_rewind(kind, offset) <= to

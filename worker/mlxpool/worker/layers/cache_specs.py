@@ -1,0 +1,83 @@
+"""What each layer of a model keeps of a sequence for its later tokens, and the bytes of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from mlxpool.worker.layers.interface import Shape
+
+ROLLBACK_STEPS = 2  # an unused step that ran ahead, and the step whose token is drawn again
+WINDOW_SLACK = 256  # tokens between two moves of a window's tokens to the front of their array
+
+
+def window_capacity(window: int, chunk: int) -> int:
+    """Tokens in the array of a sliding window: those the first of a chunk sees, and the chunk."""
+    return window + max(chunk, WINDOW_SLACK)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValueSpec:
+    """A layer keeps keys [heads, key_dim] and values [heads, value_dim] of each token.
+
+    With a `window` a token sees that many tokens, itself included, and older ones are dropped;
+    0: it sees all.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int = 0
+
+    def token_bytes(self, item: int) -> int:
+        """Bytes of one more token, in numbers of `item` bytes."""
+        return 0 if self.window else self._numbers * item
+
+    def fixed_bytes(self, item: int, chunk: int) -> int:
+        """Bytes of a sequence of any length besides, read in chunks of up to `chunk` tokens."""
+        return window_capacity(self.window, chunk) * self._numbers * item if self.window else 0
+
+    @property
+    def _numbers(self) -> int:
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """A layer keeps one latent vector [dim] of each token, shared by all heads (MLA).
+
+    Its first `rank` numbers are the compressed keys and values; the rest is the rotated key.
+    """
+
+    dim: int
+    rank: int
+
+    def token_bytes(self, item: int) -> int:
+        """See KeyValueSpec."""
+        return self.dim * item
+
+    def fixed_bytes(self, item: int, chunk: int) -> int:
+        """See KeyValueSpec."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """A layer keeps a state of float32 arrays of these shapes, whatever the sequence's length.
+
+    The initial state is zeros.
+    """
+
+    shapes: tuple[Shape, ...]
+
+    def token_bytes(self, item: int) -> int:
+        """See KeyValueSpec."""
+        return 0
+
+    def fixed_bytes(self, item: int, chunk: int) -> int:
+        """See KeyValueSpec. The state, and earlier states to roll back to."""
+        return (1 + ROLLBACK_STEPS) * 4 * sum(math.prod(shape) for shape in self.shapes)
+
+
+CacheSpec: TypeAlias = KeyValueSpec | LatentSpec | RecurrentSpec

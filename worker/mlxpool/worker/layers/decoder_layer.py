@@ -1,0 +1,125 @@
+"""A decoder layer: a mixer and a feed-forward, with norms around them. No MLX at run time.
+
+Each is described by a frozen dataclass, which lists the tensors it has under a name (`shapes`) and
+builds a function over loaded weights (`build`). A mixer lets a token read earlier ones and says
+what it keeps of them (`cache`); a feed-forward sees each token alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from mlxpool.worker.layers.cache_specs import (
+    CacheSpec,
+)
+from mlxpool.worker.layers.interface import (
+    ForwardBatch,
+    LayerBuilder,
+    LayerFunction,
+    Norm,
+    Shape,
+)
+from mlxpool.worker.layers.residual import (
+    FusableSublayer,
+    Residual,
+    ResidualSum,
+    add_and_defer_norm,
+    add_and_norm,
+)
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+WeightShapes: TypeAlias = Iterator[tuple[str, Shape]]
+MixerFunction: TypeAlias = "Callable[[mx.array, ForwardBatch], mx.array]"  # x [T, d] -> [T, d]
+DecoderLayerFunction: TypeAlias = "Callable[[Residual, ForwardBatch], Residual]"
+
+
+class Mixer(Protocol):
+    """Describes a sublayer in which a token reads earlier tokens: attention or recurrence."""
+
+    @property
+    def cache(self) -> CacheSpec: ...
+
+    def shapes(self, name: str) -> WeightShapes: ...
+
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction: ...
+
+
+class FeedForward(Protocol):
+    """Describes a sublayer x [T, d] -> [T, d] that sees each token alone."""
+
+    def shapes(self, name: str) -> WeightShapes: ...
+
+    def build(self, builder: LayerBuilder, name: str) -> LayerFunction: ...
+
+
+class DecoderLayer(Protocol):
+    """Describes one layer of a model: a mixer, a feed-forward and the norms around them."""
+
+    @property
+    def cache(self) -> CacheSpec: ...
+
+    def shapes(self, name: str) -> WeightShapes: ...
+
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction: ...
+
+
+def linear_shapes(name: str, outputs: int, inputs: int, bias: bool = False) -> WeightShapes:
+    """The tensors of a linear layer."""
+    yield f"{name}.weight", (outputs, inputs)
+    if bias:
+        yield f"{name}.bias", (outputs,)
+
+
+@dataclass(frozen=True, slots=True)
+class PreNormLayer:
+    """x + mixer(norm(x)), then the same with the feed-forward."""
+
+    hidden: int
+    eps: float
+    mixer: Mixer
+    feed: FeedForward
+    mixer_name: str = "self_attn"
+
+    @property
+    def cache(self) -> CacheSpec:
+        """The mixer's cache."""
+        return self.mixer.cache
+
+    def shapes(self, name: str) -> WeightShapes:
+        """See DecoderLayer."""
+        yield f"{name}.input_layernorm.weight", (self.hidden,)
+        yield from self.mixer.shapes(f"{name}.{self.mixer_name}")
+        yield f"{name}.post_attention_layernorm.weight", (self.hidden,)
+        yield from self.feed.shapes(f"{name}.mlp")
+
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
+        """See DecoderLayer."""
+        return _PreNorm(self, builder, name, layer)
+
+
+class _PreNorm:
+    def __init__(self, spec: PreNormLayer, builder: LayerBuilder, name: str, layer: int) -> None:
+        self.before_mixer = builder.rms_norm(f"{name}.input_layernorm", spec.eps)
+        self.mixer = spec.mixer.build(builder, f"{name}.{spec.mixer_name}", layer)
+        self.before_feed = builder.rms_norm(f"{name}.post_attention_layernorm", spec.eps)
+        self.feed = spec.feed.build(builder, f"{name}.mlp")
+
+    def __call__(self, x: Residual, batch: ForwardBatch) -> Residual:
+        mixed = _residual(self.before_mixer, self.mixer, x, batch)
+        return _residual(self.before_feed, self.feed, mixed)
+
+
+def _residual(
+    norm: Norm, sublayer: Callable[..., mx.array], x: Residual, *batch: ForwardBatch
+) -> ResidualSum:
+    """x + sublayer(norm(x))."""
+    if isinstance(sublayer, FusableSublayer):
+        x, inputs = add_and_defer_norm(norm, x)
+        return ResidualSum(x, sublayer.pending(inputs, *batch))
+    x, normed = add_and_norm(norm, x)
+    return ResidualSum(x, sublayer(normed, *batch))

@@ -1,0 +1,52 @@
+"""The gated feed-forward of most models (SwiGLU and its kin). No MLX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxpool.worker.layers.decoder_layer import (
+    WeightShapes,
+    linear_shapes,
+)
+from mlxpool.worker.layers.interface import (
+    Activation,
+    ForwardBatch,
+    LayerBuilder,
+    LayerFunction,
+    LinearInput,
+    PendingProduct,
+)
+from mlxpool.worker.layers.residual import (
+    FusableSublayer,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """A FeedForward: down(activation(gate(x), up(x))); without `activation` swiglu."""
+
+    hidden: int
+    width: int
+    bias: bool = False
+    activation: Activation | None = None
+
+    def shapes(self, name: str) -> WeightShapes:
+        """See FeedForward."""
+        yield from linear_shapes(f"{name}.gate_proj", self.width, self.hidden, self.bias)
+        yield from linear_shapes(f"{name}.up_proj", self.width, self.hidden, self.bias)
+        yield from linear_shapes(f"{name}.down_proj", self.hidden, self.width, self.bias)
+
+    def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
+        """See FeedForward."""
+        return _MLP(self, builder, name)
+
+
+class _MLP(FusableSublayer):
+    def __init__(self, spec: GatedMLP, builder: LayerBuilder, name: str) -> None:
+        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        self.gated = builder.gated_linear_unit(names, spec.width, spec.activation)
+        self.down = builder.linear(f"{name}.down_proj")
+
+    def pending(self, x: LinearInput, *batch: ForwardBatch) -> PendingProduct:
+        """See FusableSublayer."""
+        return PendingProduct(self.down, self.gated(x))

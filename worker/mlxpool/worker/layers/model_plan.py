@@ -1,0 +1,47 @@
+"""The plan of a model: everything that follows from its config.json, without weights or MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from mlxpool.worker.layers.cache_specs import CacheSpec
+from mlxpool.worker.layers.derived_weights import (
+    DerivedWeights,
+    StoredTensors,
+    no_derived_weights,
+)
+from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, Shape
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+class Model(Protocol):
+    """A built model.
+
+    Called with tokens [T] and their batch it returns logits [R, vocabulary], one row for each
+    sequence, or hidden states [T, d] where the batch wants no logits.
+    """
+
+    def __call__(self, tokens: mx.array, batch: ForwardBatch, /) -> mx.array: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A checked config: which tensors the weights must have, and how to build the model of them.
+
+    `shapes` are those of the unquantised weights, also where a checkpoint is quantised. Where a
+    checkpoint has other names or layouts, `derived` says how to make the weights, see
+    derived_weights.py.
+    """
+
+    context: int  # tokens
+    vocab_size: int
+    caches: tuple[CacheSpec, ...]  # what each layer keeps of a sequence
+    shapes: Mapping[str, Shape]  # every tensor the weights must have, in the order of use
+    ignored: Callable[[str], bool]  # whether a tensor of this name may exist without being used
+    build: Callable[[LayerBuilder], Model]
+    derived: Callable[[StoredTensors], Iterable[DerivedWeights]] = no_derived_weights
+    float32: Callable[[str], bool] = lambda name: False  # tensors that stay float32 in any model

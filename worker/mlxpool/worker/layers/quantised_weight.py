@@ -1,0 +1,187 @@
+"""Quantised weights in MLX: products, single rows, and dequantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels import dequantise, matmul_4bit, matmul_small
+from mlxpool.worker.kernels.matmul_small import Around
+from mlxpool.worker.layers.quantisation import NVFP4_RANGE, QuantLayout
+
+# Rows of x from which on dequantising and a dense product are faster (docs/benchmarks.md).
+CPU_DEQUANTISE_ROWS = 8
+GPU_DEQUANTISE_ROWS = 6
+
+
+def _on_gpu() -> bool:
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def _pays_to_dequantise(x: mx.array, group_size: int) -> bool:
+    """Whether dequantising the weight first is better for this x [..., T, in]."""
+    if not _on_gpu():
+        return x.shape[-2] >= CPU_DEQUANTISE_ROWS
+    if x.dtype == mx.float32 and x.shape[-1] <= group_size < x.size:
+        return True  # with one group a row MLX's products on Hopper use 10 bits of a fraction
+    return x.shape[-2] >= GPU_DEQUANTISE_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """A quantised weight [..., out, in]; `factor` is float32 [] or [E], or None."""
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    factor: mx.array | None
+    layout: QuantLayout
+
+    @classmethod
+    def of(
+        cls, arrays: Mapping[str, mx.array], module: str, layout: QuantLayout
+    ) -> QuantisedWeight:
+        """The weight of `module`, whose tensors are among `arrays`."""
+        weight, factor = arrays[f"{module}.weight"], arrays.get(f"{module}.factor")
+        if f"{module}.global_scale" in arrays:
+            factor = arrays[f"{module}.global_scale"] / NVFP4_RANGE
+        return cls(
+            weight,
+            arrays[f"{module}.scales"],
+            arrays.get(f"{module}.biases"),
+            None if factor is None else factor.reshape(weight.shape[:-2]),
+            layout,
+        )
+
+    def __call__(self, x: mx.array, *, transpose: bool = True) -> mx.array:
+        """x [..., in] @ weight.T -> [..., out]; without `transpose` x [..., out] -> [..., in]."""
+        layout = self.layout
+        if transpose and self._has_kernel(x):
+            return self.packed_product(x)
+        if _pays_to_dequantise(x, layout.group_size):
+            dense = self.dequantised(x.dtype)
+            if transpose and dense.ndim == 2:
+                return matmul_small.times(x, dense)
+            return x @ (dense.swapaxes(-1, -2) if transpose else dense)
+        out = mx.quantized_matmul(
+            x,
+            self.weight,
+            self.scales,
+            self.biases,
+            transpose=transpose,
+            group_size=layout.group_size,
+            bits=layout.bits,
+            mode=layout.mode,
+        )
+        return _scaled(out, None if self.factor is None else self.factor[..., None, None])
+
+    def gated(self, x: mx.array) -> mx.array | None:
+        """x [T, in] -> silu(gate) * up [T, out / 2], where `out` is gate, then up.
+
+        None where no kernel computes it in one.
+        """
+        if self._has_kernel(x):
+            return self.packed_product(x, Around(gated=True))
+        plain = x.ndim == self.weight.ndim == 2
+        dequantise = plain and _pays_to_dequantise(x, self.layout.group_size)
+        if dequantise and matmul_small.serves(
+            x.shape[0], x.shape[1], self.weight.shape[0], x.dtype
+        ):
+            return matmul_small.gated(x, self.dequantised(x.dtype))
+        return None
+
+    def fuses(self, x: mx.array) -> bool:
+        """Whether `packed_product` takes x [T, in] and the operations around the product."""
+        return matmul_small.few(x) and self._has_kernel(x)
+
+    def packed_product(self, x: mx.array, around: Around = matmul_small.PLAIN) -> mx.array:
+        """x [T, in] @ weight.T -> [T, out], by our own kernel over the packed weight."""
+        assert self.biases is not None
+        group = self.layout.group_size
+        return matmul_4bit.product(x, self.weight, self.scales, self.biases, group, around)
+
+    def _has_kernel(self, x: mx.array) -> bool:
+        """Whether our own kernel takes x and this weight."""
+        layout = self.layout
+        if x.ndim != 2 or self.weight.ndim != 2 or (layout.mode, layout.bits) != ("affine", 4):
+            return False
+        rows, columns = self.weight.shape[0], x.shape[1]
+        biased = self.biases is not None and self.biases.dtype == x.dtype
+        fits = biased and self.scales.dtype == x.dtype and self.factor is None
+        return fits and matmul_4bit.serves(x.shape[0], rows, columns, layout.group_size, x.dtype)
+
+    def gathered_product(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
+        """x [..., 1, in] and the expert of each row, for a weight [E, out, in] -> [..., 1, out]."""
+        layout = self.layout
+        out = mx.gather_qmm(
+            x,
+            self.weight,
+            self.scales,
+            self.biases,
+            rhs_indices=experts,
+            transpose=True,
+            group_size=layout.group_size,
+            bits=layout.bits,
+            mode=layout.mode,
+            sorted_indices=is_sorted,
+        )
+        return _scaled(out, None if self.factor is None else self.factor[experts][..., None, None])
+
+    def rows(self, tokens: mx.array, dtype: mx.Dtype) -> mx.array:
+        """tokens [T] -> [T, in]: these rows of the weight, dequantised."""
+        biases = None if self.biases is None else self.biases[tokens]
+        row = QuantisedWeight(
+            self.weight[tokens], self.scales[tokens], biases, self.factor, self.layout
+        )
+        return row.dequantised(dtype)
+
+    def dequantised(self, dtype: mx.Dtype | None = None) -> mx.array:
+        """The dense weight [..., out, in]; without a `dtype` in one that loses nothing."""
+        layout = self.layout
+        kind = dtype or self.scales.dtype
+        plain = self.weight.ndim == 2 and self.factor is None
+        biases = self.biases if plain else None  # weights of mode affine have them
+        if biases is not None and dequantise.serves(layout.bits, layout.group_size, kind):
+            return dequantise.unpack(
+                self.weight, self.scales, biases, layout.bits, layout.group_size, kind
+            )
+        out = mx.dequantize(
+            self.weight,
+            self.scales,
+            self.biases,
+            group_size=layout.group_size,
+            bits=layout.bits,
+            mode=layout.mode,
+            dtype=dtype,
+        )
+        return _scaled(out, None if self.factor is None else self.factor[..., None, None])
+
+
+def concatenated(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
+    """The weights [..., out, in] concatenated along `out`.
+
+    Several weights must have the same layout and no factor.
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    whole = QuantisedWeight(
+        mx.concatenate([one.weight for one in weights], axis=-2),
+        mx.concatenate([one.scales for one in weights], axis=-2),
+        _joined([one.biases for one in weights]),
+        None,
+        first.layout,
+    )
+    mx.eval([one for one in (whole.weight, whole.scales, whole.biases) if one is not None])
+    return whole
+
+
+def _joined(arrays: Sequence[mx.array | None]) -> mx.array | None:
+    present = [array for array in arrays if array is not None]
+    return mx.concatenate(present, axis=-2) if present else None
+
+
+def _scaled(out: mx.array, factor: mx.array | None) -> mx.array:
+    return out if factor is None else (out * factor).astype(out.dtype)
