@@ -18,7 +18,7 @@ BYTES = 256
 def write(
     folder: Path, shape: str, *, layers: int = 0, quantise: str = "", dtype: str = "bfloat16"
 ) -> Path:
-    """The folder, written. `layers` 0: as many as the shape has; `quantise`: a mode of quant.py.
+    """The folder, written. `layers` 0: as many as the shape has; `quantise`: a quantisation mode.
 
     Raises ValueError for a shape or a mode that does not exist.
     """
