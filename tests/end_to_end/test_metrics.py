@@ -84,7 +84,7 @@ def test_a_request_is_counted(pool: Pool) -> None:
 
 
 def test_pauses_between_tokens_are_counted(pool: Pool) -> None:
-    """Tokens that the broker reads together have no gap, so a slow machine may need several tries."""
+    """Tokens read together have no gap, so a slow machine may need several tries."""
     name = "mlxpool_inter_token_latency_seconds"
     with pool.client() as client:
 

@@ -22,7 +22,7 @@ QUANT_TYPES = {
 
 
 def put_in_hub(folder: Path, cache: Path, name: str) -> Path:
-    """The snapshot of `name` in the cache, with the folder's files as links into blobs."""
+    """Writes the snapshot of `name` into the cache: links to the folder's files as blobs."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / REVISION
     for place in (snapshot, repository / "blobs", repository / "refs"):
@@ -36,14 +36,14 @@ def put_in_hub(folder: Path, cache: Path, name: str) -> Path:
 
 
 class Store:
-    """Ollama's store at `root`; a model's layers may be changed before the manifest is written."""
+    """An Ollama store at `root`; layers can be changed before their manifest is written."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "blobs").mkdir(parents=True)
 
     def layer(self, kind: str, name: str, content: bytes) -> dict[str, Any]:
-        """One line of a manifest, its blob written."""
+        """Writes a blob; returns its entry in a manifest."""
         digest = hashlib.sha256(content).hexdigest()
         (self.root / "blobs" / f"sha256-{digest}").write_bytes(content)
         return {
@@ -53,19 +53,19 @@ class Store:
             "name": name,
         }
 
-    def layers(self, folder: Path, *, told: bool = True) -> list[dict[str, Any]]:
-        """The folder's JSON files and tensors; `told`: the headers tell the quantisation."""
+    def layers(self, folder: Path, *, stated: bool = True) -> list[dict[str, Any]]:
+        """The entries of a folder's files and tensors; `stated`: headers state the quantisation."""
         files = sorted(folder.glob("*.json"))
         json_files = [file for file in files if file.name != "model.safetensors.index.json"]
         layers = [self.layer(JSON, file.name, file.read_bytes()) for file in json_files]
         tensors = _tensors(folder)
         settings = json.loads((folder / "config.json").read_bytes()).get("quantization") or {}
         for name in [one for one in tensors if not one.endswith((".scales", ".biases"))]:
-            layers.append(self.layer(TENSOR, name, _blob(tensors, name, settings, told)))
+            layers.append(self.layer(TENSOR, name, _blob(tensors, name, settings, stated)))
         return layers
 
     def write(self, name: str, layers: list[dict[str, Any]]) -> Path:
-        """The manifest of `name`, model:tag."""
+        """Writes the manifest of `name`, model:tag."""
         model, _, tag = name.partition(":")
         manifest = self.root / "manifests" / "registry.ollama.ai" / "library" / model / tag
         manifest.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class Store:
 
 
 def _tensors(folder: Path) -> dict[str, tuple[dict[str, Any], bytes]]:
-    """name -> header entry and bytes, of all shards."""
+    """name -> header entry and bytes, for the tensors of all shards."""
     found = {}
     for shard in sorted(folder.glob("*.safetensors")):
         content = shard.read_bytes()
@@ -89,8 +89,8 @@ def _tensors(folder: Path) -> dict[str, tuple[dict[str, Any], bytes]]:
     return found
 
 
-def _blob(tensors: Any, name: str, settings: dict[str, Any], told: bool) -> bytes:
-    """A safetensors file of one tensor, with its .scale and .bias if it is quantised."""
+def _blob(tensors: Any, name: str, settings: dict[str, Any], stated: bool) -> bytes:
+    """A safetensors file of one tensor, with its .scale and .bias where it is quantised."""
     module = name.removesuffix(".weight")
     parts = {name: tensors[name]}
     metadata = {}
@@ -100,7 +100,7 @@ def _blob(tensors: Any, name: str, settings: dict[str, Any], told: bool) -> byte
             parts[f"{name}.bias"] = tensors[f"{module}.biases"]
         layout = settings.get(module, settings)
         kind = QUANT_TYPES.get((layout.get("mode", "affine"), layout["bits"]))
-        if told and kind:
+        if stated and kind:
             metadata = {"quant_type": kind, "group_size": str(layout["group_size"])}
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0

@@ -28,7 +28,7 @@ from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
 from mlxpool.worker.weights.locate import find_files  # noqa: E402
 from mlxpool.worker.weights.memory_estimate import dequantised_growth, dequantises_at_load  # noqa: E402
 
-# What mlx_lm.convert is told: mode, bits, group size, and settings of single modules.
+# Arguments of mlx_lm.convert: mode, bits, group size, and settings of single modules.
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     **{f"affine {bits}": ("affine", bits, 32, {}) for bits in (2, 3, 4, 5, 6, 8)},
     "affine, groups of 64": ("affine", 4, 64, {}),
@@ -168,17 +168,17 @@ def test_a_product_is_the_same_for_any_number_of_rows(mode: str, transpose: bool
     assert np.abs(np.array(whole - single)).max() < 1e-5 * np.abs(np.array(single)).max()
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("stated", [True, False])
 @pytest.mark.parametrize("case", ["affine 3", "affine 8", "mxfp4", "mxfp8", "nvfp4", "per layer"])
 def test_ollamas_store_gives_the_logits_of_its_folder(
     case: str,
-    told: bool,
+    stated: bool,
     quantised: dict[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = Store(tmp_path)
-    store.write("case:latest", store.layers(quantised[case], told=told))
+    store.write("case:latest", store.layers(quantised[case], stated=stated))
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
     ours = load(inspect(find_files("ollama:case")))
     assert np.array_equal(logits_of(ours), logits_of(load(inspect(quantised[case]))))
