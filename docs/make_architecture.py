@@ -1,7 +1,7 @@
-"""Makes the parts of docs/architecture.md that come from the code: `python docs/make_architecture.py`.
+"""Makes what docs/architecture.md takes from the code: `python docs/make_architecture.py`.
 
 The table of packages comes from their docstrings, the drawing of packages from their imports, and
-the drawings of states from the tables of transitions. A test compares the page with what this makes.
+the drawings of states from the tables of transitions. A test compares the page with the result.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ SOURCES = {  # folder of the sources of each package below mlxpool
     "bench": "bench", "broker": "broker", "cli": "client", "client": "client",
     "common": "common", "gateway": "gateway", "worker": "worker",
 }  # fmt: skip
-STATES = {  # what has states: the module of its table
-    "request": "mlxpool.broker.requests.request",
-    "worker": "mlxpool.broker.workers.worker",
-    "model": "mlxpool.broker.models.lifecycle",
-}
+TABLE = re.compile(r"^TRANSITIONS\b", re.M)
+SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z`])")
 Imports = dict[str, set[str]]
+Transitions = Mapping[Enum, Mapping[str, Enum]]
 
 
 def folder_of(package: str) -> Path:
@@ -63,6 +61,7 @@ def table() -> str:
 def _row(package: str, name: str) -> str:
     module = importlib.import_module(f"mlxpool.{package}")
     text = " ".join((module.__doc__ or "").split()).replace("|", "\\|")
+    text = " ".join(SENTENCE.split(text)[:2])
     if not text:
         raise ValueError(f"mlxpool.{package} has no docstring")
     return f"| {name} | {text} |"
@@ -72,7 +71,7 @@ def _row(package: str, name: str) -> str:
 
 
 def imports() -> Imports:
-    """Which packages each package imports; modules directly below a top package are one, `top.*`."""
+    """Which packages each package imports; modules directly below `top` are one, `top.*`."""
     graph = grimp.build_graph(*(f"mlxpool.{top}" for top in SOURCES), cache_dir=None)
     found: Imports = {name: set() for top in SOURCES for name in packages(top)}
     for module in sorted(graph.modules):
@@ -97,28 +96,34 @@ DIVIDED = frozenset({"broker", "common", "gateway", "worker"})  # whose packages
 
 
 def reduced(graph: Imports) -> Imports:
-    """Without the imports that follow from others: those that a longer way leads to, too."""
+    """Without the imports that follow from others: those that a longer way leads to, too.
 
-    def reach(start: str, without: str) -> set[str]:
-        seen: set[str] = set()
-        waiting = [each for each in graph[start] if each != without]
-        while waiting:
-            name = waiting.pop()
-            if name not in seen:
-                seen.add(name)
-                waiting += graph[name]
-        return seen
+    The imports of a circle are kept.
+    """
+    below = {name: _reached(graph, targets) for name, targets in graph.items()}
 
-    return {
-        name: {each for each in targets if each not in reach(name, each)}
-        for name, targets in graph.items()
-    }
+    def follows(name: str, target: str) -> bool:
+        others = graph[name] - {target}
+        return any(target in below[other] and name not in below[other] for other in others)
+
+    return {name: {t for t in graph[name] if not follows(name, t)} for name in graph}
+
+
+def _reached(graph: Imports, names: set[str]) -> set[str]:
+    seen: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += graph[name]
+    return seen
 
 
 def drawing() -> str:
     """The packages within each process, and which process imports which."""
     graph = imports()
-    lines = ["flowchart LR"]
+    lines = ["flowchart TB"]
     between: Imports = {top: set() for top in SOURCES}
     for name, targets in graph.items():
         own = name.partition(".")[0]
@@ -159,15 +164,28 @@ def _id(name: str) -> str:
 # ---- states --------------------------------------------------------------------------------------
 
 
-def states(module: str) -> str:
-    """The state diagram of a module's TRANSITIONS; the first state of the table is the first."""
-    transitions: Mapping[Enum, Mapping[str, Enum]] = importlib.import_module(module).TRANSITIONS
+def states() -> str:
+    """A drawing for each module of the broker that has a table of transitions."""
+    parts = []
+    for path in sorted(folder_of("broker").rglob("*.py")):
+        if TABLE.search(path.read_text("utf-8")):
+            inner = path.relative_to(folder_of("broker")).with_suffix("")
+            module = importlib.import_module(".".join(["mlxpool.broker", *inner.parts]))
+            table: Transitions = module.TRANSITIONS
+            name = type(next(iter(table))).__name__.removesuffix("State") or inner.name
+            parts += [f"### {name.capitalize()}\n\n`broker/{inner}.py`\n\n", state_diagram(table)]
+    return "\n".join(parts) + "\n"
+
+
+def state_diagram(transitions: Transitions) -> str:
+    """The drawing of one table, whose first state is the initial one."""
     first, *_ = transitions
     lines = ["stateDiagram-v2", f"  [*] --> {first.value}"]
     for state, events in transitions.items():
         following: dict[Any, list[str]] = {}
         for event, after in events.items():
-            following.setdefault(after.value, []).append(event)
+            if after is not state:
+                following.setdefault(after.value, []).append(event)
         for after, names in following.items():
             lines.append(f"  {state.value} --> {after}: {', '.join(names)}")
         if not events:
@@ -184,7 +202,7 @@ def _fence(lines: list[str]) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "packages": table,
     "imports": drawing,
-    **{name: lambda module=module: states(module) for name, module in STATES.items()},
+    "states": states,
 }
 
 
