@@ -182,12 +182,11 @@ def _columns(diagram: Sequence) -> tuple[dict[str, float], float]:
             if right == number and left < right:
                 at = max(at, centres[names[left]] + width)
         centres[name] = at
-    margin = max([0.0, *(w / 2 - half[names[r]] for low, r, w in spans if low == r == 0)])
+    alone = [(names[left], width / 2) for left, right, width in spans if left == right]
+    margin = max([0.0, *(MARGIN + size - centres[name] for name, size in alone)])
     centres = {name: at + margin for name, at in centres.items()}
-    last = max(
-        [centres[names[-1]] + half[names[-1]]]
-        + [centres[names[right]] + width / 2 for left, right, width in spans if left == right]
-    )
+    rights = [centres[name] + width for name, width in alone]
+    last = max([centres[names[-1]] + half[names[-1]], *rights])
     return centres, last - MARGIN
 
 
@@ -204,7 +203,8 @@ def _arrow(row: Arrow, columns: dict[str, float], y: float, name: str) -> str:
     dashed = ' stroke-dasharray="5 4"' if row.dashed else ""
     if row.lost:
         end = start + (end - start) * 0.6
-    text = _text(((start + columns[row.target]) / 2, y - 9), row.label, "label")
+    middle, back = (start + columns[row.target]) / 2, (len(row.label) * CHAR, LINE - 4)
+    text = _text((middle, y - 9), row.label, "label", back=back)
     line = f'<path class="way" d="M{start:.1f} {y:.1f}L{end:.1f} {y:.1f}"'
     if row.lost:
         cross = f"M{end - 5:.1f} {y - 5:.1f}l10 10m0 -10l-10 10"
