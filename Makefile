@@ -10,7 +10,7 @@ COMMA := ,
 SERVES := $(VENV)/.serves-$(EXTRA)
 READY := $(VENV)/.ready-$(EXTRA)
 
-.PHONY: all demo test chaos soak check format pages demo-model bench clean
+.PHONY: all demo test chaos soak check format pages docs demo-model bench clean
 
 all: check test
 
@@ -52,6 +52,10 @@ format: $(READY)          ## put the code in form
 
 pages: $(READY)           ## make the pages of docs/ that come from the code again
 	$(BIN)/python docs/make_pages.py
+	$(BIN)/python docs/make_architecture.py
+
+docs: $(READY)            ## the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 demo-model: $(READY)      ## train the embedded model again
 	$(BIN)/python examples/train_demo_model.py
@@ -61,4 +65,4 @@ bench: $(READY)           ## measure the embedded model here; `mlxpool bench --h
 	$(BIN)/mlxpool bench end-to-end
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist site

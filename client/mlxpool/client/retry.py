@@ -22,17 +22,20 @@ ENDED = frozenset({"done", "failed", "cancelled"})  # states of a `fate`
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds. In a list the last one holds for all further times."""
+    """How long a client waits before it sends again or gives up. All values are seconds.
 
-    ping: float = 1.0  # between signs of life while there is something to wait for
-    tick: float = 0.25  # between looks at what is due
-    gap: float = 0.5  # at most so much of a turn counts: the rest of it we did not run
-    silence: float = 3.0  # without any frame until the connection is replaced
-    answer: tuple[float, ...] = (2.0, 4.0, 8.0)  # for `accepted` or `fate`, by unanswered sendings
-    pause: tuple[float, ...] = (0.0, 0.0, 2.0, 4.0, 8.0)  # by sendings that brought no id
-    overdue: float = 1.0  # after a deadline, for the broker's word of it
-    broker_grace: float = BROKER_GRACE
-    connect_grace: float = CONNECT_GRACE
+    The n-th value of a list is for the n-th time in a row, the last one for every further time.
+    """
+
+    ping: float = 1.0  # between two pings, while a stream or a call is open
+    tick: float = 0.25  # between two checks of what is due
+    gap: float = 0.5  # the most that one turn of the loop counts as time waited
+    silence: float = 3.0  # without any frame, until the connection is replaced
+    answer: tuple[float, ...] = (2.0, 4.0, 8.0)  # wait for `accepted` or `fate`, then send again
+    pause: tuple[float, ...] = (0.0, 0.0, 2.0, 4.0, 8.0)  # before sending again without a new id
+    overdue: float = 1.0  # after a deadline, until the client ends the stream itself
+    broker_grace: float = BROKER_GRACE  # of silence, until the client ends its streams
+    connect_grace: float = CONNECT_GRACE  # the same when no broker ever answered
 
 
 class Step(Enum):

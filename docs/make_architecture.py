@@ -1,0 +1,215 @@
+"""Makes what docs/architecture.md takes from the code: `python docs/make_architecture.py`.
+
+The table of packages comes from their docstrings, the drawing of packages from their imports, and
+the drawings of states from the tables of transitions. A test compares the page with the result.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import grimp
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+PAGE = DOCS / "architecture.md"
+PART = re.compile(
+    r"(<!-- made by docs/make_architecture.py: (\w+) -->\n)(.*?)(<!-- until here -->)", re.S
+)
+
+SOURCES = {  # folder of the sources of each package below mlxpool
+    "bench": "bench", "broker": "broker", "cli": "client", "client": "client",
+    "common": "common", "gateway": "gateway", "worker": "worker",
+}  # fmt: skip
+TABLE = re.compile(r"^TRANSITIONS\b", re.M)
+SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z`])")
+Imports = dict[str, set[str]]
+Transitions = Mapping[Enum, Mapping[str, Enum]]
+
+
+def folder_of(package: str) -> Path:
+    """The folder of `broker` or `broker.core`."""
+    top, *rest = package.split(".")
+    return ROOT.joinpath(SOURCES[top], "mlxpool", top, *rest)
+
+
+def packages(top: str) -> list[str]:
+    """The packages directly below one, as in `broker.core`."""
+    inner = sorted(path.parent.name for path in folder_of(top).glob("*/__init__.py"))
+    return [f"{top}.{name}" for name in inner]
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def table() -> str:
+    """A row for each package: its docstring says what it is for."""
+    rows = ["| package | is for |", "|---|---|"]
+    for top in SOURCES:
+        rows += [
+            _row(top, f"**{top}**"),
+            *(_row(inner, inner.replace(".", "/")) for inner in packages(top)),
+        ]
+    return "\n".join(rows) + "\n"
+
+
+def _row(package: str, name: str) -> str:
+    module = importlib.import_module(f"mlxpool.{package}")
+    text = " ".join((module.__doc__ or "").split()).replace("|", "\\|")
+    text = " ".join(SENTENCE.split(text)[:2])
+    if not text:
+        raise ValueError(f"mlxpool.{package} has no docstring")
+    return f"| {name} | {text} |"
+
+
+# ---- imports -------------------------------------------------------------------------------------
+
+
+def imports() -> Imports:
+    """Which packages each package imports; modules directly below `top` are one, `top.*`."""
+    graph = grimp.build_graph(*(f"mlxpool.{top}" for top in SOURCES), cache_dir=None)
+    found: Imports = {name: set() for top in SOURCES for name in packages(top)}
+    for module in sorted(graph.modules):
+        here = _unit(module)
+        for imported in graph.find_modules_directly_imported_by(module):
+            if (there := _unit(imported)) != here:
+                found.setdefault(here, set()).add(there)
+                found.setdefault(there, set())
+    return found
+
+
+def _unit(module: str) -> str:
+    """The part of the drawing that a module belongs to."""
+    _, top, *rest = module.split(".")
+    if not rest or top not in DIVIDED:
+        return top
+    inner = f"{top}.{rest[0]}"
+    return inner if (folder_of(top) / rest[0]).is_dir() or rest[0] == "__main__" else f"{top}.*"
+
+
+DIVIDED = frozenset({"broker", "common", "gateway", "worker"})  # whose packages are drawn
+
+
+def reduced(graph: Imports) -> Imports:
+    """Without the imports that follow from others: those that a longer way leads to, too.
+
+    The imports of a circle are kept.
+    """
+    below = {name: _reached(graph, targets) for name, targets in graph.items()}
+
+    def follows(name: str, target: str) -> bool:
+        others = graph[name] - {target}
+        return any(target in below[other] and name not in below[other] for other in others)
+
+    return {name: {t for t in graph[name] if not follows(name, t)} for name in graph}
+
+
+def _reached(graph: Imports, names: set[str]) -> set[str]:
+    seen: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += graph[name]
+    return seen
+
+
+def drawing() -> str:
+    """The packages within each process, and which process imports which."""
+    graph = imports()
+    lines = ["flowchart TB"]
+    between: Imports = {top: set() for top in SOURCES}
+    for name, targets in graph.items():
+        own = name.partition(".")[0]
+        between[own] |= {each.partition(".")[0] for each in targets} - {own}
+    for top in SOURCES:
+        inner = {
+            name: {each for each in targets if each.startswith(f"{top}.")}
+            for name, targets in graph.items()
+            if name.startswith(f"{top}.")
+        }
+        lines += _group(top, reduced(inner)) if inner else [f'  {top}["{top}"]']
+    lines += _edges(reduced(between), "  ")
+    return _fence(lines)
+
+
+def _group(top: str, graph: Imports) -> Iterator[str]:
+    yield f'  subgraph {top}["{top}"]'
+    yield "    direction TB"
+    for name in sorted(graph, key=lambda name: (not name.endswith("__main__"), name)):
+        shown = f"{top}/*.py" if name.endswith("*") else name.partition(".")[2]
+        yield f'    {_id(name)}["{shown}"]'
+    yield from _edges(graph, "    ")
+    yield "  end"
+
+
+def _edges(graph: Imports, indent: str) -> list[str]:
+    return [
+        f"{indent}{_id(name)} --> {_id(target)}"
+        for name in sorted(graph)
+        for target in sorted(graph[name])
+    ]
+
+
+def _id(name: str) -> str:
+    return name.replace(".", "_").replace("*", "modules")
+
+
+# ---- states --------------------------------------------------------------------------------------
+
+
+def states() -> str:
+    """A drawing for each module of the broker that has a table of transitions."""
+    parts = []
+    for path in sorted(folder_of("broker").rglob("*.py")):
+        if TABLE.search(path.read_text("utf-8")):
+            inner = path.relative_to(folder_of("broker")).with_suffix("")
+            module = importlib.import_module(".".join(["mlxpool.broker", *inner.parts]))
+            table: Transitions = module.TRANSITIONS
+            name = type(next(iter(table))).__name__.removesuffix("State") or inner.name
+            parts += [f"### {name.capitalize()}\n\n`broker/{inner}.py`\n\n", state_diagram(table)]
+    return "\n".join(parts) + "\n"
+
+
+def state_diagram(transitions: Transitions) -> str:
+    """The drawing of one table, whose first state is the initial one."""
+    first, *_ = transitions
+    lines = ["stateDiagram-v2", f"  [*] --> {first.value}"]
+    for state, events in transitions.items():
+        following: dict[Any, list[str]] = {}
+        for event, after in events.items():
+            if after is not state:
+                following.setdefault(after.value, []).append(event)
+        for after, names in following.items():
+            lines.append(f"  {state.value} --> {after}: {', '.join(names)}")
+        if not events:
+            lines.append(f"  {state.value} --> [*]")
+    return _fence(lines)
+
+
+def _fence(lines: list[str]) -> str:
+    return "\n".join(["```mermaid", *lines, "```", ""])
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+PARTS: dict[str, Callable[[], str]] = {
+    "packages": table,
+    "imports": drawing,
+    "states": states,
+}
+
+
+def page() -> str:
+    """The page with its parts as they have to be. Raises KeyError for a part that is not known."""
+    return PART.sub(lambda match: match[1] + PARTS[match[2]]() + match[4], PAGE.read_text("utf-8"))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")

@@ -1,0 +1,90 @@
+"""What the site needs besides the pages of docs/: MkDocs calls these functions (mkdocs.yml, hooks).
+
+README.md, CONTRIBUTING.md and CHANGELOG.md become pages. A file that a page links to outside docs/
+is copied into the site. Mermaid fences become SVG.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(DOCS))
+
+from drawing.svg import render  # noqa: E402 (the folder is put on the path above)
+
+ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+TEXT_OF_LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)/?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    fences = [{"name": "mermaid", "class": "diagram", "format": mermaid}]
+    config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = fences
+    return config
+
+
+def mermaid(source: str, *_: Any, **__: Any) -> str:
+    """The SVG of one fence. The id of its arrow head is the same for the same diagram."""
+    return f"<div>{render(source, f'head{abs(hash(source)):x}')}</div>"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for name, page in ROOT_PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text("utf-8")))
+    for target in sorted(linked_files(files)):
+        path = str(ROOT / target)
+        files.append(File.generated(config, target, abs_src_path=path))
+    return files
+
+
+def linked_files(files: Files) -> set[str]:
+    """Paths, from the root of the repository, of the files outside docs/ that pages link to."""
+    found = set()
+    for file in files.documentation_pages():
+        for match in LINK.finditer(file.content_string):
+            target = from_root(match[1], file.src_uri)
+            if target is not None and (ROOT / target).is_file() and target not in ROOT_PAGES:
+                found.add(target)
+    return found - {"README.md"}
+
+
+def from_root(link: str, page: str) -> str | None:
+    """Where a link of a page leads, if that is outside docs/; None otherwise."""
+    if ":" in link or link.startswith("/"):
+        return None
+    folder = "" if page in ROOT_PAGES.values() else f"docs/{os.path.dirname(page)}"
+    target = os.path.normpath(os.path.join(folder, link))
+    return None if target.startswith(("docs/", "..")) else target
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links out of docs/ lead to the copies, and to no folder, for a site lists none."""
+    uri = page.file.src_uri
+    depth = "../" * uri.count("/")
+
+    def link(match: re.Match[str]) -> str:
+        anchor = match[2] or ""
+        target = from_root(match[1], uri)
+        if target is None:
+            inside = match[1].removeprefix("docs/") if uri in ROOT_PAGES.values() else match[1]
+            return f"]({inside}{anchor})"
+        if target == "README.md":
+            return f"]({depth}index.md)"
+        return f"]({depth}{ROOT_PAGES.get(target, target)}{anchor})"
+
+    def folder(match: re.Match[str]) -> str:
+        target = from_root(match[2], uri)
+        is_folder = target is not None and (ROOT / target).is_dir()
+        return f"{match[1]} (`{target}/`)" if is_folder else match[0]
+
+    return LINK.sub(link, TEXT_OF_LINK.sub(folder, markdown))

@@ -1,0 +1,69 @@
+"""docs/architecture.md is current: what is made from the code, its paths, and its lists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import make_architecture
+
+ROOT = Path(__file__).parents[2]
+PAGE = make_architecture.PAGE.read_text("utf-8")
+TOPS = "|".join(make_architecture.SOURCES)
+PATH = re.compile(rf"`((?:{TOPS})/[\w/]+\.(?:py|html))`")
+BOUNDS = {  # how many files a change may touch
+    "a sampling option": 5,
+    "a message": 4,
+    "an architecture": 2,
+    "a metric": 2,
+    "a setting": 2,
+    "an HTTP route": 2,
+    "an error": 2,
+}
+
+
+def file_of(path: str) -> Path:
+    """The file that a path of the page stands for."""
+    top, _, rest = path.partition("/")
+    return ROOT / path if rest.startswith("mlxpool/") else make_architecture.folder_of(top) / rest
+
+
+def test_what_is_made_from_the_code_is_current() -> None:
+    assert {match[2] for match in make_architecture.PART.finditer(PAGE)} == set(
+        make_architecture.PARTS
+    )
+    assert make_architecture.page() == PAGE, "run `python docs/make_architecture.py`"
+
+
+def test_every_path_exists() -> None:
+    paths = PATH.findall(PAGE)
+    assert len(paths) > 30
+    missing = {
+        path: [
+            str(found.relative_to(ROOT)) for found in ROOT.glob(f"*/mlxpool/**/{Path(path).name}")
+        ]
+        for path in paths
+        if not file_of(path).is_file()
+    }
+    assert not missing, "the page names files that have moved; files of that name are listed"
+
+
+@pytest.mark.parametrize("change", BOUNDS)
+def test_a_change_touches_few_files(change: str) -> None:
+    _, _, rest = PAGE.partition(f"### To add {change}\n")
+    entries = re.findall(r"^\d+\. (.*)$", rest.partition("\n#")[0], re.M)
+    assert 1 <= len(entries) <= BOUNDS[change]
+    assert all(PATH.match(entry) for entry in entries), "each entry begins with its file"
+
+
+def test_every_change_has_a_bound() -> None:
+    assert set(re.findall(r"^### To add (.*)$", PAGE, re.M)) == set(BOUNDS)
+
+
+def test_imports_that_follow_from_others_are_left_out() -> None:
+    graph = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
+    assert make_architecture.reduced(graph) == {"a": {"b"}, "b": {"c"}, "c": set()}
+    circle = {"a": {"b"}, "b": {"a"}}
+    assert make_architecture.reduced(circle) == circle, "a circle is shown, not hidden"

@@ -1,0 +1,51 @@
+"""Every file and every test that a page names exists."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import make_architecture
+from support.doc_blocks import FENCE
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOPS = "bench|broker|client|cli|common|deploy|docs|examples|gateway|tests|worker"
+FILE = re.compile(
+    rf"(?<![\w./~-])((?:{TOPS})/[\w./-]+\.(?:cu|cuh|html|js|json|md|py|toml|yaml|yml|h))\b"
+)
+TEST = re.compile(r"\b(test_\w+)\b")
+NOT_OURS = {"test_NAME"}  # stand for a name of the reader's
+
+
+@cache
+def names_in_tests() -> frozenset[str]:
+    """Every test function and every test file."""
+    found: set[str] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        found.add(path.stem)
+        found |= set(re.findall(r"\bdef (test_\w+)", path.read_text("utf-8")))
+    return frozenset(found)
+
+
+def exists(path: str) -> bool:
+    """Whether it is a file of the repository, or of a package as architecture.md shortens it."""
+    top, _, rest = path.partition("/")
+    short = top in make_architecture.SOURCES and make_architecture.folder_of(top) / rest
+    return (ROOT / path).is_file() or bool(short and short.is_file())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    named = {name for name in FILE.findall(page.read_text("utf-8")) if "NAME" not in name}
+    assert not sorted(name for name in named if not exists(name))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    text = FENCE.sub("", page.read_text("utf-8"))
+    named = set(TEST.findall(text)) - NOT_OURS
+    assert not named - names_in_tests()
