@@ -56,7 +56,7 @@ def make_core(models: int, values: int = 200) -> Core:
     settings = {f"model-{n}": ModelConfig(path="builtin:counting") for n in range(models)}
     core, random = Core(PoolConfig(models=settings), 1), Random(1)
     for name in settings:
-        figures = core.counters.of(name)
+        figures = core.state.counters.of(name)
         figures.accepted = figures.outcomes["stop"] = values
         for histogram in vars(figures).values():
             if isinstance(histogram, Histogram):

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.broker.core.core import Core
+from mlxpool.broker.interface import actions as act
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.request import Request, State
-from mlxpool.broker.workers.liveness import Sample
+from mlxpool.broker.interface.events import Sample
 from mlxpool.broker.workers.worker import Model, Worker, WorkerState
 from mlxpool.common.config.loading import ModelConfig, PoolConfig
 from mlxpool.common.progress import Look
@@ -62,7 +63,7 @@ class Heard:
     frames: int = 0
     link: int = 0  # where it is told to be
     forgotten: bool = False  # its link was silent for too long: nothing more may come
-    ended: ev.ToClient | None = None
+    ended: act.ToClient | None = None
 
 
 class FakeWorker:
@@ -76,14 +77,14 @@ class FakeWorker:
         self.works = 0
         self.runs: dict[bytes, Run] = {}
         self.cancelled: list[tuple[bytes, int]] = []
-        self.asked: list[ev.ToWorker] = []
+        self.asked: list[act.ToWorker] = []
         self.heard = 0
         self.stopped = False
         self.draining = False
         self.dumps = 0
         self.moves = 0
 
-    def told(self, action: ev.ToWorker) -> None:
+    def told(self, action: act.ToWorker) -> None:
         kind, request = action.header.kind, action.header.id
         if kind == kinds.WELCOME:
             self.epoch, self.works = action.header.epoch, 0
@@ -135,21 +136,21 @@ class FakeWorker:
             del self.runs[request]
         return row
 
-    def say(self, *rows: Delta, epoch: int | None = None) -> list[ev.Action]:
+    def say(self, *rows: Delta, epoch: int | None = None) -> list[act.Action]:
         return self.story.do(ev.WorkerDeltas(self.epoch if epoch is None else epoch, rows))
 
-    def tokens(self, request: bytes, count: int = 1, **parts: Any) -> list[ev.Action]:
+    def tokens(self, request: bytes, count: int = 1, **parts: Any) -> list[act.Action]:
         """One `deltas` frame with one entry."""
         return self.say(self.row(request, count, **parts))
 
     def end(
         self, request: bytes, reason: str = "stop", count: int = 0, rest: str = ""
-    ) -> list[ev.Action]:
+    ) -> list[act.Action]:
         """The last `count` tokens and the end in one entry; `rest` is text that was held back."""
         end = {"reason": reason, "text": rest, "usage": {"completion_tokens": count}}
         return self.tokens(request, count, end=end)
 
-    def fail(self, request: bytes, code: str = "internal", message: str = "no") -> list[ev.Action]:
+    def fail(self, request: bytes, code: str = "internal", message: str = "no") -> list[act.Action]:
         return self.tokens(request, end={"code": code, "message": message}, count=0, text="")
 
     def confirm(self, request: bytes) -> None:
@@ -162,35 +163,35 @@ class FakeWorker:
 
     def die(
         self, cause: str = "killed by SIGKILL", *, own: bool = False, prefill: bytes | None = None
-    ) -> list[ev.Action]:
+    ) -> list[act.Action]:
         self.runs.clear()
         return self.story.do(ev.WorkerExited(self.slot, cause, own, prefill))
 
-    def give_back(self, *requests: bytes) -> list[ev.Action]:
+    def give_back(self, *requests: bytes) -> list[act.Action]:
         """Hand back runs, as at a drain; all of them when none is named."""
         named = requests or tuple(self.runs)
         runs = [[request, self.runs.pop(request).attempt] for request in named]
         return self.story.do(ev.WorkerYield(self.epoch, runs))
 
-    def look(self, look: Look | None = None, **sample: Any) -> list[ev.Action]:
+    def look(self, look: Look | None = None, **sample: Any) -> list[act.Action]:
         """The supervisor looks at it, as it does every second."""
         return self.story.do(ev.Looked(self.slot, Sample(look or Look("idle"), **sample), 1.0))
 
     def watched(self, seconds: int, look: Look, **sample: Any) -> None:
         """So many seconds of looks that all see the same; all others are heard all the while."""
         for _ in range(seconds):
-            for link in list(self.story.core.links):
+            for link in list(self.story.core.state.links):
                 self.story.hear(link)
             self.story.later(1.0)
             self.beat()
             self.look(look, **sample)
 
-    def beat(self, **body: Any) -> list[ev.Action]:
+    def beat(self, **body: Any) -> list[act.Action]:
         return self.story.do(ev.WorkerBeat(self.epoch, body))
 
     @property
     def state(self) -> WorkerState:
-        worker = self.story.core.fleet.slots[self.slot].worker
+        worker = self.story.core.state.registry.slots[self.slot].worker
         return WorkerState.LOST if worker is None else worker.state
 
     def assert_is(self, state: WorkerState) -> None:
@@ -213,7 +214,7 @@ class Story:
         )
         self.core = Core(config, BOOT, needs, memory)
         self.now = START
-        self.last: list[ev.Action] = []
+        self.last: list[act.Action] = []
         self.workers: dict[str, FakeWorker] = {}
         self.heard: dict[tuple[bytes, int], Heard] = {}
         self.pool_stopped = 0
@@ -221,14 +222,14 @@ class Story:
 
     # ---- what happens --------------------------------------------------------------------------
 
-    def do(self, event: ev.Event) -> list[ev.Action]:
+    def do(self, event: ev.Event) -> list[act.Action]:
         """One event, now."""
         self.last = list(self.core.handle(event, self.now))
         for action in self.last:
             self._check(action)
         return self.last
 
-    def later(self, seconds: float) -> list[ev.Action]:
+    def later(self, seconds: float) -> list[act.Action]:
         """Let time pass, waking the core whenever it asks for it."""
         end, actions = self.now + seconds, []
         while self.core.next_wake() <= end:
@@ -261,10 +262,10 @@ class Story:
 
     def cancel(
         self, request: bytes, link: int | None = 1, owner: str | None = OWNER
-    ) -> list[ev.Action]:
+    ) -> list[act.Action]:
         return self.do(ev.Cancel(link, owner, request))
 
-    def ack(self, request: bytes, count: Any, link: int = 1) -> list[ev.Action]:
+    def ack(self, request: bytes, count: Any, link: int = 1) -> list[act.Action]:
         return self.do(ev.Ack(link, [[request, count]]))
 
     def ask(self, kind: str, link: int = 1, *blobs: bytes, **body: Any) -> bytes:
@@ -282,15 +283,15 @@ class Story:
         """The worker of a slot, started if it is not, welcomed, with so many places."""
         slot = f"{name}/{replica}"
         self._wait_out(name, slot)
-        if self.core.fleet.slots[slot].worker is None:
+        if self.core.state.registry.slots[slot].worker is None:
             self.do(ev.Load(name))
         return self.workers[slot].hello(**hello).credit(sequences)
 
     def _wait_out(self, name: str, slot: str) -> None:
         """The pause before a restart, when the slot's worker is lost."""
-        wanted = self.core.fleet.models[name].wanted
-        while wanted and slot in self.workers and self.core.fleet.slots[slot].worker is None:
-            for link in list(self.core.links):
+        wanted = self.core.state.registry.models[name].wanted
+        while wanted and slot in self.workers and self.core.state.registry.slots[slot].worker is None:
+            for link in list(self.core.state.links):
                 self.hear(link)
             self.later(0.5)
 
@@ -304,29 +305,29 @@ class Story:
     # ---- what is there -------------------------------------------------------------------------
 
     def request(self, request: bytes) -> Request:
-        return self.core.requests[request]
+        return self.core.state.requests[request]
 
     def model(self, name: str = "m") -> Model:
-        return self.core.fleet.models[name]
+        return self.core.state.registry.models[name]
 
-    def to_client(self, kind: str | None = None, link: int | None = None) -> list[ev.ToClient]:
+    def to_client(self, kind: str | None = None, link: int | None = None) -> list[act.ToClient]:
         """What the last call sent to clients."""
         return [
             action
             for action in self.last
-            if isinstance(action, ev.ToClient)
+            if isinstance(action, act.ToClient)
             and kind in (None, action.header.kind)
             and link in (None, action.link)
         ]
 
     def started(self) -> list[str]:
         """Slots whose worker the last call had started."""
-        return [action.slot for action in self.last if isinstance(action, ev.StartWorker)]
+        return [action.slot for action in self.last if isinstance(action, act.StartWorker)]
 
     def stopped(self) -> list[str]:
-        return [action.slot for action in self.last if isinstance(action, ev.StopWorker)]
+        return [action.slot for action in self.last if isinstance(action, act.StopWorker)]
 
-    def assert_sent(self, link: int, kind: str, /, **fields: Any) -> ev.ToClient:
+    def assert_sent(self, link: int, kind: str, /, **fields: Any) -> act.ToClient:
         """Exactly one such frame went out in the last call; fields are of its body or header."""
         found = self.to_client(kind, link)
         shown = [(a.link, a.header.kind, dict(a.body)) for a in self.to_client()]
@@ -338,7 +339,7 @@ class Story:
             assert has == value, f"{kind}.{key} is {has!r}, not {value!r}"
         return frame
 
-    def assert_refused(self, code: str, *words: str, link: int = 1) -> ev.ToClient:
+    def assert_refused(self, code: str, *words: str, link: int = 1) -> act.ToClient:
         """The last call answered with an error and accepted nothing."""
         frame = self.assert_sent(link, kinds.ERROR, code=code)
         assert not self.to_client(kinds.ACCEPTED)
@@ -346,7 +347,7 @@ class Story:
             assert word in frame.body["message"], frame.body["message"]
         return frame
 
-    def assert_ended(self, request: bytes, outcome: str, attempt: int = 1) -> ev.ToClient:
+    def assert_ended(self, request: bytes, outcome: str, attempt: int = 1) -> act.ToClient:
         """The stream has its terminal: a `reason` or an error's `code`."""
         ended = self.heard[request, attempt].ended
         assert ended is not None, "the stream has not ended"
@@ -354,58 +355,58 @@ class Story:
         return ended
 
     def assert_conserved(self) -> None:
-        counters = self.core.counters
+        counters = self.core.state.counters
         ended = counters.done + counters.failed + counters.cancelled
-        assert counters.accepted == ended + len(self.core.requests)
+        assert counters.accepted == ended + len(self.core.state.requests)
 
     def assert_idle(self) -> None:
         """Nothing is left of anybody but tombstones."""
         core = self.core
-        assert not core.requests and not core.asked
-        for each in core.fleet.models.values():
+        assert not core.state.requests and not core.state.calls
+        for each in core.state.registry.models.values():
             assert not each.queue and not each.queue.bytes and not each.asks
             assert not list(each.queue), "the queue's count is wrong"
             assert not any(w.places or w.company or w.asked for w in each.workers)
-        assert not any(link.ids for link in core.links.values())
+        assert not any(link.ids for link in core.state.links.values())
 
     # ---- the checks ----------------------------------------------------------------------------
 
-    def _check(self, action: ev.Action) -> None:
-        if isinstance(action, ev.ToClient):
+    def _check(self, action: act.Action) -> None:
+        if isinstance(action, act.ToClient):
             wire.encode(action.header, action.body, action.blobs)
             self._to_client(action)
-        elif isinstance(action, ev.ToWorker):
+        elif isinstance(action, act.ToWorker):
             wire.encode(action.header, action.body, action.blobs, max_body=wire.MAX_BACK_BODY)
             if action.header.kind == kinds.WORK:
                 self._check_work(action)
             self.workers[action.slot].told(action)
-        elif isinstance(action, ev.StartWorker):
+        elif isinstance(action, act.StartWorker):
             self.workers[action.slot] = FakeWorker(self, action.slot)
-        elif isinstance(action, ev.StopWorker):
+        elif isinstance(action, act.StopWorker):
             self.workers[action.slot].stopped = True
-        elif isinstance(action, ev.DumpStacks):
+        elif isinstance(action, act.DumpStacks):
             self.workers[action.slot].dumps += 1
-        elif isinstance(action, ev.ForgetLink):
+        elif isinstance(action, act.ForgetLink):
             for stream in self.heard.values():
                 stream.forgotten |= stream.link == action.link and stream.ended is None
-        elif isinstance(action, ev.StopPool):
-            assert not self.core.requests, "the pool stops under a stream"
+        elif isinstance(action, act.StopPool):
+            assert not self.core.state.requests, "the pool stops under a stream"
             self.pool_stopped += 1
 
-    def _check_work(self, action: ev.ToWorker) -> None:
-        worker = self.core.fleet.slots[action.slot].worker
+    def _check_work(self, action: act.ToWorker) -> None:
+        worker = self.core.state.registry.slots[action.slot].worker
         assert worker is not None and worker.state is WorkerState.READY
         assert worker.epoch == action.header.epoch
         assert owed(worker) >= 0, "work beyond the worker's credit"
-        bounds = [self.core.requests[r].company for r, run in worker.places if self._at(r, run)]
+        bounds = [self.core.state.requests[r].company for r, run in worker.places if self._at(r, run)]
         company = min((bound for bound in bounds if bound), default=len(worker.places))
         assert len(worker.places) <= company, "more company than a charged request may have"
 
     def _at(self, request: bytes, run: int) -> bool:
-        live = self.core.requests.get(request)
+        live = self.core.state.requests.get(request)
         return live is not None and live.run == run
 
-    def _to_client(self, action: ev.ToClient) -> None:
+    def _to_client(self, action: act.ToClient) -> None:
         header = action.header
         assert header.epoch == BOOT
         if header.kind == kinds.DELTAS:
@@ -415,7 +416,7 @@ class Story:
         elif header.id is not None:
             self._frame(action, (header.id, header.attempt))
 
-    def _frame(self, action: ev.ToClient, key: tuple[bytes, int]) -> None:
+    def _frame(self, action: act.ToClient, key: tuple[bytes, int]) -> None:
         kind, body = action.header.kind, action.body
         if kind == kinds.ACCEPTED:
             stream = self.heard.setdefault(key, Heard())

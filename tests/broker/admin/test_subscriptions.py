@@ -183,5 +183,5 @@ def test_a_picture_that_fails_ends_nothing(
     broken = SimpleNamespace(core=SimpleNamespace(counters=Counters()))
     admin = Admin(cast(Broker, broken), Peers(cast("zmq.Socket[bytes]", None)))
     admin._guarded(partial(admin.watchers.admit, 1, ID), 1.0)  # this broker has no figures
-    assert broken.core.counters.internal_errors == 1
+    assert broken.core.state.counters.internal_errors == 1
     assert "a picture failed" in caplog.text

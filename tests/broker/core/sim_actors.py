@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from mlxpool.broker.workers.liveness import Sample
+from mlxpool.broker.interface.events import Sample
 from mlxpool.client import request
 from mlxpool.client.retry import Course, Pace, Step, Watch
 from mlxpool.client.stream import StreamState

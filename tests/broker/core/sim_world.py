@@ -16,6 +16,7 @@ from typing import Any
 
 from broker.core.sim_actors import DIGEST, PACE, Client, Worker
 from mlxpool.broker.core.core import Core
+from mlxpool.broker.interface import actions as act
 from mlxpool.broker.interface import events as ev
 from mlxpool.client.retry import Watch
 from mlxpool.common.config.loading import ModelConfig, PoolConfig
@@ -182,7 +183,7 @@ class World:
         else:
             self.do(ev.Ask(link, kind, ident, 0, body, blobs))
 
-    def to_client(self, action: ev.ToClient) -> None:
+    def to_client(self, action: act.ToClient) -> None:
         if action.link not in self.links:
             return
         client, conn = self.links[action.link]
@@ -212,14 +213,14 @@ class World:
             client.tick(self.now)
             self.after(PACE.tick, self.tick, client)
 
-    def forget_link(self, action: ev.ForgetLink) -> None:
+    def forget_link(self, action: act.ForgetLink) -> None:
         found = self.links.pop(action.link, None)
         if found is not None:
             found[1].number = 0
 
     # ---- the back ----------------------------------------------------------------------------
 
-    def start_worker(self, action: ev.StartWorker) -> None:
+    def start_worker(self, action: act.StartWorker) -> None:
         worker = Worker(action.slot, lambda *_: None, self.rng.randint(1, 4))
         worker.send = lambda kind, body: self.from_worker(worker, kind, body)
         worker.conn = Conn()
@@ -269,11 +270,11 @@ class World:
     def count_tokens(self, epoch: int, rows: list[Delta]) -> None:
         assert self.core is not None
         for row in rows:
-            live = self.core.requests.get(row.id)
+            live = self.core.state.requests.get(row.id)
             if row.n and live is not None and (live.worker, live.run) == (epoch, row.attempt):
                 self.works[row.id] = 0
 
-    def to_worker(self, action: ev.ToWorker) -> None:
+    def to_worker(self, action: act.ToWorker) -> None:
         worker = self.workers.get(action.slot)
         if worker is None:
             return
@@ -331,7 +332,7 @@ class World:
 
     # ---- ends of workers ---------------------------------------------------------------------
 
-    def stop_worker(self, action: ev.StopWorker) -> None:
+    def stop_worker(self, action: act.StopWorker) -> None:
         worker = self.workers.get(action.slot)
         if worker is not None:
             stuck = worker.hung or worker.mute or self.now < worker.frozen_until
@@ -360,14 +361,14 @@ def _nothing(world: World, action: Any) -> None:
 
 
 ACTIONS: dict[type, Callable[[World, Any], None]] = {
-    ev.ToClient: World.to_client,
-    ev.ToWorker: World.to_worker,
-    ev.StartWorker: World.start_worker,
-    ev.StopWorker: World.stop_worker,
-    ev.ForgetLink: World.forget_link,
-    ev.DumpStacks: _nothing,
-    ev.StopPool: _nothing,
-    ev.Note: _nothing,
+    act.ToClient: World.to_client,
+    act.ToWorker: World.to_worker,
+    act.StartWorker: World.start_worker,
+    act.StopWorker: World.stop_worker,
+    act.ForgetLink: World.forget_link,
+    act.DumpStacks: _nothing,
+    act.StopPool: _nothing,
+    act.Note: _nothing,
 }
 BACK: dict[str, Callable[[int, Any], ev.Event]] = {
     "deltas": ev.WorkerDeltas,

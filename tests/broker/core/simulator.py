@@ -235,17 +235,17 @@ class Run:
         self.advance(max(world.now, world.core_frozen, world.up_at) + 25.0, lambda: True)
         core = world.core
         assert core is not None
-        counters = core.counters
+        counters = core.state.counters
         ended = counters.done + counters.failed + counters.cancelled
-        model = core.fleet.models["m"]
+        model = core.state.registry.models["m"]
         left = {
-            "requests": len(core.requests),
+            "requests": len(core.state.requests),
             "not conserved": counters.accepted - ended,
             "queued": len(model.queue) + len(list(model.queue)),
             "queued bytes": model.queue.bytes,
             "places": sum(len(w.places) + len(w.company) for w in model.workers),
-            "links": len(core.links),
-            "grouped": len(core.grouped),
+            "links": len(core.state.links),
+            "grouped": len(core.outbox.merged),
             "runs": sum(len(w.runs) + len(w.over) for w in world.workers.values() if w.alive),
         }
         if any(left.values()):

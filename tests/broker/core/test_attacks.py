@@ -104,7 +104,7 @@ def test_poison_of_one_is_no_end_of_anothers_stream(story: Story) -> None:
         resume={"count": 2}, blobs=[token_ids.pack_ids([0, 1])],
     )  # fmt: skip
     assert not story.to_client("error")
-    assert live in story.core.requests
+    assert live in story.core.state.requests
 
 
 def test_one_id_for_calls_of_two_models_is_refused(story: Story) -> None:
@@ -121,7 +121,7 @@ def test_nobody_begins_again_what_was_cancelled(story: Story) -> None:
     story.cancel(request)
     story.generate(request, attempt=2)
     story.assert_sent(1, "error", code="duplicate_id")
-    assert request not in story.core.requests
+    assert request not in story.core.state.requests
 
 
 def test_what_a_worker_says_of_itself_is_no_trap(story: Story) -> None:

@@ -175,7 +175,7 @@ def test_unload_leaves_what_waits_to_the_next_worker(story: Story) -> None:
     worker, _running = story.running(sequences=1)
     waiting = story.generate()
     story.do(ev.Unload("m"))
-    assert waiting in story.core.requests
+    assert waiting in story.core.state.requests
     worker.die("stopped")
     assert story.started() == ["m/0"]
     story.ready_worker().end(waiting)
@@ -228,9 +228,9 @@ def test_the_answer_of_a_fenced_worker_is_not_taken(story: Story) -> None:
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     old = worker.epoch
     worker.hello().credit(1)
-    fenced = story.core.counters.fenced
+    fenced = story.core.state.counters.fenced
     assert story.do(ev.WorkerTokens(old, ident, {"text": "old"}, ())) == []
-    assert story.core.counters.fenced == fenced + 1
+    assert story.core.state.counters.fenced == fenced + 1
     story.do(ev.WorkerTokens(worker.epoch, ident, {"text": "new"}, ()))
     story.assert_sent(1, "tokens", id=ident, text="new")
 

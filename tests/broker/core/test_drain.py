@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlxpool.broker.models import listing
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.request import State
 from mlxpool.broker.workers.worker import WorkerState
@@ -36,7 +37,7 @@ def test_a_drained_worker_finishes_what_it_has(story: Story) -> None:
     assert worker.stopped
     worker.die("stopped")
     assert story.started() == ["m/0"], "somebody waits"
-    assert story.core.fleet.slots["m/0"].restarts == 0
+    assert story.core.state.registry.slots["m/0"].restarts == 0
     assert story.model().failures == 0
 
 
@@ -82,7 +83,7 @@ def test_a_worker_that_hands_nothing_back_is_ended(story: Story) -> None:
     worker.assert_is(WorkerState.CONDEMNED)
     assert story.request(request).state is State.QUEUED
     worker.die("killed by SIGKILL")
-    assert story.core.fleet.slots["m/0"].last_exit == "drained"
+    assert story.core.state.registry.slots["m/0"].last_exit == "drained"
 
 
 def test_drain_twice_is_drain_once(story: Story) -> None:
@@ -122,9 +123,9 @@ def test_a_yield_of_what_is_not_there_is_nothing(story: Story) -> None:
     for runs in (None, 3, [3], [[request]], [[request, 99]], [[X, 1]], [["x", 1]]):
         story.do(ev.WorkerYield(worker.epoch, runs))
         assert story.request(request).state is State.ASSIGNED
-    fenced = story.core.counters.fenced
+    fenced = story.core.state.counters.fenced
     story.do(ev.WorkerYield(worker.epoch + 1, [[request, 1]]))
-    assert story.core.counters.fenced == fenced + 1
+    assert story.core.state.counters.fenced == fenced + 1
 
 
 def test_a_yield_of_a_cancelled_run_frees_its_place(story: Story) -> None:
@@ -208,7 +209,7 @@ def test_a_drained_model_takes_nothing_new_until_it_is_loaded(story: Story) -> N
     assert worker.stopped
     worker.die("stopped")
     assert story.started() == []
-    assert {m["name"]: m["state"] for m in story.core.model_list(story.now)}["m"] == "drained"
+    assert {m["name"]: m["state"] for m in listing.rows(story.core.state.registry, story.now)}["m"] == "drained"
     story.do(ev.Load("m"))
     assert story.started() == ["m/0"]
     story.generate()
@@ -231,7 +232,7 @@ def test_a_models_drain_has_an_end(story: Story) -> None:
     for each in (request, waiting):
         story.assert_ended(each, "draining")
     assert worker.stopped
-    assert other in story.core.requests
+    assert other in story.core.state.requests
 
 
 def test_a_stream_of_a_drained_model_survives_its_worker(story: Story) -> None:

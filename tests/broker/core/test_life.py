@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mlxpool.broker.interface import actions as act
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.request import State
 from mlxpool.common.protocol import frames
@@ -84,7 +85,7 @@ def test_the_log_line_of_a_request_has_no_text(story: Story) -> None:
     worker, request = story.running(prompt="a secret")
     worker.tokens(request, 1, facts={"prompt_tokens": 3})
     worker.end(request, rest="private")
-    notes = [a for a in story.last if isinstance(a, ev.Note) and a.event == "request"]
+    notes = [a for a in story.last if isinstance(a, act.Note) and a.event == "request"]
     assert len(notes) == 1
     assert notes[0].fields["tokens"] == 1
     assert notes[0].fields["prompt_tokens"] == 3
@@ -140,7 +141,7 @@ def test_an_error_of_the_worker_is_the_terminal(story: Story) -> None:
     worker.tokens(request, 2)
     worker.fail(request, "context_exceeded", "2049 tokens, at most 2048")
     story.assert_sent(1, "error", id=request, pos=2, code="context_exceeded")
-    assert story.core.counters.failures["context_exceeded"] == 1
+    assert story.core.state.counters.failures["context_exceeded"] == 1
     story.assert_conserved()
 
 
@@ -150,7 +151,7 @@ def test_an_error_of_the_worker_is_the_terminal(story: Story) -> None:
 def test_an_unknown_model_is_told_the_nearest(story: Story) -> None:
     story.generate(name="othr")
     story.assert_refused("unknown_model", "'othr'", "did you mean 'other'?")
-    assert story.core.counters.rejected["unknown_model"] == 1
+    assert story.core.state.counters.rejected["unknown_model"] == 1
     story.assert_idle()
 
 
@@ -166,7 +167,7 @@ def test_a_full_queue_says_its_numbers() -> None:
     frame = story.assert_refused("queue_full", "2 requests", "at most 2")
     assert frame.body["retryable"] is True
     assert frame.body["retry_after_ms"] > 0
-    assert len(story.core.requests) == 2
+    assert len(story.core.state.requests) == 2
     story.generate(name="other")
     story.assert_sent(1, "accepted")
 
@@ -228,8 +229,8 @@ def test_a_queue_is_bounded_in_bytes_too() -> None:
 def test_a_bad_request_names_what_is_wrong(story: Story, body: dict[str, Any], word: str) -> None:
     story.generate(**body)
     story.assert_refused("bad_request", word)
-    assert not story.core.requests
-    assert not story.core.tombstones
+    assert not story.core.state.requests
+    assert not story.core.state.tombstones
 
 
 def test_unknown_top_level_keys_are_ignored(story: Story) -> None:

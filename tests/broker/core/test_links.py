@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlxpool.broker.interface import actions as act
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.request import State
 from mlxpool.broker.workers.worker import WorkerState
@@ -25,14 +26,14 @@ def test_a_silent_links_streams_are_cancelled_after_the_grace(story: Story) -> N
     for _ in range(3):
         story.later(3)
         story.hear(2)
-    assert ev.ForgetLink(1) not in story.last
-    assert ev.ForgetLink(1) in story.later(1)
+    assert act.ForgetLink(1) not in story.last
+    assert act.ForgetLink(1) in story.later(1)
     assert story.to_client() == []
     for request in (streaming, queued):
-        assert story.core.tombstones[request].state is State.CANCELLED
+        assert story.core.state.tombstones[request].state is State.CANCELLED
     assert worker.cancelled == [(streaming, 1)]
-    assert other in story.core.requests
-    assert list(story.core.links) == [2]
+    assert other in story.core.state.requests
+    assert list(story.core.state.links) == [2]
     story.assert_conserved()
 
 
@@ -41,20 +42,20 @@ def test_a_link_that_is_heard_lives_on(story: Story) -> None:
     for _ in range(10):
         story.later(5)
         story.hear()
-    assert request in story.core.requests
+    assert request in story.core.state.requests
 
 
 def test_nothing_is_sent_on_a_lost_link_and_its_streams_end_in_time(story: Story) -> None:
     worker, request = story.running()
     story.do(ev.LinkLost(1))
     story.do(ev.LinkLost(1))
-    assert story.core.counters.links_lost == 1
+    assert story.core.state.counters.links_lost == 1
     worker.tokens(request)
     assert story.to_client() == []
     story.later(10)
     assert story.to_client() == []
     assert worker.cancelled == [(request, 1)]
-    assert story.core.counters.cancelled == 1
+    assert story.core.state.counters.cancelled == 1
     story.assert_conserved()
 
 
@@ -91,9 +92,9 @@ def test_frames_of_an_old_epoch_are_fenced(story: Story) -> None:
         ev.WorkerBeat(epoch, {}),
         ev.WorkerCredit(epoch, {"sequences": 9, "works": 0}),
     ):
-        before = story.core.counters.fenced
+        before = story.core.state.counters.fenced
         assert story.do(event) == []
-        assert story.core.counters.fenced == before + 1
+        assert story.core.state.counters.fenced == before + 1
     story.do(ev.WorkerBye(epoch, {"code": "internal", "message": "old"}))
     again.end(request)
     story.assert_ended(request, "stop", attempt=2)
@@ -105,9 +106,9 @@ def test_a_place_that_the_worker_does_not_have_is_fenced(story: Story) -> None:
         deltas.Delta(X, 1, 0, "x", pack_ids([0])),
         deltas.Delta(request, 2, 0, "x", pack_ids([0])),
     ):
-        before = story.core.counters.fenced
+        before = story.core.state.counters.fenced
         assert worker.say(strange) == []
-        assert story.core.counters.fenced == before + 1
+        assert story.core.state.counters.fenced == before + 1
     worker.end(request)
     story.assert_ended(request, "stop")
     worker.say(deltas.Delta(request, 1, 0, "", b"", end={"reason": "stop"}))
@@ -128,7 +129,7 @@ def test_a_wrong_position_condemns_the_worker(story: Story) -> None:
     waiting = story.generate()
     assert story.started() == []
     worker.die("stopped")
-    cause = story.core.fleet.slots["m/0"].last_exit
+    cause = story.core.state.registry.slots["m/0"].last_exit
     assert cause == "it sent position 5 where 1 was due"
     again = story.ready_worker(sequences=3)
     for request, have in ((bad, 1), (good, 2), (waiting, 0)):
@@ -227,4 +228,4 @@ def test_a_client_that_was_frozen_goes_on_from_what_it_has(story: Story) -> None
 def test_a_link_without_streams_is_forgotten_in_silence(story: Story) -> None:
     story.hear(4)
     assert story.later(11) == []
-    assert not story.core.links
+    assert not story.core.state.links

@@ -36,7 +36,7 @@ def test_a_stream_goes_on_in_the_next_worker(story: Story) -> None:
     again.end(request, count=1)
     story.assert_sent(1, "done", pos=3, attempts=2)
     assert story.heard[request, 1].ids == [0, 1, 2]
-    assert story.core.counters.resumed == 1
+    assert story.core.state.counters.resumed == 1
     story.assert_idle()
     story.assert_conserved()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mlxpool.broker.models import listing
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.telemetry import stats
@@ -19,7 +20,7 @@ HERE, THERE = "/models/here", "/models/there"
 
 def pool(places: dict[str, str], **models: ModelConfig) -> Story:
     story = Story(models)
-    story.core = Core(story.core.config, story.core.boot, places=places)
+    story.core = Core(story.core.state.config, story.core.state.boot, places=places)
     return story
 
 
@@ -33,7 +34,7 @@ def describe(story: Story, name: str, digest: str, **about: Any) -> None:
 
 
 def row(story: Story, name: str) -> dict[str, Any]:
-    return next(m for m in story.core.model_list(story.now) if m["name"] == name)
+    return next(m for m in listing.rows(story.core.state.registry, story.now) if m["name"] == name)
 
 
 def test_two_names_for_one_folder_share_a_worker() -> None:
@@ -43,7 +44,7 @@ def test_two_names_for_one_folder_share_a_worker() -> None:
     assert request in worker.runs and story.started() == []
     worker.end(request)
     story.assert_ended(request, "stop")
-    assert list(story.core.fleet.slots) == ["a/0"]
+    assert list(story.core.state.registry.slots) == ["a/0"]
     assert (row(story, "b")["state"], row(story, "b")["shares"]) == ("ready", "a")
     assert row(story, "a")["shares"] is None
 
@@ -70,7 +71,7 @@ def test_workers_are_not_shared_under_other_settings(other: dict[str, Any]) -> N
 
 def test_what_is_about_company_only_is_the_most_that_any_name_asks_for() -> None:
     story = twins(replicas=2, keep_alive=5000.0)
-    assert list(story.core.fleet.slots) == ["a/0", "a/1"]
+    assert list(story.core.state.registry.slots) == ["a/0", "a/1"]
     assert story.model("a").config.keep_alive == 5000.0
     assert twins(keep_alive=-1.0).model("a").config.keep_alive == -1.0
     assert twins(pin=True, keep_alive=-1.0).model("a").config.pin
@@ -78,7 +79,7 @@ def test_what_is_about_company_only_is_the_most_that_any_name_asks_for() -> None
 
 def test_models_without_a_place_are_never_shared() -> None:
     story = pool({}, a=model(), b=model())
-    assert list(story.core.fleet.slots) == ["a/0", "b/0"]
+    assert list(story.core.state.registry.slots) == ["a/0", "b/0"]
 
 
 def test_each_stream_and_each_error_keeps_the_name_that_was_asked_for() -> None:
@@ -121,7 +122,7 @@ def test_why_a_model_failed_is_shown_until_it_is_asked_for_or_mended() -> None:
     worker = story.workers["a/0"].hello()
     worker.bye("model_load_failed", "no weights")
     worker.die("exit code 1", own=True)
-    story.later(story.core.config.probe_interval + 1)
+    story.later(story.core.state.config.probe_interval + 1)
     assert (row(story, "b")["state"], row(story, "b")["error"]) == ("failed", "no weights")
     describe(story, "a", "d1")
     assert (row(story, "b")["state"], row(story, "b")["error"]) == ("cold", None)
@@ -130,9 +131,9 @@ def test_why_a_model_failed_is_shown_until_it_is_asked_for_or_mended() -> None:
 def test_one_digest_in_two_places_is_one_model() -> None:
     story = pool({"a": HERE, "b": THERE}, a=model(), b=model())
     describe(story, "a", "d1")
-    assert list(story.core.fleet.slots) == ["a/0", "b/0"]
+    assert list(story.core.state.registry.slots) == ["a/0", "b/0"]
     describe(story, "b", "d1")
-    assert list(story.core.fleet.slots) == ["a/0"]
+    assert list(story.core.state.registry.slots) == ["a/0"]
     assert row(story, "b")["shares"] == "a"
 
 
@@ -145,7 +146,7 @@ def test_names_that_share_already_find_their_twins_together() -> None:
         shares.append([row(story, one)["shares"] for one in "abcd"])
     assert shares[2] == [None, "a", None, "c"], "d has not been looked at"
     assert shares[3] == [None, "a", "a", "a"]
-    assert list(story.core.fleet.slots) == ["a/0"]
+    assert list(story.core.state.registry.slots) == ["a/0"]
     worker = story.ready_worker("a")
     worker.end(story.generate(name="d"))
 
@@ -193,13 +194,13 @@ def test_timers_of_a_model_that_found_its_twin_do_nothing() -> None:
     story.do(ev.Unload("b"))
     story.do(ev.WorkerExited("b/0", "stopped"))  # the one that took the drained one's place
     for key in (("drained", "b"), ("restart", "b"), ("model", "b")):
-        story.core.timers.set(key, story.now + 1)
+        story.core.state.timers.set(key, story.now + 1)
     for name in "ab":
         describe(story, name, "d1")
     assert row(story, "b")["shares"] == "a"
     story.later(100)
     assert not [
-        key for key in story.core.timers._at if isinstance(key, tuple) and key[1] in ("b", "b/0")
+        key for key in story.core.state.timers._at if isinstance(key, tuple) and key[1] in ("b", "b/0")
     ]
 
 
@@ -256,7 +257,7 @@ def test_a_model_that_is_found_later() -> None:
     story.do(ev.ModelFound("b", model(), HERE, 0))
     story.do(ev.ModelFound("c", model(), THERE, 7))
     story.do(ev.ModelFound("c", model(context=3), THERE, 9))
-    assert [m["name"] for m in story.core.model_list(story.now)] == ["a", "b", "c"]
+    assert [m["name"] for m in listing.rows(story.core.state.registry, story.now)] == ["a", "b", "c"]
     assert (row(story, "b")["shares"], story.model("c").need) == ("a", 7)
     worker = story.ready_worker("c")
     worker.end(story.generate(name="c"))
@@ -281,7 +282,7 @@ def test_a_pinned_model_comes_again_without_being_asked_for() -> None:
     assert not worker.stopped
     worker.die(own=True)
     story.later(5)
-    assert story.core.fleet.slots["a/0"].worker is not None
+    assert story.core.state.registry.slots["a/0"].worker is not None
 
 
 def test_a_pinned_model_that_cannot_be_loaded_is_tried_again() -> None:
@@ -291,7 +292,7 @@ def test_a_pinned_model_that_cannot_be_loaded_is_tried_again() -> None:
     worker.bye("model_load_failed", "no config.json")
     worker.die("exit code 1", own=True)
     story.later(5)
-    assert story.core.fleet.slots["a/0"].worker is not None
+    assert story.core.state.registry.slots["a/0"].worker is not None
 
 
 def test_a_pinned_model_that_was_unloaded_stays_so_until_it_is_asked_for() -> None:
@@ -300,6 +301,6 @@ def test_a_pinned_model_that_was_unloaded_stays_so_until_it_is_asked_for() -> No
     story.do(ev.Unload("a"))
     worker.die("stopped")
     story.later(10_000)
-    assert story.core.fleet.slots["a/0"].worker is None
+    assert story.core.state.registry.slots["a/0"].worker is None
     story.generate(name="a")
     assert story.started() == ["a/0"]

@@ -130,10 +130,10 @@ def test_at_two_it_is_poisoned_and_refused_for_a_time() -> None:
     story.generate(bad, attempt=2, prompt="bad")
     story.assert_refused("poisoned")
     good = story.generate(prompt="good", deadline_ms=100_000)
-    assert good in story.core.requests
+    assert good in story.core.state.requests
     story.cancel(good)
     story.later(61)
-    assert not story.core.poisoned
+    assert not story.core.state.quarantine
     story.generate(prompt="bad")
     story.assert_sent(1, "accepted")
     story.assert_conserved()
@@ -143,7 +143,7 @@ def test_a_poisonous_request_does_not_take_its_neighbours_with_it(story: Story) 
     """Whenever the bad one has made a token, its worker dies by itself: all others end well."""
     _, requests = company(story, 8)
     bad, worker = requests[5], story.workers["m/0"]
-    while story.core.requests:
+    while story.core.state.requests:
         if bad in worker.runs:
             worker.tokens(bad, 1)
             worker.die("killed by SIGSEGV", own=True)
@@ -183,7 +183,7 @@ def test_who_runs_alone_is_judged_by_its_own_ends(story: Story) -> None:
 def test_the_second_end_by_one_request_says_nothing_of_its_model(story: Story) -> None:
     """The first one does: what no request gets through is broken, and ends whoever asks."""
     worker, requests = company(story, 5)
-    model = story.core.fleet.models["m"]
+    model = story.core.state.registry.models["m"]
     for n, request in enumerate(requests[:4], 1):
         worker.die("killed by SIGSEGV", own=True, prefill=request)
         assert model.failures == n
@@ -198,7 +198,7 @@ def test_the_second_end_by_one_request_says_nothing_of_its_model(story: Story) -
 
 def test_nor_does_the_second_hang_by_one_request(story: Story) -> None:
     worker, requests = company(story, 2)
-    model = story.core.fleet.models["m"]
+    model = story.core.state.registry.models["m"]
     for n, request in enumerate(requests, 1):
         for _ in range(2):
             worker.watched(21, Look("prefill", request=request, count=5))
@@ -216,7 +216,7 @@ def test_poison_in_a_pass_of_many_prompts_ends_alone(places: tuple[int, ...]) ->
     bad = [requests[place] for place in places]
     assert not any(run.body.get("suspect") for run in worker.runs.values())
     worker.die("killed by SIGSEGV", own=True)
-    while story.core.requests:
+    while story.core.state.requests:
         worker = story.ready_worker(sequences=64)
         assert all(run.body["suspect"] for run in worker.runs.values())
         while worker.runs and not (here := [one for one in worker.runs if one in bad]):
@@ -248,4 +248,4 @@ def test_poisoned_digests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             worker.die("exit code 9", own=True, prefill=request)
             worker = story.ready_worker()
         story.assert_ended(request, "poisoned")
-    assert len(story.core.poisoned) == 2
+    assert len(story.core.state.quarantine) == 2

@@ -109,18 +109,18 @@ class Pool(RuleBasedStateMachine):
     def resend(self, request: bytes, link: int, share: int, window: int) -> None:
         """A client goes on from some of the ids that it was sent."""
         core = self.story.core
-        live, tomb = core.requests.get(request), core.tombstones.get(request)
+        live, tomb = core.state.requests.get(request), core.state.tombstones.get(request)
         known = live or tomb
         if known is None:
             return
-        sent = live.sent if live is not None else core.tombstones[request].pos
+        sent = live.sent if live is not None else core.state.tombstones[request].pos
         first: dict[str, Any] = {"first_token_ms": 2_000} if request == IDS[4] else {}
         have = sent * share // 3
         self.send(request, link, known.attempt + 1, have, window=window, **first)
 
     @rule(request=ids, link=links, other_owner=st.booleans())
     def duplicate(self, request: bytes, link: int, other_owner: bool) -> None:
-        known = request in self.story.core.requests or request in self.story.core.tombstones
+        known = request in self.story.core.state.requests or request in self.story.core.state.tombstones
         if not known:
             return
         if other_owner:
@@ -133,10 +133,10 @@ class Pool(RuleBasedStateMachine):
     @rule(request=ids, link=links)
     def foreign_ids(self, request: bytes, link: int) -> None:
         """Ids that the stream does not have end it, and no other."""
-        live = self.story.core.requests.get(request)
+        live = self.story.core.state.requests.get(request)
         if live is None or request in (NOT_DURABLE, IDS[4]) or link in self.lost:
             return
-        others = set(self.story.core.requests) - {request}
+        others = set(self.story.core.state.requests) - {request}
         attempt = live.attempt + 1
         self.newest[request] = max(self.newest[request], attempt)
         self.story.generate(
@@ -148,17 +148,17 @@ class Pool(RuleBasedStateMachine):
             priority=IDS.index(request) % 3,
         )
         self.story.assert_sent(link, "error", id=request, attempt=attempt)
-        assert set(self.story.core.requests) == others
+        assert set(self.story.core.state.requests) == others
 
     @rule(request=ids, link=links, owner=st.sampled_from(["uid:1", "uid:2", None]))
     def cancel(self, request: bytes, link: int, owner: str | None) -> None:
         self.story.cancel(request, link, owner)
         if owner != "uid:2":
-            assert request not in self.story.core.requests
+            assert request not in self.story.core.state.requests
 
     @rule(request=ids, more=st.integers(-1, 5))
     def ack(self, request: bytes, more: int) -> None:
-        known = self.story.core.requests.get(request)
+        known = self.story.core.state.requests.get(request)
         if known is not None:
             self.story.ack(request, known.acked + more, known.link)
 
@@ -213,11 +213,11 @@ class Pool(RuleBasedStateMachine):
         if worker is None:
             return
         request = min(worker.runs)
-        live, run = self.story.core.requests.get(request), worker.runs[request].attempt
+        live, run = self.story.core.state.requests.get(request), worker.runs[request].attempt
         due = live.taken + count if live is not None and live.run == run else None
         worker.end(request, outcome, count)
         if due is not None and worker.state not in FENCED:
-            assert self.story.core.tombstones[request].pos == due, "a tail that was not sent"
+            assert self.story.core.state.tombstones[request].pos == due, "a tail that was not sent"
 
     @rule(replica=replicas)
     def error_end(self, replica: int) -> None:
@@ -307,7 +307,7 @@ class Pool(RuleBasedStateMachine):
         self.story.later(seconds)
 
     def hear_all(self) -> None:
-        for link in list(self.story.core.links):
+        for link in list(self.story.core.state.links):
             self.story.hear(link)
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 13.0]), told=st.booleans())
@@ -354,23 +354,23 @@ class Pool(RuleBasedStateMachine):
     @invariant()
     def every_live_request_is_whole(self) -> None:
         core = self.story.core
-        for request in core.requests.values():
+        for request in core.state.requests.values():
             assert request.live
-            assert core.timers._at.get(request.id, 1e99) <= request.deadline, "no timer"
+            assert core.state.timers._at.get(request.id, 1e99) <= request.deadline, "no timer"
             assert request.acked <= request.sent <= request.taken
             unread = b"".join(chunk.ids for chunk in request.unread)
             assert request.ids[4 * request.sent :] == unread, "sent is no prefix of taken"
             assert request.unread_bytes == sum(chunk.size for chunk in request.unread)
             shut = request.sent - request.acked >= request.payload.window
             assert shut or not request.unread, "it waits behind an open window"
-            assert request.id in core.links[request.link].ids
+            assert request.id in core.state.links[request.link].ids
             assert request.barren <= (2 if request.charge < 1 else 4) and request.charge < 2
             self.check_place(request)
 
     def check_place(self, request: Request) -> None:
         """It waits in its queue exactly while it is QUEUED; else a worker has it."""
         queue = self.story.model(request.payload.model).queue
-        worker = self.story.core.fleet.worker(request.worker)
+        worker = self.story.core.state.workers.get(request.worker)
         queued = request.state is State.QUEUED
         assert sum(each is request for each in queue) == int(queued)
         assert (worker is not None and (request.id, request.run) in worker.places) != queued
@@ -378,22 +378,22 @@ class Pool(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         core = self.story.core
-        assert not core.grouped
-        assert core.fleet.used() <= MEMORY
-        for each in core.fleet.models.values():
+        assert not core.outbox.merged
+        assert core.pool.memory_used() <= MEMORY
+        for each in core.state.registry.models.values():
             waiting = list(each.queue)
             assert len(each.queue) == len(waiting)
             assert each.queue.bytes == sum(request.payload.size for request in waiting)
-            assert all(core.requests.get(request.id) is request for request in waiting)
+            assert all(core.state.requests.get(request.id) is request for request in waiting)
             for worker in each.workers:
                 self.check_worker(worker)
-        for number, link in core.links.items():
-            assert ("link", number) in core.timers._at
-            assert all(core.requests[request].link == number for request in link.ids)
-        for epoch, worker in core.fleet.by_epoch.items():
-            assert worker.epoch == epoch and core.fleet.slots[worker.slot].worker is worker
+        for number, link in core.state.links.items():
+            assert ("link", number) in core.state.timers._at
+            assert all(core.state.requests[request].link == number for request in link.ids)
+        for epoch, worker in core.state.workers.items():
+            assert worker.epoch == epoch and core.state.registry.slots[worker.slot].worker is worker
         assert all(
-            ident in core.fleet.by_epoch[epoch].asked for ident, (_, epoch) in core.asked.items()
+            ident in core.state.workers[epoch].asked for ident, (_, epoch) in core.state.calls.items()
         )
 
     def check_worker(self, worker: Worker) -> None:
@@ -420,16 +420,16 @@ class Pool(RuleBasedStateMachine):
                 if worker.state is not WorkerState.LOST:
                     worker.die(own=True)
             story.later(70)
-        if story.core.stopping:  # calls do not hold up a drain; what stops the broker answers them
+        if not story.core.state.admits:  # calls do not hold up a drain; what stops the broker answers them
             story.do(ev.Shutdown())
         story.assert_conserved()
         story.assert_idle()
-        assert not story.core.links and not story.core.poisoned
-        assert not story.core.fleet.by_epoch
+        assert not story.core.state.links and not story.core.state.quarantine
+        assert not story.core.state.workers
         self.check_ends()
         story.later(700)
-        assert not story.core.tombstones
-        assert not any(isinstance(key, bytes) for key in story.core.timers._at)
+        assert not story.core.state.tombstones
+        assert not any(isinstance(key, bytes) for key in story.core.state.timers._at)
 
     def check_ends(self) -> None:
         """Only what was sent again, or whose client is gone, may lack its terminal."""

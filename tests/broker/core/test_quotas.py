@@ -26,7 +26,7 @@ def test_live_requests_are_counted_for_each_owner() -> None:
     worker.end(first)
     story.generate()
     story.assert_sent(1, "accepted")
-    assert sum(story.core.owned.values()) == len(story.core.requests)
+    assert sum(story.core.state.owned.values()) == len(story.core.state.requests)
 
 
 def test_a_request_that_is_sent_again_is_no_second_one() -> None:
@@ -34,18 +34,18 @@ def test_a_request_that_is_sent_again_is_no_second_one() -> None:
     request = story.generate()
     story.generate(request, attempt=2)
     story.assert_sent(1, "accepted")
-    assert story.core.owned == {OWNER: 1}
+    assert story.core.state.owned == {OWNER: 1}
 
 
 def test_whatever_ends_it_gives_the_place_back() -> None:
     story = Story(quota_requests=1)
     story.cancel(story.generate())
-    assert not story.core.owned
+    assert not story.core.state.owned
     story.generate(queue_ms=100)
     story.later(1.0)
-    assert not story.core.owned
+    assert not story.core.state.owned
     story.generate(name="nobody")
-    assert not story.core.owned
+    assert not story.core.state.owned
 
 
 def test_prompts_that_wait_are_bounded() -> None:
@@ -79,15 +79,15 @@ def test_a_cancel_is_always_obeyed() -> None:
     requests = [story.generate() for _ in range(4)]
     for request in requests:
         story.cancel(request)
-    assert not story.core.requests
+    assert not story.core.state.requests
 
 
 def test_new_limits_hold_at_once_and_for_new_requests() -> None:
     story = Story()
     story.generate(), story.generate()
-    config = story.core.config
-    story.do(ev.Reload(replace(config, quota_requests=1), story.core.fleet.memory))
-    assert len(story.core.requests) == 2
+    config = story.core.state.config
+    story.do(ev.Reload(replace(config, quota_requests=1), story.core.state.registry.memory))
+    assert len(story.core.state.requests) == 2
     story.generate()
     refused(story, "2 live requests", "at most 1")
 
@@ -100,7 +100,7 @@ def test_a_revoked_owners_streams_end_and_nobody_elses() -> None:
     story.do(ev.Revoked(OWNER))
     for request in (running, waiting):
         story.assert_ended(request, "unauthorized")
-    assert list(story.core.requests) == [other]
+    assert list(story.core.state.requests) == [other]
     assert (running, 1) in worker.cancelled
     story.assert_conserved()
 
@@ -110,7 +110,7 @@ def test_a_revoked_owners_streams_end_and_nobody_elses() -> None:
 
 def dial(story: Story, name: str = "m") -> FakeWorker:
     """A worker of this model dials in and takes work."""
-    slot = story.core.fleet.place_for(name)
+    slot = story.core.state.registry.remote_slot_name(name)
     worker = story.workers.setdefault(slot, FakeWorker(story, slot))
     story.do(ev.WorkerDialled(slot, name, {"context": 2048, "pid": 5}, "t"))
     return worker.credit(4)
@@ -124,7 +124,7 @@ def remote(**settings: int) -> Story:
 def test_nothing_is_started_and_requests_wait() -> None:
     story = remote()
     request = story.generate()
-    assert story.started() == [] and story.core.requests
+    assert story.started() == [] and story.core.state.requests
     worker = dial(story)
     assert request in worker.runs
 
@@ -152,7 +152,7 @@ def test_a_remote_workers_failures_close_no_breaker() -> None:
         story.do(ev.WorkerExited(worker.slot, "its connection ended"))
     story.generate()
     story.assert_sent(1, "accepted")
-    assert story.core.fleet.models["m"].failures == 0
+    assert story.core.state.registry.models["m"].failures == 0
 
 
 def test_idle_time_and_want_of_memory_end_no_remote_worker() -> None:
@@ -162,7 +162,7 @@ def test_idle_time_and_want_of_memory_end_no_remote_worker() -> None:
     worker.end(request)
     story.later(100.0)
     assert not worker.stopped
-    assert story.core.fleet.used() == 0
+    assert story.core.pool.memory_used() == 0
 
 
 def test_a_model_that_a_worker_brings_can_be_asked_for() -> None:
@@ -178,7 +178,7 @@ def test_a_broker_that_is_going_down_welcomes_nobody() -> None:
     story = remote()
     story.do(ev.Shutdown())
     story.do(ev.WorkerDialled("m/0", "m", {}, "t"))
-    assert not story.core.fleet.by_epoch
+    assert not story.core.state.workers
 
 
 # ---- models come and go ------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_a_model_that_is_gone_finishes_and_is_unknown() -> None:
     worker.end(request)
     assert worker.stopped
     worker.die()
-    config = story.core.fleet.names.known["m"].config
+    config = story.core.state.registry.names.known["m"].config
     story.do(ev.ModelFound("m", config, "", 0))
     story.generate()
     story.assert_sent(1, "accepted")
@@ -215,4 +215,4 @@ def test_fewer_replicas_drain_the_others() -> None:
     assert second.stopped and not first.stopped
     second.die()
     story.do(ev.Load("m"))
-    assert story.core.fleet.slots["m/1"].worker is None
+    assert story.core.state.registry.slots["m/1"].worker is None

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from mlxpool.broker.models import listing
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.request import State
 from mlxpool.broker.workers.placement import restart_delay
@@ -86,7 +87,7 @@ def test_the_breaker_opens_after_five_failures(story: Story) -> None:
     assert "5 times in a row" in frame.body["message"]
     assert "exit code 3" in frame.body["message"]
     assert frame.body["retry_after_ms"] == 300_000
-    assert story.core.model_list(story.now)[0]["state"] == "broken"
+    assert listing.rows(story.core.state.registry, story.now)[0]["state"] == "broken"
     story.generate()
     story.assert_refused("model_unavailable", "exit code 3", "300 s")
     story.later(299)
@@ -147,7 +148,7 @@ def test_the_last_word_of_a_worker_that_was_ready_is_how_it_ended(story: Story, 
     worker.die("exit code 1", own=True)
     frame = story.assert_ended(frail, "worker_lost")
     assert frame.body["details"]["cause"] == "the device is lost: a reason"
-    assert story.core.fleet.slots["m/0"].last_exit == "the device is lost: a reason"
+    assert story.core.state.registry.slots["m/0"].last_exit == "the device is lost: a reason"
     assert story.request(request).charge == 0.5
     assert story.model().last_error is None
     story.later(pause(1))
@@ -184,7 +185,7 @@ def test_last_words_are_bounded(story: Story, error: dict[str, str], cause: str)
     story.do(ev.WorkerBye(worker.epoch, error))
     worker.die("exit code 1", own=True)
     assert story.assert_ended(frail, "worker_lost").body["details"]["cause"] == cause
-    assert story.core.fleet.slots["m/0"].last_exit == cause
+    assert story.core.state.registry.slots["m/0"].last_exit == cause
 
 
 def test_a_worker_that_cannot_be_started_is_a_load_failure(story: Story) -> None:

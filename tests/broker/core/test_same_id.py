@@ -46,7 +46,7 @@ def test_an_equal_attempt_is_accepted_again(story: Story) -> None:
     assert len(story.last) == 1
     worker.tokens(X)
     story.assert_sent(1, "delta", pos=2)
-    assert story.core.counters.accepted == 1
+    assert story.core.state.counters.accepted == 1
 
 
 def test_a_lower_attempt_is_dropped(story: Story) -> None:
@@ -66,14 +66,14 @@ def test_a_higher_attempt_takes_over_and_stops_the_old_run(story: Story) -> None
     worker.tokens(X)
     story.assert_sent(2, "delta", pos=0)
     # What the old run still says is dropped, and its end gives its place back.
-    fenced = story.core.counters.fenced
+    fenced = story.core.state.counters.fenced
     old = deltas.Delta(X, 1, 2, "late", pack_ids([2]))
     assert worker.say(old) == []
     worker.say(deltas.Delta(X, 1, 3, "", b"", end={"reason": "cancelled"}))
-    assert story.core.counters.fenced == fenced, "the place was still known"
+    assert story.core.state.counters.fenced == fenced, "the place was still known"
     worker.end(X)
     story.assert_ended(X, "stop", attempt=2)
-    assert story.core.counters.accepted == 1
+    assert story.core.state.counters.accepted == 1
     story.assert_conserved()
     story.assert_idle()
 
@@ -124,16 +124,16 @@ def test_a_higher_attempt_of_an_ended_id_runs_again(story: Story) -> None:
     story.assert_sent(1, "accepted", attempt=2)
     worker.end(X, count=2)
     assert story.heard[X, 2].ids == [0, 1]
-    assert story.core.counters.accepted == 2
+    assert story.core.state.counters.accepted == 2
     story.assert_conserved()
 
 
 def test_tombstones_are_forgotten_in_time(story: Story) -> None:
     worker, _ = story.running(request=X)
     worker.end(X)
-    assert story.core.tombstones
+    assert story.core.state.tombstones
     story.later(601)
-    assert not story.core.tombstones
+    assert not story.core.state.tombstones
     story.cancel(X)
     story.assert_sent(1, "fate", state="unknown", pos=0)
 
@@ -144,7 +144,7 @@ def test_tombstones_are_bounded(story: Story, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(5):
         worker.end(story.generate())
         worker.credit()
-    assert list(story.core.tombstones) == [request_id(n) for n in (3, 4, 5)]
+    assert list(story.core.state.tombstones) == [request_id(n) for n in (3, 4, 5)]
 
 
 # ---- cancel --------------------------------------------------------------------------------------

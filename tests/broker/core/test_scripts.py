@@ -75,7 +75,7 @@ class Play:
         while seconds > 0:
             step = min(1.0, seconds)
             actions = self.story.later(step)
-            for link in list(self.story.core.links):
+            for link in list(self.story.core.state.links):
                 if link not in self.silent:
                     self.story.hear(link)
             self.story.last = actions or self.story.last
@@ -84,7 +84,7 @@ class Play:
     def broker(self, name: str, rest: str, words: list[str]) -> None:
         assert rest == "restarts"
         story = self.story
-        story.core = Core(story.core.config, BOOT)
+        story.core = Core(story.core.state.config, BOOT)
         story.workers.clear()
         story.last = []
 

@@ -90,7 +90,7 @@ def test_ids_that_are_not_those_of_the_stream_are_refused(story: Story, ids: lis
 def test_a_longer_resume_than_max_tokens_is_refused(story: Story) -> None:
     again(story, 4, options={"max_tokens": 3})
     story.assert_refused("bad_request", "resume has 4 ids, max_tokens is 3")
-    assert not story.core.requests
+    assert not story.core.state.requests
 
 
 def test_a_lower_attempt_changes_nothing(story: Story) -> None:
@@ -142,11 +142,11 @@ def test_a_refused_sending_ends_the_stream_on_its_new_link(story: Story) -> None
     worker, _ = story.running(request=X)
     worker.tokens(X, 1)
     worker.die()
-    story.core.fleet.models["m"].failures = 5
+    story.core.state.registry.models["m"].failures = 5
     story.model().retry_at = story.now + 10
     again(story, 1, link=2)
     story.assert_sent(2, "error", id=X, attempt=2, code="model_unavailable")
-    assert not story.core.requests
+    assert not story.core.state.requests
     story.assert_conserved()
 
 

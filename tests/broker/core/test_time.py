@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mlxpool.broker.models import listing
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.request import State
 from mlxpool.broker.workers.worker import WorkerState
@@ -68,7 +69,7 @@ def test_an_idle_model_is_unloaded() -> None:
     worker.die("stopped")
     story.later(100)
     assert story.started() == []
-    assert story.core.model_list(story.now)[0]["state"] == "cold"
+    assert listing.rows(story.core.state.registry, story.now)[0]["state"] == "cold"
 
 
 def test_a_request_keeps_a_model_alive() -> None:
@@ -164,7 +165,7 @@ def test_no_ack_behind_a_shut_window_is_a_slow_consumer(story: Story) -> None:
     for _ in range(29):
         story.later(1)
         story.hear()
-    assert request in story.core.requests
+    assert request in story.core.state.requests
     story.later(1)
     frame = story.assert_sent(1, "error", id=request, code="slow_consumer", pos=2)
     assert "no ack for 30 s" in frame.body["message"]
@@ -182,7 +183,7 @@ def test_an_ack_starts_the_grace_again(story: Story) -> None:
             story.hear()
         story.ack(request, have)
         assert story.to_client("delta") == []
-    assert request in story.core.requests
+    assert request in story.core.state.requests
     story.ack(request, 3)
     story.assert_sent(1, "delta", pos=3)
 
@@ -193,7 +194,7 @@ def test_an_open_window_needs_no_ack(story: Story) -> None:
     for _ in range(100):
         story.later(1)
         story.hear()
-    assert request in story.core.requests
+    assert request in story.core.state.requests
 
 
 def test_too_much_unread_is_a_slow_consumer() -> None:
@@ -263,7 +264,7 @@ def test_no_first_token_in_time(story: Story) -> None:
     story.later(0.1)
     frame = story.assert_sent(1, "error", id=request, code="deadline_exceeded")
     assert "first_token_ms" in frame.body["message"]
-    assert not story.core.requests
+    assert not story.core.state.requests
 
 
 def test_a_first_token_ends_that_wait(story: Story) -> None:
@@ -274,7 +275,7 @@ def test_a_first_token_ends_that_wait(story: Story) -> None:
     for _ in range(5):
         story.later(1)
         story.hear()
-    assert request in story.core.requests
+    assert request in story.core.state.requests
 
 
 def test_queue_ms_counts_only_until_the_first_worker(story: Story) -> None:

@@ -22,7 +22,7 @@ VLLM_INTER_TOKEN = (
 
 
 def of(story: Story, model: str = "m") -> Figures:
-    return story.core.counters.of(model)
+    return story.core.state.counters.of(model)
 
 
 def count(histogram: Histogram) -> int:
@@ -170,8 +170,8 @@ def test_what_was_refused_is_no_request_of_the_model(story: Story) -> None:
     story.assert_refused("bad_request")
     story.generate(name="nowhere")
     story.assert_refused("unknown_model")
-    assert set(story.core.counters.models) <= {"m", "other"}
-    assert story.core.counters.rejected == {"bad_request": 1, "unknown_model": 1}
+    assert set(story.core.state.counters.models) <= {"m", "other"}
+    assert story.core.state.counters.rejected == {"bad_request": 1, "unknown_model": 1}
     assert of(story).accepted == 0
 
 

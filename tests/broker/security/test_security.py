@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlxpool.broker.admin.reload import FIXED, compare
 from mlxpool.broker.processes.remote_slots import sample_of
 from mlxpool.broker.security.keyring import Keyring
-from mlxpool.broker.security.quotas import DEBT, FEW, Rates
+from mlxpool.broker.requests.quotas import DEBT, FEW, Rates
 from mlxpool.common.config.loading import BUILTIN, KeyConfig, ModelConfig, PoolConfig
 from mlxpool.common.progress import Look
 

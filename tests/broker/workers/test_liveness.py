@@ -175,7 +175,7 @@ def test_a_hung_worker_is_condemned_and_its_cause_told(story: Story) -> None:
     assert worker.look(Look("decode", count=8)) == [], "what it does now does not count"
     assert worker.beat() == [], "and it is not heard"
     worker.die("killed by SIGKILL")
-    assert story.core.fleet.slots["m/0"].last_exit == "hung in decode for 10.0 s"
+    assert story.core.state.registry.slots["m/0"].last_exit == "hung in decode for 10.0 s"
     again = story.ready_worker()
     assert again.runs[request].pos == 2
     assert story.request(request).charge == 1.0
@@ -200,9 +200,9 @@ def test_a_frozen_broker_forgives_silent_clients(story: Story) -> None:
     story.now += 20
     story.do(ev.Late(20.0))
     story.do(ev.Wake())
-    assert request in story.core.requests
+    assert request in story.core.state.requests
     story.later(5)
-    assert request in story.core.requests, "5 s of silence, not 25"
+    assert request in story.core.state.requests, "5 s of silence, not 25"
 
 
 def test_a_hang_in_load_has_the_limit_of_loads(story: Story) -> None:
@@ -213,7 +213,7 @@ def test_a_hang_in_load_has_the_limit_of_loads(story: Story) -> None:
     worker.watched(21, Look("load", count=1))
     worker.assert_is(WorkerState.CONDEMNED)
     worker.die("killed by SIGKILL")
-    assert "hung in load" in story.core.fleet.slots["m/0"].last_exit
+    assert "hung in load" in story.core.state.registry.slots["m/0"].last_exit
     assert story.request(request).charge == 0
 
 
@@ -224,7 +224,7 @@ def test_a_worker_beyond_its_memory_limit(story: Story) -> None:
     worker.assert_is(WorkerState.CONDEMNED)
     assert story.request(request).charge == 1.0
     worker.die("killed by SIGKILL")
-    assert story.core.fleet.slots["m/0"].last_exit.startswith("out of memory: 1001 bytes")
+    assert story.core.state.registry.slots["m/0"].last_exit.startswith("out of memory: 1001 bytes")
 
 
 def test_a_stopped_worker_charges_nobody(story: Story) -> None:

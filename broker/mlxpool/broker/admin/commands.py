@@ -11,8 +11,10 @@ from mlxpool.broker.admin.subscriptions import MOST, Watchers
 from mlxpool.broker.edge.memory_guard import cut
 from mlxpool.broker.edge.peers import Peers
 from mlxpool.broker.interface import events as ev
+from mlxpool.broker.models import listing
+from mlxpool.broker.models.model import Model
 from mlxpool.broker.telemetry import broker_info, stats, top
-from mlxpool.broker.workers.worker import Model, Slot
+from mlxpool.broker.workers.slot import Slot
 from mlxpool.common.errors import BadRequest, Draining, Internal, PoolError, QueueFull
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header, Message
@@ -44,7 +46,7 @@ class Admin:
                 return
             peer, parts = received
             if not peer.admitted:
-                self.broker.core.counters.auth_failures += 1
+                self.broker.core.state.counters.auth_failures += 1
                 self.peers.forget(peer.number)
                 cut(peer.descriptor, peer.inode)
                 continue
@@ -70,11 +72,11 @@ class Admin:
         try:
             step(now)
         except Exception:  # operations must not be able to end the pool
-            self.broker.core.counters.internal_errors += 1
+            self.broker.core.state.counters.internal_errors += 1
             log.exception("a picture failed")
 
     def _picture(self, now: float) -> Mapping[str, Any]:
-        return top.take(self.broker.core, broker_info.broker(self.broker, now), now)
+        return top.take(self.broker.core.state, broker_info.broker(self.broker, now), now)
 
     def _reply(self, parts: list[bytes], now: float) -> list[bytes]:
         request_id = None
@@ -88,7 +90,7 @@ class Admin:
         except PoolError as refused:
             error = refused
         except Exception as bug:  # operations must not be able to end the pool
-            self.broker.core.counters.internal_errors += 1
+            self.broker.core.state.counters.internal_errors += 1
             error = Internal(f"the admin command failed: {bug!r:.200}")
         return frames.encode(Header(kinds.ERROR, request_id), error.body())
 
@@ -104,7 +106,7 @@ class Admin:
         return command(self, message, now)
 
     def ps(self, message: Message, now: float) -> Mapping[str, Any]:
-        answer = stats.ps(self.broker.core, now)
+        answer = stats.ps(self.broker.core.state, now)
         for row in answer["workers"]:
             dump = self.broker.supervisor.last_dump(row["slot"])
             row["last_dump"] = None if dump is None else str(dump)
@@ -113,7 +115,7 @@ class Admin:
     def stats(self, message: Message, now: float) -> Mapping[str, Any]:
         return {
             "broker": broker_info.broker(self.broker, now),
-            **stats.stats(self.broker.core, now),
+            **stats.stats(self.broker.core.state, now),
         }
 
     def watch(self, message: Message, now: float) -> Mapping[str, Any]:
@@ -121,16 +123,16 @@ class Admin:
         raise QueueFull(f"{MOST} others watch the pool already", retry_after_ms=5000)
 
     def models(self, message: Message, now: float) -> Mapping[str, Any]:
-        return {"models": self.broker.core.model_list(now)}
+        return {"models": listing.rows(self.broker.core.state.registry, now)}
 
     def requests(self, message: Message, now: float) -> Mapping[str, Any]:
-        return {"requests": stats.requests(self.broker.core, now)}
+        return {"requests": stats.requests(self.broker.core.state, now)}
 
     def _model(self, message: Message) -> Model:
         name = message.body.get("model")
         if not isinstance(name, str):
             raise BadRequest(f"{message.kind}: model must be a name")
-        return self.broker.core.fleet.model(name)
+        return self.broker.core.state.registry.model(name)
 
     def load(self, message: Message, now: float) -> Mapping[str, Any]:
         self._refuse_if_ending()
@@ -151,9 +153,9 @@ class Admin:
             raise BadRequest("drain: give slot or model, not both")
         if slot is not None:
             self._drainable(self._slot(message))
-        elif name is not None and self._model(message).closed:
+        elif name is not None and not self._model(message).admits:
             raise BadRequest(f"model {name!r} is drained already; load it to open it again")
-        elif name is None and self.broker.core.stopping:
+        elif name is None and not self.broker.core.state.admits:
             raise BadRequest("the pool is being drained already")
         model = None if name is None else self._model(message).name
         self.broker.perform(ev.Drain(slot, model, grace), now)
@@ -169,17 +171,17 @@ class Admin:
         return {"slot": slot.name}
 
     def _refuse_if_ending(self) -> None:
-        if self.broker.core.stopping:
+        if not self.broker.core.state.admits:
             raise Draining("the broker is being drained or going down: nothing is started any more")
 
     def _drainable(self, slot: Slot) -> None:
         if slot.worker is None:
             raise BadRequest(f"{slot.name} has no worker to drain")
-        if not slot.worker.drainable:
-            raise BadRequest(f"the worker {slot.name} is {slot.worker.state.value} already")
+        if not slot.worker.allows("drain"):
+            raise BadRequest(f"the worker {slot.name} is {slot.worker.state.shown} already")
 
     def _slot(self, message: Message) -> Slot:
-        name, slots = message.body.get("slot"), self.broker.core.fleet.slots
+        name, slots = message.body.get("slot"), self.broker.core.state.registry.slots
         if not isinstance(name, str) or name not in slots:
             known = ", ".join(list(slots)[:20])
             raise BadRequest(f"{message.kind}: there is no slot {name!r:.60}; known: {known}")

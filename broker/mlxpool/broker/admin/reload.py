@@ -145,7 +145,7 @@ class Reloader:
             if found is not None:
                 self._apply(found, now)
         except Exception:  # a bug of ours costs one reload, never the pool
-            self.broker.core.counters.internal_errors += 1
+            self.broker.core.state.counters.internal_errors += 1
             log.exception("not reloaded as a whole")
         self.broker.notify.ready()
         if self._again:
@@ -166,7 +166,7 @@ class Reloader:
             broker.library.reload(change.config.models)
         for name in change.added:
             if change.config.models[name].pin:
-                broker.perform(ev.Load(broker.core.fleet.model(name).name), now)
+                broker.perform(ev.Load(broker.core.state.registry.model(name).name), now)
         shown = {k: getattr(change, k) for k in ("limits", "added", "gone", "changed", "keys")}
         log.info("reloaded", extra={k: v for k, v in shown.items() if v})
 

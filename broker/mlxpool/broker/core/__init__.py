@@ -1,4 +1,4 @@
-"""The broker's decisions as a pure state machine: an event and a time in, actions out.
+"""The broker's decisions: components around one State, from an event and a time to actions.
 
-Nothing here does I/O, reads a clock or draws a random number.
+Pure: no I/O, no clock, no random number.
 """

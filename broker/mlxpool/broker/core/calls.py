@@ -1,128 +1,141 @@
-"""The small questions beside requests: ping, models, and what a worker's tokenizer is asked."""
+"""Answers `ping` and `models`, and has workers answer `tokenize` and `detokenize`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from mlxpool.broker.core.dispatcher import RETRY_QUEUE_MS, Dispatch
+from mlxpool.broker.core.admission_checks import check_admits
+from mlxpool.broker.core.links import Links
+from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.state import QUEUE_RETRY_MS, State
+from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.telemetry import stats
-from mlxpool.broker.workers.worker import Model, Question, Worker
-from mlxpool.common.errors import (
-    BadRequest,
-    DuplicateId,
-    PoolError,
-    QueueFull,
-    WorkerLost,
-)
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.broker.models import listing
+from mlxpool.broker.models.model import Model
+from mlxpool.broker.requests.call import Call
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.common.errors import DuplicateId, PoolError, QueueFull, WorkerLost
+from mlxpool.common.protocol.frames import VERSION
+from mlxpool.common.protocol.to_client import Failed, ModelList, Pong
 
-ASK_TRIES = 2
+MAX_TRIES = 2  # workers that a call is sent to, one after the other
 
 
-class Calls(Dispatch):
-    """A call is answered once; one that a lost worker had is asked again, once."""
+class Calls:
+    """A call is answered once. If its worker is lost it is sent to one more."""
 
-    def on_ask(self, event: ev.Ask, now: float) -> None:
-        self._heard(event.link, now)
-        if event.kind == kinds.PING:
-            body: dict[str, Any] = {
-                "boot": self.boot,
-                "link": event.link,
-                "version": frames.VERSION,
-            }
-            self._answer(event, kinds.PONG, body)
-        elif event.kind == kinds.MODELS:
-            self._answer(event, kinds.MODELS, {"models": stats.brief(self.model_list(now))})
-        else:
-            self._ask_worker(event, now)
+    def __init__(self, state: State, outbox: Outbox, links: Links, pool: WorkerPool) -> None:
+        self._state = state
+        self._outbox = outbox
+        self._links = links
+        self._pool = pool
 
-    def model_list(self, now: float) -> list[dict[str, Any]]:
-        """What a client may know of the models."""
-        return stats.models(self.fleet, self.config.restart_limit, now)
+    def on_ping(self, event: ev.Ping, now: float) -> None:
+        self._links.heard(event.link, now)
+        pong = Pong(self._state.boot, event.link, VERSION)
+        self._outbox.send(event.link, pong, event.id, event.attempt)
 
-    def _ask_worker(self, event: ev.Ask, now: float) -> None:
+    def on_list_models(self, event: ev.ListModels, now: float) -> None:
+        self._links.heard(event.link, now)
+        rows = listing.brief(listing.rows(self._state.registry, now))
+        self._outbox.send(event.link, ModelList(rows), event.id, event.attempt)
+
+    def on_call_tokenizer(self, event: ev.CallTokenizer, now: float) -> None:
+        self._links.heard(event.link, now)
         try:
-            if not isinstance(event.body.get("model"), str):
-                raise BadRequest(f"{event.kind}: model must be a name")
-            name = event.body["model"]
-            model = self.fleet.model(name)
-            self._check_open(model, name)
-            self.fleet.refuse_if_broken(model, now, name)
-            if self._asked_again(model, event):
-                return
-            self._check_asks(model, event)
+            self._queue(event, now)
         except PoolError as error:
-            self._answer(event, kinds.ERROR, error.body())
-            return
-        model.asks.append(
-            Question(event.id, event.link, event.attempt, event.kind, event.body, event.blobs)
-        )
-        self.fleet.want(model, now)
-        self._forward_asks(model)
-        self.fleet.settle(model, now)
+            self._outbox.send(event.link, Failed.of(error), event.id, event.attempt)
 
-    def _asked_again(self, model: Model, event: ev.Ask) -> bool:
-        """The same call on a new connection: its answer goes there. Whoever has its id made it."""
-        if event.id in self.asked:
-            ask, epoch = self.asked[event.id]
-            if not _same_call(ask, event):
-                raise DuplicateId(f"another call with the id {event.id.hex()} is under way")
-            self.asked[event.id] = (_moved(ask, event), epoch)
+    def _queue(self, event: ev.CallTokenizer, now: float) -> None:
+        """Queue a call. Raises PoolError if it is bad, or cannot be answered now."""
+        if isinstance(event.message, PoolError):
+            raise event.message
+        registry, name = self._state.registry, event.message.model
+        model = registry.model(name)
+        check_admits(self._state, model, name)
+        registry.check_available(model, now, name)
+        call = Call(event.id, event.link, event.attempt, event.message)
+        if self._move(model, call):
+            return
+        self._check_bounds(model, call)
+        model.calls.append(call)
+        self._pool.require(model, now)
+        self.forward(model)
+        self._pool.update_idle_timer(model, now)
+
+    def _move(self, model: Model, again: Call) -> bool:
+        """Whether a call was known: then its answer goes to where it was sent from now.
+
+        Raises DuplicateId if its id is that of another call.
+        """
+        if again.id in self._state.calls:
+            call, epoch = self._state.calls[again.id]
+            if not call.same_as(again.message):
+                raise DuplicateId(f"another call with the id {again.id.hex()} is under way")
+            self._state.calls[again.id] = (_moved(call, again), epoch)
             return True
-        if any(
-            ask.id == event.id
-            for m in self.fleet.models.values()
-            if m is not model
-            for ask in m.asks
-        ):
-            raise DuplicateId(f"another call with the id {event.id.hex()} is waiting")
-        for place, ask in enumerate(model.asks):
-            if ask.id == event.id:
-                model.asks[place] = _moved(ask, event)
+        others = (m for m in self._state.registry.models.values() if m is not model)
+        if any(call.id == again.id for other in others for call in other.calls):
+            raise DuplicateId(f"another call with the id {again.id.hex()} is waiting")
+        for index, call in enumerate(model.calls):
+            if call.id == again.id:
+                model.calls[index] = _moved(call, again)
                 return True
         return False
 
-    def _check_asks(self, model: Model, event: ev.Ask) -> None:
-        limit, most = self.config.queue_limit, self.config.queue_bytes
-        held = sum(len(blob) for ask in model.asks for blob in ask.blobs)
-        if len(model.asks) >= limit or held + sum(map(len, event.blobs)) > most:
+    def _check_bounds(self, model: Model, call: Call) -> None:
+        config, waiting = self._state.config, len(model.calls)
+        held = sum(each.size for each in model.calls)
+        if waiting >= config.queue_limit or held + call.size > config.queue_bytes:
             raise QueueFull(
-                f"{len(model.asks)} calls with {held} bytes wait for model {model.name!r} already,"
-                f" at most {limit} and {most}",
-                retry_after_ms=RETRY_QUEUE_MS,
+                f"{waiting} calls with {held} bytes wait for model {model.name!r} already,"
+                f" at most {config.queue_limit} and {config.queue_bytes}",
+                retry_after_ms=QUEUE_RETRY_MS,
             )
 
-    def _forward_asks(self, model: Model) -> None:
-        ready = [w for w in model.workers if w.serves]
-        if not ready:
+    def forward(self, model: Model) -> None:
+        """Send the waiting calls to the first worker that serves the model, if one does."""
+        worker = next((w for w in model.workers if w.serves), None)
+        if worker is None:
             return
-        for ask in model.asks:
-            self.asked[ask.id] = (replace(ask, tries=ask.tries + 1), ready[0].epoch)
-            ready[0].asked.add(ask.id)
-            self.fleet.tell(ready[0], ask.kind, ask.body, id=ask.id, blobs=ask.blobs)
-        model.asks.clear()
+        for call in model.calls:
+            self._state.calls[call.id] = (replace(call, tries=call.tries + 1), worker.epoch)
+            worker.calls.add(call.id)
+            self._outbox.tell(worker, call.message, id=call.id)
+        model.calls.clear()
 
-    def _ask_again(self, worker: Worker, cause: str) -> None:
-        """Calls that a lost worker had: the next one gets them, once."""
-        model = self.fleet.models[worker.model]
-        for ident in sorted(worker.asked):
-            ask, epoch = self.asked.get(ident, (None, 0))
-            if ask is None or epoch != worker.epoch:
+    def on_tokens(self, event: ev.WorkerTokens, now: float) -> None:
+        """A worker has answered a call."""
+        worker = self._state.workers.get(event.epoch)
+        if worker is None or event.id not in worker.calls:
+            self._state.counters.fenced += 1
+            return
+        worker.calls.discard(event.id)
+        call, _ = self._state.calls.pop(event.id)
+        answer = event.message
+        message = Failed(answer.fields) if answer.failed else answer
+        self._outbox.send(call.link, message, call.id, call.attempt)
+        self._pool.stop_if_drained(worker)
+        self._pool.work_ended(self._state.model_of_worker(worker), now)
+
+    def worker_lost(self, worker: Worker, cause: str) -> None:
+        """Queue the calls of a lost worker again; those that were tried enough fail."""
+        model = self._state.model_of_worker(worker)
+        for call_id in sorted(worker.calls):
+            known = self._state.calls.get(call_id)
+            if known is None or known[1] != worker.epoch:
                 continue
-            del self.asked[ident]
-            if ask.tries < ASK_TRIES:
-                model.asks.append(ask)
+            call = self._state.calls.pop(call_id)[0]
+            if call.tries < MAX_TRIES:
+                model.calls.append(call)
             else:
-                error = WorkerLost(f"two workers ended while they were asked: {cause}")
-                self._reply(ask.link, kinds.ERROR, ask.id, ask.attempt, error.body())
-        worker.asked.clear()
+                self.fail(call, WorkerLost(f"two workers ended while they were asked: {cause}"))
+        worker.calls.clear()
+
+    def fail(self, call: Call, error: PoolError) -> None:
+        self._outbox.send(call.link, Failed.of(error), call.id, call.attempt)
 
 
-def _same_call(ask: Question, event: ev.Ask) -> bool:
-    return (ask.kind, ask.body.get("model")) == (event.kind, event.body.get("model"))
-
-
-def _moved(ask: Question, event: ev.Ask) -> Question:
-    return replace(ask, link=event.link, attempt=event.attempt)
+def _moved(call: Call, again: Call) -> Call:
+    return replace(call, link=again.link, attempt=again.attempt)

@@ -1,197 +1,188 @@
-"""From what workers make to what clients get: windows, acks, and the one place of all ends."""
+"""Sends the output of runs to their readers: windows, acks, and the end of a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from mlxpool.broker.core.state import Books
+from mlxpool.broker.core.ended_requests import EndedRequests
+from mlxpool.broker.core.links import Links
+from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.state import State
+from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests import output_buffer
+from mlxpool.broker.interface.actions import Note
+from mlxpool.broker.requests.output_buffer import Chunk
 from mlxpool.broker.requests.request import Request
-from mlxpool.broker.workers.worker import Model
+from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.errors import BadRequest, PoolError, SlowConsumer
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.frames import Header
+from mlxpool.common.protocol.ends import RunEnd, Usage
+from mlxpool.common.protocol.to_client import Done, Failed, StreamDelta
 
 
-class Delivery(Books):
-    """One terminal for each accepted id and attempt, and nothing after it."""
+class Delivery:
+    """Sends one terminal for each accepted id and attempt, and nothing after it."""
 
-    def _flush(self, request: Request, now: float) -> None:
-        """Send what waits, as far as the client's window allows."""
-        while request.unread and request.sent - request.acked < request.payload.window:
-            self._send_chunk(request, request.unread.popleft())
-        if not request.unread:
-            request.shut_since = 0.0
-        elif request.shut_since == 0.0:
-            request.shut_since = now
-        if request.unread_bytes > self.config.unread_bytes:
-            self._too_slow(request, f"{request.unread_bytes} bytes were not read", now)
+    def __init__(
+        self, state: State, outbox: Outbox, links: Links, pool: WorkerPool, ended: EndedRequests
+    ) -> None:
+        self._state = state
+        self._outbox = outbox
+        self._links = links
+        self._pool = pool
+        self._ended = ended
+
+    # ---- output ------------------------------------------------------------------------------
+
+    def flush(self, request: Request, now: float) -> None:
+        """Send the unread output, as far as the reader's window allows."""
+        reader = request.reader
+        while reader.unread and reader.sent - reader.acked < reader.window:
+            self._send_chunk(request, reader.unread.popleft())
+        if not reader.unread:
+            reader.blocked_since = 0.0
+        elif reader.blocked_since == 0.0:
+            reader.blocked_since = now
+        if reader.unread_bytes > self._state.config.unread_bytes:
+            self.fail_slow(request, f"{reader.unread_bytes} bytes were not read", now)
             return
-        self._set_timer(request)
+        self.set_timer(request)
 
-    def _send_chunk(self, request: Request, chunk: output_buffer.Chunk) -> None:
-        request.sent += chunk.count
-        request.unread_bytes -= chunk.size
-        if request.payload.batch:
+    def _send_chunk(self, request: Request, chunk: Chunk) -> None:
+        reader = request.reader
+        reader.sent += chunk.count
+        reader.unread_bytes -= chunk.size
+        ids = bytes(chunk.ids)
+        if reader.batch:
+            logprobs, facts = chunk.logprobs or None, chunk.facts
             row = Delta(
-                request.id,
-                request.attempt,
-                chunk.pos,
-                chunk.text,
-                bytes(chunk.ids),
-                chunk.logprobs or None,
-                chunk.facts,
-            )
-            self.grouped.setdefault(request.link, []).append(row)
-            return
-        header = Header(kinds.DELTA, request.id, self.boot, request.attempt, chunk.pos)
-        self._emit(request.link, header, output_buffer.body_of(chunk), (bytes(chunk.ids),))
+                request.id, reader.attempt, chunk.pos, chunk.text, ids, logprobs,
+                None if facts is None else dict(facts),
+            )  # fmt: skip
+            self._outbox.merge(reader.link, row)
+        else:
+            delta = StreamDelta(chunk.text, ids, chunk.logprobs, chunk.facts)
+            self._outbox.send_stream(request, delta, chunk.pos)
 
-    def _too_slow(self, request: Request, why: str, now: float) -> None:
-        request.unread.clear()
-        error = SlowConsumer(
-            f"{why} (limits: {self.config.unread_bytes} bytes, {self.config.ack_grace:g} s without"
-            f" an ack behind a window of {request.payload.window} ids); read and ack sooner"
-        )
-        self._fail(request, error, now)
+    def set_timer(self, request: Request) -> None:
+        """Wake at the first of its deadlines, or when its reader has not acked for too long."""
+        at = min(request.deadline, request.queue_deadline, request.first_token_deadline)
+        if since := request.reader.blocked_since:
+            at = min(at, since + self._state.config.ack_grace)
+        self._state.timers.set(request.id, at)
 
-    def _acknowledge(self, link: int, request_id: bytes, count: int, now: float) -> None:
-        request = self.requests.get(request_id)
-        if request is None or request.link != link:
-            return  # it ended, or went on elsewhere, while the ack was under way
-        if not request.acked <= count <= request.sent:
-            raise BadRequest(
-                f"ack of {count} ids of {request_id.hex()}: {request.acked} were acknowledged and"
-                f" {request.sent} sent"
-            )
-        if count > request.acked:
-            request.acked, request.shut_since = count, 0.0
-            self._flush(request, now)
+    # ---- acks --------------------------------------------------------------------------------
 
     def on_ack(self, event: ev.Ack, now: float) -> None:
-        self._heard(event.link, now)
-        try:
-            pairs = _pairs(event.have)
-        except BadRequest as error:
-            self._complain(event.link, error, None)
+        self._links.heard(event.link, now)
+        if isinstance(event.message, PoolError):
+            self._outbox.complain(event.link, event.message, None)
             return
-        for request_id, count in pairs:
+        for request_id, count in event.message.have:
             try:
                 self._acknowledge(event.link, request_id, count, now)
             except BadRequest as error:
-                self._complain(event.link, error, request_id)
+                self._outbox.complain(event.link, error, request_id)
 
-    def _finish(self, request: Request, end: Mapping[str, Any], now: float) -> None:
-        event = "cancel" if end.get("reason") == "cancelled" else "finish"
+    def _acknowledge(self, link: int, request_id: bytes, count: int, now: float) -> None:
+        request = self._state.requests.get(request_id)
+        if request is None or request.reader.link != link:
+            return  # it ended, or moved to another link, while the ack was on its way
+        reader = request.reader
+        if not reader.acked <= count <= reader.sent:
+            raise BadRequest(
+                f"ack of {count} ids of {request_id.hex()}: {reader.acked} were acknowledged and"
+                f" {reader.sent} sent"
+            )
+        if count > reader.acked:
+            reader.acked, reader.blocked_since = count, 0.0
+            self.flush(request, now)
+
+    # ---- ends --------------------------------------------------------------------------------
+
+    def finish(self, request: Request, end: RunEnd, now: float) -> None:
+        """End a stream as its worker ended the run."""
+        run = request.run
         timings = {
-            "queue": _ms(request.assigned_at - request.accepted_at),
-            **_map(end.get("timings_ms")),
+            "queue": _ms(run.assigned_at - request.accepted_at),
+            **end.timings_ms,
             "total": _ms(now - request.accepted_at),
         }
-        if request.first_at:
-            timings["first_token"] = _ms(request.first_at - request.accepted_at)
-        body = {
-            "text": end.get("text", ""),
-            "reason": end.get("reason", "stop"),
-            "usage": _map(end.get("usage")),
-            "timings_ms": timings,
-            "attempts": request.tries,
-        }
-        self._end(request, event, kinds.DONE, body, now)
+        if run.first_token_at:
+            timings["first_token"] = _ms(run.first_token_at - request.accepted_at)
+        done = Done(end.reason, end.text, end.usage, timings, run.tries)
+        self._end(request, "cancel" if end.reason == "cancelled" else "finish", done, now)
 
-    def _cancel(self, request: Request, now: float) -> None:
-        body = {
-            "text": "",
-            "reason": "cancelled",
-            "usage": {
-                "prompt_tokens": request.prompt_tokens,
-                "cached_tokens": 0,
-                "completion_tokens": request.taken,
-            },
-            "timings_ms": {"total": _ms(now - request.accepted_at)},
-            "attempts": request.tries,
-        }
-        self._end(request, "cancel", kinds.DONE, body, now)
+    def cancel(self, request: Request, now: float) -> None:
+        run = request.run
+        usage = Usage(prompt_tokens=run.prompt_tokens, completion_tokens=run.taken)
+        timings = {"total": _ms(now - request.accepted_at)}
+        done = Done("cancelled", "", usage.body(), timings, run.tries)
+        self._end(request, "cancel", done, now)
 
-    def _fail(self, request: Request, error: PoolError, now: float) -> None:
-        self._fail_body(request, error.body(), now)
+    def fail(self, request: Request, error: PoolError, now: float) -> None:
+        self.fail_with(request, Failed.of(error), now)
 
-    def _fail_body(self, request: Request, body: Mapping[str, Any], now: float) -> None:
-        self.counters.failures[str(body.get("code"))] += 1
-        self._end(request, "fail", kinds.ERROR, body, now)
+    def fail_with(self, request: Request, failed: Failed, now: float) -> None:
+        """End a stream with an error as its worker made it."""
+        self._state.counters.failures[failed.code] += 1
+        self._end(request, "fail", failed, now)
 
-    def _end(
-        self, request: Request, event: str, kind: str, body: Mapping[str, Any], now: float
-    ) -> None:
-        """The one place where a stream ends: its tail and its terminal pass every bound."""
-        self._unqueue(request)
-        self._leave_worker(request)
+    def fail_slow(self, request: Request, why: str, now: float) -> None:
+        """End a stream whose reader reads or acknowledges too slowly; unread output is dropped."""
+        config, reader = self._state.config, request.reader
+        reader.unread.clear()
+        error = SlowConsumer(
+            f"{why} (limits: {config.unread_bytes} bytes, {config.ack_grace:g} s without"
+            f" an ack behind a window of {reader.window} ids); read and ack sooner"
+        )
+        self.fail(request, error, now)
+
+    def _end(self, request: Request, event: str, terminal: Done | Failed, now: float) -> None:
+        """The one place where a stream ends. Its last output and terminal pass every bound."""
+        state, reader, model = self._state, request.reader, self._state.model_of(request)
+        if request.state is RequestState.QUEUED:
+            model.queue.drop(request)
+        self._pool.cancel_run(request)
         request.move(event)
-        while request.unread:
-            self._send_chunk(request, request.unread.popleft())
-        self._send(request, kind, body, pos=request.sent)
-        del self.requests[request.id]
-        self.owned.subtract([request.owner])
-        if not self.owned[request.owner]:
-            del self.owned[request.owner]
-        self.timers.clear(request.id)
-        self.links[request.link].ids.discard(request.id)
-        self._bury(request, now)
-        outcome = str(body.get("reason") if kind == kinds.DONE else body.get("code"))
-        self.counters.end(request, outcome, now)
-        self.out.append(ev.Note("info", "request", _record(request, outcome, body, now)))
-        self._settled(self._model_of(request), now)
-
-    def _settled(self, model: Model, now: float) -> None:
-        """Something ended: what waited for that may go on."""
-        self.fleet.settle(model, now)
-        if model.closed and not model.busy:
-            self.fleet.unload(model, "drained")
-        if self.stopping and not self.requests and not self.drained:
-            self.drained = True
-            self.out.append(ev.StopPool())
-
-
-def _pairs(have: Any) -> list[tuple[bytes, int]]:
-    if not isinstance(have, list):
-        raise BadRequest("ack: have must be a list of [id, ids read]")
-    for pair in have:
-        if not (
-            isinstance(pair, list)
-            and len(pair) == 2
-            and isinstance(pair[0], bytes)
-            and type(pair[1]) is int
-        ):
-            raise BadRequest("ack: have must be a list of [id, ids read]")
-    return [(pair[0], pair[1]) for pair in have]
-
-
-def _map(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else {}
+        while reader.unread:
+            self._send_chunk(request, reader.unread.popleft())
+        self._outbox.send_stream(request, terminal, reader.sent)
+        del state.requests[request.id]
+        state.owned.subtract([request.owner])
+        if not state.owned[request.owner]:
+            del state.owned[request.owner]
+        state.timers.clear(request.id)
+        self._links.detach(request)
+        self._ended.add_tombstone(request, now)
+        outcome = terminal.reason if isinstance(terminal, Done) else terminal.code
+        state.counters.end(request, outcome, now)
+        cached = terminal.usage.get("cached_tokens") if isinstance(terminal, Done) else None
+        self._outbox.add(Note("info", "request", _log_fields(request, outcome, cached, now)))
+        self._pool.work_ended(model, now)
 
 
 def _ms(seconds: float) -> float:
     return round(max(0.0, seconds) * 1000, 3)
 
 
-def _record(request: Request, outcome: str, body: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """The log line of a finished request: figures only, never its text."""
+def _log_fields(request: Request, outcome: str, cached: object, now: float) -> Mapping[str, object]:
+    """The log line of an ended request: figures, never its text."""
+    run, accepted_at = request.run, request.accepted_at
+    first = run.first_token_at
     return {
         "id": request.id.hex(),
-        "model": request.payload.model,
+        "model": request.message.model,
         "owner": request.owner,
-        "worker": request.slot,
-        "epoch": request.worker,
+        "worker": run.slot,
+        "epoch": run.epoch,
         "outcome": outcome,
-        "prompt_tokens": request.prompt_tokens,
-        "cached_tokens": _map(body.get("usage")).get("cached_tokens"),
-        "tokens": request.taken,
-        "attempts": request.tries,
-        "queue_ms": _ms((request.assigned_at or now) - request.accepted_at),
-        "first_token_ms": _ms(request.first_at - request.accepted_at) if request.first_at else None,
-        "decode_ms": _ms(now - request.first_at) if request.first_at else None,
-        "total_ms": _ms(now - request.accepted_at),
+        "prompt_tokens": run.prompt_tokens,
+        "cached_tokens": cached,
+        "tokens": run.taken,
+        "attempts": run.tries,
+        "queue_ms": _ms((run.assigned_at or now) - accepted_at),
+        "first_token_ms": _ms(first - accepted_at) if first else None,
+        "decode_ms": _ms(now - first) if first else None,
+        "total_ms": _ms(now - accepted_at),
     }

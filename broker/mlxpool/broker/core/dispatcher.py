@@ -1,112 +1,106 @@
-"""Waiting requests are given to the workers that have room for them."""
+"""Gives waiting requests to workers that have credit for them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from mlxpool.broker.core.delivery import Delivery
+from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.state import State
+from mlxpool.broker.core.worker_pool import WorkerPool
+from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests.request import Request
-from mlxpool.broker.workers.placement import choose_worker, prefix_keys, remember, same_facts
-from mlxpool.broker.workers.worker import Model, Worker, WorkerState
-from mlxpool.common.errors import (
-    Draining,
-    ModelUnavailable,
+from mlxpool.broker.workers.placement import (
+    choose_worker,
+    fits_facts,
+    prefix_keys,
+    remember_prefixes,
 )
-from mlxpool.common.protocol import kinds
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.common.errors import ModelUnavailable
+from mlxpool.common.protocol.resume import Facts, Resume
+from mlxpool.common.protocol.to_worker import Work
 
-RETRY_QUEUE_MS = 1000  # a client whom a full queue turned away may ask again after this
 
+class Dispatcher:
+    """No work goes to a worker that is not READY, and never more than it has credit for."""
 
-class Dispatch(Delivery):
-    """No work for a worker that is not READY, and never more than it has credit for."""
+    def __init__(self, state: State, outbox: Outbox, pool: WorkerPool, delivery: Delivery) -> None:
+        self._state = state
+        self._outbox = outbox
+        self._pool = pool
+        self._delivery = delivery
 
-    def _check_open(self, model: Model, name: str) -> None:
-        if self.stopping:
-            raise Draining("the broker is going down; send the request again later")
-        if model.closed:
-            raise Draining(f"model {name!r} is drained; `mlxpool load {name}` opens it again")
-
-    def _dispatch(self, model: Model, now: float) -> None:
-        """Give waiting requests to workers that have room: those that were at work before first."""
+    def dispatch(self, model: Model, now: float) -> None:
+        """Assign the model's waiting requests: first the resumed ones, then the fresh ones."""
         workers = model.workers
-        for request in list(model.queue.returning):
+        for request in list(model.queue.resumed):
             if not any(worker.credit() for worker in workers):
                 break
-            workers = self._take_back(model, request, workers, now)
+            workers = self._assign_resumed(request, workers, now)
         while (fresh := model.queue.head()) is not None:
             worker = choose_worker(workers, fresh)
             if worker is None:
                 break
             self._assign(fresh, worker, now)
-        self._fail_strangers(model, now)
-        self.fleet.settle(model, now)
+        self._fail_incompatible(model, now)
+        self._pool.update_idle_timer(model, now)
 
-    def _fail_strangers(self, model: Model, now: float) -> None:
-        """The model has changed under streams that began with another one: they cannot go on."""
-        if not model.queue.returning or not model.settled:
-            return
-        ready = [worker for worker in model.workers if worker.state is WorkerState.READY]
-        for request in list(model.queue.returning):
-            if any(same_facts(worker, request) for worker in ready):
-                continue
-            facts, hello = request.facts or {}, ready[0].hello
-            error = ModelUnavailable(
-                f"the stream began with model digest {facts.get('digest')}, context"
-                f" {facts.get('context')}; {request.payload.model!r} is now {hello.get('digest')},"
-                f" {hello.get('context')}; send a new request",
-                details={"digest": facts.get("digest"), "context": facts.get("context")},
-            )
-            self._fail(request, error, now)
-
-    def _take_back(
-        self, model: Model, request: Request, workers: list[Worker], now: float
-    ) -> list[Worker]:
-        """Give it to a worker, or keep one free for it; returns those that others may have."""
+    def _assign_resumed(self, request: Request, workers: list[Worker], now: float) -> list[Worker]:
+        """Assign it, or reserve a worker for it; returns the workers that others may have."""
         worker = choose_worker(workers, request)
         if worker is not None:
             self._assign(request, worker, now)
             return workers
-        if not request.company:
+        if not request.run.batch_bound:
             return workers
-        fit = (worker for worker in workers if same_facts(worker, request))
-        reserved = min(fit, key=lambda w: len(w.places), default=None)
+        fitting = (worker for worker in workers if fits_facts(worker, request))
+        reserved = min(fitting, key=lambda w: len(w.leases), default=None)
         return [worker for worker in workers if worker is not reserved]
 
-    def _assign(self, request: Request, worker: Worker, now: float) -> None:
-        self._model_of(request).queue.take(request)
-        request.move("assign")
-        request.worker, request.slot = worker.epoch, worker.slot
-        if not request.assigned_at:
-            request.assigned_at = now
-            self.counters.of(request.payload.model).assigned(request, now)
-        request.queue_deadline = math.inf
-        request.tries += 1
-        self.runs += 1
-        request.run = self.runs
-        worker.works_sent += 1
-        worker.places.add((request.id, request.run))
-        if request.company:
-            worker.company[request.run] = request.company
-        remember(worker, prefix_keys(request))
-        self._set_timer(request)
-        self._tell_work(request, worker, now)
+    def _fail_incompatible(self, model: Model, now: float) -> None:
+        """Fail streams that began with other weights than the model has now: none can resume."""
+        if not model.queue.resumed or not model.stable:
+            return
+        ready = [worker for worker in model.workers if worker.state is WorkerState.READY]
+        for request in list(model.queue.resumed):
+            if any(fits_facts(worker, request) for worker in ready):
+                continue
+            facts, worker = request.run.facts or Facts(), ready[0]
+            error = ModelUnavailable(
+                f"the stream began with model digest {facts.digest}, context"
+                f" {facts.context}; {request.message.model!r} is now {worker.digest},"
+                f" {worker.context}; send a new request",
+                details={"digest": facts.digest, "context": facts.context},
+            )
+            self._delivery.fail(request, error, now)
 
-    def _tell_work(self, request: Request, worker: Worker, now: float) -> None:
-        payload = request.payload
-        body = {
-            **payload.prompt,
-            "options": payload.options.to_wire(),
-            "seed": request.seed,
-            "deadline_ms": max(0, math.ceil((request.deadline - now) * 1000)),
-        }
-        if request.charge:
-            body["suspect"] = True
-        blobs = payload.blobs
-        if request.ids or request.facts is not None:
-            resume: dict[str, Any] = {"count": request.taken, "resumes": request.barren}
-            if request.facts is not None:
-                resume["facts"] = request.facts
-            body["resume"] = resume
-            blobs = (*blobs, bytes(request.ids))
-        self.fleet.tell(worker, kinds.WORK, body, id=request.id, attempt=request.run, blobs=blobs)
+    def _assign(self, request: Request, worker: Worker, now: float) -> None:
+        state, run = self._state, request.run
+        state.model_of(request).queue.take(request)
+        request.move("assign")
+        state.last_run += 1
+        run.lease(worker.epoch, worker.slot, state.last_run)
+        if not run.assigned_at:
+            run.assigned_at = now
+            state.counters.of(request.message.model).assigned(request, now)
+        request.queue_deadline = math.inf
+        worker.works_sent += 1
+        worker.leases.add((request.id, run.number))
+        if run.batch_bound:
+            worker.batch_bounds[run.number] = run.batch_bound
+        remember_prefixes(worker, prefix_keys(request))
+        self._delivery.set_timer(request)
+        left_ms = max(0, math.ceil((request.deadline - now) * 1000))
+        self._outbox.tell(worker, _work(request, left_ms), request.id, run.number)
+
+
+def _work(request: Request, deadline_ms: int) -> Work:
+    """The `work` of a request: with a resume if it has ids, or facts of its first worker."""
+    message, run, resume = request.message, request.run, None
+    if run.ids or run.facts is not None:
+        resume = Resume(bytes(run.ids), run.facts, resumes=run.resumes_without_progress)
+    return Work(
+        message.prompt, message.options, run.seed, deadline_ms, resume, suspect=run.charge > 0
+    )

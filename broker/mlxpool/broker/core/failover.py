@@ -1,37 +1,59 @@
-"""A worker is lost, hung or drained: its streams go on elsewhere, and a request may be to blame."""
+"""A worker is lost, hung or drained: its streams are resumed, and a request may be charged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlxpool.broker.core.admission import Intake
+from mlxpool.broker.core.calls import Calls
+from mlxpool.broker.core.delivery import Delivery
+from mlxpool.broker.core.dispatcher import Dispatcher
+from mlxpool.broker.core.ended_requests import EndedRequests
+from mlxpool.broker.core.state import State
+from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests.request import MAX_ALONE, MAX_RESUMES, Request
-from mlxpool.broker.workers.placement import POISON, charges, company_of
-from mlxpool.broker.workers.worker import Model, Worker, WorkerState
-from mlxpool.common.errors import Draining, Poisoned, PoolError, WorkerLost
-from mlxpool.common.protocol import kinds
+from mlxpool.broker.models.model import Model
+from mlxpool.broker.requests import blame
+from mlxpool.broker.requests.request import Request
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.common.errors import Poisoned, PoolError, WorkerLost
 
 
-class Losses(Intake):
-    """A stream ends in an error only if it is not durable, is poison, or often brought no token."""
+class Failover:
+    """A stream fails only if it is not durable, is poison, or was resumed often without a token."""
 
-    def _condemn(self, worker: Worker, cause: str, now: float, *, own: bool = False) -> None:
-        """Fence a worker and move what it runs."""
-        prefill = worker.watch.sample.look.request
-        if self.fleet.condemn(worker, cause, deaf=worker.watch.sample.stopped):
+    def __init__(
+        self,
+        state: State,
+        pool: WorkerPool,
+        ended: EndedRequests,
+        delivery: Delivery,
+        dispatcher: Dispatcher,
+        calls: Calls,
+    ) -> None:
+        self._state = state
+        self._pool = pool
+        self._ended = ended
+        self._delivery = delivery
+        self._dispatcher = dispatcher
+        self._calls = calls
+
+    def condemn(self, worker: Worker, cause: str, now: float, *, own: bool = False) -> None:
+        """Fence a worker and move what it runs. `own`: what it did is to blame."""
+        sample = worker.watch.sample
+        prefill = sample.look.request
+        if self._pool.condemn(worker, cause, at_once=sample.stopped):
             if own:
-                self._compare(worker, prefill)
-            self._lose(worker, cause, now, own=own, prefill=prefill)
-            self._go_on(worker, now)
+                self.note_repeated_fault(worker, prefill)
+            self.move_work(worker, cause, now, own=own, prefill=prefill)
+            self.serve_elsewhere(worker, now)
 
-    def _go_on(self, worker: Worker, now: float) -> None:
-        """Other workers of the model take what this one had, as far as they have room."""
-        model = self.fleet.models[worker.model]
-        self._forward_asks(model)
-        self._dispatch(model, now)
+    def serve_elsewhere(self, worker: Worker, now: float) -> None:
+        """Other workers of its model take what a worker had, as far as they have credit."""
+        model = self._state.model_of_worker(worker)
+        self._calls.forward(model)
+        self._dispatcher.dispatch(model, now)
 
-    def _lose(
+    def move_work(
         self,
         worker: Worker,
         cause: str,
@@ -41,174 +63,85 @@ class Losses(Intake):
         prefill: bytes | None = None,
         counts: bool = True,
     ) -> None:
-        """Nothing more comes of its runs: their requests go back to the queue."""
-        lost = self._running(worker)
-        blame = charges(lost, prefill) if own and lost else {}
-        worker.places.clear()
-        worker.company.clear()
+        """Queue again all that a fenced worker ran. `counts`: as a resume without progress."""
+        lost = self.running(worker)
+        shares = blame.shares(lost, prefill) if own and lost else {}
+        worker.end_all_leases()
         for request in lost:
-            self._charge(request, blame.get(request.id, 0.0), len(lost))
-            cleared = bool(blame) and not blame[request.id]  # another one was named
-            request.barren += int(counts and not cleared)
-            self._retry(request, worker, cause, now)
-        self._ask_again(worker, cause)
+            run, share = request.run, shares.get(request.id, 0.0)
+            if share:
+                run.charge += share
+                run.batch_bound = blame.batch_bound(run.charge, len(lost))
+            cleared = bool(shares) and not share  # another request was named
+            run.resumes_without_progress += int(counts and not cleared)
+            self._resume(request, worker, cause, now)
+        self._calls.worker_lost(worker, cause)
 
-    def _running(self, worker: Worker) -> list[Request]:
-        """The live requests that a worker runs, the oldest first."""
-        found = ((self.requests.get(request_id), run) for request_id, run in worker.places)
-        here = (r for r, run in found if r is not None and (r.worker, r.run) == (worker.epoch, run))
-        return sorted(here, key=lambda r: r.place)
+    def running(self, worker: Worker) -> list[Request]:
+        """The live requests that a worker runs, in the order of arrival."""
+        found = ((self._state.requests.get(id), number) for id, number in worker.leases)
+        leased = (r for r, n in found if r is not None and r.run.leased_by(worker.epoch, n))
+        return sorted(leased, key=lambda r: r.arrival)
 
-    def _compare(self, worker: Worker, prefill: bytes | None) -> None:
-        """Note whether who is to blame for a worker's own end has ended another one before.
+    def note_repeated_fault(self, worker: Worker, prefill: bytes | None) -> None:
+        """Note whether the request to blame for a worker's end has ended another one before.
 
-        Then it says nothing new of the model: a few such requests would open its breaker.
+        Such an end says nothing new about the model: a few of them would open its breaker.
         """
-        lost = self._running(worker)
-        blame = charges(lost, prefill) if lost else {}
-        worker.again |= any(request.charge >= 1 and blame[request.id] >= 1 for request in lost)
+        lost = self.running(worker)
+        shares = blame.shares(lost, prefill) if lost else {}
+        worker.at_fault_before |= any(
+            request.run.charge >= blame.SUSPECT_CHARGE and shares[request.id] >= 1
+            for request in lost
+        )
 
-    def _charge(self, request: Request, blame: float, group: int) -> None:
-        if blame:
-            request.charge += blame
-            request.company = company_of(request.charge, group)
-
-    def _retry(self, request: Request, worker: Worker, cause: str, now: float) -> None:
+    def _resume(self, request: Request, worker: Worker, cause: str, now: float) -> None:
+        """Queue a request of a lost worker again, or fail it with the reason against that."""
+        run, fail = request.run, self._delivery.fail
         where = f"the worker {worker.slot} ended: {cause}"
-        details = {"worker": worker.slot, "cause": cause, "tokens": request.taken}
-        if request.charge >= POISON:
-            self._quarantine(request.digest, now)
-            self._fail(request, Poisoned(f"{where}; this request ended two workers"), now)
-            return
-        if not request.payload.durable:
-            error = WorkerLost(f"{where}; send the request again", details=details)
-            self._fail(request, error, now)
-        elif request.barren > (MAX_RESUMES if request.charge < 1 else MAX_ALONE):
-            why = f"{where}, loss {request.barren} in a row without a new token"
-            self._fail(request, WorkerLost(why, details=details), now)
+        details = {"worker": worker.slot, "cause": cause, "tokens": run.taken}
+        if run.charge >= blame.POISON_CHARGE:
+            self._ended.quarantine(request.digest, now)
+            fail(request, Poisoned(f"{where}; this request ended two workers"), now)
+        elif not request.message.durable:
+            fail(request, WorkerLost(f"{where}; send the request again", details=details), now)
+        elif run.resumes_without_progress > blame.max_resumes(run.charge):
+            why = f"{where}, loss {run.resumes_without_progress} in a row without a new token"
+            fail(request, WorkerLost(why, details=details), now)
         else:
             self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
         request.move("requeue")
-        request.worker, request.slot, request.run = 0, "", 0
-        self.counters.resume(request)
-        self._model_of(request).queue.add_back(request)
-        self._set_timer(request)
+        request.run.release()
+        self._state.counters.resume(request)
+        self._state.model_of(request).queue.add_resumed(request)
+        self._delivery.set_timer(request)
 
     def on_yield(self, event: ev.WorkerYield, now: float) -> None:
-        """A drained worker hands its runs back; that is nobody's fault."""
-        worker = self.fleet.worker(event.epoch)
+        """A drained worker hands back its runs; no request is charged for that."""
+        worker = self._state.workers.get(event.epoch)
         if worker is None:
-            self.counters.fenced += 1
+            self._state.counters.fenced += 1
             return
-        model = self.fleet.models[worker.model]
-        for request_id, run in _runs(event.runs):
-            if (request_id, run) not in worker.places:
+        for request_id, number in event.message.runs:
+            if (request_id, number) not in worker.leases:
                 continue
-            worker.leave((request_id, run))
-            request = self.requests.get(request_id)
-            if request is not None and (request.worker, request.run) == (worker.epoch, run):
+            worker.end_lease((request_id, number))
+            request = self._state.requests.get(request_id)
+            if request is not None and request.run.leased_by(worker.epoch, number):
                 self._requeue(request)
-        self._after_drain(worker, now)
+        self._pool.stop_if_drained(worker)
+        model = self._state.model_of_worker(worker)
         if model.queue:
-            self.fleet.want(model, now)
-            self._dispatch(model, now)
+            self._pool.require(model, now)
+            self._dispatcher.dispatch(model, now)
 
-    # ---- models that cannot be had -------------------------------------------------------------
-
-    def _give_up(self, model: Model, why: Callable[[str], PoolError], now: float) -> None:
-        """The model cannot be had for now: everything that waits for it learns why.
-
-        `why` gives the error to those who asked for it by that name. A pinned model stays wanted:
-        it is tried again without being asked for.
-        """
-        model.wanted = model.wanted and model.config.pin
+    def give_up(self, model: Model, why: Callable[[str], PoolError], now: float) -> None:
+        """Fail everything that waits for a model. `why` makes the error for a name of it."""
+        self._pool.give_up(model)
         for request in list(model.queue):
-            self._fail(request, why(request.payload.model), now)
-        for ask in model.asks:
-            body = why(str(ask.body["model"])).body()
-            self._reply(ask.link, kinds.ERROR, ask.id, ask.attempt, body)
-        model.asks.clear()
-
-    # ---- drain ---------------------------------------------------------------------------------
-
-    def on_drain(self, event: ev.Drain, now: float) -> None:
-        if event.slot is not None:
-            self._drain_worker(event.slot, event.grace, now)
-        elif event.model is not None:
-            self._drain_model(self.fleet.models[event.model], event.grace, now)
-        else:
-            self._drain_pool(event.grace, now)
-
-    def _drain_worker(self, slot: str, grace: float, now: float) -> None:
-        worker = self.fleet.slots[slot].worker
-        if worker is None or not worker.drainable:
-            return
-        worker.move("drain")
-        worker.cause = "drained"
-        self.timers.set(("drain", slot, worker.epoch), now + grace)
-        self._after_drain(worker, now)
-        model = self.fleet.models[worker.model]
-        self._dispatch(model, now)
-
-    def _after_drain(self, worker: Worker, now: float) -> None:
-        """A draining worker that has nothing left may go."""
-        idle = not worker.places and not worker.asked
-        if worker.state is WorkerState.DRAINING and idle and not worker.dismissed:
-            worker.dismissed = True
-            self.out.append(ev.StopWorker(worker.slot))
-
-    def _drain_timer(self, slot: str, epoch: int, now: float) -> None:
-        """Its time is over: it hands back what it runs, or is ended."""
-        place = self.fleet.slots.get(slot)  # None: its model has found its twin
-        worker = None if place is None else place.worker
-        if worker is None or worker.epoch != epoch or worker.state is not WorkerState.DRAINING:
-            return
-        if worker.dismissed:
-            return
-        if worker.yielding:
-            self._condemn(worker, "drained", now)
-        else:
-            worker.yielding = True
-            self.fleet.tell(worker, kinds.DRAIN, {})
-            self.timers.set(("drain", slot, epoch), now + self.config.stop_grace)
-
-    def _drain_model(self, model: Model, grace: float, now: float) -> None:
-        model.closed = True
-        self.timers.set(("drained", model.name), now + grace)
-        self._settled(model, now)
-
-    def _drain_pool(self, grace: float, now: float) -> None:
-        self.stopping = True
-        self.timers.set(("drained", ""), now + grace)
-        for model in self.fleet.models.values():
-            self._settled(model, now)
-
-    def _drained_timer(self, name: str, now: float) -> None:
-        """What a drain did not see the end of ends now."""
-        error = Draining("the pool is being drained; send the request again later")
-        if not name and self.stopping:
-            for request in list(self.requests.values()):
-                self._fail(request, error, now)
-            for model in self.fleet.models.values():
-                self._give_up(model, lambda _: error, now)
-        elif name in self.fleet.models and self.fleet.models[name].closed:
-            for request in list(self.requests.values()):
-                if request.model == name:
-                    self._fail(request, error, now)
-            self._give_up(self.fleet.models[name], lambda _: error, now)  # calls, too
-            self.fleet.unload(self.fleet.models[name], "drained")
-
-
-def _runs(runs: object) -> list[tuple[bytes, int]]:
-    if not isinstance(runs, list):
-        return []
-    return [
-        (run[0], run[1])
-        for run in runs
-        if isinstance(run, list)
-        and len(run) == 2
-        and isinstance(run[0], bytes)
-        and isinstance(run[1], int)
-    ]
+            self._delivery.fail(request, why(request.message.model), now)
+        for call in model.calls:
+            self._calls.fail(call, why(call.message.model))
+        model.calls.clear()

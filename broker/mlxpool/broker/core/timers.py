@@ -1,26 +1,32 @@
-"""Times at which the core wants to be woken, one for each key."""
+"""Times at which the core is to be woken, one for each key."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable
 
-SLACK = 64  # entries
+SLACK = 64  # entries that no longer count, before the heap is compacted
+
+# A request's id; ("link", number), ("idle" | "restart" | "drained", model), ("drain", slot, epoch);
+# "tombstones" and "quarantine".
+Key = bytes | str | tuple[str, int] | tuple[str, str] | tuple[str, str, int]
 
 
 class Timers:
     """A heap in which only the newest time set for a key counts."""
 
     def __init__(self) -> None:
-        self._at: dict[Hashable, float] = {}
-        self._heap: list[tuple[float, int, Hashable]] = []
+        self._at: dict[Key, float] = {}
+        self._heap: list[tuple[float, int, Key]] = []
         self._count = 0
 
     def __len__(self) -> int:
         return len(self._at)
 
-    def set(self, key: Hashable, at: float) -> None:
+    def __contains__(self, key: Key) -> bool:
+        return key in self._at
+
+    def set(self, key: Key, at: float) -> None:
         """Wake for `key` at this time and at no other; infinity clears it."""
         if math.isinf(at):
             self._at.pop(key, None)
@@ -32,20 +38,20 @@ class Timers:
                 self._compact()
 
     def _compact(self) -> None:
-        """Drop what no longer counts, so that cleared times far ahead take no memory."""
+        """Drop entries that no longer count: cleared times far ahead take no memory."""
         self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
         heapq.heapify(self._heap)
 
-    def clear(self, key: Hashable) -> None:
+    def clear(self, key: Key) -> None:
         self._at.pop(key, None)
 
     def next(self) -> float:
-        """The earliest time set; infinity when there is none."""
+        """The earliest time set; infinity if there is none."""
         while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
 
-    def due(self, now: float) -> list[Hashable]:
+    def due(self, now: float) -> list[Key]:
         """The keys whose time has come, earliest first; they are cleared."""
         keys = []
         while self.next() <= now:

@@ -1,108 +1,121 @@
-"""What workers make: each id is recorded as it is taken, and sent when all rows at hand are read.
+"""Takes the rows of `deltas`: records their ids, then has each reader's output flushed once.
 
-The pool's hot path: a row costs a few dictionary look-ups, and no object but its own.
+The hot path: a row costs a few dictionary look-ups, and no object but its own.
 """
 
 from __future__ import annotations
 
 import math
 
-from mlxpool.broker.core.failover import Losses
+from mlxpool.broker.core.delivery import Delivery
+from mlxpool.broker.core.failover import Failover
+from mlxpool.broker.core.state import State
+from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests import output_buffer
-from mlxpool.broker.requests.request import Request, State
+from mlxpool.broker.requests.output_buffer import append
+from mlxpool.broker.requests.request import Request
+from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.ends import ErrorBody, parse_end
+from mlxpool.common.protocol.resume import Facts
+from mlxpool.common.protocol.to_client import Failed
+from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
-class Taking(Losses):
-    """An id counts from the moment it is taken, whether its client has it or not."""
+class TokenIngest:
+    """An id counts from the moment it is taken, whether it was delivered or not."""
+
+    def __init__(
+        self, state: State, pool: WorkerPool, delivery: Delivery, failover: Failover
+    ) -> None:
+        self._state = state
+        self._pool = pool
+        self._delivery = delivery
+        self._failover = failover
 
     def on_deltas(self, event: ev.WorkerDeltas, now: float) -> None:
-        epoch, requests = event.epoch, self.requests
-        worker, before = self.fleet.worker(epoch), self.counters.tokens
+        epoch, requests, counters = event.epoch, self._state.requests, self._state.counters
+        worker, before = self._state.workers.get(epoch), counters.tokens
         touched: dict[bytes, Request] = {}
         for row in event.rows:
-            ident, run, pos, text, ids, logprobs, facts, end = row
+            ident, number, pos, text, ids, logprobs, facts, end = row
             request = requests.get(ident)
             if (
                 request is not None
-                and request.run == run
-                and request.worker == epoch
-                and request.state is State.STREAMING
-                and pos * 4 == len(request.ids)
+                and (run := request.run).number == number
+                and run.epoch == epoch
+                and request.state is RequestState.STREAMING
+                and pos * ID_WIDTH == len(run.ids)
                 and ids
                 and end is None
                 and facts is None
-            ):  # as nearly all are: nothing to decide
-                request.ids += ids
-                request.barren = 0
-                self.counters.tokens += len(ids) // 4
-                request.unread_bytes += output_buffer.append(
-                    request.unread, pos, text, ids, logprobs
-                )
+            ):  # as nearly all rows are: there is nothing to decide
+                run.ids += ids
+                run.resumes_without_progress = 0
+                counters.tokens += len(ids) // ID_WIDTH
+                reader = request.reader
+                reader.unread_bytes += append(reader.unread, pos, text, ids, logprobs)
                 touched[ident] = request
             else:
                 self._take(epoch, row, touched, now)
         if worker is None:
-            return  # nothing of a fenced epoch touches a stream
-        made = self.counters.tokens - before
-        worker.made += made
-        figures = self.counters.of(worker.model)
-        figures.tokens += made
+            return  # rows of a fenced epoch touch no stream
+        tokens = counters.tokens - before
+        worker.tokens += tokens
+        figures = counters.of(worker.model)
+        figures.tokens += tokens
         for request in touched.values():
-            figures.came(request, now)
+            figures.tokens_came(request, now)
             if request.live:
-                self._flush(request, now)
+                self._delivery.flush(request, now)
 
     def _take(self, epoch: int, row: Delta, touched: dict[bytes, Request], now: float) -> None:
-        """A row that is the first or the last of its run, or should not be there."""
-        worker = self.fleet.worker(epoch)
-        place = (row.id, row.attempt)
-        if worker is None or place not in worker.places:
-            self.counters.fenced += 1
+        """Take a row that is the first or the last of its run, or that should not exist."""
+        worker, key = self._state.workers.get(epoch), (row.id, row.attempt)
+        if worker is None or key not in worker.leases:
+            self._state.counters.fenced += 1
             return
-        request = self._at_work(row.id, epoch, row.attempt)
-        if request is not None and row.pos != request.taken:
-            why = f"it sent position {row.pos} where {request.taken} was due"
-            self._condemn(worker, why, now)
+        request = self._state.requests.get(row.id)
+        if request is not None and not request.run.leased_by(epoch, row.attempt):
+            request = None
+        if request is not None and row.pos != request.run.taken:
+            why = f"it sent position {row.pos} where {request.run.taken} was due"
+            self._failover.condemn(worker, why, now)
             return
         if row.end is not None:
-            worker.leave(place)
+            worker.end_lease(key)
         if request is not None:
             self._first_or_last(request, row, touched, now)
         if row.end is not None:
-            self.fleet.has_served(worker, now)
-            self._after_drain(worker, now)
-            self._settled(self.fleet.models[worker.model], now)
-
-    def _at_work(self, request_id: bytes, epoch: int, run: int) -> Request | None:
-        request = self.requests.get(request_id)
-        if request is None or (request.worker, request.run) != (epoch, run):
-            return None
-        return request
+            self._pool.served(worker, now)
+            self._pool.stop_if_drained(worker)
+            self._pool.work_ended(self._state.model_of_worker(worker), now)
 
     def _first_or_last(
         self, request: Request, row: Delta, touched: dict[bytes, Request], now: float
     ) -> None:
+        run, reader = request.run, request.reader
         if row.facts is not None:
-            request.facts = request.facts or row.facts
-            request.prompt_tokens = int(row.facts.get("prompt_tokens", 0))
+            facts = Facts.from_worker(row.facts)
+            run.facts = run.facts or facts
+            run.prompt_tokens = facts.prompt_tokens or 0
         if row.n or row.text:
-            if row.n and not request.first_at:
-                request.first_at, request.first_deadline = now, math.inf
-                self._set_timer(request)
+            if row.n and not run.first_token_at:
+                run.first_token_at, request.first_token_deadline = now, math.inf
+                self._delivery.set_timer(request)
             request.move("stream")
-            request.ids += row.ids
-            request.barren = 0 if row.ids else request.barren
-            self.counters.tokens += row.n
-            request.unread_bytes += output_buffer.append(
-                request.unread, row.pos, row.text, row.ids, row.logprobs, row.facts
+            run.ids += row.ids
+            run.resumes_without_progress = 0 if row.ids else run.resumes_without_progress
+            self._state.counters.tokens += row.n
+            reader.unread_bytes += append(
+                reader.unread, row.pos, row.text, row.ids, row.logprobs, row.facts
             )
         if row.end is None:
             touched[row.id] = request
             return
-        self.counters.of(request.payload.model).came(request, now)
-        if "code" in row.end:
-            self._fail_body(request, row.end, now)
+        self._state.counters.of(request.message.model).tokens_came(request, now)
+        end = parse_end(row.end)
+        if isinstance(end, ErrorBody):
+            self._delivery.fail_with(request, Failed(end.fields), now)
         else:
-            self._finish(request, row.end, now)
+            self._delivery.finish(request, end, now)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from mlxpool.broker.admin.commands import COMMANDS
 from mlxpool.broker.edge.peers import Peer
+from mlxpool.broker.interface import client_events
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.security.quotas import Rates, milliseconds
+from mlxpool.broker.requests.quotas import Rates, milliseconds
 from mlxpool.common.errors import BadRequest, OverQuota, PoolError
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header, Message
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from mlxpool.broker.edge.loop import Broker
 
 SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, cancel
-
-SPOKEN_BY_CLIENTS = frozenset({kinds.PING, kinds.MODELS, kinds.TOKENIZE, kinds.DETOKENIZE})
 
 
 class FromClients:
@@ -39,13 +38,13 @@ class FromClients:
             message = frames.decode(parts)
             event = self._event(peer, message)
         except frames.Garbage as garbage:
-            self.broker.core.counters.bad_frames += 1
+            self.broker.core.state.counters.bad_frames += 1
             self._complain(peer, garbage.error, garbage.about, None, now)
         except PoolError as error:
-            self.broker.core.counters.bad_frames += 1
+            self.broker.core.state.counters.bad_frames += 1
             self._complain(peer, error, message.header.id, message, now)
         else:
-            if isinstance(event, ev.Ask) and event.kind == kinds.MODELS:
+            if isinstance(event, ev.ListModels):
                 self.broker.library.after_look(partial(self.broker.perform, event), now)
             else:
                 self.broker.perform(event, now)
@@ -68,33 +67,27 @@ class FromClients:
             )
             header = frames.header_of(parts)
             message = None if header is None else Message(header, {}, ())
-            self.broker.core.counters.rejected[error.code] += 1
+            self.broker.core.state.counters.rejected[error.code] += 1
             self._complain(peer, error, None if header is None else header.id, message, now)
         return False
 
     def _event(self, peer: Peer, message: Message) -> ev.Event:
-        header, kind = message.header, message.kind
+        header, body, kind, link = message.header, message.body, message.kind, peer.number
         if kind == kinds.ACK:
-            return ev.Ack(peer.number, message.body.get("have"))
-        if header.id is None and kind != kinds.PING:
+            return client_events.ack(link, body)
+        if kind == kinds.PING:
+            return ev.Ping(link, header.id or bytes(frames.ID_BYTES), header.attempt)
+        if header.id is None:
             raise BadRequest(f"{kind!r:.40} needs an id of {frames.ID_BYTES} bytes")
-        request_id = header.id or bytes(frames.ID_BYTES)
         if kind == kinds.GENERATE:
-            return ev.Generate(
-                peer.number,
-                peer.owner,
-                request_id,
-                header.attempt,
-                message.body,
-                message.blobs,
-                secrets.randbits(63),
-            )
+            entropy = secrets.randbits(63)
+            return client_events.generate(link, peer.owner, header, body, message.blobs, entropy)
         if kind == kinds.CANCEL:
-            return ev.Cancel(peer.number, peer.owner, request_id)
-        if kind in SPOKEN_BY_CLIENTS:
-            return ev.Ask(
-                peer.number, kind, request_id, header.attempt, message.body, message.blobs
-            )
+            return ev.Cancel(link, peer.owner, header.id)
+        if kind == kinds.MODELS:
+            return ev.ListModels(link, header.id, header.attempt)
+        if kind in (kinds.TOKENIZE, kinds.DETOKENIZE):
+            return client_events.tokenizer_call(link, header, body, message.blobs)
         if kind in COMMANDS:
             raise BadRequest(
                 f"{kind!r} is an operator's command, and this endpoint is for clients: use the"
@@ -113,7 +106,7 @@ class FromClients:
     ) -> None:
         """Say what is wrong; it ends no stream that is live."""
         self.broker.perform(ev.Heard(peer.number), now)
-        live = about is None or about in self.broker.core.requests
+        live = about is None or about in self.broker.core.state.requests
         attempt = message.header.attempt if message is not None else 0
         header = Header(kinds.ERROR, None if live else about, self.broker.boot, attempt)
         body = {**error.body(), "about": about}

@@ -22,6 +22,7 @@ import zmq
 from mlxpool.broker.admin.commands import Admin
 from mlxpool.broker.admin.reload import Reloader
 from mlxpool.broker.admin.systemd import Notify
+from mlxpool.broker.catalogue.catalogue_news import Library
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.edge.client_ingress import FromClients
 from mlxpool.broker.edge.executor import Actions
@@ -39,7 +40,6 @@ from mlxpool.broker.edge.startup import (
 )
 from mlxpool.broker.edge.worker_ingress import DRAIN, FromWorkers
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.models.catalogue_news import Library
 from mlxpool.broker.processes.remote_workers import DialIn
 from mlxpool.broker.processes.supervisor import TICK, Supervisor
 from mlxpool.broker.security.entrance import Entrance
@@ -138,7 +138,7 @@ class Broker:
         return Peers(socket, self.entrance.gate(name), to_the_last=name == "back")
 
     def _refused(self) -> None:
-        self.core.counters.auth_failures += 1
+        self.core.state.counters.auth_failures += 1
 
     # ---- the loop ------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Broker:
         self.library.open(look=self.config.local_workers and any(own))
         for name, model in self.config.models.items():
             if model.pin:
-                self.perform(ev.Load(self.core.fleet.model(name).name), time.monotonic())
+                self.perform(ev.Load(self.core.state.registry.model(name).name), time.monotonic())
 
     def turn(self) -> None:
         """Wait for something and handle it: workers first, so that tokens beat new requests."""
@@ -196,7 +196,9 @@ class Broker:
             self.perform(ev.Wake(), now)
         if self.web is not None and self.web.desk.bell.fileno() in readable:
             self.web.desk.leave(
-                snapshot.take(self.core, broker_info.broker(self, now), self.lag.worst(now), now)
+                snapshot.take(
+                    self.core.state, broker_info.broker(self, now), self.lag.worst(now), now
+                )
             )
         self._keep_house(now)
         self.notify.turned(partial(broker_info.status, self), now)
@@ -233,7 +235,7 @@ class Broker:
                 self.perform(ev.Looked(slot, self.supervisor.look(slot), TICK), now)
         self.dial_in.watch(now)
         self.door.watch(now)
-        self.guard.watch(self.core, now)
+        self.guard.watch(self.core.state, now)
         self.back.retry()
         self.admin.tell(now)
         for number in self.front.retry():
@@ -241,7 +243,7 @@ class Broker:
         if now >= self._sweep_at:
             self._sweep_at = now + FORGET / 4
             for peer in list(self.front.by_number.values()):
-                if now - peer.heard_at > FORGET and peer.number not in self.core.links:
+                if now - peer.heard_at > FORGET and peer.number not in self.core.state.links:
                     self.front.forget(peer.number)
             self.from_workers.sweep()
 
@@ -265,7 +267,7 @@ class Broker:
 
     def turn_away(self, peers: Peers, peer: Peer) -> None:
         """Its key counts no more: what it says is dropped, and the connection ended."""
-        self.core.counters.auth_failures += 1
+        self.core.state.counters.auth_failures += 1
         self.turn_out(peers, peer)
 
     def turn_out(self, peers: Peers, peer: Peer) -> None:

@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import Iterator
 
-from mlxpool.broker.core.state import Books
+from mlxpool.broker.core.state import State
 from mlxpool.broker.edge.listener import Door
 from mlxpool.broker.edge.peers import Peers, inode_of
 from mlxpool.broker.processes import system
@@ -42,7 +42,7 @@ class Guard:
         self._floor = 0  # bytes that stayed when nobody was connected: nobody's fault
         self._strikes = 0
 
-    def watch(self, books: Books, now: float) -> None:
+    def watch(self, books: State, now: float) -> None:
         """Turn peers out if it is time to look and memory is short."""
         if now < self.look_at:
             return
@@ -71,7 +71,7 @@ class Guard:
         self._floor = min(LIMIT, max(0, self._floor + left - LIMIT // 2))
         self._strikes = 0
 
-    def _talking(self, books: Books, now: float) -> set[int]:
+    def _talking(self, books: State, now: float) -> set[int]:
         """Descriptors of peers with live streams that are not in the middle of a message."""
         return {
             peer.descriptor
@@ -91,13 +91,13 @@ class Guard:
         log.warning("turned peers out: memory is short", extra={"peers": count, "bytes": used})
 
 
-def explained(books: Books, front: Peers) -> int:
+def explained(books: State, front: Peers) -> int:
     """Bytes that requests and full peers may hold at most."""
     requests = sum(
-        request.payload.size
-        + len(request.ids)
-        + request.unread_bytes
-        + UNREAD_ID * (request.sent - request.acked)
+        request.message.size
+        + len(request.run.ids)
+        + request.reader.unread_bytes
+        + UNREAD_ID * (request.reader.sent - request.reader.acked)
         for request in books.requests.values()
     )
     return OVERHEAD * (requests + sum(front.by_number[n].backlog_bytes for n in front.full))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mlxpool.broker.interface import actions as act
 from mlxpool.broker.interface import events as ev
-from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol import kinds, to_client, to_worker
+from mlxpool.common.protocol.token_ids import count_of
 from mlxpool.common.trace import History
 
 
@@ -17,32 +19,38 @@ def of_event(history: History, event: ev.Event) -> None:
         write(history, event)
 
 
-def of_action(history: History, action: ev.Action) -> None:
+def of_action(history: History, action: act.Action) -> None:
     """Lines for what was decided."""
-    if isinstance(action, ev.ToClient):
+    if isinstance(action, act.ToClient):
         _to_client(history, action)
-    elif isinstance(action, ev.ToWorker) and action.header.kind == kinds.WORK:
-        header = action.header
-        count = (action.body.get("resume") or {}).get("count", 0)
+    elif isinstance(action, act.ToWorker) and action.header.kind == kinds.WORK:
+        header, message = action.header, action.message
+        resume = message.resume if isinstance(message, to_worker.Work) else None
+        count = 0 if resume is None else resume.count
         history.write(
             "work", id=header.id, slot=action.slot, epoch=header.epoch, run=header.attempt,
             count=count,
         )  # fmt: skip
-    elif isinstance(action, ev.StartWorker | ev.StopWorker | ev.DumpStacks):
+    elif isinstance(action, act.StartWorker | act.StopWorker | act.DumpStacks):
         history.write(type(action).__name__, slot=action.slot)
-    elif isinstance(action, ev.Note) and action.event != "request":
+    elif isinstance(action, act.Note) and action.event != "request":
         history.write("note", event=action.event, **dict(action.fields))
 
 
-def _to_client(history: History, action: ev.ToClient) -> None:
-    header, body = action.header, action.body
-    if header.kind == kinds.DELTAS:
-        for row in body["rows"]:
-            history.write("sent", id=row[0], attempt=row[1], pos=row[2], n=row[4])
-    elif header.kind == kinds.DELTA:
-        history.write("sent", id=header.id, attempt=header.attempt, pos=header.pos, n=body["n"])
-    elif header.kind in (kinds.ACCEPTED, kinds.DONE, kinds.ERROR):
-        outcome = body.get("reason") or body.get("code")
+def _to_client(history: History, action: act.ToClient) -> None:
+    header, message = action.header, action.message
+    if isinstance(message, to_client.StreamDeltas):
+        for row in message.rows:
+            history.write("sent", id=row.id, attempt=row.attempt, pos=row.pos, n=row.n)
+    elif isinstance(message, to_client.StreamDelta):
+        n = count_of(message.ids)
+        history.write("sent", id=header.id, attempt=header.attempt, pos=header.pos, n=n)
+    elif isinstance(message, to_client.Accepted | to_client.Done | to_client.Failed):
+        outcome = None
+        if isinstance(message, to_client.Done):
+            outcome = message.reason
+        elif isinstance(message, to_client.Failed):
+            outcome = message.code
         history.write(
             header.kind, id=header.id, attempt=header.attempt, pos=header.pos, outcome=outcome
         )
@@ -62,7 +70,7 @@ _EVENTS: dict[type, Callable[[History, Any], None]] = {
     ev.Cancel: lambda h, e: h.write("cancel", id=e.id),
     ev.WorkerDeltas: _rows,
     ev.WorkerHello: lambda h, e: h.write("hello", slot=e.slot, epoch=0),
-    ev.WorkerYield: lambda h, e: h.write("yield", epoch=e.epoch, runs=len(e.runs or ())),
+    ev.WorkerYield: lambda h, e: h.write("yield", epoch=e.epoch, runs=len(e.message.runs)),
     ev.WorkerExited: lambda h, e: h.write("exited", slot=e.slot, cause=e.cause, own=e.own),
     ev.LinkLost: lambda h, e: h.write("link_lost", link=e.link),
     ev.Late: lambda h, e: h.write("late", seconds=e.seconds),

@@ -7,8 +7,7 @@ worker managed to send is lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -16,7 +15,7 @@ from mlxpool.broker.edge.peers import Peer
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.processes.supervisor import Child
 from mlxpool.common.errors import BadRequest, PoolError
-from mlxpool.common.protocol import deltas, frames, kinds
+from mlxpool.common.protocol import deltas, frames, kinds, to_broker
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header, Message
 
@@ -54,11 +53,11 @@ class FromWorkers:
                 return
             event = self._event(peer, message)
         except (PoolError, TypeError, ValueError) as error:
-            self.broker.core.counters.bad_frames += 1
+            self.broker.core.state.counters.bad_frames += 1
             log.warning("bad frame from a worker", extra={"peer": peer.owner, "why": str(error)})
             return
         if event is None:
-            self.broker.core.counters.fenced += 1
+            self.broker.core.state.counters.fenced += 1
         elif isinstance(event, ev.WorkerDeltas):
             self._gather(event, now)
         else:
@@ -84,15 +83,16 @@ class FromWorkers:
         if message.kind == kinds.DELTAS:
             return ev.WorkerDeltas(epoch, deltas.unpack_deltas(message))
         if message.kind == kinds.BEAT:
-            return ev.WorkerBeat(epoch, body)
+            return ev.WorkerBeat(epoch, to_broker.Beat.parse(body))
         if message.kind == kinds.CREDIT:
-            return ev.WorkerCredit(epoch, body)
+            return ev.WorkerCredit(epoch, to_broker.Credit.parse(body))
         if message.kind == kinds.TOKENS:
-            return ev.WorkerTokens(epoch, request_id, body, message.blobs)
+            answer = to_broker.TokenizerAnswer(body, message.blobs)
+            return ev.WorkerTokens(epoch, request_id, answer)
         if message.kind == kinds.YIELD:
-            return ev.WorkerYield(epoch, body.get("runs"))
+            return ev.WorkerYield(epoch, to_broker.Yield.parse(body))
         if message.kind == kinds.BYE:
-            return ev.WorkerBye(epoch, _error_of(body))
+            return ev.WorkerBye(epoch, to_broker.Bye.parse(body))
         raise BadRequest(f"a worker cannot send the kind {message.kind!r:.40}")
 
     def _hello(self, peer: Peer, message: Message, now: float) -> None:
@@ -111,15 +111,15 @@ class FromWorkers:
             self.epochs.pop(before, None)
             self.broker.back.forget(before)
         self.peers[slot] = peer.number
-        body = {k: v for k, v in message.body.items() if k != "token"}
-        self.broker.perform(ev.WorkerHello(slot, body, child.token), now)
-        worker = self.broker.core.fleet.slots[slot].worker
+        hello = to_broker.Hello.parse(message.body)
+        self.broker.perform(ev.WorkerHello(slot, hello, child.token), now)
+        worker = self.broker.core.state.registry.slots[slot].worker
         if worker is not None:
             self.epochs[peer.number] = worker.epoch
 
     def _refuse(self, peer: Peer, slot: str, error: PoolError) -> None:
         """Tell it why, so that it ends at once and need not wait for a broker that takes it."""
-        self.broker.core.counters.auth_failures += 1
+        self.broker.core.state.counters.auth_failures += 1
         about = {"slot": slot, "peer": peer.owner, "why": error.message}
         log.warning("hello refused", extra=about)
         parts = frames.encode(Header(kinds.STOP), {"error": error.body()})
@@ -148,7 +148,7 @@ class FromWorkers:
     def _has_said_all(self, slot: str) -> bool:
         """A worker that leaves by itself says why; its death may be seen before its last word."""
         epoch = self.epochs.get(self.peers.get(slot, -1))
-        worker = None if epoch is None else self.broker.core.fleet.worker(epoch)
+        worker = None if epoch is None else self.broker.core.state.workers.get(epoch)
         if worker is None or worker.said_bye or worker.error is not None:
             return True
         return not self.broker.supervisor.left_by_itself(slot)
@@ -181,10 +181,3 @@ class FromWorkers:
         if self._rows:
             rows, self._rows = self._rows, []
             self.broker.perform(ev.WorkerDeltas(self._rows_of, rows), now)
-
-
-def _error_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    error = body.get("error")
-    if error is None or isinstance(error, Mapping):
-        return error
-    raise BadRequest(f"the error of a `bye` must be a map, is {error!r:.40}")

@@ -1,4 +1,4 @@
-"""What the edge tells the core (events) and what the core decides (actions).
+"""What the edge and the core exchange: events in, actions out.
 
-Frozen records without behaviour.
+The lowest package of the broker: it imports nothing but what all processes share.
 """

@@ -1,35 +1,40 @@
-"""What can happen to the core, and what it can decide. Frozen, without behaviour."""
+"""Events: what can happen to the core. Frozen, without behaviour."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.errors import PoolError
+from mlxpool.common.progress import Look
+from mlxpool.common.protocol import to_broker
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.frames import Header
 
-# ---- what can happen -------------------------------------------------------------------------
+# ---- clients ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """A client sent `generate`. `entropy` becomes the seed of a request that names none."""
+    """A client sent `generate`.
+
+    `digest` is that of the sending, see `to_broker.request_digest`. `message` is the error that
+    parsing raised if the body is bad: a known id is answered before a bad body is. `entropy`
+    becomes the seed of a request that names none.
+    """
 
     link: int
     owner: str
     id: bytes
     attempt: int
-    body: Mapping[str, Any]
-    blobs: tuple[bytes, ...]
+    digest: bytes
+    message: to_broker.Generate | PoolError
     entropy: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """`cancel` of a client; `owner` None is the admin, who may cancel anything."""
+    """`cancel` of a client, or of the admin (`link` and `owner` None), who may cancel anything."""
 
     link: int | None
     owner: str | None
@@ -38,79 +43,100 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
+    """`ack` of a client, or the error that parsing it raised."""
+
     link: int
-    have: Any
+    message: to_broker.Ack | PoolError
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """`ping`, `models`, `tokenize` or `detokenize` of a client."""
-
+class Ping:
     link: int
-    kind: str
     id: bytes
     attempt: int
-    body: Mapping[str, Any]
-    blobs: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListModels:
+    link: int
+    id: bytes
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallTokenizer:
+    """`tokenize` or `detokenize` of a client, or the error that parsing it raised."""
+
+    link: int
+    id: bytes
+    attempt: int
+    message: to_broker.TokenizerCall | PoolError
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Any frame came on this link."""
+    """A frame came on this link that makes no other event."""
 
     link: int
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The connection is gone or its peer takes nothing any more."""
+    """The connection is gone, or its peer receives nothing any more."""
 
     link: int
 
 
 @dataclass(frozen=True, slots=True)
+class Revoked:
+    """The key of an owner is no longer allowed: all streams of the owner end."""
+
+    owner: str
+
+
+# ---- workers ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
 class Spawned:
+    """The process of a slot was started."""
+
     slot: str
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class SpawnFailed:
+    """The process of a slot could not be started."""
+
     slot: str
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
-    """The worker of a slot introduced itself with its one-time token (checked by the edge).
+    """The worker of a slot sent `hello` with its one-time token, which the edge has checked.
 
-    `token` opens the next connection.
+    `token` is the one that its next `hello` needs.
     """
 
     slot: str
-    body: Mapping[str, Any]
+    message: to_broker.Hello
     token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDialled:
-    """A worker of another supervisor came by itself, as its key allows (checked by the edge).
+    """A worker of another supervisor dialled in; the edge has checked its key.
 
-    It serves `model`, by whatever name it says, and fills `slot`; `token` opens its next
-    connection.
+    It serves `model`, which may be a name that was unknown before, and fills `slot`. `token` is the
+    one that its next `hello` needs.
     """
 
     slot: str
     model: str
-    body: Mapping[str, Any]
+    message: to_broker.Hello
     token: str
-
-
-@dataclass(frozen=True, slots=True)
-class Revoked:
-    """An owner may do nothing here any more: his streams end now."""
-
-    owner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,47 +148,42 @@ class WorkerDeltas:
 @dataclass(frozen=True, slots=True)
 class WorkerBeat:
     epoch: int
-    body: Mapping[str, Any]
+    message: to_broker.Beat
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCredit:
     epoch: int
-    body: Mapping[str, Any]
+    message: to_broker.Credit
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTokens:
-    """Answer to `tokenize` or `detokenize`."""
+    """The answer to the `tokenize` or `detokenize` with this id."""
 
     epoch: int
     id: bytes
-    body: Mapping[str, Any]
-    blobs: tuple[bytes, ...]
+    message: to_broker.TokenizerAnswer
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerYield:
-    """At a drain the worker hands back runs that it has not finished: [id, run] each."""
-
     epoch: int
-    runs: Any
+    message: to_broker.Yield
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerBye:
-    """The worker is leaving; `error` says why it cannot serve, or no longer."""
-
     epoch: int
-    error: Mapping[str, Any] | None
+    message: to_broker.Bye
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """The process is gone; everything it had sent has been handled before.
+    """The process is gone; everything that it had sent has been handled before.
 
-    `own`: it ended by itself, so what it ran may be to blame; `prefill` is the request whose prompt
-    it was reading.
+    `own`: it ended by itself, so that a request in it may be to blame. `prefill` is the request
+    whose prompt it was reading.
     """
 
     slot: str
@@ -172,24 +193,31 @@ class WorkerExited:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """A process as its supervisor sees it. Waits are nanoseconds spent runnable but not run."""
+
+    look: Look
+    stopped: bool = False  # by a signal
+    compute_wait_ns: int = 0
+    edge_wait_ns: int = 0
+    rss: int = 0  # bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Looked:
-    """The supervisor looked at a worker; it does so every `tick` seconds."""
+    """The supervisor sampled a worker; it does so every `tick` seconds."""
 
     slot: str
     sample: Sample
     tick: float
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
-    """The broker itself did not run for so many seconds: nobody else is to blame for them."""
-
-    seconds: float
+# ---- models and settings ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFound:
-    """A model that was not there before; the fields are those of Fleet.add."""
+    """A model that was not there before; see Registry.add for the fields."""
 
     name: str
     config: ModelConfig
@@ -199,23 +227,15 @@ class ModelFound:
 
 @dataclass(frozen=True, slots=True)
 class ModelDescribed:
-    """Somebody has looked at a model's files; `about` is in docs/protocol.md, `models`."""
+    """The files of a model were read; `about` is described in docs/protocol.md, `models`."""
 
     name: str
-    about: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Reload:
-    """The settings are these from now on; models come by ModelFound, and go by ModelGone."""
-
-    config: PoolConfig
-    memory: int  # bytes that all workers may take
+    about: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelGone:
-    """Nobody can ask for this name any more; what it has accepted ends within `grace` seconds."""
+    """A name was taken out of the settings: what it has accepted has `grace` seconds to end."""
 
     name: str
     grace: float
@@ -233,6 +253,17 @@ class ModelChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Reload:
+    """New settings of the pool; models come by ModelFound and go by ModelGone."""
+
+    config: PoolConfig
+    memory: int  # bytes that all workers may take
+
+
+# ---- operations ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     model: str
 
@@ -244,7 +275,7 @@ class Unload:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Let a worker, a model or (both None) the pool finish, within `grace` seconds."""
+    """Let a worker, a model or (both None) the pool finish within `grace` seconds."""
 
     slot: str | None
     model: str | None
@@ -253,38 +284,50 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Replace a slot's worker: its streams go on in the next one."""
+    """Replace a slot's worker: its streams are resumed in the next one."""
 
     slot: str
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """The broker is going down: every live stream gets its end now.
+    """The broker ends: every live stream gets its terminal now.
 
-    `final`: nobody need wait for another broker.
+    `final`: no other broker follows, so clients are not told when to retry.
     """
 
     final: bool = True
 
 
+# ---- time ------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Time has passed."""
+    """The time that `Core.next_wake` named has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """The broker did not run for so many seconds; they count as nobody's silence."""
+
+    seconds: float
 
 
 Event = (
     Generate
     | Cancel
     | Ack
-    | Ask
+    | Ping
+    | ListModels
+    | CallTokenizer
     | Heard
     | LinkLost
+    | Revoked
     | Spawned
     | SpawnFailed
     | WorkerHello
     | WorkerDialled
-    | Revoked
     | WorkerDeltas
     | WorkerBeat
     | WorkerCredit
@@ -293,79 +336,16 @@ Event = (
     | WorkerBye
     | WorkerExited
     | Looked
-    | Late
     | ModelFound
     | ModelDescribed
-    | Reload
     | ModelGone
     | ModelChanged
+    | Reload
     | Load
     | Unload
     | Drain
     | Restart
     | Shutdown
     | Wake
+    | Late
 )
-
-# ---- what can be decided ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ToClient:
-    link: int
-    header: Header
-    body: Mapping[str, Any]
-    blobs: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ToWorker:
-    slot: str
-    header: Header
-    body: Mapping[str, Any]
-    blobs: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StartWorker:
-    slot: str
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class StopWorker:
-    """Ask it to go, then kill it; `at_once`: it cannot hear."""
-
-    slot: str
-    at_once: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetLink:
-    """The next frame on this connection makes a new link."""
-
-    link: int
-
-
-@dataclass(frozen=True, slots=True)
-class DumpStacks:
-    """Have the worker write where its threads are."""
-
-    slot: str
-
-
-@dataclass(frozen=True, slots=True)
-class StopPool:
-    """Everything has been drained."""
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """A line for the log; never holds a prompt or a completion."""
-
-    level: str
-    event: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-Action = ToClient | ToWorker | StartWorker | StopWorker | ForgetLink | DumpStacks | StopPool | Note

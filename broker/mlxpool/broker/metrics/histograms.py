@@ -1,6 +1,6 @@
-"""What one model's requests add up to: counts, and histograms with fixed buckets.
+"""Counts and histograms over the requests of one model. Pure.
 
-Nothing here goes down and nothing is kept of a single request. The bounds are vLLM's, so that its
+No value goes down and nothing is kept of a single request. The bounds are vLLM's, so that its
 dashboards and alerts fit; `INTER_TOKEN` has three more below them, for small models.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mlxpool.broker.requests.request import Request
 from mlxpool.common.errors import BY_CODE
+from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 # Upper bounds, seconds.
 FIRST_TOKEN = (
@@ -29,12 +30,12 @@ REQUEST = (
 # Upper bounds, tokens: 1, 2, 5, 10 … 500,000.
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
-OTHER = "other"  # what a worker said that is no reason or code of ours
+OTHER = "other"  # a reason or code of a worker that we do not know
 OUTCOMES = frozenset({"stop", "length", "cancelled", *BY_CODE})
 
 
 class Histogram:
-    """How many values were at most each bound: `counts[i]` those above the bound before it."""
+    """Counts of values by bucket: `counts[i]` are those above bound i - 1 and up to bound i."""
 
     __slots__ = ("_frozen", "bounds", "counts", "total")
 
@@ -42,7 +43,7 @@ class Histogram:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)  # the last: above every bound
         self.total = 0.0
-        self._frozen: Frozen | None = None  # as long as nothing new came
+        self._frozen: Frozen | None = None  # of the values so far, if it was made
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
@@ -50,6 +51,7 @@ class Histogram:
         self._frozen = None
 
     def frozen(self) -> Frozen:
+        """A copy that other threads may read; the same one as long as nothing is observed."""
         if self._frozen is None:
             self._frozen = Frozen(self.bounds, tuple(self.counts), self.total)
         return self._frozen
@@ -65,7 +67,7 @@ class Frozen:
 
 
 class Figures:
-    """Of one model since the broker's start. Times are seconds. Owned by the core."""
+    """Counts and histograms of one model since the broker's start. Times are seconds."""
 
     def __init__(self) -> None:
         self.accepted = 0
@@ -81,36 +83,38 @@ class Figures:
         self.inference = Histogram(REQUEST)  # given to a worker to end
         self.whole = Histogram(REQUEST)  # accepted to end
         self.prompts = Histogram(TOKENS)  # of requests that got a token
-        self.completions = Histogram(TOKENS)  # the same
+        self.completions = Histogram(TOKENS)  # of requests that got a token
 
     def assigned(self, request: Request, now: float) -> None:
-        """It got its first worker."""
+        """It was given to its first worker."""
         self.queue.observe(now - request.accepted_at)
 
-    def came(self, request: Request, now: float) -> None:
-        """Its new ids are in `request.ids`: those of several steps, if they came together.
+    def tokens_came(self, request: Request, now: float) -> None:
+        """Measure the ids that are new in its run: those of several steps, if they came together.
 
         Steps that are read together have one time, so their ids share the pause before them.
         """
-        count = len(request.ids) // 4 - request.timed
+        run = request.run
+        count = len(run.ids) // ID_WIDTH - run.measured_ids
         if count <= 0:
             return
-        if request.timed_at:
-            self.inter_token.observe((now - request.timed_at) / count, count)
+        if run.measured_at:
+            self.inter_token.observe((now - run.measured_at) / count, count)
         else:
             self.first_token.observe(now - request.accepted_at)
-            self.prefill.observe(now - request.assigned_at)
-        request.timed += count
-        request.timed_at = now
+            self.prefill.observe(now - run.assigned_at)
+        run.measured_ids += count
+        run.measured_at = now
 
     def ended(self, request: Request, outcome: str, now: float) -> None:
-        """Its stream has its terminal."""
+        """Its stream has its terminal message."""
+        run = request.run
         self.outcomes[outcome if outcome in OUTCOMES else OTHER] += 1
-        self.prompt_tokens += request.prompt_tokens
+        self.prompt_tokens += run.prompt_tokens
         self.whole.observe(now - request.accepted_at)
-        if request.assigned_at:
-            self.inference.observe(now - request.assigned_at)
-        if request.first_at:
-            self.decode.observe(now - request.first_at)
-            self.prompts.observe(request.prompt_tokens)
-            self.completions.observe(request.taken)
+        if run.assigned_at:
+            self.inference.observe(now - run.assigned_at)
+        if run.first_token_at:
+            self.decode.observe(now - run.first_token_at)
+            self.prompts.observe(run.prompt_tokens)
+            self.completions.observe(run.taken)

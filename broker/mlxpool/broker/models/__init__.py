@@ -1,4 +1,4 @@
-"""The models that can be asked for: names and aliases, states, and what their files say.
+"""The models that can be asked for: names and aliases, states, eviction and listing.
 
-All but the catalogue is pure.
+Pure; their files are read by `catalogue`.
 """

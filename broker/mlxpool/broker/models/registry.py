@@ -1,150 +1,184 @@
-"""The models that can be asked for, by name, and their slots. Part of the pure core."""
+"""The models that can be asked for, by name, their slots, and whether they are available. Pure."""
 
 from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from mlxpool.broker.models.aliases import SHARED, Names
-from mlxpool.broker.workers.worker import Model, Slot, Worker
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.broker.models.aliases import SHARED_SETTINGS, Names
+from mlxpool.broker.models.model import Model
+from mlxpool.broker.workers.slot import Slot
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.common.config.loading import ModelConfig
 from mlxpool.common.errors import ModelUnavailable, PoolError, UnknownModel, from_body
 
+MAX_NAMES_SHOWN = 20
 
-class Roster:
-    """Owns every Model and Slot; who fills the slots is the fleet's affair."""
 
-    def __init__(self, config: PoolConfig, memory: int) -> None:
-        self.config = config
-        self.memory = memory  # bytes that all workers may take together
+class Registry:
+    """Owns every Model and Slot; the worker pool fills the slots.
+
+    `memory` is what all workers may take together, in bytes; `restart_limit` the failures in a row
+    at which a model's breaker opens.
+    """
+
+    def __init__(self, memory: int, restart_limit: int) -> None:
+        self.memory = memory
+        self.restart_limit = restart_limit
         self.names = Names()
         self.models: dict[str, Model] = {}  # by the name under which they run
         self.slots: dict[str, Slot] = {}
 
-    def add(self, name: str, config: ModelConfig, place: str = "", need: int = 0) -> None:
-        """A name that can be asked for. It gets a model of its own unless a twin has one.
+    # ---- names -------------------------------------------------------------------------------
 
-        `place` is where its files are ("": it has no twin), `need` the bytes of a worker at least.
+    def add(self, name: str, config: ModelConfig, place: str = "", need: int = 0) -> None:
+        """Add a name. It gets a model of its own unless it is an alias.
+
+        `place` is where its files are ("": it is no alias), `need` the bytes of a worker at least.
         """
         if name in self.names.known:
-            self._take_back(name, config)
-            return
-        if self.names.add(name, config, place) == name:
-            self._found(name, need)
+            self._reopen(name, config)
+        elif self.names.add(name, config, place) == name:
+            self._add_model(name, need)
         else:
-            self._fit(self.models[self.names.known[name].model])
+            self._fit_slots(self.models[self.names.known[name].model])
 
-    def _take_back(self, name: str, config: ModelConfig) -> None:
+    def _reopen(self, name: str, config: ModelConfig) -> None:
         """A name that was gone can be asked for again."""
         known = self.names.known[name]
         if known.gone:
             known.gone, known.config = False, config
             model = self.models[known.model]
-            model.closed = False
-            self._fit(model)
+            model.move("reopen")
+            self._fit_slots(model)
 
-    def gone(self, name: str) -> Model | None:
-        """Nobody can ask for this name any more; its model, if it has no other name."""
+    def remove(self, name: str) -> Model | None:
+        """The name cannot be asked for any more; returns its model if that has no other name."""
         known = self.names.known.get(name)
         if known is None or known.gone:
             return None
         known.gone = True
         model = self.models[known.model]
-        self._fit(model)
+        self._fit_slots(model)
         members = self.names.members(model.name)
         return model if all(self.names.known[member].gone for member in members) else None
 
-    def changed(self, name: str, config: ModelConfig, place: str, need: int) -> list[Worker]:
-        """A name has other settings; returns the workers that were started with the old ones."""
+    def change(self, name: str, config: ModelConfig, place: str, need: int) -> list[Worker]:
+        """Give a name other settings; returns the workers that were started with the old ones."""
         known = self.names.known.get(name)
         if known is None or known.gone:
             return []
         before, known.config, known.place = known.config, config, place
         model = self.models[known.model]
-        renewed = any(getattr(before, key) != getattr(config, key) for key in (*SHARED, "path"))
+        restart_keys = (*SHARED_SETTINGS, "path")
+        renewed = any(getattr(before, key) != getattr(config, key) for key in restart_keys)
         if renewed:
             known.about = {}
             model.floor = model.need = config.memory_limit or need
             model.failures, model.retry_at, model.last_error = 0, 0.0, None
-        for stray in self.names.strays(model.name):
-            self.names.known[stray].model = stray
-            self._found(stray, self.models[model.name].floor)
-        self._fit(model)
-        kept = self.own_slots(model)
-        own = [slot for slot in model.slots if slot.worker is not None and not slot.remote]
-        return [slot.worker for slot in own if slot.worker and (renewed or slot not in kept)]
+            model.move("mended")
+        self._separate(model.name)
+        self._fit_slots(model)
+        kept = model.local_slots
+        local = [slot for slot in model.slots if slot.worker is not None and not slot.remote]
+        return [slot.worker for slot in local if slot.worker and (renewed or slot not in kept)]
 
-    def own_slots(self, model: Model) -> list[Slot]:
-        """The slots that we fill: fewer than there are when replicas were taken away."""
-        return [slot for slot in model.slots if not slot.remote][: model.config.replicas]
+    def describe(self, name: str, about: Mapping[str, object]) -> None:
+        """Record what the files of a name say; they may make it an alias, or end that it is one.
 
-    def described(self, name: str, about: Mapping[str, Any]) -> None:
-        """What a look at its files has found; they may turn out to be another name's, or no more.
-
-        A model that anybody wants stays what it is until it is quiet and looked at again.
+        A model that is in use stays what it is until it is unused and its files are read again.
         """
         known = self.names.known.get(name)
         if known is None:
             return
         if known.fault is not None and not about.get("problems"):
-            self.models[known.model].last_error = None  # its files have been mended since
+            self._mend(self.models[known.model])
         known.about = about
         self._learn_size(self.models[known.model], about.get("size"))
-        for stray in self.names.strays(known.model):
-            need = self.models[known.model].floor
-            self.names.known[stray].model = stray
-            self._found(stray, need)
+        self._separate(known.model)
         self._join(self.models[known.model])
+
+    def _mend(self, model: Model) -> None:
+        """Its files were repaired: the error that its last worker reported holds no longer."""
+        model.last_error = None
+        model.move("breaker opened" if model.failures >= self.restart_limit else "mended")
+
+    def _separate(self, model: str) -> None:
+        """Give models of their own to the names that `model` can serve no longer."""
+        for name in self.names.separated(model):
+            self.names.known[name].model = name
+            self._add_model(name, self.models[model].floor)
 
     def _join(self, model: Model) -> None:
         """Have the workers of another model serve all names of this one, if they can."""
-        twin, members = self.names.twin(model.name), self.names.members(model.name)
-        if twin is None or not model.quiet:
+        alias, members = self.names.alias(model.name), self.names.members(model.name)
+        if alias is None or not model.unused:
             return
-        if not all(self.names.are_twins(member, twin) for member in members):
-            return  # one that has not been looked at yet; its own look comes here again
+        if not all(self.names.are_aliases(member, alias) for member in members):
+            return  # the files of one were not read yet; when they are, this is tried again
         del self.models[model.name]
         for slot in model.slots:
             del self.slots[slot.name]
         for member in members:
-            self.names.known[member].model = twin
-        self._fit(self.models[twin])
+            self.names.known[member].model = alias
+        self._fit_slots(self.models[alias])
 
     def _learn_size(self, model: Model, size: object) -> None:
-        """What a model takes at least, where its files could not be weighed before."""
+        """Set the floor of a model whose files could not be weighed before."""
         if isinstance(size, int) and not model.floor and not model.workers:
             model.floor, model.need = size, max(model.need, size)
 
-    def _found(self, name: str, need: int) -> None:
+    # ---- models and slots --------------------------------------------------------------------
+
+    def _add_model(self, name: str, need: int) -> None:
         config = self.names.known[name].config
         floor = config.memory_limit or need
         self.models[name] = Model(name, config, [], floor=floor, need=floor)
-        self._fit(self.models[name])
+        self._fit_slots(self.models[name])
 
-    def _fit(self, model: Model) -> None:
-        """As many slots as the one asks for that asks for most."""
+    def _fit_slots(self, model: Model) -> None:
+        """As many slots as the name with the most replicas asks for."""
         model.config = self.names.config_of(model.name)
-        own = sum(not slot.remote for slot in model.slots)
-        for number in range(len(model.slots), len(model.slots) + model.config.replicas - own):
-            slot = Slot(f"{model.name}/{number}", model.name)
-            model.slots.append(slot)
-            self.slots[slot.name] = slot
+        local = sum(not slot.remote for slot in model.slots)
+        for number in range(len(model.slots), len(model.slots) + model.config.replicas - local):
+            self._add_slot(model, Slot(f"{model.name}/{number}", model.name))
+
+    def _add_slot(self, model: Model, slot: Slot) -> Slot:
+        model.slots.append(slot)
+        self.slots[slot.name] = slot
+        return slot
+
+    def remote_slot_name(self, name: str) -> str:
+        """The slot that the next worker of this model to dial in fills; it may not exist yet."""
+        known = self.names.model_of(name)
+        slots = [] if known is None else self.models[known].slots
+        free = (slot.name for slot in slots if slot.remote and slot.worker is None)
+        return next(free, f"{known or name}/{len(slots)}")
+
+    def remote_slot(self, slot_name: str, name: str) -> Slot:
+        """The slot of a worker that dials in. An unknown model is served while it is there."""
+        if name not in self.names.known:
+            self.add(name, ModelConfig(replicas=0))
+        model = self.model(name)
+        known = self.slots.get(slot_name)
+        return known or self._add_slot(model, Slot(slot_name, model.name, remote=True))
 
     def model(self, name: str) -> Model:
-        """The model that a name means. Raises UnknownModel naming the nearest name."""
+        """The model that a name means. Raises UnknownModel with the nearest name."""
         model = self.names.model_of(name)
         if model is None:
             known = self.names.offered()
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {_few(known)}"
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {_shown(known)}"
             raise UnknownModel(f"there is no model {name!r:.80}; {hint}")
         return self.models[model]
 
-    def refuse_if_broken(self, model: Model, now: float, name: str) -> None:
-        """Raises why the model, asked for as `name`, cannot be had until `retry_at`, or ever."""
-        if model.hopeful:
+    # ---- availability ------------------------------------------------------------------------
+
+    def check_available(self, model: Model, now: float, name: str) -> None:
+        """Raises the reason for which the model, asked for as `name`, cannot be served now."""
+        if model.served_soon:
             return
         if model.floor > self.memory:
             raise ModelUnavailable(
@@ -159,28 +193,30 @@ class Roster:
             error = from_body(model.last_error)
             error.retry_after_ms = wait_ms
             raise error
-        if model.failures >= self.config.restart_limit:
-            raise self.broken(model, wait_ms, name)
+        if model.failures >= self.restart_limit:
+            raise _broken(model, wait_ms, name)
 
-    def broken(self, model: Model, wait_ms: int, name: str) -> ModelUnavailable:
-        causes = [slot.last_exit for slot in model.slots if slot.last_exit]
-        return ModelUnavailable(
-            f"model {name!r} failed {model.failures} times in a row"
-            f" (last: {causes[-1] if causes else 'unknown'}); it is tried again"
-            f" in {wait_ms / 1000:.0f} s",
-            details={"model": name},
-            retry_after_ms=wait_ms,
-        )
-
-    def verdict(self, model: Model, now: float, name: str = "") -> PoolError | None:
-        """Why what waits for the model should not go on waiting; None when it should."""
+    def unavailable(self, model: Model, now: float, name: str = "") -> PoolError | None:
+        """The error that `check_available` raises; None if it raises none."""
         try:
-            self.refuse_if_broken(model, now, name or model.name)
+            self.check_available(model, now, name or model.name)
         except PoolError as error:
             return error
         return None
 
 
-def _few(names: Iterable[str], most: int = 20) -> str:
+def _broken(model: Model, wait_ms: int, name: str) -> ModelUnavailable:
+    causes = [slot.last_exit for slot in model.slots if slot.last_exit]
+    return ModelUnavailable(
+        f"model {name!r} failed {model.failures} times in a row"
+        f" (last: {causes[-1] if causes else 'unknown'}); it is tried again"
+        f" in {wait_ms / 1000:.0f} s",
+        details={"model": name},
+        retry_after_ms=wait_ms,
+    )
+
+
+def _shown(names: Iterable[str]) -> str:
     shown = list(names)
-    return ", ".join(shown[:most]) + (", …" if len(shown) > most else "")
+    more = ", …" if len(shown) > MAX_NAMES_SHOWN else ""
+    return ", ".join(shown[:MAX_NAMES_SHOWN]) + more

@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 import secrets
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import zmq
 
-from mlxpool.broker.workers.liveness import Sample
+from mlxpool.broker.interface.events import Sample
 from mlxpool.common.config.model_names import fault_of_name
 from mlxpool.common.progress import PHASES, Look
 from mlxpool.common.protocol.frames import Message
+from mlxpool.common.protocol.to_broker import Beat, ProgressSample
 
 MOST = 4096  # workers
 TICK = 0.5  # seconds between two looks
@@ -91,20 +91,18 @@ def model_of(message: Message) -> str | None:
     return name
 
 
-def sample_of(beat: Mapping[str, Any]) -> Sample:
-    """What a beat tells of a worker that cannot be looked at from outside. Pure.
+def sample_of(beat: Beat) -> Sample:
+    """What a beat tells of a worker that cannot be sampled from outside. Pure.
 
-    Before the first beat it is in `load`.
+    A worker that has not said its phase counts as in `load`.
     """
-    phase, count = beat.get("phase", "load"), beat.get("progress", 0)
-    tokens, fresh, token_ns, step_ns = _numbers(beat.get("look"))
-    if phase not in PHASES or not isinstance(count, int):
+    phase = "load" if beat.phase is None else beat.phase
+    if phase not in PHASES:
         return Sample(Look("decode"))
-    return Sample(Look(phase, 0, count, tokens, bool(fresh), token_ns, step_ns))
-
-
-def _numbers(look: object) -> tuple[int, int, int, int]:
-    """Tokens of the chunk, whether its shape is new, usual times; without them it may take long."""
-    if isinstance(look, list) and len(look) == 4 and all(isinstance(v, int) for v in look):
-        return look[0], look[1], look[2], look[3]
-    return 0, 1, 0, 0
+    look = beat.look or ProgressSample()
+    return Sample(
+        Look(
+            phase, 0, beat.progress, look.tokens, look.fresh, look.usual_token_ns,
+            look.usual_step_ns,
+        )
+    )  # fmt: skip

@@ -11,9 +11,11 @@ from mlxpool.broker.edge.peers import Peer
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.processes.remote_slots import MOST, TICK, Remotes, model_of, sample_of
 from mlxpool.broker.security.keyring import KEY, UID
+from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.errors import BadRequest, ModelUnavailable, Unauthorized
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.to_broker import Hello
 
 if TYPE_CHECKING:
     from mlxpool.broker.edge.loop import Broker
@@ -41,17 +43,18 @@ class DialIn:
         known = self.remotes.known(peer.number, str(message.body.get("token")))
         if known is not None and known.model != name:
             raise BadRequest(f"this connection serves {known.model!r} already; use another")
-        body = {k: v for k, v in message.body.items() if k != "token"}
+        parsed = Hello.parse(message.body)
         if known is not None:
             self._lay_down(known.slot, peer.number)
             remote = self.remotes.add(known.slot, name, peer.number)
-            event: ev.Event = ev.WorkerHello(remote.slot, body, remote.token)
+            event: ev.Event = ev.WorkerHello(remote.slot, parsed, remote.token)
         else:
-            remote = self.remotes.add(broker.core.fleet.place_for(name), name, peer.number)
-            event = ev.WorkerDialled(remote.slot, name, body, remote.token)
+            slot_name = broker.core.state.registry.remote_slot_name(name)
+            remote = self.remotes.add(slot_name, name, peer.number)
+            event = ev.WorkerDialled(remote.slot, name, parsed, remote.token)
         broker.from_workers.peers[remote.slot] = peer.number
         broker.perform(event, now)
-        slot = broker.core.fleet.slots.get(remote.slot)
+        slot = broker.core.state.registry.slots.get(remote.slot)
         if slot is None or slot.worker is None:
             self.remotes.by_slot.pop(remote.slot, None)
             self._lay_down(remote.slot, peer.number)
@@ -74,7 +77,7 @@ class DialIn:
             )
 
     def _check_room(self, name: str) -> None:
-        known = self.broker.core.fleet.names.known
+        known = self.broker.core.state.registry.names.known
         if len(self.remotes.by_slot) >= MOST:
             raise ModelUnavailable(f"{MOST} workers have dialled in, as many as there may be")
         if name not in known and len(known) >= NAMES:
@@ -100,9 +103,9 @@ class DialIn:
         """
         if slot not in self.remotes.by_slot:
             return False
-        worker = self.broker.core.fleet.slots[slot].worker
+        worker = self.broker.core.state.registry.slots[slot].worker
         if worker is not None and not self.broker.stopping:
-            again = worker.replace or not worker.dismissed
+            again = worker.replace or worker.state is not WorkerState.STOPPING
             parts = frames.encode(Header(kinds.STOP, None, worker.epoch), {"again": again})
             self.broker.back.send(self.broker.from_workers.peers[slot], parts)
         self._ended(slot, "stopped", now)
@@ -138,6 +141,6 @@ class DialIn:
     def watch(self, now: float) -> None:
         """Have the core judge them by their beats."""
         for remote in self.remotes.due(now):
-            worker = self.broker.core.fleet.slots[remote.slot].worker
+            worker = self.broker.core.state.registry.slots[remote.slot].worker
             if worker is not None:
                 self.broker.perform(ev.Looked(remote.slot, sample_of(worker.beat), TICK), now)

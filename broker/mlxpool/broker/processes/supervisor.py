@@ -11,9 +11,9 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from mlxpool.broker.interface.events import Sample
 from mlxpool.broker.processes import system
 from mlxpool.broker.processes.blas import preload
-from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.loading import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
 from mlxpool.common.progress import Block, Look
 

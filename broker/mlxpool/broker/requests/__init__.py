@@ -1,4 +1,4 @@
-"""One request: its checked message, its state table, its place in the queue and its unsent output.
+"""One request: its record, its state table, its place in the queue and its output buffer.
 
 Pure.
 """

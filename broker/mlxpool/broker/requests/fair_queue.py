@@ -1,7 +1,7 @@
-"""What waits for one model: deficit round-robin between owners inside each of three priorities.
+"""The requests that wait for one model: deficit round-robin between owners in each of 3 priorities.
 
-A request that was at work already (its worker is lost) comes back to the front, in the order of its
-first arrival, whatever its owner's share. Pure.
+A request that a worker had before (it was resumed) goes to the front, in the order of first
+arrival, whatever its owner's share. Pure.
 """
 
 from __future__ import annotations
@@ -10,30 +10,29 @@ from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-from mlxpool.broker.requests.payload import Payload
 from mlxpool.broker.requests.request import Request
+from mlxpool.common.protocol.to_broker import MAX_PRIORITY, Generate
 
-PRIORITIES = 3
-QUANTUM = 512  # tokens an owner may start for each turn of the round
-MAX_COST = 64 * 1024  # tokens one request counts for at most
-OPEN_ENDED = 512  # tokens that a request without max_tokens counts for
+QUANTUM = 512  # tokens that an owner's deficit grows by in each round
+MAX_COST = 64 * 1024  # tokens that one request costs at most
+OPEN_ENDED_TOKENS = 512  # that a request without max_tokens is taken to generate
 BYTES_PER_TOKEN = 4  # of a prompt, roughly; only shares depend on it
 
 
 def cost(request: Request) -> int:
-    """What a request counts for in its owner's share: tokens to read and to write."""
-    wanted = request.payload.options.max_tokens
-    write = wanted if wanted > 0 else OPEN_ENDED
-    return min(MAX_COST, tokens_of(request.payload) + write)
+    """What a request takes of its owner's share: tokens to prefill and to decode."""
+    wanted = request.message.options.max_tokens
+    decode = wanted if wanted > 0 else OPEN_ENDED_TOKENS
+    return min(MAX_COST, prompt_tokens(request.message) + decode)
 
 
-def tokens_of(payload: Payload) -> int:
-    """About how many tokens its prompt has: nothing here can count those of a text."""
-    return 1 + payload.size // BYTES_PER_TOKEN
+def prompt_tokens(message: Generate) -> int:
+    """About how many tokens its prompt has: the broker has no tokenizer."""
+    return 1 + message.size // BYTES_PER_TOKEN
 
 
 class Lane:
-    """One priority: the owner whose turn it is stands first."""
+    """The requests of one priority. The owner whose turn it is stands first."""
 
     def __init__(self) -> None:
         self.owners: OrderedDict[str, deque[Request]] = OrderedDict()
@@ -44,7 +43,7 @@ class Lane:
         self.deficits.setdefault(request.owner, 0)
 
     def head(self) -> Request | None:
-        """Whose turn it is; the same until it is taken or something changes before it."""
+        """The request whose turn it is; the same until the lane changes before it."""
         if not self.owners:
             return None
         while True:
@@ -62,17 +61,17 @@ class Lane:
     def drop(self, request: Request) -> None:
         waiting = self.owners[request.owner]
         waiting.remove(request)
-        if not waiting:  # who waits for nothing saves nothing
+        if not waiting:  # an owner without waiting requests keeps no deficit
             del self.owners[request.owner], self.deficits[request.owner]
 
 
 class Queue:
-    """Owns no request; a request is in it exactly while it is QUEUED."""
+    """Invariant: a request is in it exactly while it is QUEUED."""
 
     def __init__(self) -> None:
-        self.lanes = tuple(Lane() for _ in range(PRIORITIES))
-        self.returning: list[Request] = []
-        self.count = 0  # fresh and returning
+        self.lanes = tuple(Lane() for _ in range(MAX_PRIORITY + 1))
+        self.resumed: list[Request] = []  # a worker had them before
+        self.count = 0  # fresh and resumed
         self.bytes = 0  # of prompts
 
     def __len__(self) -> int:
@@ -80,7 +79,7 @@ class Queue:
 
     def __iter__(self) -> Iterator[Request]:
         """In no promised order."""
-        yield from self.returning
+        yield from self.resumed
         for lane in reversed(self.lanes):
             for waiting in lane.owners.values():
                 yield from waiting
@@ -89,23 +88,18 @@ class Queue:
         return any(each is request for each in self)
 
     def add(self, request: Request) -> None:
-        """A first sending."""
-        self.lanes[request.payload.priority].add(request)
+        """Queue a first sending."""
+        self.lanes[request.message.priority].add(request)
         self._count(request, 1)
 
-    def add_back(self, request: Request) -> None:
-        """It was at work before: nobody who came later goes first."""
-        insort(self.returning, request, key=lambda r: (-r.payload.priority, r.place))
+    def add_resumed(self, request: Request) -> None:
+        """Queue a request that was at work before: none that came later goes first."""
+        insort(self.resumed, request, key=lambda r: (-r.message.priority, r.arrival))
         self._count(request, 1)
 
-    def replace(self, before: Request, request: Request) -> None:
-        """The same request, sent again while it waited: it keeps its place."""
-        if before in self.returning:
-            self.returning[self.returning.index(before)] = request
-        else:
-            waiting = self.lanes[before.payload.priority].owners[before.owner]
-            waiting[waiting.index(before)] = request
-        self.bytes += request.payload.size - before.payload.size
+    def resize(self, more_bytes: int) -> None:
+        """A request in the queue was sent again and holds so many more bytes."""
+        self.bytes += more_bytes
 
     def head(self) -> Request | None:
         """The next of the fresh ones: the highest priority first."""
@@ -117,7 +111,7 @@ class Queue:
 
     def take(self, request: Request) -> None:
         """Remove a request that is given to a worker."""
-        lane = self.lanes[request.payload.priority]
+        lane = self.lanes[request.message.priority]
         if lane.head() is request:
             lane.take(request)
             self._count(request, -1)
@@ -125,25 +119,24 @@ class Queue:
             self.drop(request)
 
     def drop(self, request: Request) -> None:
-        """Remove a request that ends or is replaced."""
-        if request in self.returning:
-            self.returning.remove(request)
+        """Remove a request that ends."""
+        if request in self.resumed:
+            self.resumed.remove(request)
         else:
-            self.lanes[request.payload.priority].drop(request)
+            self.lanes[request.message.priority].drop(request)
         self._count(request, -1)
 
-    def before(self, request: Request) -> int:
-        """How many wait that may go first: a bound, for shares decide."""
-        if request in self.returning:
-            return self.returning.index(request)
-        ranks = [
+    def position(self, request: Request) -> int:
+        """How many wait that may go first: an upper bound, for shares decide."""
+        if request in self.resumed:
+            return self.resumed.index(request)
+        lengths = [
             len(waiting)
-            for number, lane in enumerate(self.lanes)
+            for lane in self.lanes[request.message.priority :]
             for waiting in lane.owners.values()
-            if number >= request.payload.priority
         ]
-        return len(self.returning) + sum(ranks) - 1
+        return len(self.resumed) + sum(lengths) - 1
 
     def _count(self, request: Request, sign: int) -> None:
         self.count += sign
-        self.bytes += sign * request.payload.size
+        self.bytes += sign * request.message.size

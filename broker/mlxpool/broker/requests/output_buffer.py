@@ -1,29 +1,31 @@
-"""What a worker has produced for a client and the client has not been sent, in pieces that fit.
+"""The output of a run that its client has not been sent, in chunks that fit a message.
 
-Ids and text are merged while they wait, never split: at every border between two pieces the client
-has exactly the text of the ids it has.
+Steps are merged while they wait and never split: after every chunk the client has exactly the text
+of the ids it has.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.common.protocol.deltas import size_of_logprobs
+from mlxpool.common.protocol.token_ids import count_of
 
-CHUNK_BYTES = 64 * 1024  # of text, ids and log-probabilities in one piece
+MAX_CHUNK = 64 * 1024  # bytes of text, ids and log-probabilities in one chunk
 
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """One `delta` to be: whole steps of the worker, merged."""
+    """One `delta` message to be: whole steps of the worker, merged."""
 
     pos: int
     texts: list[str] = field(default_factory=list)
     ids: bytearray = field(default_factory=bytearray)
     logprobs: list[Any] = field(default_factory=list)
-    facts: dict[str, Any] | None = None
+    facts: Mapping[str, Any] | None = None
     size: int = 0
 
     @property
@@ -32,7 +34,8 @@ class Chunk:
 
     @property
     def count(self) -> int:
-        return len(self.ids) // 4
+        """How many ids."""
+        return count_of(self.ids)
 
 
 def append(
@@ -41,13 +44,13 @@ def append(
     text: str,
     ids: bytes,
     logprobs: list[Any] | None = None,
-    facts: dict[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> int:
-    """Add a step's delta to what waits; returns the bytes it counts for."""
+    """Add the output of a step; returns the bytes it counts for."""
     size = 4 * len(text) + len(ids)
     if logprobs:
         size += size_of_logprobs(logprobs)
-    if chunks and chunks[-1].size + size <= CHUNK_BYTES:
+    if chunks and chunks[-1].size + size <= MAX_CHUNK:
         last = chunks[-1]
     else:
         last = Chunk(pos)
@@ -60,13 +63,3 @@ def append(
     if facts is not None:
         last.facts = last.facts or facts
     return size
-
-
-def body_of(chunk: Chunk) -> dict[str, Any]:
-    """The body of the `delta` message for a piece."""
-    body: dict[str, Any] = {"text": chunk.text, "n": chunk.count}
-    if chunk.logprobs:
-        body["logprobs"] = chunk.logprobs
-    if chunk.facts is not None:
-        body["facts"] = chunk.facts
-    return body

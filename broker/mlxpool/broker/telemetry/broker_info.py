@@ -14,15 +14,15 @@ def state(of: Broker) -> str:
     """`ready`, `draining` or `stopping`."""
     if of.stopping:
         return "stopping"
-    return "draining" if of.core.stopping else "ready"
+    return "ready" if of.core.state.admits else "draining"
 
 
 def status(of: Broker) -> str:
     """A line for the service manager."""
-    fleet = of.core.fleet
-    busy = sum(bool(model.workers) for model in fleet.models.values())
-    told = f"{state(of)}: workers {len(fleet.by_epoch)}, models with workers {busy}"
-    return f"{told}, streams {len(of.core.requests)}"
+    core = of.core.state
+    busy = sum(bool(model.workers) for model in core.registry.models.values())
+    told = f"{state(of)}: workers {len(core.workers)}, models with workers {busy}"
+    return f"{told}, streams {len(core.requests)}"
 
 
 def broker(of: Broker, now: float) -> Mapping[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mlxpool.broker.core.state import State
 from mlxpool.broker.metrics.histograms import Figures, Frozen, Histogram
+from mlxpool.broker.models.model import Model
 from mlxpool.broker.telemetry.stats import stats
-from mlxpool.broker.workers.worker import Model, Slot
-
-if TYPE_CHECKING:
-    from mlxpool.broker.core.core import Core
+from mlxpool.broker.workers.slot import Slot
 
 WORD = 20  # characters of a phase, which a worker says of itself
 
@@ -69,30 +68,30 @@ class Snapshot:
         return str(self.stats["broker"]["state"])
 
 
-def take(core: Core, about: Mapping[str, Any], lag: float, now: float) -> Snapshot:
+def take(state: State, about: Mapping[str, Any], lag: float, now: float) -> Snapshot:
     """The figures of now; `about` is the broker's own line."""
-    models = core.fleet.models.values()
-    slots = core.fleet.slots.values()
+    models = state.registry.models.values()
+    slots = state.registry.slots.values()
     return Snapshot(
-        {"broker": about, **stats(core, now)},
-        tuple(_model(core, model, now) for model in models),
+        {"broker": about, **stats(state, now)},
+        tuple(_model(state, model, now) for model in models),
         tuple(_worker(slot, now) for slot in slots if slot.worker or slot.last_exit),
         lag,
-        core.fleet.memory,
+        state.registry.memory,
     )
 
 
-def _model(core: Core, model: Model, now: float) -> ModelView:
-    figures = core.counters.of(model.name)
-    open_to_all = not core.stopping and not model.closed
+def _model(state: State, model: Model, now: float) -> ModelView:
+    figures = state.counters.of(model.name)
+    open_to_all = state.admits and model.admits
     return ModelView(
         model.name,
-        model.state(core.config.restart_limit),
-        open_to_all and core.fleet.verdict(model, now) is None,
+        model.shown_state,
+        open_to_all and state.registry.unavailable(model, now) is None,
         len(model.queue),
         model.queue.bytes,
-        sum(len(worker.places) for worker in model.workers),
-        Counter(worker.state.value for worker in model.workers),
+        sum(len(worker.leases) for worker in model.workers),
+        Counter(worker.state.shown for worker in model.workers),
         {
             "accepted": figures.accepted,
             "resumed": figures.resumed,
@@ -120,14 +119,14 @@ def _worker(slot: Slot, now: float) -> WorkerView:
     return WorkerView(
         slot.name,
         slot.model,
-        worker.state.value,
-        str(beat.get("phase", "boot"))[:WORD],
-        len(worker.places),
+        worker.state.shown,
+        (beat.phase or "boot")[:WORD],
+        len(worker.leases),
         now - worker.started_at,
         slot.restarts,
         slot.last_exit,
-        _integers(beat.get("memory")),
-        _integers(beat.get("prefix")),
+        _integers(beat.memory),
+        _integers(beat.prefix),
     )
 
 

@@ -1,4 +1,4 @@
-"""The workers of a model: state table, slots, liveness, placement and eviction.
+"""The workers: state table, slots, liveness, and which of them is given a request.
 
 Pure; processes are started and ended by `processes`.
 """

@@ -1,8 +1,8 @@
-"""Busy or hung: what can be told from outside about a worker. Pure.
+"""Tells a busy worker from one that hangs, by what can be seen from outside. Pure.
 
-An age counts only time in which the worker could run and in which we looked: waiting for a CPU is
-subtracted, and a gap between two looks counts for two ticks at most, so that a broker that was
-frozen itself condemns nobody.
+An age counts only time in which the worker could run and the supervisor looked: waiting for a CPU
+is subtracted, and the gap between two samples counts for two ticks at most, so that a broker that
+was frozen itself condemns no worker.
 """
 
 from __future__ import annotations
@@ -10,33 +10,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from mlxpool.broker.interface.events import Sample
 from mlxpool.common.config.loading import PoolConfig
 from mlxpool.common.progress import Look
 
-FACTOR = 40  # times the usual duration is suspect
-LINK_FRESH = 2.0  # seconds: an edge that moved so lately is alive
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What the supervisor sees of a process. Waits are nanoseconds spent runnable but not run."""
-
-    look: Look
-    stopped: bool = False  # by a signal
-    compute_wait_ns: int = 0
-    edge_wait_ns: int = 0
-    rss: int = 0
+USUAL_FACTOR = 40  # times the usual duration is past the limit
+EDGE_FRESH = 2.0  # seconds: an edge thread that moved so lately is alive
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`age` and `limit` in seconds; past the limit it is suspect, past twice that it is hung."""
+    """Ages are seconds: past its limit a worker is suspect, past twice the limit it hangs."""
 
     age: float = 0.0
     limit: float = math.inf
     cause: str = ""
     own: bool = False  # whether what it was doing is to blame
-    dump: bool = True  # whether its stacks can say more
+    dump: bool = True  # whether its stacks can tell more
 
     @property
     def suspect(self) -> bool:
@@ -49,9 +39,9 @@ class Verdict:
 
 @dataclass(eq=False, slots=True)
 class Watch:
-    """Two ages: since the compute thread moved, and since a beat arrived; in running seconds."""
+    """Ages in running seconds: since the compute thread moved, a beat came, the edge moved."""
 
-    at: float = 0.0
+    at: float = 0.0  # time of the last sample; 0: there was none
     sample: Sample = field(default_factory=lambda: Sample(Look()))
     beat_at: float = 0.0
     still: float = 0.0
@@ -59,12 +49,12 @@ class Watch:
     edge_still: float = 0.0
 
     def observe(self, sample: Sample, beat_at: float, now: float, tick: float) -> None:
-        """Take a look into account. `beat_at` is when the newest frame of it arrived."""
+        """Add a sample. `beat_at` is when the newest beat arrived."""
         gap = min(now - self.at, 2 * tick) if self.at else 0.0
         before, self.sample, self.at = self.sample, sample, now
-        compute = _ran(gap, before.compute_wait_ns, sample.compute_wait_ns)
-        edge = _ran(gap, before.edge_wait_ns, sample.edge_wait_ns)
-        moved = _place(before.look) != _place(sample.look)
+        compute = _running_time(gap, before.compute_wait_ns, sample.compute_wait_ns)
+        edge = _running_time(gap, before.edge_wait_ns, sample.edge_wait_ns)
+        moved = _progress(before.look) != _progress(sample.look)
         edge_moved = before.look.edge_ns != sample.look.edge_ns
         self.still = 0.0 if moved else max(0.0, self.still + compute)
         self.silent = 0.0 if beat_at != self.beat_at else max(0.0, self.silent + edge)
@@ -72,12 +62,12 @@ class Watch:
         self.beat_at = beat_at
 
 
-def _ran(gap: float, wait_before: int, wait_now: int) -> float:
+def _running_time(gap: float, wait_before: int, wait_now: int) -> float:
     """Below 0 for a wait longer than the gap: the kernel counts a wait when it is over."""
     return gap - max(0, wait_now - wait_before) / 1e9
 
 
-def _place(look: Look) -> tuple[str, int, int]:
+def _progress(look: Look) -> tuple[str, int, int]:
     return look.phase, look.since_ns, look.count
 
 
@@ -91,12 +81,12 @@ def limit_of(look: Look, config: PoolConfig) -> float:
         floor, usual = config.prefill_limit, look.usual_token_ns * look.tokens / 1e9
     else:
         floor, usual = config.step_limit, look.usual_step_ns / 1e9
-    limit = max(floor, FACTOR * usual)
+    limit = max(floor, USUAL_FACTOR * usual)
     return max(limit, config.fresh_limit) if look.fresh else limit
 
 
 def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int = 0) -> Verdict:
-    """The worst that can be said of a worker. Before its welcome it owes no beats."""
+    """The worst verdict that the signals give. Before its welcome a worker owes no beats."""
     sample, look = watch.sample, watch.sample.look
     if 0 < memory_limit < sample.rss:
         cause = f"out of memory: {sample.rss} bytes resident, memory_limit {memory_limit}"
@@ -111,7 +101,7 @@ def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int
         watch.silent,
         config.beat_limit if welcomed else math.inf,
         f"no beat for {watch.silent:.1f} s",
-        own=watch.edge_still > LINK_FRESH,
+        own=watch.edge_still > EDGE_FRESH,
     )
     worst = max(compute, silent, key=lambda verdict: verdict.age / verdict.limit)
     if sample.stopped and worst.suspect:

@@ -1,4 +1,4 @@
-"""How much one owner may send and have: pure, time is an argument.
+"""Rates that one owner may use. Pure: time is an argument.
 
 An owner is a key's name, or a user of this machine. Limits are passed in, so that a reload holds at
 once; 0 is no limit.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 
-DEBT = 10.0  # seconds of a rate that somebody can owe at most
-FEW = 4096  # owners remembered, before those who owe nothing are forgotten
+MAX_DEBT = 10.0  # seconds of a rate that an owner can owe
+MAX_OWNERS = 4096  # accounts, before those that owe nothing are dropped
 
 
 class Rates:
-    """What each owner spends in a second. Bursts of a second's worth are free.
+    """A leaky bucket for each owner. A burst of one second's worth is free.
 
-    Who has spent it may still spend, into debt: one message larger than a second's worth passes,
-    and the next one has to wait for it.
+    An owner whose bucket is empty may still spend, into debt: one message larger than a second's
+    worth passes, and the next one has to wait for it.
     """
 
     def __init__(self) -> None:
@@ -24,25 +24,25 @@ class Rates:
 
     def spend(self, owner: str, amount: float, limit: float, now: float) -> None:
         """Take `amount` from the owner's account of `limit` a second."""
-        left = max(-DEBT * limit, self._left(owner, limit, now) - amount)
+        left = max(-MAX_DEBT * limit, self._left(owner, limit, now) - amount)
         self._accounts[owner] = (left, now)
-        if len(self._accounts) > FEW:
-            self._forget(limit, now)
+        if len(self._accounts) > MAX_OWNERS:
+            self._drop_even_accounts(limit, now)
 
     def wait(self, owner: str, limit: float, now: float) -> float:
-        """Seconds until the owner may spend again; 0: he may."""
+        """Seconds until the owner may spend again; 0 if it may now."""
         left = self._left(owner, limit, now)
         return 0.0 if limit <= 0 or left > 0 else max(0.001, -left / limit)
 
     def broke(self, owner: str, limit: float, now: float) -> bool:
-        """Whether he owes as much as anybody can."""
-        return limit > 0 and self._left(owner, limit, now) <= -DEBT * limit
+        """Whether the owner owes as much as it can."""
+        return limit > 0 and self._left(owner, limit, now) <= -MAX_DEBT * limit
 
     def _left(self, owner: str, limit: float, now: float) -> float:
         left, at = self._accounts.get(owner, (limit, now))
         return min(limit, left + (now - at) * limit)
 
-    def _forget(self, limit: float, now: float) -> None:
+    def _drop_even_accounts(self, limit: float, now: float) -> None:
         owing = {o: a for o, a in self._accounts.items() if self._left(o, limit, now) < limit}
         self._accounts = owing
 
@@ -51,5 +51,5 @@ class Rates:
 
 
 def milliseconds(seconds: float) -> int:
-    """For `retry_after_ms`: never too early."""
+    """Seconds as `retry_after_ms`, rounded up: a retry after it never comes too early."""
     return max(1, math.ceil(seconds * 1000))

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from mlxpool.broker.catalogue.catalogue import Librarian
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.models.catalogue import Librarian
 from mlxpool.common.config.loading import ModelConfig, PoolConfig
 
 PATIENCE = 1.5  # seconds for which `models` waits for a look

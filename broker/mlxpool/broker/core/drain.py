@@ -1,0 +1,104 @@
+"""Lets a worker, a model or the pool finish what it has, for a time."""
+
+from __future__ import annotations
+
+from mlxpool.broker.core.delivery import Delivery
+from mlxpool.broker.core.dispatcher import Dispatcher
+from mlxpool.broker.core.failover import Failover
+from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.state import PoolPhase, State
+from mlxpool.broker.core.worker_pool import WorkerPool
+from mlxpool.broker.interface import events as ev
+from mlxpool.broker.models.model import Model
+from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.common.errors import Draining
+from mlxpool.common.protocol import to_worker
+
+
+class Drain:
+    def __init__(
+        self,
+        state: State,
+        outbox: Outbox,
+        pool: WorkerPool,
+        delivery: Delivery,
+        dispatcher: Dispatcher,
+        failover: Failover,
+    ) -> None:
+        self._state = state
+        self._outbox = outbox
+        self._pool = pool
+        self._delivery = delivery
+        self._dispatcher = dispatcher
+        self._failover = failover
+
+    def on_drain(self, event: ev.Drain, now: float) -> None:
+        if event.slot is not None:
+            self.drain_worker(event.slot, event.grace, now)
+        elif event.model is not None:
+            self.drain_model(self._state.registry.models[event.model], event.grace, now)
+        else:
+            self._drain_pool(event.grace, now)
+
+    # ---- a worker ----------------------------------------------------------------------------
+
+    def drain_worker(self, slot: str, grace: float, now: float) -> None:
+        """Give its worker nothing new; what it has may run on for `grace` seconds."""
+        worker = self._state.registry.slots[slot].worker
+        if worker is None or not worker.allows("drain"):
+            return
+        worker.move("drain")
+        worker.cause = "drained"
+        self._state.timers.set(("drain", slot, worker.epoch), now + grace)
+        self._pool.stop_if_drained(worker)
+        self._dispatcher.dispatch(self._state.model_of_worker(worker), now)
+
+    def on_worker_timer(self, slot_name: str, epoch: int, now: float) -> None:
+        """The grace is over: the worker is told to hand back its runs, then it is condemned."""
+        slot = self._state.registry.slots.get(slot_name)  # None: its model became an alias
+        worker = None if slot is None else slot.worker
+        if worker is None or worker.epoch != epoch:
+            return
+        if worker.state is WorkerState.YIELDING:
+            self._failover.condemn(worker, "drained", now)
+        elif worker.state is WorkerState.DRAINING:
+            worker.move("yield")
+            self._outbox.tell(worker, to_worker.Drain())
+            grace = self._state.config.stop_grace
+            self._state.timers.set(("drain", slot_name, epoch), now + grace)
+
+    # ---- a model, the pool -------------------------------------------------------------------
+
+    def drain_model(self, model: Model, grace: float, now: float) -> None:
+        """Admit nothing for a model; what it has accepted may run on for `grace` seconds."""
+        model.move("drain")
+        self._state.timers.set(("drained", model.name), now + grace)
+        self._pool.work_ended(model, now)
+
+    def _drain_pool(self, grace: float, now: float) -> None:
+        if self._state.phase is PoolPhase.SERVING:
+            self._state.phase = PoolPhase.DRAINING
+        self._state.timers.set(("drained", ""), now + grace)
+        for model in self._state.registry.models.values():
+            self._pool.work_ended(model, now)
+
+    def on_timer(self, name: str, now: float) -> None:
+        """The grace of a model, or of the pool (""), is over: what still waits or runs fails."""
+        models = self._state.registry.models
+        if not name and not self._state.admits:
+            self._fail_requests(None, now)
+            for model in models.values():
+                self._failover.give_up(model, lambda _: _error(), now)
+        elif name in models and not models[name].admits:
+            self._fail_requests(name, now)
+            self._failover.give_up(models[name], lambda _: _error(), now)
+            self._pool.unload(models[name], "drained")
+
+    def _fail_requests(self, model: str | None, now: float) -> None:
+        for request in list(self._state.requests.values()):
+            if model in (None, request.model):
+                self._delivery.fail(request, _error(), now)
+
+
+def _error() -> Draining:
+    return Draining("the pool is being drained; send the request again later")

@@ -1,0 +1,109 @@
+"""Handles what operators ask for, and new settings."""
+
+from __future__ import annotations
+
+from mlxpool.broker.core.calls import Calls
+from mlxpool.broker.core.delivery import Delivery
+from mlxpool.broker.core.drain import Drain
+from mlxpool.broker.core.failover import Failover
+from mlxpool.broker.core.state import PoolPhase, State
+from mlxpool.broker.core.worker_pool import WorkerPool
+from mlxpool.broker.interface import events as ev
+from mlxpool.common.errors import Draining, WorkerLost
+
+BROKER_RETRY_MS = 1000  # `retry_after_ms` of streams that end with the broker
+UNLOADED = "unloaded by the operator"
+GOING_DOWN = "the broker is going down"
+
+
+class Operations:
+    def __init__(
+        self,
+        state: State,
+        pool: WorkerPool,
+        delivery: Delivery,
+        calls: Calls,
+        failover: Failover,
+        drain: Drain,
+    ) -> None:
+        self._state = state
+        self._pool = pool
+        self._delivery = delivery
+        self._calls = calls
+        self._failover = failover
+        self._drain = drain
+
+    # ---- operators ---------------------------------------------------------------------------
+
+    def on_load(self, event: ev.Load, now: float) -> None:
+        """Start a model, whatever its breaker and its drain say."""
+        if not self._state.admits:
+            return
+        model = self._state.registry.models[event.model]
+        model.retry_at, model.failures = 0.0, 0
+        model.move("reopen")
+        model.need = model.floor
+        self._pool.require(model, now)
+
+    def on_unload(self, event: ev.Unload, now: float) -> None:
+        """Fail what runs in a model and stop its workers; what waits starts it again."""
+        model = self._state.registry.models[event.model]
+        for worker in model.workers:
+            error = WorkerLost(
+                f"the worker {worker.slot} ended: {UNLOADED}; send the request again",
+                details={"worker": worker.slot, "cause": UNLOADED},
+            )
+            for request in self._failover.running(worker):
+                self._delivery.fail(request, error, now)
+        self._pool.unload(model, UNLOADED)
+        if (model.queue or model.calls) and not model.workers:  # no exit will start it again
+            self._pool.require(model, now)
+
+    def on_restart(self, event: ev.Restart, now: float) -> None:
+        slot = self._state.registry.slots[event.slot]
+        if slot.worker is None:
+            self._pool.require(self._state.registry.models[slot.model], now)
+        else:
+            slot.worker.replace = True
+            self._drain.drain_worker(event.slot, 0.0, now)
+
+    def on_shutdown(self, event: ev.Shutdown, now: float) -> None:
+        self._state.phase = PoolPhase.CLOSING
+        error = Draining(
+            f"{GOING_DOWN}; send the request again",
+            retry_after_ms=None if event.final else BROKER_RETRY_MS,
+        )
+        for request in list(self._state.requests.values()):
+            self._delivery.fail(request, error, now)
+        for model in self._state.registry.models.values():
+            for worker in model.workers:
+                self._calls.worker_lost(worker, GOING_DOWN)
+            self._failover.give_up(model, lambda _: error, now)
+            self._pool.unload(model, GOING_DOWN)
+
+    # ---- settings ----------------------------------------------------------------------------
+
+    def on_reload(self, event: ev.Reload, now: float) -> None:
+        self._state.config = event.config
+        registry = self._state.registry
+        registry.memory, registry.restart_limit = event.memory, event.config.restart_limit
+
+    def on_model_found(self, event: ev.ModelFound, now: float) -> None:
+        self._state.registry.add(event.name, event.config, event.place, event.need)
+
+    def on_model_described(self, event: ev.ModelDescribed, now: float) -> None:
+        self._state.registry.describe(event.name, event.about)
+
+    def on_model_gone(self, event: ev.ModelGone, now: float) -> None:
+        """What was accepted has `grace` to end, as in a drain; new requests know no such model."""
+        model = self._state.registry.remove(event.name)
+        if model is not None:
+            self._drain.drain_model(model, event.grace, now)
+
+    def on_model_changed(self, event: ev.ModelChanged, now: float) -> None:
+        """New settings hold for new workers; old ones finish, or hand over after `grace`."""
+        registry = self._state.registry
+        for worker in registry.change(event.name, event.config, event.place, event.need):
+            model = self._state.model_of_worker(worker)
+            worker.replace = registry.slots[worker.slot] in model.local_slots
+            self._drain.drain_worker(worker.slot, event.grace, now)

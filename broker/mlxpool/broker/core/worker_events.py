@@ -1,0 +1,142 @@
+"""Handles what workers send and what their supervisor reports of them."""
+
+from __future__ import annotations
+
+from mlxpool.broker.core.calls import Calls
+from mlxpool.broker.core.dispatcher import Dispatcher
+from mlxpool.broker.core.failover import Failover
+from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.state import PoolPhase, State
+from mlxpool.broker.core.worker_pool import WorkerPool
+from mlxpool.broker.interface import events as ev
+from mlxpool.broker.models.lifecycle import ModelState
+from mlxpool.broker.workers.liveness import judge
+from mlxpool.broker.workers.worker_states import FENCED, LEAVING, WorkerState
+from mlxpool.common.errors import ModelLoadFailed, from_body, sendable
+from mlxpool.common.protocol.to_worker import Heard
+
+
+class WorkerEvents:
+    """What a fenced epoch sends is counted and dropped."""
+
+    def __init__(
+        self,
+        state: State,
+        outbox: Outbox,
+        pool: WorkerPool,
+        dispatcher: Dispatcher,
+        calls: Calls,
+        failover: Failover,
+    ) -> None:
+        self._state = state
+        self._outbox = outbox
+        self._pool = pool
+        self._dispatcher = dispatcher
+        self._calls = calls
+        self._failover = failover
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    def on_hello(self, event: ev.WorkerHello, now: float) -> None:
+        worker = self._state.registry.slots[event.slot].worker
+        if worker is not None and worker.state in LEAVING and worker.epoch:
+            self._failover.condemn(worker, "drained", now)
+        if worker is None or not worker.allows("hello"):
+            self._state.counters.fenced += 1
+            return
+        if worker.epoch:  # its connection was lost, not its process: no request is charged
+            self._failover.move_work(worker, "it came on a new connection", now, counts=False)
+        self._pool.welcome(worker, event.message, event.token, now)
+        self._failover.serve_elsewhere(worker, now)
+
+    def on_dialled(self, event: ev.WorkerDialled, now: float) -> None:
+        if not self._state.admits:
+            return  # it dials again, and finds the next broker
+        self._pool.add_remote(event.slot, event.model, event.message.pid, now)
+        self.on_hello(ev.WorkerHello(event.slot, event.message, event.token), now)
+
+    def on_beat(self, event: ev.WorkerBeat, now: float) -> None:
+        worker = self._state.workers.get(event.epoch)
+        if worker is None:
+            self._state.counters.fenced += 1
+            return
+        worker.beat, worker.beat_at = event.message, now
+        self._pool.measure(worker)
+        self._outbox.tell(worker, Heard())
+
+    def on_credit(self, event: ev.WorkerCredit, now: float) -> None:
+        worker = self._state.workers.get(event.epoch)
+        if worker is None:
+            self._state.counters.fenced += 1
+            return
+        self._pool.credit(worker, event.message, now)
+        model = self._state.model_of_worker(worker)
+        self._calls.forward(model)
+        self._dispatcher.dispatch(model, now)
+        self._pool.work_ended(model, now)
+
+    def on_bye(self, event: ev.WorkerBye, now: float) -> None:
+        worker = self._state.workers.get(event.epoch)
+        if worker is None:
+            return
+        if event.message.error is None:
+            worker.said_bye = True
+            return
+        error = from_body(event.message.error)
+        worker.error, worker.said_bye = error.body(), False
+        if worker.ready_at:
+            worker.cause = sendable(error.message) or "it cannot serve any longer"
+
+    # ---- processes ---------------------------------------------------------------------------
+
+    def on_spawned(self, event: ev.Spawned, now: float) -> None:
+        worker = self._state.registry.slots[event.slot].worker
+        if worker is not None:
+            worker.pid = event.pid
+
+    def on_spawn_failed(self, event: ev.SpawnFailed, now: float) -> None:
+        worker = self._state.registry.slots[event.slot].worker
+        if worker is not None:
+            worker.error = ModelLoadFailed(event.message).body()
+            self.on_exited(ev.WorkerExited(event.slot, event.message, own=True), now)
+
+    def on_looked(self, event: ev.Looked, now: float) -> None:
+        """Judge a worker by a sample: suspect past a limit, condemned after the same time again."""
+        worker = self._state.registry.slots[event.slot].worker
+        if worker is None or worker.state in FENCED:
+            return
+        worker.watch.observe(event.sample, worker.beat_at, now, event.tick)
+        model = self._state.model_of_worker(worker)
+        verdict = judge(
+            worker.watch,
+            self._state.config,
+            welcomed=worker.epoch != 0,
+            memory_limit=model.config.memory_limit,
+        )
+        if verdict.hung:
+            self._failover.condemn(worker, verdict.cause, now, own=verdict.own)
+            return
+        self._pool.judge(worker, verdict, now)
+        if worker.state is WorkerState.READY:
+            self._dispatcher.dispatch(model, now)
+
+    def on_exited(self, event: ev.WorkerExited, now: float) -> None:
+        state, slot = self._state, self._state.registry.slots[event.slot]
+        own = event.own and not (slot.worker is not None and slot.worker.said_bye)
+        if own and slot.worker is not None:
+            self._failover.note_repeated_fault(slot.worker, event.prefill)
+        worker = self._pool.exited(slot, event.cause, now, own=own)
+        if worker is None:
+            return
+        self._failover.move_work(worker, slot.last_exit, now, own=own, prefill=event.prefill)
+        model, unavailable = state.registry.models[slot.model], state.registry.unavailable
+        error = unavailable(model, now)
+        kept = model.config.pin and model.state is ModelState.WANTED
+        if error is not None:
+            self._failover.give_up(model, lambda name: unavailable(model, now, name) or error, now)
+        elif state.phase in (PoolPhase.SERVING, PoolPhase.DRAINING) and (
+            model.queue or model.calls or worker.replace or kept
+        ):
+            self._pool.require(model, now)
+        self._pool.require_those_without_worker(now)
+        self._failover.serve_elsewhere(worker, now)

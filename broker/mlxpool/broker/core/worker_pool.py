@@ -1,0 +1,297 @@
+"""The workers that fill the slots of models: when they are started, fenced, stopped, restarted."""
+
+from __future__ import annotations
+
+from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.state import PoolPhase, State
+from mlxpool.broker.interface.actions import DumpStacks, StartWorker, StopPool
+from mlxpool.broker.models.eviction import to_evict
+from mlxpool.broker.models.lifecycle import DEMANDED, ModelState
+from mlxpool.broker.models.model import Model
+from mlxpool.broker.requests.request import Request
+from mlxpool.broker.workers.liveness import Verdict
+from mlxpool.broker.workers.restart_delay import restart_delay
+from mlxpool.broker.workers.slot import Slot
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker_states import FENCED, LEAVING, WorkerState
+from mlxpool.common.protocol.to_broker import Cancel, Credit, Hello
+from mlxpool.common.protocol.to_worker import Welcome
+
+ROUNDING = 1e-9  # seconds by which a timer may fire early
+
+
+class WorkerPool:
+    """Owns every Worker. Epochs count up over all slots and never repeat."""
+
+    def __init__(self, state: State, outbox: Outbox) -> None:
+        self._state = state
+        self._outbox = outbox
+
+    # ---- starting ----------------------------------------------------------------------------
+
+    def require(self, model: Model, now: float) -> None:
+        """Something needs the model: fill its slots, as far as time and memory allow."""
+        state = self._state
+        if state.phase is PoolPhase.CLOSING:
+            return
+        model.move("want")
+        if now < model.retry_at:
+            state.timers.set(("restart", model.name), model.retry_at)
+            return
+        model.move("start")
+        model.last_error = None
+        for slot in model.local_slots:
+            if slot.worker is not None:
+                continue
+            if model.failures >= state.config.restart_limit and model.workers:
+                return  # half open: one worker has to serve before others are started
+            if not self._free_memory(model):
+                return
+            slot.worker = Worker(slot.name, model.name, started_at=now)
+            self._outbox.add(StartWorker(slot.name, model.name))
+
+    def memory_used(self) -> int:
+        """Bytes that all local workers take, those that are ending included."""
+        models = self._state.registry.models.values()
+        return sum(model.need * len(model.local_workers) for model in models)
+
+    def _free_memory(self, model: Model) -> bool:
+        """Whether one more worker fits. Idle models are evicted for a first one, not for more."""
+        registry = self._state.registry
+        missing = self.memory_used() + model.need - registry.memory
+        if missing <= 0:
+            return True
+        models = registry.models.values()
+        ending = (w for m in models for w in m.local_workers if w.state in FENCED | LEAVING)
+        missing -= sum(registry.models[worker.model].need for worker in ending)
+        if missing > 0 and not model.workers:
+            others = (m for m in models if m is not model)
+            for idle in to_evict(others, missing):
+                self.unload(idle, f"evicted for {model.name}", remote=False)
+        return False  # the end of those workers starts it
+
+    def require_those_without_worker(self, now: float) -> None:
+        """Memory may have become free: try the models that are needed and have no worker."""
+        models = self._state.registry.models.values()
+        for model in [m for m in models if m.state in DEMANDED and not m.workers]:
+            self.require(model, now)
+
+    # ---- timers ------------------------------------------------------------------------------
+
+    def on_timer(self, what: str, name: str, now: float) -> None:
+        """The `idle` or the `restart` timer of a model is due."""
+        model = self._state.registry.models.get(name)  # None: the name became an alias
+        if model is None or self._state.phase in (PoolPhase.DRAINED, PoolPhase.CLOSING):
+            return
+        if what == "idle":
+            self._unload_if_idle(model, now)
+        elif now >= model.retry_at and not all(slot.worker for slot in model.local_slots):
+            self.require(model, now)
+
+    def _unload_if_idle(self, model: Model, now: float) -> None:
+        idle = now - model.idle_since + ROUNDING
+        if model.idle_since and 0 <= model.config.keep_alive <= idle:
+            self.unload(model, "idle", remote=False)
+
+    # ---- unloading ---------------------------------------------------------------------------
+
+    def work_ended(self, model: Model, now: float) -> None:
+        """Something of the model ended: it may be idle, its drain or that of the pool complete."""
+        self.update_idle_timer(model, now)
+        if not model.admits and not model.busy:
+            self.unload(model, "drained")
+        state = self._state
+        if state.phase is PoolPhase.DRAINING and not state.requests:
+            state.phase = PoolPhase.DRAINED
+            self._outbox.add(StopPool())
+
+    def update_idle_timer(self, model: Model, now: float) -> None:
+        """Set the timer that unloads an idle model."""
+        ready = any(worker.state is WorkerState.READY for worker in model.workers)
+        if model.busy or not ready:
+            model.idle_since = 0.0
+        elif model.idle_since == 0.0:
+            model.idle_since = now
+            if model.config.keep_alive >= 0 and model.local_workers:
+                self._state.timers.set(("idle", model.name), now + model.config.keep_alive)
+            self.require_those_without_worker(now)
+
+    def unload(self, model: Model, why: str, *, remote: bool = True) -> None:
+        """Stop the model's workers, those that dialled in only if `remote`.
+
+        The caller moves or ends what they run.
+        """
+        self._end_demand(model, "unload")
+        model.idle_since = 0.0
+        for worker in model.workers if remote else model.local_workers:
+            self.stop(worker, why)
+
+    def give_up(self, model: Model) -> None:
+        """All that waited for the model was answered. A pinned one is tried again nevertheless."""
+        if not model.config.pin:
+            self._end_demand(model, "give up")
+
+    def _end_demand(self, model: Model, event: str) -> None:
+        self._state.timers.clear(("restart", model.name))
+        model.move(event)
+        if model.state is ModelState.COLD and model.failures >= self._state.config.restart_limit:
+            model.move("breaker opened")
+
+    # ---- connections -------------------------------------------------------------------------
+
+    def add_remote(self, slot_name: str, name: str, pid: int, now: float) -> None:
+        """A worker dialled in to serve the model of this name."""
+        slot = self._state.registry.remote_slot(slot_name, name)
+        slot.worker = Worker(slot.name, slot.model, pid, started_at=now, remote=True)
+
+    def welcome(self, worker: Worker, hello: Hello, token: str, now: float) -> None:
+        """A worker said `hello` on a new connection: give it an epoch, fence the old one.
+
+        Raises ValueError if its state does not allow it.
+        """
+        state = self._state
+        worker.move("hello")
+        state.workers.pop(worker.epoch, None)
+        worker.reset_connection()
+        state.last_epoch += 1
+        worker.epoch, worker.hello, worker.beat_at = state.last_epoch, hello, now
+        state.workers[worker.epoch] = worker
+        self._outbox.tell(worker, Welcome(state.boot, token))
+
+    def credit(self, worker: Worker, credit: Credit, now: float) -> None:
+        """Free sequences as the worker counts them; the first report makes it READY."""
+        worker.sequences, worker.works_seen = credit.sequences, credit.works
+        if worker.state is WorkerState.LOADING:
+            worker.move("ready")
+            worker.ready_at = now
+            took = round(now - worker.started_at, 3)
+            self._outbox.note_worker("info", "worker ready", worker, load_s=took)
+
+    def measure(self, worker: Worker) -> None:
+        """Learn from its beat what a worker of the model needs; a set memory_limit stays."""
+        model = self._state.model_of_worker(worker)
+        if model.config.memory_limit or worker.remote:
+            return
+        active = worker.beat.memory.get("active", 0)
+        most = max(model.need, active if isinstance(active, int) else 0)
+        # Keys and values are part of it: a model that did fit is never too large for the pool.
+        model.need = max(model.floor, min(most, self._state.registry.memory))
+
+    def served(self, worker: Worker, now: float) -> None:
+        """It ended a request: its model is sound, and the slots that were held back are filled."""
+        worker.served += 1
+        model = self._state.model_of_worker(worker)
+        if model.failures:
+            model.failures = 0
+            model.move("served")
+            self.require(model, now)
+
+    def cancel_run(self, request: Request) -> None:
+        """Stop its run, if a worker has one; the lease lasts until the worker confirms."""
+        worker, key = self._state.leaseholder(request), (request.id, request.run.number)
+        if worker is not None and key in worker.leases:
+            self._outbox.tell(worker, Cancel(), id=request.id, attempt=request.run.number)
+
+    # ---- ends --------------------------------------------------------------------------------
+
+    def judge(self, worker: Worker, verdict: Verdict, now: float) -> None:
+        """Make it SUSPECT past a limit, READY when it has recovered. Failover condemns it."""
+        worker.suspicion = verdict.cause if verdict.suspect else ""
+        if verdict.suspect and not worker.suspect_since:
+            worker.suspect_since = now
+            if worker.state is WorkerState.READY:
+                worker.move("suspect")
+            if verdict.dump:
+                self._outbox.add(DumpStacks(worker.slot))
+            self._outbox.note_worker("warning", "worker suspect", worker, why=verdict.cause)
+        elif worker.suspect_since and not verdict.suspect:
+            worker.suspect_since = 0.0
+            if worker.state is WorkerState.SUSPECT:
+                worker.move("recover")
+            self._outbox.note_worker("info", "worker recovered", worker)
+
+    def condemn(self, worker: Worker, why: str, *, at_once: bool = False) -> bool:
+        """Fence a worker and stop its process. False if it was fenced already."""
+        if worker.state in FENCED:
+            return False
+        worker.move("condemn")
+        worker.cause = why
+        self._state.workers.pop(worker.epoch, None)
+        self._outbox.stop_process(worker, at_once=at_once)
+        self._outbox.note_worker("warning", "worker condemned", worker, why=why)
+        return True
+
+    def stop(self, worker: Worker, why: str) -> None:
+        """Tell a worker that did nothing wrong to exit, if it was not told before."""
+        if not worker.allows("stop"):
+            return
+        worker.move("stop")
+        worker.cause = worker.cause or "stopped"
+        self._outbox.stop_process(worker)
+        self._outbox.note_worker("info", "worker stopping", worker, why=why)
+
+    def stop_if_drained(self, worker: Worker) -> None:
+        """Tell a draining worker that has nothing left to exit."""
+        if worker.state in (WorkerState.DRAINING, WorkerState.YIELDING) and worker.idle:
+            worker.move("stop")
+            self._outbox.stop_process(worker)
+
+    def exited(self, slot: Slot, cause: str, now: float, *, own: bool) -> Worker | None:
+        """The process of a slot is gone: free the slot, count the failure, plan the restart.
+
+        A worker that did not end by itself (`own`) delays the next one but opens no breaker. The
+        end of one that a request with an earlier end to blame had (`at_fault_before`) counts not.
+        """
+        worker = slot.worker
+        if worker is None:
+            return None
+        was = worker.state
+        worker.move("exit")
+        self._state.workers.pop(worker.epoch, None)
+        slot.worker, slot.last_exit = None, worker.cause or cause
+        if worker.remote:
+            self._exited_remote(slot, worker, stopped=was is WorkerState.STOPPING)
+            return worker
+        model = self._state.registry.models[slot.model]
+        commanded = was in LEAVING
+        if worker.proven:
+            model.failures = 0
+        elif not commanded and not worker.at_fault_before:
+            most = model.failures + 1 if own else self._state.config.restart_limit - 1
+            model.failures = max(model.failures, min(model.failures + 1, most))
+        if not commanded:
+            slot.restarts += 1
+            self._plan_restart(model, worker, now)
+        why = {} if worker.error is None else {"error": worker.error.get("message")}
+        level = "info" if commanded else "warning"
+        self._outbox.note_worker(level, "worker ended", worker, cause=slot.last_exit, **why)
+        return worker
+
+    def _plan_restart(self, model: Model, worker: Worker, now: float) -> None:
+        state, config = self._state, self._state.config
+        delay = restart_delay(
+            model.failures, config.restart_delay, config.restart_delay_max, state.boot
+        )
+        broken = model.failures >= config.restart_limit
+        if broken:
+            delay = max(delay, config.probe_interval)
+        model.retry_at = now + delay
+        demanded = model.state in DEMANDED or ("restart", model.name) in state.timers
+        # A worker that was ready did load the model: its error is the cause of its end alone.
+        model.last_error = None if worker.ready_at else worker.error
+        if model.last_error is not None:
+            model.move("load failed")
+        else:
+            model.move("breaker opened" if broken else "worker failed")
+        if demanded:
+            model.move("want")
+            state.timers.set(("restart", model.name), model.retry_at)
+
+    def _exited_remote(self, slot: Slot, worker: Worker, *, stopped: bool) -> None:
+        """Its own supervisor counts its failures and starts the next one."""
+        if not stopped:
+            slot.restarts += 1
+        if worker.said_bye and not worker.cause:
+            slot.last_exit = "it left"
+        level = "info" if stopped or worker.said_bye else "warning"
+        self._outbox.note_worker(level, "worker ended", worker, cause=slot.last_exit)

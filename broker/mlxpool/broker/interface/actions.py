@@ -1,0 +1,68 @@
+"""Actions: what the core can decide. Frozen, without behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mlxpool.common.protocol.content import Content
+from mlxpool.common.protocol.frames import Header
+
+
+@dataclass(frozen=True, slots=True)
+class ToClient:
+    link: int
+    header: Header
+    message: Content
+
+
+@dataclass(frozen=True, slots=True)
+class ToWorker:
+    slot: str
+    header: Header
+    message: Content
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    slot: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """Ask a process to end, then kill it; `at_once`: kill it now, for it cannot react."""
+
+    slot: str
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetLink:
+    """The next frame on this connection makes a new link."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class DumpStacks:
+    """Have the worker write the stacks of its threads into its log."""
+
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopPool:
+    """The drain of the pool is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A log line. It never holds a prompt or a completion."""
+
+    level: str
+    event: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+Action = ToClient | ToWorker | StartWorker | StopWorker | ForgetLink | DumpStacks | StopPool | Note

@@ -1,0 +1,66 @@
+"""The rows of `models`: every name and what is known of its model. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlxpool.broker.models.model import Model
+from mlxpool.broker.models.registry import Registry
+
+DIGEST_DIGITS = 12  # that are shown
+MAX_DETAILED = 150  # models whose details fit into one body
+MAX_ERROR = 200  # characters of an error that clients are shown
+BRIEF_KEYS = ("name", "state", "queued", "context", "chat")
+
+
+def rows(registry: Registry, now: float) -> list[dict[str, Any]]:
+    """A row for each name, as `mlxpool models --json` prints them."""
+    return [_row(registry, name, now) for name in registry.names.offered()]
+
+
+def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows for clients, whose messages are small: of many models only what changes."""
+    if len(rows) > MAX_DETAILED:
+        return [{key: row[key] for key in BRIEF_KEYS} for row in rows]
+    return [{**row, "error": row["error"] and row["error"][:MAX_ERROR]} for row in rows]
+
+
+def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
+    known, model = registry.names.known[name], registry.model(name)
+    trouble, state = registry.unavailable(model, now, name), model.shown_state
+    if state == "cold" and known.fault is not None:
+        state = "failed"
+    about, workers = known.about, model.workers
+    digest = next(filter(None, (worker.digest for worker in workers)), known.digest)
+    context = max((worker.context for worker in workers), default=0)
+    bounds = (known.config.context, about.get("context"))
+    usual = min((bound for bound in bounds if isinstance(bound, int) and bound), default=0)
+    features = about.get("features")
+    return {
+        "name": name,
+        "state": state,
+        "queued": len(model.queue),
+        "context": context or usual,
+        "type": about.get("type"),
+        "size": about.get("size"),
+        "quantisation": about.get("quantisation"),
+        "features": list(features) if isinstance(features, list | tuple) else [],
+        "chat": _chat_of(about),
+        "layout": next(filter(None, (worker.beat.layout for worker in workers)), None),
+        "digest": digest[:DIGEST_DIGITS] or None,
+        "shares": None if model.name == name else model.name,
+        "error": trouble.message if trouble is not None else _last_error(model) or known.fault,
+    }
+
+
+def _chat_of(about: Mapping[str, object]) -> dict[str, str | None] | None:
+    chat = about.get("chat")
+    if not isinstance(chat, Mapping) or not chat:
+        return None
+    return {key: chat.get(key) for key in ("tools", "thinking")}
+
+
+def _last_error(model: Model) -> str | None:
+    """Why its last worker could not load it; kept until the model is asked for again."""
+    return None if model.last_error is None else str(model.last_error.get("message", ""))

@@ -1,0 +1,86 @@
+"""The record of a served model: its slots, what waits for it, and its failures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mlxpool.broker.models.lifecycle import ADMITTING, TRANSITIONS, ModelState, shown_state
+from mlxpool.broker.requests.call import Call
+from mlxpool.broker.requests.fair_queue import Queue
+from mlxpool.broker.workers.slot import Slot
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker_states import COMING, SERVING, WorkerState
+from mlxpool.common.config.loading import ModelConfig
+
+
+@dataclass(eq=False, slots=True)
+class Model:
+    name: str
+    config: ModelConfig
+    slots: list[Slot]
+    floor: int = 0  # bytes that one worker takes at least: its limit, or its files
+    need: int = 0  # the floor, or the most that was seen of a worker
+    queue: Queue = field(default_factory=Queue)
+    calls: list[Call] = field(default_factory=list)  # that wait for a worker
+    state: ModelState = ModelState.COLD
+    failures: int = 0  # workers in a row that ended before they served
+    retry_at: float = 0.0  # no worker is started before
+    idle_since: float = 0.0  # 0: it is in use or has no ready worker
+    last_error: Mapping[str, object] | None = (
+        None  # body of the error that its last worker reported
+    )
+
+    def move(self, event: str) -> None:
+        """Change state. Raises ValueError, and changes nothing, for an illegal event."""
+        following = TRANSITIONS[self.state].get(event)
+        if following is None:
+            raise ValueError(f"model {self.name} is {self.state.value}: no {event!r} there")
+        self.state = following
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [slot.worker for slot in self.slots if slot.worker is not None]
+
+    @property
+    def local_workers(self) -> list[Worker]:
+        """The workers whose processes this broker starts and ends."""
+        return [worker for worker in self.workers if not worker.remote]
+
+    @property
+    def local_slots(self) -> list[Slot]:
+        """The slots that this broker fills: fewer than there are after replicas were reduced."""
+        return [slot for slot in self.slots if not slot.remote][: self.config.replicas]
+
+    @property
+    def admits(self) -> bool:
+        """Whether it takes new requests."""
+        return self.state in ADMITTING
+
+    @property
+    def stable(self) -> bool:
+        """Whether a worker is ready, and none is to come that might have loaded another model."""
+        states = {worker.state for worker in self.workers}
+        coming = {*COMING, WorkerState.SUSPECT}
+        return WorkerState.READY in states and not states & coming
+
+    @property
+    def served_soon(self) -> bool:
+        """Whether a worker serves it or is coming."""
+        return any(worker.state in SERVING | COMING for worker in self.workers)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits for it or runs in it."""
+        return bool(self.queue or self.calls) or not all(w.idle for w in self.workers)
+
+    @property
+    def unused(self) -> bool:
+        """Whether nothing uses it, and nothing about it has to be remembered."""
+        at_rest = self.state is ModelState.COLD and not self.failures
+        return at_rest and not self.workers and not self.busy
+
+    @property
+    def shown_state(self) -> str:
+        """Its state as operators see it."""
+        return shown_state(self.state, [worker.state for worker in self.workers], self.failures)

@@ -1,0 +1,34 @@
+"""Which requests are charged for the end of a worker, and what follows from a charge. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlxpool.broker.requests.request import Request
+
+SUSPECT_CHARGE = 1.0  # from this charge on a request runs alone
+POISON_CHARGE = 2.0  # at this charge a request is refused
+MAX_RESUMES = 2  # in a row without a new token
+MAX_RESUMES_ALONE = 4  # the same of a request that runs alone: its worker's next end decides
+
+
+def shares(requests: Sequence[Request], in_prefill: bytes | None) -> dict[bytes, float]:
+    """The charge of each request that a worker ran when it ended by itself.
+
+    The one in prefill is charged 1 and the others nothing; without one, each of n is charged 1/n.
+    """
+    if any(request.id == in_prefill for request in requests):
+        return {request.id: float(request.id == in_prefill) for request in requests}
+    return {request.id: 1 / len(requests) for request in requests}
+
+
+def batch_bound(charge: float, group: int) -> int:
+    """How many may run together with a request of this charge that was one of `group`; 0: any."""
+    if charge <= 0:
+        return 0
+    return 1 if charge >= SUSPECT_CHARGE else max(1, group // 4)
+
+
+def max_resumes(charge: float) -> int:
+    """How many resumes in a row without a new token a request of this charge may have."""
+    return MAX_RESUMES if charge < SUSPECT_CHARGE else MAX_RESUMES_ALONE
