@@ -116,13 +116,13 @@ def timed(work: Callable[[], Any], rounds: int) -> list[float]:
 
 def costs(models: int, rounds: int) -> list[tuple[str, str]]:
     core, writer = make_core(models), Writer()
-    taken = snapshot.take(core, ABOUT, 0.0, 1.0)
+    taken = snapshot.take(core.state, ABOUT, 0.0, 1.0)
     registry = CollectorRegistry()
     registry.register(PeerCollector(taken))
     body = writer.text(taken)
     changed = [replace_histograms(taken) for _ in range(rounds + 1)]
     rows = [
-        ("the loop's part, ms", timed(lambda: snapshot.take(core, ABOUT, 0.0, 1.0), rounds)),
+        ("the loop's part, ms", timed(lambda: snapshot.take(core.state, ABOUT, 0.0, 1.0), rounds)),
         ("the text, every histogram new, ms", timed(lambda: writer.text(changed.pop()), rounds)),
         ("the text, nothing new, ms", timed(lambda: writer.text(taken), rounds)),
         (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from mlxpool.broker.requests.payload import Payload
+
 from mlxpool.client import request
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest

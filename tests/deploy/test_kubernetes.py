@@ -232,7 +232,7 @@ def test_policies_and_budgets_select_existing_pods() -> None:
 
 def test_the_scaling_figure_is_one_of_the_stats() -> None:
     (trigger,) = named("ScaledObject", "mlxpool-worker-demo")["spec"]["triggers"]
-    value: Any = stats(Story().core, 0.0)
+    value: Any = stats(Story().core.state, 0.0)
     for key in trigger["metadata"]["valueLocation"].split("."):
         value = value[key]
     assert value == 0

@@ -15,15 +15,21 @@ from typing import Any
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.interface import actions as act
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests.request import Request, State
 from mlxpool.broker.interface.events import Sample
-from mlxpool.broker.workers.worker import Model, Worker, WorkerState
+from mlxpool.broker.models.lifecycle import DEMANDED
+from mlxpool.broker.models.model import Model
+from mlxpool.broker.requests.request import Request
+from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.loading import ModelConfig, PoolConfig
 from mlxpool.common.progress import Look
 from mlxpool.common.protocol import deltas, kinds
 from mlxpool.common.protocol import frames as wire
 from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Header
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
+from support import core_events as make
 
 BOOT = 77
 START = 1000.0
@@ -92,10 +98,11 @@ class FakeWorker:
         elif kind == kinds.WORK:
             assert request is not None
             self.works += 1
-            have = int(action.body.get("resume", {}).get("count", 0))
-            if "resume" in action.body:
-                assert action.blobs[-1] == pack_ids(range(have)), "not the ids that were taken"
-            self.runs[request] = Run(action.header.attempt, have, action.body, action.blobs)
+            body, blobs = body_of(action), action.message.blobs()
+            have = int(body.get("resume", {}).get("count", 0))
+            if "resume" in body:
+                assert blobs[-1] == pack_ids(range(have)), "not the ids that were taken"
+            self.runs[request] = Run(action.header.attempt, have, body, blobs)
         elif kind == kinds.DRAIN:
             self.draining = True
         elif kind == kinds.CANCEL:
@@ -107,14 +114,14 @@ class FakeWorker:
             self.asked.append(action)
 
     def hello(self, **body: Any) -> FakeWorker:
-        self.story.do(ev.WorkerHello(self.slot, {"context": 2048, **body}))
+        self.story.do(make.hello(self.slot, {"context": 2048, **body}))
         return self
 
     def credit(self, capacity: int | None = None) -> FakeWorker:
         """Report free places, of `capacity` in all."""
         self.capacity = self.capacity if capacity is None else capacity
         free = max(0, self.capacity - len(self.runs))
-        self.story.do(ev.WorkerCredit(self.epoch, {"sequences": free, "works": self.works}))
+        self.story.do(make.credit(self.epoch, {"sequences": free, "works": self.works}))
         return self
 
     def row(self, request: bytes, count: int = 0, **parts: Any) -> Delta:
@@ -159,7 +166,7 @@ class FakeWorker:
 
     def bye(self, code: str, message: str) -> None:
         error = {"code": code, "message": message, "retryable": False}
-        self.story.do(ev.WorkerBye(self.epoch, error))
+        self.story.do(make.bye(self.epoch, error))
 
     def die(
         self, cause: str = "killed by SIGKILL", *, own: bool = False, prefill: bytes | None = None
@@ -171,7 +178,7 @@ class FakeWorker:
         """Hand back runs, as at a drain; all of them when none is named."""
         named = requests or tuple(self.runs)
         runs = [[request, self.runs.pop(request).attempt] for request in named]
-        return self.story.do(ev.WorkerYield(self.epoch, runs))
+        return self.story.do(make.handed_back(self.epoch, runs))
 
     def look(self, look: Look | None = None, **sample: Any) -> list[act.Action]:
         """The supervisor looks at it, as it does every second."""
@@ -187,7 +194,7 @@ class FakeWorker:
             self.look(look, **sample)
 
     def beat(self, **body: Any) -> list[act.Action]:
-        return self.story.do(ev.WorkerBeat(self.epoch, body))
+        return self.story.do(make.beat(self.epoch, body))
 
     @property
     def state(self) -> WorkerState:
@@ -257,7 +264,8 @@ class Story:
         if not {"prompt", "messages", "tokens"} & body.keys():
             body["prompt"] = "hello"
         body = {"model": name, "options": options or {}, **body}
-        self.do(ev.Generate(link, owner, request, attempt, body, tuple(blobs), ENTROPY))
+        header = Header(kinds.GENERATE, request, 0, attempt)
+        self.do(make.client(link, owner, header, body, tuple(blobs), ENTROPY))
         return request
 
     def cancel(
@@ -266,12 +274,12 @@ class Story:
         return self.do(ev.Cancel(link, owner, request))
 
     def ack(self, request: bytes, count: Any, link: int = 1) -> list[act.Action]:
-        return self.do(ev.Ack(link, [[request, count]]))
+        return self.do(make.ack(link, [[request, count]]))
 
     def ask(self, kind: str, link: int = 1, *blobs: bytes, **body: Any) -> bytes:
         self._made += 1
         ident = request_id(self._made)
-        self.do(ev.Ask(link, kind, ident, 3, body, blobs))
+        self.do(make.call(link, kind, ident, 3, body, blobs))
         return ident
 
     def hear(self, link: int = 1) -> None:
@@ -289,8 +297,11 @@ class Story:
 
     def _wait_out(self, name: str, slot: str) -> None:
         """The pause before a restart, when the slot's worker is lost."""
-        wanted = self.core.state.registry.models[name].wanted
-        while wanted and slot in self.workers and self.core.state.registry.slots[slot].worker is None:
+        model = self.core.state.registry.models[name]
+        wanted = model.state in DEMANDED or ("restart", name) in self.core.state.timers
+        while (
+            wanted and slot in self.workers and self.core.state.registry.slots[slot].worker is None
+        ):
             for link in list(self.core.state.links):
                 self.hear(link)
             self.later(0.5)
@@ -299,7 +310,7 @@ class Story:
         """A ready worker that has been given a request."""
         worker = self.ready_worker(sequences=sequences)
         request_id = self.generate(**request)
-        assert self.request(request_id).state is State.ASSIGNED
+        assert self.request(request_id).state is RequestState.ASSIGNED
         return worker, request_id
 
     # ---- what is there -------------------------------------------------------------------------
@@ -330,12 +341,12 @@ class Story:
     def assert_sent(self, link: int, kind: str, /, **fields: Any) -> act.ToClient:
         """Exactly one such frame went out in the last call; fields are of its body or header."""
         found = self.to_client(kind, link)
-        shown = [(a.link, a.header.kind, dict(a.body)) for a in self.to_client()]
+        shown = [(a.link, a.header.kind, body_of(a)) for a in self.to_client()]
         assert len(found) == 1, f"not one {kind} to {link} in {shown}"
         frame = found[0]
         for key, value in fields.items():
             has = getattr(frame.header, key) if key in ("id", "pos", "attempt") else None
-            has = frame.body.get(key) if has is None else has
+            has = body_of(frame).get(key) if has is None else has
             assert has == value, f"{kind}.{key} is {has!r}, not {value!r}"
         return frame
 
@@ -344,14 +355,14 @@ class Story:
         frame = self.assert_sent(link, kinds.ERROR, code=code)
         assert not self.to_client(kinds.ACCEPTED)
         for word in words:
-            assert word in frame.body["message"], frame.body["message"]
+            assert word in body_of(frame)["message"], body_of(frame)["message"]
         return frame
 
     def assert_ended(self, request: bytes, outcome: str, attempt: int = 1) -> act.ToClient:
         """The stream has its terminal: a `reason` or an error's `code`."""
         ended = self.heard[request, attempt].ended
         assert ended is not None, "the stream has not ended"
-        assert outcome in (ended.body.get("reason"), ended.body.get("code")), ended.body
+        assert outcome in (body_of(ended).get("reason"), body_of(ended).get("code")), body_of(ended)
         return ended
 
     def assert_conserved(self) -> None:
@@ -364,19 +375,24 @@ class Story:
         core = self.core
         assert not core.state.requests and not core.state.calls
         for each in core.state.registry.models.values():
-            assert not each.queue and not each.queue.bytes and not each.asks
+            assert not each.queue and not each.queue.bytes and not each.calls
             assert not list(each.queue), "the queue's count is wrong"
-            assert not any(w.places or w.company or w.asked for w in each.workers)
+            assert not any(w.leases or w.batch_bounds or w.calls for w in each.workers)
         assert not any(link.ids for link in core.state.links.values())
 
     # ---- the checks ----------------------------------------------------------------------------
 
     def _check(self, action: act.Action) -> None:
         if isinstance(action, act.ToClient):
-            wire.encode(action.header, action.body, action.blobs)
+            wire.encode(action.header, body_of(action), action.message.blobs())
             self._to_client(action)
         elif isinstance(action, act.ToWorker):
-            wire.encode(action.header, action.body, action.blobs, max_body=wire.MAX_BACK_BODY)
+            wire.encode(
+                action.header,
+                body_of(action),
+                action.message.blobs(),
+                max_body=wire.MAX_BACK_BODY,
+            )
             if action.header.kind == kinds.WORK:
                 self._check_work(action)
             self.workers[action.slot].told(action)
@@ -398,32 +414,36 @@ class Story:
         assert worker is not None and worker.state is WorkerState.READY
         assert worker.epoch == action.header.epoch
         assert owed(worker) >= 0, "work beyond the worker's credit"
-        bounds = [self.core.state.requests[r].company for r, run in worker.places if self._at(r, run)]
-        company = min((bound for bound in bounds if bound), default=len(worker.places))
-        assert len(worker.places) <= company, "more company than a charged request may have"
+        bounds = [
+            self.core.state.requests[r].run.batch_bound
+            for r, run in worker.leases
+            if self._at(r, run)
+        ]
+        company = min((bound for bound in bounds if bound), default=len(worker.leases))
+        assert len(worker.leases) <= company, "more company than a charged request may have"
 
     def _at(self, request: bytes, run: int) -> bool:
         live = self.core.state.requests.get(request)
-        return live is not None and live.run == run
+        return live is not None and live.run.number == run
 
     def _to_client(self, action: act.ToClient) -> None:
         header = action.header
         assert header.epoch == BOOT
         if header.kind == kinds.DELTAS:
-            message = wire.Message(header, dict(action.body), action.blobs)
+            message = wire.Message(header, body_of(action), action.message.blobs())
             for row in deltas.unpack_deltas(message):
                 self._delta((row.id, row.attempt), row.pos, row.text, unpack_ids(row.ids))
         elif header.id is not None:
             self._frame(action, (header.id, header.attempt))
 
     def _frame(self, action: act.ToClient, key: tuple[bytes, int]) -> None:
-        kind, body = action.header.kind, action.body
+        kind, body = action.header.kind, body_of(action)
         if kind == kinds.ACCEPTED:
             stream = self.heard.setdefault(key, Heard())
             assert stream.ended is None, "accepted after the end"
             stream.link = body["link"]
         elif kind == kinds.DELTA:
-            ids = unpack_ids(action.blobs[0])
+            ids = unpack_ids(action.message.blobs()[0])
             assert body["n"] == len(ids)
             self._delta(key, action.header.pos, body["text"], ids)
         elif kind in (kinds.DONE, kinds.ERROR) and key in self.heard:
@@ -444,6 +464,11 @@ class Story:
         stream.ids += ids
         stream.text += text
         stream.frames += 1
+
+
+def body_of(action: act.ToClient | act.ToWorker) -> dict[str, Any]:
+    """The body of a message."""
+    return action.message.body() or {}
 
 
 def owed(worker: Worker) -> int:

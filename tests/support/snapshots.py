@@ -20,4 +20,4 @@ ABOUT: dict[str, Any] = {
 
 def of(story: Story, lag: float = 0.0, **about: Any) -> Snapshot:
     """The snapshot of a story's core at its present time."""
-    return snapshot.take(story.core, {**ABOUT, **about}, lag, story.now)
+    return snapshot.take(story.core.state, {**ABOUT, **about}, lag, story.now)

@@ -17,7 +17,7 @@ from mlxpool.broker.admin.commands import Admin
 from mlxpool.broker.admin.subscriptions import LEASE, MOST, PERIOD, Watcher, Watchers
 from mlxpool.broker.edge.loop import Broker
 from mlxpool.broker.edge.peers import Peers
-from mlxpool.broker.telemetry.stats import Counters
+from mlxpool.broker.metrics.counters import Counters
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
@@ -180,7 +180,7 @@ def test_one_too_many_is_refused() -> None:
 def test_a_picture_that_fails_ends_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    broken = SimpleNamespace(core=SimpleNamespace(counters=Counters()))
+    broken = SimpleNamespace(core=SimpleNamespace(state=SimpleNamespace(counters=Counters())))
     admin = Admin(cast(Broker, broken), Peers(cast("zmq.Socket[bytes]", None)))
     admin._guarded(partial(admin.watchers.admit, 1, ID), 1.0)  # this broker has no figures
     assert broken.core.state.counters.internal_errors == 1

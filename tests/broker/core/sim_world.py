@@ -23,6 +23,7 @@ from mlxpool.common.config.loading import ModelConfig, PoolConfig
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header, Message
+from support import core_events as make
 
 LOOK = 1.0  # seconds between two looks of the supervisor
 CONFIG = PoolConfig(
@@ -171,17 +172,9 @@ class World:
         if not conn.number:
             conn.number = next(self.numbers)
             self.links[conn.number] = (client, conn)
-        kind, ident, link = header.kind, header.id or bytes(16), conn.number
-        if kind == kinds.GENERATE:
-            entropy = self.rng.getrandbits(32)
-            owner = f"uid:{client.number}"
-            self.do(ev.Generate(link, owner, ident, header.attempt, body, blobs, entropy))
-        elif kind == kinds.CANCEL:
-            self.do(ev.Cancel(link, f"uid:{client.number}", ident))
-        elif kind == kinds.ACK:
-            self.do(ev.Ack(link, body["have"]))
-        else:
-            self.do(ev.Ask(link, kind, ident, 0, body, blobs))
+        entropy = self.rng.getrandbits(32) if header.kind == kinds.GENERATE else 0
+        owner = f"uid:{client.number}"
+        self.do(make.client(conn.number, owner, header, body, blobs, entropy))
 
     def to_client(self, action: act.ToClient) -> None:
         if action.link not in self.links:
@@ -193,7 +186,7 @@ class World:
                 self.after(0.0, self.do, ev.LinkLost(action.link))
             return
         conn.back = max(conn.back, self.now + self.delay())
-        message = Message(action.header, dict(action.body), action.blobs)
+        message = Message(action.header, dict(action.message.body() or {}), action.message.blobs())
         self.at(conn.back, self.at_client, client, conn, message)
 
     def at_client(self, client: Client, conn: Conn, message: Message) -> None:
@@ -259,7 +252,7 @@ class World:
             return
         if kind == "hello":
             if self.workers.get(worker.slot) is worker:
-                self.do(ev.WorkerHello(worker.slot, body))
+                self.do(make.hello(worker.slot, body))
         elif not conn.epoch:
             self.reply(worker, conn, Header(kinds.WHO), {}, ())
         else:
@@ -271,7 +264,7 @@ class World:
         assert self.core is not None
         for row in rows:
             live = self.core.state.requests.get(row.id)
-            if row.n and live is not None and (live.worker, live.run) == (epoch, row.attempt):
+            if row.n and live is not None and live.run.leased_by(epoch, row.attempt):
                 self.works[row.id] = 0
 
     def to_worker(self, action: act.ToWorker) -> None:
@@ -283,7 +276,8 @@ class World:
         if action.header.kind == kinds.WELCOME:
             worker.conn.epoch = action.header.epoch
         if worker.conn.epoch == action.header.epoch:
-            self.reply(worker, worker.conn, action.header, action.body, action.blobs)
+            body, blobs = action.message.body(), action.message.blobs()
+            self.reply(worker, worker.conn, action.header, body, blobs)
 
     def reply(
         self, worker: Worker, conn: Conn, header: Header, body: Any, blobs: tuple[bytes, ...]
@@ -372,7 +366,7 @@ ACTIONS: dict[type, Callable[[World, Any], None]] = {
 }
 BACK: dict[str, Callable[[int, Any], ev.Event]] = {
     "deltas": ev.WorkerDeltas,
-    "beat": ev.WorkerBeat,
-    "credit": ev.WorkerCredit,
-    "yield": ev.WorkerYield,
+    "beat": make.beat,
+    "credit": make.credit,
+    "yield": lambda epoch, runs: make.handed_back(epoch, runs),
 }

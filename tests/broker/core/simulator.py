@@ -243,7 +243,7 @@ class Run:
             "not conserved": counters.accepted - ended,
             "queued": len(model.queue) + len(list(model.queue)),
             "queued bytes": model.queue.bytes,
-            "places": sum(len(w.places) + len(w.company) for w in model.workers),
+            "places": sum(len(w.leases) + len(w.batch_bounds) for w in model.workers),
             "links": len(core.state.links),
             "grouped": len(core.outbox.merged),
             "runs": sum(len(w.runs) + len(w.over) for w in world.workers.values() if w.alive),

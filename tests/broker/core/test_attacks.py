@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests.request import State
+from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.protocol import kinds, token_ids
+from support import core_events as make
 from support.core_harness import Story, model
 
 TWO = {"m": model(replicas=2), "other": model()}
@@ -20,7 +21,7 @@ def test_a_sibling_that_cannot_load_ends_nobodys_stream() -> None:
     second = story.workers["m/1"]
     second.hello().bye("model_load_failed", "a tensor is missing")
     second.die("exit code 1")
-    assert story.request(request).state is State.QUEUED
+    assert story.request(request).state is RequestState.QUEUED
     story.ready_worker().end(request)
     story.assert_ended(request, "stop")
 
@@ -29,7 +30,7 @@ def test_a_model_that_grew_beyond_the_limit_can_still_be_started() -> None:
     """What it was seen to take holds keys and values; it fitted before."""
     story = Story(memory=1000, needs={"m": 100})
     worker, request = story.running()
-    story.do(ev.WorkerBeat(worker.epoch, {"memory": {"active": 5000}}))
+    story.do(make.beat(worker.epoch, {"memory": {"active": 5000}}))
     worker.tokens(request, 2)
     worker.die()
     story.later(3)
@@ -81,8 +82,8 @@ def test_sending_again_while_waiting_gains_nothing(story: Story) -> None:
     story.generate(second, attempt=2)
     worker.end(running)
     worker.credit()
-    assert story.request(first).state is State.ASSIGNED
-    assert story.request(second).state is State.QUEUED
+    assert story.request(first).state is RequestState.ASSIGNED
+    assert story.request(second).state is RequestState.QUEUED
 
 
 def test_resumes_from_another_broker_have_a_bound_too() -> None:
@@ -98,7 +99,7 @@ def test_poison_of_one_is_no_end_of_anothers_stream(story: Story) -> None:
     worker = story.ready_worker()
     live = story.generate(prompt="the same", owner="uid:2", link=2)
     worker.tokens(live, 2)
-    story.core._quarantine(story.request(live).digest, story.now)
+    story.core._ended.quarantine(story.request(live).digest, story.now)
     story.generate(
         live, prompt="the same", owner="uid:2", link=3, attempt=2,
         resume={"count": 2}, blobs=[token_ids.pack_ids([0, 1])],
@@ -110,9 +111,9 @@ def test_poison_of_one_is_no_end_of_anothers_stream(story: Story) -> None:
 def test_one_id_for_calls_of_two_models_is_refused(story: Story) -> None:
     story.ready_worker()
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
-    story.do(ev.Ask(1, kinds.TOKENIZE, ident, 1, {"model": "other", "text": "a"}, ()))
+    story.do(make.call(1, kinds.TOKENIZE, ident, 1, {"model": "other", "text": "a"}, ()))
     story.assert_sent(1, "error", code="duplicate_id")
-    story.do(ev.Ask(1, kinds.DETOKENIZE, ident, 1, {"model": "m"}, (b"1234",)))
+    story.do(make.call(1, kinds.DETOKENIZE, ident, 1, {"model": "m"}, (b"1234",)))
     story.assert_sent(1, "error", code="duplicate_id")
 
 
@@ -127,10 +128,10 @@ def test_nobody_begins_again_what_was_cancelled(story: Story) -> None:
 def test_what_a_worker_says_of_itself_is_no_trap(story: Story) -> None:
     worker, request = story.running()
     for body in ({"sequences": "x", "works": None}, {}, {"sequences": -5, "works": 1}):
-        story.do(ev.WorkerCredit(worker.epoch, body))
+        story.do(make.credit(worker.epoch, body))
     broken: list[object] = [None, [[]], [[request, []]], [[["x"], 1]], "runs"]
     for runs in broken:
-        story.do(ev.WorkerYield(worker.epoch, runs))
+        story.do(make.handed_back(worker.epoch, runs))
     worker.credit()
     worker.end(request)
     story.assert_ended(request, "stop")

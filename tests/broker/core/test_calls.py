@@ -8,6 +8,7 @@ import pytest
 
 from mlxpool.broker.interface import events as ev
 from mlxpool.common.protocol import kinds
+from support import core_events as make
 from support.core_harness import (
     BOOT,
     FakeWorker,
@@ -27,7 +28,7 @@ def test_ping(story: Story) -> None:
 def test_models(story: Story) -> None:
     story.ready_worker()
     story.ask(kinds.MODELS)
-    models = story.assert_sent(1, "models").body["models"]
+    models = story.assert_sent(1, "models").message.body()["models"]
     assert [(m["name"], m["state"], m["queued"], m["context"]) for m in models] == [
         ("m", "ready", 0, 2048),
         ("other", "cold", 0, 0),
@@ -40,18 +41,18 @@ def test_a_question_for_a_worker_starts_it_and_is_forwarded(story: Story, kind: 
     assert story.started() == ["m/0"]
     worker = story.ready_worker()
     (asked,) = worker.asked
-    assert (asked.header.kind, asked.header.id, asked.blobs) == (kind, ident, (b"blob",))
-    story.do(ev.WorkerTokens(worker.epoch, ident, {"text": "a"}, (b"1234",)))
+    assert (asked.header.kind, asked.header.id, asked.message.blobs()) == (kind, ident, (b"blob",))
+    story.do(make.tokens(worker.epoch, ident, {"text": "a"}, (b"1234",)))
     frame = story.assert_sent(1, "tokens", id=ident, attempt=3, text="a")
-    assert frame.blobs == (b"1234",)
-    assert story.do(ev.WorkerTokens(worker.epoch, ident, {}, ())) == []
+    assert frame.message.blobs() == (b"1234",)
+    assert story.do(make.tokens(worker.epoch, ident, {}, ())) == []
     story.assert_idle()
 
 
 def test_a_question_that_the_worker_refuses(story: Story) -> None:
     worker = story.ready_worker()
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
-    story.do(ev.WorkerTokens(worker.epoch, ident, {"code": "bad_request", "message": "no"}, ()))
+    story.do(make.tokens(worker.epoch, ident, {"code": "bad_request", "message": "no"}, ()))
     story.assert_sent(1, "error", id=ident, code="bad_request")
 
 
@@ -67,19 +68,19 @@ def test_a_question_about_no_model(story: Story, body: dict[str, Any], code: str
 def test_a_question_that_is_asked_again_is_answered_where_it_was_asked_last(story: Story) -> None:
     worker = story.ready_worker()
     for link in (1, 2):
-        story.do(ev.Ask(link, kinds.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
+        story.do(make.call(link, kinds.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
     assert len(worker.asked) == 1
-    story.do(ev.WorkerTokens(worker.epoch, X, {"text": "a"}, ()))
+    story.do(make.tokens(worker.epoch, X, {"text": "a"}, ()))
     story.assert_sent(2, "tokens", id=X, attempt=2)
     assert not story.to_client(link=1)
 
 
 def test_a_question_that_waits_moves_too(story: Story) -> None:
     for link in (1, 2):
-        story.do(ev.Ask(link, kinds.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
+        story.do(make.call(link, kinds.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
     worker = story.ready_worker()
     assert len(worker.asked) == 1
-    story.do(ev.WorkerTokens(worker.epoch, X, {"text": "a"}, ()))
+    story.do(make.tokens(worker.epoch, X, {"text": "a"}, ()))
     story.assert_sent(2, "tokens", id=X, attempt=2)
 
 
@@ -105,7 +106,7 @@ def test_a_model_without_keep_alive_answers_a_question_before_it_goes() -> None:
     worker = story.ready_worker()
     story.later(1)
     assert not worker.stopped
-    story.do(ev.WorkerTokens(worker.epoch, ident, {}, (b"1234",)))
+    story.do(make.tokens(worker.epoch, ident, {}, (b"1234",)))
     story.assert_sent(1, "tokens", id=ident)
     story.later(1)
     assert worker.stopped
@@ -113,9 +114,9 @@ def test_a_model_without_keep_alive_answers_a_question_before_it_goes() -> None:
 
 def test_a_beat_is_answered_and_kept(story: Story) -> None:
     worker = story.ready_worker()
-    story.do(ev.WorkerBeat(worker.epoch, {"phase": "decode"}))
+    story.do(make.beat(worker.epoch, {"phase": "decode"}))
     assert worker.heard == 1
-    assert story.model().workers[0].beat["phase"] == "decode"
+    assert story.model().workers[0].beat.phase == "decode"
 
 
 # ---- operations ----------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ def test_unload_by_the_operator_ends_what_runs(story: Story) -> None:
     worker, request = story.running()
     story.do(ev.Unload("m"))
     frame = story.assert_sent(1, "error", id=request, code="worker_lost")
-    assert "unloaded by the operator" in frame.body["message"]
+    assert "unloaded by the operator" in frame.message.body()["message"]
     assert story.stopped() == ["m/0"]
     story.do(ev.Unload("m"))
     assert story.stopped() == []
@@ -186,7 +187,7 @@ def test_a_worker_that_is_unloaded_while_it_starts_is_not_welcomed(story: Story)
     story.do(ev.Load("m"))
     story.do(ev.Unload("m"))
     assert story.stopped() == ["m/0"]
-    assert story.do(ev.WorkerHello("m/0", {})) == []
+    assert story.do(make.hello("m/0", {})) == []
 
 
 def test_load_by_the_operator(story: Story) -> None:
@@ -210,7 +211,10 @@ def test_a_question_is_put_to_the_next_worker_once(story: Story) -> None:
     assert [asked.header.id for asked in again.asked] == [ident]
     again.die("killed by SIGSEGV")
     frame = story.assert_sent(1, "error", id=ident, code="worker_lost")
-    assert "two workers" in frame.body["message"] and "SIGSEGV" in frame.body["message"]
+    assert (
+        "two workers" in frame.message.body()["message"]
+        and "SIGSEGV" in frame.message.body()["message"]
+    )
     story.assert_idle()
 
 
@@ -229,9 +233,9 @@ def test_the_answer_of_a_fenced_worker_is_not_taken(story: Story) -> None:
     old = worker.epoch
     worker.hello().credit(1)
     fenced = story.core.state.counters.fenced
-    assert story.do(ev.WorkerTokens(old, ident, {"text": "old"}, ())) == []
+    assert story.do(make.tokens(old, ident, {"text": "old"}, ())) == []
     assert story.core.state.counters.fenced == fenced + 1
-    story.do(ev.WorkerTokens(worker.epoch, ident, {"text": "new"}, ()))
+    story.do(make.tokens(worker.epoch, ident, {"text": "new"}, ()))
     story.assert_sent(1, "tokens", id=ident, text="new")
 
 

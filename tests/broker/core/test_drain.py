@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.models import listing
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests.request import State
-from mlxpool.broker.workers.worker import WorkerState
+from mlxpool.broker.models import listing
+from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.progress import Look
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import core_events as make
 from support.core_harness import (
     Story,
     X,
@@ -53,10 +54,10 @@ def test_after_its_grace_it_hands_back_what_it_runs() -> None:
     assert worker.draining and not worker.stopped
     worker.give_back()
     assert other.runs[request].pos == 2
-    assert story.request(request).barren == 0
+    assert story.request(request).run.resumes_without_progress == 0
     assert worker.stopped
     other.end(request)
-    assert story.assert_ended(request, "stop").body["attempts"] == 2
+    assert story.assert_ended(request, "stop").message.body()["attempts"] == 2
 
 
 def test_drains_do_not_count_as_losses(story: Story) -> None:
@@ -78,10 +79,10 @@ def test_a_worker_that_hands_nothing_back_is_ended(story: Story) -> None:
     story.later(1)
     assert worker.draining
     story.later(4.9)
-    worker.assert_is(WorkerState.DRAINING)
+    worker.assert_is(WorkerState.YIELDING)
     story.later(0.2)
     worker.assert_is(WorkerState.CONDEMNED)
-    assert story.request(request).state is State.QUEUED
+    assert story.request(request).state is RequestState.QUEUED
     worker.die("killed by SIGKILL")
     assert story.core.state.registry.slots["m/0"].last_exit == "drained"
 
@@ -114,17 +115,17 @@ def test_a_call_under_way_is_waited_for(story: Story) -> None:
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     drain(story)
     assert not worker.stopped
-    story.do(ev.WorkerTokens(worker.epoch, ident, {}, ()))
+    story.do(make.tokens(worker.epoch, ident, {}, ()))
     assert worker.stopped
 
 
 def test_a_yield_of_what_is_not_there_is_nothing(story: Story) -> None:
     worker, request = story.running()
     for runs in (None, 3, [3], [[request]], [[request, 99]], [[X, 1]], [["x", 1]]):
-        story.do(ev.WorkerYield(worker.epoch, runs))
-        assert story.request(request).state is State.ASSIGNED
+        story.do(make.handed_back(worker.epoch, runs))
+        assert story.request(request).state is RequestState.ASSIGNED
     fenced = story.core.state.counters.fenced
-    story.do(ev.WorkerYield(worker.epoch + 1, [[request, 1]]))
+    story.do(make.handed_back(worker.epoch + 1, [[request, 1]]))
     assert story.core.state.counters.fenced == fenced + 1
 
 
@@ -144,7 +145,7 @@ def test_a_hung_worker_is_condemned_though_it_drains(story: Story) -> None:
     drain(story, grace=100)
     worker.watched(11, Look("decode", count=4))
     worker.assert_is(WorkerState.CONDEMNED)
-    assert story.request(request).state is State.QUEUED
+    assert story.request(request).state is RequestState.QUEUED
 
 
 # ---- restart -------------------------------------------------------------------------------------
@@ -209,7 +210,9 @@ def test_a_drained_model_takes_nothing_new_until_it_is_loaded(story: Story) -> N
     assert worker.stopped
     worker.die("stopped")
     assert story.started() == []
-    assert {m["name"]: m["state"] for m in listing.rows(story.core.state.registry, story.now)}["m"] == "drained"
+    assert {m["name"]: m["state"] for m in listing.rows(story.core.state.registry, story.now)}[
+        "m"
+    ] == "drained"
     story.do(ev.Load("m"))
     assert story.started() == ["m/0"]
     story.generate()

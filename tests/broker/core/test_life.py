@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.interface import actions as act
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests.request import State
+from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import core_events as make
 from support.core_harness import (
     BOOT,
     ENTROPY,
@@ -24,12 +24,12 @@ from support.core_harness import (
 def test_a_request_from_the_queue_to_its_end(story: Story) -> None:
     request = story.generate()
     assert story.started() == ["m/0"]
-    assert story.request(request).state is State.QUEUED
+    assert story.request(request).state is RequestState.QUEUED
     worker = story.ready_worker()
-    assert story.request(request).state is State.ASSIGNED
+    assert story.request(request).state is RequestState.ASSIGNED
     worker.tokens(request, 2)
     story.assert_sent(1, "delta", id=request, pos=0, text="<0><1>", n=2)
-    assert story.request(request).state is State.STREAMING
+    assert story.request(request).state is RequestState.STREAMING
     worker.end(request, "length", count=1, rest="tail")
     story.assert_sent(1, "delta", pos=2, n=1)
     story.assert_sent(1, "done", id=request, pos=3, reason="length", text="tail", attempts=1)
@@ -76,7 +76,7 @@ def test_usage_and_timings_of_done(story: Story) -> None:
     worker.tokens(request)
     story.later(1)
     worker.end(request, "stop", count=4)
-    body = story.assert_ended(request, "stop").body
+    body = story.assert_ended(request, "stop").message.body()
     assert body["usage"] == {"completion_tokens": 4}
     assert body["timings_ms"] == {"queue": 2000.0, "first_token": 3000.0, "total": 4000.0}
 
@@ -122,10 +122,10 @@ def test_credit_that_crossed_work_is_not_counted_twice(story: Story) -> None:
     worker = story.ready_worker(sequences=2)
     story.generate()
     # Sent before the work arrived: two places free, no work seen.
-    story.do(ev.WorkerCredit(worker.epoch, {"sequences": 2, "works": 0}))
+    story.do(make.credit(worker.epoch, {"sequences": 2, "works": 0}))
     story.generate()
     third = story.generate()
-    assert story.request(third).state is State.QUEUED
+    assert story.request(third).state is RequestState.QUEUED
 
 
 def test_work_goes_to_the_worker_with_most_places() -> None:
@@ -165,8 +165,8 @@ def test_a_full_queue_says_its_numbers() -> None:
     story.generate(), story.generate()
     story.generate()
     frame = story.assert_refused("queue_full", "2 requests", "at most 2")
-    assert frame.body["retryable"] is True
-    assert frame.body["retry_after_ms"] > 0
+    assert frame.message.body()["retryable"] is True
+    assert frame.message.body()["retry_after_ms"] > 0
     assert len(story.core.state.requests) == 2
     story.generate(name="other")
     story.assert_sent(1, "accepted")
@@ -250,7 +250,7 @@ def test_unknown_top_level_keys_are_ignored(story: Story) -> None:
 )
 def test_an_error_about_something_huge_still_travels(story: Story, body: dict[str, Any]) -> None:
     story.generate(**body)
-    assert len(story.assert_refused("bad_request").body["message"]) <= 2000
+    assert len(story.assert_refused("bad_request").message.body()["message"]) <= 2000
 
 
 def test_a_body_of_the_largest_size_can_be_handed_to_a_worker(story: Story) -> None:

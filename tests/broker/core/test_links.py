@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from mlxpool.broker.interface import actions as act
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests.request import State
-from mlxpool.broker.workers.worker import WorkerState
+from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import core_events as make
 from support.core_harness import (
     Story,
     X,
@@ -30,7 +31,7 @@ def test_a_silent_links_streams_are_cancelled_after_the_grace(story: Story) -> N
     assert act.ForgetLink(1) in story.later(1)
     assert story.to_client() == []
     for request in (streaming, queued):
-        assert story.core.state.tombstones[request].state is State.CANCELLED
+        assert story.core.state.tombstones[request].state is RequestState.CANCELLED
     assert worker.cancelled == [(streaming, 1)]
     assert other in story.core.state.requests
     assert list(story.core.state.links) == [2]
@@ -89,13 +90,13 @@ def test_frames_of_an_old_epoch_are_fenced(story: Story) -> None:
     story.generate(request, attempt=2)
     for event in (
         ev.WorkerDeltas(epoch, [old]),
-        ev.WorkerBeat(epoch, {}),
-        ev.WorkerCredit(epoch, {"sequences": 9, "works": 0}),
+        make.beat(epoch, {}),
+        make.credit(epoch, {"sequences": 9, "works": 0}),
     ):
         before = story.core.state.counters.fenced
         assert story.do(event) == []
         assert story.core.state.counters.fenced == before + 1
-    story.do(ev.WorkerBye(epoch, {"code": "internal", "message": "old"}))
+    story.do(make.bye(epoch, {"code": "internal", "message": "old"}))
     again.end(request)
     story.assert_ended(request, "stop", attempt=2)
 
@@ -149,9 +150,9 @@ def test_deltas_are_grouped_for_each_link_that_asked_for_it(story: Story) -> Non
     d = story.generate(link=1)
     worker.say(*(worker.row(r, n) for r, n in ((a, 1), (b, 2), (c, 3), (d, 4))))
     grouped = story.assert_sent(1, "deltas")
-    assert [row[0] for row in grouped.body["rows"]] == [a, b]
-    assert len(grouped.blobs[0]) == 4 * 3
-    assert [row[0] for row in story.assert_sent(2, "deltas").body["rows"]] == [c]
+    assert [row[0] for row in grouped.message.body()["rows"]] == [a, b]
+    assert len(grouped.message.blobs()[0]) == 4 * 3
+    assert [row[0] for row in story.assert_sent(2, "deltas").message.body()["rows"]] == [c]
     story.assert_sent(1, "delta", id=d)
 
 
@@ -180,7 +181,7 @@ def test_a_second_hello_fences_the_first_connection_and_moves_its_runs(story: St
     worker.hello()
     assert worker.epoch > old
     assert worker.state is WorkerState.LOADING
-    assert story.request(request).state is State.QUEUED
+    assert story.request(request).state is RequestState.QUEUED
     worker.credit(2)
     assert worker.runs[request].pos == 2
     assert worker.say(late, epoch=old) == []
@@ -195,7 +196,7 @@ def test_a_condemned_worker_sends_nothing_more(story: Story) -> None:
     good, bad = story.generate(batch=True), story.generate(batch=True)
     worker.say(worker.row(good, 2), worker.row(bad, 1, pos=7), worker.row(good, 1))
     assert story.heard[good, 1].ids == [0, 1]
-    assert story.request(good).taken == 2
+    assert story.request(good).run.taken == 2
 
 
 def test_the_runs_of_a_condemned_worker_go_to_another_at_once() -> None:

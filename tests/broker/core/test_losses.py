@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests.request import State
-from mlxpool.broker.workers.worker import PROOF
+from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.workers.worker import PROVEN_TOKENS
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import (
     Story,
@@ -23,7 +23,7 @@ def test_a_stream_goes_on_in_the_next_worker(story: Story) -> None:
     worker.tokens(request, 2, facts={"digest": "d", "prompt_tokens": 3, "now": 5})
     worker.die()
     assert story.to_client() == []
-    assert story.request(request).state is State.QUEUED
+    assert story.request(request).state is RequestState.QUEUED
     again = story.ready_worker(digest="d")
     run = again.runs[request]
     assert run.body["resume"] == {
@@ -61,7 +61,7 @@ def test_ids_behind_a_shut_window_are_not_made_again(story: Story) -> None:
     worker, request = story.running(window=1)
     worker.tokens(request, 1)
     worker.tokens(request, 3)
-    assert story.request(request).sent == 1
+    assert story.request(request).reader.sent == 1
     worker.die()
     again = story.ready_worker()
     assert again.runs[request].blobs == (pack_ids([0, 1, 2, 3]),)
@@ -131,7 +131,7 @@ def test_a_stream_cannot_go_on_with_another_model(story: Story, hello: dict[str,
     worker.die()
     fresh = story.generate(link=2)
     again = story.ready_worker(**hello)
-    body = story.assert_ended(request, "model_unavailable").body
+    body = story.assert_ended(request, "model_unavailable").message.body()
     assert "digest d" in body["message"] and "context 2048" in body["message"]
     again.end(fresh)
     story.assert_ended(fresh, "stop")
@@ -159,8 +159,12 @@ def test_the_third_loss_in_a_row_without_a_token_ends_the_stream(story: Story) -
         assert worker.runs[request].body["resume"]["resumes"] == resumes
     worker.die("killed by SIGKILL")
     frame = story.assert_sent(1, "error", id=request, code="worker_lost", pos=2, retryable=True)
-    assert "loss 3 in a row" in frame.body["message"]
-    assert frame.body["details"] == {"worker": "m/0", "cause": "killed by SIGKILL", "tokens": 2}
+    assert "loss 3 in a row" in frame.message.body()["message"]
+    assert frame.message.body()["details"] == {
+        "worker": "m/0",
+        "cause": "killed by SIGKILL",
+        "tokens": 2,
+    }
     story.assert_idle()
     story.assert_conserved()
 
@@ -173,7 +177,7 @@ def test_losses_with_a_token_between_them_do_not_count() -> None:
         worker.die()
         worker = story.ready_worker()
     worker.end(request)
-    assert story.assert_ended(request, "stop").body["attempts"] == 8
+    assert story.assert_ended(request, "stop").message.body()["attempts"] == 8
 
 
 def test_text_alone_is_no_token(story: Story) -> None:
@@ -207,7 +211,7 @@ def test_a_token_in_a_drained_run_counts_as_progress(story: Story) -> None:
     worker.give_back()
     worker.die("drained")
     story.ready_worker().die()
-    assert story.request(request).barren == 1
+    assert story.request(request).run.resumes_without_progress == 1
 
 
 def test_a_stream_that_is_not_durable_ends_with_its_worker(story: Story) -> None:
@@ -215,8 +219,8 @@ def test_a_stream_that_is_not_durable_ends_with_its_worker(story: Story) -> None
     worker.tokens(request, 2)
     worker.die("killed by SIGKILL")
     frame = story.assert_sent(1, "error", id=request, code="worker_lost", pos=2, retryable=True)
-    assert "killed by SIGKILL" in frame.body["message"]
-    assert "send the request again" in frame.body["message"]
+    assert "killed by SIGKILL" in frame.message.body()["message"]
+    assert "send the request again" in frame.message.body()["message"]
     story.assert_idle()
     story.assert_conserved()
 
@@ -258,7 +262,7 @@ def test_a_deadline_between_two_workers(story: Story) -> None:
     story.assert_idle()
 
 
-@pytest.mark.parametrize(("tokens", "failures"), [(PROOF - 1, 1), (PROOF, 0)])
+@pytest.mark.parametrize(("tokens", "failures"), [(PROVEN_TOKENS - 1, 1), (PROVEN_TOKENS, 0)])
 def test_a_worker_that_made_tokens_did_not_fail_to_start(
     story: Story, tokens: int, failures: int
 ) -> None:

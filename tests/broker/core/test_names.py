@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.models import listing
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.telemetry import stats
+from mlxpool.broker.models import listing
 from mlxpool.common.config.loading import Counting, ModelConfig
 from mlxpool.common.config.model_names import MOST
 from mlxpool.common.protocol import frames, kinds
@@ -86,7 +85,7 @@ def test_each_stream_and_each_error_keeps_the_name_that_was_asked_for() -> None:
     story = twins()
     worker = story.ready_worker("a", sequences=1)
     runs, waits = story.generate(name="a"), story.generate(name="b")
-    assert story.request(waits).payload.model == "b"
+    assert story.request(waits).message.model == "b"
     story.do(ev.Drain(None, "a", 10.0))
     story.generate(name="b")
     story.assert_refused("draining", "model 'b' is drained")
@@ -101,7 +100,7 @@ def test_those_who_wait_for_a_model_that_gives_up_are_told_by_their_name() -> No
     requests = {name: story.generate(name=name) for name in "ab"}
     story.do(ev.WorkerExited("a/0", "exit code 3", own=True))
     for name, request in requests.items():
-        message = story.assert_ended(request, "model_unavailable").body["message"]
+        message = story.assert_ended(request, "model_unavailable").message.body()["message"]
         assert f"model {name!r} failed 5 times" in message
 
 
@@ -200,7 +199,9 @@ def test_timers_of_a_model_that_found_its_twin_do_nothing() -> None:
     assert row(story, "b")["shares"] == "a"
     story.later(100)
     assert not [
-        key for key in story.core.state.timers._at if isinstance(key, tuple) and key[1] in ("b", "b/0")
+        key
+        for key in story.core.state.timers._at
+        if isinstance(key, tuple) and key[1] in ("b", "b/0")
     ]
 
 
@@ -237,7 +238,7 @@ def test_what_is_wrong_with_a_cold_model_is_shown_and_nobody_is_refused_for_it()
     assert (row(story, "a")["state"], row(story, "a")["error"]) == ("ready", None)
 
 
-@pytest.mark.parametrize("count", [stats.DETAILED, stats.DETAILED + 1, MOST + 10])
+@pytest.mark.parametrize("count", [listing.MAX_DETAILED, listing.MAX_DETAILED + 1, MOST + 10])
 def test_the_list_of_many_models_fits_into_a_frame(count: int) -> None:
     names = ["é" * 97 + f"{number:05}" for number in range(count)]
     story = pool({}, **{name: model() for name in names})
@@ -245,9 +246,9 @@ def test_the_list_of_many_models_fits_into_a_frame(count: int) -> None:
         describe(story, name, "d" * 64, problems=["\N{SNOWMAN}" * 2000])
     story.ask(kinds.MODELS)
     (frame,) = story.to_client(kinds.MODELS)
-    frames.encode(frame.header, frame.body)
-    assert [row["name"] for row in frame.body["models"]] == names
-    assert ("error" in frame.body["models"][0]) == (count <= stats.DETAILED)
+    frames.encode(frame.header, frame.message.body())
+    assert [row["name"] for row in frame.message.body()["models"]] == names
+    assert ("error" in frame.message.body()["models"][0]) == (count <= listing.MAX_DETAILED)
 
 
 def test_a_model_that_is_found_later() -> None:
@@ -257,7 +258,11 @@ def test_a_model_that_is_found_later() -> None:
     story.do(ev.ModelFound("b", model(), HERE, 0))
     story.do(ev.ModelFound("c", model(), THERE, 7))
     story.do(ev.ModelFound("c", model(context=3), THERE, 9))
-    assert [m["name"] for m in listing.rows(story.core.state.registry, story.now)] == ["a", "b", "c"]
+    assert [m["name"] for m in listing.rows(story.core.state.registry, story.now)] == [
+        "a",
+        "b",
+        "c",
+    ]
     assert (row(story, "b")["shares"], story.model("c").need) == ("a", 7)
     worker = story.ready_worker("c")
     worker.end(story.generate(name="c"))
@@ -268,8 +273,8 @@ def test_a_name_is_a_key_and_never_a_path(name: str) -> None:
     story = pool({"a": HERE}, a=model())
     story.generate(name=name)
     frame = story.to_client(kinds.ERROR)[0]
-    assert frame.body["code"] == ("unknown_model" if name else "bad_request")
-    assert len(frame.body["message"]) < 300
+    assert frame.message.body()["code"] == ("unknown_model" if name else "bad_request")
+    assert len(frame.message.body()["message"]) < 300
 
 
 # ---- pinned models ---------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.workers.worker import WorkerState
+from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.progress import Look
+from support import core_events as make
 from support.core_harness import (
     FakeWorker,
     Story,
@@ -21,14 +21,14 @@ def company(story: Story, count: int) -> tuple[FakeWorker, list[bytes]]:
 
 
 def charge(story: Story, request: bytes) -> float:
-    return story.request(request).charge
+    return story.request(request).run.charge
 
 
 def test_the_one_in_prefill_is_charged_alone(story: Story) -> None:
     worker, (a, b, c) = company(story, 3)
     worker.die("killed by SIGSEGV", own=True, prefill=b)
     assert [charge(story, r) for r in (a, b, c)] == [0, 1, 0]
-    assert [story.request(r).company for r in (a, b, c)] == [0, 1, 0]
+    assert [story.request(r).run.batch_bound for r in (a, b, c)] == [0, 1, 0]
 
 
 def test_without_a_prefill_all_are_charged_alike(story: Story) -> None:
@@ -55,7 +55,7 @@ def test_a_kill_from_outside_charges_nobody(story: Story) -> None:
 def test_charged_requests_come_back_in_small_groups(story: Story) -> None:
     worker, requests = company(story, 8)
     worker.die("killed by SIGSEGV", own=True)
-    assert {story.request(r).company for r in requests} == {2}
+    assert {story.request(r).run.batch_bound for r in requests} == {2}
     again = story.ready_worker(sequences=8)
     assert list(again.runs) == requests[:2]
     again.end(requests[0])
@@ -105,8 +105,8 @@ def test_a_solo_retry_waits_for_its_worker_to_run_dry(story: Story) -> None:
     again = story.ready_worker(sequences=3)
     again.end(a)
     again.credit()
-    story.request(b).charge, story.request(b).company = 1.0, 1
-    story.do(ev.WorkerYield(again.epoch, [[b, again.runs.pop(b).attempt]]))
+    story.request(b).run.charge, story.request(b).run.batch_bound = 1.0, 1
+    story.do(make.handed_back(again.epoch, [[b, again.runs.pop(b).attempt]]))
     fresh = story.generate()
     again.credit()
     assert list(again.runs) == [c], "nothing new while the charged one waits"
@@ -124,7 +124,7 @@ def test_at_two_it_is_poisoned_and_refused_for_a_time() -> None:
     worker.die("killed by SIGSEGV", own=True, prefill=bad)
     story.ready_worker().die("killed by SIGSEGV", own=True, prefill=bad)
     frame = story.assert_sent(1, "error", id=bad, code="poisoned", retryable=False)
-    assert "killed by SIGSEGV" in frame.body["message"]
+    assert "killed by SIGSEGV" in frame.message.body()["message"]
     story.generate(prompt="bad")
     story.assert_refused("poisoned", "1 minutes")
     story.generate(bad, attempt=2, prompt="bad")
@@ -161,11 +161,11 @@ def test_a_poisonous_request_does_not_take_its_neighbours_with_it(story: Story) 
 def test_who_is_cleared_has_lost_nothing(story: Story) -> None:
     worker, requests = company(story, 3)
     worker.die("killed by SIGSEGV", own=True, prefill=requests[1])
-    assert [story.request(r).barren for r in requests] == [0, 1, 0]
+    assert [story.request(r).run.resumes_without_progress for r in requests] == [0, 1, 0]
     worker = story.ready_worker(sequences=3)
     assert list(worker.runs) == [requests[0]]
     worker.die("killed by SIGSEGV", own=True)
-    assert [story.request(r).barren for r in requests] == [1, 1, 0]
+    assert [story.request(r).run.resumes_without_progress for r in requests] == [1, 1, 0]
 
 
 def test_who_runs_alone_is_judged_by_its_own_ends(story: Story) -> None:
@@ -175,7 +175,7 @@ def test_who_runs_alone_is_judged_by_its_own_ends(story: Story) -> None:
     story.cancel(other)
     for _ in range(3):
         story.ready_worker().die("killed by SIGKILL")
-    assert story.request(bad).barren == 4
+    assert story.request(bad).run.resumes_without_progress == 4
     story.ready_worker().die("killed by SIGKILL")
     story.assert_ended(bad, "worker_lost")
 
@@ -240,7 +240,7 @@ def test_a_hang_charges_what_was_in_prefill(story: Story) -> None:
 
 def test_poisoned_digests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     story = Story(restart_limit=100)
-    monkeypatch.setattr("mlxpool.broker.core.state.POISONED", 2)
+    monkeypatch.setattr("mlxpool.broker.core.ended_requests.MAX_QUARANTINED", 2)
     worker = story.ready_worker()
     for number in range(3):
         request = story.generate(prompt=f"bad {number}")

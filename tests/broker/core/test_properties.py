@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests.request import Request, State
-from mlxpool.broker.workers.worker import FENCED, Worker, WorkerState
+from mlxpool.broker.requests.request import Request
+from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker_states import FENCED, WorkerState
 from mlxpool.common.progress import Look
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import core_events as make
 from support.core_harness import FakeWorker, Story, model, owed, request_id
 
 IDS = [request_id(n) for n in range(101, 107)]  # calls have lower ones
@@ -113,14 +116,16 @@ class Pool(RuleBasedStateMachine):
         known = live or tomb
         if known is None:
             return
-        sent = live.sent if live is not None else core.state.tombstones[request].pos
+        sent = live.reader.sent if live is not None else core.state.tombstones[request].pos
         first: dict[str, Any] = {"first_token_ms": 2_000} if request == IDS[4] else {}
         have = sent * share // 3
         self.send(request, link, known.attempt + 1, have, window=window, **first)
 
     @rule(request=ids, link=links, other_owner=st.booleans())
     def duplicate(self, request: bytes, link: int, other_owner: bool) -> None:
-        known = request in self.story.core.state.requests or request in self.story.core.state.tombstones
+        known = (
+            request in self.story.core.state.requests or request in self.story.core.state.tombstones
+        )
         if not known:
             return
         if other_owner:
@@ -160,7 +165,7 @@ class Pool(RuleBasedStateMachine):
     def ack(self, request: bytes, more: int) -> None:
         known = self.story.core.state.requests.get(request)
         if known is not None:
-            self.story.ack(request, known.acked + more, known.link)
+            self.story.ack(request, known.reader.acked + more, known.reader.link)
 
     @rule(link=links)
     def hear(self, link: int) -> None:
@@ -214,7 +219,7 @@ class Pool(RuleBasedStateMachine):
             return
         request = min(worker.runs)
         live, run = self.story.core.state.requests.get(request), worker.runs[request].attempt
-        due = live.taken + count if live is not None and live.run == run else None
+        due = live.run.taken + count if live is not None and live.run.number == run else None
         worker.end(request, outcome, count)
         if due is not None and worker.state not in FENCED:
             assert self.story.core.state.tombstones[request].pos == due, "a tail that was not sent"
@@ -238,7 +243,7 @@ class Pool(RuleBasedStateMachine):
         if worker is not None and worker.asked:
             asked = worker.asked.pop(0)
             assert asked.header.id is not None
-            self.story.do(ev.WorkerTokens(asked.header.epoch, asked.header.id, {}, ()))
+            self.story.do(make.tokens(asked.header.epoch, asked.header.id, {}, ()))
 
     @rule(
         replica=replicas,
@@ -357,56 +362,57 @@ class Pool(RuleBasedStateMachine):
         for request in core.state.requests.values():
             assert request.live
             assert core.state.timers._at.get(request.id, 1e99) <= request.deadline, "no timer"
-            assert request.acked <= request.sent <= request.taken
-            unread = b"".join(chunk.ids for chunk in request.unread)
-            assert request.ids[4 * request.sent :] == unread, "sent is no prefix of taken"
-            assert request.unread_bytes == sum(chunk.size for chunk in request.unread)
-            shut = request.sent - request.acked >= request.payload.window
-            assert shut or not request.unread, "it waits behind an open window"
-            assert request.id in core.state.links[request.link].ids
-            assert request.barren <= (2 if request.charge < 1 else 4) and request.charge < 2
-            self.check_place(request)
+            run, reader = request.run, request.reader
+            assert reader.acked <= reader.sent <= run.taken
+            unread = b"".join(chunk.ids for chunk in reader.unread)
+            assert run.ids[4 * reader.sent :] == unread, "sent is no prefix of taken"
+            assert reader.unread_bytes == sum(chunk.size for chunk in reader.unread)
+            full = reader.sent - reader.acked >= reader.window
+            assert full or not reader.unread, "it waits behind an open window"
+            assert request.id in core.state.links[reader.link].ids
+            assert run.resumes_without_progress <= (2 if run.charge < 1 else 4) and run.charge < 2
+            self.check_lease(request)
 
-    def check_place(self, request: Request) -> None:
+    def check_lease(self, request: Request) -> None:
         """It waits in its queue exactly while it is QUEUED; else a worker has it."""
-        queue = self.story.model(request.payload.model).queue
-        worker = self.story.core.state.workers.get(request.worker)
-        queued = request.state is State.QUEUED
+        queue = self.story.model(request.message.model).queue
+        worker = self.story.core.state.leaseholder(request)
+        queued = request.state is RequestState.QUEUED
         assert sum(each is request for each in queue) == int(queued)
-        assert (worker is not None and (request.id, request.run) in worker.places) != queued
+        key = (request.id, request.run.number)
+        assert (worker is not None and key in worker.leases) != queued
 
     @invariant()
     def books_agree(self) -> None:
         core = self.story.core
+        state = core.state
         assert not core.outbox.merged
         assert core.pool.memory_used() <= MEMORY
-        for each in core.state.registry.models.values():
+        for each in state.registry.models.values():
             waiting = list(each.queue)
             assert len(each.queue) == len(waiting)
-            assert each.queue.bytes == sum(request.payload.size for request in waiting)
-            assert all(core.state.requests.get(request.id) is request for request in waiting)
+            assert each.queue.bytes == sum(request.message.size for request in waiting)
+            assert all(state.requests.get(request.id) is request for request in waiting)
             for worker in each.workers:
                 self.check_worker(worker)
-        for number, link in core.state.links.items():
-            assert ("link", number) in core.state.timers._at
-            assert all(core.state.requests[request].link == number for request in link.ids)
-        for epoch, worker in core.state.workers.items():
-            assert worker.epoch == epoch and core.state.registry.slots[worker.slot].worker is worker
-        assert all(
-            ident in core.state.workers[epoch].asked for ident, (_, epoch) in core.state.calls.items()
-        )
+        for number, link in state.links.items():
+            assert ("link", number) in state.timers
+            assert all(state.requests[request].reader.link == number for request in link.ids)
+        for epoch, worker in state.workers.items():
+            assert worker.epoch == epoch and state.registry.slots[worker.slot].worker is worker
+        assert all(ident in state.workers[epoch].calls for ident, (_, epoch) in state.calls.items())
 
     def check_worker(self, worker: Worker) -> None:
         assert worker.credit() >= 0
         assert worker.credit() == 0 or worker.credit() == owed(worker)
         assert worker.credit() == 0 or worker.state is WorkerState.READY
-        assert set(worker.company) <= {run for _, run in worker.places}
-        assert len(worker.places) <= min(worker.company.values(), default=len(worker.places))
+        assert set(worker.batch_bounds) <= {run for _, run in worker.leases}
+        assert len(worker.leases) <= min(worker.batch_bounds.values(), default=len(worker.leases))
         fake = self.story.workers[worker.slot]
         if worker.state in FENCED:
-            assert not worker.places and not worker.asked
+            assert not worker.leases and not worker.calls
         else:
-            assert {(r, run.attempt) for r, run in fake.runs.items()} <= worker.places
+            assert {(r, run.attempt) for r, run in fake.runs.items()} <= worker.leases
 
     def teardown(self) -> None:
         """Finish everything: nothing is left but tombstones, and these not for ever."""
@@ -420,7 +426,9 @@ class Pool(RuleBasedStateMachine):
                 if worker.state is not WorkerState.LOST:
                     worker.die(own=True)
             story.later(70)
-        if not story.core.state.admits:  # calls do not hold up a drain; what stops the broker answers them
+        if (
+            not story.core.state.admits
+        ):  # calls do not hold up a drain; what stops the broker answers them
             story.do(ev.Shutdown())
         story.assert_conserved()
         story.assert_idle()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlxpool.broker.interface import events as ev
+from support import core_events as make
 from support.core_harness import BOB, OWNER, FakeWorker, Story, model
 
 
 def refused(story: Story, *words: str) -> int:
     """The newest request was over its owner's quota; its advice, in milliseconds."""
-    body = story.assert_refused("over_quota", OWNER, *words).body
+    body = story.assert_refused("over_quota", OWNER, *words).message.body()
     assert body["retryable"] is True
     return int(body["retry_after_ms"])
 
@@ -112,7 +113,7 @@ def dial(story: Story, name: str = "m") -> FakeWorker:
     """A worker of this model dials in and takes work."""
     slot = story.core.state.registry.remote_slot_name(name)
     worker = story.workers.setdefault(slot, FakeWorker(story, slot))
-    story.do(ev.WorkerDialled(slot, name, {"context": 2048, "pid": 5}, "t"))
+    story.do(make.dialled(slot, name, {"context": 2048, "pid": 5}, "t"))
     return worker.credit(4)
 
 
@@ -177,7 +178,7 @@ def test_a_model_that_a_worker_brings_can_be_asked_for() -> None:
 def test_a_broker_that_is_going_down_welcomes_nobody() -> None:
     story = remote()
     story.do(ev.Shutdown())
-    story.do(ev.WorkerDialled("m/0", "m", {}, "t"))
+    story.do(make.dialled("m/0", "m", {}, "t"))
     assert not story.core.state.workers
 
 

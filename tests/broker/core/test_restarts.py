@@ -6,13 +6,15 @@ import math
 
 import pytest
 
-from mlxpool.broker.models import listing
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests.request import State
-from mlxpool.broker.workers.placement import restart_delay
-from mlxpool.broker.workers.worker import PROOF, WorkerState
+from mlxpool.broker.models import listing
+from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.workers.restart_delay import restart_delay
+from mlxpool.broker.workers.worker import PROVEN_TOKENS
+from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.errors import MAX_MESSAGE
 from mlxpool.common.protocol import kinds
+from support import core_events as make
 from support.core_harness import (
     BOOT,
     Story,
@@ -84,9 +86,9 @@ def test_the_breaker_opens_after_five_failures(story: Story) -> None:
     request = story.generate()
     assert fail_in_a_row(story, 5) == [pause(n) for n in (1, 2, 3, 4)]
     frame = story.assert_ended(request, "model_unavailable")
-    assert "5 times in a row" in frame.body["message"]
-    assert "exit code 3" in frame.body["message"]
-    assert frame.body["retry_after_ms"] == 300_000
+    assert "5 times in a row" in frame.message.body()["message"]
+    assert "exit code 3" in frame.message.body()["message"]
+    assert frame.message.body()["retry_after_ms"] == 300_000
     assert listing.rows(story.core.state.registry, story.now)[0]["state"] == "broken"
     story.generate()
     story.assert_refused("model_unavailable", "exit code 3", "300 s")
@@ -138,7 +140,7 @@ def test_a_load_failure_tells_all_that_wait_in_the_same_words(story: Story) -> N
     assert story.started() == ["m/0"]
 
 
-@pytest.mark.parametrize("made", [0, 5, PROOF])
+@pytest.mark.parametrize("made", [0, 5, PROVEN_TOKENS])
 def test_the_last_word_of_a_worker_that_was_ready_is_how_it_ended(story: Story, made: int) -> None:
     """Its streams go on though it proved nothing: the model could be had."""
     worker, request = story.running()
@@ -147,9 +149,9 @@ def test_the_last_word_of_a_worker_that_was_ready_is_how_it_ended(story: Story, 
     worker.bye("internal", "the device is lost: a reason")
     worker.die("exit code 1", own=True)
     frame = story.assert_ended(frail, "worker_lost")
-    assert frame.body["details"]["cause"] == "the device is lost: a reason"
+    assert frame.message.body()["details"]["cause"] == "the device is lost: a reason"
     assert story.core.state.registry.slots["m/0"].last_exit == "the device is lost: a reason"
-    assert story.request(request).charge == 0.5
+    assert story.request(request).run.charge == 0.5
     assert story.model().last_error is None
     story.later(pause(1))
     story.ready_worker().end(request)
@@ -161,8 +163,8 @@ def test_who_said_that_it_ends_gets_no_more_work(story: Story) -> None:
     worker.bye("internal", "the device is lost")
     later, asked = story.generate(link=2), story.ask(kinds.TOKENIZE, 3, model="m", text="a")
     worker.die("exit code 1", own=True)
-    assert (story.request(request).charge, story.request(later).charge) == (1.0, 0.0)
-    assert story.request(later).barren == 0
+    assert (story.request(request).run.charge, story.request(later).run.charge) == (1.0, 0.0)
+    assert story.request(later).run.resumes_without_progress == 0
     story.later(pause(1))
     fresh = story.ready_worker()
     assert [one.header.id for one in fresh.asked] == [asked]
@@ -182,9 +184,9 @@ def test_who_said_that_it_ends_gets_no_more_work(story: Story) -> None:
 def test_last_words_are_bounded(story: Story, error: dict[str, str], cause: str) -> None:
     worker, _ = story.running()
     frail = story.generate(link=2, durable=False)
-    story.do(ev.WorkerBye(worker.epoch, error))
+    story.do(make.bye(worker.epoch, error))
     worker.die("exit code 1", own=True)
-    assert story.assert_ended(frail, "worker_lost").body["details"]["cause"] == cause
+    assert story.assert_ended(frail, "worker_lost").message.body()["details"]["cause"] == cause
     assert story.core.state.registry.slots["m/0"].last_exit == cause
 
 
@@ -243,9 +245,9 @@ def test_the_delays_of_two_pools_differ() -> None:
 def test_a_worker_that_says_goodbye_is_to_blame_for_nothing(story: Story) -> None:
     """As one that was told to end by somebody else does."""
     worker, request = story.running()
-    story.do(ev.WorkerBye(worker.epoch, None))
+    story.do(make.bye(worker.epoch, None))
     worker.die("exit code 0", own=True)
-    assert story.request(request).charge == 0
+    assert story.request(request).run.charge == 0
     story.ready_worker().end(request)
     story.assert_ended(request, "stop")
 
@@ -260,6 +262,6 @@ def test_kills_from_outside_open_no_breaker() -> None:
         story.hear()
         story.later(5)
         assert story.started() == ["m/0"] or story.workers["m/0"].state is WorkerState.STARTING
-    assert story.request(request).state is State.QUEUED
+    assert story.request(request).state is RequestState.QUEUED
     story.ready_worker().end(request)
     story.assert_ended(request, "stop")

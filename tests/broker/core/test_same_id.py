@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.broker.requests.request import State
+from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.protocol import deltas
+from mlxpool.common.protocol.to_client import Fate
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import (
     BOB,
@@ -21,7 +22,7 @@ from support.core_harness import (
 def about_duplicate(story: Story, *words: str, link: int = 1) -> None:
     frame = story.assert_sent(link, "error", code="duplicate_id", about=X)
     assert frame.header.id is None, "it must end no stream"
-    assert all(word in frame.body["message"] for word in words)
+    assert all(word in frame.message.body()["message"] for word in words)
 
 
 def test_an_id_with_another_payload_is_a_duplicate(story: Story) -> None:
@@ -139,7 +140,7 @@ def test_tombstones_are_forgotten_in_time(story: Story) -> None:
 
 
 def test_tombstones_are_bounded(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxpool.broker.core.state.TOMBSTONES", 3)
+    monkeypatch.setattr("mlxpool.broker.core.ended_requests.MAX_TOMBSTONES", 3)
     worker = story.ready_worker()
     for _ in range(5):
         worker.end(story.generate())
@@ -172,10 +173,10 @@ def test_cancel_while_streaming_keeps_the_place_until_confirmed(story: Story) ->
     worker.tokens(request, 3)
     story.cancel(request)
     story.assert_sent(1, "fate", state="streaming", pos=3)
-    body = story.assert_sent(1, "done", reason="cancelled", pos=3).body
+    body = story.assert_sent(1, "done", reason="cancelled", pos=3).message.body()
     assert body["usage"]["completion_tokens"] == 3
     waiting = story.generate()
-    assert story.request(waiting).state is State.QUEUED
+    assert story.request(waiting).state is RequestState.QUEUED
     worker.tokens(request)
     assert story.to_client() == [], "nothing after the terminal"
     worker.confirm(request)
@@ -217,7 +218,7 @@ def test_what_belongs_to_another_owner_is_unknown(story: Story) -> None:
 
 def test_the_admin_may_cancel_anything(story: Story) -> None:
     _worker, request = story.running()
-    assert story.core.fate(request) == {"state": "assigned", "pos": 0}
+    assert story.core.fate(request) == Fate("assigned", 0)
     story.cancel(request, link=None, owner=None)
     assert story.to_client("fate") == []
     story.assert_sent(1, "done", reason="cancelled")
@@ -225,5 +226,5 @@ def test_the_admin_may_cancel_anything(story: Story) -> None:
 
 def test_a_stranger_cannot_learn_of_a_request(story: Story) -> None:
     request = story.generate()
-    assert story.core.fate(request, BOB)["state"] == "unknown"
-    assert story.core.fate(request, OWNER)["state"] == "queued"
+    assert story.core.fate(request, BOB).state == "unknown"
+    assert story.core.fate(request, OWNER).state == "queued"

@@ -210,7 +210,7 @@ class Play:
             fields["id"] = self.ids[words[1]]
         says = str(fields.pop("says", ""))
         frame = self.story.assert_sent(link, verb, **fields)
-        assert says in str(frame.body.get("message", "")), frame.body
+        assert says in str(frame.message.body().get("message", "")), frame.message.body()
 
     def expect_worker(self, slot: str, verb: str, words: list[str]) -> None:
         worker = self.story.workers.get(slot)

@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 
 from broker.core.simulator import FAULTS, Run, run_seed, run_seeds
-from mlxpool.broker.core.admission import Intake
+from mlxpool.broker.core import dispatcher
 from mlxpool.broker.requests.request import Request
+from mlxpool.common.protocol.to_worker import Work
 
 SEEDS = 10_000
 
@@ -54,13 +55,14 @@ def test_every_fault_happens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_sees_a_token_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A core that resumes from what was sent makes ids behind a shut window again."""
-    tell = Intake._tell_work
+    make_work = dispatcher._work
 
-    def from_sent(self: Intake, request: Request, *rest: object) -> None:
-        ids = request.ids
-        request.ids = ids[: 4 * request.sent]
-        tell(self, request, *rest)  # type: ignore[arg-type]
-        request.ids = ids
+    def from_sent(request: Request, deadline_ms: int) -> Work:
+        run, ids = request.run, request.run.ids
+        run.ids = ids[: 4 * request.reader.sent]
+        work = make_work(request, deadline_ms)
+        run.ids = ids
+        return work
 
-    monkeypatch.setattr(Intake, "_tell_work", from_sent)
+    monkeypatch.setattr(dispatcher, "_work", from_sent)
     assert any(run_seed(seed).error for seed in range(400))

@@ -1,4 +1,4 @@
-"""The two tables of states: what is not in them raises and changes nothing."""
+"""The three tables of states: what is not in them raises and changes nothing."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.requests import request as requests
-from mlxpool.broker.requests.payload import Payload
-from mlxpool.broker.requests.request import Request, State
-from mlxpool.broker.workers import worker as workers
-from mlxpool.broker.workers.worker import Worker, WorkerState
+from mlxpool.broker.models import lifecycle
+from mlxpool.broker.models.lifecycle import ModelState
+from mlxpool.broker.models.model import Model
+from mlxpool.broker.requests import request_states as requests
+from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.workers import worker_states as workers
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.common.config.loading import ModelConfig
+from support.core_requests import new_request
 
 TABLES: list[tuple[type[Enum], Mapping[Any, Mapping[str, Any]], Enum, set[Enum]]] = [
-    (State, requests.TRANSITIONS, State.QUEUED, set(requests.TERMINAL)),
+    (RequestState, requests.TRANSITIONS, RequestState.QUEUED, set(requests.TERMINAL)),
     (WorkerState, workers.TRANSITIONS, WorkerState.STARTING, {WorkerState.LOST}),
+    (ModelState, lifecycle.TRANSITIONS, ModelState.COLD, set()),
 ]
-
-
-def new_request(state: State) -> Request:
-    payload = Payload.parse({"model": "m", "prompt": "a"}, ())
-    return Request(bytes(16), 1, 1, "uid:1", b"", payload, "m", 0, 0.0, 1.0, 1.0, 1.0, state=state)
 
 
 def new_worker(state: WorkerState) -> Worker:
@@ -67,16 +68,16 @@ def test_every_state_is_reachable_and_leads_to_an_end(
 
 
 @pytest.mark.parametrize(("state", "event", "after"), cases(requests.TRANSITIONS, True))
-def test_legal_moves_of_a_request(state: State, event: str, after: State) -> None:
-    request = new_request(state)
+def test_legal_moves_of_a_request(state: RequestState, event: str, after: RequestState) -> None:
+    request = new_request(state=state)
     request.move(event)
     assert request.state is after
     assert request.live is (after not in requests.TERMINAL)
 
 
 @pytest.mark.parametrize(("state", "event", "_"), cases(requests.TRANSITIONS, False))
-def test_illegal_moves_of_a_request(state: State, event: str, _: None) -> None:
-    request = new_request(state)
+def test_illegal_moves_of_a_request(state: RequestState, event: str, _: None) -> None:
+    request = new_request(state=state)
     with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
         request.move(event)
     assert request.state is state
@@ -95,6 +96,48 @@ def test_illegal_moves_of_a_worker(state: WorkerState, event: str, _: None) -> N
     with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
         worker.move(event)
     assert worker.state is state
+
+
+def new_model(state: ModelState) -> Model:
+    return Model("m", ModelConfig(path="builtin:counting"), [], state=state)
+
+
+@pytest.mark.parametrize(("state", "event", "after"), cases(lifecycle.TRANSITIONS, True))
+def test_legal_moves_of_a_model(state: ModelState, event: str, after: ModelState) -> None:
+    model = new_model(state)
+    model.move(event)
+    assert model.state is after
+
+
+@pytest.mark.parametrize(("state", "event", "_"), cases(lifecycle.TRANSITIONS, False))
+def test_illegal_moves_of_a_model(state: ModelState, event: str, _: None) -> None:
+    model = new_model(state)
+    with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
+        model.move(event)
+    assert model.state is state
+
+
+@pytest.mark.parametrize(
+    ("state", "workers", "failures", "shown"),
+    [
+        (ModelState.COLD, [], 0, "cold"),
+        (ModelState.WANTED, [], 0, "cold"),
+        (ModelState.WANTED, [], 2, "starting"),
+        (ModelState.WANTED, [WorkerState.LOADING], 0, "starting"),
+        (ModelState.BROKEN, [WorkerState.STARTING], 5, "starting"),
+        (ModelState.WANTED, [WorkerState.LOADING, WorkerState.SUSPECT], 0, "ready"),
+        (ModelState.COLD, [WorkerState.STOPPING], 0, "draining"),
+        (ModelState.WANTED, [WorkerState.CONDEMNED], 1, "draining"),
+        (ModelState.FAILED, [], 1, "failed"),
+        (ModelState.BROKEN, [], 5, "broken"),
+        (ModelState.DRAINING, [WorkerState.READY], 0, "draining"),
+        (ModelState.DRAINED, [], 5, "drained"),
+    ],
+)
+def test_the_state_of_a_model_that_operators_see(
+    state: ModelState, workers: list[WorkerState], failures: int, shown: str
+) -> None:
+    assert lifecycle.shown_state(state, workers, failures) == shown
 
 
 def test_every_worker_that_lives_can_exit() -> None:

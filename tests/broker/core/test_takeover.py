@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.requests.request import State
+from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import (
@@ -29,17 +29,18 @@ def again(story: Story, have: int = 0, **body: Any) -> None:
 def test_a_take_over_keeps_what_the_stream_is(story: Story) -> None:
     worker = story.ready_worker(digest="d")
     story.generate(X)
-    before = story.request(X)
+    arrival = story.request(X).arrival
     worker.tokens(X, 2, facts={"digest": "d", "prompt_tokens": 3})
     story.later(1)
     again(story, 1, link=2, resume={"facts": {"digest": "forged"}, "seed": 99})
     after = story.request(X)
-    assert (after.seed, after.place, after.accepted_at) == (ENTROPY, before.place, START)
-    assert after.facts == {"digest": "d", "prompt_tokens": 3}
-    assert (after.tries, after.taken, after.sent) == (2, 1, 1)
+    run = after.run
+    assert (run.seed, after.arrival, after.accepted_at) == (ENTROPY, arrival, START)
+    assert run.facts is not None and run.facts.raw == {"digest": "d", "prompt_tokens": 3}
+    assert (run.tries, run.taken, after.reader.sent) == (2, 1, 1)
     story.assert_sent(2, "accepted", seed=ENTROPY, link=2)
     worker.end(X, count=2)
-    body = story.assert_ended(X, "stop", attempt=2).body
+    body = story.assert_ended(X, "stop", attempt=2).message.body()
     assert body["attempts"] == 2
     assert body["timings_ms"]["total"] == 1000.0
     assert story.heard[X, 2].ids == [1, 2]
@@ -60,8 +61,8 @@ def test_a_take_over_keeps_losses_and_charges(story: Story) -> None:
     worker.tokens(X, 1)
     worker.die("exit code 3", own=True, prefill=X)
     again(story, 1)
-    after = story.request(X)
-    assert (after.charge, after.company, after.barren) == (1.0, 1, 1)
+    run = story.request(X).run
+    assert (run.charge, run.batch_bound, run.resumes_without_progress) == (1.0, 1, 1)
     story.ready_worker().die("exit code 3", own=True)
     story.assert_ended(X, "poisoned", attempt=2)
 
@@ -70,7 +71,7 @@ def test_the_greater_count_of_resumes_holds(story: Story) -> None:
     story.generate(X)
     again(story, resume={"resumes": 2})
     again(story, attempt=3, resume={"resumes": 1})
-    assert story.request(X).barren == 2
+    assert story.request(X).run.resumes_without_progress == 2
 
 
 @pytest.mark.parametrize("ids", [[7], [0, 2], [0, 1, 2]])
@@ -129,7 +130,7 @@ def test_a_take_over_while_its_old_run_has_the_last_place(story: Story) -> None:
     worker.tokens(X, 2)
     old = worker.runs[X]
     again(story, 2)
-    assert story.request(X).state is State.QUEUED
+    assert story.request(X).state is RequestState.QUEUED
     worker.say(Delta(X, old.attempt, 2, "", b"", end={"reason": "cancelled"}))
     assert story.to_client() == []
     del worker.runs[X]
@@ -157,7 +158,7 @@ def test_a_loss_after_a_take_over_in_the_same_worker_counts_once(story: Story) -
     again(story, 2)
     assert worker.runs[X].pos == 2
     worker.die("exit code 1", own=True)
-    assert (story.request(X).barren, story.request(X).charge) == (1, 1.0)
+    assert (story.request(X).run.resumes_without_progress, story.request(X).run.charge) == (1, 1.0)
     story.ready_worker().end(X)
     story.assert_ended(X, "stop", attempt=2)
     story.assert_idle()

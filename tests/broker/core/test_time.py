@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.models import listing
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests.request import State
-from mlxpool.broker.workers.worker import WorkerState
+from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.workers.worker_states import WorkerState
+from support import core_events as make
 from support.core_harness import (
     Story,
     X,
@@ -34,7 +34,10 @@ def test_deadline_in_mid_stream_stops_the_run(story: Story) -> None:
     worker.tokens(request, 3)
     story.later(2)
     frame = story.assert_sent(1, "error", code="deadline_exceeded", pos=3)
-    assert "2.000 s" in frame.body["message"] and "3 tokens" in frame.body["message"]
+    assert (
+        "2.000 s" in frame.message.body()["message"]
+        and "3 tokens" in frame.message.body()["message"]
+    )
     assert worker.cancelled == [(request, 1)]
 
 
@@ -50,7 +53,7 @@ def test_queue_ms_counts_only_in_the_queue(story: Story) -> None:
     waiting = story.generate(queue_ms=500)
     story.later(0.5)
     frame = story.assert_sent(1, "error", id=waiting, code="deadline_exceeded")
-    assert "queue_ms" in frame.body["message"]
+    assert "queue_ms" in frame.message.body()["message"]
     worker.end(running)
     story.assert_ended(running, "stop")
 
@@ -65,7 +68,7 @@ def test_an_idle_model_is_unloaded() -> None:
     assert not worker.stopped
     story.later(1)
     assert story.stopped() == ["m/0"]
-    assert worker.state is WorkerState.DRAINING
+    assert worker.state is WorkerState.STOPPING
     worker.die("stopped")
     story.later(100)
     assert story.started() == []
@@ -150,12 +153,12 @@ def test_tail_and_terminal_pass_a_shut_window(story: Story) -> None:
 def test_logprobs_and_facts_survive_the_merging(story: Story) -> None:
     worker, request = story.running(window=1)
     worker.tokens(request, 1, facts={"prompt_tokens": 2})
-    assert story.assert_sent(1, "delta").body["facts"] == {"prompt_tokens": 2}
+    assert story.assert_sent(1, "delta").message.body()["facts"] == {"prompt_tokens": 2}
     for number in (1, 2):
         worker.tokens(request, 1, logprobs=[{"logprob": -number}])
     story.ack(request, 1)
     frame = story.assert_sent(1, "delta", n=2)
-    assert frame.body["logprobs"] == [{"logprob": -1}, {"logprob": -2}]
+    assert frame.message.body()["logprobs"] == [{"logprob": -1}, {"logprob": -2}]
 
 
 def test_no_ack_behind_a_shut_window_is_a_slow_consumer(story: Story) -> None:
@@ -168,7 +171,7 @@ def test_no_ack_behind_a_shut_window_is_a_slow_consumer(story: Story) -> None:
     assert request in story.core.state.requests
     story.later(1)
     frame = story.assert_sent(1, "error", id=request, code="slow_consumer", pos=2)
-    assert "no ack for 30 s" in frame.body["message"]
+    assert "no ack for 30 s" in frame.message.body()["message"]
     assert story.to_client("delta") == []
     assert worker.cancelled == [(request, 1)]
 
@@ -205,7 +208,7 @@ def test_too_much_unread_is_a_slow_consumer() -> None:
     assert story.to_client() == []
     worker.tokens(request, 1, text="x" * 1000)
     frame = story.assert_sent(1, "error", code="slow_consumer", pos=1)
-    assert "4096" in frame.body["message"]
+    assert "4096" in frame.message.body()["message"]
 
 
 def test_an_ack_beyond_what_was_sent_ends_no_stream(story: Story) -> None:
@@ -213,8 +216,8 @@ def test_an_ack_beyond_what_was_sent_ends_no_stream(story: Story) -> None:
     worker.tokens(request, 2)
     story.ack(request, 3)
     frame = story.assert_sent(1, "error", code="bad_request")
-    assert frame.header.id is None and "about" in frame.body
-    assert "2 sent" in frame.body["message"]
+    assert frame.header.id is None and "about" in frame.message.body()
+    assert "2 sent" in frame.message.body()["message"]
     worker.end(request)
     story.assert_ended(request, "stop")
 
@@ -233,9 +236,9 @@ def test_an_ack_cannot_go_back(story: Story) -> None:
 @pytest.mark.parametrize("have", [None, 3, [3], [[1, 2]], [[b"x"]], [[b"x", "y"]], [[b"x", 1, 2]]])
 def test_an_ack_that_makes_no_sense(story: Story, have: Any) -> None:
     story.generate()
-    story.do(ev.Ack(1, have))
+    story.do(make.ack(1, have))
     frame = story.assert_sent(1, "error", code="bad_request")
-    assert frame.header.id is None and "about" in frame.body
+    assert frame.header.id is None and "about" in frame.message.body()
 
 
 def test_acks_of_ended_or_foreign_streams_are_nothing(story: Story) -> None:
@@ -263,7 +266,7 @@ def test_no_first_token_in_time(story: Story) -> None:
     assert story.to_client() == []
     story.later(0.1)
     frame = story.assert_sent(1, "error", id=request, code="deadline_exceeded")
-    assert "first_token_ms" in frame.body["message"]
+    assert "first_token_ms" in frame.message.body()["message"]
     assert not story.core.state.requests
 
 
@@ -282,7 +285,7 @@ def test_queue_ms_counts_only_until_the_first_worker(story: Story) -> None:
     worker, request = story.running(queue_ms=500)
     worker.die()
     story.later(0.9)
-    assert story.request(request).state is State.QUEUED
+    assert story.request(request).state is RequestState.QUEUED
     story.ready_worker().end(request)
     story.assert_ended(request, "stop")
 

@@ -23,7 +23,9 @@ class FromWorkers(worker_ingress.FromWorkers):
         self.worker = SimpleNamespace(said_bye=False, error=None)
         parts: dict[str, Any] = {
             "back": SimpleNamespace(receive=lambda now: words.pop(0), forget=lambda number: None),
-            "core": SimpleNamespace(fleet=SimpleNamespace(worker=lambda epoch: self.worker)),
+            "core": SimpleNamespace(
+                state=SimpleNamespace(workers=SimpleNamespace(get=lambda epoch: self.worker))
+            ),
             "poller": SimpleNamespace(unregister=lambda descriptor: None),
             "supervisor": SimpleNamespace(
                 left_by_itself=lambda slot: by_itself,

@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.broker.requests.fair_queue import MAX_COST, OPEN_ENDED, Queue, cost
-from mlxpool.broker.requests.payload import Payload
+from mlxpool.broker.requests.fair_queue import MAX_COST, OPEN_ENDED_TOKENS, Queue, cost
 from mlxpool.broker.requests.request import Request
+from support.core_requests import new_request
 
 
 def request(
     number: int, owner: str = "a", prompt: str = "p", tokens: int = 0, **body: Any
 ) -> Request:
     options = {"max_tokens": tokens} if tokens else {}
-    payload = Payload.parse({"model": "m", "prompt": prompt, "options": options, **body}, ())
     ident = number.to_bytes(16, "big")
-    return Request(ident, 1, 1, owner, b"", payload, "m", 0, 0.0, 1.0, 1.0, 1.0, place=number)
+    return new_request(ident, owner, number, prompt=prompt, options=options, **body)
 
 
 def filled(*requests: Request) -> Queue:
@@ -47,7 +46,7 @@ def test_one_owner_is_served_in_order() -> None:
 
 def test_priorities_are_strict() -> None:
     requests = [request(n, owner, priority=n % 3) for n, owner in enumerate("abcabcabc")]
-    order = [each.payload.priority for each in served(filled(*requests), 9)]
+    order = [each.message.priority for each in served(filled(*requests), 9)]
     assert order == [2, 2, 2, 1, 1, 1, 0, 0, 0]
 
 
@@ -77,21 +76,21 @@ def test_who_waits_for_nothing_saves_nothing() -> None:
 
 def test_what_a_request_costs() -> None:
     assert cost(request(1, prompt="x" * 400, tokens=50)) == 1 + 100 + 50
-    assert cost(request(1, prompt="x")) == 1 + OPEN_ENDED
+    assert cost(request(1, prompt="x")) == 1 + OPEN_ENDED_TOKENS
     assert cost(request(1, tokens=10**6)) == MAX_COST
 
 
 def test_what_was_at_work_comes_back_in_its_old_order() -> None:
     queue = filled(request(9))
     for number in (3, 1, 2):
-        queue.add_back(request(number))
-    queue.add_back(request(7, priority=1))
-    assert [each.place for each in queue.returning] == [7, 1, 2, 3]
+        queue.add_resumed(request(number))
+    queue.add_resumed(request(7, priority=1))
+    assert [each.arrival for each in queue.resumed] == [7, 1, 2, 3]
     assert len(queue) == 5
-    assert [queue.before(each) for each in queue.returning] == [0, 1, 2, 3]
+    assert [queue.position(each) for each in queue.resumed] == [0, 1, 2, 3]
     head = queue.head()
     assert head is not None
-    assert queue.before(head) == 4
+    assert queue.position(head) == 4
 
 
 def test_a_drop_in_the_middle() -> None:
@@ -106,7 +105,7 @@ def test_a_drop_in_the_middle() -> None:
 def test_bytes_are_counted() -> None:
     one, two = request(1, prompt="x" * 10), request(2, prompt="y" * 20)
     queue = filled(one)
-    queue.add_back(two)
+    queue.add_resumed(two)
     assert (queue.count, queue.bytes) == (2, 30)
     queue.drop(two)
     queue.take(one)
@@ -123,18 +122,18 @@ def test_everyone_is_served_once(entries: list[tuple[str, int, int, bool, bool]]
     queue, left = Queue(), set()
     for number, (owner, priority, tokens, back, gone) in enumerate(entries):
         each = request(number, owner, tokens=tokens, priority=priority)
-        (queue.add_back if back else queue.add)(each)
+        (queue.add_resumed if back else queue.add)(each)
         if gone:
             queue.drop(each)
         else:
             left.add(number)
-    assert {each.place for each in queue} == left
-    for back_again in list(queue.returning):
+    assert {each.arrival for each in queue} == left
+    for back_again in list(queue.resumed):
         queue.take(back_again)
-        left.discard(back_again.place)
+        left.discard(back_again.arrival)
     order = served(queue, len(left))
-    assert {each.place for each in order} == left
-    assert [e.payload.priority for e in order] == sorted(
-        (e.payload.priority for e in order), reverse=True
+    assert {each.arrival for each in order} == left
+    assert [e.message.priority for e in order] == sorted(
+        (e.message.priority for e in order), reverse=True
     )
     assert (queue.count, queue.bytes, queue.head()) == (0, 0, None)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.broker.requests.output_buffer import CHUNK_BYTES, Chunk, append, body_of
+from mlxpool.broker.requests.output_buffer import MAX_CHUNK, Chunk, append
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
@@ -27,28 +27,28 @@ def test_small_steps_merge() -> None:
     (chunk,) = chunks
     assert (chunk.pos, "".join(chunk.texts), chunk.count) == (0, "<0><1><2>", 3)
     assert chunk.size == sum(sizes)
-    assert body_of(chunk) == {"text": "<0><1><2>", "n": 3}
+    assert chunk.message().body() == {"text": "<0><1><2>", "n": 3}
 
 
 def test_facts_and_logprobs_are_kept() -> None:
     chunks: deque[Chunk] = deque()
     add(chunks, delta(0, facts={"now": 1}, logprobs=[{"logprob": -1.0, "top": [1, 2]}]))
     add(chunks, delta(1, logprobs=[{"logprob": -2.0}]))
-    body = body_of(chunks[0])
+    body = chunks[0].message().body()
     assert body["facts"] == {"now": 1}
     assert [entry["logprob"] for entry in body["logprobs"]] == [-1.0, -2.0]
 
 
 def test_a_step_that_does_not_fit_begins_a_new_piece() -> None:
     chunks: deque[Chunk] = deque()
-    add(chunks, delta(0, text="x" * (CHUNK_BYTES // 4 - 10)))
+    add(chunks, delta(0, text="x" * (MAX_CHUNK // 4 - 10)))
     add(chunks, delta(1, text="y" * 20))
     assert [(c.pos, c.count) for c in chunks] == [(0, 1), (1, 1)]
 
 
 def test_one_huge_step_is_one_piece() -> None:
     chunks: deque[Chunk] = deque()
-    add(chunks, delta(0, text="x" * CHUNK_BYTES))
+    add(chunks, delta(0, text="x" * MAX_CHUNK))
     assert len(chunks) == 1
     add(chunks, delta(1))
     assert len(chunks) == 2
@@ -70,4 +70,4 @@ def test_nothing_is_lost_doubled_or_out_of_order(steps: list[tuple[int, int]]) -
         assert chunk.pos == at
         at += chunk.count
     for chunk in chunks:
-        assert chunk.size <= CHUNK_BYTES + 4 * 9000
+        assert chunk.size <= MAX_CHUNK + 4 * 9000

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from mlxpool.broker.admin.reload import FIXED, compare
 from mlxpool.broker.processes.remote_slots import sample_of
+from mlxpool.broker.requests.quotas import MAX_DEBT, MAX_OWNERS, Rates
 from mlxpool.broker.security.keyring import Keyring
-from mlxpool.broker.requests.quotas import DEBT, FEW, Rates
 from mlxpool.common.config.loading import BUILTIN, KeyConfig, ModelConfig, PoolConfig
 from mlxpool.common.progress import Look
+from mlxpool.common.protocol.to_broker import Beat
 
 ALICE, BOB = "a" * 40, "b" * 40
 
@@ -82,7 +83,7 @@ def test_a_debt_has_an_end() -> None:
     rates = Rates()
     rates.spend("a", 10**9, 10, 0.0)
     assert rates.broke("a", 10, 0.0)
-    assert rates.wait("a", 10, 0.0) == DEBT
+    assert rates.wait("a", 10, 0.0) == MAX_DEBT
     assert not rates.broke("a", 10, 0.1)
 
 
@@ -95,10 +96,10 @@ def test_no_limit_is_no_limit() -> None:
 
 def test_who_owes_nothing_is_forgotten() -> None:
     rates = Rates()
-    for number in range(FEW):
+    for number in range(MAX_OWNERS):
         rates.spend(f"o{number}", 1, 10, float(number))
-    rates.spend("last", 1, 10, FEW + 5.0)
-    assert len(rates) < FEW
+    rates.spend("last", 1, 10, MAX_OWNERS + 5.0)
+    assert len(rates) < MAX_OWNERS
 
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 50)), max_size=60))
@@ -148,11 +149,11 @@ def test_what_needs_a_restart_is_a_setting() -> None:
 
 def test_a_beat_is_a_look() -> None:
     beat = {"phase": "prefill", "progress": 3, "look": [512, False, 1000, 2000]}
-    assert sample_of(beat).look == Look("prefill", 0, 3, 512, False, 1000, 2000)
+    assert sample_of(Beat.parse(beat)).look == Look("prefill", 0, 3, 512, False, 1000, 2000)
 
 
 def test_before_the_first_beat_it_loads() -> None:
-    assert sample_of({}).look.phase == "load"
+    assert sample_of(Beat()).look.phase == "load"
 
 
 @pytest.mark.parametrize(
@@ -167,4 +168,4 @@ def test_before_the_first_beat_it_loads() -> None:
     ],
 )
 def test_a_strange_beat_harms_nobody(beat: dict[str, object]) -> None:
-    assert sample_of(beat).look.count == 0 or beat.get("progress")
+    assert sample_of(Beat.parse(beat)).look.count == 0 or beat.get("progress")

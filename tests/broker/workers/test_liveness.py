@@ -9,7 +9,7 @@ import pytest
 
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.workers.liveness import Sample, Watch, judge, limit_of
-from mlxpool.broker.workers.worker import WorkerState
+from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.loading import PoolConfig
 from mlxpool.common.progress import Look
 from support.core_harness import (
@@ -178,7 +178,7 @@ def test_a_hung_worker_is_condemned_and_its_cause_told(story: Story) -> None:
     assert story.core.state.registry.slots["m/0"].last_exit == "hung in decode for 10.0 s"
     again = story.ready_worker()
     assert again.runs[request].pos == 2
-    assert story.request(request).charge == 1.0
+    assert story.request(request).run.charge == 1.0
 
 
 def test_a_frozen_broker_condemns_nobody(story: Story) -> None:
@@ -214,7 +214,7 @@ def test_a_hang_in_load_has_the_limit_of_loads(story: Story) -> None:
     worker.assert_is(WorkerState.CONDEMNED)
     worker.die("killed by SIGKILL")
     assert "hung in load" in story.core.state.registry.slots["m/0"].last_exit
-    assert story.request(request).charge == 0
+    assert story.request(request).run.charge == 0
 
 
 def test_a_worker_beyond_its_memory_limit(story: Story) -> None:
@@ -222,7 +222,7 @@ def test_a_worker_beyond_its_memory_limit(story: Story) -> None:
     worker, request = story.running()
     worker.look(Look("decode", count=1), rss=1001)
     worker.assert_is(WorkerState.CONDEMNED)
-    assert story.request(request).charge == 1.0
+    assert story.request(request).run.charge == 1.0
     worker.die("killed by SIGKILL")
     assert story.core.state.registry.slots["m/0"].last_exit.startswith("out of memory: 1001 bytes")
 
@@ -232,7 +232,7 @@ def test_a_stopped_worker_charges_nobody(story: Story) -> None:
     worker.watched(11, Look("decode", count=7), stopped=True)
     worker.assert_is(WorkerState.CONDEMNED)
     assert worker.dumps == 0
-    assert story.request(request).charge == 0
+    assert story.request(request).run.charge == 0
 
 
 def test_a_look_at_an_empty_slot_is_nothing(story: Story) -> None:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.broker.requests.payload import Payload
+from mlxpool.broker.models.eviction import to_evict
+from mlxpool.broker.models.model import Model
+from mlxpool.broker.requests import blame
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.placement import (
-    KNOWN,
-    charges,
+    MAX_PREFIXES,
     choose_worker,
-    company_of,
     prefix_keys,
-    remember,
-    restart_delay,
-    to_evict,
+    remember_prefixes,
 )
-from mlxpool.broker.workers.worker import Model, Slot, Worker, WorkerState
+from mlxpool.broker.workers.restart_delay import restart_delay
+from mlxpool.broker.workers.slot import Slot
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.protocol.to_broker import Generate
+from support.core_requests import new_request
 
 
 def request(number: int, priority: int = 0) -> Request:
-    payload = Payload.parse({"model": "m", "prompt": "a", "priority": priority}, ())
-    ident = number.to_bytes(16, "big")
-    return Request(ident, 1, 1, "uid:1", b"", payload, "m", 0, 0.0, 1.0, 1.0, 1.0)
+    return new_request(number.to_bytes(16, "big"), priority=priority)
 
 
 def worker(name: str, free: int, ready_at: float = 1.0, **fields: int) -> Worker:
@@ -60,22 +61,21 @@ def test_the_restart_delay_doubles_up_to_a_bound(failures: int, delay: float) ->
 
 
 def with_prompt(prompt: str, session: str = "", owner: str = "uid:1") -> Request:
-    body = {"model": "m", "prompt": prompt, "session": session}
-    return Request(bytes(16), 1, 1, owner, b"", Payload.parse(body, ()), "m", 0, 0.0, 1.0, 1.0, 1.0)
+    return new_request(owner=owner, prompt=prompt, session=session)
 
 
 def test_the_worker_that_knows_the_prompts_head_before_the_emptier_one() -> None:
     few, many = worker("a", 1), worker("b", 3)
     head = "x" * 300
-    remember(few, prefix_keys(with_prompt(head + "one")))
+    remember_prefixes(few, prefix_keys(with_prompt(head + "one")))
     assert choose_worker([few, many], with_prompt(head + "two")) is few
     assert choose_worker([few, many], with_prompt("y" + head)) is many
 
 
 def test_a_session_is_the_surer_sign() -> None:
     by_head, by_session = worker("a", 9), worker("b", 1)
-    remember(by_head, prefix_keys(with_prompt("hello")))
-    remember(by_session, prefix_keys(with_prompt("other", "s1")))
+    remember_prefixes(by_head, prefix_keys(with_prompt("hello")))
+    remember_prefixes(by_session, prefix_keys(with_prompt("other", "s1")))
     both = [by_head, by_session]
     assert choose_worker(both, with_prompt("hello", "s1")) is by_session
     assert choose_worker(both, with_prompt("hello", "s2")) is by_head
@@ -85,8 +85,7 @@ def test_a_session_is_the_surer_sign() -> None:
 def test_messages_are_known_by_the_first_of_them() -> None:
     def chat(last: str) -> Request:
         messages = [{"role": "system", "content": "s"}, {"role": "user", "content": last}]
-        payload = Payload.parse({"model": "m", "messages": messages}, ())
-        return Request(bytes(16), 1, 1, "uid:1", b"", payload, "m", 0, 0.0, 1.0, 1.0, 1.0)
+        return new_request(messages=messages)
 
     assert prefix_keys(chat("a")) == prefix_keys(chat("b"))
 
@@ -98,36 +97,36 @@ def test_all_text_of_a_chat_counts() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
     body = {"model": "m", "messages": messages, "tools": [{"name": "clock"}]}
-    payload = Payload.parse(body, ())
+    message = Generate.parse(body, ())
     words = ("user", "text", "abc", "assistant", "ab", "é", "clock")
-    assert payload.size == sum(len(word.encode()) for word in words)
-    assert payload.prompt == {"messages": messages, "tools": [{"name": "clock"}]}
-    assert Payload.parse({**body, "tools": []}, ()).prompt == {"messages": messages}
+    assert message.size == sum(len(word.encode()) for word in words)
+    assert message.prompt.body() == {"messages": messages, "tools": [{"name": "clock"}]}
+    assert Generate.parse({**body, "tools": []}, ()).prompt.body() == {"messages": messages}
 
 
 def test_known_prefixes_are_bounded() -> None:
     one = worker("a", 1)
-    for number in range(KNOWN + 10):
-        remember(one, [b"%d" % number])
-    remember(one, [b"10"])
-    assert len(one.known) == KNOWN
-    assert next(iter(one.known)) == b"11" and list(one.known)[-1] == b"10"
+    for number in range(MAX_PREFIXES + 10):
+        remember_prefixes(one, [b"%d" % number])
+    remember_prefixes(one, [b"10"])
+    assert len(one.prefixes) == MAX_PREFIXES
+    assert next(iter(one.prefixes)) == b"11" and list(one.prefixes)[-1] == b"10"
 
 
 def test_whom_to_blame() -> None:
     runs = [request(n) for n in range(4)]
     ids = [each.id for each in runs]
-    assert charges(runs, ids[2]) == {ids[0]: 0, ids[1]: 0, ids[2]: 1, ids[3]: 0}
-    assert charges(runs, None) == dict.fromkeys(ids, 0.25)
-    assert charges(runs, b"gone") == dict.fromkeys(ids, 0.25)
+    assert blame.shares(runs, ids[2]) == {ids[0]: 0, ids[1]: 0, ids[2]: 1, ids[3]: 0}
+    assert blame.shares(runs, None) == dict.fromkeys(ids, 0.25)
+    assert blame.shares(runs, b"gone") == dict.fromkeys(ids, 0.25)
 
 
 @pytest.mark.parametrize(
-    ("charge", "group", "company"),
+    ("charge", "group", "bound"),
     [(0.0, 8, 0), (0.125, 8, 2), (0.9, 3, 1), (1.0, 100, 1), (0.01, 100, 25), (0.5, 2, 1)],
 )
-def test_how_many_may_run_together(charge: float, group: int, company: int) -> None:
-    assert company_of(charge, group) == company
+def test_how_many_may_run_together(charge: float, group: int, bound: int) -> None:
+    assert blame.batch_bound(charge, group) == bound
 
 
 def idle(name: str, since: float, need: int = 4, **config: float) -> Model:

@@ -10,8 +10,8 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from mlxpool.broker.requests.payload import Payload
+
 from mlxpool.common.errors import PoolError, TooLarge
 from mlxpool.common.protocol import deltas, frames, kinds, to_broker, token_ids
 from mlxpool.common.protocol.deltas import Delta

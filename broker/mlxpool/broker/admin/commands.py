@@ -208,7 +208,7 @@ class Admin:
             raise BadRequest("cancel needs the request's id")
         fate = self.broker.core.fate(message.header.id)
         self.broker.perform(ev.Cancel(None, None, message.header.id), now)
-        return fate
+        return fate.body()
 
     def stop(self, message: Message, now: float) -> Mapping[str, Any]:
         self.broker.stop(now, final=True)

@@ -13,11 +13,14 @@ from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.interface import events as ev
+from mlxpool.broker.interface.actions import ToClient
 from mlxpool.broker.requests.reader import Reader
 from mlxpool.broker.requests.request import Request, Tombstone
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.requests.run import Run
 from mlxpool.common.errors import BadRequest, DuplicateId, PoolError
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.frames import Header
 from mlxpool.common.protocol.to_broker import Generate
 from mlxpool.common.protocol.to_client import Accepted, Failed
 from mlxpool.common.protocol.token_ids import count_of
@@ -78,7 +81,9 @@ class Admission:
     def _refuse_id(self, event: ev.Generate, why: str) -> None:
         self._state.counters.rejected[DuplicateId.code] += 1
         error = DuplicateId(f"the id {event.id.hex()} {why}; make a new id for each request")
-        self._outbox.complain(event.link, error, event.id, event.attempt)
+        header = Header(kinds.ERROR, None, self._state.boot, event.attempt)
+        # Past the check for lost links: the client sends on this one, so it may still receive.
+        self._outbox.add(ToClient(event.link, header, Failed.about(error, event.id)))
 
     def _refuse(
         self, live: Request | None, event: ev.Generate, error: PoolError, now: float

@@ -17,7 +17,7 @@ from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.errors import BadRequest, PoolError, SlowConsumer
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.ends import RunEnd, Usage
-from mlxpool.common.protocol.to_client import Done, Failed, StreamDelta
+from mlxpool.common.protocol.to_client import Done, Failed
 
 
 class Delivery:
@@ -52,17 +52,19 @@ class Delivery:
         reader = request.reader
         reader.sent += chunk.count
         reader.unread_bytes -= chunk.size
-        ids = bytes(chunk.ids)
-        if reader.batch:
-            logprobs, facts = chunk.logprobs or None, chunk.facts
-            row = Delta(
-                request.id, reader.attempt, chunk.pos, chunk.text, ids, logprobs,
-                None if facts is None else dict(facts),
-            )  # fmt: skip
-            self._outbox.merge(reader.link, row)
-        else:
-            delta = StreamDelta(chunk.text, ids, chunk.logprobs, chunk.facts)
-            self._outbox.send_stream(request, delta, chunk.pos)
+        if not reader.batch:
+            self._outbox.send_stream(request, chunk.message(), chunk.pos)
+            return
+        row = Delta(
+            request.id,
+            reader.attempt,
+            chunk.pos,
+            chunk.text,
+            bytes(chunk.ids),
+            chunk.logprobs or None,
+            chunk.facts,
+        )
+        self._outbox.merge(reader.link, row)
 
     def set_timer(self, request: Request) -> None:
         """Wake at the first of its deadlines, or when its reader has not acked for too long."""

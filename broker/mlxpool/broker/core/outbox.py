@@ -59,9 +59,9 @@ class Outbox:
         """Send a row together with others of this event on the same link."""
         self.merged.setdefault(link, []).append(row)
 
-    def complain(self, link: int, error: PoolError, about: bytes | None, attempt: int = 0) -> None:
+    def complain(self, link: int, error: PoolError, about: bytes | None) -> None:
         """Send an error that ends no stream."""
-        self.send(link, Failed.about(error, about), attempt=attempt)
+        self.send(link, Failed.about(error, about))
 
     def _flush_merged(self, link: int) -> None:
         for rows in batches(self.merged.pop(link)):

@@ -7,11 +7,11 @@ of the ids it has.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.common.protocol.deltas import size_of_logprobs
+from mlxpool.common.protocol.to_client import StreamDelta
 from mlxpool.common.protocol.token_ids import count_of
 
 MAX_CHUNK = 64 * 1024  # bytes of text, ids and log-probabilities in one chunk
@@ -25,7 +25,7 @@ class Chunk:
     texts: list[str] = field(default_factory=list)
     ids: bytearray = field(default_factory=bytearray)
     logprobs: list[Any] = field(default_factory=list)
-    facts: Mapping[str, Any] | None = None
+    facts: dict[str, Any] | None = None
     size: int = 0
 
     @property
@@ -37,6 +37,9 @@ class Chunk:
         """How many ids."""
         return count_of(self.ids)
 
+    def message(self) -> StreamDelta:
+        return StreamDelta(self.text, bytes(self.ids), self.logprobs, self.facts)
+
 
 def append(
     chunks: deque[Chunk],
@@ -44,7 +47,7 @@ def append(
     text: str,
     ids: bytes,
     logprobs: list[Any] | None = None,
-    facts: Mapping[str, Any] | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> int:
     """Add the output of a step; returns the bytes it counts for."""
     size = 4 * len(text) + len(ids)

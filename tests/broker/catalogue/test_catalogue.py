@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.edge.startup import place_of, weight_of
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.models import catalogue_news
+from mlxpool.broker.catalogue import catalogue_news
 from mlxpool.broker.catalogue.catalogue import Librarian, fingerprints
 from mlxpool.broker.catalogue.catalogue_news import Library
+from mlxpool.broker.edge.startup import place_of, weight_of
+from mlxpool.broker.interface import events as ev
 from mlxpool.common.config.loading import ModelConfig, PoolConfig
 from support.pool import until
 

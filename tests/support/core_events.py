@@ -1,0 +1,74 @@
+"""Events of the core from bodies, parsed as the edge parses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlxpool.broker.interface import client_events
+from mlxpool.broker.interface import events as ev
+from mlxpool.common.protocol import kinds, to_broker
+from mlxpool.common.protocol.frames import Header
+
+Body = Mapping[str, Any]
+
+
+def client(
+    link: int,
+    owner: str,
+    header: Header,
+    body: Body,
+    blobs: Sequence[bytes] = (),
+    entropy: int = 0,
+) -> ev.Event:
+    """The event of a client's message."""
+    kind, ident = header.kind, header.id or bytes(16)
+    if kind == kinds.GENERATE:
+        return client_events.generate(link, owner, header, body, blobs, entropy)
+    if kind == kinds.CANCEL:
+        return ev.Cancel(link, owner, ident)
+    if kind == kinds.ACK:
+        return client_events.ack(link, body)
+    if kind == kinds.PING:
+        return ev.Ping(link, ident, header.attempt)
+    if kind == kinds.MODELS:
+        return ev.ListModels(link, ident, header.attempt)
+    return client_events.tokenizer_call(link, header, body, blobs)
+
+
+def call(
+    link: int, kind: str, ident: bytes, attempt: int, body: Body, blobs: Sequence[bytes] = ()
+) -> ev.Event:
+    return client(link, "", Header(kind, ident, 0, attempt), body, blobs)
+
+
+def hello(slot: str, body: Body, token: str = "") -> ev.WorkerHello:
+    return ev.WorkerHello(slot, to_broker.Hello.parse(body), token)
+
+
+def dialled(slot: str, model: str, body: Body, token: str) -> ev.WorkerDialled:
+    return ev.WorkerDialled(slot, model, to_broker.Hello.parse(body), token)
+
+
+def beat(epoch: int, body: Body) -> ev.WorkerBeat:
+    return ev.WorkerBeat(epoch, to_broker.Beat.parse(body))
+
+
+def credit(epoch: int, body: Body) -> ev.WorkerCredit:
+    return ev.WorkerCredit(epoch, to_broker.Credit.parse(body))
+
+
+def tokens(epoch: int, ident: bytes, body: Body, blobs: Sequence[bytes] = ()) -> ev.WorkerTokens:
+    return ev.WorkerTokens(epoch, ident, to_broker.TokenizerAnswer(body, tuple(blobs)))
+
+
+def handed_back(epoch: int, runs: Any) -> ev.WorkerYield:
+    return ev.WorkerYield(epoch, to_broker.Yield.parse({"runs": runs}))
+
+
+def bye(epoch: int, error: Body | None) -> ev.WorkerBye:
+    return ev.WorkerBye(epoch, to_broker.Bye(error))
+
+
+def ack(link: int, have: Any) -> ev.Ack:
+    return client_events.ack(link, {"have": have})

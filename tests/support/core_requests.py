@@ -1,0 +1,28 @@
+"""Makes requests for tests of queues, placement and state tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlxpool.broker.requests.reader import Reader
+from mlxpool.broker.requests.request import Request
+from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.run import Run
+from mlxpool.common.protocol.to_broker import Generate
+
+
+def new_request(
+    ident: bytes = bytes(16),
+    owner: str = "uid:1",
+    arrival: int = 0,
+    state: RequestState = RequestState.QUEUED,
+    **body: Any,
+) -> Request:
+    """A request for the model m; `body` is that of its `generate`."""
+    if not {"prompt", "messages", "tokens"} & body.keys():
+        body["prompt"] = "a"
+    message = Generate.parse({"model": "m", **body}, ())
+    reader = Reader(1, 1, message.window, message.batch)
+    return Request(
+        ident, owner, b"", message, "m", Run(0), reader, 0.0, 1.0, 1.0, 1.0, arrival, state
+    )
