@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mlxpool.broker.requests.payload import Payload
 
 from mlxpool.client import request
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.frames import TEXT_AS_BLOB
+from mlxpool.common.protocol.to_broker import Generate
 from mlxpool.common.protocol.token_ids import pack_ids
 
 
 def made(**given: Any) -> tuple[dict[str, Any], list[bytes]]:
     prompt, messages, tokens = (given.pop(k, None) for k in ("prompt", "messages", "tokens"))
     body, blobs = request.generate("m", prompt, messages, tokens, given)
-    Payload.parse(body, tuple(blobs))  # the broker reads what we write
+    Generate.parse(body, tuple(blobs))  # the broker reads what we write
     return body, blobs
 
 
@@ -68,7 +68,7 @@ def test_keys_of_the_request_and_options_of_the_sampler() -> None:
 
 
 def test_every_key_of_the_request_is_known() -> None:
-    fields = set(Payload.__dataclass_fields__)
+    fields = set(Generate.__dataclass_fields__)
     assert fields >= request.REQUEST_KEYS - {"tools", "think"}, "which are part of the prompt"
 
 
@@ -118,7 +118,7 @@ def test_again_from_the_ids_we_have() -> None:
     kept = {"model": "m", "prompt": "a", "options": {}, "priority": 2}
     assert body == {**kept, "deadline_ms": 1235, "resume": resume}
     assert blobs == [pack_ids([4, 5])]
-    payload = Payload.parse(body, tuple(blobs))
+    payload = Generate.parse(body, tuple(blobs))
     assert payload.resume == resume and payload.resume_ids == blobs[0]
     assert SENT["queue_ms"] == 5
 
@@ -127,7 +127,7 @@ def test_again_before_the_first_id() -> None:
     body, blobs = request.again({"model": "m", "prompt": "a"}, [], state_of(), None)
     assert body["resume"] == {"count": 0, "seed": 42, "resumes": 0}
     assert "deadline_ms" not in body
-    Payload.parse(body, tuple(blobs))
+    Generate.parse(body, tuple(blobs))
 
 
 def test_again_what_was_never_accepted() -> None:

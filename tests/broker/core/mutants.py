@@ -42,35 +42,34 @@ def _broker(name: str, file: str, old: str, new: str) -> Mutant:
     return Mutant(name, f"broker/mlxpool/broker/{file}.py", old, new)
 
 
-_SEND_END = "        self._send(request, kind, body, pos=request.sent)\n"
-_RESUME = "            blobs = (*blobs, bytes(request.ids))\n"
-_COUNT = '            resume["count"] = len(blobs[-1]) // 4\n'
+_SEND_END = "        self._outbox.send_stream(request, terminal, reader.sent)\n"
+_RESUME = "        resume = Resume(bytes(run.ids), run.facts,"
 
 MUTANTS = (
     _broker(
         "a terminal obeys a shut window",
         "core/delivery",
         _SEND_END,
-        "        if request.sent - request.acked < request.payload.window:\n    " + _SEND_END,
+        "        if reader.window_open:\n    " + _SEND_END,
     ),
     _broker("a terminal is sent twice", "core/delivery", _SEND_END, 2 * _SEND_END),
     _broker(
         "the tail behind a shut window is dropped at the end",
         "core/delivery",
-        "        while request.unread:\n",
+        "        while reader.unread:\n",
         "        while False:\n",
     ),
     _broker(
         "a shut window is ignored",
         "core/delivery",
-        "        while request.unread and request.sent - request.acked < request.payload.window:\n",
-        "        while request.unread:\n",
+        "        while reader.unread and reader.sent - reader.acked < reader.window:\n",
+        "        while reader.unread:\n",
     ),
     _broker(
         "a cancel is forgotten in prefill",
-        "core/state",
-        "        if worker is not None and (request.id, request.run) in worker.places:\n",
-        "        if worker is not None and request.taken:\n",
+        "core/worker_pool",
+        "        if worker is not None and key in worker.leases:\n",
+        "        if worker is not None and request.run.taken:\n",
     ),
     _broker(
         "credit is leaked",
@@ -84,7 +83,7 @@ MUTANTS = (
         "            request = requests.get(ident)\n"
         "            if (\n"
         "                request is not None\n"
-        "                and request.run == run\n",
+        "                and (run := request.run).number == number\n",
         "            alike = [r for i, r in requests.items() if i[:8] == ident[:8]]\n"
         "            request = alike[0] if alike else None\n"
         "            if (\n"
@@ -93,73 +92,73 @@ MUTANTS = (
     _broker(
         "the wall clock is used",
         "core/core",
-        "        HANDLERS[type(event)](self, event, now)\n",
-        '        HANDLERS[type(event)](self, event, __import__("time").time())\n',
+        "        self._handlers[type(event)](event, now)\n",
+        '        self._handlers[type(event)](event, __import__("time").time())\n',
     ),
     _broker(
         "a resume has one token too many",
         "core/dispatcher",
         _RESUME,
-        "            blobs = (*blobs, bytes(request.ids + request.ids[-4:]))\n" + _COUNT,
+        "        resume = Resume(bytes(run.ids + run.ids[-4:]), run.facts,",
     ),
     _broker(
         "a resume is made of what was sent",
         "core/dispatcher",
         _RESUME,
-        "            blobs = (*blobs, bytes(request.ids[: 4 * request.sent]))\n" + _COUNT,
+        "        resume = Resume(bytes(run.ids[: 4 * request.reader.sent]), run.facts,",
     ),
     _broker(
         "facts are dropped in a resume",
         "core/dispatcher",
-        '                resume["facts"] = request.facts\n',
-        "                pass\n",
+        _RESUME,
+        "        resume = Resume(bytes(run.ids), None,",
     ),
     _broker(
         "a frame of a connection without a welcome counts",
-        "workers/pool",
-        '        worker.move("hello")\n        self.by_epoch.pop(worker.epoch, None)\n',
+        "core/worker_pool",
+        '        worker.move("hello")\n        state.workers.pop(worker.epoch, None)\n',
         '        worker.move("hello")\n',
     ),
     _broker(
         "a condemned worker is still heard",
-        "workers/pool",
-        "        worker.cause = why\n        self.by_epoch.pop(worker.epoch, None)\n",
+        "core/worker_pool",
+        "        worker.cause = why\n        self._state.workers.pop(worker.epoch, None)\n",
         "        worker.cause = why\n",
     ),
     _broker(
         "a position is not checked",
         "core/token_ingest",
-        "                and pos * 4 == len(request.ids)\n",
+        "                and pos * ID_WIDTH == len(run.ids)\n",
         "",
     ),
     _broker(
         "a request that was taken over is lost twice",
         "core/failover",
-        "(r.worker, r.run) == (worker.epoch, run))",
-        "r.worker == worker.epoch)",
+        "r.run.leased_by(worker.epoch, n))",
+        "r.run.epoch == worker.epoch)",
     ),
     _broker(
         "kills from outside are charged",
         "core/failover",
-        "        blame = charges(lost, prefill) if own and lost else {}\n",
-        "        blame = charges(lost, prefill) if lost else {}\n",
+        "        shares = blame.shares(lost, prefill) if own and lost else {}\n",
+        "        shares = blame.shares(lost, prefill) if lost else {}\n",
     ),
     _broker(
         "losses without a token are never counted",
         "core/failover",
-        "            request.barren += int(counts and not cleared)\n",
+        "            run.resumes_without_progress += int(counts and not cleared)\n",
         "            pass\n",
     ),
     _broker(
         "a loss counts though another request is named for it",
         "core/failover",
-        "            request.barren += int(counts and not cleared)\n",
-        "            request.barren += int(counts)\n",
+        "            run.resumes_without_progress += int(counts and not cleared)\n",
+        "            run.resumes_without_progress += int(counts)\n",
     ),
     _broker(
         "the second end by one request counts against its model",
-        "workers/pool",
-        "        elif not commanded and not worker.again:\n",
+        "core/worker_pool",
+        "        elif not commanded and not worker.at_fault_before:\n",
         "        elif not commanded:\n",
     ),
     _broker(
@@ -171,19 +170,19 @@ MUTANTS = (
     _broker(
         "losses are counted for ever",
         "core/token_ingest",
-        "            request.barren = 0 if row.ids else request.barren\n",
+        "            run.resumes_without_progress = 0 if row.ids else run.resumes_without_progress\n",
         "",
     ),
     _broker(
         "a drain counts as a loss",
         "core/failover",
-        "(worker.epoch, run):\n                self._requeue(request)\n",
-        '(worker.epoch, run):\n                self._retry(request, worker, "drained", now)\n',
+        "(worker.epoch, number):\n                self._requeue(request)\n",
+        '(worker.epoch, number):\n                self._resume(request, worker, "drained", now)\n',
     ),
     _broker(
         "a charged request runs in any company",
         "workers/placement",
-        "    return len(worker.places) + 1 <= min(bounds) if bounds else True\n",
+        "    return len(worker.leases) + 1 <= min(bounds) if bounds else True\n",
         "    return True\n",
     ),
     _broker(
@@ -201,24 +200,28 @@ MUTANTS = (
     _broker(
         "tombstones are ignored",
         "core/admission",
-        "        known = self.requests.get(event.id) or self.tombstones.get(event.id)\n",
-        "        known = self.requests.get(event.id)\n",
+        "        known = self._state.requests.get(event.id) or self._state.tombstones.get(event.id)\n",
+        "        known = self._state.requests.get(event.id)\n",
     ),
     _broker(
         "a take-over keeps what was unread",
         "core/admission",
-        "        request.seed = before.seed\n",
-        "        request.seed = before.seed\n"
-        "        request.unread, request.unread_bytes = before.unread, before.unread_bytes\n",
+        "        request.reader = _new_reader(event, message)\n",
+        "        before, request.reader = request.reader, _new_reader(event, message)\n"
+        "        request.reader.unread = before.unread\n"
+        "        request.reader.unread_bytes = before.unread_bytes\n",
     ),
     _broker(
-        "a take-over draws a new seed", "core/admission", "        request.seed = before.seed\n", ""
+        "a take-over draws a new seed",
+        "core/admission",
+        "        run.release()\n",
+        "        run.release()\n        run.seed = _seed(message, event.entropy)\n",
     ),
     _broker(
         "a take-over leaves the old run alone",
         "core/admission",
-        "        self._leave_worker(before)\n        self.links[before.link]",
-        "        self.links[before.link]",
+        "        self._pool.cancel_run(request)\n        self._links.detach(request)\n",
+        "        self._links.detach(request)\n",
     ),
     _broker(
         "text is lost when deltas merge",
@@ -240,15 +243,15 @@ MUTANTS = (
     ),
     _broker(
         "a broker that was frozen blames its clients",
-        "core/core",
+        "core/expiry",
         "            link.heard_at = min(now, link.heard_at + event.seconds)\n",
         "            pass\n",
     ),
     _broker(
         "pinned models are evicted",
-        "workers/placement",
-        " and m.own and m.config.keep_alive >= 0]\n",
-        " and m.own]\n",
+        "models/eviction",
+        " and m.local_workers and m.config.keep_alive >= 0]\n",
+        " and m.local_workers]\n",
     ),
     Mutant(
         "a kill from outside is taken for its own",

@@ -14,6 +14,7 @@ from support.core_harness import (
     FakeWorker,
     Story,
     X,
+    body_of,
     model,
 )
 
@@ -28,7 +29,7 @@ def test_ping(story: Story) -> None:
 def test_models(story: Story) -> None:
     story.ready_worker()
     story.ask(kinds.MODELS)
-    models = story.assert_sent(1, "models").message.body()["models"]
+    models = body_of(story.assert_sent(1, "models"))["models"]
     assert [(m["name"], m["state"], m["queued"], m["context"]) for m in models] == [
         ("m", "ready", 0, 2048),
         ("other", "cold", 0, 0),
@@ -162,7 +163,7 @@ def test_unload_by_the_operator_ends_what_runs(story: Story) -> None:
     worker, request = story.running()
     story.do(ev.Unload("m"))
     frame = story.assert_sent(1, "error", id=request, code="worker_lost")
-    assert "unloaded by the operator" in frame.message.body()["message"]
+    assert "unloaded by the operator" in body_of(frame)["message"]
     assert story.stopped() == ["m/0"]
     story.do(ev.Unload("m"))
     assert story.stopped() == []
@@ -211,10 +212,7 @@ def test_a_question_is_put_to_the_next_worker_once(story: Story) -> None:
     assert [asked.header.id for asked in again.asked] == [ident]
     again.die("killed by SIGSEGV")
     frame = story.assert_sent(1, "error", id=ident, code="worker_lost")
-    assert (
-        "two workers" in frame.message.body()["message"]
-        and "SIGSEGV" in frame.message.body()["message"]
-    )
+    assert "two workers" in body_of(frame)["message"] and "SIGSEGV" in body_of(frame)["message"]
     story.assert_idle()
 
 

@@ -13,6 +13,7 @@ from support import core_events as make
 from support.core_harness import (
     Story,
     X,
+    body_of,
     model,
 )
 
@@ -57,7 +58,7 @@ def test_after_its_grace_it_hands_back_what_it_runs() -> None:
     assert story.request(request).run.resumes_without_progress == 0
     assert worker.stopped
     other.end(request)
-    assert story.assert_ended(request, "stop").message.body()["attempts"] == 2
+    assert body_of(story.assert_ended(request, "stop"))["attempts"] == 2
 
 
 def test_drains_do_not_count_as_losses(story: Story) -> None:

@@ -15,6 +15,7 @@ from support.core_harness import (
     BOOT,
     ENTROPY,
     Story,
+    body_of,
     model,
 )
 
@@ -76,7 +77,7 @@ def test_usage_and_timings_of_done(story: Story) -> None:
     worker.tokens(request)
     story.later(1)
     worker.end(request, "stop", count=4)
-    body = story.assert_ended(request, "stop").message.body()
+    body = body_of(story.assert_ended(request, "stop"))
     assert body["usage"] == {"completion_tokens": 4}
     assert body["timings_ms"] == {"queue": 2000.0, "first_token": 3000.0, "total": 4000.0}
 
@@ -165,8 +166,8 @@ def test_a_full_queue_says_its_numbers() -> None:
     story.generate(), story.generate()
     story.generate()
     frame = story.assert_refused("queue_full", "2 requests", "at most 2")
-    assert frame.message.body()["retryable"] is True
-    assert frame.message.body()["retry_after_ms"] > 0
+    assert body_of(frame)["retryable"] is True
+    assert body_of(frame)["retry_after_ms"] > 0
     assert len(story.core.state.requests) == 2
     story.generate(name="other")
     story.assert_sent(1, "accepted")
@@ -250,7 +251,7 @@ def test_unknown_top_level_keys_are_ignored(story: Story) -> None:
 )
 def test_an_error_about_something_huge_still_travels(story: Story, body: dict[str, Any]) -> None:
     story.generate(**body)
-    assert len(story.assert_refused("bad_request").message.body()["message"]) <= 2000
+    assert len(body_of(story.assert_refused("bad_request"))["message"]) <= 2000
 
 
 def test_a_body_of_the_largest_size_can_be_handed_to_a_worker(story: Story) -> None:

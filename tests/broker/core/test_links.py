@@ -12,6 +12,7 @@ from support import core_events as make
 from support.core_harness import (
     Story,
     X,
+    body_of,
     model,
 )
 
@@ -150,9 +151,9 @@ def test_deltas_are_grouped_for_each_link_that_asked_for_it(story: Story) -> Non
     d = story.generate(link=1)
     worker.say(*(worker.row(r, n) for r, n in ((a, 1), (b, 2), (c, 3), (d, 4))))
     grouped = story.assert_sent(1, "deltas")
-    assert [row[0] for row in grouped.message.body()["rows"]] == [a, b]
+    assert [row[0] for row in body_of(grouped)["rows"]] == [a, b]
     assert len(grouped.message.blobs()[0]) == 4 * 3
-    assert [row[0] for row in story.assert_sent(2, "deltas").message.body()["rows"]] == [c]
+    assert [row[0] for row in body_of(story.assert_sent(2, "deltas"))["rows"]] == [c]
     story.assert_sent(1, "delta", id=d)
 
 

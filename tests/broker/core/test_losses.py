@@ -12,6 +12,7 @@ from mlxpool.broker.workers.worker import PROVEN_TOKENS
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import (
     Story,
+    body_of,
     model,
 )
 
@@ -131,7 +132,7 @@ def test_a_stream_cannot_go_on_with_another_model(story: Story, hello: dict[str,
     worker.die()
     fresh = story.generate(link=2)
     again = story.ready_worker(**hello)
-    body = story.assert_ended(request, "model_unavailable").message.body()
+    body = body_of(story.assert_ended(request, "model_unavailable"))
     assert "digest d" in body["message"] and "context 2048" in body["message"]
     again.end(fresh)
     story.assert_ended(fresh, "stop")
@@ -159,8 +160,8 @@ def test_the_third_loss_in_a_row_without_a_token_ends_the_stream(story: Story) -
         assert worker.runs[request].body["resume"]["resumes"] == resumes
     worker.die("killed by SIGKILL")
     frame = story.assert_sent(1, "error", id=request, code="worker_lost", pos=2, retryable=True)
-    assert "loss 3 in a row" in frame.message.body()["message"]
-    assert frame.message.body()["details"] == {
+    assert "loss 3 in a row" in body_of(frame)["message"]
+    assert body_of(frame)["details"] == {
         "worker": "m/0",
         "cause": "killed by SIGKILL",
         "tokens": 2,
@@ -177,7 +178,7 @@ def test_losses_with_a_token_between_them_do_not_count() -> None:
         worker.die()
         worker = story.ready_worker()
     worker.end(request)
-    assert story.assert_ended(request, "stop").message.body()["attempts"] == 8
+    assert body_of(story.assert_ended(request, "stop"))["attempts"] == 8
 
 
 def test_text_alone_is_no_token(story: Story) -> None:
@@ -219,8 +220,8 @@ def test_a_stream_that_is_not_durable_ends_with_its_worker(story: Story) -> None
     worker.tokens(request, 2)
     worker.die("killed by SIGKILL")
     frame = story.assert_sent(1, "error", id=request, code="worker_lost", pos=2, retryable=True)
-    assert "killed by SIGKILL" in frame.message.body()["message"]
-    assert "send the request again" in frame.message.body()["message"]
+    assert "killed by SIGKILL" in body_of(frame)["message"]
+    assert "send the request again" in body_of(frame)["message"]
     story.assert_idle()
     story.assert_conserved()
 

@@ -8,6 +8,7 @@ from mlxpool.broker.interface import events as ev
 from support.core_harness import (
     FakeWorker,
     Story,
+    body_of,
     model,
 )
 
@@ -90,7 +91,7 @@ def test_a_model_that_can_never_fit_says_its_numbers() -> None:
     story = pool(a={"need": 4}, big={"need": 11})
     a = used(story, "a")
     story.generate(name="big")
-    body = story.assert_refused("model_unavailable", str(11 * GB), str(10 * GB)).message.body()
+    body = body_of(story.assert_refused("model_unavailable", str(11 * GB), str(10 * GB)))
     assert body["details"] == {"model": "big", "need": 11 * GB, "memory_limit": 10 * GB}
     assert not a.stopped
     assert story.started() == []

@@ -12,7 +12,7 @@ from mlxpool.broker.models import listing
 from mlxpool.common.config.loading import Counting, ModelConfig
 from mlxpool.common.config.model_names import MOST
 from mlxpool.common.protocol import frames, kinds
-from support.core_harness import Story, model
+from support.core_harness import Story, body_of, model
 
 HERE, THERE = "/models/here", "/models/there"
 
@@ -100,7 +100,7 @@ def test_those_who_wait_for_a_model_that_gives_up_are_told_by_their_name() -> No
     requests = {name: story.generate(name=name) for name in "ab"}
     story.do(ev.WorkerExited("a/0", "exit code 3", own=True))
     for name, request in requests.items():
-        message = story.assert_ended(request, "model_unavailable").message.body()["message"]
+        message = body_of(story.assert_ended(request, "model_unavailable"))["message"]
         assert f"model {name!r} failed 5 times" in message
 
 
@@ -246,9 +246,9 @@ def test_the_list_of_many_models_fits_into_a_frame(count: int) -> None:
         describe(story, name, "d" * 64, problems=["\N{SNOWMAN}" * 2000])
     story.ask(kinds.MODELS)
     (frame,) = story.to_client(kinds.MODELS)
-    frames.encode(frame.header, frame.message.body())
-    assert [row["name"] for row in frame.message.body()["models"]] == names
-    assert ("error" in frame.message.body()["models"][0]) == (count <= listing.MAX_DETAILED)
+    frames.encode(frame.header, body_of(frame))
+    assert [row["name"] for row in body_of(frame)["models"]] == names
+    assert ("error" in body_of(frame)["models"][0]) == (count <= listing.MAX_DETAILED)
 
 
 def test_a_model_that_is_found_later() -> None:
@@ -273,8 +273,8 @@ def test_a_name_is_a_key_and_never_a_path(name: str) -> None:
     story = pool({"a": HERE}, a=model())
     story.generate(name=name)
     frame = story.to_client(kinds.ERROR)[0]
-    assert frame.message.body()["code"] == ("unknown_model" if name else "bad_request")
-    assert len(frame.message.body()["message"]) < 300
+    assert body_of(frame)["code"] == ("unknown_model" if name else "bad_request")
+    assert len(body_of(frame)["message"]) < 300
 
 
 # ---- pinned models ---------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from support.core_harness import (
     FakeWorker,
     Story,
     X,
+    body_of,
     model,
 )
 
@@ -124,7 +125,7 @@ def test_at_two_it_is_poisoned_and_refused_for_a_time() -> None:
     worker.die("killed by SIGSEGV", own=True, prefill=bad)
     story.ready_worker().die("killed by SIGSEGV", own=True, prefill=bad)
     frame = story.assert_sent(1, "error", id=bad, code="poisoned", retryable=False)
-    assert "killed by SIGSEGV" in frame.message.body()["message"]
+    assert "killed by SIGSEGV" in body_of(frame)["message"]
     story.generate(prompt="bad")
     story.assert_refused("poisoned", "1 minutes")
     story.generate(bad, attempt=2, prompt="bad")

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from mlxpool.broker.interface import events as ev
 from support import core_events as make
-from support.core_harness import BOB, OWNER, FakeWorker, Story, model
+from support.core_harness import BOB, OWNER, FakeWorker, Story, body_of, model
 
 
 def refused(story: Story, *words: str) -> int:
     """The newest request was over its owner's quota; its advice, in milliseconds."""
-    body = story.assert_refused("over_quota", OWNER, *words).message.body()
+    body = body_of(story.assert_refused("over_quota", OWNER, *words))
     assert body["retryable"] is True
     return int(body["retry_after_ms"])
 

@@ -18,6 +18,7 @@ from support import core_events as make
 from support.core_harness import (
     BOOT,
     Story,
+    body_of,
     model,
 )
 
@@ -86,9 +87,9 @@ def test_the_breaker_opens_after_five_failures(story: Story) -> None:
     request = story.generate()
     assert fail_in_a_row(story, 5) == [pause(n) for n in (1, 2, 3, 4)]
     frame = story.assert_ended(request, "model_unavailable")
-    assert "5 times in a row" in frame.message.body()["message"]
-    assert "exit code 3" in frame.message.body()["message"]
-    assert frame.message.body()["retry_after_ms"] == 300_000
+    assert "5 times in a row" in body_of(frame)["message"]
+    assert "exit code 3" in body_of(frame)["message"]
+    assert body_of(frame)["retry_after_ms"] == 300_000
     assert listing.rows(story.core.state.registry, story.now)[0]["state"] == "broken"
     story.generate()
     story.assert_refused("model_unavailable", "exit code 3", "300 s")
@@ -149,7 +150,7 @@ def test_the_last_word_of_a_worker_that_was_ready_is_how_it_ended(story: Story, 
     worker.bye("internal", "the device is lost: a reason")
     worker.die("exit code 1", own=True)
     frame = story.assert_ended(frail, "worker_lost")
-    assert frame.message.body()["details"]["cause"] == "the device is lost: a reason"
+    assert body_of(frame)["details"]["cause"] == "the device is lost: a reason"
     assert story.core.state.registry.slots["m/0"].last_exit == "the device is lost: a reason"
     assert story.request(request).run.charge == 0.5
     assert story.model().last_error is None
@@ -186,7 +187,7 @@ def test_last_words_are_bounded(story: Story, error: dict[str, str], cause: str)
     frail = story.generate(link=2, durable=False)
     story.do(make.bye(worker.epoch, error))
     worker.die("exit code 1", own=True)
-    assert story.assert_ended(frail, "worker_lost").message.body()["details"]["cause"] == cause
+    assert body_of(story.assert_ended(frail, "worker_lost"))["details"]["cause"] == cause
     assert story.core.state.registry.slots["m/0"].last_exit == cause
 
 

@@ -13,6 +13,7 @@ from support.core_harness import (
     OWNER,
     Story,
     X,
+    body_of,
     request_id,
 )
 
@@ -22,7 +23,7 @@ from support.core_harness import (
 def about_duplicate(story: Story, *words: str, link: int = 1) -> None:
     frame = story.assert_sent(link, "error", code="duplicate_id", about=X)
     assert frame.header.id is None, "it must end no stream"
-    assert all(word in frame.message.body()["message"] for word in words)
+    assert all(word in body_of(frame)["message"] for word in words)
 
 
 def test_an_id_with_another_payload_is_a_duplicate(story: Story) -> None:
@@ -173,7 +174,7 @@ def test_cancel_while_streaming_keeps_the_place_until_confirmed(story: Story) ->
     worker.tokens(request, 3)
     story.cancel(request)
     story.assert_sent(1, "fate", state="streaming", pos=3)
-    body = story.assert_sent(1, "done", reason="cancelled", pos=3).message.body()
+    body = body_of(story.assert_sent(1, "done", reason="cancelled", pos=3))
     assert body["usage"]["completion_tokens"] == 3
     waiting = story.generate()
     assert story.request(waiting).state is RequestState.QUEUED

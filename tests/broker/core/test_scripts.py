@@ -33,7 +33,7 @@ from mlxpool.common.progress import Look
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.token_ids import pack_ids
-from support.core_harness import BOOT, FakeWorker, Story, model
+from support.core_harness import BOOT, FakeWorker, Story, body_of, model
 
 SCRIPTS = sorted(Path(__file__).with_name("scripts").glob("*.txt"))
 
@@ -210,7 +210,7 @@ class Play:
             fields["id"] = self.ids[words[1]]
         says = str(fields.pop("says", ""))
         frame = self.story.assert_sent(link, verb, **fields)
-        assert says in str(frame.message.body().get("message", "")), frame.message.body()
+        assert says in str(body_of(frame).get("message", "")), body_of(frame)
 
     def expect_worker(self, slot: str, verb: str, words: list[str]) -> None:
         worker = self.story.workers.get(slot)

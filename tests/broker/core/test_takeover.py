@@ -15,6 +15,7 @@ from support.core_harness import (
     START,
     Story,
     X,
+    body_of,
 )
 
 
@@ -40,7 +41,7 @@ def test_a_take_over_keeps_what_the_stream_is(story: Story) -> None:
     assert (run.tries, run.taken, after.reader.sent) == (2, 1, 1)
     story.assert_sent(2, "accepted", seed=ENTROPY, link=2)
     worker.end(X, count=2)
-    body = story.assert_ended(X, "stop", attempt=2).message.body()
+    body = body_of(story.assert_ended(X, "stop", attempt=2))
     assert body["attempts"] == 2
     assert body["timings_ms"]["total"] == 1000.0
     assert story.heard[X, 2].ids == [1, 2]

@@ -13,6 +13,7 @@ from support import core_events as make
 from support.core_harness import (
     Story,
     X,
+    body_of,
     model,
 )
 
@@ -34,10 +35,7 @@ def test_deadline_in_mid_stream_stops_the_run(story: Story) -> None:
     worker.tokens(request, 3)
     story.later(2)
     frame = story.assert_sent(1, "error", code="deadline_exceeded", pos=3)
-    assert (
-        "2.000 s" in frame.message.body()["message"]
-        and "3 tokens" in frame.message.body()["message"]
-    )
+    assert "2.000 s" in body_of(frame)["message"] and "3 tokens" in body_of(frame)["message"]
     assert worker.cancelled == [(request, 1)]
 
 
@@ -53,7 +51,7 @@ def test_queue_ms_counts_only_in_the_queue(story: Story) -> None:
     waiting = story.generate(queue_ms=500)
     story.later(0.5)
     frame = story.assert_sent(1, "error", id=waiting, code="deadline_exceeded")
-    assert "queue_ms" in frame.message.body()["message"]
+    assert "queue_ms" in body_of(frame)["message"]
     worker.end(running)
     story.assert_ended(running, "stop")
 
@@ -153,12 +151,12 @@ def test_tail_and_terminal_pass_a_shut_window(story: Story) -> None:
 def test_logprobs_and_facts_survive_the_merging(story: Story) -> None:
     worker, request = story.running(window=1)
     worker.tokens(request, 1, facts={"prompt_tokens": 2})
-    assert story.assert_sent(1, "delta").message.body()["facts"] == {"prompt_tokens": 2}
+    assert body_of(story.assert_sent(1, "delta"))["facts"] == {"prompt_tokens": 2}
     for number in (1, 2):
         worker.tokens(request, 1, logprobs=[{"logprob": -number}])
     story.ack(request, 1)
     frame = story.assert_sent(1, "delta", n=2)
-    assert frame.message.body()["logprobs"] == [{"logprob": -1}, {"logprob": -2}]
+    assert body_of(frame)["logprobs"] == [{"logprob": -1}, {"logprob": -2}]
 
 
 def test_no_ack_behind_a_shut_window_is_a_slow_consumer(story: Story) -> None:
@@ -171,7 +169,7 @@ def test_no_ack_behind_a_shut_window_is_a_slow_consumer(story: Story) -> None:
     assert request in story.core.state.requests
     story.later(1)
     frame = story.assert_sent(1, "error", id=request, code="slow_consumer", pos=2)
-    assert "no ack for 30 s" in frame.message.body()["message"]
+    assert "no ack for 30 s" in body_of(frame)["message"]
     assert story.to_client("delta") == []
     assert worker.cancelled == [(request, 1)]
 
@@ -208,7 +206,7 @@ def test_too_much_unread_is_a_slow_consumer() -> None:
     assert story.to_client() == []
     worker.tokens(request, 1, text="x" * 1000)
     frame = story.assert_sent(1, "error", code="slow_consumer", pos=1)
-    assert "4096" in frame.message.body()["message"]
+    assert "4096" in body_of(frame)["message"]
 
 
 def test_an_ack_beyond_what_was_sent_ends_no_stream(story: Story) -> None:
@@ -216,8 +214,8 @@ def test_an_ack_beyond_what_was_sent_ends_no_stream(story: Story) -> None:
     worker.tokens(request, 2)
     story.ack(request, 3)
     frame = story.assert_sent(1, "error", code="bad_request")
-    assert frame.header.id is None and "about" in frame.message.body()
-    assert "2 sent" in frame.message.body()["message"]
+    assert frame.header.id is None and "about" in body_of(frame)
+    assert "2 sent" in body_of(frame)["message"]
     worker.end(request)
     story.assert_ended(request, "stop")
 
@@ -238,7 +236,7 @@ def test_an_ack_that_makes_no_sense(story: Story, have: Any) -> None:
     story.generate()
     story.do(make.ack(1, have))
     frame = story.assert_sent(1, "error", code="bad_request")
-    assert frame.header.id is None and "about" in frame.message.body()
+    assert frame.header.id is None and "about" in body_of(frame)
 
 
 def test_acks_of_ended_or_foreign_streams_are_nothing(story: Story) -> None:
@@ -266,7 +264,7 @@ def test_no_first_token_in_time(story: Story) -> None:
     assert story.to_client() == []
     story.later(0.1)
     frame = story.assert_sent(1, "error", id=request, code="deadline_exceeded")
-    assert "first_token_ms" in frame.message.body()["message"]
+    assert "first_token_ms" in body_of(frame)["message"]
     assert not story.core.state.requests
 
 

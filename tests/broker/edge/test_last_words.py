@@ -12,6 +12,7 @@ from mlxpool.broker.edge.loop import Broker
 from mlxpool.broker.interface import events
 from mlxpool.broker.processes.supervisor import Child
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.protocol.to_broker import Bye
 
 FD, SLOT, PEER, EPOCH = 7, "m/0", 3, 5
 
@@ -64,7 +65,7 @@ def test_not_for_ever() -> None:
 
 def test_the_error_of_a_last_word_is_a_map() -> None:
     error = {"code": "internal", "message": "the device is lost"}
-    assert worker_ingress._error_of({"error": error}) == error
-    assert worker_ingress._error_of({}) is None
+    assert Bye.parse({"error": error}).error == error
+    assert Bye.parse({}).error is None
     with pytest.raises(BadRequest, match="must be a map"):
-        worker_ingress._error_of({"error": "words"})
+        Bye.parse({"error": "words"})

@@ -10,12 +10,12 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlxpool.broker.requests.payload import Payload
 
 from mlxpool.common.errors import PoolError, TooLarge
 from mlxpool.common.protocol import deltas, frames, kinds, to_broker, token_ids
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Garbage, Header, Message
+from mlxpool.common.protocol.to_broker import Generate
 
 ID = bytes(range(16))
 MUTATIONS = 20_000
@@ -102,7 +102,7 @@ def _deltas(message: Message) -> str:
 def _payload(message: Message) -> str:
     to_broker.request_digest(message.body, message.blobs)  # the broker makes it before it checks
     try:
-        payload = Payload.parse(message.body, message.blobs)
+        payload = Generate.parse(message.body, message.blobs)
     except PoolError as error:
         frames.encode(Header(kinds.ERROR), error.body())
         return "no payload"
@@ -177,7 +177,7 @@ SCALARS = (
     | st.text(max_size=8)
     | st.binary(max_size=20)
 )
-KEYS = st.sampled_from([*Payload.__dataclass_fields__, "messages", "tokens", "rows", "have"])
+KEYS = st.sampled_from([*Generate.__dataclass_fields__, "messages", "tokens", "rows", "have"])
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),

@@ -122,7 +122,7 @@ class Core:
         return self._ended.fate(request_id, owner)
 
     def _on_wake(self, event: ev.Wake, now: float) -> None:
-        for key in self.state.timers.due(now):
+        for key in self.state.timers.due(now):  # a request's id is a key, too
             match key:
                 case bytes():
                     self._expiry.on_request_timer(key, now)

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Hashable
 
 SLACK = 64  # entries that no longer count, before the heap is compacted
-
-# A request's id; ("link", number), ("idle" | "restart" | "drained", model), ("drain", slot, epoch);
-# "tombstones" and "quarantine".
-Key = bytes | str | tuple[str, int] | tuple[str, str] | tuple[str, str, int]
 
 
 class Timers:
     """A heap in which only the newest time set for a key counts."""
 
     def __init__(self) -> None:
-        self._at: dict[Key, float] = {}
-        self._heap: list[tuple[float, int, Key]] = []
+        self._at: dict[Hashable, float] = {}
+        self._heap: list[tuple[float, int, Hashable]] = []
         self._count = 0
 
     def __len__(self) -> int:
         return len(self._at)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: Hashable) -> bool:
         return key in self._at
 
-    def set(self, key: Key, at: float) -> None:
+    def set(self, key: Hashable, at: float) -> None:
         """Wake for `key` at this time and at no other; infinity clears it."""
         if math.isinf(at):
             self._at.pop(key, None)
@@ -42,7 +39,7 @@ class Timers:
         self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
         heapq.heapify(self._heap)
 
-    def clear(self, key: Key) -> None:
+    def clear(self, key: Hashable) -> None:
         self._at.pop(key, None)
 
     def next(self) -> float:
@@ -51,7 +48,7 @@ class Timers:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
 
-    def due(self, now: float) -> list[Key]:
+    def due(self, now: float) -> list[Hashable]:
         """The keys whose time has come, earliest first; they are cleared."""
         keys = []
         while self.next() <= now:

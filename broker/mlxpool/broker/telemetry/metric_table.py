@@ -18,13 +18,15 @@ import zmq
 from mlxpool.broker.metrics.histograms import OTHER, Frozen
 from mlxpool.broker.processes import system
 from mlxpool.broker.telemetry.snapshot import ModelView, Snapshot, WorkerView
-from mlxpool.broker.workers.worker import WorkerState
+from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.errors import BY_CODE
 
 REASONS = ("stop", "length", "cancelled")
 BROKER_STATES = ("ready", "draining", "stopping")
 MODEL_STATES = ("cold", "starting", "ready", "draining", "drained", "failed", "broken")
-WORKER_STATES = tuple(state.value for state in WorkerState if state is not WorkerState.LOST)
+WORKER_STATES = tuple(
+    dict.fromkeys(state.shown for state in WorkerState if state is not WorkerState.LOST)
+)
 CODES = tuple(BY_CODE)
 FAILURES = (*CODES, OTHER)
 MEMORY = ("weights", "kv", "prefix", "active", "cache", "peak", "rss")

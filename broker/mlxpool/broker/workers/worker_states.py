@@ -10,10 +10,10 @@ class WorkerState(Enum):
     LOADING = "loading"  # it has an epoch and no credit yet
     READY = "ready"
     SUSPECT = "suspect"  # past a limit of liveness: gets no new work
+    CONDEMNED = "condemned"  # fenced, its requests moved; its process may still exist
     DRAINING = "draining"  # gets no new work, finishes what it has
     YIELDING = "yielding"  # was told to hand back what it has
     STOPPING = "stopping"  # was told to exit
-    CONDEMNED = "condemned"  # fenced, its requests moved; its process may still exist
     LOST = "lost"  # its process is gone
 
     @property
