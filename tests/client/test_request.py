@@ -118,8 +118,9 @@ def test_again_from_the_ids_we_have() -> None:
     kept = {"model": "m", "prompt": "a", "options": {}, "priority": 2}
     assert body == {**kept, "deadline_ms": 1235, "resume": resume}
     assert blobs == [pack_ids([4, 5])]
-    payload = Generate.parse(body, tuple(blobs))
-    assert payload.resume == resume and payload.resume_ids == blobs[0]
+    message = Generate.parse(body, tuple(blobs))
+    assert message.resume is not None and message.resume.body() == resume
+    assert message.resume_ids == blobs[0]
     assert SENT["queue_ms"] == 5
 
 

@@ -170,7 +170,8 @@ MUTANTS = (
     _broker(
         "losses are counted for ever",
         "core/token_ingest",
-        "            run.resumes_without_progress = 0 if row.ids else run.resumes_without_progress\n",
+        "            run.resumes_without_progress = 0 if row.ids else"
+        " run.resumes_without_progress\n",
         "",
     ),
     _broker(
@@ -200,8 +201,8 @@ MUTANTS = (
     _broker(
         "tombstones are ignored",
         "core/admission",
-        "        known = self._state.requests.get(event.id) or self._state.tombstones.get(event.id)\n",
-        "        known = self._state.requests.get(event.id)\n",
+        " or self._state.tombstones.get(event.id)\n",
+        "\n",
     ),
     _broker(
         "a take-over keeps what was unread",

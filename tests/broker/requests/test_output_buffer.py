@@ -27,14 +27,14 @@ def test_small_steps_merge() -> None:
     (chunk,) = chunks
     assert (chunk.pos, "".join(chunk.texts), chunk.count) == (0, "<0><1><2>", 3)
     assert chunk.size == sum(sizes)
-    assert chunk.message().body() == {"text": "<0><1><2>", "n": 3}
+    assert chunk.body() == {"text": "<0><1><2>", "n": 3}
 
 
 def test_facts_and_logprobs_are_kept() -> None:
     chunks: deque[Chunk] = deque()
     add(chunks, delta(0, facts={"now": 1}, logprobs=[{"logprob": -1.0, "top": [1, 2]}]))
     add(chunks, delta(1, logprobs=[{"logprob": -2.0}]))
-    body = chunks[0].message().body()
+    body = chunks[0].body()
     assert body["facts"] == {"now": 1}
     assert [entry["logprob"] for entry in body["logprobs"]] == [-1.0, -2.0]
 

@@ -53,7 +53,7 @@ class Delivery:
         reader.sent += chunk.count
         reader.unread_bytes -= chunk.size
         if not reader.batch:
-            self._outbox.send_stream(request, chunk.message(), chunk.pos)
+            self._outbox.send(reader.link, chunk, request.id, reader.attempt, chunk.pos)
             return
         row = Delta(
             request.id,

@@ -7,8 +7,8 @@ from typing import Any
 
 from mlxpool.broker.interface import actions as act
 from mlxpool.broker.interface import events as ev
+from mlxpool.broker.requests.output_buffer import Chunk
 from mlxpool.common.protocol import kinds, to_client, to_worker
-from mlxpool.common.protocol.token_ids import count_of
 from mlxpool.common.trace import History
 
 
@@ -42,9 +42,8 @@ def _to_client(history: History, action: act.ToClient) -> None:
     if isinstance(message, to_client.StreamDeltas):
         for row in message.rows:
             history.write("sent", id=row.id, attempt=row.attempt, pos=row.pos, n=row.n)
-    elif isinstance(message, to_client.StreamDelta):
-        n = count_of(message.ids)
-        history.write("sent", id=header.id, attempt=header.attempt, pos=header.pos, n=n)
+    elif isinstance(message, Chunk):
+        history.write("sent", id=header.id, attempt=header.attempt, pos=header.pos, n=message.count)
     elif isinstance(message, to_client.Accepted | to_client.Done | to_client.Failed):
         outcome = None
         if isinstance(message, to_client.Done):

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.content import Content
 from mlxpool.common.protocol.deltas import size_of_logprobs
-from mlxpool.common.protocol.to_client import StreamDelta
-from mlxpool.common.protocol.token_ids import count_of
+from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 MAX_CHUNK = 64 * 1024  # bytes of text, ids and log-probabilities in one chunk
 
 
 @dataclass(eq=False, slots=True)
-class Chunk:
-    """One `delta` message to be: whole steps of the worker, merged."""
+class Chunk(Content):
+    """One `delta` message: whole steps of the worker, merged until it is sent.
 
+    It is the message itself, because a `StreamDelta` for each would cost the hot path an object.
+    """
+
+    kind: ClassVar[str] = kinds.DELTA
     pos: int
     texts: list[str] = field(default_factory=list)
     ids: bytearray = field(default_factory=bytearray)
@@ -35,10 +40,18 @@ class Chunk:
     @property
     def count(self) -> int:
         """How many ids."""
-        return count_of(self.ids)
+        return len(self.ids) // ID_WIDTH
 
-    def message(self) -> StreamDelta:
-        return StreamDelta(self.text, bytes(self.ids), self.logprobs, self.facts)
+    def body(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"text": "".join(self.texts), "n": len(self.ids) // ID_WIDTH}
+        if self.logprobs:
+            body["logprobs"] = self.logprobs
+        if self.facts is not None:
+            body["facts"] = self.facts
+        return body
+
+    def blobs(self) -> tuple[bytes, ...]:
+        return (bytes(self.ids),)
 
 
 def append(

@@ -34,7 +34,17 @@ class Delta(NamedTuple):
 
 def pack_deltas(deltas: Sequence[Delta]) -> tuple[dict[str, Any], bytes]:
     """Body and blob of a `deltas` message: trailing absent fields of an entry are left out."""
-    return {"rows": [_pack_row(delta) for delta in deltas]}, b"".join(d.ids for d in deltas)
+    return {"rows": pack_rows(deltas)}, join_ids(deltas)
+
+
+def pack_rows(deltas: Iterable[Delta]) -> list[list[Any]]:
+    """The entries of a `deltas` message without their ids."""
+    return [_pack_row(delta) for delta in deltas]
+
+
+def join_ids(deltas: Iterable[Delta]) -> bytes:
+    """The blob of a `deltas` message: all ids in the order of the rows."""
+    return b"".join([delta.ids for delta in deltas])
 
 
 ROW_BYTES = 512  # an entry without its text, ids, log-probabilities

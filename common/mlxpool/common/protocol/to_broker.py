@@ -13,7 +13,7 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.content import Content
-from mlxpool.common.protocol.deltas import Delta, pack_deltas, unpack_deltas
+from mlxpool.common.protocol.deltas import Delta, join_ids, pack_rows, unpack_deltas
 from mlxpool.common.protocol.fields import flag, integer, mapping, natural, text
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.prompts import Prompt, blobs_of_prompt, parse_prompt
@@ -342,10 +342,10 @@ class WorkerDeltas(Content):
     rows: Sequence[Delta]
 
     def body(self) -> dict[str, Any]:
-        return pack_deltas(self.rows)[0]
+        return {"rows": pack_rows(self.rows)}
 
     def blobs(self) -> tuple[bytes, ...]:
-        return (pack_deltas(self.rows)[1],)
+        return (join_ids(self.rows),)
 
     @classmethod
     def parse(cls, message: Message) -> WorkerDeltas:

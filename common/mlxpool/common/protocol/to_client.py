@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from mlxpool.common.errors import PoolError, from_body
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.content import Content
-from mlxpool.common.protocol.deltas import Delta, pack_deltas
+from mlxpool.common.protocol.deltas import Delta, join_ids, pack_rows
 from mlxpool.common.protocol.fields import mapping
 from mlxpool.common.protocol.token_ids import count_of
 
@@ -71,10 +71,10 @@ class StreamDeltas(Content):
     rows: Sequence[Delta]
 
     def body(self) -> dict[str, Any]:
-        return pack_deltas(self.rows)[0]
+        return {"rows": pack_rows(self.rows)}
 
     def blobs(self) -> tuple[bytes, ...]:
-        return (pack_deltas(self.rows)[1],)
+        return (join_ids(self.rows),)
 
 
 @dataclass(frozen=True, slots=True)
