@@ -192,7 +192,7 @@ def test_timers_of_a_model_that_found_its_twin_do_nothing() -> None:
     worker.die("stopped")
     story.do(ev.Unload("b"))
     story.do(ev.WorkerExited("b/0", "stopped"))  # the one that took the drained one's place
-    for key in (("drained", "b"), ("restart", "b"), ("model", "b")):
+    for key in (("drained", "b"), ("restart", "b"), ("idle", "b")):
         story.core.state.timers.set(key, story.now + 1)
     for name in "ab":
         describe(story, name, "d1")

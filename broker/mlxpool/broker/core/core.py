@@ -15,7 +15,7 @@ from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.cancellation import Cancellation
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
-from mlxpool.broker.core.drain import Drain
+from mlxpool.broker.core.drain import Drainer
 from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.expiry import Expiry
 from mlxpool.broker.core.failover import Failover
@@ -66,11 +66,11 @@ class Core:
         admission = Admission(state, outbox, links, pool, ended, delivery, dispatcher)
         cancellation = Cancellation(state, outbox, links, ended, delivery)
         failover = Failover(state, pool, ended, delivery, dispatcher, calls)
-        self._drain = drain = Drain(state, outbox, pool, delivery, dispatcher, failover)
+        self._drainer = drainer = Drainer(state, outbox, pool, delivery, dispatcher, failover)
         ingest = TokenIngest(state, pool, delivery, failover)
         workers = WorkerEvents(state, outbox, pool, dispatcher, calls, failover)
         self._expiry = expiry = Expiry(state, outbox, delivery)
-        operations = Operations(state, pool, delivery, calls, failover, drain)
+        operations = Operations(state, pool, delivery, calls, failover, drainer)
         self._handlers: dict[type, Handler] = {
             ev.Generate: admission.on_generate,
             ev.Cancel: cancellation.on_cancel,
@@ -100,7 +100,7 @@ class Core:
             ev.Reload: operations.on_reload,
             ev.Load: operations.on_load,
             ev.Unload: operations.on_unload,
-            ev.Drain: drain.on_drain,
+            ev.Drain: drainer.on_drain,
             ev.Restart: operations.on_restart,
             ev.Shutdown: operations.on_shutdown,
             ev.Wake: self._on_wake,
@@ -129,9 +129,9 @@ class Core:
                 case ("link", int(number)):
                     self._expiry.on_link_timer(number, now)
                 case ("drain", str(slot), int(epoch)):
-                    self._drain.on_worker_timer(slot, epoch, now)
+                    self._drainer.on_worker_timer(slot, epoch, now)
                 case ("drained", str(name)):
-                    self._drain.on_timer(name, now)
+                    self._drainer.on_timer(name, now)
                 case ("idle" | "restart" as what, str(name)):
                     self.pool.on_timer(what, name, now)
                 case "tombstones":

@@ -15,7 +15,7 @@ from mlxpool.common.errors import Draining
 from mlxpool.common.protocol import to_worker
 
 
-class Drain:
+class Drainer:
     def __init__(
         self,
         state: State,

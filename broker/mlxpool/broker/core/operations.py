@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
-from mlxpool.broker.core.drain import Drain
+from mlxpool.broker.core.drain import Drainer
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
@@ -24,14 +24,14 @@ class Operations:
         delivery: Delivery,
         calls: Calls,
         failover: Failover,
-        drain: Drain,
+        drainer: Drainer,
     ) -> None:
         self._state = state
         self._pool = pool
         self._delivery = delivery
         self._calls = calls
         self._failover = failover
-        self._drain = drain
+        self._drainer = drainer
 
     # ---- operators ---------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class Operations:
             self._pool.require(self._state.registry.models[slot.model], now)
         else:
             slot.worker.replace = True
-            self._drain.drain_worker(event.slot, 0.0, now)
+            self._drainer.drain_worker(event.slot, 0.0, now)
 
     def on_shutdown(self, event: ev.Shutdown, now: float) -> None:
         self._state.phase = PoolPhase.CLOSING
@@ -98,7 +98,7 @@ class Operations:
         """What was accepted has `grace` to end, as in a drain; new requests know no such model."""
         model = self._state.registry.remove(event.name)
         if model is not None:
-            self._drain.drain_model(model, event.grace, now)
+            self._drainer.drain_model(model, event.grace, now)
 
     def on_model_changed(self, event: ev.ModelChanged, now: float) -> None:
         """New settings hold for new workers; old ones finish, or hand over after `grace`."""
@@ -106,4 +106,4 @@ class Operations:
         for worker in registry.change(event.name, event.config, event.place, event.need):
             model = self._state.model_of_worker(worker)
             worker.replace = registry.slots[worker.slot] in model.local_slots
-            self._drain.drain_worker(worker.slot, event.grace, now)
+            self._drainer.drain_worker(worker.slot, event.grace, now)

@@ -80,7 +80,7 @@ class WorkerEvents:
         if worker is None:
             return
         if event.message.error is None:
-            worker.said_bye = True
+            worker.error, worker.said_bye = None, True
             return
         error = from_body(event.message.error)
         worker.error, worker.said_bye = error.body(), False
