@@ -10,6 +10,7 @@ from mlxpool.broker.requests.payload import Payload
 from mlxpool.client import request
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import REQUEST_KEYS
 from mlxpool.common.protocol.frames import TEXT_AS_BLOB
 from mlxpool.common.protocol.token_ids import pack_ids
 
@@ -69,7 +70,7 @@ def test_keys_of_the_request_and_options_of_the_sampler() -> None:
 
 def test_every_key_of_the_request_is_known() -> None:
     fields = set(Payload.__dataclass_fields__)
-    assert fields >= request.REQUEST_KEYS - {"tools", "think"}, "which are part of the prompt"
+    assert fields >= set(REQUEST_KEYS) - {"tools", "think"}, "which are part of the prompt"
 
 
 def test_none_is_not_given() -> None:

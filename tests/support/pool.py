@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import psutil
 
-from mlxpool.cli.operations import ask
+from mlxpool.cli.admin import ask
 from mlxpool.client import Client
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost

@@ -8,11 +8,10 @@ from typing import Any
 
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.options import BESIDE
+from mlxpool.common.options import REQUEST_KEYS
 from mlxpool.common.protocol.frames import TEXT_AS_BLOB
 from mlxpool.common.protocol.token_ids import pack_ids
 
-REQUEST_KEYS = frozenset(BESIDE)
 FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds on what lies behind a re-send
 
 

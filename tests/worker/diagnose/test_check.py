@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.check import lines
+from mlxpool.cli.commands.check import lines
 from mlxpool.common.config.loading import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.diagnose.check import check, memory_problems
