@@ -208,7 +208,7 @@ def test_the_flag_of_serve_beats_the_file_even_with_the_default(
 ) -> None:
     from mlxpool.cli.commands import serve
     from mlxpool.common import logs
-    from mlxpool.common.config.loading import PoolConfig
+    from mlxpool.common.config.schema import PoolConfig
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     file = tmp_path / "a.toml"

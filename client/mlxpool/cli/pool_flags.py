@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlxpool.common.paths import config_file
 
 if TYPE_CHECKING:
-    from mlxpool.common.config.loading import PoolConfig
+    from mlxpool.common.config.schema import PoolConfig
 
 POOL_FLAGS = ("front", "back", "admin", "secret_key", "log_format", "local_workers")
 

@@ -18,7 +18,7 @@ from broker.core.sim_actors import DIGEST, PACE, Client, Worker
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.interface import events as ev
 from mlxpool.client.retry import Watch
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header, Message

@@ -81,7 +81,7 @@ def diagnose(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _by_path(text: str, known: Mapping[str, Any]) -> Any:
-    from mlxpool.common.config.loading import ModelConfig
+    from mlxpool.common.config.schema import ModelConfig
 
     if not text:
         raise ValueError("MODEL must not be empty; `.` is the folder you are in")

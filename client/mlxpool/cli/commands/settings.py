@@ -92,11 +92,11 @@ def check(options: argparse.Namespace) -> int:
     sockets.ipc(loaded.run_dir, "admin")
     problems = [
         f"models.{name}.path: there is no {path}"
-        for name, path in origins.missing(loaded.models).items()
+        for name, path in origins.missing_paths(loaded.models).items()
     ]
     problems += [
         f"${name} is read by nobody" + (f"; did you mean ${near}?" if near else "")
-        for name, near in origins.strangers().items()
+        for name, near in origins.unread_variables().items()
     ]
     file = config_file(options.config)
     if options.json:
