@@ -206,6 +206,7 @@ def test_a_run_directory_that_is_too_long(capsys: pytest.CaptureFixture[str]) ->
 def test_the_flag_of_serve_beats_the_file_even_with_the_default(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    from mlxpool.cli import pool_flags
     from mlxpool.cli.commands import serve
     from mlxpool.common import logs
     from mlxpool.common.config.schema import PoolConfig
@@ -219,7 +220,7 @@ def test_the_flag_of_serve_beats_the_file_even_with_the_default(
         seen.append(original(options))
         raise ValueError("that is enough")
 
-    original = serve.settings_of
+    original = pool_flags.settings_of
     monkeypatch.setattr(serve, "settings_of", settings_of)
     monkeypatch.setattr(logs, "set_up", lambda **_: None)
     assert main(["serve", "--config", str(file)]) == USAGE

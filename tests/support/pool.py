@@ -23,6 +23,12 @@ from mlxpool.common.errors import BrokerLost
 PATIENCE = 60.0  # seconds; no test measures time, so this only bounds a failure
 
 
+def reconnects(client: Client) -> int:
+    """How often a client has replaced its connection since it last heard the broker."""
+    session = client._connection._session
+    return 0 if session is None else session.timer.reconnects
+
+
 def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
     """Wait for a true value of `check` and return it; fails with `what` after `patience` s."""
     end = time.monotonic() + patience

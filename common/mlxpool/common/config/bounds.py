@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -101,7 +100,6 @@ class Declaration:
         return read
 
 
-@cache
 def declarations(kind: type) -> Mapping[str, Declaration]:
     """The settings of a dataclass by name, in their order."""
     hints = get_type_hints(kind, include_extras=True)
