@@ -80,7 +80,7 @@ class ComputeHarness:
     """A started compute thread whose messages this process sends and receives."""
 
     def __init__(self, folder: Path) -> None:
-        from mlxpool.common.config.loading import ModelConfig, WorkerConfig
+        from mlxpool.common.config.schema import ModelConfig, WorkerConfig
         from mlxpool.worker.compute.messages import Loaded
         from mlxpool.worker.compute.thread import Compute
 

@@ -309,7 +309,7 @@ def test_unknown_models_and_options_are_named(pool: Pool) -> None:
         with pytest.raises(UnknownModel, match="did you mean 'counting'"):
             client.generate("countin", "x")
         with pytest.raises(BadRequest, match="temperature"):
-            client.generate("counting", "x", temprature=1)
+            client.generate("counting", "x", temprature=1)  # type: ignore[call-arg]
         with pytest.raises(BadRequest, match="empty"):
             client.generate("counting", "")
         with pytest.raises(BadRequest, match="50000"):

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Many
 from functools import partial
 from typing import Any
 
-from mlxpool.common.config.loading import Counting, ModelConfig, WorkerConfig
+from mlxpool.common.config.schema import Counting, ModelConfig, WorkerConfig
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.token_ids import unpack_ids

@@ -17,7 +17,7 @@ from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.request import Request, State
 from mlxpool.broker.workers.liveness import Sample
 from mlxpool.broker.workers.worker import Model, Worker, WorkerState
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.progress import Look
 from mlxpool.common.protocol import deltas, kinds
 from mlxpool.common.protocol import frames as wire

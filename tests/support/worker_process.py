@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 
 from mlxpool.common.closing import Closing
-from mlxpool.common.config.loading import WORKER_VARIABLE, Counting, ModelConfig, WorkerConfig
+from mlxpool.common.config.schema import WORKER_VARIABLE, Counting, ModelConfig, WorkerConfig
 from mlxpool.common.progress import Block
 from mlxpool.common.protocol import deltas, frames, kinds
 from mlxpool.common.protocol.deltas import Delta

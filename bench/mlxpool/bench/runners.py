@@ -125,7 +125,7 @@ def _folder(options: argparse.Namespace, progress: Progress) -> Iterator[Path]:
 
 
 def _folder_of(path: str) -> Path:
-    from mlxpool.common.config.loading import ModelConfig
+    from mlxpool.common.config.schema import ModelConfig
     from mlxpool.worker.weights import locate
 
     found = locate.locate(ModelConfig(path=path or locate.DEMO))

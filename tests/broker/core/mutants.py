@@ -273,14 +273,14 @@ MUTANTS = (
     Mutant(
         "the client does not look at boot and link",
         "client/mlxpool/client/retry.py",
-        "        elif state.accepted and (state.boot, state.link) != self.home:\n",
+        "        elif state.accepted and (state.boot, state.link) != peer:\n",
         "        elif False:\n",
         ("tests/client/test_retry.py",),
     ),
     Mutant(
         "the client takes frames of older sendings",
         "client/mlxpool/client/stream.py",
-        "        return not self.over and header.attempt in (0, self.attempt)\n",
+        "        return not self.over and attempt in (0, self.attempt)\n",
         "        return not self.over\n",
         ("tests/client/test_retry.py",),
     ),

@@ -18,7 +18,7 @@ from mlxpool.broker.interface import events as ev
 from mlxpool.broker.models import catalogue_news
 from mlxpool.broker.models.catalogue import Librarian, fingerprints
 from mlxpool.broker.models.catalogue_news import Library
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from support.pool import until
 
 ECHO = """

@@ -12,7 +12,7 @@ from mlxpool.broker.admin.reload import FIXED, compare
 from mlxpool.broker.processes.remote_slots import sample_of
 from mlxpool.broker.security.keyring import Keyring
 from mlxpool.broker.security.quotas import DEBT, FEW, Rates
-from mlxpool.common.config.loading import BUILTIN, KeyConfig, ModelConfig, PoolConfig
+from mlxpool.common.config.schema import BUILTIN, KeyConfig, ModelConfig, PoolConfig
 from mlxpool.common.progress import Look
 
 ALICE, BOB = "a" * 40, "b" * 40

@@ -10,7 +10,7 @@ import pytest
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.workers.liveness import Sample, Watch, judge, limit_of
 from mlxpool.broker.workers.worker import WorkerState
-from mlxpool.common.config.loading import PoolConfig
+from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.progress import Look
 from support.core_harness import (
     Story,

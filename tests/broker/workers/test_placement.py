@@ -17,7 +17,7 @@ from mlxpool.broker.workers.placement import (
     to_evict,
 )
 from mlxpool.broker.workers.worker import Model, Slot, Worker, WorkerState
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.config.schema import ModelConfig
 
 
 def request(number: int, priority: int = 0) -> Request:

@@ -10,7 +10,8 @@ import pytest
 
 from mlxpool.common import paths
 from mlxpool.common.config import origins
-from mlxpool.common.config.loading import NO_SETTINGS, PoolConfig, variables
+from mlxpool.common.config.loading import variables
+from mlxpool.common.config.schema import NO_SETTINGS, PoolConfig
 
 FILE = """\
 [pool]
@@ -97,7 +98,7 @@ def test_every_setting_is_told() -> None:
 def test_variables_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLXPOOL_QUEUE_LIMTI", "1")
     monkeypatch.setenv("MLXPOOL_CONFIG", "/x")
-    assert origins.strangers() == {"MLXPOOL_QUEUE_LIMTI": "MLXPOOL_QUEUE_LIMIT"}
+    assert origins.unread_variables() == {"MLXPOOL_QUEUE_LIMTI": "MLXPOOL_QUEUE_LIMIT"}
 
 
 def test_every_variable_of_the_code_is_known() -> None:
@@ -109,9 +110,9 @@ def test_every_variable_of_the_code_is_known() -> None:
         for file in (root / room).rglob("*.py")
         for name in re.findall(r"\bMLXPOOL_[A-Z][A-Z_]*[A-Z]\b", file.read_text("utf-8"))
     }
-    known = {*variables().values(), *origins.OTHERS}
+    known = {*variables().values(), *origins.OTHER_VARIABLES}
     assert read - known - {"MLXPOOL_NAME"} == set()
-    assert set(origins.OTHERS) - {"MLXPOOL_HYPOTHESIS"} <= read
+    assert set(origins.OTHER_VARIABLES) - {"MLXPOOL_HYPOTHESIS"} <= read
 
 
 # ---- the places ----------------------------------------------------------------------------------

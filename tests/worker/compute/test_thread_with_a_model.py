@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.config.schema import ModelConfig
 from mlxpool.worker.compute.messages import Opened, Rows, Unusable
 from mlxpool.worker.engine.block_manager import BLOCK
 from mlxpool.worker.engine.factory import Source

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.check import lines
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.cli.commands.check import lines
+from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.diagnose.check import check, memory_problems
 from mlxpool.worker.engine import description, versions
@@ -415,7 +415,7 @@ def test_a_line_for_each_model(good: Path) -> None:
 
 def test_checking_without_machine_imports_no_mlx(good: Path) -> None:
     code = (
-        "import sys; from mlxpool.common.config.loading import ModelConfig;"
+        "import sys; from mlxpool.common.config.schema import ModelConfig;"
         "from mlxpool.worker.diagnose.check import check;"
         "check('m', ModelConfig(path=sys.argv[1]));"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'mlx']"

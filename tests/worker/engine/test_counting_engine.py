@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from mlxpool.common.config.loading import Counting
+from mlxpool.common.config.schema import Counting
 from mlxpool.common.options import Options
 from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText, splitmix64, token_at
 from mlxpool.worker.engine.sequence import Sequence

@@ -17,7 +17,7 @@ from support.worker_checkpoints import EOS, config, write_checkpoint, write_json
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.config.loading import ModelConfig  # noqa: E402
+from mlxpool.common.config.schema import ModelConfig  # noqa: E402
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.common.config.loading import BUILTIN
+from mlxpool.common.config.schema import BUILTIN
 from mlxpool.worker.engine import factory, versions
 from mlxpool.worker.weights import locate
 from mlxpool.worker.weights.inspect import inspect

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.common.config.loading import ModelConfig, WorkerConfig
+from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.options import Options
 from mlxpool.common.protocol import deltas, frames, kinds
 from mlxpool.common.protocol.deltas import Delta

@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mlxpool.common.config.bounds import FAULTS
-from mlxpool.common.config.loading import Counting
+from mlxpool.common.config.schema import FAULTS, Counting
 from mlxpool.common.options import Options
 from mlxpool.common.protocol import deltas, kinds
 from mlxpool.common.protocol import frames as wire
@@ -39,7 +38,7 @@ from support.worker_process import WorkerProcess, id_of
 STRIKE = """
 import faulthandler, signal, sys, threading, time
 faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-from mlxpool.common.config.loading import Counting
+from mlxpool.common.config.schema import Counting
 from mlxpool.common.trace import History
 from mlxpool.worker.testing.faults import Faults
 _, name, folder = sys.argv

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.check import lines
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.cli.commands.check import lines
+from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.worker.diagnose.check import check

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 
-from mlxpool.common.config.loading import WORKER_VARIABLE, WorkerConfig
+from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
 from mlxpool.worker.process import lifecycle
 
 SWITCH_INTERVAL = 0.0005  # seconds; at Python's 5 ms a busy edge makes a step three times as long

@@ -18,7 +18,7 @@ from mlxpool.broker.security.quotas import Rates
 from mlxpool.broker.telemetry.stats import Counters
 from mlxpool.broker.workers.pool import Fleet
 from mlxpool.broker.workers.worker import Model, Question
-from mlxpool.common.config.loading import PoolConfig
+from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol import deltas, kinds
 from mlxpool.common.protocol.deltas import Delta

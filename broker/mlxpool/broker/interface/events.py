@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.broker.workers.liveness import Sample
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxpool.broker.models.aliases import SHARED, Names
 from mlxpool.broker.workers.worker import Model, Slot, Worker
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.errors import ModelUnavailable, PoolError, UnknownModel, from_body
 
 

@@ -21,7 +21,7 @@ from mlxpool.broker.models.registry import Roster
 from mlxpool.broker.workers.liveness import Verdict
 from mlxpool.broker.workers.placement import restart_delay, to_evict
 from mlxpool.broker.workers.worker import FENCED, Model, Slot, Worker, WorkerState
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxpool.broker.requests.fair_queue import Queue
 from mlxpool.broker.workers.liveness import Watch
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.config.schema import ModelConfig
 
 
 class WorkerState(Enum):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from functools import partial
 
-from mlxpool.common.config.loading import ModelConfig, WorkerConfig
+from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.generation import Run

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.config.schema import ModelConfig
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.engine.block_manager import BLOCK
 from mlxpool.worker.engine.counting_engine import CountingEngine

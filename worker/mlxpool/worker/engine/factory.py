@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpool.common.config.loading import ModelConfig, WorkerConfig
+from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
 from mlxpool.common.trace import History
 from mlxpool.worker.compute.messages import Opened

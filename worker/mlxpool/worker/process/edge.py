@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import zmq
 
-from mlxpool.common.config.loading import WorkerConfig
+from mlxpool.common.config.schema import WorkerConfig
 from mlxpool.common.errors import Internal, TooLarge, from_body
 from mlxpool.common.exit_codes import AGAIN, ALONE, REFUSED
 from mlxpool.common.progress import Block

@@ -1,4 +1,4 @@
-"""`mlxpool config`: the settings as they count, where each comes from, what is wrong with them."""
+"""`mlxpool config`: the effective settings, the origin of each, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.formatting import table
-from mlxpool.cli.serve import add_settings, flags_of, folders_of
+from mlxpool.cli.pool_flags import add_settings, flags_of, model_paths_of, settings_of
 from mlxpool.common.paths import config_file
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ SOUND, UNSOUND = 0, 1
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """`config show` and `config check`."""
+    """Add `config show` and `config check`."""
     config = commands.add_parser(
         "config", help="the settings: what they are, whether they are sound"
     )
@@ -48,11 +48,11 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 def _settings(options: argparse.Namespace) -> list[Setting]:
     from mlxpool.common.config import origins
 
-    return origins.settings(config_file(options.config), flags_of(options), folders_of(options))
+    return origins.settings(config_file(options.config), flags_of(options), model_paths_of(options))
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print them; what is printed as TOML can be read as TOML."""
+    """Print the settings as JSON, or as TOML that can be read again."""
     found = _settings(options)
     if options.json:
         file = config_file(options.config)
@@ -64,7 +64,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def as_toml(found: Sequence[Setting], *, origin: bool) -> Iterator[str]:
-    """A section for each table; the origin as a comment."""
+    """The lines of a TOML file, a section for each table; `origin` adds comments."""
     sections: dict[str, list[tuple[str, str]]] = {}
     for one in found:
         section, _, key = one.key.rpartition(".")
@@ -79,13 +79,12 @@ def as_toml(found: Sequence[Setting], *, origin: bool) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
-    """JSON is TOML for what settings are made of, but for what it does to other alphabets."""
+    """A value in TOML: the same as in JSON, but other alphabets are not escaped."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def check(options: argparse.Namespace) -> int:
-    """Say what a broker would stumble over. Raises ConfigError for what it would refuse."""
-    from mlxpool.cli.serve import settings_of
+    """Print missing models and unread variables. Raises ConfigError as a broker would."""
     from mlxpool.common.config import origins
     from mlxpool.common.transport import sockets
 
@@ -93,11 +92,11 @@ def check(options: argparse.Namespace) -> int:
     sockets.ipc(loaded.run_dir, "admin")
     problems = [
         f"models.{name}.path: there is no {path}"
-        for name, path in origins.missing(loaded.models).items()
+        for name, path in origins.missing_paths(loaded.models).items()
     ]
     problems += [
         f"${name} is read by nobody" + (f"; did you mean ${near}?" if near else "")
-        for name, near in origins.strangers().items()
+        for name, near in origins.unread_variables().items()
     ]
     file = config_file(options.config)
     if options.json:

@@ -1,33 +1,24 @@
-"""`ps`, `stats`, `models`, `drain`, `restart` and the like: one question to the admin socket."""
+"""`ps`, `stats`, `models`, `drain`, `restart` and others: one question to the admin socket each."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-import os
 import re
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import zmq
-
+from mlxpool.cli.admin import ask
 from mlxpool.cli.formatting import count, duration, size, table
-from mlxpool.cli.target import Place
-from mlxpool.common.errors import BadRequest, BrokerLost, Unauthorized, from_body
-from mlxpool.common.protocol import frames, kinds
-from mlxpool.common.protocol.frames import Header
-from mlxpool.common.transport import sockets
-from mlxpool.common.transport.handshake import Handshake
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.protocol import frames
 
-TIMEOUT_MS = 2000
-SLOT = re.compile(r"/\d+$")  # no model's name ends like this
+SLOT = re.compile(r"/\d+$")  # the end of a slot's name; no model's name ends so
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Everything that operations ask."""
+    """Add the commands of operators."""
     for name, text, action in (
         ("ps", "workers: state, phase, memory", ps),
         ("models", "the models that can be asked for", models),
@@ -91,77 +82,14 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub.set_defaults(run=cancel)
 
 
-def ask(
-    where: Path | Place,
-    kind: str,
-    body: Mapping[str, Any] | None = None,
-    ident: bytes | None = None,
-) -> dict[str, Any]:
-    """One admin command, to the broker of a run directory or to one elsewhere.
-
-    Raises BrokerLost naming the endpoint when nobody answers, Unauthorized naming the key that is
-    not let in.
-    """
-    place = Place(where) if isinstance(where, Path) else where
-    endpoint, credentials = place.of_socket("admin"), place.credentials()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = sockets.dealer(context, endpoint, credentials)
-    handshake = Handshake(socket, endpoint, credentials)
-    try:
-        socket.send_multipart(
-            frames.encode(Header(kind, ident or os.urandom(frames.ID_BYTES)), body or {})
-        )
-        if not _answered(socket, handshake):
-            if handshake.trouble:
-                raise Unauthorized(handshake.trouble)
-            raise BrokerLost(nobody(place.run_dir, endpoint))
-        message = frames.decode(socket.recv_multipart(), max_body=frames.MAX_BLOB)
-    finally:
-        handshake.close()
-        socket.close(linger=0)
-        context.term()
-    if message.kind == kinds.ERROR:
-        raise from_body(message.body)
-    return message.body
-
-
-def _answered(socket: zmq.Socket[bytes], handshake: Handshake) -> bool:
-    """Wait for an answer; False after TIMEOUT_MS, or when there will be none."""
-    poller = zmq.Poller()
-    for source in (socket, handshake.monitor):
-        poller.register(source, zmq.POLLIN)
-    end = time.monotonic() + TIMEOUT_MS / 1000
-    while (left := end - time.monotonic()) > 0 and not handshake.hopeless:
-        ready = dict(poller.poll(math.ceil(left * 1000)))
-        if socket in ready:
-            return True
-        handshake.succeeded()
-    return False
-
-
-def nobody(run_dir: Path, endpoint: str) -> str:
-    """Why nobody answers, as far as the lock tells."""
-    if endpoint.startswith("tcp:"):
-        return f"no broker answers at {endpoint}; is it its admin endpoint?"
-    try:
-        pid = int((run_dir / "lock").read_text())
-        os.kill(pid, 0)
-    except (OSError, ValueError):
-        return (
-            f"no broker answers at {endpoint}; start one with `mlxpool serve`,"
-            " or name its folder with --run-dir"
-        )
-    return f"the broker (pid {pid}) of {run_dir} does not answer: it is frozen, or very busy"
-
-
 def _show(options: argparse.Namespace, answer: Mapping[str, Any], text: str) -> int:
     print(json.dumps(answer) if options.json else text)
     return 0
 
 
 def ps(options: argparse.Namespace) -> int:
-    """One line for each worker."""
-    answer = ask(options.place, "ps")
+    """Print the broker, a row for each worker, and what is wrong."""
+    answer = ask(options.admin_target, "ps")
     rows = [_worker_row(worker) for worker in answer["workers"]]
     head = (
         "SLOT", "PID", "STATE", "PHASE", "FOR", "RUN", "WAIT", "WEIGHTS", "KV", "ACTIVE", "RSS",
@@ -172,11 +100,11 @@ def ps(options: argparse.Namespace) -> int:
         f"broker {broker['pid']} {broker['state']}, up {duration(broker['uptime_s'])},"
         f" {broker['run_dir']}"
     )
-    troubles = [f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")]
-    troubles += [
+    problems = [f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")]
+    problems += [
         f"{w['slot']}: stacks in {w['last_dump']}" for w in answer["workers"] if w.get("last_dump")
     ]
-    return _show(options, answer, "\n".join([line, table([head, *rows]), *troubles]))
+    return _show(options, answer, "\n".join([line, table([head, *rows]), *problems]))
 
 
 def _worker_row(worker: Mapping[str, Any]) -> Sequence[str]:
@@ -197,26 +125,26 @@ def _worker_row(worker: Mapping[str, Any]) -> Sequence[str]:
 
 
 def stats(options: argparse.Namespace) -> int:
-    """Counters, one a line; with --watch a page each second."""
+    """Print the counters, one a line; with --watch a page each second."""
     if not options.watch:
-        answer = ask(options.place, "stats")
+        answer = ask(options.admin_target, "stats")
         return _show(options, answer, _counters(answer))
     from mlxpool.cli.terminal import screen
-    from mlxpool.cli.watch import pictures
+    from mlxpool.cli.watch import snapshots
 
     if options.json:
-        for picture in pictures(options.place, options.count):
-            print(json.dumps(_of_stats(picture)), flush=True)
+        for snapshot in snapshots(options.admin_target, options.count):
+            print(json.dumps(_stats_of(snapshot)), flush=True)
         return 0
-    with screen() as shown:
-        for picture in pictures(options.place, options.count):
-            shown.show(_counters(_of_stats(picture)))
+    with screen() as terminal:
+        for snapshot in snapshots(options.admin_target, options.count):
+            terminal.show(_counters(_stats_of(snapshot)))
     return 0
 
 
-def _of_stats(picture: Mapping[str, Any]) -> dict[str, Any]:
-    """What `stats` answers, from a picture of `watch`."""
-    return {"broker": picture["broker"], **picture["stats"]}
+def _stats_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of `stats`, from a snapshot of `watch`."""
+    return {"broker": snapshot["broker"], **snapshot["stats"]}
 
 
 def _counters(answer: Mapping[str, Any]) -> str:
@@ -231,7 +159,7 @@ def _counters(answer: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """As a reader who knows no Python expects it."""
+    """A counter's value without Python's notation."""
     if isinstance(value, Mapping):
         return " ".join(one for many in value.values() for one in many) or "-"
     if isinstance(value, bool):
@@ -240,8 +168,8 @@ def _plain(value: Any) -> str:
 
 
 def models(options: argparse.Namespace) -> int:
-    """One line for each model."""
-    answer = ask(options.place, "models")
+    """Print a row for each model."""
+    answer = ask(options.admin_target, "models")
     rows = [_model_row(model) for model in answer["models"]]
     head = (
         "NAME", "STATE", "TYPE", "SIZE", "QUANTISATION", "CONTEXT", "QUEUED", "LAYOUT", "DIGEST",
@@ -272,8 +200,8 @@ def _model_row(model: Mapping[str, Any]) -> Sequence[str]:
 
 
 def requests(options: argparse.Namespace) -> int:
-    """One line for each live request."""
-    answer = ask(options.place, "requests")
+    """Print a row for each live request."""
+    answer = ask(options.admin_target, "requests")
     rows = [
         (r["id"], r["model"], r["state"], str(r["tokens"]), duration(r["age_s"]))
         for r in answer["requests"]
@@ -282,17 +210,17 @@ def requests(options: argparse.Namespace) -> int:
 
 
 def load(options: argparse.Namespace) -> int:
-    answer = ask(options.place, "load", {"model": options.model})
+    answer = ask(options.admin_target, "load", {"model": options.model})
     if not options.wait:
         return _show(options, answer, f"{answer['model']}: starting")
     from mlxpool.cli.load_progress import wait_for
 
-    loaded = wait_for(options.place, options.model, options.timeout)
+    loaded = wait_for(options.admin_target, options.model, options.timeout)
     return _show(options, answer, f"{loaded}: loaded")
 
 
 def unload(options: argparse.Namespace) -> int:
-    answer = ask(options.place, "unload", {"model": options.model})
+    answer = ask(options.admin_target, "unload", {"model": options.model})
     return _show(options, answer, f"{answer['model']}: stopping")
 
 
@@ -302,34 +230,34 @@ def drain(options: argparse.Namespace) -> int:
         body["slot" if SLOT.search(options.target) else "model"] = options.target
     if options.timeout is not None:
         body["timeout_ms"] = round(options.timeout * 1000)
-    answer = ask(options.place, "drain", body)
+    answer = ask(options.admin_target, "drain", body)
     text = f"{answer['draining']}: draining, {duration(answer['timeout_ms'] / 1000)} at most"
     return _show(options, answer, text)
 
 
 def restart(options: argparse.Namespace) -> int:
-    answer = ask(options.place, "restart", {"slot": options.slot})
+    answer = ask(options.admin_target, "restart", {"slot": options.slot})
     return _show(options, answer, f"{answer['slot']}: restarting")
 
 
 def cancel(options: argparse.Namespace) -> int:
-    """Exit code 1 when there is no such request."""
+    """Cancel a request; exit code 1 if there is none with this id."""
     try:
         ident = bytes.fromhex(options.id)
     except ValueError:
         ident = b""
     if len(ident) != frames.ID_BYTES:
         raise BadRequest(f"ID must be {2 * frames.ID_BYTES} hexadecimal digits, got {options.id!r}")
-    answer = ask(options.place, "cancel", {}, ident)
+    answer = ask(options.admin_target, "cancel", {}, ident)
     _show(options, answer, f"{options.id}: was {answer['state']}, {answer['pos']} tokens sent")
     return 1 if answer["state"] == "unknown" else 0
 
 
 def reload(options: argparse.Namespace) -> int:
-    answer = ask(options.place, "reload")
+    answer = ask(options.admin_target, "reload")
     return _show(options, answer, "the broker reads its settings; its log says what changes")
 
 
 def stop(options: argparse.Namespace) -> int:
-    answer = ask(options.place, "stop")
+    answer = ask(options.admin_target, "stop")
     return _show(options, answer, "the broker is stopping")

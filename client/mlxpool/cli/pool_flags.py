@@ -1,4 +1,4 @@
-"""`mlxpool serve`: the broker in the foreground."""
+"""The flags with which a command gives settings of the pool: `serve`, `check`, `config`, ..."""
 
 from __future__ import annotations
 
@@ -9,26 +9,13 @@ from typing import TYPE_CHECKING, Any
 from mlxpool.common.paths import config_file
 
 if TYPE_CHECKING:
-    from mlxpool.common.config.loading import PoolConfig
+    from mlxpool.common.config.schema import PoolConfig
 
-
-FLAGS = ("front", "back", "admin", "secret_key", "log_format", "local_workers")
-
-
-def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """`serve`."""
-    serve = commands.add_parser(
-        "serve",
-        parents=[common],
-        help="run a broker; workers start with the first request for their model",
-    )
-    add_settings(serve)
-    add_endpoints(serve)
-    serve.set_defaults(run=run)
+POOL_FLAGS = ("front", "back", "admin", "secret_key", "log_format", "local_workers")
 
 
 def add_endpoints(parser: argparse.ArgumentParser) -> None:
-    """Where a broker listens beside its run directory, and the key that tcp needs."""
+    """Add the flags for the broker's further endpoints, its CURVE key and its log format."""
     for name, whom in (
         ("front", "clients"),
         ("back", "workers that dial in"),
@@ -42,7 +29,7 @@ def add_endpoints(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which models there are."""
+    """Add the flags that name the settings file and the models."""
     parser.add_argument(
         "--config",
         type=Path,
@@ -60,24 +47,14 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C."""
-    # Here and not above: only this command needs the broker's code.
-    from mlxpool.broker.edge.loop import Broker
-    from mlxpool.common import logs
-
-    settings = settings_of(options)
-    logs.set_up(json_lines=settings.log_format == "json")
-
-    Broker(settings, lambda: settings_of(options)).run()
-    return 0
-
-
 def settings_of(options: argparse.Namespace) -> PoolConfig:
-    """The pool's settings; a flag beats the environment, which beats the file."""
+    """The pool's settings; a flag beats the environment, which beats the file.
+
+    Raises ConfigError, and ValueError for a --model that is not NAME=PATH.
+    """
     from mlxpool.common.config import loading
 
-    return loading.load(config_file(options.config), flags_of(options), folders_of(options))
+    return loading.load(config_file(options.config), flags_of(options), model_paths_of(options))
 
 
 def flags_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -85,17 +62,17 @@ def flags_of(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "run_dir": options.run_dir_flag,
         "models_dir": options.models_dir,
-        **{name: getattr(options, name, None) for name in FLAGS},
+        **{name: getattr(options, name, None) for name in POOL_FLAGS},
     }
 
 
-def folders_of(options: argparse.Namespace) -> dict[str, str]:
-    """The paths of the models that flags name."""
-    return dict(map(_named_folder, options.model))
+def model_paths_of(options: argparse.Namespace) -> dict[str, str]:
+    """The paths that --model gives, by name."""
+    return dict(map(_name_and_path, options.model))
 
 
-def _named_folder(text: str) -> tuple[str, str]:
-    name, separator, folder = text.partition("=")
-    if not (name and separator and folder):
+def _name_and_path(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
         raise ValueError(f"--model must be NAME=PATH, got {text!r}")
-    return name, folder
+    return name, path

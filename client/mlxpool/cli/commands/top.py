@@ -11,17 +11,17 @@ from typing import Any
 
 from mlxpool.cli import top_view
 from mlxpool.cli.formatting import count, table
-from mlxpool.cli.top_view import HEAD, KEPT, ORDERS, Order, Picture, Row
+from mlxpool.cli.top_view import HEAD, MAX_SNAPSHOTS, SORT_ORDERS, Row, Snapshot, SortOrder
 
-GLANCE = 0.1  # seconds between two looks at the keyboard
+KEY_INTERVAL = 0.1  # seconds between two reads of the keyboard
 KEYS = "q quit, s next column, r turn round, or a column: " + " ".join(
-    f"{order.key} {order.name}" for order in ORDERS
+    f"{order.key} {order.name}" for order in SORT_ORDERS
 )
 COLOURS = {"ready": "green", "suspect": "yellow", "broken": "red", "failed": "red"}
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """`top`."""
+    """Add `top`."""
     parser = commands.add_parser(
         "top",
         parents=[common],
@@ -30,8 +30,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sort",
-        choices=[order.name for order in ORDERS],
-        default=ORDERS[0].name,
+        choices=[order.name for order in SORT_ORDERS],
+        default=SORT_ORDERS[0].name,
         help="the column to begin with (default: %(default)s)",
     )
     parser.add_argument(
@@ -41,68 +41,68 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 class View:
-    """What the keys have chosen, and the pictures of the last minute."""
+    """The sort order that keys choose, and the snapshots of the last minute."""
 
     def __init__(self, sort: str) -> None:
-        self.history: deque[Picture] = deque(maxlen=KEPT)
-        self.order = next(order for order in ORDERS if order.name == sort)
-        self.turned = False
+        self.history: deque[Snapshot] = deque(maxlen=MAX_SNAPSHOTS)
+        self.order = next(order for order in SORT_ORDERS if order.name == sort)
+        self.reversed = False
 
     def press(self, keys: str) -> bool:
-        """Obey; False for the end."""
+        """Apply pressed keys; returns False to end."""
         for key in keys:
             if key in "qQ\x03\x04":
                 return False
             if key == "s":
-                self._sort(ORDERS[(ORDERS.index(self.order) + 1) % len(ORDERS)])
+                self._sort(SORT_ORDERS[(SORT_ORDERS.index(self.order) + 1) % len(SORT_ORDERS)])
             elif key == "r":
-                self.turned = not self.turned
+                self.reversed = not self.reversed
             else:
-                self._sort(next((order for order in ORDERS if order.key == key), self.order))
+                self._sort(next((order for order in SORT_ORDERS if order.key == key), self.order))
         return True
 
-    def _sort(self, order: Order) -> None:
+    def _sort(self, order: SortOrder) -> None:
         if order != self.order:
-            self.order, self.turned = order, False
+            self.order, self.reversed = order, False
 
     def rows(self) -> list[Row]:
-        return top_view.ordered(top_view.rows(self.history), self.order, turned=self.turned)
+        return top_view.ordered(top_view.rows(self.history), self.order, reverse=self.reversed)
 
     def page(self, columns: int, lines: int, *, live: bool) -> str:
-        """As text that fits; a terminal is told which keys there are."""
+        """The page, at most `lines` lines of `columns` characters; with the keys if `live`."""
         if not self.history:
             return "waiting for the broker's first picture"
         shown = self.rows()[: max(1, lines - 4)]
-        arrow = "falling" if self.order.falling is not self.turned else "rising"
+        arrow = "falling" if self.order.descending is not self.reversed else "rising"
         head = [top_view.summary(self.history), f"sorted by {self.order.name}, {arrow}"]
-        body = _drawn(shown, columns, live).splitlines()
+        body = _table(shown, columns, live).splitlines()
         keys = [KEYS[:columns]] if live else []
         return "\n".join([*(line[:columns] for line in head), *body, *keys])
 
 
 def run(options: argparse.Namespace) -> int:
-    """Until `q`, Ctrl-C or the last picture that was asked for."""
+    """Show a page for each snapshot until `q`, Ctrl-C or the last of --count."""
     # Here and not above: the other commands start faster without.
     from mlxpool.cli.terminal import screen
-    from mlxpool.cli.watch import Watch, pictures
+    from mlxpool.cli.watch import Subscription, snapshots
 
     view = View(options.sort)
     if options.json:
-        for picture in pictures(options.place, options.count):
-            view.history.append(picture)
+        for snapshot in snapshots(options.admin_target, options.count):
+            view.history.append(snapshot)
             print(json.dumps(as_json(view)), flush=True)
         return 0
     left = options.count
-    with Watch(options.place) as watch, screen() as shown:
+    with Subscription(options.admin_target) as subscription, screen() as terminal:
         while True:
-            newest, keys = watch.next(GLANCE), shown.pressed()
+            newest, keys = subscription.next(KEY_INTERVAL), terminal.pressed_keys()
             if not view.press(keys):
                 return 0
             if newest is not None:
                 view.history.append(newest)
                 left -= 1
             if newest is not None or keys:
-                shown.show(view.page(*shown.room, live=shown.live))
+                terminal.show(view.page(*terminal.size, live=terminal.live))
             if newest is not None and left == 0:
                 return 0
 
@@ -118,14 +118,14 @@ def as_json(view: View) -> dict[str, Any]:
     }
 
 
-def _drawn(rows: Sequence[Row], columns: int, colours: bool) -> str:
+def _table(rows: Sequence[Row], columns: int, colours: bool) -> str:
     lines = [top_view.cells(row) for row in rows]
     if colours and importlib.util.find_spec("rich") is not None:
-        return _in_colours(lines, columns)
+        return _colour_table(lines, columns)
     return "\n".join(line[:columns] for line in table([HEAD, *lines]).splitlines())
 
 
-def _in_colours(lines: Sequence[Sequence[str]], columns: int) -> str:
+def _colour_table(lines: Sequence[Sequence[str]], columns: int) -> str:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

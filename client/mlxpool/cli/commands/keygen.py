@@ -11,7 +11,7 @@ ROLES = ("client", "worker", "admin", "server")
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """`keygen`."""
+    """Add `keygen`."""
     sub = commands.add_parser(
         "keygen",
         parents=[common],
@@ -29,18 +29,20 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the pair, write the file, print the public part."""
+    """Make a key pair, write its file, print the public key."""
     from mlxpool.common.transport import keys
 
     pair = keys.make(options.name, options.role)
     path = keys.write(pair, options.folder or keys.default_folder())
     answer = {"name": pair.name, "role": pair.role, "public": pair.public, "path": str(path)}
     section = keys.section(pair.name)
-    print(json.dumps(answer) if options.json else _words(section, pair.role, pair.public, path))
+    print(
+        json.dumps(answer) if options.json else _config_text(section, pair.role, pair.public, path)
+    )
     return 0
 
 
-def _words(section: str, role: str, public: str, path: Path) -> str:
+def _config_text(section: str, role: str, public: str, path: Path) -> str:
     if role == "server":
         return (
             f"# {path} is the secret key; for the broker's config:\n[pool]\n"

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.cli.formatting import size, table
-from mlxpool.cli.serve import add_settings, settings_of
+from mlxpool.cli.pool_flags import add_settings, settings_of
 
 SOUND, UNSOUND = 0, 1
-SHOWN = 40  # problems; a wrong size in config.json makes one of every tensor
-WORKER = "mlxpool.worker.diagnose.check"  # a process: this package knows nothing of models
+MAX_SHOWN = 40  # problems; a wrong size in config.json makes one of every tensor
+DIAGNOSE_MODULE = "mlxpool.worker.diagnose.check"  # a process: the client imports no worker
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """`check`."""
+    """Add `check`."""
     parser = commands.add_parser(
         "check",
         parents=[common],
@@ -39,7 +39,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; returns the exit code."""
-    report = look(options)
+    report = diagnose(options)
     if options.json:
         print(json.dumps(report))
     else:
@@ -48,10 +48,10 @@ def run(options: argparse.Namespace) -> int:
     return UNSOUND if report["problems"] or not fits else SOUND
 
 
-def look(options: argparse.Namespace) -> dict[str, Any]:
-    """The report of a worker's process, as docs/models.md shows it.
+def diagnose(options: argparse.Namespace) -> dict[str, Any]:
+    """The report of a process with the worker's code, as docs/models.md shows it.
 
-    Raises ValueError for a name that is in no settings and no path either.
+    Raises ValueError for a name that is neither in the settings nor a path.
     """
     import subprocess
 
@@ -68,7 +68,7 @@ def look(options: argparse.Namespace) -> dict[str, Any]:
         "memory_limit": settings.memory_limit,
     }
     done = subprocess.run(
-        [sys.executable, "-m", WORKER],
+        [sys.executable, "-m", DIAGNOSE_MODULE],
         input=json.dumps(asked) + "\n",
         stdout=subprocess.PIPE,
         text=True,
@@ -81,7 +81,7 @@ def look(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _by_path(text: str, known: Mapping[str, Any]) -> Any:
-    from mlxpool.common.config.loading import ModelConfig
+    from mlxpool.common.config.schema import ModelConfig
 
     if not text:
         raise ValueError("MODEL must not be empty; `.` is the folder you are in")
@@ -94,7 +94,7 @@ def _by_path(text: str, known: Mapping[str, Any]) -> Any:
 
 
 def lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report for people."""
+    """The report as lines of text."""
     model, memory, machine = (report.get(part) for part in ("model", "memory", "machine"))
     rows = [("name", report["name"]), ("path", report["path"])]
     if model:
@@ -108,9 +108,9 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     wrong = report["problems"]
     yield ""
     yield f"{len(wrong)} problem{'s' * (len(wrong) > 1)}:" if wrong else "nothing is wrong with it"
-    yield from (f"  - {words}" for words in wrong[:SHOWN])
-    if len(wrong) > SHOWN:
-        yield f"  … and {len(wrong) - SHOWN} more, which --json lists"
+    yield from (f"  - {words}" for words in wrong[:MAX_SHOWN])
+    if len(wrong) > MAX_SHOWN:
+        yield f"  … and {len(wrong) - MAX_SHOWN} more, which --json lists"
     if machine and not machine["fits"]:
         yield "it cannot run on this machine:"
         yield from (f"  - {words}" for words in machine["why"])
@@ -137,7 +137,7 @@ def _without_template(model: Mapping[str, Any]) -> str:
 
 
 def _figure(value: int | None) -> str:
-    """- for what is not known before the model is loaded."""
+    """A number as text; "-" for one that is not known before the model is loaded."""
     return "-" if value is None else f"{value:,}"
 
 

@@ -1,4 +1,4 @@
-"""`mlxpool revoke`: takes a key out of the broker's settings, and has the broker cut it off."""
+"""`mlxpool revoke`: removes a key from the broker's config, and has the broker reload it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 from mlxpool.common.errors import BrokerLost
 from mlxpool.common.paths import config_file
 
-HEAD = re.compile(r"\s*\[")
+SECTION = re.compile(r"\s*\[")
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """`revoke`."""
+    """Add `revoke`."""
     sub = commands.add_parser(
         "revoke",
         parents=[common],
@@ -35,8 +35,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the file, then ask the broker. Raises ValueError, OSError, PoolError."""
-    from mlxpool.cli.operations import ask
+    """Write the file, then ask the broker to reload it. Raises ValueError, OSError, PoolError."""
+    from mlxpool.cli.admin import ask
 
     file = config_file(options.config)
     if file is None:
@@ -46,21 +46,23 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ValueError(f"cannot read the config {file}: {error.strerror}") from None
     replace(file, without(text, options.name, str(file)))
-    told = True
+    reloaded = True
     try:
-        ask(options.place, "reload")
+        ask(options.admin_target, "reload")
     except BrokerLost:
-        told = False
-    ending = "the broker cuts it off" if told else "no broker answers: it holds for the next one"
-    answer = {"name": options.name, "file": str(file), "reloaded": told}
+        reloaded = False
+    ending = (
+        "the broker cuts it off" if reloaded else "no broker answers: it holds for the next one"
+    )
+    answer = {"name": options.name, "file": str(file), "reloaded": reloaded}
     print(json.dumps(answer) if options.json else f"{options.name}: revoked in {file}; {ending}")
     return 0
 
 
 def without(text: str, name: str, where: str) -> str:
-    """The settings less the section of a key. Pure.
+    """The text of a config without the section of a key. Pure.
 
-    Raises ValueError when there is no such key, or when it is not in a section of its own.
+    Raises ValueError if there is no such key, or if it has no section of its own.
     """
     import tomllib
 
@@ -76,19 +78,19 @@ def without(text: str, name: str, where: str) -> str:
     lines = text.splitlines(keepends=True)
     head = re.compile(rf"\s*\[\s*keys\s*\.\s*(['\"]?){re.escape(name)}\1\s*\]")
     begin = next((n for n, line in enumerate(lines) if head.match(line)), len(lines))
-    end = next((n for n in range(begin + 1, len(lines)) if HEAD.match(lines[n])), len(lines))
+    end = next((n for n in range(begin + 1, len(lines)) if SECTION.match(lines[n])), len(lines))
     while end > begin + 1 and re.match(r"\s*(#|$)", lines[end - 1]):
-        end -= 1  # what stands above the next section is about that one
+        end -= 1  # comments above the next section belong to it
     rest = "".join([*lines[:begin], *lines[end:]])
     wanted = {**table, "keys": {key: value for key, value in keys.items() if key != name}}
-    if not _means(rest, wanted):
+    if not _parses_to(rest, wanted):
         raise ValueError(
             f"{where} has the key {name!r} in no section of its own: take it out by hand"
         )
     return rest
 
 
-def _means(text: str, wanted: Mapping[str, Any]) -> bool:
+def _parses_to(text: str, wanted: Mapping[str, Any]) -> bool:
     import tomllib
 
     try:
@@ -98,7 +100,7 @@ def _means(text: str, wanted: Mapping[str, Any]) -> bool:
 
 
 def replace(file: Path, text: str) -> None:
-    """A whole new file in the place of the old one, as its owner's and with its mode."""
+    """Replace a file atomically; owner, group and mode stay."""
     file = file.resolve()
     status = file.stat()
     descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")

@@ -1,4 +1,4 @@
-"""`mlxpool gateway`: HTTP before a pool, in the foreground."""
+"""`mlxpool gateway`: HTTP in front of a pool, in the foreground."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlxpool.cli.target import place_of
+from mlxpool.cli.target import target_of
 
 MISSING = "the gateway needs {name}: pip install 'mlxpool[gateway]'"
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """`gateway`."""
+    """Add `gateway`."""
     gateway = commands.add_parser(
         "gateway",
         parents=[common],
@@ -43,7 +43,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    # Here and not above: only this command needs the gateway's code, and not everybody has it.
+    # Here and not above: only this command needs the gateway and its optional packages.
     try:
         from mlxpool.gateway import server
     except ModuleNotFoundError as error:
@@ -54,12 +54,12 @@ def run(options: argparse.Namespace) -> int:
     from mlxpool.gateway.settings import Settings
 
     logs.set_up(json_lines=options.log_format == "json")
-    place = place_of(options, "front")
+    target = target_of(options, "front")
     settings = Settings(
-        run_dir=None if place.endpoint else place.run_dir,
-        endpoint=place.endpoint,
-        server_key=place.server_key,
-        key=place.key,
+        run_dir=None if target.endpoint else target.run_dir,
+        endpoint=target.endpoint,
+        server_key=target.server_key,
+        key=target.key,
         host=options.host,
         port=options.port,
         keys=options.keys,
@@ -69,8 +69,8 @@ def run(options: argparse.Namespace) -> int:
         deadline=options.deadline,
     )
 
-    def say(url: str) -> None:
+    def print_url(url: str) -> None:
         print(json.dumps({"url": url}) if options.json else f"listening on {url}", flush=True)
 
-    server.run(settings, say)
+    server.run(settings, print_url)
     return 0

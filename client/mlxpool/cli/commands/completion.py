@@ -1,4 +1,4 @@
-"""`mlxpool completion`: what a shell needs to complete this command line, made by shtab."""
+"""`mlxpool completion`: a script by which a shell completes this command line, made by shtab."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """`completion`."""
+    """Add `completion`."""
     parser = commands.add_parser(
         "completion",
         parents=[common],
@@ -25,17 +25,15 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the script."""
-    text = script(options.shell)
+    text = script(options.whole_parser(), options.shell)
     print(json.dumps({"shell": options.shell, "script": text}) if options.json else text)
     return 0
 
 
-def script(shell: str) -> str:
+def script(parser: argparse.ArgumentParser, shell: str) -> str:
     """The script for one of SHELLS. Raises ValueError when shtab is not installed."""
     if importlib.util.find_spec("shtab") is None:
         raise ValueError("completion needs shtab: pip install 'mlxpool[cli]'")
     import shtab
 
-    from mlxpool.cli.main import parser
-
-    return str(shtab.complete(parser(), shell=shell))
+    return str(shtab.complete(parser, shell=shell))

@@ -1,4 +1,4 @@
-"""`mlxpool broker` and `mlxpool worker`: the two halves of a pool, on machines of their own."""
+"""`mlxpool worker`: a worker of a broker on another machine, or of `mlxpool broker` here."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from mlxpool.cli import serve
-from mlxpool.cli.target import add_flags, place_of
+from mlxpool.cli.pool_flags import add_settings, settings_of
+from mlxpool.cli.target import add_flags, target_of
 
 ORPHAN_GRACE = 60.0  # seconds
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """`broker` and `worker`."""
-    broker = commands.add_parser(
-        "broker",
-        parents=[common],
-        help="run a broker that starts no worker: workers dial in with `mlxpool worker`",
-    )
-    serve.add_settings(broker)
-    serve.add_endpoints(broker)
-    broker.set_defaults(run=serve.run, local_workers=False)
+    """Add `worker`."""
     worker = commands.add_parser(
         "worker",
         parents=[common],
@@ -33,7 +25,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     add_flags(worker)
     worker.add_argument("name", metavar="MODEL", help="the name under which requests ask for it")
-    serve.add_settings(worker)
+    add_settings(worker)
     worker.add_argument(
         "--orphan-grace",
         type=float,
@@ -42,20 +34,20 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         help="how long the broker may be gone before the worker ends (default 60)",
     )
     worker.add_argument("--log-format", choices=("text", "json"))
-    worker.set_defaults(run=run_worker)
+    worker.set_defaults(run=run)
 
 
-def run_worker(options: argparse.Namespace) -> int:
-    """Serve until the broker says stop, or SIGTERM."""
+def run(options: argparse.Namespace) -> int:
+    """Supervise one worker until the broker sends it away, or SIGTERM."""
     # Here and not above: only this command needs that code.
     from mlxpool.broker.processes.remote_supervisor import Outpost
     from mlxpool.broker.processes.supervisor import Dial
     from mlxpool.common import logs
     from mlxpool.common.config.loading import check_run_dir
 
-    place = place_of(options, "back")
-    place.credentials()  # a key that cannot be used is told here and not by every worker
-    config = serve.settings_of(options)
+    target = target_of(options, "back")
+    target.credentials()  # raises here for a bad key, and not in every worker
+    config = settings_of(options)
     model = config.models.get(options.name)
     if model is None:
         raise ValueError(
@@ -65,7 +57,8 @@ def run_worker(options: argparse.Namespace) -> int:
     if options.orphan_grace < 0:
         raise ValueError(f"--orphan-grace must be 0 or more, got {options.orphan_grace:g}")
     logs.set_up(json_lines=config.log_format == "json")
-    dial = Dial(place.server_key or "", place.key or "", options.orphan_grace)
+    dial = Dial(target.server_key or "", target.key or "", options.orphan_grace)
     check_run_dir(config.run_dir)
-    own = replace(config, run_dir=config.run_dir / "remote")  # no broker may sweep it away
-    return Outpost(own, place.of_socket("back"), options.name, model, dial).run()
+    # A folder of its own: a broker in the run directory deletes the files that it does not know.
+    own = replace(config, run_dir=config.run_dir / "remote")
+    return Outpost(own, target.endpoint_of("back"), options.name, model, dial).run()

@@ -1,4 +1,4 @@
-"""`mlxpool chat`: talk in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation."""
+"""`mlxpool chat`: a conversation in the terminal. Ctrl-C ends an answer, Ctrl-D the whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.cli import run as runs
+from mlxpool.cli.request_flags import (
+    add_options,
+    admin_target_of,
+    client_of,
+    decode_utf8,
+    options_of,
+)
 
 if TYPE_CHECKING:
     from mlxpool.client import Client
@@ -24,7 +30,7 @@ Ctrl-C ends the answer under way. A line that begins with // is sent with one / 
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """`chat`."""
+    """Add `chat`."""
     parser = commands.add_parser(
         "chat",
         parents=[common],
@@ -34,36 +40,36 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
-    runs.add_options(parser)
+    add_options(parser)
     parser.set_defaults(run=run)
 
 
 @dataclass(eq=False, slots=True)
 class Conversation:
-    """What was said so far."""
+    """The messages so far, and the system message."""
 
     system: str = ""
-    said: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, str]] = field(default_factory=list)
 
     def messages(self, text: str) -> list[dict[str, str]]:
-        """What the model gets to see when the user says this."""
+        """The messages to send for the next text of the user."""
         first = [{"role": "system", "content": self.system}] if self.system else []
-        return [*first, *self.said, {"role": "user", "content": text}]
+        return [*first, *self.turns, {"role": "user", "content": text}]
 
     def keep(self, text: str, answer: str) -> None:
-        """An answer that was cut short is kept as far as it came: the user has read it."""
-        self.said.append({"role": "user", "content": text})
-        self.said.append({"role": "assistant", "content": answer})
+        """Add a text and its answer; of a cancelled answer the part that the user has read."""
+        self.turns.append({"role": "user", "content": text})
+        self.turns.append({"role": "assistant", "content": answer})
 
     def command(self, line: str) -> str | None:
-        """Obey a line that begins with /; what to tell the user, or None for the end."""
+        """Run a line that begins with /; returns what to tell the user, None to end."""
         name, _, rest = line.partition(" ")
         if name == "/quit":
             return None
         if name == "/help":
             return HELP
         if name == "/clear":
-            self.said.clear()
+            self.turns.clear()
             return "the conversation is forgotten"
         if name == "/system":
             self.system = rest.strip()
@@ -72,30 +78,30 @@ class Conversation:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Until the end of the input. Exit code 1 when the last answer failed, without a terminal."""
+    """Answer lines until the input ends. Exit code 1 if the last answer failed."""
     from mlxpool.client import Client
 
-    asked = runs.asked_of(options)
+    given = options_of(options)
     conversation = Conversation(options.system or "")
     code = 0
-    with runs.client_of(options, Client) as client:
+    with client_of(options, Client) as client:
         for line in lines():
             if line.startswith("/") and not line.startswith("//"):
-                said = conversation.command(line)
-                if said is None:
+                reply = conversation.command(line)
+                if reply is None:
                     break
-                print(said, file=sys.stderr)
+                print(reply, file=sys.stderr)
             elif line.strip():
                 text = line.removeprefix("/") if line.startswith("//") else line
-                code = answer(client, options, conversation, text, asked)
+                code = answer(client, options, conversation, text, given)
     return code
 
 
 def lines() -> Iterator[str]:
-    """What the user types, with a history of it; or the lines of standard input."""
+    """The lines that the user types, or those of standard input without a terminal."""
     if not sys.stdin.isatty():
         for line in sys.stdin.buffer:
-            yield runs.as_utf8(line).rstrip("\r\n")
+            yield decode_utf8(line).rstrip("\r\n")
         return
     _edit_lines()
     while True:
@@ -109,7 +115,7 @@ def lines() -> Iterator[str]:
 
 
 def _edit_lines() -> None:
-    """Arrow keys and a history for `input`; a Python without readline does without."""
+    """Give `input` arrow keys and a history, if this Python has readline."""
     try:
         import readline  # noqa: F401
     except ImportError:
@@ -121,41 +127,46 @@ def answer(
     options: argparse.Namespace,
     conversation: Conversation,
     text: str,
-    asked: dict[str, Any],
+    given: dict[str, Any],
 ) -> int:
-    """Show one answer as it comes. An error is told and costs the answer, not the conversation."""
-    from mlxpool.cli.load_progress import Waiting
+    """Print one answer as it arrives; returns 1 if it failed, which does not end the conversation.
+
+    Raises BrokerLost, and KeyboardInterrupt without a terminal.
+    """
+    from mlxpool.cli.load_progress import LoadProgress
     from mlxpool.common.errors import BrokerLost, PoolError
 
     parts: list[str] = []
-    stream = client.stream(options.model, messages=conversation.messages(text), **asked)
+    stream = client.stream(options.model, messages=conversation.messages(text), **given)
     try:
-        with stream, Waiting(runs.admin_of(options), options.model) as waiting:
+        with stream, LoadProgress(admin_target_of(options), options.model) as progress:
             for delta in stream:
-                waiting.close()
+                progress.close()
                 parts.append(delta.text)
                 if not options.json:
                     print(delta.text, end="", flush=True)
             result = stream.result
     except KeyboardInterrupt:
-        _end_of_line(options, parts)
+        _end_line(options, parts)
         if not sys.stdin.isatty():
-            raise  # nobody is there to go on
+            raise
         print("(cancelled)", file=sys.stderr)
         conversation.keep(text, "".join(parts))
-        _say(options, {"role": "assistant", "content": "".join(parts), "reason": "cancelled"})
+        _print_json(
+            options, {"role": "assistant", "content": "".join(parts), "reason": "cancelled"}
+        )
         return 0
     except BrokerLost:
-        _end_of_line(options, parts)
+        _end_line(options, parts)
         raise
     except PoolError as error:
-        _end_of_line(options, parts)
+        _end_line(options, parts)
         print(f"mlxpool: {error.code}: {error.message}", file=sys.stderr)
-        _say(options, {"error": error.body()})
+        _print_json(options, {"error": error.body()})
         return 1
-    _end_of_line(options, ["text"])
+    _end_line(options, ["text"])
     conversation.keep(text, result.text)
-    _say(
+    _print_json(
         options,
         {
             "role": "assistant",
@@ -168,12 +179,12 @@ def answer(
     return 0
 
 
-def _end_of_line(options: argparse.Namespace, parts: list[str]) -> None:
-    """What follows must not stick to the text."""
+def _end_line(options: argparse.Namespace, parts: list[str]) -> None:
+    """End the line of text before something else is printed."""
     if parts and not options.json:
         print(flush=True)
 
 
-def _say(options: argparse.Namespace, line: dict[str, Any]) -> None:
+def _print_json(options: argparse.Namespace, line: dict[str, Any]) -> None:
     if options.json:
         print(json.dumps(line), flush=True)
