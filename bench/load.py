@@ -120,7 +120,7 @@ def _read_over(shard: Path) -> None:
 
 def load(folder: Path) -> dict[str, float]:
     """What a worker does with a model."""
-    from mlxpool.worker.weights.load import inspect
+    from mlxpool.worker.weights.inspect import inspect
     from mlxpool.worker.weights.load import load as load_model
 
     started = time.perf_counter()

@@ -309,7 +309,7 @@ def test_what_is_known_without_loading(checked: dict[str, Checked]) -> None:
     assert folder.uses_mlx_lm and folder.eos_ids == {EOS}
     assert (folder.context, folder.plan.vocab_size) == (512, 264)
     assert folder.weight_bytes == sum(tensor.nbytes for tensor in folder.tensors.values()) > 0
-    assert checked["mamba"].folder.context == mlx_lm_models.UNBOUNDED
+    assert checked["mamba"].folder.context == mlx_lm_models.UNBOUNDED_CONTEXT
 
 
 def test_what_check_says_of_it(checked: dict[str, Checked]) -> None:

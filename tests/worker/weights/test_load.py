@@ -16,7 +16,8 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.layers.quantisation import parse_quant_config
 from mlxpool.worker.weights.files import folder_files, merge_tensors
-from mlxpool.worker.weights.load import inspect, load
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.load import load
 from mlxpool.worker.weights.match import mismatches
 from support.worker_checkpoints import (
     EOS,
