@@ -93,11 +93,8 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _layers(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
-    hidden, heads, eps = (
-        integer(text, "hidden_size"),
-        Heads.from_config(text),
-        number(text, "rms_norm_eps"),
-    )
+    hidden, heads = integer(text, "hidden_size"), Heads.from_config(text)
+    eps = number(text, "rms_norm_eps")
     feed = GatedMLP(hidden, integer(text, "intermediate_size"), activation=geglu)
     types = _types(text)
     for kind, window in zip(types, layer_windows(text, len(types), types), strict=True):

@@ -28,11 +28,8 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
-    hidden, heads, eps = (
-        integer(config, "hidden_size"),
-        Heads.from_config(config),
-        number(config, "rms_norm_eps"),
-    )
+    hidden, heads = integer(config, "hidden_size"), Heads.from_config(config)
+    eps = number(config, "rms_norm_eps")
     rope = parse_rope(config, heads.dim, base=None, traditional=flag(config, "rope_traditional"))
     feed = GatedMLP(hidden, integer(config, "intermediate_size"))
     return tuple(
