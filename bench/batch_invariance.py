@@ -179,7 +179,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import mlx.core as mx
 
     from mlxpool.worker.prompt.tokenizer import Text
-    from mlxpool.worker.weights.load import inspect, load
+    from mlxpool.worker.weights.inspect import inspect
+    from mlxpool.worker.weights.load import load
 
     loaded = load(inspect(folder), deterministic=arguments.deterministic)
     mx.random.seed(1)

@@ -36,7 +36,8 @@ def decode_rows(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
     from mlxpool.common.options import Options
     from mlxpool.worker.engine.engine import ModelEngine
     from mlxpool.worker.engine.sequence import Sequence
-    from mlxpool.worker.weights.load import inspect, load
+    from mlxpool.worker.weights.inspect import inspect
+    from mlxpool.worker.weights.load import load
 
     loaded = load(inspect(folder))
     context = min(loaded.folder.context, max(LENGTHS) + steps + 8)

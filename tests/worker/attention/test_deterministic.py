@@ -19,7 +19,8 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.layers.linear import TILE_ROWS, Linear, tiled_matmul  # noqa: E402
-from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
 ON_GPU = mx.default_device().type == mx.DeviceType.gpu
 TIE = 0.1 if ON_GPU else 1e-4  # a margin that rounding may close: of bfloat16, of float32

@@ -42,7 +42,8 @@ from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.layers.cache_specs import KeyValueSpec, LatentSpec  # noqa: E402
-from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()

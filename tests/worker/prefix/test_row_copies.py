@@ -32,7 +32,8 @@ from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
 from mlxpool.worker.prefix.cache import TreeCache  # noqa: E402
 from mlxpool.worker.prefix.row_copies import RowStore, Whole  # noqa: E402
-from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
 ROOMY = 10**9
 SLACK = 3  # tokens that a window layer remembers beyond its window: what a chunk needs

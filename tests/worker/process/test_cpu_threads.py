@@ -29,7 +29,8 @@ from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import DEFAULT, Chat
 from mlxpool.worker.prompt.tokenizer import LONG, Text
 from mlxpool.worker.weights.files import folder_files
-from mlxpool.worker.weights.load import inspect, load
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.load import load
 from support.compute_room import Room
 from support.pool import PATIENCE
 from support.worker_checkpoints import write_checkpoint

@@ -21,7 +21,7 @@ from mlxpool.worker.process.prepare import prepare
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import Chat
 from mlxpool.worker.prompt.tokenizer import Text
-from mlxpool.worker.weights.load import inspect
+from mlxpool.worker.weights.inspect import inspect
 from support import worker_tokenizers as zoo
 from support.worker_checkpoints import BOS, EOS, write_checkpoint, write_json
 
