@@ -68,7 +68,8 @@ class Connection:
         parts = encoded(question.content, ident)
 
         def deliver(reply: Message | PoolError) -> None:
-            on_reply(_read(question, reply))
+            answer = _read(question, reply)
+            on_reply(answer)
 
         def command(session: Session) -> None:
             session.calls.ask(ident, kind, parts, deliver, session.timer.now)
