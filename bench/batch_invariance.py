@@ -64,7 +64,7 @@ class Conditions:
     def start(self, engine: Any, prompt: tuple[int, ...], ids: list[int] | None = None) -> Any:
         """A sequence whose prompt (and `ids`) the engine has read."""
         from mlxpool.common.options import Options
-        from mlxpool.worker.engine.sequence import Sequence
+        from mlxpool.worker.scheduling.sequence import Sequence
 
         options = Options(temperature=0.0, logprobs=True, top_logprobs=2)
         seq = Sequence(b"", 1, prompt, options, 1, self.tokens, list(ids or []))

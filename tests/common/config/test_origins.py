@@ -119,12 +119,12 @@ def test_every_variable_of_the_code_is_known() -> None:
 
 
 def test_the_places_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    user, machine = paths.config_places()
+    user, machine = paths.default_config_files()
     assert (user, machine) == (
         tmp_path / "config" / "mlxpool" / "mlxpool.toml",
         Path("/etc/mlxpool/mlxpool.toml"),
     )
-    monkeypatch.setattr(paths, "config_places", lambda: (user, tmp_path / "etc.toml"))
+    monkeypatch.setattr(paths, "default_config_files", lambda: (user, tmp_path / "etc.toml"))
     assert paths.config_file() is None
     (tmp_path / "etc.toml").write_text("")
     assert paths.config_file() == tmp_path / "etc.toml"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlxpool.common.options import Options
-from mlxpool.worker.engine.sequence import Drawn, Sequence
+from mlxpool.worker.scheduling.sequence import Drawn, Sequence
 from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
 from support.worker_checkpoints import write_checkpoint
 

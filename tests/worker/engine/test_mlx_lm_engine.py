@@ -25,9 +25,9 @@ from mlxpool.worker.engine import factory  # noqa: E402
 from mlxpool.worker.engine.description import quantisation  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
 from mlxpool.worker.engine.mlx_lm_engine import ZooEngine, load  # noqa: E402
-from mlxpool.worker.engine.sequence import RowFailed, Sequence  # noqa: E402
 from mlxpool.worker.layers.cache_kinds import FullCache, StateCache  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
+from mlxpool.worker.scheduling.sequence import RowFailed, Sequence  # noqa: E402
 from mlxpool.worker.weights import mlx_lm_models  # noqa: E402
 from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Long work takes what the threads that decode leave, and is given up when that is nothing."""
+"""Long work runs in SCHED_IDLE, and is given up if it gets no processor time."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ import pytest
 
 from mlxpool.worker.prompt.chat_template.renderer import Renderer
 from mlxpool.worker.prompt.chat_template.sandbox import Template
-from mlxpool.worker.prompt.chat_template.templates import DEFAULT, Chat
-from mlxpool.worker.prompt.idle_thread import of_what_is_left, take_what_is_left
-from mlxpool.worker.prompt.tokenizer import LONG, Text
+from mlxpool.worker.prompt.chat_template.templates import DEFAULT, ChatTemplates
+from mlxpool.worker.prompt.tokenizer import LONG_TEXT, Text
+from mlxpool.worker.system.idle_thread import become_idle_class, run_idle
 from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.inspect import inspect
 from support.pool import PATIENCE
 from support.worker_checkpoints import write_checkpoint
 
-# It takes 0.15 s of a core, three times rendering.BRIEF; what a busy machine leaves is little.
+# It takes 0.15 s of a core, three times NORMAL_PRIORITY_TIME; what a busy machine leaves is little.
 LONG_CHAT = "{% for i in range(2999) %}{% for j in range(999) %}{% endfor %}{% endfor %}x"
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such class")
 
 
 @linux
-def test_the_thread_is_below_every_other_and_the_caller_is_not() -> None:
+def test_the_thread_is_in_the_idle_class_and_the_caller_is_not() -> None:
     here = os.sched_getscheduler(0)
-    assert of_what_is_left(lambda: os.sched_getscheduler(0), PATIENCE) == os.SCHED_IDLE
+    assert run_idle(lambda: os.sched_getscheduler(0), PATIENCE) == os.SCHED_IDLE
     assert os.sched_getscheduler(0) == here != os.SCHED_IDLE
 
 
 @linux
-def test_what_is_not_done_in_time_is_given_up() -> None:
+def test_work_is_given_up_after_the_timeout() -> None:
     go_on = threading.Event()
-    assert of_what_is_left(go_on.wait, 0.01) is None
-    left = [thread for thread in threading.enumerate() if thread.name == "gentle"]
+    assert run_idle(go_on.wait, 0.01) is None
+    left = [thread for thread in threading.enumerate() if thread.name == "idle"]
     go_on.set()
     for thread in left:
         thread.join(PATIENCE)
@@ -46,19 +46,19 @@ def test_what_is_not_done_in_time_is_given_up() -> None:
 
 
 @linux
-def test_what_raises_gives_nothing() -> None:
-    assert of_what_is_left(lambda: 1 // 0, PATIENCE) is None
+def test_work_that_raises_gives_none() -> None:
+    assert run_idle(lambda: 1 // 0, PATIENCE) is None
 
 
-def test_without_such_a_class_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_idle_class_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     done: list[int] = []
-    assert of_what_is_left(lambda: done.append(1), PATIENCE) is None and done == []
-    take_what_is_left()
+    assert run_idle(lambda: done.append(1), PATIENCE) is None and done == []
+    become_idle_class()
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_a_long_text_has_the_same_ids_either_way(
+def test_a_long_text_has_the_same_ids_with_and_without_the_idle_class(
     tmp_path: Path, left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not left:
@@ -67,44 +67,44 @@ def test_a_long_text_has_the_same_ids_either_way(
     short = "né<|user|> x"
     ids = text.encode(short)
     prefix = len(text.prefix)
-    assert text.encode(short * LONG)[prefix:] == ids[prefix:] * LONG
+    assert text.encode(short * LONG_TEXT)[prefix:] == ids[prefix:] * LONG_TEXT
 
 
 @linux
-def test_the_chat_after_a_long_one_has_another_process() -> None:
-    renderer = Renderer(Chat({DEFAULT: Template(LONG_CHAT)}, {}), limit=PATIENCE)
+def test_a_long_chat_is_the_last_of_its_process() -> None:
+    renderer = Renderer(ChatTemplates({DEFAULT: Template(LONG_CHAT)}, {}), timeout=PATIENCE)
     for _ in range(2):
         assert renderer.render([{"role": "user", "content": "x"}], [], 0.0).text == "x"
         assert psutil.Process().children() == []
 
 
 @linux
-def test_a_long_chat_takes_what_is_left_from_then_on() -> None:
-    """In a process of its own, for there is no way back."""
+def test_a_long_chat_moves_the_process_to_the_idle_class() -> None:
+    """In a separate process, because a process cannot leave the class."""
     code = """
 import os, socket
-from mlxpool.worker.prompt.chat_template import render_loop as rendering
-from mlxpool.worker.prompt.chat_template.pipe import packed, received
+from mlxpool.worker.prompt.chat_template import render_loop
+from mlxpool.worker.prompt.chat_template.message_stream import pack, receive
 ours, theirs = socket.socketpair()
-rendering.BRIEF = 0.01
+render_loop.NORMAL_PRIORITY_TIME = 0.01
 classes = []
-answer = rendering.answer
+render = render_loop.render
 def watched(*arguments):
     classes.append(os.sched_getscheduler(0))
-    found = answer(*arguments)
+    found = render(*arguments)
     classes.append(os.sched_getscheduler(0))
     return found
-rendering.answer = watched
-first = {"sources": {"default": LONG_CHAT}, "tokens": {}, "limit": 60.0, "most": 100}
+render_loop.render = watched
+first = {"sources": {"default": LONG_CHAT}, "tokens": {}, "timeout": 60.0, "max_chars": 100}
 def chat(text):
     messages = [{"role": "user", "content": text}]
-    return packed({"messages": messages, "tools": [], "now": 0.0, "think": None})
-ours.sendall(packed(first) + chat("x"))
+    return pack({"messages": messages, "tools": [], "now": 0.0, "think": None})
+ours.sendall(pack(first) + chat("x"))
 ours.shutdown(socket.SHUT_WR)
-rendering.serve(theirs)
+render_loop.serve(theirs)
 theirs.close()
 assert classes == [os.SCHED_OTHER, os.SCHED_IDLE], classes
-(found,) = received(ours)
+(found,) = receive(ours)
 assert found["text"] == "x" and found["last"], found
 """
     subprocess.run([sys.executable, "-c", f"LONG_CHAT = {LONG_CHAT!r}{code}"], check=True)

@@ -9,8 +9,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import isqrt
 
-from mlxpool.worker.engine.block_manager import next_need
-from mlxpool.worker.engine.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.block_manager import next_need
+from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
 LOOK = 2048  # tokens that a step's whole budget may look back on; later ones get less of it
 PAUSE = 0.2  # seconds a chunk may hold up running streams

@@ -1,4 +1,4 @@
-"""How a worker's process ends and is looked into, on real processes."""
+"""How a worker process ends with its parent, and its stack dumps; on real processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def struck(worker: WorkerProcess) -> bool:
 
 @pytest.mark.parametrize(("fault", "words"), [("gil", "_sleep_in"), ("lock", "_lock")])
 def test_a_stuck_worker_shows_its_stacks(tmp_path: Path, fault: str, words: str) -> None:
-    """With `gil` no Python code of that process can run any more."""
+    """With `gil`, no Python code of that process can run."""
     with WorkerProcess(tmp_path, fault=fault, fault_at=2) as worker:
         worker.welcome(1)
         worker.work(1, max_tokens=9)
@@ -47,8 +47,8 @@ def test_sigterm_ends_a_worker_whose_compute_thread_is_stuck(tmp_path: Path, fau
 
 
 @pytest.mark.parametrize("place", ["decode", "accept"])
-def test_the_end_of_stdin_ends_a_worker_also_a_stuck_one(tmp_path: Path, place: str) -> None:
-    """In `accept` it is the edge itself that is stuck."""
+def test_the_end_of_stdin_ends_a_worker_even_a_stuck_one(tmp_path: Path, place: str) -> None:
+    """At `accept` the main thread itself is stuck."""
     with WorkerProcess(tmp_path, fault="lock", fault_in=place) as worker:
         worker.welcome(1)
         worker.work(1)
@@ -60,13 +60,13 @@ def test_the_end_of_stdin_ends_a_worker_also_a_stuck_one(tmp_path: Path, place: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a feature of Linux")
 def test_the_kernel_ends_a_worker_with_its_parent(tmp_path: Path) -> None:
-    """The worker's stdin stays open here, so nothing else can tell it."""
+    """Its stdin stays open, so only the kernel can end it."""
     child = tmp_path / "child.py"
     child.write_text(
         textwrap.dedent("""
             import time
-            from mlxpool.worker.process import lifecycle as ends
-            ends.die_with_parent()
+            from mlxpool.worker.system import parent_death
+            parent_death.die_with_parent()
             print("ready", flush=True)
             time.sleep(1000)
         """)
@@ -92,7 +92,7 @@ time.sleep(1000)
             process.kill()
 
 
-def test_a_worker_born_an_orphan_ends_before_it_loads_anything() -> None:
+def test_a_worker_without_a_parent_exits_before_it_loads_anything() -> None:
     reader, writer = os.pipe()
     os.close(writer)
     try:
@@ -100,7 +100,7 @@ def test_a_worker_born_an_orphan_ends_before_it_loads_anything() -> None:
             [
                 sys.executable,
                 "-c",
-                "from mlxpool.worker.process import lifecycle as ends; ends.die_with_parent()",
+                "from mlxpool.worker.system import parent_death; parent_death.die_with_parent()",
             ],
             stdin=reader,
             timeout=PATIENCE,
@@ -110,7 +110,7 @@ def test_a_worker_born_an_orphan_ends_before_it_loads_anything() -> None:
     assert done.returncode == 1
 
 
-def test_a_model_that_cannot_load_leaves_with_its_reason(tmp_path: Path) -> None:
+def test_a_failed_load_is_reported_by_bye(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path, fault="raise", fault_in="load") as worker:
         worker.receive(kinds.HELLO)
         worker.epoch = 1

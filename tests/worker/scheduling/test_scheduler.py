@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.common.options import Options
-from mlxpool.worker.engine import scheduler
-from mlxpool.worker.engine.block_manager import (
+from mlxpool.worker.scheduling import scheduler
+from mlxpool.worker.scheduling.block_manager import (
     BLOCK,
     capacity,
     first_need,
@@ -14,8 +14,8 @@ from mlxpool.worker.engine.block_manager import (
     transient,
     whole_need,
 )
-from mlxpool.worker.engine.scheduler import LEAST_CHUNK, PAUSE, area_of, budget_of, reach
-from mlxpool.worker.engine.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.scheduler import LEAST_CHUNK, PAUSE, area_of, budget_of, reach
+from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
 AREA = area_of(2048)
 

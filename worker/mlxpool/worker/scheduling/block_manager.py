@@ -12,7 +12,7 @@ whole process, is in its way then.
 
 from __future__ import annotations
 
-from mlxpool.worker.engine.sequence import Sequence
+from mlxpool.worker.scheduling.sequence import Sequence
 
 BLOCK = 256  # tokens; rows grow by as many
 AHEAD = 2  # tokens a step may write beyond what a sequence has: the next one, and one in flight

@@ -1,4 +1,4 @@
-"""A started compute thread; this side plays the edge."""
+"""A started compute thread; the test takes the part of the main thread."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ import queue
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from mlxpool.common.config.schema import Counting, ModelConfig, WorkerConfig
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.token_ids import unpack_ids
-from mlxpool.worker.compute.messages import Admit, Drop, Loaded, Opened, Outbound, Rows
-from mlxpool.worker.compute.progress import Progress, monotonic
+from mlxpool.worker.compute.messages import Admit, Drop, Loaded, Outbound, Rows
+from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.thread import Compute
-from mlxpool.worker.engine import factory
 from mlxpool.worker.engine.counting_engine import CountingEngine, piece
 from mlxpool.worker.engine.factory import Source
-from mlxpool.worker.engine.sequence import Sequence
-from mlxpool.worker.prompt.detokenizer import Completion
+from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.testing.faults import Faults
+from mlxpool.worker.testing.faulty_engine import begin_with, open_source
 
 PATIENCE = 60
 
 
-class Room:
-    """Of the counting model, unless `source` opens another."""
+class ComputeHarness:
+    """Runs the counting model, unless `source` opens another."""
 
     def __init__(
         self,
@@ -35,23 +38,24 @@ class Room:
         *,
         release: bool = True,
         engine: type[CountingEngine] = CountingEngine,
-        source: Callable[[ModelConfig, Faults], Source] | None = None,
+        source: Callable[[ModelConfig], Source] | None = None,
         **counting: Any,
     ) -> None:
         self.mail: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
-        self.progress = Progress(lambda: None, monotonic)
+        self.progress = Progress(lambda: None)
         model = ModelConfig(
             path="builtin:counting",
             context=100_000,
             sequences=sequences,
             counting=Counting(**{"step_us": 0, **counting}),
         )
+        faults = Faults(model.counting)
         self.compute = Compute(
             WorkerConfig("", "counting/0", "", "counting", model),
             self.progress,
             self.mail.put,
-            Faults(model.counting),
-            source or partial(factory.open_source, counting=engine),
+            source or partial(open_source, faults=faults, counting=engine),
+            begin_with(faults),
         )
         self.release = release
         self.compute.start()
@@ -61,7 +65,7 @@ class Room:
         assert isinstance(mail, kind), mail
         return mail
 
-    def ready(self) -> Room:
+    def ready(self) -> ComputeHarness:
         self.next(Opened)
         self.next(Loaded)
         return self
@@ -87,23 +91,24 @@ class Room:
     ) -> None:
         tokens = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
         sequence = Sequence(bytes([name] * 16), 1, tokens, Options.parse(options), name, count, ids)
-        text = Completion(piece, sequence.options.stop)
+        text = Detokenizer(piece, sequence.options.stop)
         text.replay(ids)
+        facts = Facts(prompt_tokens=len(prompt))
         now = monotonic()
-        self.compute.tell(Admit(sequence, {"prompt_tokens": len(prompt)}, text, now, now + left))
+        self.compute.send(Admit(sequence, facts, text, now, now + left))
 
     def drop(self, name: int) -> None:
         """A cancel."""
-        self.compute.tell(Drop((bytes([name] * 16), 1)))
+        self.compute.send(Drop((bytes([name] * 16), 1)))
 
     def rows(self) -> Iterator[Delta]:
         while True:
             yield from self.next(Rows).rows
             if self.release:
-                self.compute.room.release()
+                self.compute.outbox.acknowledge()
 
     def until_ended(self, names: set[int]) -> dict[int, list[Delta]]:
-        """Everything until these sequences have ended."""
+        """All rows until these sequences have ended."""
         found: dict[int, list[Delta]] = {}
         left = set(names)
         for row in self.rows():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.common.config.schema import BUILTIN
-from mlxpool.worker.engine import factory, versions
+from mlxpool.worker import versions
+from mlxpool.worker.engine import factory
 from mlxpool.worker.weights import locate
 from mlxpool.worker.weights.inspect import inspect
 

@@ -10,11 +10,11 @@ import mlx.core as mx
 from mlxpool.worker.attention.attention import weighed
 from mlxpool.worker.attention.paged import Pool, gathered
 from mlxpool.worker.attention.row_cache import RowShape
-from mlxpool.worker.engine.block_manager import BLOCK
 from mlxpool.worker.kernels import block_write, float32_attention, latent_attention, paged_attention
 from mlxpool.worker.kernels.kernel_builder import works
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.cache_specs import CacheSpec, KeyValueSpec, LatentSpec
+from mlxpool.worker.scheduling.block_manager import BLOCK
 
 log = logging.getLogger("mlxpool.worker")
 
