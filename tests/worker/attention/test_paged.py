@@ -20,7 +20,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention import (
+from mlxpool.worker.attention import (  # noqa: E402
     kernel_trials,
     layouts,
 )

@@ -28,7 +28,8 @@ from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
-from mlxpool.worker.weights.load import inspect, load  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import load  # noqa: E402
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 OPTIONS: list[dict[str, Any]] = [GREEDY, {"temperature": 0.8, "ignore_eos": True}]
