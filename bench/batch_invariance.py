@@ -64,7 +64,7 @@ class Conditions:
     def start(self, engine: Any, prompt: tuple[int, ...], ids: list[int] | None = None) -> Any:
         """A sequence whose prompt (and `ids`) the engine has read."""
         from mlxpool.common.options import Options
-        from mlxpool.worker.engine.sequence import Sequence
+        from mlxpool.worker.scheduling.sequence import Sequence
 
         options = Options(temperature=0.0, logprobs=True, top_logprobs=2)
         seq = Sequence(b"", 1, prompt, options, 1, self.tokens, list(ids or []))
@@ -179,7 +179,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import mlx.core as mx
 
     from mlxpool.worker.prompt.tokenizer import Text
-    from mlxpool.worker.weights.load import inspect, load
+    from mlxpool.worker.weights.inspect import inspect
+    from mlxpool.worker.weights.load import load
 
     loaded = load(inspect(folder), deterministic=arguments.deterministic)
     mx.random.seed(1)

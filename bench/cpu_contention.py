@@ -4,7 +4,7 @@
 
 Pools with one, two and four workers of the embedded model and eight streams at each worker. Prints
 tokens/s of all streams, in pairs with a pool whose workers ignore the load of other processes
-(see mlxpool.worker.process.cpu_threads).
+(see mlxpool.worker.system.cpu_threads).
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ WORKERS = (1, 2, 4)
 STREAMS = 8
 # Each model has a context of its own: models with equal settings would share a worker.
 MODEL = '[models.m{n}]\npath = "{path}"\nsequences = 8\ncontext = {context}\nprefix_cache = "off"\n'
-UNADAPTIVE = "import mlxpool.worker.process.cpu_threads as cores\ncores.LOOK = float('inf')\n"
+UNADAPTIVE = (
+    "import mlxpool.worker.system.cpu_threads as cores\ncores.SAMPLE_INTERVAL = float('inf')\n"
+)
 
 
 @contextmanager

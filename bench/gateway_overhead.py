@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mlxpool.bench import report
-from mlxpool.cli.operations import ask
+from mlxpool.cli.admin import ask
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import BrokerLost
 

@@ -19,7 +19,7 @@ import psutil
 
 from mlxpool.bench import report
 from mlxpool.bench.pools import serving
-from mlxpool.cli.operations import ask
+from mlxpool.cli.admin import ask
 from mlxpool.client import Client
 
 REPEATS = 9

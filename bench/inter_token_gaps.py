@@ -29,7 +29,7 @@ from typing import Any
 from mlxpool.bench import report
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, PoolError
-from mlxpool.worker.prompt.chat_template.process import NICENESS
+from mlxpool.worker.prompt.chat_template.limits import RENDERER_NICENESS
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.inspect import inspect
@@ -77,7 +77,7 @@ def endless_templates(client: Client) -> None:
 
 
 def busy_neighbour(client: Client) -> None:
-    os.nice(NICENESS)
+    os.nice(RENDERER_NICENESS)
     while True:
         pass
 

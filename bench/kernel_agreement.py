@@ -35,8 +35,9 @@ def decode_rows(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
         kernel_builder.works = lambda what, trial: False
     from mlxpool.common.options import Options
     from mlxpool.worker.engine.engine import ModelEngine
-    from mlxpool.worker.engine.sequence import Sequence
-    from mlxpool.worker.weights.load import inspect, load
+    from mlxpool.worker.scheduling.sequence import Sequence
+    from mlxpool.worker.weights.inspect import inspect
+    from mlxpool.worker.weights.load import load
 
     loaded = load(inspect(folder))
     context = min(loaded.folder.context, max(LENGTHS) + steps + 8)

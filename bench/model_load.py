@@ -120,7 +120,7 @@ def _read_into_buffer(shard: Path) -> None:
 
 def load(folder: Path) -> dict[str, float]:
     """Load the model as a worker does: GB/s, and peak bytes of the process."""
-    from mlxpool.worker.weights.load import inspect
+    from mlxpool.worker.weights.inspect import inspect
     from mlxpool.worker.weights.load import load as load_model
 
     started = time.perf_counter()

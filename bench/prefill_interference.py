@@ -31,7 +31,7 @@ import numpy as np
 from mlxpool.bench import checkpoint, report
 from mlxpool.bench.shapes import SHAPES
 from mlxpool.broker.processes.blas import preload
-from mlxpool.worker.compute.progress import Progress, monotonic
+from mlxpool.worker.compute.progress import Progress
 
 SHAPE = "small"
 MODEL = SHAPES[SHAPE]
@@ -65,7 +65,7 @@ class TimedProgress(Progress):
     """Records the seconds of every step and chunk."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: None, monotonic)
+        super().__init__(lambda: None)
         self.durations: dict[str, list[float]] = {"prefill": [], "decode": []}
 
     @contextmanager
@@ -80,7 +80,7 @@ class ComputeHarness:
     """A started compute thread whose messages this process sends and receives."""
 
     def __init__(self, folder: Path) -> None:
-        from mlxpool.common.config.loading import ModelConfig, WorkerConfig
+        from mlxpool.common.config.schema import ModelConfig, WorkerConfig
         from mlxpool.worker.compute.messages import Loaded
         from mlxpool.worker.compute.thread import Compute
 
@@ -99,26 +99,27 @@ class ComputeHarness:
 
     def start(self, name: int, tokens: int) -> None:
         from mlxpool.common.options import Options
+        from mlxpool.common.protocol.resume import Facts
         from mlxpool.worker.compute.messages import Admit
-        from mlxpool.worker.engine.sequence import Sequence as Job
-        from mlxpool.worker.prompt.detokenizer import Completion
+        from mlxpool.worker.prompt.detokenizer import Detokenizer
+        from mlxpool.worker.scheduling.sequence import Sequence as Job
 
         greedy = Options(temperature=0.0, ignore_eos=True)
         count = MODEL["max_position_embeddings"] - tokens
         job = Job(bytes([name] * 16), 1, tuple(prompt(tokens)), greedy, 0, count)
-        self.compute.tell(Admit(job, {}, Completion(lambda token: b"", ()), monotonic()))
+        self.compute.send(Admit(job, Facts(), Detokenizer(lambda token: b"", ()), time.monotonic()))
 
     def cancel(self, name: int) -> None:
         from mlxpool.worker.compute.messages import Drop
 
-        self.compute.tell(Drop((bytes([name] * 16), 1)))
+        self.compute.send(Drop((bytes([name] * 16), 1)))
 
     def until(self, wanted: Callable[[Arrival], bool]) -> list[Arrival]:
         """The arrivals up to and including the first for which `wanted` is true."""
         found: list[Arrival] = []
         while True:
             at, mail = self.mail.get()
-            self.compute.room.release()
+            self.compute.outbox.acknowledge()
             rows = [Arrival(at, row.id[0], row.end is not None) for row in mail.rows]
             found += rows
             if any(map(wanted, rows)):

@@ -39,7 +39,7 @@ from mlxpool.broker.telemetry import snapshot
 from mlxpool.broker.telemetry.metric_table import FAMILIES
 from mlxpool.broker.telemetry.prometheus import Writer
 from mlxpool.broker.telemetry.snapshot import Snapshot
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets

@@ -1,8 +1,8 @@
-"""Makes what the pages say of the code from the code: `python docs/make_pages.py`.
+"""Writes the pages that describe code: `python docs/make_pages.py`.
 
-docs/python-api.md is made whole, from the public docstrings of mlxpool.client; the tables of
-docs/configuration.md are, from deploy/mlxpool.toml and the bounds of the settings. A test compares
-both pages with what this makes.
+docs/python-api.md is made from the public docstrings of mlxpool.client, the tables of
+docs/configuration.md from deploy/mlxpool.toml and the bounds in the schema of the settings. A test
+checks that both pages are up to date.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import mlxpool.client
-from mlxpool.common.config import bounds, loading
+from mlxpool.common.config.bounds import OneOf, Within, declarations
+from mlxpool.common.config.loading import variables
+from mlxpool.common.config.schema import Counting, ModelConfig, PoolConfig
 from mlxpool.common.errors import BY_CODE
+from mlxpool.common.options import GenerateOptions
 
 DOCS = Path(__file__).parent
 SETTINGS = DOCS.parent / "deploy" / "mlxpool.toml"
@@ -27,7 +30,7 @@ BEGIN, END = "<!-- made by docs/make_pages.py -->\n", "<!-- until here -->\n"
 
 SECTION = re.compile(r"^\[([^\]]+)\]")
 LINE = re.compile(r"^(?P<off># )?(?P<key>\w+) = (?P<value>.*?)(?:\s{2,}#\s*(?P<text>.*))?$")
-NO_BOUND = 2**31 - 1  # what is as high as this is there to catch nonsense
+NO_BOUND = 2**31 - 1  # a bound as high as this is not shown: it only refuses nonsense
 
 
 def tables() -> str:
@@ -56,29 +59,37 @@ SHOWN = {
 }
 
 
+KINDS = {"pool": PoolConfig, "models.demo": ModelConfig, "models.counting.counting": Counting}
+
+
 def _row(section: str, match: re.Match[str]) -> str:
     key = match["key"]
     default = "" if match["off"] or key == "path" else f"`{match['value']}`"
-    cells = [f"`{key}`", default, _bounds(key), (match["text"] or "").replace("|", "\\|")]
+    cells = [
+        f"`{key}`",
+        default,
+        _bounds(KINDS[section], key),
+        (match["text"] or "").replace("|", "\\|"),
+    ]
     if section == "pool":
-        variable = loading.variables().get(key)
+        variable = variables().get(key)
         cells.insert(1, f"`{variable}`" if variable else "")
     return f"| {' | '.join(cells)} |"
 
 
-def _bounds(key: str) -> str:
-    if key in bounds.CHOICES:
-        return ", ".join(f'`"{choice}"`' for choice in bounds.CHOICES[key])
-    if key not in bounds.BOUNDS:
-        return ""
-    low, high = bounds.BOUNDS[key]
-    if high >= NO_BOUND:
-        return f"at least {low:,g}"
-    return f"{low:,g} to {int(high):,}"
+def _bounds(kind: type, key: str) -> str:
+    for check in declarations(kind)[key].checks:
+        if isinstance(check, OneOf):
+            return ", ".join(f'`"{choice}"`' for choice in check.choices)
+        if isinstance(check, Within) and check.high >= NO_BOUND:
+            return f"at least {check.low:,g}"
+        if isinstance(check, Within):
+            return f"{check.low:,g} to {int(check.high):,}"
+    return ""
 
 
 def configuration() -> str:
-    """The page, with its tables as they have to be."""
+    """The page with its tables replaced."""
     page = (DOCS / "configuration.md").read_text("utf-8")
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -96,6 +107,15 @@ docstrings by docs/make_pages.py.
 [quickstart.md](quickstart.md) has a first program, [examples.md](examples.md) whole ones;
 [protocol.md](protocol.md) lists the options of `stream` and `generate`.
 """
+OPTIONS = """
+## Options
+
+The keyword arguments of `stream` and `generate`; `mlxpool.common.options.GenerateOptions` is their
+type. None is the same as not given. [protocol.md](protocol.md#generate) has bounds and defaults.
+
+| option | type | is |
+|---|---|---|
+"""
 ERRORS = """
 ## Errors
 
@@ -109,7 +129,7 @@ says what to do about each.
 
 
 def python_api() -> str:
-    """The page, whole."""
+    """The whole page."""
     parts = [HEAD]
     for name in sorted(mlxpool.client.__all__):
         parts += _of_class(name, getattr(mlxpool.client, name))
@@ -117,7 +137,18 @@ def python_api() -> str:
         f"| `{kind.__name__}` | `{code}` | {'yes' if kind.retryable else 'no'} |"
         for code, kind in sorted(BY_CODE.items())
     ]
-    return "\n".join(parts) + ERRORS + "\n".join(rows) + "\n"
+    return "\n".join(parts) + OPTIONS + _options() + ERRORS + "\n".join(rows) + "\n"
+
+
+def _options() -> str:
+    """A row for each key of GenerateOptions, from its line in the source."""
+    found = OPTION.findall(inspect.getsource(GenerateOptions))
+    assert [name for name, _, _ in found] == list(GenerateOptions.__annotations__)
+    rows = (f"| `{name}` | `{_cell(kind)}` | {text} |\n" for name, kind, text in found)
+    return "".join(rows)
+
+
+OPTION = re.compile(r"^    (\w+): (.*) \| None  # (.*)$", re.M)
 
 
 def _of_class(name: str, kind: type[Any]) -> Iterator[str]:
@@ -166,11 +197,14 @@ def _field(field: dataclasses.Field[Any], said: str) -> str:
     default = ""
     if field.default is not dataclasses.MISSING:
         default = f"`{field.default!r}`"
-    kind = str(field.type).replace("|", "\\|")
-    return f"| `{field.name}` | `{kind}` | {default} | {said} |"
+    return f"| `{field.name}` | `{_cell(str(field.type))}` | {default} | {said} |"
 
 
 PAGES = {"configuration.md": configuration, "python-api.md": python_api}
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def main() -> None:

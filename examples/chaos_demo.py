@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlxpool.cli.operations import ask
+from mlxpool.cli.admin import ask
 from mlxpool.client import Client, Result
 from mlxpool.common.errors import BrokerLost
 

@@ -1,4 +1,4 @@
-"""Random model folders of known shapes, which both sides of a measurement read."""
+"""Random model folders of known shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxpool.worker.weights.inspect import inspect
 
 
 @pytest.mark.parametrize("quantise", ["", "affine", "mxfp4"])
-def test_a_folder_of_a_shape_is_a_model(tmp_path: Path, quantise: str) -> None:
+def test_the_folder_of_a_shape_can_be_loaded(tmp_path: Path, quantise: str) -> None:
     folder = checkpoint.write(tmp_path / "tiny", "tiny", layers=1, quantise=quantise)
     ours = OurEngine(folder)
     step = ours.steps([5, 9])

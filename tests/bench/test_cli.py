@@ -58,7 +58,7 @@ def sides(found: Figures) -> Iterator[set[str]]:
     yield from (set(line.sides) for line in found.lines)
 
 
-def test_the_engine_with_everything_there_is_to_ask(tiny: Path, tmp_path: Path) -> None:
+def test_engine_with_all_options(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
     words = ["--model", str(tiny), "--rounds", "2", "--steps", "2", "--streams", "1", "2"]
     words += [
@@ -89,7 +89,7 @@ def test_the_engine_with_everything_there_is_to_ask(tiny: Path, tmp_path: Path) 
     assert saved.stdout == (tmp_path / "engine.md").read_text()
 
 
-def test_the_peer_as_it_is_installed_has_a_process_of_its_own(tiny: Path) -> None:
+def test_as_installed_runs_the_peer_in_its_own_process(tiny: Path) -> None:
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
     words = ["--model", str(tiny), "--rounds", "1", "--steps", "2", "--streams", "1", "2"]
     found = figures("engine", *words, "--prefill", "8", "--as-installed")
@@ -130,7 +130,7 @@ def test_end_to_end_beside_the_peers_server(tiny: Path) -> None:
     assert set(found.lines[0].sides) == {OURS, "engine alone", "mlx_lm.server"}
 
 
-def test_the_prefix_cache_gives_back_all_there_is(tiny: Path) -> None:
+def test_the_prefix_cache_finds_all_reusable_tokens(tiny: Path) -> None:
     words = ["--model", str(tiny), "--conversations", "2", "--turns", "2", "--tokens", "300"]
     found = {line.name: line for line in figures("prefix", *words, "--no-peers").lines}
     share = found["found of reusable prompt tokens"].sides
@@ -139,7 +139,7 @@ def test_the_prefix_cache_gives_back_all_there_is(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_every_token_of_a_flood_comes_through(batch: bool) -> None:
+def test_every_token_of_a_flood_arrives(batch: bool) -> None:
     flood = Flood(4, 2, 400, rate=500)
     cost = broker.through_broker(flood, 2, batch=batch, delays=True)
     assert cost.per_s > 0

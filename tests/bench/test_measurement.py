@@ -1,4 +1,4 @@
-"""What is done with figures: ratios, turns, tables, files."""
+"""Figures: ratios, order of contestants, tables, files."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_a_ratio_above_one_is_better_for_seconds_too() -> None:
         Measurement("g", "n", "s", {OURS: (2.0,), "a": (1.0,)}, compared=False),
     ],
 )
-def test_no_ratio_where_there_is_nothing_to_compare(line: Measurement) -> None:
+def test_no_ratio_without_another_contestant(line: Measurement) -> None:
     assert line.ratios() == []
 
 
-def test_contestants_take_turns_and_none_is_always_second() -> None:
+def test_the_order_of_contestants_rotates() -> None:
     order: list[str] = []
 
     def contestant(name: str, value: float) -> float:
@@ -87,13 +87,13 @@ def test_tokens_count_while_all_streams_run() -> None:
     assert sorted(summarise(streams).gaps) == [0.5, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_streams_that_never_ran_at_once_count_whole() -> None:
+def test_streams_that_never_overlap_count_in_full() -> None:
     streams = [Arrivals((1.0, 2.0), (1, 1)), Arrivals((3.0, 4.0), (1, 1))]
     assert summarise(streams).rate == pytest.approx(4 / 4.0)
 
 
 @pytest.mark.parametrize("tokens", [8, 128, 1000])
-def test_prompts_have_their_length_and_differ_at_once(tokens: int) -> None:
+def test_prompts_have_their_length_and_differ_from_the_start(tokens: int) -> None:
     texts = [text_of(number, tokens) for number in (0, 1, 99)]
     assert {len(text) for text in texts} == {tokens}
     assert len({text[:6] for text in texts}) == 3

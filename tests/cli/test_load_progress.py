@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.load_progress import nobody_starts, words
+from mlxpool.cli.load_progress import progress_text, remote_worker_needed
 
 
 def seen(*workers: dict[str, Any], **model: Any) -> dict[str, Any]:
@@ -32,22 +32,26 @@ LOADING = {"state": "loading", "memory": {"weights": 250_000}}
         (seen({"state": "ready"}, LOADING, queued=3), "waiting for m, 3 in its queue"),
     ],
 )
-def test_words(answer: dict[str, Any], told: str) -> None:
-    assert words(answer, "m") == told
+def test_progress_text(answer: dict[str, Any], told: str) -> None:
+    assert progress_text(answer, "m") == told
 
 
 def test_a_name_that_shares_workers() -> None:
     answer = seen({"state": "starting"})
     answer["models"] = [{"name": "other", "shares": "m", "queued": 0}]
-    assert words(answer, "other") == "starting a worker for other, 2.0 s"
+    assert progress_text(answer, "other") == "starting a worker for other, 2.0 s"
 
 
 def test_a_broker_that_starts_no_worker() -> None:
     answer = seen({"state": "none"}) | {"broker": {"local_workers": False}}
-    assert words(answer, "m") == nobody_starts("m")
-    assert "`mlxpool worker m --endpoint ENDPOINT`" in nobody_starts("m")
-    assert words(seen(LOADING) | {"broker": {"local_workers": False}}, "m").startswith("loading")
+    assert progress_text(answer, "m") == remote_worker_needed("m")
+    assert "`mlxpool worker m --endpoint ENDPOINT`" in remote_worker_needed("m")
+    assert progress_text(seen(LOADING) | {"broker": {"local_workers": False}}, "m").startswith(
+        "loading"
+    )
 
 
 def test_a_name_that_nobody_knows() -> None:
-    assert words({"broker": {}, "models": [], "workers": []}, "m") == "starting a worker for m"
+    assert (
+        progress_text({"broker": {}, "models": [], "workers": []}, "m") == "starting a worker for m"
+    )

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli import check, formatting, operations, run
+from mlxpool.cli import admin, formatting
 from mlxpool.cli import main as cli
+from mlxpool.cli.commands import check, operations, run
 from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
-from mlxpool.cli.target import Place
+from mlxpool.cli.target import Target
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
 
 
@@ -25,7 +26,7 @@ from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("MLXPOOL_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(operations, "TIMEOUT_MS", 50)
+    monkeypatch.setattr(admin, "ANSWER_TIMEOUT_MS", 50)
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ class Asked:
 
     def __call__(
         self,
-        where: Place,
+        where: Target,
         kind: str,
         body: Mapping[str, Any] | None = None,
         ident: bytes | None = None,
@@ -205,9 +206,10 @@ def test_a_run_directory_that_is_too_long(capsys: pytest.CaptureFixture[str]) ->
 def test_the_flag_of_serve_beats_the_file_even_with_the_default(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from mlxpool.cli import serve
+    from mlxpool.cli import pool_flags
+    from mlxpool.cli.commands import serve
     from mlxpool.common import logs
-    from mlxpool.common.config.loading import PoolConfig
+    from mlxpool.common.config.schema import PoolConfig
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     file = tmp_path / "a.toml"
@@ -218,7 +220,7 @@ def test_the_flag_of_serve_beats_the_file_even_with_the_default(
         seen.append(original(options))
         raise ValueError("that is enough")
 
-    original = serve.settings_of
+    original = pool_flags.settings_of
     monkeypatch.setattr(serve, "settings_of", settings_of)
     monkeypatch.setattr(logs, "set_up", lambda **_: None)
     assert main(["serve", "--config", str(file)]) == USAGE
@@ -279,7 +281,8 @@ def test_exit_codes_of_cancel(
 def test_a_reader_that_went_away_is_no_news() -> None:
     """`mlxpool stats | head -0`: no traceback, no message."""
     code = (
-        "import sys\nfrom mlxpool.cli import operations as ops\nfrom mlxpool.cli.main import main\n"
+        "import sys\nfrom mlxpool.cli.commands import operations as ops\n"
+        "from mlxpool.cli.main import main\n"
         "ops.ask = lambda *a, **k: {str(n): n for n in range(100_000)}\n"
         "sys.exit(main(['stats', '--run-dir', '/a']))"
     )
@@ -317,11 +320,11 @@ def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 
 def test_check_shows_the_first_of_many_problems() -> None:
-    wrong = [f"tensor {number}" for number in range(check.SHOWN + 5)]
+    wrong = [f"tensor {number}" for number in range(check.MAX_SHOWN + 5)]
     shown = list(check.lines({"name": "m", "path": "/m", "problems": wrong, "model": None}))
     assert shown[2] == f"{len(wrong)} problems:"
     assert shown[3:] == [
-        *(f"  - {words}" for words in wrong[: check.SHOWN]),
+        *(f"  - {words}" for words in wrong[: check.MAX_SHOWN]),
         "  … and 5 more, which --json lists",
     ]
 
@@ -387,11 +390,11 @@ def test_every_command_is_documented() -> None:
     assert {c.dest for c in actions[0]._choices_actions} == set(actions[0].choices)
 
 
-def test_every_command_is_found_in_its_room() -> None:
-    """A command alone, with its room only, and among all the others."""
+def test_every_command_is_found_in_its_module() -> None:
+    """A command alone, with those of its module, and among all the others."""
     whole = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
-    assert set(whole.choices) == set(cli.ROOMS)
-    for name in cli.ROOMS:
+    assert set(whole.choices) == set(cli.COMMAND_MODULES)
+    for name in cli.COMMAND_MODULES:
         for before in ([], ["--json"], ["--run-dir", "serve"], ["--run-dir=x", "--json"]):
             root = cli.parser([*before, name, "x"])
             own = next(a for a in root._actions if isinstance(a, argparse._SubParsersAction))
@@ -402,13 +405,13 @@ def test_every_command_is_found_in_its_room() -> None:
 def test_help_and_errors_know_every_command(arguments: list[str]) -> None:
     root = cli.parser(arguments)
     own = next(a for a in root._actions if isinstance(a, argparse._SubParsersAction))
-    assert set(own.choices) == set(cli.ROOMS)
+    assert set(own.choices) == set(cli.COMMAND_MODULES)
 
 
 def test_ps_imports_little() -> None:
     """What it does not need it does not wait for."""
     code = (
-        "import sys\nfrom mlxpool.cli import operations as ops\n"
+        "import sys\nfrom mlxpool.cli.commands import operations as ops\n"
         "ops.ask = lambda *a, **k: sys.exit(0)\n"
         "import atexit; atexit.register(lambda: print(*sys.modules))\n"
         "from mlxpool.cli.main import main; main(['ps', '--run-dir', '/a'])"

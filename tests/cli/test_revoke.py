@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxpool.cli.commands.revoke import without
 from mlxpool.cli.main import USAGE, main
-from mlxpool.cli.revoke import without
 
 TEXT = """\
 [pool]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.cli import completion
+from mlxpool.cli.commands import completion
 from mlxpool.cli.main import USAGE, main, parser
 
 
@@ -141,7 +141,7 @@ def completed_by_bash(words: list[str]) -> list[str]:
     )
     done = subprocess.run(
         ["bash", "--norc", "--noprofile", "-c", ask],
-        env={**os.environ, "SCRIPT": completion.script("bash")},
+        env={**os.environ, "SCRIPT": completion.script(parser(), "bash")},
         capture_output=True,
         text=True,
         timeout=60,
@@ -164,7 +164,7 @@ def test_the_shell_can_read_it(shell: str) -> None:
     if program is None:
         pytest.skip(f"{shell} is not installed")
     no_run = ["--no-execute"] if shell == "fish" else ["-n"]
-    script = completion.script(shell)
+    script = completion.script(parser(), shell)
     done = subprocess.run(
         [program, *no_run], input=script, capture_output=True, text=True, timeout=60
     )

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxpool.cli import top_view
-from mlxpool.cli.top import View
-from mlxpool.cli.top_view import HEAD, ORDERS, Row, cells, median, ordered, rows, summary
+from mlxpool.cli.commands.top import View
+from mlxpool.cli.top_view import HEAD, SORT_ORDERS, Row, cells, median, ordered, rows, summary
 
 BOUNDS = [0.1, 0.2, 0.4]
 
@@ -111,24 +111,24 @@ def test_cells() -> None:
     assert (line["KV%"], line["MEM"], line["RUN"], line["UP"]) == ("25", "5.0 MB", "2", "3.0 s")
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
-def test_every_column_sorts(order: top_view.Order) -> None:
+@pytest.mark.parametrize("order", SORT_ORDERS, ids=lambda order: order.name)
+def test_every_column_sorts(order: top_view.SortOrder) -> None:
     low = Row("a", "a/0", "loading", 0, 0, 1.0, 0.1, 0.1, 1, 0, 1.0)
     high = Row("b", "b/0", "ready", 9, 9, 9.0, 9.0, 0.9, 9, 9, 9.0)
     nothing = Row("c", "c/0", "starting")
-    wanted = [high, low, nothing] if order.falling else [low, high, nothing]
+    wanted = [high, low, nothing] if order.descending else [low, high, nothing]
     assert ordered([nothing, low, high], order) == wanted
-    assert ordered([nothing, low, high], order, turned=True)[-1] == wanted[0]
+    assert ordered([nothing, low, high], order, reverse=True)[-1] == wanted[0]
 
 
 def test_keys() -> None:
     view = View("model")
-    assert view.press("t") and view.order.name == "rate" and not view.turned
-    assert view.press("r") and view.turned
-    assert view.press("s") and view.order.name == "ttft" and not view.turned
+    assert view.press("t") and view.order.name == "rate" and not view.reversed
+    assert view.press("r") and view.reversed
+    assert view.press("s") and view.order.name == "ttft" and not view.reversed
     assert view.press("?") and view.order.name == "ttft"
     assert not view.press("mq") and view.order.name == "model"
-    for _ in ORDERS:
+    for _ in SORT_ORDERS:
         view.press("s")
     assert view.order.name == "model"
 
@@ -144,5 +144,5 @@ def test_a_page_fits_the_terminal() -> None:
 
 
 def test_no_key_means_two_things() -> None:
-    keys = [order.key for order in ORDERS]
+    keys = [order.key for order in SORT_ORDERS]
     assert len(set(keys)) == len(keys) and not set(keys) & set("qsr")

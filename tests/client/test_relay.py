@@ -14,7 +14,7 @@ import pytest
 from mlxpool.client import Client
 from mlxpool.common.protocol import kinds
 from support.fake_broker import NO_RESEND_PACE, PATIENCE, FakeBroker
-from support.pool import until
+from support.pool import reconnects, until
 from support.relay import Relay
 
 
@@ -174,7 +174,7 @@ def survive(broker: FakeBroker, relay: Relay, fault: str) -> None:
             broker.number += 1  # as a broker would call a new connection
         else:
             relay.freeze()
-            until(lambda: client._link._watch.moves, "the client has a new connection")
+            until(lambda: reconnects(client), "the client has a new connection")
             relay.thaw()
         again = broker.receive(kinds.GENERATE)
         assert again.body["resume"]["count"] == 2

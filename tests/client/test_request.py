@@ -9,16 +9,24 @@ import pytest
 from mlxpool.client import request
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import REQUEST_KEYS
 from mlxpool.common.protocol.frames import TEXT_AS_BLOB
-from mlxpool.common.protocol.to_broker import Generate
+from mlxpool.common.protocol.prompts import PackedPrompt, TextPrompt
+from mlxpool.common.protocol.resume import Facts
+from mlxpool.common.protocol.to_broker import Generate, GenerateDraft
 from mlxpool.common.protocol.token_ids import pack_ids
 
 
 def made(**given: Any) -> tuple[dict[str, Any], list[bytes]]:
     prompt, messages, tokens = (given.pop(k, None) for k in ("prompt", "messages", "tokens"))
-    body, blobs = request.generate("m", prompt, messages, tokens, given)
-    Generate.parse(body, tuple(blobs))  # the broker reads what we write
-    return body, blobs
+    draft = request.generate("m", prompt, messages, tokens, given)
+    return written(draft)
+
+
+def written(draft: GenerateDraft) -> tuple[dict[str, Any], list[bytes]]:
+    body, blobs = draft.body(), draft.blobs()
+    Generate.parse(body, blobs)  # the broker reads what we write
+    return body, list(blobs)
 
 
 def test_a_prompt() -> None:
@@ -69,7 +77,7 @@ def test_keys_of_the_request_and_options_of_the_sampler() -> None:
 
 def test_every_key_of_the_request_is_known() -> None:
     fields = set(Generate.__dataclass_fields__)
-    assert fields >= request.REQUEST_KEYS - {"tools", "think"}, "which are part of the prompt"
+    assert fields >= set(REQUEST_KEYS) - {"tools", "think"}, "which are part of the prompt"
 
 
 def test_none_is_not_given() -> None:
@@ -96,15 +104,12 @@ def test_tokens_that_are_none() -> None:
         made(tokens=[-1])
 
 
-SENT: dict[str, Any] = {
-    "model": "m",
-    "prompt": "a",
-    "options": {},
-    "deadline_ms": 9000,
-    "queue_ms": 5,
-    "first_token_ms": 6,
-    "priority": 2,
-}
+SENT = GenerateDraft(
+    "m",
+    TextPrompt("a"),
+    {},
+    {"deadline_ms": 9000, "queue_ms": 5, "first_token_ms": 6, "priority": 2},
+)
 
 
 def state_of(*ids: int, boot: int = 7, **more: Any) -> StreamState:
@@ -112,34 +117,32 @@ def state_of(*ids: int, boot: int = 7, **more: Any) -> StreamState:
 
 
 def test_again_from_the_ids_we_have() -> None:
-    state = state_of(4, 5, facts={"now": 3}, barren_boots=1)
-    body, blobs = request.again(SENT, [], state, 1.2341)
+    state = state_of(4, 5, facts=Facts.from_worker({"now": 3}), barren_boots=1)
+    body, blobs = written(request.resumed(SENT, state, 1.2341))
     resume = {"count": 2, "seed": 42, "resumes": 1, "facts": {"now": 3}}
     kept = {"model": "m", "prompt": "a", "options": {}, "priority": 2}
     assert body == {**kept, "deadline_ms": 1235, "resume": resume}
     assert blobs == [pack_ids([4, 5])]
-    message = Generate.parse(body, tuple(blobs))
-    assert message.resume is not None and message.resume.body() == resume
-    assert message.resume_ids == blobs[0]
-    assert SENT["queue_ms"] == 5
+    assert SENT.settings["queue_ms"] == 5
 
 
 def test_again_before_the_first_id() -> None:
-    body, blobs = request.again({"model": "m", "prompt": "a"}, [], state_of(), None)
+    draft = GenerateDraft("m", TextPrompt("a"), {})
+    body, _ = written(request.resumed(draft, state_of(), None))
     assert body["resume"] == {"count": 0, "seed": 42, "resumes": 0}
     assert "deadline_ms" not in body
-    Generate.parse(body, tuple(blobs))
 
 
 def test_again_what_was_never_accepted() -> None:
-    body, blobs = request.again(SENT, [b"x"], state_of(boot=0), -4.0)
+    draft = GenerateDraft("m", PackedPrompt("prompt", b"x"), {}, SENT.settings)
+    body, blobs = written(request.resumed(draft, state_of(boot=0), -4.0))
     assert "resume" not in body and body["deadline_ms"] == 1
     assert blobs == [b"x"]
 
 
 def test_the_prompts_blob_comes_first() -> None:
-    body = {"model": "m", "tokens": True}
-    _, blobs = request.again(body, [pack_ids([1])], state_of(2), None)
+    draft = GenerateDraft("m", PackedPrompt("tokens", pack_ids([1])), {})
+    _, blobs = written(request.resumed(draft, state_of(2), None))
     assert blobs == [pack_ids([1]), pack_ids([2])]
 
 
@@ -148,4 +151,5 @@ def test_the_prompts_blob_comes_first() -> None:
     [(None, None), (1500, 1.5), (0, None), (True, None), ("5", None), (-1, None)],
 )
 def test_a_deadline_of_the_users(given: Any, seconds: float | None) -> None:
-    assert request.deadline({"deadline_ms": given}) == seconds
+    draft = GenerateDraft("m", TextPrompt("a"), {}, {"deadline_ms": given})
+    assert request.deadline_of(draft) == seconds

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxpool.client import request
-from mlxpool.client.retry import Course, Pace, Step, Watch
+from mlxpool.client.incoming import parse_frame
+from mlxpool.client.request import resumed
+from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.prompts import TextPrompt
+from mlxpool.common.protocol.to_broker import GenerateDraft
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
 ID = bytes(16)
@@ -93,54 +96,56 @@ class ModelBroker:
 
 
 class Reader:
-    """The client: a stream, its course and its watch, and what the reader was given."""
+    """The client: a stream, its retries and its timer, and what the reader was given."""
 
     def __init__(self, broker: ModelBroker) -> None:
         self.broker = broker
         self.state = StreamState(ID)
-        self.course = Course(self.state, Pace())
-        self.watch = Watch(Pace(), 0.0)
+        self.retry = StreamRetry(self.state, Pace())
+        self.timer = SilenceTimer(Pace(), 0.0)
         self.wall = 0.0
         self.ping_at = 1.0
         self.taken: list[Delta] = []
         self._generate()
-        self.course.sent(0.0)
+        self.retry.sent(0.0)
 
     def _send(self, kind: str, body: dict[str, object], *blobs: bytes) -> None:
         if self.broker.open:
             self.broker.hear(Message(Header(kind, ID, 0, self.state.attempt), body, blobs))
 
     def _generate(self) -> None:
-        body, blobs = request.again({"model": "m"}, [], self.state, None)
-        self._send(kinds.GENERATE, body, *blobs)
+        draft = resumed(GenerateDraft("m", TextPrompt("a"), {}), self.state, None)
+        self._send(kinds.GENERATE, draft.body(), *draft.blobs())
 
     def turn(self, seconds: float = TICK) -> None:
         """As the link does: read everything, then look at what is due."""
         self.wall += seconds
-        self.watch.turn(self.wall)
+        self.timer.advance(self.wall)
         while self.broker.open and self.broker.out:
             self._read(self.broker.out.popleft())
-        if self.watch.move_due:
-            self.watch.moved()
+        if self.timer.reconnect_due:
+            self.timer.reconnected()
             self.broker.relink()
-            self.course.moved(self.watch.now)
+            self.retry.reconnected(self.timer.now)
         self._step()
         if self.wall >= self.ping_at:
             self.ping_at = self.wall + 1.0
             self._send(kinds.PING, {})
 
     def _read(self, message: Message) -> None:
-        self.watch.heard()
+        self.timer.heard()
         if message.kind == kinds.PONG:
-            self.course.at_home(message.body["boot"], message.body["link"], self.watch.now)
+            self.retry.identified((message.body["boot"], message.body["link"]), self.timer.now)
             return
-        delta = self.course.receive(message, self.watch.now)
+        frame = parse_frame(message)
+        assert frame is not None
+        delta = self.retry.receive(frame, self.timer.now)
         if delta is not None:
             self.taken.append(delta)
 
     def _step(self) -> None:
-        if self.course.tick(self.watch.now, self.watch.heard_at) is Step.SEND:
-            self.course.sent_again(self.watch.now)
+        if self.retry.tick(self.timer.now, self.timer.heard_at) is Action.SEND:
+            self.retry.sent_again(self.timer.now)
             self._generate()
 
 
@@ -176,7 +181,7 @@ def test_each_id_once_and_in_order(story: list[tuple[str, int]]) -> None:
         broker.work()
         reader.turn()
     state = reader.state
-    assert state.error is None and state.result is not None, (reader.course, broker)
+    assert state.error is None and state.result is not None, (reader.retry, broker)
     ids = [token(state.seed, i) for i in range(COUNT)]
     assert [i for delta in reader.taken for i in delta.ids] == ids == list(state.result.ids)
     assert [delta.pos for delta in reader.taken if delta.ids] == list(range(COUNT))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxpool.client.incoming import Frame, parse_frame
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common.errors import ContextExceeded, Internal
 from mlxpool.common.protocol import kinds
@@ -27,11 +28,13 @@ DONE = {
 
 def frame(
     kind: str, body: dict[str, Any] | None = None, *blobs: bytes, pos: int = 0, attempt: int = 1
-) -> Message:
-    return Message(Header(kind, ID, 7, attempt, pos), body or {}, blobs)
+) -> Frame:
+    found = parse_frame(Message(Header(kind, ID, 7, attempt, pos), body or {}, blobs))
+    assert found is not None
+    return found
 
 
-def delta(pos: int, *ids: int, text: str = "", attempt: int = 1, **body: Any) -> Message:
+def delta(pos: int, *ids: int, text: str = "", attempt: int = 1, **body: Any) -> Frame:
     fields = {"text": text, "n": len(ids), **body}
     return frame(kinds.DELTA, fields, pack_ids(ids), pos=pos, attempt=attempt)
 
@@ -65,7 +68,7 @@ def test_done_holds_the_whole_completion() -> None:
     assert (result.usage, result.timings_ms) == (DONE["usage"], DONE["timings_ms"])
     assert (result.seed, result.attempts) == (42, 2)
     assert result.logprobs == ({"logprob": -1},)
-    assert state.facts == {"now": 3}
+    assert state.facts is not None and state.facts.raw == {"now": 3}
 
 
 def test_text_that_was_held_back_comes_with_the_end() -> None:
@@ -108,7 +111,7 @@ def test_it_goes_on_after_another_sending() -> None:
     state = accepted()
     state.receive(delta(0, 5, text="a", facts={"now": 3}))
     state.receive(delta(2, 9))
-    state.sent_again()
+    state.begin_attempt()
     assert (state.attempt, state.accepted, state.gap) == (2, False, "")
     assert state.receive(delta(1, 6, text="b")) is None
     assert state.receive(delta(1, 6, text="b", attempt=2)) is None
@@ -117,13 +120,13 @@ def test_it_goes_on_after_another_sending() -> None:
     state.receive(frame(kinds.DONE, DONE, pos=2, attempt=2))
     assert state.result is not None
     assert (state.result.text, state.result.ids) == ("ab", (5, 6))
-    assert state.facts == {"now": 3}
+    assert state.facts is not None and state.facts.raw == {"now": 3}
 
 
 def test_brokers_that_brought_nothing_are_counted() -> None:
     state = accepted()
     for attempt, boot, counted in ((2, 8, 1), (3, 8, 1), (4, 9, 2)):
-        state.sent_again()
+        state.begin_attempt()
         state.receive(frame(kinds.ACCEPTED, {**ACCEPTED, "boot": boot}, attempt=attempt))
         assert state.barren_boots == counted
     state.receive(delta(0, 5, attempt=4))
@@ -133,7 +136,7 @@ def test_brokers_that_brought_nothing_are_counted() -> None:
 def test_another_seed_is_no_way_to_go_on() -> None:
     state = accepted()
     state.receive(delta(0, 5))
-    state.sent_again()
+    state.begin_attempt()
     state.receive(frame(kinds.ACCEPTED, {**ACCEPTED, "seed": 43}, attempt=2))
     assert isinstance(state.error, Internal) and "seed 42" in state.error.message
 
@@ -177,9 +180,7 @@ def test_nothing_counts_after_the_end() -> None:
 
 
 def test_kinds_of_tomorrow_are_nothing() -> None:
-    state = accepted()
-    assert state.receive(frame("news", {"a": 1})) is None
-    assert not state.over
+    assert parse_frame(Message(Header("news", ID, 7, 1, 0), {"a": 1})) is None
 
 
 @given(st.lists(st.integers(0, 5), max_size=20))

@@ -1,4 +1,4 @@
-"""Log lines for people and for machines."""
+"""Log lines as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxpool.common import logs
 
 @pytest.fixture(autouse=True)
 def root() -> Iterator[logging.Logger]:
-    """The root logger, as it was before when the test is over."""
+    """The root logger, which is restored after the test."""
     logger = logging.getLogger()
     handlers, level = logger.handlers[:], logger.level
     yield logger
@@ -43,7 +43,7 @@ def test_json_lines() -> None:
     }
 
 
-def test_json_of_what_is_no_json() -> None:
+def test_json_of_values_that_json_cannot_hold() -> None:
     text = logs.JsonLines().format(record(path=sys, text="a\nb"))
     assert "\n" not in text
     assert json.loads(text)["text"] == "a\nb"
@@ -55,7 +55,7 @@ def test_text() -> None:
 
 
 @pytest.mark.parametrize("formatter", [logs.JsonLines(), logs.Text()])
-def test_an_exception_is_told(formatter: logging.Formatter) -> None:
+def test_an_exception_is_logged(formatter: logging.Formatter) -> None:
     try:
         raise ValueError("the reason")
     except ValueError:

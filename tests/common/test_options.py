@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from mlxpool.common import options as module
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.options import CHECKS, Options
+from mlxpool.common.options import (
+    ALIASES,
+    CHECKS,
+    REQUEST_KEYS,
+    GenerateOptions,
+    Options,
+)
 
 INTEGERS = {
     "max_tokens": (-(2**31), 2**31 - 1),
@@ -41,6 +47,12 @@ def refused(**raw: Any) -> str:
 def test_every_option_has_a_check_and_is_tested_here() -> None:
     assert {f.name for f in fields(Options)} == set(CHECKS)
     assert {*INTEGERS, *NUMBERS, *FLAGS, "logit_bias", "stop"} == set(CHECKS)
+
+
+def test_the_keywords_of_the_client_are_the_options_and_the_keys_of_a_request() -> None:
+    assert set(GenerateOptions.__annotations__) == {*CHECKS, *ALIASES, *REQUEST_KEYS}
+    assert not GenerateOptions.__required_keys__
+    assert set(module.FLAGS) == set(CHECKS) - {"logit_bias"}, "a map cannot be a flag"
 
 
 def test_nothing_is_the_defaults() -> None:

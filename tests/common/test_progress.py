@@ -1,4 +1,4 @@
-"""The progress block: what one process writes the other reads, whatever the first is stuck in."""
+"""The progress block: one process writes it, another reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxpool.common.progress import PHASES, Block, Look
 REQUEST = bytes(range(16))
 
 
-def test_what_is_written_is_read() -> None:
+def test_a_reading_has_the_written_words() -> None:
     block = Block.private()
     for word, value in (("count", 7), ("tokens", 2048), ("fresh", 1), ("usual_step_ns", 5)):
         block.write(word, value)
@@ -28,7 +28,7 @@ def test_what_is_written_is_read() -> None:
     block.close()
 
 
-def test_an_unwritten_block_says_nothing() -> None:
+def test_an_unwritten_block_reads_as_defaults() -> None:
     block = Block.private()
     assert block.read() == Look()
     block.close()

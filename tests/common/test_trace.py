@@ -1,4 +1,4 @@
-"""Histories for checkers: off by default, one line a write, never in the way."""
+"""Histories for checkers: off by default, one write a line, errors ignored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_off_unless_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     assert lines(tmp_path) == []
 
 
-def test_a_line_says_who_when_and_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fields_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     history = History("worker-m/0")
     history.write("work", id=bytes([0xAB] * 16), count=3)
@@ -36,7 +36,7 @@ def test_a_line_says_who_when_and_what(tmp_path: Path, monkeypatch: pytest.Monke
     assert float(str(first["t"])) <= float(str(second["t"]))
 
 
-def test_a_full_disk_costs_the_line_only(tmp_path: Path) -> None:
+def test_a_full_disk_loses_the_line_only(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("missing program: /dev/full, a file system that is always full")
     (tmp_path / f"broker-{os.getpid()}.jsonl").symlink_to("/dev/full")

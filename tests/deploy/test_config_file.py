@@ -9,14 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.common.config.loading import (
-    BUILTIN,
-    Counting,
-    KeyConfig,
-    ModelConfig,
-    PoolConfig,
-    load,
-)
+from mlxpool.common.config.loading import load
+from mlxpool.common.config.schema import BUILTIN, Counting, KeyConfig, ModelConfig, PoolConfig
 
 FILE = Path(__file__).parents[2] / "deploy" / "mlxpool.toml"
 SHOWN_AS_COMMENT = {"run_dir", "models_dir", "secret_key"}  # their defaults depend on the machine

@@ -16,7 +16,8 @@ import yaml
 
 from mlxpool.broker.telemetry.stats import stats
 from mlxpool.common.config.bounds import host_port
-from mlxpool.common.config.loading import PoolConfig, load
+from mlxpool.common.config.loading import load
+from mlxpool.common.config.schema import PoolConfig
 from support.command_lines import parsed
 from support.core_harness import Story
 

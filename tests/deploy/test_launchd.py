@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.common.config.loading import PoolConfig
+from mlxpool.common.config.schema import PoolConfig
 from support.command_lines import parsed
 
 FILE = Path(__file__).parents[2] / "deploy" / "launchd" / "dev.mlxpool.pool.plist"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlxpool.broker.edge.loop import LATE
-from mlxpool.common.config.loading import PoolConfig
+from mlxpool.common.config.schema import PoolConfig
 from support.command_lines import parsed
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "systemd"

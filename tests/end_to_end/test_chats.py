@@ -14,7 +14,7 @@ from support.worker_checkpoints import write_checkpoint
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
-HI = [{"role": "user", "content": "hi"}]
+HI: list[dict[str, object]] = [{"role": "user", "content": "hi"}]
 TEMPLATES = {
     "tools": "{{ tools[0].function.name if tools }}{{ messages[-1].content }}",
     "strict": "{% if messages[0].role != 'user' %}{{ raise_exception('ask first') }}{% endif %}x",
@@ -44,7 +44,7 @@ def client(pool: Pool) -> Iterator[Client]:
 def test_tools_and_the_answers_of_tools_reach_the_template(client: Client) -> None:
     tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
     call = {"id": "a", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
-    messages = [
+    messages: list[dict[str, object]] = [
         *HI,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "12:00"}]},

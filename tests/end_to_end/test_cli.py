@@ -69,7 +69,8 @@ def test_ps_stats_and_models(pool: Pool) -> None:
 def test_cancel_by_id(pool: Pool) -> None:
     with pool.client() as client:
         stream = client.stream("slow", "x")
-        stream._queue.get()
+        deltas = iter(stream)
+        next(deltas)
         done = pool.cli("cancel", stream.id.hex())
         assert done.returncode == 0 and "streaming" in done.stdout
         assert stream.read().reason == "cancelled"

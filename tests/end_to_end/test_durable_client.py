@@ -11,7 +11,7 @@ import pytest
 from mlxpool.client import Client, Stream
 from mlxpool.common.errors import BrokerLost
 from support.counting_checker import expected_ids, text_of
-from support.pool import PATIENCE, Pool, until
+from support.pool import PATIENCE, Pool, reconnects, until
 from support.relay import Relay
 
 CONFIG = """
@@ -75,7 +75,7 @@ def cut(relay: Relay, client: Client) -> None:
 def freeze(relay: Relay, client: Client) -> None:
     """Freeze until the client has made a new connection."""
     relay.freeze()
-    until(lambda: client._link._watch.moves, "the client has a new connection")
+    until(lambda: reconnects(client), "the client has a new connection")
     relay.thaw()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from mlxpool.client import AsyncClient, Result
 from mlxpool.common.errors import DeadlineExceeded
+from mlxpool.common.options import GenerateOptions
 from support.pool import Pool
 from support.worker_checkpoints import write_checkpoint
 
@@ -76,11 +77,11 @@ def test_a_deadline_ends_one_stream_of_many(pool: Pool) -> None:
     async def both() -> list[Any]:
         async with AsyncClient(pool.run_dir) as client:
             await client.generate("long", "warm", max_tokens=1)
-            asked = ({"deadline_ms": 150}, {"max_tokens": 30})
-            streams = (
-                client.generate("long", "a" * n, ignore_eos=True, **one)
-                for n, one in enumerate(asked, 1)
+            asked: tuple[GenerateOptions, ...] = (
+                {"deadline_ms": 150, "ignore_eos": True},
+                {"max_tokens": 30, "ignore_eos": True},
             )
+            streams = (client.generate("long", "a" * n, **one) for n, one in enumerate(asked, 1))
             return await asyncio.gather(*streams, return_exceptions=True)
 
     late, whole = asyncio.run(both())

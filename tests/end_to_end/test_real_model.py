@@ -13,6 +13,7 @@ import pytest
 from mlxpool.broker.processes import blas
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, ContextExceeded, ModelLoadFailed
+from mlxpool.common.options import GenerateOptions
 from support.pool import Pool, until
 from support.worker_checkpoints import config, random_weights, write_checkpoint, write_weights
 
@@ -69,10 +70,11 @@ def test_the_text_is_that_of_the_ids(client: Client) -> None:
 
 
 def test_a_stop_string_ends_the_text_at_any_tokenization(client: Client) -> None:
-    asked = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    asked: GenerateOptions = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
     whole = client.generate("good", "abc", **asked).text
     stop = whole[10:13]
-    result = client.generate("good", "abc", stop=[stop], **asked)
+    asked["stop"] = [stop]
+    result = client.generate("good", "abc", **asked)
     assert result.reason == "stop" and result.text == whole.split(stop)[0]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.admin.reload import Reloader
-from mlxpool.common.config.loading import PoolConfig
+from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import OverQuota, UnknownModel
 from support.bystander import Bystander
 from support.pool import Pool, until

@@ -187,7 +187,8 @@ def test_a_request_that_always_crashes_is_poisoned(pool: Pool) -> None:
 def test_a_killed_worker_is_noticed_and_replaced(pool: Pool) -> None:
     with pool.client() as client:
         stream = client.stream("slow", "x", seed=1, durable=False)
-        stream._queue.get()
+        deltas = iter(stream)
+        next(deltas)
         pid = pool.kill_worker("slow/0")
         with pytest.raises(WorkerLost, match="SIGKILL"):
             stream.read()
@@ -218,7 +219,8 @@ def test_a_failed_load_is_reported_to_the_client(pool: Pool) -> None:
 def test_cancel_while_queued(pool: Pool) -> None:
     with pool.client() as client:
         running = client.stream("slow", "a", seed=1)
-        running._queue.get()
+        deltas = iter(running)
+        next(deltas)
         waiting = client.stream("slow", "b", seed=2)
         until(lambda: pool.ask("stats")["queued"] == 1, "the second request is queued")
         assert client.cancel(waiting.id) == {"state": "queued", "pos": 0}
@@ -241,7 +243,8 @@ def test_cancel_in_prefill_frees_the_worker_within_a_chunk(pool: Pool) -> None:
 def test_cancel_in_decode_and_after_the_end(pool: Pool) -> None:
     with pool.client() as client:
         stream = client.stream("slow", "c", seed=5)
-        stream._queue.get()
+        deltas = iter(stream)
+        next(deltas)
         assert client.cancel(stream.id)["state"] == "streaming"
         result = stream.read()
         assert result.reason == "cancelled"
@@ -266,7 +269,8 @@ def test_deadlines(pool: Pool) -> None:
         with pytest.raises(DeadlineExceeded, match="deadline_ms"):
             stream.read()
         blocker = client.stream("slow", "f")
-        blocker._queue.get()
+        deltas = iter(blocker)
+        next(deltas)
         with pytest.raises(DeadlineExceeded, match="queue_ms"):
             client.generate("slow", "g", queue_ms=100)
         blocker.close()
@@ -305,7 +309,7 @@ def test_unknown_models_and_options_are_named(pool: Pool) -> None:
         with pytest.raises(UnknownModel, match="did you mean 'counting'"):
             client.generate("countin", "x")
         with pytest.raises(BadRequest, match="temperature"):
-            client.generate("counting", "x", temprature=1)
+            client.generate("counting", "x", temprature=1)  # type: ignore[call-arg]
         with pytest.raises(BadRequest, match="empty"):
             client.generate("counting", "")
         with pytest.raises(BadRequest, match="50000"):
@@ -349,7 +353,8 @@ def test_the_counters_of_requests_agree(pool: Pool) -> None:
 def test_the_broker_shuts_down_in_order(tmp_path: Path) -> None:
     with Pool(tmp_path, CONFIG) as pool, pool.client() as client:
         stream = client.stream("slow", "x", durable=False)
-        stream._queue.get()
+        deltas = iter(stream)
+        next(deltas)
         pid = pool.worker("slow/0")["pid"]
         assert pool.stop() == 0
         with pytest.raises(Exception, match="going down"):
@@ -363,7 +368,8 @@ def test_workers_end_with_a_killed_broker(tmp_path: Path) -> None:
     with Pool(tmp_path, CONFIG) as pool:
         with pool.client(broker_grace=1.0) as client:
             stream = client.stream("slow", "x")
-            stream._queue.get()
+            deltas = iter(stream)
+            next(deltas)
             pid = pool.worker("slow/0")["pid"]
             pool.kill()
             until(lambda: not _alive(pid), "the worker ended with its broker")

@@ -38,7 +38,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def parser(tools: str | None, thinking: str | None = None, *, thinks: bool = False) -> Parser:
-    return formats.make_parser({"tools": tools, "thinking": thinking}, TOOLS, thinks=thinks)
+    return formats.make_parser(formats.ChatFormats(tools, thinking), TOOLS, thinks=thinks)
 
 
 def parse(made: Parser, *pieces: str) -> list[Event]:
@@ -343,7 +343,7 @@ def test_arguments_are_emitted_before_the_call_ends() -> None:
 
 def test_without_tools_only_harmony_is_parsed() -> None:
     text = '<tool_call>{"name": "clock"}</tool_call>'
-    plain = formats.make_parser({"tools": "hermes", "thinking": None}, (), thinks=False)
+    plain = formats.make_parser(formats.ChatFormats("hermes"), (), thinks=False)
     assert parse(plain, text) == [Content(text)]
-    channels = formats.make_parser({"tools": "harmony", "thinking": "harmony"}, (), thinks=False)
+    channels = formats.make_parser(formats.ChatFormats("harmony", "harmony"), (), thinks=False)
     assert parse(channels, "<|channel|>final<|message|>hi") == [Content("hi")]

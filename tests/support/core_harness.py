@@ -22,7 +22,7 @@ from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.progress import Look
 from mlxpool.common.protocol import deltas, kinds
 from mlxpool.common.protocol import frames as wire

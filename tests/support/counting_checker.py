@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlxpool.common.config.loading import Counting
+from mlxpool.common.config.schema import Counting
 from mlxpool.worker.engine.counting_engine import piece, token_at
 
 VOCAB = Counting().vocab
 
 
 def expected_ids(prompt: str, seed: int, count: int, vocab: int = VOCAB) -> list[int]:
-    """What the counting model must say."""
+    """The ids that the counting model must draw."""
     ids = list(prompt.encode())
     return [token_at(ids, seed, position, vocab) for position in range(count)]
 

@@ -1,6 +1,6 @@
 """Writes mlx-lm's answers to prompts. Runs as its own process: importing it lowers RLIMIT_NOFILE.
 
-python tests/support/mlx_lm_peer.py  # {paths, prompts, steps} on stdin; writes peer.npz
+cd tests; python -m support.mlx_lm_peer  # {paths, prompts, steps} on stdin; writes peer.npz
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 
-def ask(job: Mapping[str, Any], program: Path = Path(__file__)) -> None:
-    """Runs one of the peer programs; skips the test where mlx-lm is not installed."""
+def ask(job: Mapping[str, Any], program: str = "support.mlx_lm_peer") -> None:
+    """Runs a peer program, given by its module; skips the test where mlx-lm is not installed."""
     import pytest
 
     done = subprocess.run(
-        [sys.executable, str(program)], input=json.dumps(job), text=True, capture_output=True
+        [sys.executable, "-m", program],
+        cwd=Path(__file__).parents[1],
+        input=json.dumps(job),
+        text=True,
+        capture_output=True,
     )
     if done.returncode and "No module named 'mlx_lm'" in done.stderr:
         pytest.skip("mlx-lm is not installed")

@@ -15,12 +15,18 @@ from typing import Any, Self
 
 import psutil
 
-from mlxpool.cli.operations import ask
+from mlxpool.cli.admin import ask
 from mlxpool.client import Client
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost
 
 PATIENCE = 60.0  # seconds; no test measures time, so this only bounds a failure
+
+
+def reconnects(client: Client) -> int:
+    """How often a client has replaced its connection since it last heard the broker."""
+    session = client._connection._session
+    return 0 if session is None else session.timer.reconnects
 
 
 def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:

@@ -326,4 +326,5 @@ def put_into(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "tests"))  # for `support`
     STUBS[sys.argv[1]](sys.argv[2:])

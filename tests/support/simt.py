@@ -62,7 +62,7 @@ def simulated() -> Iterator[set[str]]:
 def forget_kernels() -> None:
     """Those of the GPU are not those of here, nor is what was found out about them."""
     from mlxpool.worker import kernels
-    from mlxpool.worker.engine import kernel_trials
+    from mlxpool.worker.attention import kernel_trials
 
     rooms = [value for value in vars(kernels).values() if hasattr(value, "__file__")]
     for room in [*rooms, kernel_trials]:

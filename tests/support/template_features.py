@@ -1,4 +1,4 @@
-"""What chat templates use, by feature: a small template for each, what it is given, what it gives.
+"""The features that chat templates use: for each a small template, its variables, its text.
 
 The features are those of real models' templates; the templates are written for this table.
 """

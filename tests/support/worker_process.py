@@ -1,4 +1,4 @@
-"""A real worker process with this side as its broker: a bare ROUTER that says what a test wants."""
+"""A real worker process whose broker is a bare ROUTER of the test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 
 from mlxpool.common.closing import Closing
-from mlxpool.common.config.loading import WORKER_VARIABLE, Counting, ModelConfig, WorkerConfig
+from mlxpool.common.config.schema import WORKER_VARIABLE, Counting, ModelConfig, WorkerConfig
 from mlxpool.common.progress import Block
 from mlxpool.common.protocol import deltas, frames, kinds
 from mlxpool.common.protocol.deltas import Delta
@@ -33,7 +33,7 @@ def id_of(name: int) -> bytes:
 
 
 class WorkerProcess(Closing):
-    """Use it with `with`; `hearing` False makes its broker silent."""
+    """A context manager. With `hearing` False the broker does not answer heartbeats."""
 
     def __init__(
         self, tmp_path: Path, *, sequences: int = 8, incarnation: int = 0, **counting: Any
@@ -93,7 +93,7 @@ class WorkerProcess(Closing):
         return (self.tmp_path / "worker.log").read_text()
 
     def next(self, patience: float = PATIENCE) -> Message | None:
-        """The next message, None when none came; beats are answered as a broker does."""
+        """The next message, None if none came in time. Heartbeats are answered."""
         if not self.router.poll(int(patience * 1000)):
             return None
         self.peer, *parts = self.router.recv_multipart()
@@ -128,7 +128,7 @@ class WorkerProcess(Closing):
         self.router.send_multipart([self.peer, *frames.encode(header, body or {}, blobs)])
 
     def welcome(self, epoch: int, token: str = "") -> Message:
-        """Wait for hello and answer it; the credit that follows is awaited, too."""
+        """Wait for hello, send `welcome`, wait for the credit that follows."""
         hello = self.receive(kinds.HELLO)
         self.epoch = epoch
         self.say(kinds.WELCOME, {"boot": 1, "token": token or f"token-{epoch}"})
@@ -156,7 +156,7 @@ class WorkerProcess(Closing):
     # ---- ends ----------------------------------------------------------------------------------
 
     def ended(self) -> int:
-        """The exit code, when it has ended."""
+        """Wait for the end. Returns the exit code."""
         return self.process.wait(timeout=PATIENCE)
 
     def signal(self, number: signal.Signals) -> None:

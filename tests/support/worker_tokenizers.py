@@ -1,4 +1,4 @@
-"""Small tokenizers of each family, with the parts that real ones of it have."""
+"""A small tokenizer of each family, with the components of real ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
 
 
 def byte_level() -> Tokenizer:
-    """As Llama 3, Qwen and GPT: bytes written as printable characters."""
+    """Like Llama 3, Qwen and GPT: bytes written as printable characters."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -42,7 +42,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece(strip: bool = True) -> Tokenizer:
-    """As Llama 2 and Mistral; without `strip` as Gemma."""
+    """Like Llama 2 and Mistral; without `strip` like Gemma."""
     words = ["▁", "▁the", "▁fox", "The", "quick", "re", "▁▁", "n", "é", "▁do", "e", "h", "t", "T"]
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     merges = [("▁", "▁")]
@@ -68,7 +68,7 @@ def sentencepiece(strip: bool = True) -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As T5: scores instead of merges, spaces by Metaspace."""
+    """Like T5: scores instead of merges, spaces by Metaspace."""
     words = ["▁", "▁the", "▁fox", "a", "b", "▁a▁b", "こ", "fox", "ing", "▁▁"]
     tokenizer = Tokenizer(Unigram([("<unk>", 0.0), *((word, -2.0) for word in words)], 0, False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -78,7 +78,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As BERT: whole words, continuations with ##, text tidied up."""
+    """Like BERT: whole words, continuations with ##, cleaned-up text."""
     words = ["the", "fox", "##es", "##s", ".", ",", "!", "'", "n't", "'s", "do", "not", "##'re"]
     vocab = {word: id for id, word in enumerate(["[UNK]", "[CLS]", "[SEP]", *words])}
     tokenizer = Tokenizer(WordPiece(vocab, unk_token="[UNK]"))
@@ -91,7 +91,7 @@ def word_piece() -> Tokenizer:
 
 
 def words() -> Tokenizer:
-    """Whole words and no decoder at all."""
+    """Whole words, without a decoder."""
     tokenizer = Tokenizer(WordLevel({"the": 0, "fox": 1, "dog": 2, "?": 3}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer

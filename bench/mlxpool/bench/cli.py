@@ -6,16 +6,14 @@ import argparse
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mlxpool.bench import runners
 
 if TYPE_CHECKING:
     from mlxpool.bench.measurement import Figures, Measurement
 
-Progress = Callable[[str], None]  # prints a message
 RESTARTED = "MLXPOOL_BENCH"  # environment variable that is set after the restart with OpenBLAS
 
 
@@ -62,7 +60,7 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", action="store_true", help="where a decode step's time goes, and nothing else"
     )
-    parser.set_defaults(run=run, measure=_engine)
+    parser.set_defaults(run=run, measure=runners.run_engine)
 
 
 def _add_end_to_end(kinds: Any, common: argparse.ArgumentParser) -> None:
@@ -76,13 +74,13 @@ def _add_end_to_end(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-engine", action="store_true", help="without the engine alone, a third model in memory"
     )
-    parser.set_defaults(run=run, measure=_end_to_end)
+    parser.set_defaults(run=run, measure=runners.run_end_to_end)
 
 
 def _add_broker(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser = _kind(kinds, common, "broker", "the broker without a model, beside a bare relay")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a paced round (5)")
-    parser.set_defaults(run=run, measure=_broker)
+    parser.set_defaults(run=run, measure=runners.run_broker)
 
 
 def _add_prefix(kinds: Any, common: argparse.ArgumentParser) -> None:
@@ -91,7 +89,7 @@ def _add_prefix(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=4000, help="of a conversation at its end")
-    parser.set_defaults(run=run, measure=_prefix)
+    parser.set_defaults(run=run, measure=runners.run_prefix)
 
 
 def _add_checkpoint(kinds: Any, common: argparse.ArgumentParser) -> None:
@@ -212,131 +210,6 @@ def _check(options: argparse.Namespace) -> None:
         for one in value if isinstance(value, list) else [value]:
             if one is not None and one < 1:
                 raise ValueError(f"--{name} {one} must be at least 1")
-
-
-def _engine(options: argparse.Namespace, progress: Progress) -> tuple[str, Iterator[Measurement]]:
-    from mlxpool.bench import engine, profile
-
-    plan = engine.Plan(
-        streams=options.streams,
-        prompts=options.prompt,
-        prefill=options.prefill,
-        turn=options.turn,
-        sampled=options.sampled,
-        rounds=options.rounds,
-        steps=options.steps,
-        peers=not options.no_peers,
-        deterministic=options.deterministic,
-        as_installed=options.as_installed,
-    )
-
-    def lines() -> Iterator[Measurement]:
-        with _folder(options, progress) as folder:
-            if options.profile:
-                length, rounds, steps = plan.prompts[0], plan.rounds, plan.steps
-                yield from profile.measure(folder, plan.streams, length, rounds, steps)
-            else:
-                yield from engine.measure(folder, plan, progress)
-
-    settings = "deterministic, " if options.deterministic else ""
-    about = f"{_named(options)}, {settings}greedy, rounds: {plan.rounds} of {plan.steps} steps."
-    return about, lines()
-
-
-def _end_to_end(
-    options: argparse.Namespace, progress: Progress
-) -> tuple[str, Iterator[Measurement]]:
-    from mlxpool.bench import end_to_end
-
-    plan = end_to_end.Plan(
-        streams=options.streams,
-        prompt=options.prompt,
-        tokens=options.tokens,
-        clients=options.clients,
-        rounds=options.rounds,
-        peers=not options.no_peers,
-        alone=not options.no_engine,
-    )
-
-    def lines() -> Iterator[Measurement]:
-        with _folder(options, progress) as folder, _run_dir() as run_dir:
-            yield from end_to_end.measure(folder, plan, run_dir, progress)
-
-    about = (
-        f"{_named(options)}, greedy, prompts of {plan.prompt} bytes, {plan.tokens} tokens each,"
-        f" at most {plan.clients} clients, {plan.rounds} rounds."
-    )
-    return about, lines()
-
-
-def _broker(options: argparse.Namespace, progress: Progress) -> tuple[str, Iterator[Measurement]]:
-    from mlxpool.bench import broker
-
-    plan = broker.Plan(rounds=options.rounds, seconds=options.seconds)
-    return f"No model; {plan.rounds} rounds.", broker.measure(plan, progress)
-
-
-def _prefix(options: argparse.Namespace, progress: Progress) -> tuple[str, Iterator[Measurement]]:
-    from mlxpool.bench import prefix
-
-    plan = prefix.Plan(
-        conversations=options.conversations,
-        turns=options.turns,
-        tokens=options.tokens,
-        peers=not options.no_peers,
-    )
-
-    def lines() -> Iterator[Measurement]:
-        with _folder(options, progress) as folder:
-            yield from prefix.measure(folder, plan, progress)
-
-    about = (
-        f"{_named(options)}; {plan.conversations} conversations over {plan.turns} turns,"
-        f" each growing to {plan.tokens:,} tokens."
-    )
-    return about, lines()
-
-
-# ---- the model ----------------------------------------------------------------------------------
-
-
-@contextmanager
-def _folder(options: argparse.Namespace, progress: Progress) -> Iterator[Path]:
-    """The model's folder; the folder of a shape is temporary."""
-    if not options.shape:
-        yield _folder_of(options.model)
-        return
-    from mlxpool.bench import checkpoint
-
-    with tempfile.TemporaryDirectory(prefix="mlxpool-bench-") as made:
-        progress(f"writing random weights of {options.shape}")
-        shape = {"layers": options.layers, "quantise": options.quantise}
-        yield checkpoint.write(Path(made) / options.shape, options.shape, **shape)
-
-
-def _folder_of(path: str) -> Path:
-    from mlxpool.common.config.loading import ModelConfig
-    from mlxpool.worker.weights import locate
-
-    found = locate.locate(ModelConfig(path=path or locate.DEMO))
-    if not isinstance(found, Path):
-        raise ValueError(f"{path} is no folder; peers can read nothing else")
-    return found
-
-
-def _named(options: argparse.Namespace) -> str:
-    if not options.shape:
-        return options.model or "The embedded model"
-    layers = f", {options.layers} layers" if options.layers else ""
-    quantised = f", {options.quantise}" if options.quantise else ""
-    return f"Random weights of the shape {options.shape}{layers}{quantised}"
-
-
-@contextmanager
-def _run_dir() -> Iterator[Path]:
-    """A temporary folder with a short path, since socket paths have a length limit."""
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as made:
-        yield Path(made)
 
 
 def _with_openblas() -> None:

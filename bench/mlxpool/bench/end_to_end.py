@@ -139,7 +139,7 @@ def _alone(
 ) -> tuple[RoundFigures, dict[int, list[int]]]:
     """The same requests in the engine alone, without queues, sockets or text."""
     from mlxpool.common.options import Options
-    from mlxpool.worker.engine.sequence import Sequence as EngineSequence
+    from mlxpool.worker.scheduling.sequence import Sequence as EngineSequence
 
     batch = engine.engine(len(numbers), plan.prompt + plan.tokens + SPARE_CONTEXT)
     greedy = Options.parse({"temperature": 0, "ignore_eos": True})

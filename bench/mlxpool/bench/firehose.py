@@ -22,7 +22,7 @@ from pathlib import Path
 import msgpack
 import zmq
 
-from mlxpool.common.config.loading import WORKER_VARIABLE, WorkerConfig
+from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
 from mlxpool.common.protocol import frames as wire
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header

@@ -16,9 +16,10 @@ from mlxpool.worker.attention.layouts import InPool
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine import backend
 from mlxpool.worker.engine.engine import ModelEngine
-from mlxpool.worker.engine.sequence import Sequence as EngineSequence
 from mlxpool.worker.prompt.tokenizer import Text
-from mlxpool.worker.weights.load import inspect, load
+from mlxpool.worker.scheduling.sequence import Sequence as EngineSequence
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.load import load
 from mlxpool.worker.weights.memory_estimate import dequantises_at_load
 
 Burst = Callable[[int], float]  # number of steps -> mean seconds of a step

@@ -59,7 +59,7 @@ class OurCache:
     def begin(self, prompt: list[int]) -> Any:
         """A sequence after prefill."""
         from mlxpool.common.options import Options
-        from mlxpool.worker.engine.sequence import Sequence
+        from mlxpool.worker.scheduling.sequence import Sequence
 
         seq = Sequence(b"", 1, tuple(prompt), Options(temperature=0.0), 1, ANSWER_TOKENS)
         self.engine.admit(seq)

@@ -1,4 +1,4 @@
-"""How the command line writes tables, sizes and times, and reads numbers."""
+"""Tables, sizes and times as the command line prints them; numbers as it reads them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell."""
+    """Rows of cells as text; a column is as wide as its widest cell."""
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -16,7 +16,7 @@ def table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def size(value: object) -> str:
-    """Bytes in the largest unit that leaves a figure before the point."""
+    """Bytes in the largest unit that gives at least 1; "-" for what is no integer."""
     if not isinstance(value, int):
         return "-"
     count = float(value)
@@ -28,7 +28,7 @@ def size(value: object) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, minutes or hours."""
+    """Seconds as text in seconds, minutes or hours."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes = seconds / 60
@@ -36,7 +36,7 @@ def duration(seconds: float) -> str:
 
 
 def count(text: str) -> int:
-    """A number of things. Raises ArgumentTypeError below 1."""
+    """The count that an argument gives. Raises ArgumentTypeError below 1."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)

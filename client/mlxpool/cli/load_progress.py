@@ -1,6 +1,6 @@
-"""How far a model's load is: told on standard error, to a terminal only, while somebody waits.
+"""The progress of a model's load, written on standard error while a command waits for it.
 
-The broker knows it from the worker's beats. Nothing is asked before the wait is worth a word.
+It comes from `ps`, which has it from the worker's heartbeats.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from mlxpool.cli.admin import ask
 from mlxpool.cli.formatting import duration, size
-from mlxpool.cli.operations import ask
-from mlxpool.cli.target import Place
+from mlxpool.cli.target import Target
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, Draining, ModelLoadFailed, PoolError
 
-FIRST = 0.5  # seconds before anything is said
-PERIOD = 0.5
-FAILED = frozenset({"failed", "broken"})
+FIRST_DELAY = 0.5  # seconds of waiting before the first question: a short wait shows nothing
+SHOW_INTERVAL = 0.5  # seconds between two questions of `LoadProgress`
+WAIT_INTERVAL = 0.1  # seconds between two questions of `wait_for`
+FAILED = frozenset({"failed", "broken"})  # states of a model
 
 
-def words(seen: Mapping[str, Any], name: str) -> str:
-    """What a request for this model waits for, by `ps`; "" when it waits for nothing known."""
-    model = _row_of(seen, name)
-    own = [row for row in seen["workers"] if row["model"] == (model.get("shares") or name)]
+def progress_text(answer: Mapping[str, Any], name: str) -> str:
+    """What a request for this model waits for, by an answer of `ps`; "" if for nothing known."""
+    model = _model_row(answer, name)
+    own = _worker_rows(answer, model, name)
     states = {row["state"] for row in own}
     if not own or states <= {"none", "lost"}:
-        if not seen["broker"].get("local_workers", True):
-            return nobody_starts(name)
+        if not answer["broker"].get("local_workers", True):
+            return remote_worker_needed(name)
         return f"starting a worker for {name}"
     if "ready" in states:
         queued = model.get("queued", 0)
@@ -39,64 +40,40 @@ def words(seen: Mapping[str, Any], name: str) -> str:
     since = duration(newest.get("uptime_s", 0.0))
     if newest["state"] != "loading":
         return f"starting a worker for {name}, {since}"
-    return f"loading {name}{_share(newest, model)}, {since}"
+    return f"loading {name}{_loaded_share(newest, model)}, {since}"
 
 
-def nobody_starts(name: str) -> str:
-    """What a model without a worker needs, of a broker that starts none."""
+def remote_worker_needed(name: str) -> str:
+    """The text for a model without a worker, for a broker that starts none itself."""
     return (
         f"waiting for a worker of {name}: this broker starts none;"
         f" `mlxpool worker {name} --endpoint ENDPOINT` brings one (docs/operate.md)"
     )
 
 
-def _row_of(seen: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    return next((row for row in seen["models"] if row["name"] == name), {})
+def _model_row(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return next((row for row in answer["models"] if row["name"] == name), {})
 
 
-def _share(worker: Mapping[str, Any], model: Mapping[str, Any]) -> str:
-    """How much of the weights is there, as far as it is known."""
-    have, whole = (worker.get("memory") or {}).get("weights"), model.get("size")
-    if not have:
+def _worker_rows(
+    answer: Mapping[str, Any], model: Mapping[str, Any], name: str
+) -> list[Mapping[str, Any]]:
+    """The workers that serve a model; an alias is served by those of the model it shares."""
+    return [row for row in answer["workers"] if row["model"] == (model.get("shares") or name)]
+
+
+def _loaded_share(worker: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    """The part of the weights that is loaded; "" if it is not known."""
+    loaded, whole = (worker.get("memory") or {}).get("weights"), model.get("size")
+    if not loaded:
         return ""
-    if not whole or have > whole:
-        return f": {size(have)}"
-    return f": {100 * have // whole} % of {size(whole)}"
+    if not whole or loaded > whole:
+        return f": {size(loaded)}"
+    return f": {100 * loaded // whole} % of {size(whole)}"
 
 
-class Waiting(Closing):
-    """A line about the load, from another thread, until the first thing comes or `close`."""
-
-    def __init__(self, place: Place | None, model: str) -> None:
-        """`place` of the admin socket; None: nobody knows where it is, and nothing is said."""
-        self._place, self._model = place, model
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-        if place is not None and sys.stderr.isatty():
-            self._thread = threading.Thread(target=self._tell, name="loading", daemon=True)
-            self._thread.start()
-
-    def _tell(self) -> None:
-        assert self._place is not None
-        line, seconds = Line(), FIRST
-        while not self._over.wait(seconds):
-            try:
-                line.show(words(ask(self._place, "ps"), self._model))
-            except (PoolError, OSError, ValueError):
-                pass  # who waits hears of it in another way
-            seconds = PERIOD
-        line.clear()
-
-    def close(self) -> None:
-        """Nothing is waited for any more; the line is gone when this returns."""
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-
-class Line:
-    """One line of standard error that is written over, if that is a terminal."""
+class StatusLine:
+    """One line of standard error that is written over; does nothing without a terminal."""
 
     def __init__(self) -> None:
         self.live = sys.stderr.isatty()
@@ -104,7 +81,7 @@ class Line:
 
     def show(self, text: str) -> None:
         if self.live:
-            self._shown = True  # before: Ctrl-C may come at any moment
+            self._shown = True  # before the write, so that `clear` works after a Ctrl-C in it
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
 
@@ -114,37 +91,77 @@ class Line:
             sys.stderr.flush()
 
 
-def wait_for(place: Place, name: str, seconds: float = math.inf) -> str:
-    """Until a worker of the model is ready, so long at most; returns its name.
+class LoadProgress(Closing):
+    """Shows the progress of a model's load from a thread of its own, until `close`.
 
-    Raises ModelLoadFailed with the worker's reason, Draining when nobody will start it any more,
-    DeadlineExceeded after `seconds`, BrokerLost when nobody answers.
+    Without a terminal as standard error, or without the admin socket's `target`, it does nothing.
     """
-    line, begun, told = Line(), False, False
+
+    def __init__(self, target: Target | None, model: str) -> None:
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        if target is not None and sys.stderr.isatty():
+            self._thread = threading.Thread(
+                target=self._show, args=(target, model), name="loading", daemon=True
+            )
+            self._thread.start()
+
+    def _show(self, target: Target, model: str) -> None:
+        line, seconds = StatusLine(), FIRST_DELAY
+        while not self._over.wait(seconds):
+            try:
+                line.show(progress_text(ask(target, "ps"), model))
+            except (PoolError, OSError, ValueError):
+                pass  # the stream that is waited for ends with the error
+            seconds = SHOW_INTERVAL
+        line.clear()
+
+    def close(self) -> None:
+        """End the thread; the line is gone when this returns."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def wait_for(target: Target, name: str, seconds: float = math.inf) -> str:
+    """Wait until a worker of the model is ready, at most `seconds`; returns the model's name.
+
+    Raises ModelLoadFailed with the worker's reason, Draining if no worker will be started,
+    DeadlineExceeded after `seconds`, BrokerLost if the broker does not answer.
+    """
+    line, begun, told = StatusLine(), False, False
     end = time.monotonic() + seconds
     try:
         while True:
-            seen = ask(place, "ps")
-            model = _row_of(seen, name)
-            if seen["broker"]["state"] != "ready":
-                raise Draining(f"the broker of {place.run_dir} is {seen['broker']['state']}")
-            if model.get("state") == "drained":
-                raise Draining(f"{name} is drained; `mlxpool load {name}` opens it again")
-            if model.get("state") in FAILED:
-                raise ModelLoadFailed(model.get("error") or f"{name} cannot be loaded")
-            own = [row for row in seen["workers"] if row["model"] == (model.get("shares") or name)]
+            answer = ask(target, "ps")
+            model = _model_row(answer, name)
+            _check_load(answer["broker"], model, target, name)
+            own = _worker_rows(answer, model, name)
             if any(row["state"] == "ready" for row in own):
                 return name
             if begun and model.get("state") == "cold":
                 raise Draining(f"{name} was unloaded again, or its keep_alive is over")
             begun = begun or any(row.get("pid") for row in own)
-            text = words(seen, name)
+            text = progress_text(answer, name)
             if time.monotonic() >= end:
                 raise DeadlineExceeded(f"{name} is not loaded after {seconds:g} s: {text}")
-            if text == nobody_starts(name) and not told and not line.live:
+            if text == remote_worker_needed(name) and not told and not line.live:
                 told = True
                 print(f"mlxpool: {text}", file=sys.stderr, flush=True)
             line.show(text)
-            time.sleep(PERIOD / 5)
+            time.sleep(WAIT_INTERVAL)
     finally:
         line.clear()
+
+
+def _check_load(
+    broker: Mapping[str, Any], model: Mapping[str, Any], target: Target, name: str
+) -> None:
+    """Raises Draining or ModelLoadFailed if the model will not be loaded."""
+    if broker["state"] != "ready":
+        raise Draining(f"the broker of {target.run_dir} is {broker['state']}")
+    if model.get("state") == "drained":
+        raise Draining(f"{name} is drained; `mlxpool load {name}` opens it again")
+    if model.get("state") in FAILED:
+        raise ModelLoadFailed(model.get("error") or f"{name} cannot be loaded")

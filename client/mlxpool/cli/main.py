@@ -20,37 +20,37 @@ from mlxpool.common.paths import run_dir_of
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 
-# Which module has a command. Only that one is imported, so that `ps` is quick.
-ROOMS = {
-    "serve": "mlxpool.cli.serve",
-    "broker": "mlxpool.cli.broker_worker",
-    "worker": "mlxpool.cli.broker_worker",
-    "run": "mlxpool.cli.run",
-    "chat": "mlxpool.cli.chat",
-    "check": "mlxpool.cli.check",
-    "ps": "mlxpool.cli.operations",
-    "top": "mlxpool.cli.top",
-    "stats": "mlxpool.cli.operations",
-    "models": "mlxpool.cli.operations",
-    "requests": "mlxpool.cli.operations",
-    "load": "mlxpool.cli.operations",
-    "unload": "mlxpool.cli.operations",
-    "drain": "mlxpool.cli.operations",
-    "restart": "mlxpool.cli.operations",
-    "cancel": "mlxpool.cli.operations",
-    "reload": "mlxpool.cli.operations",
-    "stop": "mlxpool.cli.operations",
-    "keygen": "mlxpool.cli.keygen",
-    "revoke": "mlxpool.cli.revoke",
-    "gateway": "mlxpool.cli.gateway",
+# The module of each command. Only the one that is needed is imported, so that `ps` is quick.
+COMMAND_MODULES = {
+    "serve": "mlxpool.cli.commands.serve",
+    "broker": "mlxpool.cli.commands.serve",
+    "worker": "mlxpool.cli.commands.worker",
+    "run": "mlxpool.cli.commands.run",
+    "chat": "mlxpool.cli.commands.chat",
+    "check": "mlxpool.cli.commands.check",
+    "ps": "mlxpool.cli.commands.operations",
+    "top": "mlxpool.cli.commands.top",
+    "stats": "mlxpool.cli.commands.operations",
+    "models": "mlxpool.cli.commands.operations",
+    "requests": "mlxpool.cli.commands.operations",
+    "load": "mlxpool.cli.commands.operations",
+    "unload": "mlxpool.cli.commands.operations",
+    "drain": "mlxpool.cli.commands.operations",
+    "restart": "mlxpool.cli.commands.operations",
+    "cancel": "mlxpool.cli.commands.operations",
+    "reload": "mlxpool.cli.commands.operations",
+    "stop": "mlxpool.cli.commands.operations",
+    "keygen": "mlxpool.cli.commands.keygen",
+    "revoke": "mlxpool.cli.commands.revoke",
+    "gateway": "mlxpool.cli.commands.gateway",
     "bench": "mlxpool.bench.cli",
-    "config": "mlxpool.cli.settings",
-    "completion": "mlxpool.cli.completion",
+    "config": "mlxpool.cli.commands.settings",
+    "completion": "mlxpool.cli.commands.completion",
 }
 
-# Those that take keys and an endpoint.
-DIALLING = frozenset(
-    f"mlxpool.cli.{name}" for name in ("run", "chat", "ops", "top", "gateway", "revoke")
+# The modules whose commands take --endpoint, --server-key and --key.
+REMOTE_MODULES = frozenset(
+    COMMAND_MODULES[name] for name in ("run", "chat", "ps", "top", "gateway", "revoke")
 )
 
 DESCRIPTION = "A pool of processes that serves MLX language models over ZeroMQ."
@@ -65,7 +65,7 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers, 130 interrupte
 
 
 class Version(argparse.Action):
-    """Looks the version up only when it is asked for."""
+    """Prints the version and exits; the package's metadata is read only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import version
@@ -75,7 +75,7 @@ class Version(argparse.Action):
 
 
 def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The whole command line, or as much of it as these arguments need."""
+    """The parser of the whole command line, or of the one command that the arguments name."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--run-dir",
@@ -95,17 +95,17 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         parents=[common],
     )
     root.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
-    dialling = argparse.ArgumentParser(add_help=False, parents=[common])
-    target.add_flags(dialling)
+    remote = argparse.ArgumentParser(add_help=False, parents=[common])
+    target.add_flags(remote)
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    room = ROOMS.get(_command(arguments))
-    for name in [room] if room else dict.fromkeys(ROOMS.values()):
-        import_module(name).add_commands(commands, dialling if name in DIALLING else common)
+    module = COMMAND_MODULES.get(_command(arguments))
+    for name in [module] if module else dict.fromkeys(COMMAND_MODULES.values()):
+        import_module(name).add_commands(commands, remote if name in REMOTE_MODULES else common)
     return root
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """The command that is asked for; "" when only argparse can tell."""
+    """The first argument behind the common flags, where the command stands; "" if there is none."""
     rest = list(arguments)
     while rest and (rest[0] in ("--json", "--run-dir") or rest[0].startswith("--run-dir=")):
         rest = rest[2:] if rest[0] == "--run-dir" else rest[1:]
@@ -118,25 +118,26 @@ def main(arguments: list[str] | None = None) -> int:
     options.run_dir_flag = getattr(options, "run_dir", None)
     options.run_dir = run_dir_of(options.run_dir_flag)
     options.json = getattr(options, "json", False)
-    options.place = target.place_of(options, "admin")
+    options.admin_target = target.target_of(options, "admin")
+    options.whole_parser = parser  # for `completion`
     command: Callable[[argparse.Namespace], int] = options.run
     try:
         return command(options)
     except BrokerLost as error:
-        return _complain(options, error, UNREACHABLE)
+        return _print_error(options, error, UNREACHABLE)
     except BadRequest as error:
-        return _complain(options, error, USAGE)
+        return _print_error(options, error, USAGE)
     except PoolError as error:
-        return _complain(options, error, FAILED)
+        return _print_error(options, error, FAILED)
     except ValueError as error:  # ConfigError among them
         problems = list(getattr(error, "problems", ()))
         details = {"problems": problems} if problems else None
-        return _complain(options, BadRequest(str(error), details=details), USAGE)
+        return _print_error(options, BadRequest(str(error), details=details), USAGE)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
-        return _complain(options, Internal(_words(error)), FAILED)
+        return _print_error(options, Internal(_message_of(error)), FAILED)
     except KeyboardInterrupt:
         return 130
 
@@ -145,28 +146,23 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     given = sys.argv[1:] if arguments is None else arguments
     root = parser(given)
     options, rest = root.parse_known_args(given)
-    if rest and not _takes(options, rest):
+    take_rest: Callable[[argparse.Namespace, list[str]], bool] | None
+    take_rest = getattr(options, "take_rest", None)  # set by `run`
+    if rest and not (take_rest and take_rest(options, rest)):
         root.error(f"unrecognized arguments: {' '.join(rest)}")
     return options
 
 
-def _takes(options: argparse.Namespace, rest: list[str]) -> bool:
-    """Whether `run` can do with what argparse has left over."""
-    from mlxpool.cli.run import take_prompt
-
-    return take_prompt(options, rest)
-
-
-def _words(error: OSError) -> str:
+def _message_of(error: OSError) -> str:
     named = f"{error.filename}: " if error.filename else ""
     return f"{named}{error.strerror}" if error.strerror else str(error)
 
 
-def _complain(options: argparse.Namespace, error: PoolError, code: int) -> int:
+def _print_error(options: argparse.Namespace, error: PoolError, code: int) -> int:
     if options.json:
         print(json.dumps({"error": error.body()}))
-    what = "" if error.code in ("internal", "bad_request") else f"{error.code}: "
-    print(f"mlxpool: {what}{error.message}", file=sys.stderr)
+    code_shown = "" if error.code in ("internal", "bad_request") else f"{error.code}: "
+    print(f"mlxpool: {code_shown}{error.message}", file=sys.stderr)
     return code
 
 

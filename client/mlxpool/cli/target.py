@@ -1,4 +1,4 @@
-"""The flags with which a command reaches a broker on another machine."""
+"""The broker that a command talks to: its flags, its environment variables, its endpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from mlxpool.common.transport import sockets
 from mlxpool.common.transport.keys import Credentials
 
-SERVER_KEY, KEY = "MLXPOOL_SERVER_KEY", "MLXPOOL_KEY"
-ENDPOINTS = {  # by the socket that a command talks to
+SERVER_KEY_VARIABLE, KEY_VARIABLE = "MLXPOOL_SERVER_KEY", "MLXPOOL_KEY"
+ENDPOINT_VARIABLES = {  # by the broker's socket that a command connects to
     "front": "MLXPOOL_ENDPOINT",
     "admin": "MLXPOOL_ADMIN_ENDPOINT",
     "back": "MLXPOOL_BACK_ENDPOINT",
@@ -19,31 +19,32 @@ ENDPOINTS = {  # by the socket that a command talks to
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """`--endpoint`, `--server-key` and `--key`."""
+    """Add `--endpoint`, `--server-key` and `--key`."""
+    front, admin, back = (ENDPOINT_VARIABLES[name] for name in ("front", "admin", "back"))
     parser.add_argument(
         "--endpoint",
         default=argparse.SUPPRESS,
         help="the broker's endpoint for this command, such as tcp://pool:7200 (default: the local"
-        f" broker's; ${ENDPOINTS['front']}, ${ENDPOINTS['admin']} for what operators ask,"
-        f" ${ENDPOINTS['back']} for `worker`)",
+        f" broker's; ${front}, ${admin} for what operators ask,"
+        f" ${back} for `worker`)",
     )
     parser.add_argument(
         "--server-key",
         default=argparse.SUPPRESS,
         metavar="PUBLIC",
-        help=f"the broker's public key, or a file with it (default: ${SERVER_KEY})",
+        help=f"the broker's public key, or a file with it (default: ${SERVER_KEY_VARIABLE})",
     )
     parser.add_argument(
         "--key",
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help=f"the file of your own key, as `mlxpool keygen` made it (default: ${KEY})",
+        help=f"the file of your own key, as `mlxpool keygen` made it (default: ${KEY_VARIABLE})",
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a broker is and what opens it. `endpoint` None: the local broker's of `run_dir`."""
+class Target:
+    """A broker's address and the keys for it; `endpoint` None: the local broker of `run_dir`."""
 
     run_dir: Path
     endpoint: str | None = None
@@ -51,28 +52,31 @@ class Place:
     key: str | None = None
 
     def credentials(self) -> Credentials | None:
-        """Raises BadKey."""
+        """The CURVE keys; None without keys. Raises BadKey for keys that cannot be used."""
         return Credentials.of(self.server_key, self.key)
 
-    def of_socket(self, name: str) -> str:
-        """The endpoint, or the local one of this name."""
-        return self.endpoint or sockets.ipc(self.run_dir, name)
+    def endpoint_of(self, socket: str) -> str:
+        """The endpoint given, or the local broker's ipc endpoint of this socket.
+
+        Raises ValueError for a run directory whose path is too long for a socket.
+        """
+        return self.endpoint or sockets.ipc(self.run_dir, socket)
 
 
-def place_of(options: argparse.Namespace, name: str) -> Place:
-    """Where a command finds the socket `name`: by its flags, or by the environment.
+def target_of(options: argparse.Namespace, socket: str) -> Target:
+    """The target that flags or the environment name, for one of the broker's sockets.
 
     A local broker, with --run-dir or without any endpoint, is asked without keys.
     """
     run_dir: Path = options.run_dir
     endpoint = getattr(options, "endpoint", None)
     if endpoint is None and options.run_dir_flag is None:
-        endpoint = os.environ.get(ENDPOINTS[name])
+        endpoint = os.environ.get(ENDPOINT_VARIABLES[socket])
     if not endpoint or not endpoint.startswith("tcp:"):
-        return Place(run_dir, endpoint or None)
-    return Place(
+        return Target(run_dir, endpoint or None)
+    return Target(
         run_dir,
         endpoint,
-        getattr(options, "server_key", None) or os.environ.get(SERVER_KEY),
-        getattr(options, "key", None) or os.environ.get(KEY),
+        getattr(options, "server_key", None) or os.environ.get(SERVER_KEY_VARIABLE),
+        getattr(options, "key", None) or os.environ.get(KEY_VARIABLE),
     )

@@ -1,4 +1,4 @@
-"""A terminal for a picture that changes: keys one by one, a page that is drawn over itself."""
+"""A terminal page that is redrawn in place, and single keys without the enter key."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ import shutil
 import sys
 from collections.abc import Iterator
 
-ENTER = "\x1b[?1049h\x1b[?25l"  # the other page, no cursor
-LEAVE = "\x1b[?25h\x1b[?1049l"
-HOME, REST_OF_LINE, REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
+ENTER_SCREEN = "\x1b[?1049h\x1b[?25l"  # the alternate screen, without a cursor
+LEAVE_SCREEN = "\x1b[?25h\x1b[?1049l"
+HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+UNBOUNDED = (10_000, 10_000)
 
 
 class Screen:
-    """Standard output, a terminal or not, and the keys of standard input, if it is one."""
+    """Standard output, be it a terminal (`live`) or not, and the keys of a terminal's input."""
 
     def __init__(self) -> None:
         self.live = sys.stdout.isatty()
         self.keys = self.live and sys.stdin.isatty()
 
     @property
-    def room(self) -> tuple[int, int]:
-        """Columns and lines; without a terminal there is no end of them."""
+    def size(self) -> tuple[int, int]:
+        """Columns and lines; without a terminal so many that nothing is cut."""
         if not self.live:
-            return 10_000, 10_000
-        there = shutil.get_terminal_size()
-        return there.columns, there.lines
+            return UNBOUNDED
+        now = shutil.get_terminal_size()
+        return now.columns, now.lines
 
     def show(self, text: str) -> None:
-        """Draw a page over the last one, or print it below."""
+        """Draw a page over the last one; without a terminal print it below."""
         if not self.live:
             print(text, end="\n\n", flush=True)
             return
-        lines = text.splitlines()[: self.room[1]]
-        page = "\n".join(line + REST_OF_LINE for line in lines)
-        sys.stdout.write(HOME + page + REST_OF_PAGE)
+        lines = text.splitlines()[: self.size[1]]
+        page = "\n".join(line + CLEAR_LINE for line in lines)
+        sys.stdout.write(HOME + page + CLEAR_BELOW)
         sys.stdout.flush()
 
-    def pressed(self) -> str:
+    def pressed_keys(self) -> str:
         """The keys pressed since the last call."""
         if not self.keys or not select.select([sys.stdin], [], [], 0)[0]:
             return ""
@@ -48,22 +49,22 @@ class Screen:
 
 @contextlib.contextmanager
 def screen() -> Iterator[Screen]:
-    """The terminal is as it was afterwards, whatever happened."""
+    """A screen for the time of a `with`, which restores the terminal at its end."""
     shown = Screen()
-    before = _one_by_one() if shown.keys else None
+    before = _read_single_keys() if shown.keys else None
     if shown.live:
-        sys.stdout.write(ENTER)
+        sys.stdout.write(ENTER_SCREEN)
     try:
         yield shown
     finally:
         if shown.live:
-            sys.stdout.write(LEAVE)
+            sys.stdout.write(LEAVE_SCREEN)
             sys.stdout.flush()
         if before is not None:
-            _as_before(before)
+            _restore(before)
 
 
-def _one_by_one() -> object:
+def _read_single_keys() -> object:
     import termios
     import tty
 
@@ -72,7 +73,7 @@ def _one_by_one() -> object:
     return before
 
 
-def _as_before(before: object) -> None:
+def _restore(before: object) -> None:
     import termios
 
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)  # type: ignore[arg-type]

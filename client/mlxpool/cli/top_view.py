@@ -1,6 +1,6 @@
-"""What `mlxpool top` shows, from the pictures of the last minute. Pure: no terminal, no clock.
+"""The rows of `mlxpool top`, computed from the snapshots of the last minute. Pure.
 
-Times are the broker's own (`uptime_s`), so a slow reader does not make rates wrong.
+Times are the broker's own (`uptime_s`), so rates are right also for a slow reader.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 from mlxpool.cli.formatting import duration, size
 
-Picture = Mapping[str, Any]
+Snapshot = Mapping[str, Any]
 
-RATE_OVER = 3  # pictures, a second apart: what tokens a second are taken from
-KEPT = 61  # pictures: the median time to the first token is that of the last minute
+RATE_SNAPSHOTS = 3  # a second apart; tokens per second are an average over them
+MAX_SNAPSHOTS = 61  # a minute, over which the time to the first token has its median
 
 HEAD = ("MODEL", "SLOT", "STATE", "RUN", "WAIT", "TOK/S", "TTFT", "KV%", "MEM", "RESTARTS", "UP")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One slot, or a model without workers. None: not known, or nothing to reckon with."""
+    """One slot, or a model without workers. None: not known, or there are no samples."""
 
     model: str
     slot: str = "-"
@@ -30,7 +30,9 @@ class Row:
     waiting: int = 0  # requests in the queue of its model
     rate: float | None = None  # tokens a second
     first_token: float | None = None  # seconds; the median of its model
-    kv: float | None = None  # keys and values in what the weights leave of the limit, 0 to 1
+    kv: float | None = (
+        None  # share of the memory beside the weights that keys and values take, 0 to 1
+    )
     memory: int | None = None  # bytes that MLX holds
     restarts: int = 0
     up: float | None = None  # seconds
@@ -40,41 +42,41 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """A column to sort by; numbers begin with the largest."""
+class SortOrder:
+    """A column to sort by; the largest number is first."""
 
     key: str  # the key to press
     name: str  # for --sort
     value: Callable[[Row], Any]
-    falling: bool = True
+    descending: bool = True
 
 
-ORDERS = (
-    Order("m", "model", lambda row: (row.model, row.slot), falling=False),
-    Order("e", "state", lambda row: row.state, falling=False),
-    Order("n", "run", lambda row: row.running),
-    Order("w", "wait", lambda row: row.waiting),
-    Order("t", "rate", lambda row: row.rate or 0.0),
-    Order("f", "ttft", lambda row: row.first_token or 0.0),
-    Order("k", "kv", lambda row: row.kv or 0.0),
-    Order("b", "memory", lambda row: row.memory or 0),
-    Order("x", "restarts", lambda row: row.restarts),
-    Order("u", "up", lambda row: row.up or 0.0),
+SORT_ORDERS = (
+    SortOrder("m", "model", lambda row: (row.model, row.slot), descending=False),
+    SortOrder("e", "state", lambda row: row.state, descending=False),
+    SortOrder("n", "run", lambda row: row.running),
+    SortOrder("w", "wait", lambda row: row.waiting),
+    SortOrder("t", "rate", lambda row: row.rate or 0.0),
+    SortOrder("f", "ttft", lambda row: row.first_token or 0.0),
+    SortOrder("k", "kv", lambda row: row.kv or 0.0),
+    SortOrder("b", "memory", lambda row: row.memory or 0),
+    SortOrder("x", "restarts", lambda row: row.restarts),
+    SortOrder("u", "up", lambda row: row.up or 0.0),
 )
 
 
-def rows(history: Sequence[Picture]) -> list[Row]:
-    """The rows of the newest picture; `history` begins with the oldest and is not empty."""
+def rows(history: Sequence[Snapshot]) -> list[Row]:
+    """The rows of the newest snapshot; `history` begins with the oldest and is not empty."""
     history = _of_one_broker(history)
-    now, before = history[-1], history[-1 - min(RATE_OVER, len(history) - 1)]
+    now, before = history[-1], history[-1 - min(RATE_SNAPSHOTS, len(history) - 1)]
     models = {model["name"]: model for model in now["models"]}
-    made = {_incarnation(worker): worker.get("tokens", 0) for worker in before["workers"]}
+    tokens_before = {_incarnation(worker): worker.get("tokens", 0) for worker in before["workers"]}
     seconds = now["broker"]["uptime_s"] - before["broker"]["uptime_s"]
     medians = _medians(history[0], now)
     found = []
     for worker in now["workers"]:
         model = models.pop(worker["model"], None) or _model(now, worker["model"])
-        grown = worker.get("tokens", 0) - made.get(_incarnation(worker), 0)
+        grown = worker.get("tokens", 0) - tokens_before.get(_incarnation(worker), 0)
         rate = grown / seconds if seconds > 0 and worker.get("pid") else None
         found.append(_row(worker, model, rate, medians.get(worker["model"])))
     for name, model in models.items():
@@ -84,14 +86,14 @@ def rows(history: Sequence[Picture]) -> list[Row]:
     return found
 
 
-def ordered(found: Sequence[Row], order: Order, *, turned: bool = False) -> list[Row]:
+def ordered(found: Sequence[Row], order: SortOrder, *, reverse: bool = False) -> list[Row]:
     """Sorted by one column; equal ones by model and slot."""
     by_name = sorted(found, key=lambda row: (row.model, row.slot))
-    return sorted(by_name, key=order.value, reverse=order.falling is not turned)
+    return sorted(by_name, key=order.value, reverse=order.descending is not reverse)
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row as text, one cell for each of HEAD."""
+    """The cells of a row, one for each of HEAD."""
     return (
         row.model,
         row.slot,
@@ -107,14 +109,14 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def summary(history: Sequence[Picture]) -> str:
+def summary(history: Sequence[Snapshot]) -> str:
     """One line about the whole pool."""
     history = _of_one_broker(history)
-    now, before = history[-1], history[-1 - min(RATE_OVER, len(history) - 1)]
+    now, before = history[-1], history[-1 - min(RATE_SNAPSHOTS, len(history) - 1)]
     broker, counts = now["broker"], now["stats"]["requests"]
     seconds = broker["uptime_s"] - before["broker"]["uptime_s"]
-    made = now["stats"]["tokens"]["generated"] - before["stats"]["tokens"]["generated"]
-    rate = f"{made / seconds:.0f}" if seconds > 0 else "-"
+    generated = now["stats"]["tokens"]["generated"] - before["stats"]["tokens"]["generated"]
+    rate = f"{generated / seconds:.0f}" if seconds > 0 else "-"
     return (
         f"broker {broker['pid']} {broker['state']}, up {duration(broker['uptime_s'])};"
         f" {counts['live']} live, {now['stats']['queued']} queued, {counts['done']} done,"
@@ -123,7 +125,7 @@ def summary(history: Sequence[Picture]) -> str:
 
 
 def median(bounds: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Of a histogram, as if values lay evenly in each bucket; None when it is empty."""
+    """The median of a histogram, interpolated in its bucket; None if it is empty."""
     half, below, low = sum(counts) / 2, 0, 0.0
     if not half:
         return None
@@ -134,8 +136,11 @@ def median(bounds: Sequence[float], counts: Sequence[int]) -> float | None:
     return low  # above every bound
 
 
-def _medians(before: Picture, now: Picture) -> dict[str, float | None]:
-    """By model: of the first tokens that came between the two; of all, if there is one only."""
+def _medians(before: Snapshot, now: Snapshot) -> dict[str, float | None]:
+    """Median seconds to the first token by model, of the requests between two snapshots.
+
+    With one snapshot only, of all requests.
+    """
     models = () if before is now else before["models"]
     old = {model["name"]: model["first_token"]["counts"] for model in models}
     found = {}
@@ -147,8 +152,8 @@ def _medians(before: Picture, now: Picture) -> dict[str, float | None]:
     return found
 
 
-def _of_one_broker(history: Sequence[Picture]) -> Sequence[Picture]:
-    """Those since the newest broker's start: counters of another one do not go on."""
+def _of_one_broker(history: Sequence[Snapshot]) -> Sequence[Snapshot]:
+    """The snapshots of the newest broker process: another one counted from 0."""
     boot = history[-1]["broker"]["boot"]
     return [picture for picture in history if picture["broker"]["boot"] == boot]
 
@@ -157,8 +162,8 @@ def _incarnation(worker: Mapping[str, Any]) -> tuple[str, Any]:
     return worker["slot"], worker.get("pid")
 
 
-def _model(picture: Picture, name: str) -> Mapping[str, Any]:
-    """That of a second replica, whose first has taken it from the list already."""
+def _model(picture: Snapshot, name: str) -> Mapping[str, Any]:
+    """A model by name, for its second replica and further ones."""
     return next((m for m in picture["models"] if m["name"] == name), {})
 
 
@@ -169,7 +174,7 @@ def _row(
     first_token: float | None,
 ) -> Row:
     memory = worker.get("memory") or {}
-    room = memory.get("limit", 0) - memory.get("weights", 0)
+    available = memory.get("limit", 0) - memory.get("weights", 0)
     return Row(
         model=worker["model"],
         slot=worker["slot"],
@@ -178,7 +183,7 @@ def _row(
         waiting=model.get("waiting", 0),
         rate=rate,
         first_token=first_token,
-        kv=memory["kv"] / room if room > 0 and "kv" in memory else None,
+        kv=memory["kv"] / available if available > 0 and "kv" in memory else None,
         memory=memory.get("active"),
         restarts=worker.get("restarts", 0),
         up=worker.get("uptime_s"),

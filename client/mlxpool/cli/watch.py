@@ -1,4 +1,4 @@
-"""The admin socket's `watch`: a picture of the pool each second, for `top` and `stats --watch`."""
+"""The admin socket's `watch`: a snapshot of the pool each second, for `top` and `stats --watch`."""
 
 from __future__ import annotations
 
@@ -9,57 +9,60 @@ from typing import Any
 
 import zmq
 
-from mlxpool.cli.operations import nobody
-from mlxpool.cli.target import Place
+from mlxpool.cli.admin import no_answer
+from mlxpool.cli.target import Target
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost, from_body
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 
-FIRST = 2.0  # seconds for the first picture, as for every command's answer
-RENEW = 2.0  # seconds; the broker forgets who has not asked for five
-SILENCE = 5.0  # seconds without a picture after which nobody is there any more
+FIRST_TIMEOUT = 2.0  # seconds to the first snapshot, as for every command's answer
+NEXT_TIMEOUT = 5.0  # seconds from one snapshot to the next, then the broker counts as gone
+RENEW_INTERVAL = 2.0  # seconds; the broker drops a subscription that is not renewed for five
+MAX_POLL_MS = 100
 
 
-class Watch(Closing):
-    """One connection that asks again by itself."""
+class Subscription(Closing):
+    """A `watch` subscription that renews itself; belongs to one thread."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._endpoint = place.of_socket("admin")
+    def __init__(self, target: Target) -> None:
+        """Raises BadKey for keys that cannot be used."""
+        self._target = target
+        self._endpoint = target.endpoint_of("admin")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.dealer(self._context, self._endpoint, place.credentials())
+        self._socket = sockets.dealer(self._context, self._endpoint, target.credentials())
         self._id = os.urandom(frames.ID_BYTES)
-        self._asked_at = float("-inf")
-        self._lost_at = time.monotonic() + FIRST
+        self._renewed_at = float("-inf")
+        self._lost_at = time.monotonic() + FIRST_TIMEOUT
 
     def next(self, seconds: float) -> dict[str, Any] | None:
-        """The next picture, or None when none comes in so many seconds.
+        """The next snapshot, or None when none comes within `seconds`.
 
-        Raises BrokerLost naming the endpoint after FIRST or SILENCE, or what the broker refuses
-        with.
+        Raises BrokerLost naming the endpoint after FIRST_TIMEOUT or NEXT_TIMEOUT, and the error
+        that the broker answers with.
         """
         end = time.monotonic() + seconds
         while True:
             self._renew()
-            if self._socket.poll(min(100, max(0, round(1000 * (end - time.monotonic()))))):
-                return self._take()
+            left_ms = max(0, round(1000 * (end - time.monotonic())))
+            if self._socket.poll(min(MAX_POLL_MS, left_ms)):
+                return self._receive()
             now = time.monotonic()
             if now > self._lost_at:
-                raise BrokerLost(nobody(self._place.run_dir, self._endpoint))
+                raise BrokerLost(no_answer(self._target.run_dir, self._endpoint))
             if now >= end:
                 return None
 
     def _renew(self) -> None:
         now = time.monotonic()
-        if now - self._asked_at >= RENEW:
-            self._asked_at = now
+        if now - self._renewed_at >= RENEW_INTERVAL:
+            self._renewed_at = now
             self._socket.send_multipart(frames.encode(Header(kinds.WATCH, self._id), {}))
 
-    def _take(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         message = frames.decode(self._socket.recv_multipart(), max_body=frames.MAX_BLOB)
-        self._lost_at = time.monotonic() + SILENCE
+        self._lost_at = time.monotonic() + NEXT_TIMEOUT
         if message.kind == kinds.ERROR:
             raise from_body(message.body)
         return message.body
@@ -69,12 +72,12 @@ class Watch(Closing):
         self._context.term()
 
 
-def pictures(place: Place, count: int = 0) -> Iterator[dict[str, Any]]:
-    """So many pictures, a second apart; 0: for ever."""
-    with Watch(place) as watch:
+def snapshots(target: Target, count: int = 0) -> Iterator[dict[str, Any]]:
+    """`count` snapshots, a second apart; 0: without end."""
+    with Subscription(target) as subscription:
         seen = 0
         while not count or seen < count:
-            picture = watch.next(SILENCE + 1)
-            if picture is not None:
+            snapshot = subscription.next(NEXT_TIMEOUT + 1)
+            if snapshot is not None:
                 seen += 1
-                yield picture
+                yield snapshot

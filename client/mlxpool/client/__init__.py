@@ -1,4 +1,8 @@
-"""Use a pool: `from mlxpool.client import Client, AsyncClient`."""
+"""The client of a pool: `from mlxpool.client import Client, AsyncClient`.
+
+One connection of a thread of its own serves any number of streams, and sends them again when a
+connection or a broker is lost.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +18,9 @@ __all__ = ["AsyncClient", "AsyncStream", "Client", "Delta", "Pace", "PoolError",
 
 
 def __getattr__(name: str) -> Any:
-    """asyncio costs as much to import as everything else: only who asks for it pays."""
+    """Import `aio` at the first use: asyncio takes as long to import as everything else here."""
     if name in ("AsyncClient", "AsyncStream"):
-        from mlxpool.client import aio
+        from importlib import import_module
 
-        return getattr(aio, name)
+        return getattr(import_module("mlxpool.client.aio"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

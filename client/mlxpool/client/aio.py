@@ -1,4 +1,4 @@
-"""The client for asyncio: the same connection, deltas through an asyncio queue."""
+"""The client for asyncio: the same connection; deltas come through an asyncio queue."""
 
 from __future__ import annotations
 
@@ -8,46 +8,58 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
-from mlxpool.client import request
+from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
+from mlxpool.client.session import OpenStream
 from mlxpool.client.stream import Delta, Result, StreamState
-from mlxpool.client.transport import Link
-from mlxpool.client.transport import Stream as LinkStream
+from mlxpool.client.transport import Connection
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol import frames, kinds, token_ids
-from mlxpool.common.protocol.frames import Message
+from mlxpool.common.options import GenerateOptions
+from mlxpool.common.protocol.frames import ID_BYTES
 from mlxpool.common.transport.keys import Credentials
+
+Answer = TypeVar("Answer")
 
 
 class AsyncStream:
-    """Deltas as they come, in the loop that started it; leaving early cancels the rest."""
+    """An asynchronous iterator over the deltas of one completion, as they arrive.
 
-    def __init__(self, link: Link, state: StreamState) -> None:
-        self._link = link
+    Belongs to the event loop that started it. Leaving the loop, `close` or the end of an
+    `async with` cancels what is not finished.
+    """
+
+    def __init__(self, connection: Connection, state: StreamState) -> None:
+        self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
         self._state = state
-        self._part = LinkStream(state, self._put, lambda: self._put(None))
+        self._open = OpenStream(state, self._put, lambda: self._put(None))
         self._finished = False
 
     def _put(self, delta: Delta | None) -> None:
-        _in_loop(self._loop, lambda: self._queue.put_nowait(delta))
+        _call_in_loop(self._loop, lambda: self._queue.put_nowait(delta))
 
     @property
     def id(self) -> bytes:
-        """The request's 16 bytes."""
+        """The request's id, 16 bytes."""
         return self._state.id
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What its first worker said of it, there with the first delta (docs/protocol.md)."""
-        return self._state.facts or {}
+        """What the stream's first worker told of it (docs/protocol.md, `facts`).
+
+        Empty before the first delta.
+        """
+        return self._state.facts.raw if self._state.facts else {}
 
     @property
     def result(self) -> Result:
-        """Raises the stream's error, or RuntimeError while it is not over, which `read` awaits."""
+        """The whole completion.
+
+        Raises the stream's error, and RuntimeError before the end; `read` waits for it.
+        """
         if self._state.error is not None:
             raise self._state.error
         if self._state.result is None:
@@ -70,37 +82,37 @@ class AsyncStream:
             if self._state.error is not None:
                 raise self._state.error
         else:
-            self._link.took(self._part, len(delta.ids))
+            self._connection.took(self._open, len(delta.ids))
         return delta
 
     async def ready(self) -> list[Delta]:
-        """The deltas that have come, after waiting for the first; none at the end.
+        """Wait for the next delta; returns it and all others that are there, none at the end.
 
-        Raises the stream's error. Who stops waiting loses none.
+        Raises the stream's error. No delta is lost if the wait is cancelled.
         """
         first = await self._next()
         deltas = [] if first is None else [first]
         while deltas and not self._queue.empty():
             delta = self._queue.get_nowait()
             if delta is None:
-                self._queue.put_nowait(None)  # the end is told the next time
+                self._queue.put_nowait(None)  # the next call reports the end
                 break
-            self._link.took(self._part, len(delta.ids))
+            self._connection.took(self._open, len(delta.ids))
             deltas.append(delta)
         return deltas
 
     async def read(self) -> Result:
-        """Read to the end. Raises the stream's error."""
+        """Wait for the end; returns the whole completion. Raises the stream's error."""
         while await self._next() is not None:
             pass
         return self.result
 
     def close(self) -> None:
-        """Cancel what is not finished; harmless afterwards."""
+        """Cancel the stream if it is not finished."""
         if not self._finished:
             self._finished = True
             if not self._state.over:
-                self._link.cancel(self._part)
+                self._connection.cancel(self._open)
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -115,9 +127,10 @@ class AsyncStream:
 
 
 class AsyncClient:
-    """As `Client`, with coroutines; `stream` is no coroutine, its iteration is.
+    """A client for asyncio, with the arguments and errors of `Client`.
 
-    Its calls wait as long as the pool does: bound them with `asyncio.timeout`.
+    `stream` is no coroutine, only reading the stream is. Calls wait without a bound: use
+    `asyncio.timeout`.
     """
 
     def __init__(
@@ -132,7 +145,7 @@ class AsyncClient:
         pace: Pace | None = None,
     ) -> None:
         pace = replace(pace or Pace(), broker_grace=broker_grace, connect_grace=connect_timeout)
-        self._link = Link(run_dir, endpoint, pace, Credentials.of(server_key, key))
+        self._connection = Connection(run_dir, endpoint, pace, Credentials.of(server_key, key))
 
     def stream(
         self,
@@ -141,49 +154,58 @@ class AsyncClient:
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """Start a completion, as `Client.stream` does; raises what it raises."""
-        body, blobs = request.generate(model, prompt, messages, tokens, options)
-        stream = AsyncStream(self._link, StreamState(os.urandom(frames.ID_BYTES)))
-        self._link.open(stream._part, body, blobs)
+        """Start a completion; takes the arguments of `Client.stream`, and raises what it does."""
+        draft = generate(model, prompt, messages, tokens, options)
+        stream = AsyncStream(self._connection, StreamState(os.urandom(ID_BYTES)))
+        self._connection.open(stream._open, draft)
         return stream
 
-    async def generate(self, model: str, prompt: str | None = None, **options: Any) -> Result:
-        """A whole completion; takes what `stream` takes. Cancelling the task cancels it."""
-        async with self.stream(model, prompt, **options) as stream:
+    async def generate(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Result:
+        """A whole completion; takes the arguments of `stream`, and raises the stream's error.
+
+        Cancelling the task cancels the request.
+        """
+        stream = self.stream(model, prompt, messages=messages, tokens=tokens, **options)
+        async with stream:
             return await stream.read()
 
     async def models(self) -> list[dict[str, Any]]:
         """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
-        return list((await self._call(kinds.MODELS, {})).body["models"])
+        return await self._call(list_models())
 
     async def tokenize(self, model: str, text: str) -> list[int]:
-        """The ids of a text, as the model would read it as a prompt."""
-        value, blobs = request.text(text)
-        message = await self._call(kinds.TOKENIZE, {"model": model, "text": value}, blobs)
-        return token_ids.unpack_ids(message.blobs[0]) if message.blobs else []
+        """The token ids of a text, as the model would read it as a prompt.
+
+        Loads the model if it is not loaded. Raises UnknownModel.
+        """
+        return await self._call(tokenize(model, text))
 
     async def detokenize(self, model: str, ids: Sequence[int]) -> str:
-        """The text of these ids."""
-        message = await self._call(kinds.DETOKENIZE, {"model": model}, [token_ids.pack_ids(ids)])
-        return str(message.body["text"])
+        """The text of token ids. Raises what `tokenize` does."""
+        return await self._call(detokenize(model, ids))
 
     async def cancel(self, request_id: bytes) -> dict[str, Any]:
-        """Cancel any of this owner's requests by its 16 bytes; returns its fate {state, pos}."""
-        return dict((await self._call(kinds.CANCEL, {}, ident=request_id)).body)
+        """Cancel any request of this owner by its id, 16 bytes.
 
-    async def _call(
-        self,
-        kind: str,
-        body: Mapping[str, Any],
-        blobs: Sequence[bytes] = (),
-        ident: bytes | None = None,
-    ) -> Message:
+        Returns {state, pos} and raises BadRequest, as `Client.cancel` does.
+        """
+        return await self._call(cancel(request_id))
+
+    async def _call(self, question: Question[Answer]) -> Answer:
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Message] = loop.create_future()
+        answer: asyncio.Future[Answer] = loop.create_future()
 
-        def resolve(reply: Message | PoolError) -> None:
+        def resolve(reply: Answer | PoolError) -> None:
             if answer.done():
                 return
             if isinstance(reply, PoolError):
@@ -191,18 +213,16 @@ class AsyncClient:
             else:
                 answer.set_result(reply)
 
-        asked = self._link.ask(
-            kind, body, lambda reply: _in_loop(loop, lambda: resolve(reply)), ident, blobs
-        )
+        self._connection.ask(question, lambda reply: _call_in_loop(loop, lambda: resolve(reply)))
         try:
             return await answer
         except asyncio.CancelledError:
-            self._link.forget(asked)
+            self._connection.forget(question)
             raise
 
     async def close(self) -> None:
-        """Close the connection; open streams end."""
-        await asyncio.to_thread(self._link.close)
+        """Close the connection; open streams are cancelled and end with BrokerLost."""
+        await asyncio.to_thread(self._connection.close)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -216,8 +236,8 @@ class AsyncClient:
         await self.close()
 
 
-def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """From the link's thread; a loop that is closed has nobody waiting."""
+def _call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Have the loop run a call, from the connection's thread; a closed loop runs nothing."""
     try:
         loop.call_soon_threadsafe(call)
     except RuntimeError:

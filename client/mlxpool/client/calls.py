@@ -1,4 +1,4 @@
-"""The link's questions that wait for an answer. Asking twice does no harm, so nothing is lost."""
+"""Calls that wait for their answer. A call may be sent twice without harm, so none is lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mlxpool.client.retry import Pace, nth
+from mlxpool.client.retry import UNKNOWN_PEER, Pace, Peer, nth
 from mlxpool.common.errors import DuplicateId, PoolError, from_body
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Message
@@ -19,22 +19,23 @@ Send = Callable[[Sequence[bytes]], None]
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """`home` is the boot and link that it was sent to; zeros: not known yet."""
+    """One call. `peer` is the one that it was sent to; `due` is when it is sent again."""
 
     kind: str
     parts: Sequence[bytes]
     replies: list[OnReply] = field(default_factory=list)
-    home: tuple[int, int] = (0, 0)
+    peer: Peer = UNKNOWN_PEER
     sendings: int = 0
     due: float = math.inf
 
 
 class Calls:
-    """Owned by the link's thread; times are those of `Watch.now`."""
+    """The open calls of a connection; belongs to its thread. Times are `SilenceTimer.now`."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: Pace, send: Send) -> None:
         self._pace = pace
-        self._home = (0, 0)
+        self._transmit = send
+        self._peer = UNKNOWN_PEER
         self._open: dict[bytes, Call] = {}
 
     def __len__(self) -> int:
@@ -44,66 +45,60 @@ class Calls:
         return ident in self._open
 
     def ask(
-        self,
-        ident: bytes,
-        kind: str,
-        parts: Sequence[bytes],
-        on_reply: OnReply,
-        send: Send,
-        now: float,
+        self, ident: bytes, kind: str, parts: Sequence[bytes], on_reply: OnReply, now: float
     ) -> None:
-        """Send it; who asks the same again waits along."""
+        """Send a call; a second one with the same id gets the same answer."""
         call = self._open.setdefault(ident, Call(kind, parts))
         call.replies.append(on_reply)
-        self._send(call, send, now)
+        self._send(call, now)
 
     def forget(self, ident: bytes) -> None:
-        """Nobody waits for it any more."""
+        """Drop a call whose caller no longer waits."""
         self._open.pop(ident, None)
 
     def answer(self, message: Message, now: float) -> None:
-        """Hand the answer to those who wait for it."""
+        """Give an answer to those who wait for it."""
         ident = message.header.id or b""
         call = self._open[ident]
         answer = from_body(message.body) if message.kind == kinds.ERROR else message
         if isinstance(answer, DuplicateId) and call.sendings > 1:
-            # An earlier sending is under way, but its answer goes to a connection that is no more.
+            # The broker works on an earlier sending, and answers it on a connection that is gone.
             call.due = now + nth(self._pace.answer, call.sendings)
             return
         del self._open[ident]
         for reply in call.replies:
             reply(answer)
 
-    def at_home(self, home: tuple[int, int], send: Send, now: float) -> None:
-        """Boot and link were told; what was sent to others is lost."""
-        self._home = home
+    def identified(self, peer: Peer, now: float) -> None:
+        """The broker told who it is. What was sent to another peer is sent again."""
+        self._peer = peer
         for call in self._open.values():
-            if call.home not in ((0, 0), home):
-                self._send(call, send, now)
-            call.home = home
+            if call.peer not in (UNKNOWN_PEER, peer):
+                self._send(call, now)
+            call.peer = peer
 
-    def moved(self, send: Send, now: float) -> None:
-        """The connection is a new one."""
-        self._home = (0, 0)
+    def reconnected(self, now: float) -> None:
+        """The client has replaced its connection."""
+        self._peer = UNKNOWN_PEER
         for call in self._open.values():
-            self._send(call, send, now)
+            self._send(call, now)
 
-    def tick(self, send: Send, now: float) -> None:
-        """Ask again what should have been answered."""
+    def tick(self, now: float) -> None:
+        """Send again what should have been answered."""
         for call in self._open.values():
             if now >= call.due:
-                self._send(call, send, now)
+                self._send(call, now)
 
     def fail(self, error: PoolError) -> None:
-        """Nobody will answer."""
+        """End every call with an error."""
         calls, self._open = self._open, {}
         for call in calls.values():
             for reply in call.replies:
                 reply(error)
 
-    def _send(self, call: Call, send: Send, now: float) -> None:
-        send(call.parts)
-        call.home, call.due = self._home, math.inf
+    def _send(self, call: Call, now: float) -> None:
+        self._transmit(call.parts)
+        call.peer, call.due = self._peer, math.inf
         if call.kind in ANSWERED_AT_ONCE:
             call.due = now + nth(self._pace.answer, call.sendings)
         call.sendings += 1

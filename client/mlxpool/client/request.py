@@ -1,19 +1,30 @@
-"""From the arguments of a call to the body and blobs of a message."""
+"""Makes the messages of a client from the arguments of its methods."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.options import BESIDE
-from mlxpool.common.protocol.frames import TEXT_AS_BLOB
-from mlxpool.common.protocol.token_ids import pack_ids
+from mlxpool.common.options import REQUEST_KEYS
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.content import Content
+from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Message
+from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
+from mlxpool.common.protocol.resume import Resume
+from mlxpool.common.protocol.to_broker import Cancel, GenerateDraft, ListModels, TokenizerCall
+from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
-REQUEST_KEYS = frozenset(BESIDE)
-FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds on what lies behind a re-send
+FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds that hold for the first sending
+
+Answer = TypeVar("Answer")
+
+
+# ---- generate ------------------------------------------------------------------------------------
 
 
 def generate(
@@ -22,26 +33,41 @@ def generate(
     messages: Sequence[Mapping[str, Any]] | None,
     tokens: Sequence[int] | None,
     options: Mapping[str, Any],
-) -> tuple[dict[str, Any], list[bytes]]:
-    """Body and blobs of `generate`; keys of the request itself are told from sampling options."""
+) -> GenerateDraft:
+    """The `generate` of a call; keys of the request are told from sampling options.
+
+    Raises BadRequest unless exactly one of prompt, messages and tokens is given, and for a prompt
+    that cannot be sent. The broker checks everything else.
+    """
+    given = {key: value for key, value in options.items() if value is not None}
+    settings: dict[str, Any] = {"batch": True}  # one frame a step for all streams of the client
+    settings.update({key: value for key, value in given.items() if key in REQUEST_KEYS})
+    sampling = {key: value for key, value in given.items() if key not in REQUEST_KEYS}
+    if isinstance(sampling.get("logit_bias"), Mapping):  # a map's keys are text on the wire
+        biases = sampling["logit_bias"]
+        sampling["logit_bias"] = {str(token): bias for token, bias in biases.items()}
+    return GenerateDraft(model, _prompt(prompt, messages, tokens), sampling, settings)
+
+
+def _prompt(
+    prompt: str | None,
+    messages: Sequence[Mapping[str, Any]] | None,
+    tokens: Sequence[int] | None,
+) -> Prompt:
     given = [value for value in (prompt, messages, tokens) if value is not None]
     if len(given) != 1:
         raise BadRequest(f"give one of prompt, messages, tokens; got {len(given)}")
-    body: dict[str, Any] = {"model": model, "batch": True}  # one frame a step for all streams
-    body.update({k: v for k, v in options.items() if k in REQUEST_KEYS and v is not None})
-    body["options"] = {k: v for k, v in options.items() if k not in REQUEST_KEYS and v is not None}
-    if isinstance(body["options"].get("logit_bias"), Mapping):  # maps on the wire have text keys
-        biases = body["options"]["logit_bias"]
-        body["options"]["logit_bias"] = {str(token): bias for token, bias in biases.items()}
     if messages is not None:
-        return {**body, "messages": _maps(messages)}, []
+        return ChatPrompt(_maps(messages))
     if tokens is not None:
         ids = pack_ids(tokens)
         if not ids:
             raise BadRequest("tokens has no id; a prompt is 1 or more")
-        return {**body, "tokens": True}, [ids]
-    value, blobs = text(prompt)
-    return {**body, "prompt": value}, blobs
+        return PackedPrompt("tokens", ids)
+    data = _utf8(prompt)
+    if len(data) > TEXT_AS_BLOB:
+        return PackedPrompt("prompt", data)
+    return TextPrompt(str(prompt))
 
 
 def _maps(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -51,37 +77,75 @@ def _maps(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [dict(one) for one in found]
 
 
-def again(
-    body: Mapping[str, Any], blobs: Sequence[bytes], state: StreamState, left: float | None
-) -> tuple[dict[str, Any], list[bytes]]:
-    """The same request from the ids that we have; `left`: seconds to the user's own deadline.
+def _utf8(text: object) -> bytes:
+    """The bytes of a text. Raises BadRequest for another type."""
+    if not isinstance(text, str):
+        raise BadRequest(f"a text must be a str, got {text!r:.60}")
+    return text.encode("utf-8", "surrogatepass")
+
+
+def resumed(draft: GenerateDraft, state: StreamState, left: float | None) -> GenerateDraft:
+    """The same request from the ids received so far; `left`: seconds to the user's deadline.
 
     A request that was never accepted has no seed to go on with: it is sent as it was.
     """
-    kept = {key: value for key, value in body.items() if key not in FIRST_ONLY}
+    settings = {key: value for key, value in draft.settings.items() if key not in FIRST_ONLY}
     if left is not None:
-        kept["deadline_ms"] = max(1, math.ceil(left * 1000))
+        settings["deadline_ms"] = max(1, math.ceil(left * 1000))
     if not state.boot:
-        return kept, list(blobs)
-    resume: dict[str, Any] = {
-        "count": len(state.ids),
-        "seed": state.seed,
-        "resumes": state.barren_boots,
-    }
-    if state.facts is not None:
-        resume["facts"] = dict(state.facts)
-    return {**kept, "resume": resume}, [*blobs, pack_ids(state.ids)]
+        return replace(draft, settings=settings)
+    resume = Resume(pack_ids(state.ids), state.facts, state.seed, state.barren_boots)
+    return replace(draft, settings=settings, resume=resume)
 
 
-def deadline(body: Mapping[str, Any]) -> float | None:
-    """The user's own deadline in seconds; what is none, the broker refuses."""
-    given = body.get("deadline_ms")
+def deadline_of(draft: GenerateDraft) -> float | None:
+    """Seconds of the user's deadline; None without one, or for one that the broker refuses."""
+    given = draft.settings.get("deadline_ms")
     return given / 1000 if type(given) is int and given > 0 else None
 
 
-def text(value: Any) -> tuple[Any, list[bytes]]:
-    """Text as it travels: in the body, or as a blob when it is long. Raises BadRequest for none."""
-    if not isinstance(value, str):
-        raise BadRequest(f"a text must be a str, got {value!r:.60}")
-    data = value.encode("utf-8", "surrogatepass")
-    return (True, [data]) if len(data) > TEXT_AS_BLOB else (value, [])
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Generic[Answer]):
+    """A message with one answer, the id under which it is sent, and how to read the answer."""
+
+    id: bytes
+    content: Content
+    read: Callable[[Message], Answer]
+
+
+def list_models() -> Question[list[dict[str, Any]]]:
+    """Ask for the models, a map each."""
+    return Question(os.urandom(ID_BYTES), ListModels(), lambda answer: list(answer.body["models"]))
+
+
+def tokenize(model: str, text: str) -> Question[list[int]]:
+    """Ask for the ids of a text. Raises BadRequest for what is no text."""
+    data = _utf8(text)
+    if len(data) > TEXT_AS_BLOB:
+        content = TokenizerCall(kinds.TOKENIZE, model, {"text": True}, (data,))
+    else:
+        content = TokenizerCall(kinds.TOKENIZE, model, {"text": text})
+    return Question(
+        os.urandom(ID_BYTES),
+        content,
+        lambda answer: unpack_ids(answer.blobs[0]) if answer.blobs else [],
+    )
+
+
+def detokenize(model: str, ids: Sequence[int]) -> Question[str]:
+    """Ask for the text of ids. Raises BadRequest for what is no token id."""
+    content = TokenizerCall(kinds.DETOKENIZE, model, packed=(pack_ids(ids),))
+    return Question(os.urandom(ID_BYTES), content, lambda answer: str(answer.body["text"]))
+
+
+def cancel(request_id: bytes) -> Question[dict[str, Any]]:
+    """Cancel a request and ask for its fate. Raises BadRequest for what is no id."""
+    if not isinstance(request_id, bytes) or len(request_id) != ID_BYTES:
+        raise BadRequest(
+            f"a request's id is {ID_BYTES} bytes, got {request_id!r:.60};"
+            " of hexadecimal digits make them with bytes.fromhex"
+        )
+    return Question(request_id, Cancel(), lambda answer: dict(answer.body))

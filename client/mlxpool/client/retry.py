@@ -1,7 +1,7 @@
 """When a stream is sent again, and when it is given up. Pure: time is an argument.
 
-All times are those of `Watch.now`: seconds in which this process ran. Only deadlines are real time;
-they come in as `left`, the seconds until then.
+All times are those of `SilenceTimer.now`: seconds in which this process ran. Only deadlines are
+real time; they are passed as `left`, the seconds until then.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+from mlxpool.client.incoming import Frame
 from mlxpool.client.stream import Delta, StreamState
-from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, PoolError, from_body
-from mlxpool.common.protocol import kinds
-from mlxpool.common.protocol.frames import Message
+from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, PoolError
+from mlxpool.common.protocol.to_client import Accepted, Failed
 
 BROKER_GRACE = 60.0  # seconds of silence after which the client ends its streams itself
-CONNECT_GRACE = 5.0  # the same, as long as nothing was ever heard
+CONNECT_GRACE = 5.0  # the same, as long as the broker was never heard
 ENDED = frozenset({"done", "failed", "cancelled"})  # states of a `fate`
+UNKNOWN_PEER = (0, 0)
+
+# A broker process's boot number, and its number for this client's connection.
+Peer = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +42,13 @@ class Pace:
     connect_grace: float = CONNECT_GRACE  # the same when no broker ever answered
 
 
-class Step(Enum):
-    """What the link has to do for a stream."""
+class Action(Enum):
+    """What has to be done for a stream now."""
 
     NOTHING = "nothing"
     SEND = "send"  # `generate` again
     CANCEL = "cancel"  # `cancel` again
-    GIVE_UP = "give up"  # the deadline passed, and the broker's word of it does not come
+    GIVE_UP = "give up"  # the deadline passed, and no terminal came
 
 
 NO_ANSWER = "the broker did not accept it"
@@ -55,55 +59,57 @@ SILENCE = "the broker fell silent"
 
 
 def nth(seconds: tuple[float, ...], number: int) -> float:
-    """The wait for the `number`-th time, counted from 0."""
+    """The entry for the `number`-th time, counted from 0; the last one if there are not so many."""
     return seconds[min(number, len(seconds) - 1)]
 
 
-class Watch:
-    """The clock of a link, which stands still while its thread does, and the broker's silence."""
+class SilenceTimer:
+    """The clock of a connection, which stops with its thread, and the time since the last frame."""
 
     def __init__(self, pace: Pace, wall: float) -> None:
+        """`wall`: the monotonic time now."""
         self.pace = pace
         self.now = 0.0
-        self.heard_at = -math.inf  # of any frame at all
-        self.moves = 0  # connections replaced in this silence
+        self.heard_at = -math.inf  # when any frame came last
+        self.reconnects = 0  # connections replaced since then
         self._wall = wall
-        self._since = self._move_from = 0.0
+        self._waiting_since = self._connected_at = 0.0
 
-    def turn(self, wall: float) -> None:
-        """A turn of the loop begins. A long one was no waiting: we were stopped, or starved."""
+    def advance(self, wall: float) -> None:
+        """Begin a turn of the loop. At most `gap` of it counts: else the process was stopped."""
         self.now += min(max(0.0, wall - self._wall), self.pace.gap)
         self._wall = wall
 
     def heard(self) -> None:
         """A frame came."""
         self.heard_at = self.now
-        self.idle()
+        self.reset()
 
-    def idle(self) -> None:
-        """Nothing is waited for: no silence counts that was before."""
-        self._since = self._move_from = self.now
-        self.moves = 0
+    def reset(self) -> None:
+        """Forget the silence so far, for example because nothing is waited for."""
+        self._waiting_since = self._connected_at = self.now
+        self.reconnects = 0
 
     @property
     def silent(self) -> float:
-        """For how long a broker has been waited for."""
-        return self.now - self._since
+        """Seconds for which a frame has been waited for."""
+        return self.now - self._waiting_since
 
     @property
-    def move_due(self) -> bool:
-        """Whether to replace the connection: a half-open one never says that it is."""
-        wait = nth(self.pace.answer, self.moves) if self.moves else self.pace.silence
-        return self.now - self._move_from >= wait
+    def reconnect_due(self) -> bool:
+        """Whether to replace the connection, which may be half-open without an error."""
+        number = self.reconnects
+        wait = nth(self.pace.answer, number) if number else self.pace.silence
+        return self.now - self._connected_at >= wait
 
-    def moved(self) -> None:
+    def reconnected(self) -> None:
         """The connection was replaced."""
-        self.moves += 1
-        self._move_from = self.now
+        self.reconnects += 1
+        self._connected_at = self.now
 
     @property
     def lost(self) -> bool:
-        """Whether to give up."""
+        """Whether the grace is over, so that streams have to end."""
         grace = self.pace.broker_grace
         if self.heard_at == -math.inf:
             grace = min(grace, self.pace.connect_grace)
@@ -111,11 +117,8 @@ class Watch:
 
 
 @dataclass(eq=False, slots=True)
-class Course:
-    """One stream's sendings.
-
-    `due` is when we speak of it next, unless something comes before; `why` is the reason.
-    """
+class StreamRetry:
+    """The sendings of one stream. At `due` it is sent again, for the reason `why`."""
 
     state: StreamState
     pace: Pace
@@ -123,53 +126,53 @@ class Course:
     sent_at: float = 0.0
     due: float = math.inf
     why: str = ""
-    unanswered: int = 0  # sendings in a row that nothing answered
+    unanswered: int = 0  # sendings in a row without an answer
     barren: int = 0  # sendings in a row that brought no id, beyond the first
-    refused_at: float = math.inf  # the first in a row of errors that told us to come back
+    refused_at: float = math.inf  # the first in a row of errors that put the stream off
     cancelled: bool = False
-    buried: bool = False  # a `fate` told that it has ended
-    home: tuple[int, int] = (0, 0)  # boot and link as they were told last
+    ended_at_broker: bool = False  # a `fate` said so; its terminal may be lost
+    peer: Peer = UNKNOWN_PEER  # as the broker told it last
     overdue_at: float = math.inf
 
-    # ---- what we do ----------------------------------------------------------------------------
+    # ---- what is sent --------------------------------------------------------------------------
 
     def sent(self, now: float) -> None:
         """The first sending went out."""
-        self._spoke(now)
-        if not self.durable:  # nobody will ask again: time for a slow broker
+        self._expect_answer(now)
+        if not self.durable:  # there is no second sending: leave a slow broker the longest time
             self.due = now + self.pace.answer[-1]
 
     def sent_again(self, now: float) -> None:
-        """The link sends it again, as `tick` said."""
-        self.state.sent_again()
+        """The next sending goes out, as `tick` asked."""
+        self.state.begin_attempt()
         self.barren += 1
-        self._spoke(now)
+        self._expect_answer(now)
 
-    def cancel(self, now: float) -> None:
-        """`cancel` goes out; from now on nothing is sent again but that."""
+    def cancel_sent(self, now: float) -> None:
+        """A `cancel` goes out; from now on only that is sent again."""
         if not self.cancelled:
             self.cancelled, self.unanswered = True, 0
-        self._spoke(now)
+        self._expect_answer(now)
 
-    def _spoke(self, now: float) -> None:
+    def _expect_answer(self, now: float) -> None:
         self.sent_at = now
         self.due, self.why = now + nth(self.pace.answer, self.unanswered), NO_ANSWER
         self.unanswered += 1
 
     # ---- what happens --------------------------------------------------------------------------
 
-    def receive(self, message: Message, now: float, left: float | None = None) -> Delta | None:
-        """Take a frame of this stream; returns what its reader gets to see."""
-        state = self.state
-        if not state.counts(message.header):
+    def receive(self, frame: Frame, now: float, left: float | None = None) -> Delta | None:
+        """Take a frame of this stream; returns the delta to give to the reader."""
+        state, content = self.state, frame.content
+        if not state.counts(frame.attempt):
             return None
-        if message.kind == kinds.ERROR and self._come_back(from_body(message.body), now, left):
+        if isinstance(content, Failed) and self._put_off(content.error(), now, left):
             return None
-        had, boot = len(state.ids), state.boot
-        delta = state.receive(message)
-        if message.kind == kinds.ACCEPTED:
+        received, boot = len(state.ids), state.boot
+        delta = state.receive(frame)
+        if isinstance(content, Accepted):
             self._accepted(boot)
-        if len(state.ids) > had:
+        if len(state.ids) > received:
             self.barren, self.refused_at = 0, math.inf
         if state.gap:
             self._lost(now, state.gap)
@@ -181,8 +184,8 @@ class Course:
         if not self.cancelled:
             self.unanswered, self.due, self.why = 0, math.inf, ""
 
-    def _come_back(self, error: PoolError, now: float, left: float | None) -> bool:
-        """Whether an error only puts the stream off: it was running, and may again later."""
+    def _put_off(self, error: PoolError, now: float, left: float | None) -> bool:
+        """Whether an error only delays the stream: it was running, and can run again later."""
         known = self.state.attempt > 1 or (error.code == Draining.code and self.state.boot)
         if error.retry_after_ms is None or not known or not self.durable or self.cancelled:
             return False
@@ -194,24 +197,24 @@ class Course:
         self.due, self.why = now + wait, REFUSED
         return True
 
-    def at_home(self, boot: int, link: int, now: float) -> None:
-        """The broker and connection that we speak to; another than the stream's brings nothing."""
-        before, self.home = self.home, (boot, link)
+    def identified(self, peer: Peer, now: float) -> None:
+        """The broker told who it is. What was sent to another peer is lost."""
+        before, self.peer = self.peer, peer
         state = self.state
         if self.cancelled:
-            if before not in ((0, 0), self.home):
+            if before not in (UNKNOWN_PEER, peer):
                 self.due = now
-        elif state.accepted and (state.boot, state.link) != self.home:
-            self._lost(now, NEW_LINK if state.boot == boot else NEW_BOOT)
+        elif state.accepted and (state.boot, state.link) != peer:
+            self._lost(now, NEW_LINK if state.boot == peer[0] else NEW_BOOT)
 
-    def moved(self, now: float) -> None:
-        """The link has replaced its connection."""
+    def reconnected(self, now: float) -> None:
+        """The client has replaced its connection."""
         if self.why != REFUSED:
             self._lost(now, SILENCE)
             self.due = now
 
     def _lost(self, now: float, why: str) -> None:
-        """Nothing more comes of the newest sending."""
+        """The newest sending brings nothing more: plan the next, or end a stream that has none."""
         if self.cancelled:
             return
         if not self.durable:
@@ -224,44 +227,43 @@ class Course:
         """The answer to `cancel`: a terminal is under way, was lost, or never was."""
         if not self.cancelled or self.state.over:
             return
-        self.buried = state in ENDED
+        self.ended_at_broker = state in ENDED
         if state == "unknown":
             self.state.cancel_here()
-        elif self.buried:
+        elif self.ended_at_broker:
             self.due = now + nth(self.pace.answer, 0)
 
-    def about(self, message: Message) -> PoolError | None:
-        """The stream's end by an error that is about it without being its terminal."""
-        state, attempt = self.state, message.header.attempt
-        error = from_body(message.body)
+    def error_of_sending(self, error: PoolError, attempt: int) -> PoolError | None:
+        """The stream's end by an error about one of its messages; None if it goes on."""
+        state = self.state
         if error.code == DuplicateId.code:
             return error if attempt == state.attempt else None
-        return error if not state.boot and state.counts(message.header) else None
+        return error if not state.boot and state.counts(attempt) else None
 
     # ---- what is due ---------------------------------------------------------------------------
 
-    def tick(self, now: float, heard_at: float, left: float | None = None) -> Step:
+    def tick(self, now: float, heard_at: float, left: float | None = None) -> Action:
         """What to do now; may end the stream. `heard_at`: when any frame came last."""
         if self.state.over:
-            return Step.NOTHING
+            return Action.NOTHING
         if left is not None and left <= 0:
             self.overdue_at = min(self.overdue_at, now)
             late = now - self.overdue_at >= self.pace.overdue
-            return Step.GIVE_UP if late else Step.NOTHING
+            return Action.GIVE_UP if late else Action.NOTHING
         if now < self.due:
-            return Step.NOTHING
+            return Action.NOTHING
         return self._cancel_again() if self.cancelled else self._send_again(now, heard_at)
 
-    def _cancel_again(self) -> Step:
-        if not self.buried:
-            return Step.CANCEL
+    def _cancel_again(self) -> Action:
+        if not self.ended_at_broker:
+            return Action.CANCEL
         self.state.cancel_here()
-        return Step.NOTHING
+        return Action.NOTHING
 
-    def _send_again(self, now: float, heard_at: float) -> Step:
+    def _send_again(self, now: float, heard_at: float) -> Action:
         if self.why == NO_ANSWER and heard_at < self.sent_at:
-            return Step.NOTHING  # nobody is there; the watch on silence is what counts
+            return Action.NOTHING  # no broker is there: the silence decides, not this sending
         if not self.durable:
             self._lost(now, NO_ANSWER)
-            return Step.NOTHING
-        return Step.SEND
+            return Action.NOTHING
+        return Action.SEND

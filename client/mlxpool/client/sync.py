@@ -8,43 +8,49 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
-from mlxpool.client import request
+from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
+from mlxpool.client.session import OpenStream
 from mlxpool.client.stream import Delta, Result, StreamState
-from mlxpool.client.transport import Link
-from mlxpool.client.transport import Stream as LinkStream
+from mlxpool.client.transport import Connection
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, PoolError
-from mlxpool.common.protocol import frames, kinds, token_ids
-from mlxpool.common.protocol.frames import Message
+from mlxpool.common.options import GenerateOptions
+from mlxpool.common.protocol.frames import ID_BYTES
 from mlxpool.common.transport.keys import Credentials
 
-CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait for the model's load
+CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait until the model is loaded
+
+Answer = TypeVar("Answer")
 
 
 class Stream(Closing):
-    """Deltas as they come. Leaving the loop, `close` or the end of a `with` cancels the rest.
+    """An iterator over the deltas of one completion, as they arrive.
 
-    After the last delta `result` holds the whole completion.
+    Leaving the loop, `close` or the end of a `with` cancels what is not finished. After the last
+    delta `result` holds the whole completion.
     """
 
-    def __init__(self, link: Link, state: StreamState) -> None:
-        self._link = link
+    def __init__(self, connection: Connection, state: StreamState) -> None:
+        self._connection = connection
         self._queue: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
         self._state = state
-        self._part = LinkStream(state, self._queue.put, lambda: self._queue.put(None))
+        self._open = OpenStream(state, self._queue.put, lambda: self._queue.put(None))
         self._finished = False
 
     @property
     def id(self) -> bytes:
-        """The request's 16 bytes."""
+        """The request's id, 16 bytes."""
         return self._state.id
 
     @property
     def result(self) -> Result:
-        """Raises the stream's error, or RuntimeError while it is not over, which `read` awaits."""
+        """The whole completion.
+
+        Raises the stream's error, and RuntimeError before the end; `read` waits for it.
+        """
         if self._state.error is not None:
             raise self._state.error
         if self._state.result is None:
@@ -67,34 +73,35 @@ class Stream(Closing):
             if self._state.error is not None:
                 raise self._state.error
         else:
-            self._link.took(self._part, len(delta.ids))
+            self._connection.took(self._open, len(delta.ids))
         return delta
 
     def read(self) -> Result:
-        """Read to the end. Raises the stream's error."""
+        """Wait for the end; returns the whole completion. Raises the stream's error."""
         while self._next() is not None:
             pass
         return self.result
 
     def close(self) -> None:
-        """Cancel what is not finished; harmless afterwards."""
+        """Cancel the stream if it is not finished."""
         if not self._finished:
             self._finished = True
             if not self._state.over:
-                self._link.cancel(self._part)
+                self._connection.cancel(self._open)
 
 
 class Client(Closing):
-    """One connection to a broker, for any number of threads and streams.
+    """A blocking client: one connection to a broker, for any number of threads and streams.
 
-    `run_dir` names a local broker's run directory (default: the usual one), `endpoint` any front
-    endpoint. An endpoint that speaks CURVE needs `server_key`, the broker's public key (text or a
-    file), and `key`, the file of a key that the broker knows; BadKey when they cannot be used.
-    Errors are those of mlxpool.common.errors; BrokerLost when no broker answers within
-    `connect_timeout` seconds, or falls silent for `broker_grace`; Unauthorized when it refuses the
-    key. A stream outlives its connection
-    and its broker, unless it was asked for with durable=False; `pace` says how soon it is sent
-    again.
+    `run_dir` is the run directory of a local broker (default: the usual one), `endpoint` any front
+    endpoint in its place. An endpoint that speaks CURVE needs `server_key`, the broker's public key
+    (text or a file), and `key`, the file of a key that the broker knows; BadKey is raised for keys
+    that cannot be used. Calls and streams end with BrokerLost if no broker answers within
+    `connect_timeout` seconds or is silent for `broker_grace` seconds, and with Unauthorized if the
+    broker refuses the key. Other errors are listed below.
+
+    A stream goes on after the loss of its connection, worker or broker, unless it has
+    durable=False; `pace` sets the intervals of these retries.
     """
 
     def __init__(
@@ -109,7 +116,7 @@ class Client(Closing):
         pace: Pace | None = None,
     ) -> None:
         pace = replace(pace or Pace(), broker_grace=broker_grace, connect_grace=connect_timeout)
-        self._link = Link(run_dir, endpoint, pace, Credentials.of(server_key, key))
+        self._connection = Connection(run_dir, endpoint, pace, Credentials.of(server_key, key))
 
     def stream(
         self,
@@ -118,68 +125,71 @@ class Client(Closing):
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> Stream:
-        """Start a completion of one of prompt, messages ({role, content} each) or token ids.
+        """Start a completion of exactly one of `prompt`, `messages` and `tokens`.
 
-        Options, `tools` too: see docs/protocol.md, `generate`. Raises BadRequest for what cannot be
-        sent; every other error ends the stream and is raised where it is read.
+        `messages` are maps with role and content, `tokens` are token ids. The options are listed
+        below. Raises BadRequest for what cannot be sent; every other error ends the stream and is
+        raised where that is read.
         """
-        body, blobs = request.generate(model, prompt, messages, tokens, options)
-        stream = Stream(self._link, StreamState(os.urandom(frames.ID_BYTES)))
-        self._link.open(stream._part, body, blobs)
+        draft = generate(model, prompt, messages, tokens, options)
+        stream = Stream(self._connection, StreamState(os.urandom(ID_BYTES)))
+        self._connection.open(stream._open, draft)
         return stream
 
-    def generate(self, model: str, prompt: str | None = None, **options: Any) -> Result:
-        """A whole completion; takes what `stream` takes, and raises the stream's error."""
-        with self.stream(model, prompt, **options) as stream:
+    def generate(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Result:
+        """A whole completion; takes the arguments of `stream`, and raises the stream's error."""
+        with self.stream(model, prompt, messages=messages, tokens=tokens, **options) as stream:
             return stream.read()
 
     def models(self) -> list[dict[str, Any]]:
         """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
-        return list(self._call(kinds.MODELS, {}).body["models"])
+        return self._call(list_models())
 
     def tokenize(self, model: str, text: str) -> list[int]:
-        """The ids of a text, as the model would read it as a prompt. Loads the model if need be.
+        """The token ids of a text, as the model would read it as a prompt.
 
-        Raises UnknownModel, or DeadlineExceeded without an answer in 60 s.
+        Loads the model if it is not loaded. Raises UnknownModel, and DeadlineExceeded without an
+        answer within 60 seconds.
         """
-        value, blobs = request.text(text)
-        message = self._call(kinds.TOKENIZE, {"model": model, "text": value}, blobs)
-        return token_ids.unpack_ids(message.blobs[0]) if message.blobs else []
+        return self._call(tokenize(model, text))
 
     def detokenize(self, model: str, ids: Sequence[int]) -> str:
-        """The text of these ids. Raises what `tokenize` does."""
-        message = self._call(kinds.DETOKENIZE, {"model": model}, [token_ids.pack_ids(ids)])
-        return str(message.body["text"])
+        """The text of token ids. Raises what `tokenize` does."""
+        return self._call(detokenize(model, ids))
 
     def cancel(self, request_id: bytes) -> dict[str, Any]:
-        """Cancel any of this owner's requests by its 16 bytes.
+        """Cancel any request of this owner by its id, 16 bytes.
 
-        Returns its fate: the state it was in, `unknown` if there is none, and `pos`, the ids sent.
+        Returns {state, pos}: the state that it was in (`unknown` if there is none with this id) and
+        the number of token ids sent. Raises BadRequest for what is no id.
         """
-        return dict(self._call(kinds.CANCEL, {}, ident=request_id).body)
+        return self._call(cancel(request_id))
 
-    def _call(
-        self,
-        kind: str,
-        body: Mapping[str, Any],
-        blobs: Sequence[bytes] = (),
-        ident: bytes | None = None,
-    ) -> Message:
-        answers: queue.SimpleQueue[Message | PoolError] = queue.SimpleQueue()
-        asked = self._link.ask(kind, body, answers.put, ident, blobs)
+    def _call(self, question: Question[Answer]) -> Answer:
+        answers: queue.SimpleQueue[Answer | PoolError] = queue.SimpleQueue()
+        self._connection.ask(question, answers.put)
         started = time.monotonic()
         try:
             answer = answers.get(timeout=CALL_TIMEOUT)
         except queue.Empty:
-            self._link.forget(asked)
+            self._connection.forget(question)
             took = time.monotonic() - started
+            kind = question.content.kind
             raise DeadlineExceeded(f"no answer to {kind} after {took:.0f} s") from None
         if isinstance(answer, PoolError):
             raise answer
         return answer
 
     def close(self) -> None:
-        """Close the connection; open streams end."""
-        self._link.close()
+        """Close the connection; open streams are cancelled and end with BrokerLost."""
+        self._connection.close()

@@ -1,4 +1,4 @@
-"""What is closed at the end of a `with`."""
+"""Base class of context managers that close themselves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Self
 
 
 class Closing(ABC):
-    """A `with` ends with `close`, whatever happened in it."""
+    """`with` calls `close` at its end, also after an exception."""
 
     __slots__ = ()
 
     @abstractmethod
     def close(self) -> None:
-        """Free what is held."""
+        """Free all resources."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""One logger set-up for every process: text for people, JSON lines for machines.
+"""The log format of every process: text, or JSON lines.
 
 Prompts and completions are never logged.
 """
@@ -14,7 +14,7 @@ _OWN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskNam
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line; what was passed as `extra` becomes further keys."""
+    """One JSON object a line; the keys of `extra` become further keys."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -30,7 +30,7 @@ class JsonLines(logging.Formatter):
 
 
 class Text(logging.Formatter):
-    """`12:00:00 info  broker: message key=value`."""
+    """`12:00:00 info  broker: message key=value`; the keys of `extra` follow the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         extras = "".join(
@@ -53,7 +53,7 @@ def _utc(record: logging.LogRecord) -> str:
 
 
 def set_up(*, json_lines: bool, level: int = logging.INFO) -> None:
-    """Send this process's log to standard error."""
+    """Write the log of this process to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if json_lines else Text())
     root = logging.getLogger()

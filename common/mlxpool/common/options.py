@@ -1,6 +1,9 @@
-"""What a request may ask of sampling and length: names, types, bounds and defaults.
+"""Options of a request: sampling and length, and the keys that stand beside them in the message.
 
-The defaults are Ollama's, so that the same request means the same in both.
+`Options` is the one table of sampling options: each field declares type, check, default and the
+help of its command-line flag. `CHECKS` is made from it; a test compares `GenerateOptions`, the type
+of the Python client's keyword arguments, with it. The defaults are Ollama's, so that the same
+request means the same in both.
 """
 
 from __future__ import annotations
@@ -8,39 +11,136 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypedDict, get_type_hints
 
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.protocol.fields import is_integer, is_number, shown
 
 MAX_STOPS = 64
 MAX_STOP_BYTES = 1024
 MAX_BIASES = 1024
+MAX_BIAS = 100
 MAX_TOP_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 MAX_COUNT = 2**31 - 1
+MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
+
+# A check takes an option's name and value as a request has them, and returns the value as `Options`
+# holds it. Raises BadRequest naming the option, its value and its bound.
+Check = Callable[[str, Any], Any]
+
+
+def _integer(low: int, high: int) -> Check:
+    """Checks an integer from `low` to `high`, both inclusive."""
+
+    def check(name: str, value: Any) -> int:
+        if not is_integer(value):
+            raise BadRequest(f"option {name!r} must be an integer, got {shown(value)}")
+        if not low <= value <= high:
+            raise BadRequest(f"option {name!r} is {value}, must be from {low} to {high}")
+        return value
+
+    return check
+
+
+def _number(low: float, high: float) -> Check:
+    """Checks a finite number from `low` to `high`, both inclusive; the value is a float."""
+
+    def check(name: str, value: Any) -> float:
+        if not is_number(value):
+            raise BadRequest(f"option {name!r} must be a number, got {shown(value)}")
+        if not math.isfinite(value) or not low <= value <= high:
+            raise BadRequest(f"option {name!r} is {value}, must be from {low:g} to {high:g}")
+        return float(value)
+
+    return check
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise BadRequest(f"option {name!r} must be true or false, got {shown(value)}")
+    return value
+
+
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) for s in stops):
+        raise BadRequest(f"option {name!r} must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise BadRequest(f"option {name!r} has {len(stops)} strings, at most {MAX_STOPS}")
+    for stop in stops:
+        size = len(stop.encode("utf-8", "surrogatepass"))
+        if not 1 <= size <= MAX_STOP_BYTES:
+            raise BadRequest(
+                f"option {name!r} has a string of {size} bytes, must be 1 to {MAX_STOP_BYTES}"
+            )
+    return tuple(stops)
+
+
+def _biases(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise BadRequest(f"option {name!r} must be a map of token id to number")
+    if len(value) > MAX_BIASES:
+        raise BadRequest(f"option {name!r} has {len(value)} entries, at most {MAX_BIASES}")
+    amount = _number(-MAX_BIAS, MAX_BIAS)
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        digits = str(token)
+        if not re.fullmatch("[0-9]{1,10}", digits) or int(digits) > MAX_COUNT:
+            raise BadRequest(f"option {name!r} has the key {shown(token)}, which is no token id")
+        biases[int(digits)] = amount(f"{name}[{digits}]", bias)
+    return biases
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Checked options of one request; build them with `Options.parse`."""
+    """Checked options of one request; build them with `Options.parse`.
 
-    max_tokens: int = -1  # tokens of completion; <= 0: up to the context
-    temperature: float = 0.8  # 0 is greedy
-    top_p: float = 0.9  # 1 (or 0) is off
-    top_k: int = 40  # 0 is off
-    min_p: float = 0.0  # 0 is off
-    repeat_penalty: float = 1.0  # 1 is off
-    repeat_last_n: int = 64  # tokens the penalties look back on; -1: the context, 0: none
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
-    seed: int = -1  # < 0: the broker draws one
-    stop: tuple[str, ...] = ()  # text that ends the completion and is not sent
-    logprobs: bool = False
-    top_logprobs: int = 0  # alternatives reported for each token
-    ignore_eos: bool = False
+    The annotation of a field holds its type, its check and, if the command line has a flag for it,
+    the help text of that.
+    """
+
+    max_tokens: Annotated[
+        int,
+        _integer(-(2**31), MAX_COUNT),
+        "tokens to generate at most (default, 0 or below: up to the context)",
+    ] = -1
+    temperature: Annotated[float, _number(0, 100), "0 is greedy (default 0.8)"] = 0.8
+    top_p: Annotated[
+        float, _number(0, 1), "keep the most likely tokens of this mass (default 0.9)"
+    ] = 0.9  # 1 (or 0) is off
+    top_k: Annotated[
+        int,
+        _integer(0, MAX_COUNT),
+        "keep this many of the most likely tokens, 0: all (default 40)",
+    ] = 40
+    min_p: Annotated[
+        float, _number(0, 1), "drop tokens this much less likely than the first (default 0)"
+    ] = 0.0  # 0 is off
+    repeat_penalty: Annotated[
+        float, _number(0.01, 100), "divide the logits of recent tokens (default 1, off)"
+    ] = 1.0
+    repeat_last_n: Annotated[
+        int, _integer(-1, MAX_COUNT), "how many tokens are recent, -1: all (default 64)"
+    ] = 64  # -1: the context, 0: none
+    presence_penalty: Annotated[
+        float, _number(-100, 100), "subtract from recent tokens once (default 0)"
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _number(-100, 100), "subtract from recent tokens for each time (default 0)"
+    ] = 0.0
+    logit_bias: Annotated[Mapping[int, float], _biases] = field(default_factory=dict)
+    seed: Annotated[
+        int, _integer(-1, MAX_SEED), "for the same text again (default: drawn)"
+    ] = -1  # < 0: the broker draws one
+    stop: Annotated[tuple[str, ...], _stops, "end before this text; may be repeated"] = ()
+    logprobs: Annotated[bool, _boolean, "report each token's, with --json"] = False
+    top_logprobs: Annotated[
+        int, _integer(0, MAX_TOP_LOGPROBS), "alternatives reported with --json (default 0)"
+    ] = 0
+    ignore_eos: Annotated[bool, _boolean, "go on past the model's own end"] = False
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Options:
@@ -66,81 +166,15 @@ class Options:
         return wire
 
 
-def _nearest(name: object) -> str:
-    if name in BESIDE:
-        return "; it is a key of the request, beside its options"
-    near = difflib.get_close_matches(str(name), [*CHECKS, *ALIASES, *BESIDE], n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; known options: {', '.join(CHECKS)}; beside options: {', '.join(BESIDE)}"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _integer(low: int, high: int) -> Callable[[str, Any], int]:
-    def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise BadRequest(f"option {name!r} must be an integer, got {_shown(value)}")
-        if not low <= value <= high:
-            raise BadRequest(f"option {name!r} is {value}, must be from {low} to {high}")
-        return value
-
-    return check
-
-
-def _number(low: float, high: float) -> Callable[[str, Any], float]:
-    def check(name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadRequest(f"option {name!r} must be a number, got {_shown(value)}")
-        if not math.isfinite(value) or not low <= value <= high:
-            raise BadRequest(f"option {name!r} is {value}, must be from {low:g} to {high:g}")
-        return float(value)
-
-    return check
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise BadRequest(f"option {name!r} must be true or false, got {_shown(value)}")
-    return value
-
-
-def _stops(name: str, value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) for s in stops):
-        raise BadRequest(f"option {name!r} must be a string or a list of strings")
-    if len(stops) > MAX_STOPS:
-        raise BadRequest(f"option {name!r} has {len(stops)} strings, at most {MAX_STOPS}")
-    for stop in stops:
-        size = len(stop.encode("utf-8", "surrogatepass"))
-        if not 1 <= size <= MAX_STOP_BYTES:
-            raise BadRequest(
-                f"option {name!r} has a string of {size} bytes, must be 1 to {MAX_STOP_BYTES}"
-            )
-    return tuple(stops)
-
-
-def _biases(name: str, value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise BadRequest(f"option {name!r} must be a map of token id to number")
-    if len(value) > MAX_BIASES:
-        raise BadRequest(f"option {name!r} has {len(value)} entries, at most {MAX_BIASES}")
-    amount = _number(-100, 100)
-    biases: dict[int, float] = {}
-    for token, bias in value.items():
-        digits = str(token)
-        if not re.fullmatch("[0-9]{1,10}", digits) or int(digits) > MAX_COUNT:
-            raise BadRequest(f"option {name!r} has the key {_shown(token)}, which is no token id")
-        biases[int(digits)] = amount(f"{name}[{digits}]", bias)
-    return biases
-
-
+_DECLARED = get_type_hints(Options, include_extras=True)
+CHECKS: dict[str, Check] = {name: hint.__metadata__[0] for name, hint in _DECLARED.items()}
+FLAGS: dict[str, tuple[Any, str]] = {  # option -> its type and the help of its flag
+    name: (hint.__origin__, hint.__metadata__[1])
+    for name, hint in _DECLARED.items()
+    if len(hint.__metadata__) > 1
+}
 ALIASES = {"num_predict": "max_tokens"}
-MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
-BESIDE = (  # keys of the request itself; Python's clients take them among the options
+REQUEST_KEYS = (  # keys of the message beside `options`; the Python client takes both as keywords
     "deadline_ms",
     "queue_ms",
     "first_token_ms",
@@ -153,20 +187,43 @@ BESIDE = (  # keys of the request itself; Python's clients take them among the o
     "think",
 )
 
-CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "max_tokens": _integer(-(2**31), MAX_COUNT),
-    "temperature": _number(0, 100),
-    "top_p": _number(0, 1),
-    "top_k": _integer(0, MAX_COUNT),
-    "min_p": _number(0, 1),
-    "repeat_penalty": _number(0.01, 100),
-    "repeat_last_n": _integer(-1, MAX_COUNT),
-    "presence_penalty": _number(-100, 100),
-    "frequency_penalty": _number(-100, 100),
-    "logit_bias": _biases,
-    "seed": _integer(-1, MAX_SEED),
-    "stop": _stops,
-    "logprobs": _boolean,
-    "top_logprobs": _integer(0, MAX_TOP_LOGPROBS),
-    "ignore_eos": _boolean,
-}
+
+def _nearest(name: object) -> str:
+    """The hint in the error for an unknown option."""
+    if name in REQUEST_KEYS:
+        return "; it is a key of the request, beside its options"
+    near = difflib.get_close_matches(str(name), [*CHECKS, *ALIASES, *REQUEST_KEYS], n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known options: {', '.join(CHECKS)}; beside options: {', '.join(REQUEST_KEYS)}"
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`; None is the same as not given."""
+
+    max_tokens: int | None  # tokens of the whole completion; 0 and below: up to the context
+    num_predict: int | None  # another name of max_tokens
+    temperature: float | None  # 0 is greedy
+    top_p: float | None  # keep the most likely tokens of this mass; 1 or 0: off
+    top_k: int | None  # keep this many of the most likely tokens; 0: off
+    min_p: float | None  # drop tokens this much less likely than the first; 0: off
+    repeat_penalty: float | None  # divides the logits of recent tokens; 1: off
+    repeat_last_n: int | None  # tokens that are recent; -1: the context, 0: none
+    presence_penalty: float | None  # subtracted from the logits of recent tokens once
+    frequency_penalty: float | None  # subtracted for each time that a recent token occurred
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None  # added to logits, by token id
+    seed: int | None  # of the random numbers; below 0: the broker draws one
+    stop: str | Sequence[str] | None  # text that ends the completion and is not sent
+    logprobs: bool | None  # report each token's log-probability
+    top_logprobs: int | None  # alternatives reported for each token, with logprobs
+    ignore_eos: bool | None  # go on past the model's end-of-sequence token
+    deadline_ms: int | None  # milliseconds from acceptance to the end
+    queue_ms: int | None  # milliseconds that the request may wait for a worker
+    first_token_ms: int | None  # milliseconds to the first token
+    priority: int | None  # 0 to 2; 2 goes first
+    window: int | None  # token ids that may be sent and not acknowledged
+    batch: bool | None  # one frame a step for all streams of the client; default true
+    durable: bool | None  # false: a lost worker or connection ends the stream
+    session: str | None  # prefer the worker of the session's last request
+    tools: Sequence[Mapping[str, Any]] | None  # what the template offers to the model
+    think: bool | str | None  # whether, or how much ("low", "medium", "high"), the model thinks

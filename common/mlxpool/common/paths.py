@@ -1,4 +1,4 @@
-"""Where a pool and its settings live on this machine. Light: every command imports it."""
+"""The paths of a pool and of its settings. Cheap to import, because every command does so."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ def default_run_dir() -> Path:
     return Path.home() / ".mlxpool" / "run"
 
 
-def config_places() -> tuple[Path, ...]:
-    """Where the settings are looked for when nobody names a file: the user's, the machine's."""
+def default_config_files() -> tuple[Path, ...]:
+    """The files that are looked for when none is named: the user's, then the machine's."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "mlxpool" / "mlxpool.toml", Path("/etc/mlxpool/mlxpool.toml")
 
 
 def config_file(flag: Path | None = None) -> Path | None:
-    """The one file of settings: the flag's, $MLXPOOL_CONFIG's, or the first place that has one.
+    """The file of settings: that of the flag, of $MLXPOOL_CONFIG, or the first default file found.
 
-    Only the first is read. What is named must be there; whoever reads it says so.
+    A file that is named is returned even if it does not exist: reading it raises the error.
     """
     named = flag or os.environ.get("MLXPOOL_CONFIG")
     if named:
         return Path(named)
-    return next((place for place in config_places() if place.is_file()), None)
+    return next((file for file in default_config_files() if file.is_file()), None)
 
 
 def run_dir_of(flag: Path | None = None) -> Path:
-    """Where a command finds the broker: by flag, environment, file, then the default."""
+    """The broker's run directory: from the flag, the environment, the settings, or the default."""
     if flag or os.environ.get("MLXPOOL_RUN_DIR"):
         return flag or default_run_dir()
     file = config_file()
     if file is None or not os.access(file, os.R_OK):
         return default_run_dir()
-    import tomllib  # only who has a file pays for it
+    import tomllib  # only commands with a settings file need it
 
     try:
         named = tomllib.loads(file.read_text("utf-8")).get("pool", {}).get("run_dir")
     except (OSError, ValueError, AttributeError):
-        return default_run_dir()  # `mlxpool config check` says what is wrong with it
+        return default_run_dir()  # `mlxpool config check` reports the error
     return Path(named).expanduser() if isinstance(named, str) else default_run_dir()

@@ -1,8 +1,9 @@
-"""The progress block: what a worker is doing, readable while its interpreter is stuck.
+"""The progress block: what a worker is doing, readable even while its interpreter hangs.
 
-A few 64-bit words of memory that the broker and one worker share. The worker's compute thread
-writes it (its edge writes `edge_tid` and `edge_ns`), the broker reads. Every word is written whole,
-but two words may be of different moments: a reader must not conclude anything from one look.
+The broker and one worker share a few 64-bit words of memory. The worker's compute thread writes
+them, its main thread writes `edge_tid` and `edge_ns`, and the broker reads them. Each word is
+written atomically, but two words may be from different times: a reader must not draw conclusions
+from one reading.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ _MAGIC = 0x6D6C78706F6F6C31  # "mlxpool1"
 _WORDS = (
     "magic",
     "phase",  # index into PHASES
-    "since_ns",  # monotonic; when the phase began
-    "count",  # moves at each load shard, prefill chunk and decode step
-    "tokens",  # prompt tokens of the chunk under way
-    "fresh",  # 1: the step under way uses a shape for the first time
-    "usual_token_ns",  # usual prefill time of one token; 0: not known
-    "usual_step_ns",  # usual decode step; 0: not known
-    "request_high",  # the request whose prompt is being read, 16 bytes in two words
+    "since_ns",  # monotonic; begin of the phase
+    "count",  # grows at each load shard, prefill chunk and decode step
+    "tokens",  # prompt tokens of the running chunk
+    "fresh",  # 1: the running step uses a shape for the first time
+    "usual_token_ns",  # usual prefill time of one token; 0: unknown
+    "usual_step_ns",  # usual decode step; 0: unknown
+    "request_high",  # id of the request whose prompt is read, 16 bytes in two words
     "request_low",
-    "compute_tid",  # kernel ids of the two threads; 0: not known
+    "compute_tid",  # kernel ids of the compute thread and the main thread; 0: unknown
     "edge_tid",
-    "edge_ns",  # monotonic; the edge's newest turn
+    "edge_ns",  # monotonic; newest turn of the main thread's loop
 )
-_AT = {name: index for index, name in enumerate(_WORDS)}
+_INDEX = {name: index for index, name in enumerate(_WORDS)}
 SIZE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One reading of a block."""
+    """One reading of a block; the fields are its words, see above."""
 
     phase: str = "boot"
     since_ns: int = 0
@@ -54,7 +55,7 @@ class Look:
 
 
 class Block:
-    """A mapped block; `make` on the broker's side, `open` with its descriptor in the worker."""
+    """A mapped block. The broker creates it by `make`, the worker maps it by `open`."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -62,7 +63,7 @@ class Block:
 
     @classmethod
     def make(cls) -> tuple[Block, int]:
-        """A new block and the descriptor to hand to the worker. Raises OSError."""
+        """A new block, and the descriptor that the worker inherits. Raises OSError."""
         descriptor = _anonymous_file()
         try:
             os.ftruncate(descriptor, SIZE)
@@ -75,26 +76,26 @@ class Block:
 
     @classmethod
     def open(cls, descriptor: int) -> Block:
-        """Map the block behind a descriptor; the descriptor may be closed afterwards."""
+        """Map the block of a descriptor, which may be closed afterwards."""
         return cls(mmap.mmap(descriptor, SIZE))
 
     @classmethod
     def private(cls) -> Block:
-        """A block that nobody else reads."""
+        """A block that no other process reads."""
         return cls(mmap.mmap(-1, SIZE))
 
     def write(self, word: str, value: int) -> None:
         """Set one word; a negative value counts as 0."""
-        self._words[_AT[word]] = max(0, value)
+        self._words[_INDEX[word]] = max(0, value)
 
     def write_request(self, request: bytes | None) -> None:
-        """Set the request whose prompt is being read."""
+        """Set the id of the request whose prompt is read; None: there is none."""
         high, low = (request or NO_REQUEST)[:8], (request or NO_REQUEST)[8:]
         self.write("request_high", int.from_bytes(high, "big"))
         self.write("request_low", int.from_bytes(low, "big"))
 
     def read(self) -> Look:
-        """What the worker says now; harmless on a block that nobody has written."""
+        """The words as they are now. A block that was never written reads as the default values."""
         words = dict(zip(_WORDS, self._words[: len(_WORDS)].tolist(), strict=True))
         request = b"".join(words[f"request_{half}"].to_bytes(8, "big") for half in ("high", "low"))
         return Look(
@@ -112,13 +113,13 @@ class Block:
         )
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the block."""
         self._words.release()
         self._memory.close()
 
 
 def _anonymous_file() -> int:
-    """A file without a name: memory on Linux, an unlinked temporary file elsewhere."""
+    """The descriptor of a file without a name: in memory on Linux, a temporary file elsewhere."""
     if sys.platform == "linux":
         return os.memfd_create("mlxpool-progress", os.MFD_CLOEXEC)
     descriptor, path = tempfile.mkstemp(prefix="mlxpool-progress-")

@@ -1,7 +1,8 @@
-"""A process's history as JSON lines, for checkers: off unless MLXPOOL_HISTORY names a folder.
+"""The events of a process as JSON lines, for checkers; off unless MLXPOOL_HISTORY names a folder.
 
-Every line has `t` (monotonic seconds: one clock for all processes of a host), `who`, `pid`, `what`
-and what belongs to it; ids are hexadecimal. Texts of prompts and completions are never in it.
+Every line has `t` (monotonic seconds, comparable between the processes of a host), `who`, `pid`,
+`what` and the fields of that event. Ids are hexadecimal. Texts of prompts and completions are never
+written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ VARIABLE = "MLXPOOL_HISTORY"
 
 
 class History:
-    """Append-only; a line is one write, so that a kill never leaves half of the line before."""
+    """An append-only file. A line is one system call, so a kill does not tear earlier lines."""
 
     def __init__(self, who: str, folder: str | None = None) -> None:
         self._who = who
@@ -29,11 +30,11 @@ class History:
 
     @property
     def on(self) -> bool:
-        """Whether anybody reads it; ask before putting a costly line together."""
+        """Whether lines are written; ask before computing the fields of a costly one."""
         return self._file is not None
 
     def write(self, what: str, /, **facts: Any) -> None:
-        """One line, if it is on; a full file system costs lines, never the process."""
+        """Write one line, if enabled. Errors of the file system are ignored."""
         if self._file is None:
             return
         line = {"t": time.monotonic(), "who": self._who, "pid": os.getpid(), "what": what, **facts}
@@ -43,7 +44,7 @@ class History:
             pass
 
     def close(self) -> None:
-        """Further lines are dropped."""
+        """Close the file; later lines are dropped."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from mlxpool.client import AsyncClient, AsyncStream, Delta, Result
 from mlxpool.common.errors import PoolError
-from mlxpool.gateway import formats
+from mlxpool.gateway.formats import NO_CHAT, ChatFormats, make_parser
 from mlxpool.gateway.formats.events import Event, Parser
 
 MAX_UNWRITTEN_UPDATES = 4  # updates of all choices together that are read but not yet written
 
-NO_CHAT: Mapping[str, str | None] = {"tools": None, "thinking": None}
-
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRequest:
-    """One choice to generate: the model and the keyword arguments of the client's `stream`.
-
-    `chat`: the model's formats of tool calls and thoughts, as the pool reports them.
-    """
+    """One choice to generate: the model and the keyword arguments of the client's `stream`."""
 
     model: str
     arguments: Mapping[str, Any]
-    chat: Mapping[str, str | None] = field(default_factory=lambda: NO_CHAT)
+    chat: ChatFormats = NO_CHAT
     tools: Sequence[Mapping[str, Any]] = ()
 
 
@@ -65,9 +60,7 @@ class Choice:
     def _get_parser(self) -> Parser:
         if self._parser is None:
             thinks = self.stream.facts.get("thinks") is True
-            self._parser = formats.make_parser(
-                self._request.chat, self._request.tools, thinks=thinks
-            )
+            self._parser = make_parser(self._request.chat, self._request.tools, thinks=thinks)
         return self._parser
 
 

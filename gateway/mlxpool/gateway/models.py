@@ -5,40 +5,73 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import UnknownModel
+from mlxpool.gateway.formats import ChatFormats
 
 MAX_AGE = 2.0  # seconds; an older list is refreshed in the background of the request
 LATEST = ":latest"  # the tag that Ollama's users write after a name
 
 
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the pool reports of a model; unknown numbers are 0, unknown texts empty."""
+
+    name: str
+    state: str | None
+    inspected: bool  # the pool has read the model's files, or it has none
+    architecture: str
+    context: int  # tokens
+    size: int  # bytes
+    digest: str
+    quantisation: str
+    chat: ChatFormats | None  # None: the model has no chat template
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Self:
+        """From a row of the pool's `models` call."""
+        chat = row.get("chat")
+        return cls(
+            name=str(row["name"]),
+            state=row.get("state"),
+            inspected=row.get("type", "") is not None,
+            architecture=row.get("type") or "",
+            context=row.get("context") or 0,
+            size=row.get("size") or 0,
+            digest=row.get("digest") or "",
+            quantisation=row.get("quantisation") or "",
+            chat=chat and ChatFormats(chat.get("tools"), chat.get("thinking")),
+        )
+
+
 class ModelList:
-    """The rows of the pool's `models` call, by name."""
+    """The pool's models by name."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
-        self._rows: dict[str, Mapping[str, Any]] = {}
+        self._models: dict[str, ModelInfo] = {}
         self._read_at = 0.0  # monotonic seconds
         self._refreshing: asyncio.Task[None] | None = None
 
-    async def all(self) -> list[Mapping[str, Any]]:
-        """All rows, read now. Raises PoolError when the pool does not answer."""
+    async def all(self) -> list[ModelInfo]:
+        """All models, read now. Raises PoolError when the pool does not answer."""
         await self._refresh()
-        return list(self._rows.values())
+        return list(self._models.values())
 
-    async def get(self, name: str) -> Mapping[str, Any]:
-        """The row of one model; NAME:latest is NAME. Raises UnknownModel, and see `all`."""
+    async def get(self, name: str) -> ModelInfo:
+        """One model; NAME:latest is NAME. Raises UnknownModel, and see `all`."""
         found = self._find(name)
-        if found is None or found.get("type", "") is None:  # unknown, or its folder not read yet
+        if found is None or not found.inspected:
             await self._refresh()
         elif time.monotonic() - self._read_at > MAX_AGE:
             self._start_refresh()
-        row = self._find(name)
-        if row is None:
-            raise UnknownModel(f"there is no model {name!r}; known: {', '.join(self._rows)}")
-        return row
+        model = self._find(name)
+        if model is None:
+            raise UnknownModel(f"there is no model {name!r}; known: {', '.join(self._models)}")
+        return model
 
     async def close(self) -> None:
         """Cancel a refresh that is in flight."""
@@ -46,8 +79,8 @@ class ModelList:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
 
-    def _find(self, name: str) -> Mapping[str, Any] | None:
-        return self._rows.get(name) or self._rows.get(name.removesuffix(LATEST))
+    def _find(self, name: str) -> ModelInfo | None:
+        return self._models.get(name) or self._models.get(name.removesuffix(LATEST))
 
     async def _refresh(self) -> None:
         """Concurrent callers share one call to the pool; a cancelled caller does not end it."""
@@ -60,8 +93,8 @@ class ModelList:
         return self._refreshing
 
     async def _read(self) -> None:
-        rows = await self._client.models()
-        self._rows = {str(row["name"]): row for row in rows}
+        models = map(ModelInfo.from_row, await self._client.models())
+        self._models = {model.name: model for model in models}
         self._read_at = time.monotonic()
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import PoolError
-from mlxpool.gateway import errors, formats
+from mlxpool.gateway import errors
+from mlxpool.gateway.formats import ChatFormats, template_messages
 from mlxpool.gateway.generation import ChoiceRequest, Generation
 from mlxpool.gateway.models import ModelList
 from mlxpool.gateway.settings import Settings
@@ -28,13 +29,11 @@ class PoolAccess:
         except PoolError as error:
             raise errors.from_pool_error(error) from error
 
-    def stream_arguments(
-        self, arguments: Mapping[str, Any], chat: Mapping[str, str | None]
-    ) -> dict[str, Any]:
+    def stream_arguments(self, arguments: Mapping[str, Any], chat: ChatFormats) -> dict[str, Any]:
         """The arguments with the gateway's deadline, and messages in the template's form."""
         found = dict(arguments)
         if self.settings.deadline is not None:
             found["deadline_ms"] = max(1, round(self.settings.deadline * 1000))
         if "messages" in found:
-            found["messages"] = formats.template_messages(chat, found["messages"])
+            found["messages"] = template_messages(chat, found["messages"])
         return found

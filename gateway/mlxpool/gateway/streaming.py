@@ -30,7 +30,7 @@ async def updates(
 
 
 def check_not_cancelled(result: Result) -> None:
-    """Raises HttpError if somebody other than the HTTP client cancelled the request."""
+    """Raises HttpError if anybody but the HTTP client cancelled the request."""
     if result.reason == "cancelled":
         raise HttpError(503, "the request was cancelled by an operator", "cancelled", retry=False)
 

@@ -18,7 +18,7 @@ from mlxpool.broker.catalogue.catalogue import Librarian, fingerprints
 from mlxpool.broker.catalogue.catalogue_news import Library
 from mlxpool.broker.edge.startup import place_of, weight_of
 from mlxpool.broker.interface import events as ev
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from support.pool import until
 
 ECHO = """

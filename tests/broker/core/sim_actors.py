@@ -12,14 +12,16 @@ from functools import lru_cache
 from typing import Any
 
 from mlxpool.broker.interface.events import Sample
-from mlxpool.client import request
-from mlxpool.client.retry import Course, Pace, Step, Watch
+from mlxpool.client.incoming import Frame, frame_of_row, parse_frame
+from mlxpool.client.request import resumed
+from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
 from mlxpool.client.stream import StreamState
-from mlxpool.common.errors import BrokerLost
+from mlxpool.common.errors import BrokerLost, from_body
 from mlxpool.common.progress import Look
 from mlxpool.common.protocol import deltas, kinds
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.to_broker import GenerateDraft
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
 DIGEST = "sim"
@@ -183,8 +185,8 @@ class Stream:
     """One stream and what its reader has seen."""
 
     state: StreamState
-    course: Course
-    body: Mapping[str, Any]
+    retry: StreamRetry
+    draft: GenerateDraft
     most: int
     deadline: float = math.inf
     slow: bool = False  # reads a few ids a second
@@ -205,7 +207,7 @@ class Client:
     number: int
     send: Callable[[Header, Mapping[str, Any], tuple[bytes, ...]], None]
     replace: Callable[[], None]
-    watch: Watch
+    timer: SilenceTimer
     streams: dict[bytes, Stream] = field(default_factory=dict)
     finished: list[Stream] = field(default_factory=list)
     frozen_until: float = 0.0
@@ -214,68 +216,70 @@ class Client:
 
     def open(self, stream: Stream) -> None:
         self.streams[stream.state.id] = stream
-        self.send(Header(kinds.GENERATE, stream.state.id, 0, 1), stream.body, ())
-        stream.course.sent(self.watch.now)
+        draft = stream.draft
+        self.send(Header(kinds.GENERATE, stream.state.id, 0, 1), draft.body(), draft.blobs())
+        stream.retry.sent(self.timer.now)
 
     def cancel(self, stream: Stream) -> None:
         if stream.state.id in self.streams:
             self.send(Header(kinds.CANCEL, stream.state.id), {}, ())
-            stream.course.cancel(self.watch.now)
+            stream.retry.cancel_sent(self.timer.now)
 
     def turn(self, now: float) -> None:
-        self.watch.turn(now)
+        self.timer.advance(now)
         if not self.streams:
-            self.watch.idle()
+            self.timer.reset()
 
     def received(self, message: Message, now: float) -> None:
         self.turn(now)
-        self.watch.heard()
+        self.timer.heard()
         kind, ident = message.kind, message.header.id
         if kind == kinds.DELTAS:
             for row in deltas.unpack_deltas(message):
-                body = {"text": row.text, "facts": row.facts}
-                header = Header(kinds.DELTA, row.id, 0, row.attempt, row.pos)
-                self._frame(Message(header, body, (row.ids,)), now)
+                self._frame(kinds.DELTA, row.id, frame_of_row(row), now)
         elif kind == kinds.PONG:
             self._at_home(int(message.body["boot"]), int(message.body["link"]), now)
         elif kind == kinds.FATE:
             stream = self.streams.get(ident or b"")
             if stream is not None:
-                stream.course.fate(str(message.body["state"]), self.watch.now)
+                stream.retry.fate(str(message.body["state"]), self.timer.now)
                 self._settle(stream)
         elif ident is not None:
-            self._frame(message, now)
+            frame = parse_frame(message)
+            assert frame is not None
+            self._frame(kind, ident, frame, now)
         elif kind == kinds.ERROR:
             stream = self.streams.get(message.body.get("about") or b"")
             if stream is not None:
-                stream.state.error = stream.course.about(message)
+                error, attempt = from_body(message.body), message.header.attempt
+                stream.state.error = stream.retry.error_of_sending(error, attempt)
                 self._settle(stream)
 
-    def _frame(self, message: Message, now: float) -> None:
-        stream = self.streams.get(message.header.id or b"")
+    def _frame(self, kind: str, ident: bytes, frame: Frame, now: float) -> None:
+        stream = self.streams.get(ident)
         if stream is None:
-            self._too_late(message)
+            self._too_late(kind, ident, frame)
             return
-        state, course, had = stream.state, stream.course, stream.state.accepted
-        delta = course.receive(message, self.watch.now, stream.left(now))
+        state, retry, had = stream.state, stream.retry, stream.state.accepted
+        delta = retry.receive(frame, self.timer.now, stream.left(now))
         if state.gap:
             raise Violation(f"a gap on one connection: {state.gap}")
         if delta is not None:
             self._show(stream, delta.text)
-        if message.kind in (kinds.DONE, kinds.ERROR):
-            stream.ended.add(message.header.attempt)
+        if kind in (kinds.DONE, kinds.ERROR):
+            stream.ended.add(frame.attempt)
         if state.over:
             self._settle(stream)
-        elif course.due <= self.watch.now:
+        elif retry.due <= self.timer.now:
             self._step(stream, now)
         elif state.accepted and not had:
             stream.truth = truth(state.seed, stream.most)
             self._at_home(state.boot, state.link, now)
 
-    def _too_late(self, message: Message) -> None:
+    def _too_late(self, kind: str, ident: bytes, frame: Frame) -> None:
         for stream in self.finished:
-            if stream.state.id == message.header.id and message.header.attempt in stream.ended:
-                raise Violation(f"{message.kind} after the terminal of {stream.state.attempt}")
+            if stream.state.id == ident and frame.attempt in stream.ended:
+                raise Violation(f"{kind} after the terminal of {stream.state.attempt}")
 
     def _show(self, stream: Stream, text: str) -> None:
         """Every id and every character is checked as it comes."""
@@ -298,15 +302,16 @@ class Client:
 
     def _step(self, stream: Stream, now: float) -> None:
         state, left = stream.state, stream.left(now)
-        step = stream.course.tick(self.watch.now, self.watch.heard_at, left)
-        if step is Step.SEND:
-            body, blobs = request.again(stream.body, (), state, left)
-            stream.course.sent_again(self.watch.now)
+        step = stream.retry.tick(self.timer.now, self.timer.heard_at, left)
+        if step is Action.SEND:
+            draft = resumed(stream.draft, state, left)
+            stream.retry.sent_again(self.timer.now)
             stream.acked = stream.read = len(state.ids)
-            self.send(Header(kinds.GENERATE, state.id, 0, state.attempt), body, tuple(blobs))
-        elif step is Step.CANCEL:
+            header = Header(kinds.GENERATE, state.id, 0, state.attempt)
+            self.send(header, draft.body(), draft.blobs())
+        elif step is Action.CANCEL:
             self.cancel(stream)
-        elif step is Step.GIVE_UP:
+        elif step is Action.GIVE_UP:
             state.error = BrokerLost("overdue")
         self._settle(stream)
 
@@ -316,19 +321,19 @@ class Client:
 
     def _at_home(self, boot: int, link: int, now: float) -> None:
         for stream in list(self.streams.values()):
-            stream.course.at_home(boot, link, self.watch.now)
+            stream.retry.identified((boot, link), self.timer.now)
             self._step(stream, now)
 
     def tick(self, now: float) -> None:
         """A turn of its loop in which nothing came."""
         self.turn(now)
-        if self.watch.lost:
+        if self.timer.lost:
             raise Violation("a client gives up on its broker")
-        if self.watch.move_due and self.streams:
+        if self.timer.reconnect_due and self.streams:
             self.replace()
-            self.watch.moved()
+            self.timer.reconnected()
             for stream in self.streams.values():
-                stream.course.moved(self.watch.now)
+                stream.retry.reconnected(self.timer.now)
         for stream in list(self.streams.values()):
             self._step(stream, now)
         if now >= self.ping_at and self.streams:

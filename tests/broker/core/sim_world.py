@@ -18,8 +18,8 @@ from broker.core.sim_actors import DIGEST, PACE, Client, Worker
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.interface import actions as act
 from mlxpool.broker.interface import events as ev
-from mlxpool.client.retry import Watch
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.client.retry import SilenceTimer
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header, Message
@@ -145,7 +145,7 @@ class World:
     # ---- the front ---------------------------------------------------------------------------
 
     def add_client(self, number: int) -> Client:
-        client = Client(number, lambda *_: None, lambda: None, Watch(PACE, self.now))
+        client = Client(number, lambda *_: None, lambda: None, SilenceTimer(PACE, self.now))
         client.send = lambda header, body, blobs: self.to_broker(client, header, body, blobs)
         client.replace = lambda: self.reconnect(client)
         self.clients.append(client)

@@ -25,9 +25,11 @@ import heapq
 from broker.core.sim_actors import PACE, Client, Stream, Violation, Worker, truth
 from broker.core.sim_world import World
 from mlxpool.broker.interface import events as ev
-from mlxpool.client.retry import Course
+from mlxpool.client.retry import StreamRetry
 from mlxpool.client.stream import StreamState
 from mlxpool.common.protocol.frames import ID_BYTES
+from mlxpool.common.protocol.prompts import TextPrompt
+from mlxpool.common.protocol.to_broker import GenerateDraft
 
 FAULTY = 6.0  # seconds in which something may go wrong
 PATIENCE = 150.0  # seconds in which every stream has to have its end
@@ -98,21 +100,17 @@ class Run:
         options = {"max_tokens": most}
         if rng.random() < 0.8:
             options["seed"] = rng.getrandbits(31)
-        body: dict[str, Any] = {
-            "model": "m",
-            "prompt": "hello",
-            "options": options,
-            "batch": rng.random() < 0.3,
-        }
-        body["window"] = rng.choice([1, 3, 8, 1024])
+        settings: dict[str, Any] = {"batch": rng.random() < 0.3}
+        settings["window"] = rng.choice([1, 3, 8, 1024])
+        draft = GenerateDraft("m", TextPrompt("hello"), options, settings)
         state = StreamState(ident)
-        stream = Stream(state, Course(state, PACE), body, most, slow=rng.random() < 0.2)
+        stream = Stream(state, StreamRetry(state, PACE), draft, most, slow=rng.random() < 0.2)
         if rng.random() < 0.05:
-            body["durable"] = stream.course.durable = False
+            settings["durable"] = stream.retry.durable = False
             self.may_end.add((ident, "not_durable"))
         if rng.random() < 0.08:
-            body["deadline_ms"] = rng.randint(200, 8000)
-            stream.deadline = now + body["deadline_ms"] / 1000
+            settings["deadline_ms"] = rng.randint(200, 8000)
+            stream.deadline = now + settings["deadline_ms"] / 1000
             self.may_end.add((ident, "deadline_exceeded"))
         client.turn(now)
         client.open(stream)

@@ -9,8 +9,8 @@ import pytest
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.models import listing
-from mlxpool.common.config.loading import Counting, ModelConfig
-from mlxpool.common.config.model_names import MOST
+from mlxpool.common.config.model_names import MAX_SCANNED
+from mlxpool.common.config.schema import Counting, ModelConfig
 from mlxpool.common.protocol import frames, kinds
 from support.core_harness import Story, body_of, model
 
@@ -238,7 +238,9 @@ def test_what_is_wrong_with_a_cold_model_is_shown_and_nobody_is_refused_for_it()
     assert (row(story, "a")["state"], row(story, "a")["error"]) == ("ready", None)
 
 
-@pytest.mark.parametrize("count", [listing.MAX_DETAILED, listing.MAX_DETAILED + 1, MOST + 10])
+@pytest.mark.parametrize(
+    "count", [listing.MAX_DETAILED, listing.MAX_DETAILED + 1, MAX_SCANNED + 10]
+)
 def test_the_list_of_many_models_fits_into_a_frame(count: int) -> None:
     names = ["é" * 97 + f"{number:05}" for number in range(count)]
     story = pool({}, **{name: model() for name in names})

@@ -16,7 +16,7 @@ from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers import worker_states as workers
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.config.schema import ModelConfig
 from support.core_requests import new_request
 
 TABLES: list[tuple[type[Enum], Mapping[Any, Mapping[str, Any]], Enum, set[Enum]]] = [

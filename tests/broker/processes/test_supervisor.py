@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mlxpool.broker.processes.supervisor import DUMPS, Child, End, Supervisor, end_of
-from mlxpool.common.config.loading import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
+from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
 from mlxpool.common.progress import PHASES, Look
 from support.pool import until
 

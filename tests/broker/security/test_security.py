@@ -12,7 +12,7 @@ from mlxpool.broker.admin.reload import FIXED, compare
 from mlxpool.broker.processes.remote_slots import sample_of
 from mlxpool.broker.requests.quotas import MAX_DEBT, MAX_OWNERS, Rates
 from mlxpool.broker.security.keyring import Keyring
-from mlxpool.common.config.loading import BUILTIN, KeyConfig, ModelConfig, PoolConfig
+from mlxpool.common.config.schema import BUILTIN, KeyConfig, ModelConfig, PoolConfig
 from mlxpool.common.progress import Look
 from mlxpool.common.protocol.to_broker import Beat
 

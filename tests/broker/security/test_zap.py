@@ -10,7 +10,7 @@ from zmq.utils import z85
 
 from mlxpool.broker.security.keyring import Keyring
 from mlxpool.broker.security.zap import Zap
-from mlxpool.common.config.loading import KeyConfig
+from mlxpool.common.config.schema import KeyConfig
 from mlxpool.common.transport import keys
 
 ALICE = keys.make("alice", "client").public

@@ -11,7 +11,7 @@ from mlxpool.broker.interface import events as ev
 from mlxpool.broker.interface.events import Sample
 from mlxpool.broker.workers.liveness import Watch, judge, limit_of
 from mlxpool.broker.workers.worker_states import WorkerState
-from mlxpool.common.config.loading import PoolConfig
+from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.progress import Look
 from support.core_harness import (
     Story,

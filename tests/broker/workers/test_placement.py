@@ -18,7 +18,7 @@ from mlxpool.broker.workers.restart_delay import restart_delay
 from mlxpool.broker.workers.slot import Slot
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.protocol.to_broker import Generate
 from support.core_requests import new_request
 

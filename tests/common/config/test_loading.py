@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 
 from mlxpool.common.config.bounds import ConfigError, seconds, size
-from mlxpool.common.config.loading import (
-    BUILTIN,
-    Counting,
-    ModelConfig,
-    PoolConfig,
-    WorkerConfig,
-    check_run_dir,
-    load,
-)
+from mlxpool.common.config.loading import check_run_dir, load
+from mlxpool.common.config.schema import BUILTIN, Counting, ModelConfig, PoolConfig, WorkerConfig
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.common.config.model_names import MAX_NAME, fault_of_name, scan, way_out
+from mlxpool.common.config.model_names import MAX_NAME, fault_of_name, outside_target, scan
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_cannot_be_a_name_hides_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_list_that_fits_into_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxpool.common.config.model_names.MOST", 2)
+    monkeypatch.setattr("mlxpool.common.config.model_names.MAX_SCANNED", 2)
     for name in "cab":
         model(tmp_path / name)
     assert list(scan(tmp_path)) == ["a", "b"]
@@ -93,8 +93,8 @@ def test_a_link_inside_the_border(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to(tmp_path / "a")
     (tmp_path / "a" / "loop").symlink_to(tmp_path / "a" / "loop")
     assert list(scan(tmp_path)) == ["a", "b"]
-    assert way_out(tmp_path / "a", tmp_path) is None
-    assert way_out(tmp_path / "b", tmp_path) is None
+    assert outside_target(tmp_path / "a", tmp_path) is None
+    assert outside_target(tmp_path / "b", tmp_path) is None
 
 
 def test_a_link_out_of_the_border(tmp_path: Path) -> None:
@@ -102,12 +102,12 @@ def test_a_link_out_of_the_border(tmp_path: Path) -> None:
     inside = tmp_path / "models"
     model(inside / "a")
     (inside / "b").symlink_to(outside)
-    assert way_out(inside / "b", inside) == outside.resolve()
+    assert outside_target(inside / "b", inside) == outside.resolve()
     (inside / "a" / "model.safetensors").symlink_to(tmp_path / "weights")
-    assert way_out(inside / "a", inside) == (tmp_path / "weights").resolve()
+    assert outside_target(inside / "a", inside) == (tmp_path / "weights").resolve()
 
 
 def test_a_border_that_is_reached_by_a_link(tmp_path: Path) -> None:
     model(tmp_path / "real" / "a")
     (tmp_path / "models").symlink_to(tmp_path / "real")
-    assert way_out(tmp_path / "models" / "a", tmp_path / "models") is None
+    assert outside_target(tmp_path / "models" / "a", tmp_path / "models") is None

@@ -10,7 +10,8 @@ import pytest
 
 from mlxpool.common import paths
 from mlxpool.common.config import origins
-from mlxpool.common.config.loading import NO_SETTINGS, PoolConfig, variables
+from mlxpool.common.config.loading import variables
+from mlxpool.common.config.schema import NO_SETTINGS, PoolConfig
 
 FILE = """\
 [pool]
@@ -97,7 +98,7 @@ def test_every_setting_is_told() -> None:
 def test_variables_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLXPOOL_QUEUE_LIMTI", "1")
     monkeypatch.setenv("MLXPOOL_CONFIG", "/x")
-    assert origins.strangers() == {"MLXPOOL_QUEUE_LIMTI": "MLXPOOL_QUEUE_LIMIT"}
+    assert origins.unread_variables() == {"MLXPOOL_QUEUE_LIMTI": "MLXPOOL_QUEUE_LIMIT"}
 
 
 def test_every_variable_of_the_code_is_known() -> None:
@@ -109,21 +110,21 @@ def test_every_variable_of_the_code_is_known() -> None:
         for file in (root / room).rglob("*.py")
         for name in re.findall(r"\bMLXPOOL_[A-Z][A-Z_]*[A-Z]\b", file.read_text("utf-8"))
     }
-    known = {*variables().values(), *origins.OTHERS}
+    known = {*variables().values(), *origins.OTHER_VARIABLES}
     assert read - known - {"MLXPOOL_NAME"} == set()
-    assert set(origins.OTHERS) - {"MLXPOOL_HYPOTHESIS"} <= read
+    assert set(origins.OTHER_VARIABLES) - {"MLXPOOL_HYPOTHESIS"} <= read
 
 
 # ---- the places ----------------------------------------------------------------------------------
 
 
 def test_the_places_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    user, machine = paths.config_places()
+    user, machine = paths.default_config_files()
     assert (user, machine) == (
         tmp_path / "config" / "mlxpool" / "mlxpool.toml",
         Path("/etc/mlxpool/mlxpool.toml"),
     )
-    monkeypatch.setattr(paths, "config_places", lambda: (user, tmp_path / "etc.toml"))
+    monkeypatch.setattr(paths, "default_config_files", lambda: (user, tmp_path / "etc.toml"))
     assert paths.config_file() is None
     (tmp_path / "etc.toml").write_text("")
     assert paths.config_file() == tmp_path / "etc.toml"

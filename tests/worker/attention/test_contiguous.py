@@ -16,9 +16,9 @@ from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
 from mlxpool.worker.attention.contiguous import BLOCKS, SlabRow, Slabs  # noqa: E402
 from mlxpool.worker.attention.decode_batch import Batch, parts_of  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
-from mlxpool.worker.engine.block_manager import BLOCK  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.scheduling.block_manager import BLOCK  # noqa: E402
 
 SHAPE = RowShape((KeyValueSpec(2, 4, 4),) * 2, mx.float32, 3000)
 DRAW = np.random.default_rng(0)

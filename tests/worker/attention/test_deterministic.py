@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlxpool.common.options import Options
-from mlxpool.worker.engine.sequence import Drawn, Sequence
+from mlxpool.worker.scheduling.sequence import Drawn, Sequence
 from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
 from support.worker_checkpoints import write_checkpoint
 
@@ -19,7 +19,8 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.layers.linear import TILE_ROWS, Linear, tiled_matmul  # noqa: E402
-from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
 ON_GPU = mx.default_device().type == mx.DeviceType.gpu
 TIE = 0.1 if ON_GPU else 1e-4  # a margin that rounding may close: of bfloat16, of float32

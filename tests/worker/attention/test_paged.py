@@ -20,7 +20,10 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention import layouts  # noqa: E402
+from mlxpool.worker.attention import (  # noqa: E402
+    kernel_trials,
+    layouts,
+)
 from mlxpool.worker.attention.layouts import InPool, layout_of  # noqa: E402
 from mlxpool.worker.attention.paged import (  # noqa: E402
     CHUNK,
@@ -36,13 +39,13 @@ from mlxpool.worker.attention.paged import (  # noqa: E402
 )
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine import engine as engine_room  # noqa: E402
-from mlxpool.worker.engine import kernel_trials  # noqa: E402
-from mlxpool.worker.engine.block_manager import BLOCK  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.sequence import Sequence  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.layers.cache_specs import KeyValueSpec, LatentSpec  # noqa: E402
-from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
+from mlxpool.worker.scheduling.block_manager import BLOCK  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()

@@ -19,11 +19,12 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.sequence import RowFailed, Sequence  # noqa: E402
 from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
-from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
+from mlxpool.worker.scheduling.sequence import RowFailed, Sequence  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_next",

@@ -1,4 +1,4 @@
-"""The worker's side of the progress block, with a clock that the test moves."""
+"""The worker's side of the progress block, with a fake clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 class Scene:
-    """A progress whose block is read through a second mapping, as the broker does."""
+    """A progress whose block is read through a second mapping, as by the broker."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -49,7 +49,7 @@ class Scene:
             return self.look()
 
 
-def test_each_phase_is_in_the_block_with_its_beginning() -> None:
+def test_the_block_holds_each_phase_and_its_start() -> None:
     scene = Scene()
     assert scene.look() == Look("boot", 100 * 10**9)
     for number, phase in enumerate(PHASES[1:], 1):
@@ -60,7 +60,7 @@ def test_each_phase_is_in_the_block_with_its_beginning() -> None:
         assert scene.look().since_ns == round((100 + 1.5 * number) * 1e9)
 
 
-def test_a_chunk_names_its_request_and_size_while_it_lasts() -> None:
+def test_the_block_names_request_and_size_of_a_running_chunk() -> None:
     scene = Scene()
     inside = scene.prefill(300, 0.5)
     assert (inside.phase, inside.request, inside.tokens, inside.fresh) == ("prefill", ID, 300, True)
@@ -69,7 +69,7 @@ def test_a_chunk_names_its_request_and_size_while_it_lasts() -> None:
     assert scene.progress.in_prefill is None
 
 
-def test_shapes_are_fresh_once_chunks_by_powers_of_two_steps_by_rows() -> None:
+def test_a_shape_is_fresh_once_by_power_of_two_or_rows() -> None:
     scene = Scene()
     assert [scene.prefill(n, 0).fresh for n in (300, 512, 257, 513, 1, 1)] == [
         True,
@@ -82,7 +82,7 @@ def test_shapes_are_fresh_once_chunks_by_powers_of_two_steps_by_rows() -> None:
     assert [scene.decode(n, 0).fresh for n in (1, 1, 2, 3, 2)] == [True, False, True, True, False]
 
 
-def test_the_usual_times_leave_first_uses_out() -> None:
+def test_usual_times_ignore_fresh_shapes() -> None:
     scene = Scene()
     scene.prefill(1000, 70.0)
     scene.decode(1, 90.0)
@@ -95,7 +95,7 @@ def test_the_usual_times_leave_first_uses_out() -> None:
     assert scene.progress.step_ms == 500.0
 
 
-def test_what_fails_counts_as_never_done() -> None:
+def test_a_failed_pass_leaves_its_shape_fresh() -> None:
     scene = Scene()
     with pytest.raises(ValueError), scene.progress.prefilling(ID, 4):
         raise ValueError
@@ -104,7 +104,7 @@ def test_what_fails_counts_as_never_done() -> None:
     assert scene.prefill(4, 0).fresh
 
 
-def test_the_two_threads_are_named() -> None:
+def test_the_block_holds_both_thread_ids() -> None:
     scene = Scene()
     scene.progress.edge_begins()
     thread = threading.Thread(target=scene.progress.compute_begins)

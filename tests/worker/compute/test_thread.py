@@ -8,66 +8,60 @@ import pytest
 
 from mlxpool.common.errors import OutOfMemory
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.worker.compute.generation import Run
-from mlxpool.worker.compute.messages import (
-    Drop,
-    DropAll,
-    HandBack,
-    HandedBack,
-    Opened,
-    Rows,
-    Unusable,
-)
-from mlxpool.worker.compute.thread import FAILED_PASSES, OUTBOX
-from mlxpool.worker.engine.block_manager import BLOCK, blocks_of
+from mlxpool.worker.compute.generation import Generation
+from mlxpool.worker.compute.messages import Drop, DropAll, HandBack, HandedBack, Rows, Unusable
+from mlxpool.worker.compute.outbox import MAX_UNTAKEN_STEPS
+from mlxpool.worker.compute.passes import MAX_FAILED_JOINT_PASSES
 from mlxpool.worker.engine.counting_engine import CountingEngine
-from mlxpool.worker.engine.sequence import Drawn
-from support.compute_room import PATIENCE, Room, end_of, ids_of
+from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.scheduling.block_manager import BLOCK, blocks_of
+from mlxpool.worker.scheduling.sequence import Drawn
+from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
 from support.counting_checker import expected_ids, text_of
 from support.pool import until
 
 
-def test_many_at_once_each_with_its_tokens_and_facts_once() -> None:
-    room = Room().ready()
+def test_each_of_many_sequences_gets_its_tokens_and_its_facts_once() -> None:
+    harness = ComputeHarness().ready()
     for name in range(20):
-        room.admit(name, count=name + 1)
-    found = room.until_ended(set(range(20)))
+        harness.admit(name, count=name + 1)
+    found = harness.until_ended(set(range(20)))
     for name, rows in found.items():
         assert ids_of(rows) == expected_ids("x", name, name + 1)
         assert [row.facts is not None for row in rows] == [True] + [False] * (len(rows) - 1)
         assert end_of(rows)["reason"] == "length"
 
 
-def test_an_error_in_a_step_ends_the_request_it_hit_and_no_other() -> None:
-    room = Room(fault="raise", fault_at=4).ready()
-    room.admit(1, count=10)
-    room.admit(2, count=3)
-    found = room.until_ended({1, 2})
+def test_a_failed_row_ends_its_own_request_only() -> None:
+    harness = ComputeHarness(fault="raise", fault_at=4).ready()
+    harness.admit(1, count=10)
+    harness.admit(2, count=3)
+    found = harness.until_ended({1, 2})
     assert end_of(found[1])["code"] == "internal" and len(ids_of(found[1])) == 4
     assert end_of(found[2])["reason"] == "length"
 
 
-def entering(room: Room, prompts: dict[int, str], count: int = 5) -> None:
-    """All of them wait while another prompt is read."""
-    room.admit(99, prompt="y" * 2001, count=1)
-    until(lambda: room.progress.in_prefill is not None, "prefill has begun")
+def entering(harness: ComputeHarness, prompts: dict[int, str], count: int = 5) -> None:
+    """Admit all of them while another prompt is read."""
+    harness.admit(99, prompt="y" * 2001, count=1)
+    until(lambda: harness.progress.in_prefill is not None, "prefill has begun")
     for name, prompt in prompts.items():
-        room.admit(name, prompt=prompt, count=count)
+        harness.admit(name, prompt=prompt, count=count)
 
 
 @pytest.mark.parametrize("joint", [1, 3])
-def test_prompts_are_read_in_one_pass_as_far_as_the_engine_says(joint: int) -> None:
-    room = Room(joint=joint, prefill_us=100).ready()
+def test_one_pass_reads_as_many_prompts_as_the_engine_allows(joint: int) -> None:
+    harness = ComputeHarness(joint=joint, prefill_us=100).ready()
     passes: list[tuple[bytes | None, int]] = []
-    prefilling = room.progress.prefilling
+    prefilling = harness.progress.prefilling
 
     def seen(request: bytes | None, tokens: int) -> Any:
         passes.append((request, tokens))
         return prefilling(request, tokens)
 
-    room.progress.prefilling = seen  # type: ignore[method-assign]
-    entering(room, {1: "a" * 11, 2: "b" * 21, 3: "c", 4: "d" * 31, 5: "e" * 41})
-    found = room.until_ended({1, 2, 3, 4, 5, 99})
+    harness.progress.prefilling = seen  # type: ignore[method-assign]
+    entering(harness, {1: "a" * 11, 2: "b" * 21, 3: "c", 4: "d" * 31, 5: "e" * 41})
+    found = harness.until_ended({1, 2, 3, 4, 5, 99})
     for name, prompt in {1: "a" * 11, 3: "c", 5: "e" * 41}.items():
         assert ids_of(found[name]) == expected_ids(prompt, name, 5)
     read = [tokens for _, tokens in passes if tokens < 2000]  # one with nothing to read has no pass
@@ -76,23 +70,23 @@ def test_prompts_are_read_in_one_pass_as_far_as_the_engine_says(joint: int) -> N
 
 
 @pytest.mark.parametrize("at", [0, 6])
-def test_of_a_pass_that_fails_only_who_is_to_blame_ends(at: int) -> None:
-    room = Room(
+def test_a_failed_joint_pass_ends_only_the_prompt_to_blame(at: int) -> None:
+    harness = ComputeHarness(
         joint=8, prefill_us=50, fault="raise", fault_in="prefill", fault_at=at, fault_prompt="bad"
     )
-    room.ready()
+    harness.ready()
     prompts = {name: f"prompt {name}" for name in range(1, 6)} | {3: "very bad"}
-    entering(room, prompts)
-    found = room.until_ended({1, 2, 3, 4, 5, 99})
+    entering(harness, prompts)
+    found = harness.until_ended({1, 2, 3, 4, 5, 99})
     assert end_of(found[3])["code"] == "internal" and ids_of(found[3]) == []
     for name in (1, 2, 4, 5):
         assert end_of(found[name])["reason"] == "length"
         assert ids_of(found[name]) == expected_ids(prompts[name], name, 5)
-    assert room.progress.preemptions == 0
+    assert harness.progress.preemptions == 0
 
 
 class Clumsy(CountingEngine):
-    """Fails whenever it reads several prompts at once, or when it is asked how many it may."""
+    """Fails in every joint pass, or when it is asked for the size of one."""
 
     asked: ClassVar[list[int]] = []
     says = True
@@ -110,69 +104,71 @@ class Clumsy(CountingEngine):
 
 
 @pytest.mark.parametrize("says", [True, False])
-def test_passes_that_always_fail_are_given_up(says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joint_passes_stop_after_repeated_failures(
+    says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Clumsy, "asked", [])
     monkeypatch.setattr(Clumsy, "says", says)
-    room = Room(joint=8, prefill_us=50, engine=Clumsy).ready()
-    for _ in range(FAILED_PASSES + 2):
+    harness = ComputeHarness(joint=8, prefill_us=50, engine=Clumsy).ready()
+    for _ in range(MAX_FAILED_JOINT_PASSES + 2):
         prompts = {name: f"prompt {name}" for name in range(1, 4)}
-        entering(room, prompts)
-        found = room.until_ended({*prompts, 99})
+        entering(harness, prompts)
+        found = harness.until_ended({*prompts, 99})
         assert all(ids_of(found[name]) == expected_ids(prompts[name], name, 5) for name in prompts)
     several = [count for count in Clumsy.asked if count > 1]
-    assert len(several) == (FAILED_PASSES if says else 0)
+    assert len(several) == (MAX_FAILED_JOINT_PASSES if says else 0)
 
 
-def test_a_cancel_between_two_chunks_of_a_prefill() -> None:
-    room = Room(prefill_us=200).ready()
-    room.admit(1, prompt="y" * 90_000)  # 18 s
-    until(lambda: room.progress.in_prefill is not None, "prefill has begun")
-    room.compute.tell(Drop((bytes([1] * 16), 1)))
-    assert end_of(room.until_ended({1})[1])["reason"] == "cancelled"
+def test_a_cancel_between_two_prefill_chunks() -> None:
+    harness = ComputeHarness(prefill_us=200).ready()
+    harness.admit(1, prompt="y" * 90_000)  # 18 s
+    until(lambda: harness.progress.in_prefill is not None, "prefill has begun")
+    harness.compute.send(Drop((bytes([1] * 16), 1)))
+    assert end_of(harness.until_ended({1})[1])["reason"] == "cancelled"
 
 
-def test_a_cancel_of_what_is_gone_or_unknown_says_nothing() -> None:
-    room = Room().ready()
-    room.compute.tell(Drop((bytes(16), 7)))
-    room.admit(1)
-    room.until_ended({1})
-    room.compute.tell(Drop((bytes([1] * 16), 1)))
-    room.admit(2)
-    assert set(room.until_ended({2})) == {2}
+def test_a_cancel_of_an_unknown_run_is_ignored() -> None:
+    harness = ComputeHarness().ready()
+    harness.compute.send(Drop((bytes(16), 7)))
+    harness.admit(1)
+    harness.until_ended({1})
+    harness.compute.send(Drop((bytes([1] * 16), 1)))
+    harness.admit(2)
+    assert set(harness.until_ended({2})) == {2}
 
 
-def test_a_full_outbox_pauses_without_losing_anything() -> None:
-    room = Room(release=False).ready()
-    count = OUTBOX + 50
-    room.admit(1, count=count)
-    until(lambda: room.progress.phase == "blocked", "the outbox is full")
+def test_a_full_outbox_blocks_and_loses_nothing() -> None:
+    harness = ComputeHarness(release=False).ready()
+    count = MAX_UNTAKEN_STEPS + 50
+    harness.admit(1, count=count)
+    until(lambda: harness.progress.phase == "blocked", "the outbox is full")
     for _ in range(count):
-        room.compute.room.release()
-    assert ids_of(room.until_ended({1})[1]) == expected_ids("x", 1, count)
+        harness.compute.outbox.acknowledge()
+    assert ids_of(harness.until_ended({1})[1]) == expected_ids("x", 1, count)
 
 
-def test_a_resume_that_is_complete_ends_at_once() -> None:
-    room = Room().ready()
-    room.resume(1, [5, 6], count=2)
-    room.resume(2, [5, 6, 7], stop=["5 6"])
-    found = room.until_ended({1, 2})
+def test_a_complete_resume_ends_at_once() -> None:
+    harness = ComputeHarness().ready()
+    harness.resume(1, [5, 6], count=2)
+    harness.resume(2, [5, 6, 7], stop=["5 6"])
+    found = harness.until_ended({1, 2})
     (length,), (stop,) = found[1], found[2]
     assert length.pos == 2 and end_of([length])["reason"] == "length"
     assert stop.pos == 3 and end_of([stop])["reason"] == "stop" and stop.text == ""
 
 
-def test_a_stream_cut_anywhere_has_the_same_text_in_the_end() -> None:
+def test_a_resume_at_any_position_gives_the_same_text() -> None:
     ids = expected_ids("x", 1, 30)
     words = text_of(ids).split()
     stop = [f"{words[20]} {words[21][:1]}", f"{words[7]} {words[8]}x", words[3] + " y"]
-    room = Room().ready()
-    room.admit(1, count=30, stop=stop)
-    whole = room.until_ended({1})[1]
+    harness = ComputeHarness().ready()
+    harness.admit(1, count=30, stop=stop)
+    whole = harness.until_ended({1})[1]
     taken = ids_of(whole)
     assert end_of(whole)["reason"] == "stop" and len(taken) == 22
     for k in range(len(taken) + 1):
-        room.resume(1, taken[:k], count=30, stop=stop)
-        rows = room.until_ended({1})[1]
+        harness.resume(1, taken[:k], count=30, stop=stop)
+        rows = harness.until_ended({1})[1]
         assert taken[:k] + ids_of(rows) == taken
         had = "".join(row.text for row in whole[:k])
         assert had + _text(rows) == _text(whole)
@@ -182,86 +178,86 @@ def _text(rows: list[Delta]) -> str:
     return "".join(row.text for row in rows) + str(end_of(rows)["text"])
 
 
-def test_what_is_dropped_says_nothing_and_what_follows_is_of_the_new_generation() -> None:
-    room = Room(step_us=1000).ready()
-    room.admit(1, count=10**6)
-    assert room.next(Rows).generation == 0
-    room.compute.tell(DropAll(5))
-    room.admit(1, count=3)
-    mail = room.next(Rows)
-    while mail.generation == 0:
-        mail = room.next(Rows)
+def test_dropped_runs_send_no_rows_and_later_rows_have_the_new_fence() -> None:
+    harness = ComputeHarness(step_us=1000).ready()
+    harness.admit(1, count=10**6)
+    assert harness.next(Rows).fence == 0
+    harness.compute.send(DropAll(5))
+    harness.admit(1, count=3)
+    mail = harness.next(Rows)
+    while mail.fence == 0:
+        mail = harness.next(Rows)
     rows = list(mail.rows)
     while rows[-1].end is None:
-        mail = room.next(Rows)
-        assert mail.generation == 5
+        mail = harness.next(Rows)
+        assert mail.fence == 5
         rows += mail.rows
     assert ids_of(rows) == expected_ids("x", 1, 3)
 
 
-def test_what_is_handed_back_has_no_end_and_no_row_after_it() -> None:
-    room = Room(sequences=1, step_us=1000).ready()
+def test_handed_back_runs_send_no_end_and_no_later_row() -> None:
+    harness = ComputeHarness(sequences=1, step_us=1000).ready()
     for name in (1, 2):
-        room.admit(name, count=10**6)
-    room.next(Rows)
-    room.compute.tell(HandBack())
-    mail = room.mail.get(timeout=PATIENCE)
+        harness.admit(name, count=10**6)
+    harness.next(Rows)
+    harness.compute.send(HandBack())
+    mail = harness.mail.get(timeout=PATIENCE)
     while isinstance(mail, Rows):
         assert all(row.end is None for row in mail.rows)
-        mail = room.mail.get(timeout=PATIENCE)
+        mail = harness.mail.get(timeout=PATIENCE)
     assert isinstance(mail, HandedBack)
-    room.admit(3, count=1)
-    (row,) = room.next(Rows).rows
+    harness.admit(3, count=1)
+    (row,) = harness.next(Rows).rows
     assert row.id[0] == 3
 
 
-def test_a_token_that_cannot_be_taken_costs_its_own_stream_alone(
+def test_a_token_that_cannot_be_committed_ends_its_own_stream_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    take = Run.take
+    commit = Generation.commit
 
-    def fails_late(run: Run, drawn: Drawn, eos: frozenset[int], now: float) -> Delta:
-        delta = take(run, drawn, eos, now)
-        if run.sequence.id[0] == 2 and len(run.sequence.ids) == 3:
+    def fails_late(generation: Generation, drawn: Drawn, eos: frozenset[int], now: float) -> Delta:
+        delta = commit(generation, drawn, eos, now)
+        if generation.sequence.id[0] == 2 and len(generation.sequence.ids) == 3:
             raise RuntimeError("broken text")
         return delta
 
-    monkeypatch.setattr(Run, "take", fails_late)
-    room = Room(step_us=1000).ready()
+    monkeypatch.setattr(Generation, "commit", fails_late)
+    harness = ComputeHarness(step_us=1000).ready()
     for name, count in ((1, 3), (2, 9), (3, 9)):
-        room.admit(name, count=count)
-    found = room.until_ended({1, 2, 3})
+        harness.admit(name, count=count)
+    found = harness.until_ended({1, 2, 3})
     assert end_of(found[1])["reason"] == end_of(found[3])["reason"] == "length"
     assert "broken text" in end_of(found[2])["message"]
     assert found[2][-1].pos == 2 and ids_of(found[2]) == expected_ids("x", 2, 2)
     assert ids_of(found[3]) == expected_ids("x", 3, 9)
 
 
-def test_progress_tells_phase_and_memory() -> None:
-    room = Room(load_ms=50).ready()
-    assert room.progress.count >= 10
-    room.admit(1, prompt="z" * 50, count=3)
-    before = room.progress.count
-    room.until_ended({1})
-    until(lambda: room.progress.phase == "idle", "it is idle again")
-    assert room.progress.count >= before + 3
-    assert room.progress.memory["active"] == 0
+def test_progress_reports_phase_and_memory() -> None:
+    harness = ComputeHarness(load_ms=50).ready()
+    assert harness.progress.count >= 10
+    harness.admit(1, prompt="z" * 50, count=3)
+    before = harness.progress.count
+    harness.until_ended({1})
+    until(lambda: harness.progress.phase == "idle", "it is idle again")
+    assert harness.progress.count >= before + 3
+    assert harness.progress.memory["active"] == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [({"fault": "raise", "fault_in": "load", "fault_at": 9}, "fault"), ({"load_ms": -1}, "neg")],
 )
-def test_a_load_that_fails_says_why(changes: dict[str, Any], words: str) -> None:
-    room = Room(**changes)
-    room.next(Opened)
-    error = room.next(Unusable).error
-    assert room.progress.phase == "unload"
-    assert error["code"] == "model_load_failed" and words in error["message"]
+def test_a_failed_load_reports_its_reason(changes: dict[str, Any], words: str) -> None:
+    harness = ComputeHarness(**changes)
+    harness.next(Opened)
+    error = harness.next(Unusable).error
+    assert harness.progress.phase == "unload"
+    assert error.code == "model_load_failed" and words in error.message
 
 
 class Narrow(CountingEngine):
-    """Memory for few blocks, some of them with what others left; it keeps count of both."""
+    """Has few blocks, some of them taken by cached prefixes, and checks the use of both."""
 
     capacity = 6
     left = 3
@@ -289,24 +285,24 @@ class Narrow(CountingEngine):
         return super().decode(rows)
 
 
-def test_rows_that_outgrow_the_memory_give_way_and_come_back() -> None:
-    room = Room(engine=Narrow).ready()
+def test_rows_that_outgrow_the_memory_are_preempted_and_readmitted() -> None:
+    harness = ComputeHarness(engine=Narrow).ready()
     for name in range(4):
-        room.admit(name, count=3 * BLOCK + 7 * name)
-    found = room.until_ended(set(range(4)))
+        harness.admit(name, count=3 * BLOCK + 7 * name)
+    found = harness.until_ended(set(range(4)))
     for name, rows in found.items():
         assert ids_of(rows) == expected_ids("x", name, 3 * BLOCK + 7 * name)
         assert end_of(rows)["reason"] == "length"
         assert [row.facts is not None for row in rows] == [True] + [False] * (len(rows) - 1)
-    assert room.progress.preemptions >= 2
+    assert harness.progress.preemptions >= 2
     assert Narrow.engines[-1].most >= 5 and Narrow.engines[-1].left == 0
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
-    room = Room(engine=Narrow).ready()
-    room.admit(1, prompt="y" * 6 * BLOCK)
-    room.admit(2, prompt="y" * (5 * BLOCK - 10), count=5)
-    found = room.until_ended({1, 2})
+def test_a_prompt_beyond_the_capacity_is_refused_with_the_numbers() -> None:
+    harness = ComputeHarness(engine=Narrow).ready()
+    harness.admit(1, prompt="y" * 6 * BLOCK)
+    harness.admit(2, prompt="y" * (5 * BLOCK - 10), count=5)
+    found = harness.until_ended({1, 2})
     error = end_of(found[1])
     assert error["code"] == "out_of_memory" and "need 7 blocks of 256 tokens" in error["message"]
     assert error["details"] == {
@@ -317,23 +313,23 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     assert end_of(found[2])["reason"] == "length"
 
 
-def test_a_row_alone_that_fills_the_memory_ends_with_the_numbers() -> None:
-    room = Room(engine=Narrow).ready()
-    room.admit(1, count=7 * BLOCK)
-    rows = room.until_ended({1})[1]
+def test_a_single_row_that_fills_the_memory_ends_with_the_numbers() -> None:
+    harness = ComputeHarness(engine=Narrow).ready()
+    harness.admit(1, count=7 * BLOCK)
+    rows = harness.until_ended({1})[1]
     assert end_of(rows)["code"] == "out_of_memory"
     assert len(ids_of(rows)) >= 6 * BLOCK - 3
-    room.admit(2, count=3)
-    assert end_of(room.until_ended({2})[2])["reason"] == "length"
+    harness.admit(2, count=3)
+    assert end_of(harness.until_ended({2})[2])["reason"] == "length"
 
 
-def test_a_deadline_ends_a_run_wherever_it_stands() -> None:
-    room = Room(sequences=1, prefill_us=100, step_us=1000).ready()
-    room.admit(1, count=10**6, left=0.3)
-    room.admit(2, count=2, left=0.1)  # has no row yet
-    room.admit(3, prompt="z" * 50_000, left=0.5)  # 5 s
-    room.admit(4, count=2)
-    found = room.until_ended({1, 2, 3, 4})
+def test_a_deadline_ends_a_run_in_any_phase() -> None:
+    harness = ComputeHarness(sequences=1, prefill_us=100, step_us=1000).ready()
+    harness.admit(1, count=10**6, left=0.3)
+    harness.admit(2, count=2, left=0.1)  # has no row yet
+    harness.admit(3, prompt="z" * 50_000, left=0.5)  # 5 s
+    harness.admit(4, count=2)
+    found = harness.until_ended({1, 2, 3, 4})
     for name in (1, 2, 3):
         assert end_of(found[name])["code"] == "deadline_exceeded"
     assert len(ids_of(found[1])) > 0 and ids_of(found[2]) == ids_of(found[3]) == []
@@ -342,7 +338,7 @@ def test_a_deadline_ends_a_run_wherever_it_stands() -> None:
 
 
 class Short(CountingEngine):
-    """Its allocations fail, as MLX's do, in a step in which sequence 2 takes part."""
+    """Raises the error of a failed MLX allocation in every step with sequence 2."""
 
     def decode(self, rows: Any) -> list[Drawn]:
         if any(row.id[0] == 2 for row in rows):
@@ -350,21 +346,21 @@ class Short(CountingEngine):
         return super().decode(rows)
 
 
-def test_a_failed_allocation_ends_whom_it_hit_and_not_the_worker() -> None:
-    room = Room(engine=Short, step_us=1000).ready()
-    room.admit(1, count=10**6)
-    room.next(Rows)
-    room.admit(2)
-    found = room.until_ended({1, 2})
+def test_a_failed_allocation_ends_the_requests_of_its_step_only() -> None:
+    harness = ComputeHarness(engine=Short, step_us=1000).ready()
+    harness.admit(1, count=10**6)
+    harness.next(Rows)
+    harness.admit(2)
+    found = harness.until_ended({1, 2})
     for name in (1, 2):
         assert end_of(found[name])["code"] == "out_of_memory"
         assert "Unable to allocate 123 bytes" in end_of(found[name])["message"]
-    room.admit(3, count=4)
-    assert ids_of(room.until_ended({3})[3]) == expected_ids("x", 3, 4)
+    harness.admit(3, count=4)
+    assert ids_of(harness.until_ended({3})[3]) == expected_ids("x", 3, 4)
 
 
 class Losing(CountingEngine):
-    """Raises in `place` for sequence 2, several prompts together with it included."""
+    """Raises at `place` in every pass with sequence 2."""
 
     place = ""
     well = False
@@ -397,50 +393,50 @@ class Losing(CountingEngine):
 PLACES = ("admit", "prefill", "joint", "decode")
 
 
-def losing(monkeypatch: pytest.MonkeyPatch, place: str, **settings: Any) -> Room:
-    """Its sequences 1 to 3 are read while another prompt is."""
+def losing(monkeypatch: pytest.MonkeyPatch, place: str, **settings: Any) -> ComputeHarness:
+    """A harness whose sequences 1 to 3 are admitted while another prompt is read."""
     for name, value in {"place": place, **settings}.items():
         monkeypatch.setattr(Losing, name, value)
     joint = 8 if place == "joint" else 1
-    room = Room(engine=Losing, prefill_us=50, step_us=1000, joint=joint).ready()
-    entering(room, {name: f"prompt {name}" for name in (1, 2, 3)}, count=50)
-    return room
+    harness = ComputeHarness(engine=Losing, prefill_us=50, step_us=1000, joint=joint).ready()
+    entering(harness, {name: f"prompt {name}" for name in (1, 2, 3)}, count=50)
+    return harness
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_lost_device_ends_no_request(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    room = losing(monkeypatch, place)
-    while isinstance(mail := room.mail.get(timeout=PATIENCE), Rows):
+    harness = losing(monkeypatch, place)
+    while isinstance(mail := harness.mail.get(timeout=PATIENCE), Rows):
         assert all(row.end is None or row.id[0] == 99 for row in mail.rows)
-        room.compute.room.release()
+        harness.compute.outbox.acknowledge()
     assert isinstance(mail, Unusable)
     message = "the device is lost: RuntimeError: unspecified launch failure"
-    assert mail.error["code"] == "internal" and mail.error["message"] == message
-    room.compute.join(timeout=PATIENCE)
-    assert room.mail.empty() and not room.compute.is_alive()
+    assert mail.error.code == "internal" and mail.error.message == message
+    harness.compute.join(timeout=PATIENCE)
+    assert harness.mail.empty() and not harness.compute.is_alive()
     blamed = bytes([2] * 16) if place == "prefill" else None
-    assert room.progress.block.read().request == blamed
+    assert harness.progress.block.read().request == blamed
 
 
-def test_what_a_step_ahead_may_have_done_is_no_prompts_fault(
+def test_an_error_with_a_step_in_flight_blames_no_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    room = losing(monkeypatch, "prefill", beside=True)
-    while isinstance(room.mail.get(timeout=PATIENCE), Rows):
-        room.compute.room.release()
-    room.compute.join(timeout=PATIENCE)
-    assert room.progress.block.read().request is None
+    harness = losing(monkeypatch, "prefill", beside=True)
+    while isinstance(harness.mail.get(timeout=PATIENCE), Rows):
+        harness.compute.outbox.acknowledge()
+    harness.compute.join(timeout=PATIENCE)
+    assert harness.progress.block.read().request is None
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("known", [False, True])
-def test_an_error_that_leaves_the_device_sound_ends_whom_it_hit(
+def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
     monkeypatch: pytest.MonkeyPatch, place: str, known: bool
 ) -> None:
-    """Of an error of our own the device is not asked."""
+    """After an error raised by this program, the device is not tested."""
     changes = {"error": OutOfMemory("too long")} if known else {"well": True}
-    room = losing(monkeypatch, place, **changes)
-    found = room.until_ended({1, 2, 3})
+    harness = losing(monkeypatch, place, **changes)
+    found = harness.until_ended({1, 2, 3})
     codes = {name: end_of(rows).get("code") for name, rows in found.items()}
     hit = {"decode": {1, 2, 3}, "joint": set()}.get(place, {2})
     wanted = "out_of_memory" if known else "internal"

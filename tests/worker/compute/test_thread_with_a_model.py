@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxpool.common.config.loading import ModelConfig
-from mlxpool.worker.compute.messages import Opened, Rows, Unusable
-from mlxpool.worker.engine.block_manager import BLOCK
+from mlxpool.common.config.schema import ModelConfig
+from mlxpool.worker.compute.messages import Rows, Unusable
 from mlxpool.worker.engine.factory import Source
-from mlxpool.worker.engine.sequence import Drawn
-from mlxpool.worker.testing.faults import Faults
-from support.compute_room import PATIENCE, Room, end_of, ids_of
+from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.scheduling.block_manager import BLOCK
+from mlxpool.worker.scheduling.sequence import Drawn
+from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
 from support.pool import until
 from support.worker_checkpoints import write_checkpoint
 
@@ -28,7 +28,8 @@ from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
-from mlxpool.worker.weights.load import inspect, load  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import load  # noqa: E402
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 OPTIONS: list[dict[str, Any]] = [GREEDY, {"temperature": 0.8, "ignore_eos": True}]
@@ -47,10 +48,10 @@ def source_of(
     *,
     deterministic: bool = False,
     **settings: Any,
-) -> Callable[[ModelConfig, Faults], Source]:
-    """Opens the folder with an engine of these settings; no warm-up, which takes longer."""
+) -> Callable[[ModelConfig], Source]:
+    """Opens the folder with an engine of these settings, without its warm-up, which takes long."""
 
-    def open_source(config: ModelConfig, faults: Faults) -> Source:
+    def open_source(config: ModelConfig) -> Source:
         found = inspect(folder)
         text = Text.from_folder(found)
 
@@ -71,9 +72,9 @@ def prompt_of(size: int, salt: int = 0) -> list[int]:
     return ids
 
 
-def admit(room: Room, name: int, size: int, count: int, **options: Any) -> None:
+def admit(harness: ComputeHarness, name: int, size: int, count: int, **options: Any) -> None:
     chosen = {**OPTIONS[name % 2], "logprobs": True, "top_logprobs": 2, **options}
-    room.admit(name, prompt_of(size, name), count, **chosen)
+    harness.admit(name, prompt_of(size, name), count, **chosen)
 
 
 SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, of which one comes late
@@ -87,20 +88,18 @@ SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, of w
         (False, "tree"),
     ],
 )
-def test_preempted_requests_get_the_tokens_they_get_alone(
-    folder: Path, deterministic: bool, prefix: str
-) -> None:
-    room = Room(source=source_of(folder, deterministic=deterministic)).ready()
+def test_preemption_does_not_change_tokens(folder: Path, deterministic: bool, prefix: str) -> None:
+    harness = ComputeHarness(source=source_of(folder, deterministic=deterministic)).ready()
     expected = {}
     for name, (size, count) in SIZES.items():
-        admit(room, name, size, count)
-        expected[name] = room.until_ended({name})[name]
+        admit(harness, name, size, count)
+        expected[name] = harness.until_ended({name})[name]
     tight = source_of(folder, deterministic=deterministic, blocks=6, prefix=prefix)
-    room = Room(source=tight).ready()
+    harness = ComputeHarness(source=tight).ready()
     for name, (size, count) in SIZES.items():
-        admit(room, name, size, count)
-    found = room.until_ended(set(SIZES))
-    assert room.progress.preemptions >= 1
+        admit(harness, name, size, count)
+    found = harness.until_ended(set(SIZES))
+    assert harness.progress.preemptions >= 1
     for name, (_, count) in SIZES.items():
         assert end_of(found[name])["usage"]["completion_tokens"] == count
         if deterministic:
@@ -118,7 +117,7 @@ def same_but_for_ties(rows: list[Any], wanted: list[Any]) -> None:
 
 
 class Failing(ModelEngine):
-    """Its allocations fail where `place` says, in a step with a sequence named 2."""
+    """Its allocations fail at `place`, in a step with sequence 2."""
 
     place = ""
     hit = False
@@ -159,19 +158,19 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
 def test_a_failed_allocation_ends_the_requests_it_hit(
     folder: Path, failing: type[Failing], place: str, size: int
 ) -> None:
-    room = Room(source=source_of(folder, failing)).ready()
-    admit(room, 4, 50, 40)
-    expected = ids_of(room.until_ended({4})[4])
+    harness = ComputeHarness(source=source_of(folder, failing)).ready()
+    admit(harness, 4, 50, 40)
+    expected = ids_of(harness.until_ended({4})[4])
     failing.place = place
-    room.admit(2, prompt_of(size), 500, **GREEDY)
-    error = end_of(room.until_ended({2})[2])
+    harness.admit(2, prompt_of(size), 500, **GREEDY)
+    error = end_of(harness.until_ended({2})[2])
     assert error["code"] == "out_of_memory" and "Unable to allocate 123" in error["message"]
-    admit(room, 4, 50, 40)
-    assert ids_of(room.until_ended({4})[4]) == expected
+    admit(harness, 4, 50, 40)
+    assert ids_of(harness.until_ended({4})[4]) == expected
 
 
 @pytest.mark.parametrize("spoiled", ["raises", "is wrong"])
-def test_a_device_is_sound_while_it_computes(
+def test_a_device_works_while_it_computes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
 ) -> None:
     loaded = load(inspect(folder), deterministic=False)
@@ -187,7 +186,7 @@ def test_a_device_is_sound_while_it_computes(
     assert not engine.sound()
 
 
-def test_a_full_device_is_not_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_out_of_memory_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(count: int) -> Any:
         raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
 
@@ -204,14 +203,14 @@ def test_a_lost_device_ends_the_worker_and_no_request(
     place: str,
     size: int,
 ) -> None:
-    room = Room(source=source_of(folder, failing)).ready()
+    harness = ComputeHarness(source=source_of(folder, failing)).ready()
     monkeypatch.setattr(backend, "computes", lambda: False)
     failing.place = place
-    room.admit(2, prompt_of(size), 500, **GREEDY)
-    while isinstance(mail := room.mail.get(timeout=PATIENCE), Rows):
+    harness.admit(2, prompt_of(size), 500, **GREEDY)
+    while isinstance(mail := harness.mail.get(timeout=PATIENCE), Rows):
         assert all(row.end is None for row in mail.rows)
     assert isinstance(mail, Unusable)
-    assert "the device is lost: RuntimeError: [malloc]" in mail.error["message"]
+    assert "the device is lost: RuntimeError: [malloc]" in mail.error.message
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
@@ -233,12 +232,12 @@ def test_sizes_that_just_fit(
     folder: Path, context: int | None, size: int, count: int, prefix: str, lookahead: bool
 ) -> None:
     settings: dict[str, Any] = {"context": context, "prefix": prefix, "lookahead": lookahead}
-    room = Room(source=source_of(folder, blocks=9, **settings)).ready()
+    harness = ComputeHarness(source=source_of(folder, blocks=9, **settings)).ready()
     for _ in range(2):
-        admit(room, 2, size, count)
-        rows = room.until_ended({2})[2]
+        admit(harness, 2, size, count)
+        rows = harness.until_ended({2})[2]
         assert end_of(rows)["reason"] == "length" and len(ids_of(rows)) == count
-    assert room.progress.preemptions == 0
+    assert harness.progress.preemptions == 0
 
 
 class Growing(ModelEngine):
@@ -264,28 +263,28 @@ class Growing(ModelEngine):
 
 
 @pytest.mark.parametrize("prefix", ["tree", "off"])
-def test_what_runs_keeps_what_it_was_promised_when_the_process_grows(
+def test_running_rows_keep_their_promised_blocks_when_capacity_shrinks(
     folder: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Growing, "outside", 0)
     monkeypatch.setattr(backend, "outside_mlx", lambda: Growing.outside)
-    room = Room(source=source_of(folder, Growing, blocks=None, prefix=prefix)).ready()
+    harness = ComputeHarness(source=source_of(folder, Growing, blocks=None, prefix=prefix)).ready()
     sizes = {0: (3 * BLOCK - 10, BLOCK + 30), 1: (2 * BLOCK - 5, BLOCK + 30)}
     for name, (size, count) in sizes.items():
-        admit(room, name, size, count)
-    found = room.until_ended(set(sizes))
+        admit(harness, name, size, count)
+    found = harness.until_ended(set(sizes))
     for name, (_, count) in sizes.items():
         assert end_of(found[name])["reason"] == "length", end_of(found[name])
         assert len(ids_of(found[name])) == count
-    assert room.progress.preemptions >= 1
-    assert room.progress.memory["capacity_tokens"] == Growing.LEFT * BLOCK
-    admit(room, 3, 2 * BLOCK, 2 * BLOCK)  # who comes now is told what there is now
-    error = end_of(room.until_ended({3})[3])
+    assert harness.progress.preemptions >= 1
+    assert harness.progress.memory["capacity_tokens"] == Growing.LEFT * BLOCK
+    admit(harness, 3, 2 * BLOCK, 2 * BLOCK)  # who comes now is told what there is now
+    error = end_of(harness.until_ended({3})[3])
     assert error["details"]["capacity_tokens"] == Growing.LEFT * BLOCK
 
 
 class Books(ModelEngine):
-    """Keeps what is left when every sequence has gone."""
+    """Records the memory that is left when all sequences have ended."""
 
     last: Books
 
@@ -295,22 +294,24 @@ class Books(ModelEngine):
 
 
 @pytest.mark.parametrize("prefix", ["tree", "single", "off"])
-def test_a_crowd_of_cancels_deadlines_and_hits_in_little_memory(folder: Path, prefix: str) -> None:
+def test_many_cancels_deadlines_and_prefix_hits_in_little_memory(folder: Path, prefix: str) -> None:
     draw, blocks = random.Random(prefix), 4
-    room = Room(source=source_of(folder, Books, blocks=blocks, prefix=prefix), sequences=5).ready()
+    harness = ComputeHarness(
+        source=source_of(folder, Books, blocks=blocks, prefix=prefix), sequences=5
+    ).ready()
     whole = prompt_of(700)
     for name in range(1, 101):
         size, count = draw.choice([1, 20, 255, 256, 300, 600]), draw.choice([1, 3, 20])
         count = 258 if name % 25 == 0 else count
         left = draw.choice([1e9] * 5 + [0.0, 0.05])
-        room.admit(name, whole[:size], count, left, **draw.choice(OPTIONS))
+        harness.admit(name, whole[:size], count, left, **draw.choice(OPTIONS))
         if draw.random() < 0.3:
-            room.drop(draw.choice([name, max(1, name - 3)]))
-    found = room.until_ended(set(range(1, 101)))
+            harness.drop(draw.choice([name, max(1, name - 3)]))
+    found = harness.until_ended(set(range(1, 101)))
     for rows in found.values():
         end = end_of(rows)
         assert end.get("reason") in ("length", "cancelled") or end["code"] == "deadline_exceeded"
-    until(lambda: room.progress.phase == "idle", "it is idle")
+    until(lambda: harness.progress.phase == "idle", "it is idle")
     engine = Books.last
     assert not engine._rows and engine.memory().kv == 0
     assert engine.memory().prefix <= blocks * engine._block_bytes

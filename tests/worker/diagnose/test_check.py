@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.check import lines
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.cli.commands.check import lines
+from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker import versions
 from mlxpool.worker.diagnose.check import check, memory_problems
-from mlxpool.worker.engine import description, versions
+from mlxpool.worker.engine import description
 from mlxpool.worker.engine.factory import open_source
 from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.weights import memory_estimate
@@ -30,7 +31,7 @@ MODEL = {
     "type", "size", "parameters", "layers", "context", "vocabulary", "quantisation", "tokenizer",
     "templates", "chat", "eos_ids", "digest", "features",
 }  # fmt: skip
-MEMORY = {
+MAX_RENDERER_MEMORY = {
     "context", "sequences", "weights", "token", "fixed", "sequence", "all_sequences",
     "prefix_cache", "least",
 }  # fmt: skip
@@ -408,14 +409,14 @@ def test_a_line_for_each_model(good: Path) -> None:
     )
     assert set(listed) == {"name", "path", "problems", "notes", "model"}
     assert set(measured) == {"name", "path", "problems", "notes", "model", "memory", "machine"}
-    assert set(measured["memory"]) == MEMORY and set(measured["machine"]) == MACHINE
+    assert set(measured["memory"]) == MAX_RENDERER_MEMORY and set(measured["machine"]) == MACHINE
     assert (measured["memory"]["context"], measured["memory"]["sequences"]) == (64, 3)
     assert measured["machine"]["pool_limit"] == 5 and not measured["machine"]["fits"]
 
 
 def test_checking_without_machine_imports_no_mlx(good: Path) -> None:
     code = (
-        "import sys; from mlxpool.common.config.loading import ModelConfig;"
+        "import sys; from mlxpool.common.config.schema import ModelConfig;"
         "from mlxpool.worker.diagnose.check import check;"
         "check('m', ModelConfig(path=sys.argv[1]));"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'mlx']"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import zlib
 
-from mlxpool.common.config.loading import Counting
+from mlxpool.common.config.schema import Counting
 from mlxpool.common.options import Options
 from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText, splitmix64, token_at
-from mlxpool.worker.engine.sequence import Sequence
+from mlxpool.worker.scheduling.sequence import Sequence
 
 
 def test_splitmix64_is_the_published_one() -> None:

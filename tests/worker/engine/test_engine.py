@@ -24,10 +24,11 @@ from mlxpool.worker.engine import engine as engine_module  # noqa: E402
 from mlxpool.worker.engine.base import HEAP  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
-from mlxpool.worker.engine.sequence import Drawn, RowFailed, Sequence  # noqa: E402
 from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
-from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Drawn, RowFailed, Sequence  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
 MIXTURE: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support import mlx_lm_peer, zoo_peer
+from support import mlx_lm_peer
 from support.worker_checkpoints import EOS, config, write_checkpoint, write_json, write_tokenizer
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.config.loading import ModelConfig  # noqa: E402
+from mlxpool.common.config.schema import ModelConfig  # noqa: E402
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402
@@ -25,9 +25,9 @@ from mlxpool.worker.engine import factory  # noqa: E402
 from mlxpool.worker.engine.description import quantisation  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
 from mlxpool.worker.engine.mlx_lm_engine import ZooEngine, load  # noqa: E402
-from mlxpool.worker.engine.sequence import RowFailed, Sequence  # noqa: E402
 from mlxpool.worker.layers.cache_kinds import FullCache, StateCache  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
+from mlxpool.worker.scheduling.sequence import RowFailed, Sequence  # noqa: E402
 from mlxpool.worker.weights import mlx_lm_models  # noqa: E402
 from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 
@@ -64,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
-PEER = Path(zoo_peer.__file__)
+PEER = "support.zoo_peer"
 
 
 def prompt_of(size: int) -> tuple[int, ...]:
@@ -295,7 +295,7 @@ def test_features_are_what_the_caches_allow(checked: dict[str, Checked]) -> None
 def test_caches_that_cannot_be_copied_are_not_kept(
     checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlx_lm_models, "KINDS", {})
+    monkeypatch.setattr(mlx_lm_models, "CACHE_KINDS", {})
     engine = checked["phi3"].engine("tree")
     assert engine.features == ("resume",)
     for _ in range(2):
@@ -309,7 +309,7 @@ def test_what_is_known_without_loading(checked: dict[str, Checked]) -> None:
     assert folder.uses_mlx_lm and folder.eos_ids == {EOS}
     assert (folder.context, folder.plan.vocab_size) == (512, 264)
     assert folder.weight_bytes == sum(tensor.nbytes for tensor in folder.tensors.values()) > 0
-    assert checked["mamba"].folder.context == mlx_lm_models.UNBOUNDED
+    assert checked["mamba"].folder.context == mlx_lm_models.UNBOUNDED_CONTEXT
 
 
 def test_what_check_says_of_it(checked: dict[str, Checked]) -> None:

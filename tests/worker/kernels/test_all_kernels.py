@@ -16,8 +16,9 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention import layouts  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.sequence import Drawn, Sequence  # noqa: E402
-from mlxpool.worker.weights import load as load_room  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Drawn, Sequence  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import load  # noqa: E402
 from support import simt  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -126,12 +127,10 @@ def test_every_kernel_in_an_engine_changes_nothing(
     if packed:
         weights = quantised(weights)
         changes = {**changes, "quantization": {"group_size": 64, "bits": 4}}
-    folder = load_room.inspect(write_checkpoint(tmp_path, weights=halved(weights), **changes))
-    plain = drawn(
-        ModelEngine(load_room.load(folder), layout="rows", lookahead=False), set(), fused=False
-    )
-    monkeypatch.setattr(load_room, "_dtype", lambda folder: mx.bfloat16)
-    loaded = load_room.load(folder)
+    folder = inspect(write_checkpoint(tmp_path, weights=halved(weights), **changes))
+    plain = drawn(ModelEngine(load(folder), layout="rows", lookahead=False), set(), fused=False)
+    monkeypatch.setattr("mlxpool.worker.weights.load._dtype", lambda folder: mx.bfloat16)
+    loaded = load(folder)
     machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
     with machine as called:
         monkeypatch.setattr(layouts, "_in_place", lambda shape, on_gpu: True)

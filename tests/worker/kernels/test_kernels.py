@@ -16,7 +16,6 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.attention import Rotation  # noqa: E402
-from mlxpool.worker.engine.block_manager import BLOCK  # noqa: E402
 from mlxpool.worker.kernels import (  # noqa: E402
     block_write,
     dequantise,
@@ -36,6 +35,7 @@ from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.layers.interface import Rope  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.sampling.batch import Company  # noqa: E402
+from mlxpool.worker.scheduling.block_manager import BLOCK  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()

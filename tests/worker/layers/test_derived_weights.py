@@ -176,9 +176,7 @@ def test_experts_released_as_mxfp4_blocks(checkpoint: Checkpoint) -> None:
 
 
 def test_a_tensor_kept_in_float32(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxpool.worker.weights import load as loading
-
-    monkeypatch.setattr(loading, "_dtype", lambda _: mx.bfloat16)
+    monkeypatch.setattr("mlxpool.worker.weights.load._dtype", lambda _: mx.bfloat16)
     folder = checkpoint.inspect({"a": numbers(2), "b": numbers(2)}, {"a": (2,), "b": (2,)}, _none)
     plan = replace(folder.plan, float32=lambda name: name == "b")
     made: Any = load(replace(folder, plan=plan)).model

@@ -15,7 +15,7 @@ from mlxpool.worker.layers.quantisation import (
     layout_from_shapes,
     parse_quant_config,
 )
-from mlxpool.worker.weights.load import inspect
+from mlxpool.worker.weights.inspect import inspect
 from support.worker_checkpoints import config, random_weights, write_checkpoint, write_json
 
 UP = "model.layers.1.mlp.up_proj"

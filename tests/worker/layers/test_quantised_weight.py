@@ -23,8 +23,8 @@ from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
 from mlxpool.worker.layers.linear import ConcatenatedLinear, QuantisedLinear  # noqa: E402
 from mlxpool.worker.layers.quantisation import MODES, QuantLayout  # noqa: E402
 from mlxpool.worker.layers.quantised_weight import CPU_DEQUANTISE_ROWS, QuantisedWeight  # noqa: E402
-from mlxpool.worker.weights import load as load_room  # noqa: E402
-from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from mlxpool.worker.weights.locate import find_files  # noqa: E402
 from mlxpool.worker.weights.memory_estimate import dequantised_growth, dequantises_at_load  # noqa: E402
 
@@ -77,7 +77,7 @@ PROMPT = [int(token) for token in np.random.default_rng(7).integers(0, 256, 37)]
 
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_room, "_dtype", lambda folder: mx.float32)
+    monkeypatch.setattr("mlxpool.worker.weights.load._dtype", lambda folder: mx.float32)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_ollamas_store_gives_the_logits_of_its_folder(
 def test_layers_of_one_layout_are_concatenated_and_others_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(builder, "_on_gpu", lambda: True)
+    monkeypatch.setattr(builder, "on_gpu", lambda: True)
     four, eight = QuantLayout("affine", 4, 32), QuantLayout("affine", 8, 32)
 
     def layer(*layouts: QuantLayout) -> object:

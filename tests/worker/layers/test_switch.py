@@ -75,7 +75,7 @@ def one_by_one(dense: dict[str, Any], biases: dict[str, Any], x: Any, chosen: An
 def test_experts_equal_single_products(
     case: str, tokens: int, batch_invariant: bool, gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "_on_gpu", lambda: gpu)
+    monkeypatch.setattr(builder, "on_gpu", lambda: gpu)
     assert (40 * CHOSEN >= SORT_CHOICES) and (5 * CHOSEN < SORT_CHOICES)
     arrays, layouts, dense = stored(case)
     x, chosen = draw(tokens, WIDTH, seed=3), choices(tokens)

@@ -22,10 +22,11 @@ from mlxpool.worker import models
 from mlxpool.worker.attention.attention import Span, Step
 from mlxpool.worker.attention.row_cache import Row, RowShape
 from mlxpool.worker.engine.engine import ModelEngine
-from mlxpool.worker.engine.sequence import Drawn, Sequence
 from mlxpool.worker.layers.cache_specs import RecurrentSpec
 from mlxpool.worker.prompt.tokenizer import Text
-from mlxpool.worker.weights.load import LoadedModel, inspect, load
+from mlxpool.worker.scheduling.sequence import Drawn, Sequence
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.load import LoadedModel, load
 from support import mlx_lm_peer
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 

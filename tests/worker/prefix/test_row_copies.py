@@ -19,7 +19,6 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.sequence import Sequence as Seq  # noqa: E402
 from mlxpool.worker.layers.cache_kinds import (  # noqa: E402
     CacheKind,
     FullCache,
@@ -32,7 +31,9 @@ from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
 from mlxpool.worker.prefix.cache import TreeCache  # noqa: E402
 from mlxpool.worker.prefix.row_copies import RowStore, Whole  # noqa: E402
-from mlxpool.worker.weights.load import LoadedModel, inspect, load  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence as Seq  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
 ROOMY = 10**9
 SLACK = 3  # tokens that a window layer remembers beyond its window: what a chunk needs

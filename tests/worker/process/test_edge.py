@@ -1,4 +1,4 @@
-"""The edge of a real worker process: its link to the broker, drain, and what it writes down."""
+"""A real worker process: its link to the broker, drain, and the history that it writes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 
-from mlxpool.common.config.loading import ModelConfig, WorkerConfig
+from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.options import Options
 from mlxpool.common.protocol import deltas, frames, kinds
 from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.resume import Facts
+from mlxpool.common.protocol.to_broker import Hello
+from mlxpool.common.protocol.to_worker import Welcome
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.common.trace import History
+from mlxpool.worker.__main__ import build
 from mlxpool.worker.compute.messages import Admit, DropAll
 from mlxpool.worker.engine.counting_engine import piece
-from mlxpool.worker.engine.sequence import Sequence
-from mlxpool.worker.process.edge import Edge
-from mlxpool.worker.process.link import HEARD_LIMIT, LONGEST_TURN, Link, Silence
+from mlxpool.worker.process.link import MAX_COUNTED_TURN, SILENCE_LIMIT, Link, Silence
 from mlxpool.worker.process.prepare import Prepared
-from mlxpool.worker.prompt.detokenizer import Completion
+from mlxpool.worker.process.runs import LiveRun
+from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.scheduling.sequence import Sequence
 from support.counting_checker import expected_ids, text_of
 from support.pool import until
 from support.worker_process import TOKEN, WorkerProcess, id_of
@@ -30,7 +34,7 @@ def ids_of(rows: list[Delta]) -> list[int]:
     return [token for row in rows for token in unpack_ids(row.ids)]
 
 
-def test_hello_welcome_credit_work_and_the_history_of_it(tmp_path: Path) -> None:
+def test_hello_welcome_credit_work_and_their_history(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path) as worker:
         hello = worker.welcome(7)
         assert hello.body["token"] == TOKEN and hello.body["digest"] == "counting-50000"
@@ -56,7 +60,7 @@ def test_hello_welcome_credit_work_and_the_history_of_it(tmp_path: Path) -> None
     ]
 
 
-def test_who_makes_it_drop_everything_and_say_hello_with_the_newest_token(tmp_path: Path) -> None:
+def test_who_drops_all_runs_and_sends_hello_with_the_newest_token(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path, step_us=2000) as worker:
         worker.welcome(7, "second")
         worker.work(1, max_tokens=100_000)
@@ -76,7 +80,7 @@ def test_who_makes_it_drop_everything_and_say_hello_with_the_newest_token(tmp_pa
         until(lambda: worker.block.read().phase == "idle", "the old run is gone")
 
 
-def test_an_unanswered_hello_is_said_again_after_who(tmp_path: Path) -> None:
+def test_who_repeats_an_unanswered_hello(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path) as worker:
         first = worker.receive(kinds.HELLO)
         worker.say(kinds.WHO)
@@ -86,7 +90,7 @@ def test_an_unanswered_hello_is_said_again_after_who(tmp_path: Path) -> None:
         assert worker.receive(kinds.CREDIT).header.epoch == 1
 
 
-def test_a_silent_broker_is_called_again_on_a_new_connection(tmp_path: Path) -> None:
+def test_a_silent_broker_is_dialled_again(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path, step_us=2000) as worker:
         worker.welcome(7)
         worker.work(1, max_tokens=100_000)
@@ -103,27 +107,27 @@ def test_silence_counts_only_time_in_which_the_loop_turned() -> None:
     silence = Silence()
     assert not silence.turn(100.0)
     assert not silence.turn(100.0 + 3600)  # stopped for an hour
-    assert silence.seconds == LONGEST_TURN
+    assert silence.since_dialled == MAX_COUNTED_TURN
     silence.heard()
     turns = [silence.turn(3700.0 + second) for second in range(1, 8)]
-    assert turns.index(True) + 1 == HEARD_LIMIT
+    assert turns.index(True) + 1 == SILENCE_LIMIT
 
 
-def test_what_is_unsent_belongs_to_its_epoch(tmp_path: Path) -> None:
+def test_unsent_frames_are_dropped_with_their_epoch(tmp_path: Path) -> None:
     link = Link(f"ipc://{tmp_path}/nobody", "token", History("test", ""))
     try:
-        link.introduce({"slot": "a/0"}, 10.0)
+        link.introduce(Hello("a/0"), 10.0)
         link.put([b"of no epoch"])
-        welcome = frames.Message(frames.Header(kinds.WELCOME, epoch=4), {"token": "next"})
-        assert link.welcome(welcome) and not link.unsent
+        welcome = Welcome(token="next")
+        assert link.welcome(4, welcome) and not link.unsent
         link.put([b"of epoch 4"])
-        assert not link.welcome(welcome) and link.unsent, "the same welcome twice"
-        assert link.again(10.2) and not link.again(10.3)
-        link.turn(10.5)
+        assert not link.welcome(4, welcome) and link.unsent, "the same welcome twice"
+        assert link.lose_epoch(10.2) and not link.lose_epoch(10.3)
+        link.send_due_hello(10.5)
         assert link.epoch == 0, "hello is said once a second at most"
-        link.turn(11.0)
+        link.send_due_hello(11.0)
         (hello,) = link.unsent
-        assert frames.decode(hello).body == {"slot": "a/0", "token": "next"}
+        assert Hello.parse(frames.decode(hello).body) == Hello("a/0", token="next")
     finally:
         link.unsent.clear()
         link.handshake.close()
@@ -131,7 +135,7 @@ def test_what_is_unsent_belongs_to_its_epoch(tmp_path: Path) -> None:
         link.context.term()
 
 
-def test_drain_hands_everything_back_once_after_its_deltas(tmp_path: Path) -> None:
+def test_drain_yields_all_runs_once_after_their_deltas(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path, sequences=2, step_us=2000) as worker:
         worker.welcome(3)
         for name in (1, 2, 3):  # the third waits inside
@@ -174,7 +178,7 @@ def test_a_drain_with_a_prompt_in_preparation_and_a_cancel(tmp_path: Path) -> No
         assert ended == {2} and message.body["runs"] == [[id_of(1), 1]]
 
 
-def test_nothing_to_hand_back_says_only_that_there_is_no_place(tmp_path: Path) -> None:
+def test_a_drain_without_runs_sends_credit_0_only(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path) as worker:
         worker.welcome(3)
         worker.say(kinds.DRAIN)
@@ -182,7 +186,7 @@ def test_nothing_to_hand_back_says_only_that_there_is_no_place(tmp_path: Path) -
         assert (credit.kind, credit.body["sequences"]) == (kinds.CREDIT, 0)
 
 
-def test_a_resume_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_resume_continues_at_its_position(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path) as worker:
         worker.welcome(1)
         ids = expected_ids("xyz", 1, 9)
@@ -202,7 +206,7 @@ def test_a_resume_goes_on_where_it_was(tmp_path: Path) -> None:
         (5, "resume"),
     ],
 )
-def test_a_resume_that_does_not_fit_is_a_bad_request_of_its_own(
+def test_a_malformed_resume_ends_its_own_run_with_bad_request(
     tmp_path: Path, resume: Any, words: str
 ) -> None:
     with WorkerProcess(tmp_path) as worker:
@@ -215,23 +219,22 @@ def test_a_resume_that_does_not_fit_is_a_bad_request_of_its_own(
     assert words in row.end["message"]
 
 
-def test_what_was_prepared_for_an_older_link_is_not_run(tmp_path: Path) -> None:
-    """Its request is somebody else's by now; a run of it would take a place for ever."""
+def test_a_run_prepared_for_an_older_connection_is_dropped(tmp_path: Path) -> None:
+    """Another worker has its request by now, so its run would occupy a row for ever."""
     config = WorkerConfig(
         f"ipc://{tmp_path}/back", "m/0", TOKEN, "m", ModelConfig(path="builtin:counting")
     )
-    edge = Edge(config)
+    edge = build(config)
     try:
         sequence = Sequence(id_of(1), 1, (1,), Options(), 0, 5)
-        old = Prepared((id_of(1), 1), Admit(sequence, {}, Completion(piece, ()), 0.0))
-        edge._drop_all()
+        old = Prepared((id_of(1), 1), Admit(sequence, Facts(), Detokenizer(piece, ()), 0.0))
+        edge.runs.drop_all()
         assert isinstance(edge.compute.inbox.get_nowait(), DropAll)
-        edge.alive.add(old.key)  # as if a broker used the number again
-        edge.preparing.add(old.key)
-        edge._take(old)
+        edge.runs.live[old.key] = LiveRun(0)  # as if a broker used the number again
+        edge.handle_mail(old)
         assert edge.compute.inbox.empty()
-        edge._take(replace(old, generation=edge.generation))
+        edge.handle_mail(replace(old, fence=edge.runs.fence))
         assert isinstance(edge.compute.inbox.get_nowait(), Admit)
     finally:
         edge.link.close()
-        edge.wake.close()
+        edge.mailbox.waker.close()

@@ -1,4 +1,4 @@
-"""From a `work` message to a sequence, or to the error its stream ends with."""
+"""A `work` message becomes a sequence, or the error that its stream ends with."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest, ContextExceeded
-from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
-from mlxpool.worker.compute.messages import Admit, Opened
+from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.engine.counting_engine import CountingText
 from mlxpool.worker.process.prepare import Answer, Prepared, Preparer, prepare
+from mlxpool.worker.prompt.interface import Opened
 
 OPENED = Opened("digest", 32, 300, CountingText())
 ID = bytes(16)
 
 
 def work(*blobs: bytes, **body: Any) -> Admit:
-    header = Header("work", ID, 1, 2)
-    return prepare(OPENED, header, Message(header, body, blobs), 1.5, 1000.0)
+    return prepare(OPENED, (ID, 2), Work.parse(body, blobs), 1.5, 1000.0)
 
 
 def test_text_becomes_a_sequence_with_its_facts() -> None:
     admit = work(prompt="abc", options={"max_tokens": 5}, seed=9)
     assert admit.sequence.prompt == (97, 98, 99)
     assert (admit.sequence.id, admit.sequence.attempt, admit.sequence.seed) == (ID, 2, 9)
-    assert admit.facts == {
+    assert admit.facts.body() == {
         "digest": "digest",
         "context": 32,
         "max_tokens": 5,
@@ -36,7 +36,7 @@ def test_text_becomes_a_sequence_with_its_facts() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "given"), [(-1, 29), (0, 29), (5, 5), (1000, 29)])
-def test_max_tokens_is_what_the_context_leaves(wanted: int, given: int) -> None:
+def test_max_tokens_is_bounded_by_the_context(wanted: int, given: int) -> None:
     assert work(prompt="abc", options={"max_tokens": wanted}).sequence.max_tokens == given
 
 
@@ -85,7 +85,7 @@ def test_blobs_of_text_and_of_ids() -> None:
         ((), {}, "prompt"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_a_bad_request_names_the_wrong_value(
     blobs: tuple[bytes, ...], body: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(BadRequest, match=words):
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_named(
 
 
 @pytest.mark.parametrize("size", [32, 33, 1000])
-def test_a_prompt_of_the_context_names_both_numbers(size: int) -> None:
+def test_a_prompt_beyond_the_context_names_both_sizes(size: int) -> None:
     with pytest.raises(ContextExceeded, match=f"{size} tokens.* 32") as caught:
         work(prompt="a" * size)
     assert caught.value.details == {"prompt_tokens": size, "context": 32}
@@ -102,55 +102,52 @@ def test_a_prompt_of_the_context_names_both_numbers(size: int) -> None:
     assert work(prompt="a" * 31).sequence.max_tokens == 1
 
 
-def test_a_resume_goes_on_with_its_ids_and_its_facts() -> None:
+def test_a_resume_keeps_its_ids_and_facts() -> None:
     facts = {"digest": "digest", "prompt_tokens": 1, "now": 5.0, "max_tokens": 9, "context": 20}
     blob, resume = pack_ids([1, 2]), {"count": 2, "facts": facts}
     admit = work(blob, prompt="a", options={"max_tokens": 3}, resume=resume)
     assert admit.sequence.ids == [1, 2] and admit.sequence.max_tokens == 9
-    assert admit.facts == facts, "the first worker's word counts, the smaller context holds"
-    assert admit.text.push(3) == "3 "
+    assert admit.facts.body() == facts, "the first worker's word counts, the smaller context holds"
+    assert admit.detokenizer.push(3) == "3 "
 
 
-def test_a_resume_without_ids_is_new_but_for_its_facts() -> None:
+def test_a_resume_without_ids_keeps_its_facts() -> None:
     admit = work(prompt="a", resume={"count": 0, "facts": {"max_tokens": 4}})
     assert (admit.sequence.ids, admit.sequence.max_tokens) == ([], 4)
-    assert admit.facts["now"] == 1000.0
+    assert admit.facts.now == 1000.0
 
 
-def test_the_blob_of_a_resume_comes_after_that_of_the_prompt() -> None:
+def test_the_resume_blob_follows_the_prompt_blob() -> None:
     ids = work(pack_ids([7]), pack_ids([8]), tokens=True, resume={"count": 1}).sequence
     assert (ids.prompt, ids.ids) == ((7,), [8])
     alone = work(pack_ids([7]), tokens=True, resume={"count": 0}).sequence
     assert (alone.prompt, alone.ids) == ((7,), [])
 
 
-def test_nil_is_absent() -> None:
+def test_nil_means_absent() -> None:
     nothing = {"resume": None, "options": None, "seed": None, "tokens": None, "messages": None}
     admit = work(prompt="abc", **nothing)
     assert (admit.sequence.ids, admit.sequence.seed) == ([], 0)
     facts = dict.fromkeys(("digest", "context", "max_tokens", "prompt_tokens", "now"))
-    assert work(prompt="a", resume={"count": None, "facts": facts}).facts["max_tokens"] == 31
+    assert work(prompt="a", resume={"count": None, "facts": facts}).facts.max_tokens == 31
 
 
-def test_the_thread_answers_in_order_and_survives_anything() -> None:
+def test_the_preparer_answers_in_order_and_survives_errors() -> None:
     import queue
 
     results: queue.SimpleQueue[Prepared | Answer] = queue.SimpleQueue()
     preparer = Preparer(OPENED, results.put)
     preparer.start()
-    for message in (
-        Message(Header("work", ID, 1, 1), {"prompt": "abc"}),
-        Message(Header("work", ID, 1, 2), {"messages": [5]}),  # no broker sends it
-        Message(Header("tokenize", ID, 1), {"text": "ab"}),
-        Message(Header("tokenize", ID, 1), {"text": 5}),
-        Message(Header("detokenize", ID, 1), {}, (pack_ids([1, 2]),)),
-        Message(Header("detokenize", ID, 1), {}, (b"abc",)),
-    ):
-        preparer.tell(message)
+    preparer.prepare((ID, 1), Work.parse({"prompt": "abc"}, ()))
+    preparer.prepare((ID, 2), Work.parse({"messages": [5]}, ()))  # no broker sends it
+    preparer.answer(ID, Tokenize("ab"))
+    preparer.answer(ID, Tokenize(b"\xff"))
+    preparer.answer(ID, Detokenize(pack_ids([1, 2])))
+    preparer.answer(ID, Detokenize(b"abc"))
     good, bad, ids, wrong, text, odd = (results.get(timeout=30) for _ in range(6))
     assert isinstance(good, Prepared) and good.admit is not None
     assert isinstance(bad, Prepared) and bad.error is not None and bad.error.code == "internal"
-    assert isinstance(ids, Answer) and unpack_ids(ids.blobs[0]) == [97, 98]
-    assert isinstance(wrong, Answer) and wrong.body["code"] == "bad_request"
-    assert isinstance(text, Answer) and text.body == {"text": "1 2 "}
-    assert isinstance(odd, Answer) and odd.body["code"] == "bad_request"
+    assert isinstance(ids, Answer) and unpack_ids(ids.content.packed[0]) == [97, 98]
+    assert isinstance(wrong, Answer) and wrong.content.fields["code"] == "bad_request"
+    assert isinstance(text, Answer) and text.content.fields == {"text": "1 2 "}
+    assert isinstance(odd, Answer) and odd.content.fields["code"] == "bad_request"

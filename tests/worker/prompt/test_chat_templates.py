@@ -1,4 +1,4 @@
-"""The chat templates of a folder: from which file, which by name, and what they are shown."""
+"""The chat templates of a folder: their files, the choice by name, their variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.worker.prompt.chat_template.sandbox import Template
-from mlxpool.worker.prompt.chat_template.templates import DEFAULT, TOOL_USE, Chat
+from mlxpool.worker.prompt.chat_template.templates import DEFAULT, TOOL_USE, ChatTemplates
 from support.worker_checkpoints import write_json
 
 USER = [{"role": "user", "content": "hi"}]
@@ -17,15 +17,18 @@ TOOLS = [{"type": "function", "function": {"name": "clock"}}]
 NOW = 1_700_000_000.0
 
 
-def chat(source: str, **tokens: str) -> Chat:
-    return Chat({DEFAULT: Template(source)}, tokens)
+def chat(source: str, **tokens: str) -> ChatTemplates:
+    return ChatTemplates({DEFAULT: Template(source)}, tokens)
 
 
 def sources(path: Path) -> dict[str, str]:
-    return {name: template.source for name, template in Chat.from_folder(path).templates.items()}
+    return {
+        name: template.source
+        for name, template in ChatTemplates.from_folder(path).templates.items()
+    }
 
 
-def test_what_a_template_sees() -> None:
+def test_variables_of_a_template() -> None:
     source = (
         "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ m.name }}{% endfor %}"
         "{{ documents is none }}{{ tools is none }}{{ add_generation_prompt }}"
@@ -36,9 +39,9 @@ def test_what_a_template_sees() -> None:
     assert bare.render(USER, TOOLS, now=NOW, add_generation_prompt=False) == "False1"
 
 
-def test_no_template_says_how_to_go_on() -> None:
+def test_the_error_without_a_template_names_prompt() -> None:
     with pytest.raises(BadRequest, match=r"no chat template.*`prompt`"):
-        Chat({}).render(USER, now=NOW)
+        ChatTemplates({}).render(USER, now=NOW)
 
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -54,12 +57,14 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         ("{{ messages[0].content is none }}", None, "True"),
     ],
 )
-def test_content_is_shown_as_the_template_takes_it(source: str, content: Any, text: str) -> None:
+def test_content_has_the_form_that_the_template_expects(
+    source: str, content: Any, text: str
+) -> None:
     messages = [{"role": "assistant", "content": content}]
     assert chat(source).render(messages, now=NOW) == text
 
 
-def test_a_template_changes_nothing_of_the_request() -> None:
+def test_a_template_cannot_change_the_request() -> None:
     messages = [{"role": "user", "content": list(PARTS)}]
     chat("{{ messages[0].content }}").render(messages, now=NOW)
     assert messages == [{"role": "user", "content": PARTS}]
@@ -78,8 +83,8 @@ def test_a_template_changes_nothing_of_the_request() -> None:
         ((TOOL_USE,), False, TOOL_USE),
     ],
 )
-def test_which_template_is_taken(names: tuple[str, ...], tools: bool, taken: str) -> None:
-    named = Chat({name: Template(name) for name in names})
+def test_choice_of_the_template(names: tuple[str, ...], tools: bool, taken: str) -> None:
+    named = ChatTemplates({name: Template(name) for name in names})
     assert named.template_for(tools).source == taken
     assert named.render(USER, TOOLS if tools else (), now=NOW) == taken
 
@@ -96,7 +101,7 @@ def test_a_list_of_named_templates(tmp_path: Path) -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def test_the_four_places_in_order(tmp_path: Path) -> None:
+def test_the_four_files_in_order(tmp_path: Path) -> None:
     assert sources(tmp_path) == {}
     write_json(tmp_path / "chat_template.json", {"chat_template": "fourth"})
     assert sources(tmp_path) == {DEFAULT: "fourth"}
@@ -107,7 +112,7 @@ def test_the_four_places_in_order(tmp_path: Path) -> None:
     assert sources(tmp_path) == {TOOL_USE: "second"}
     (tmp_path / "chat_template.jinja").write_text("first", encoding="utf-8")
     assert sources(tmp_path) == {TOOL_USE: "second", DEFAULT: "first"}
-    assert Chat.from_folder(tmp_path).tokens == {"eos_token": "E"}
+    assert ChatTemplates.from_folder(tmp_path).tokens == {"eos_token": "E"}
 
 
 def test_token_names_may_be_maps_and_in_the_older_file(tmp_path: Path) -> None:
@@ -117,27 +122,27 @@ def test_token_names_may_be_maps_and_in_the_older_file(tmp_path: Path) -> None:
     }
     write_json(tmp_path / "tokenizer_config.json", settings)
     write_json(tmp_path / "special_tokens_map.json", {"bos_token": "old", "unk_token": "<unk>"})
-    assert Chat.from_folder(tmp_path).render(USER, now=NOW) == "<s><unk>"
+    assert ChatTemplates.from_folder(tmp_path).render(USER, now=NOW) == "<s><unk>"
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text("{")
     with pytest.raises(ModelLoadFailed, match=r"chat_template\.json is not JSON"):
-        Chat.from_folder(tmp_path)
+        ChatTemplates.from_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelLoadFailed, match=r"chat_template\.jinja is not UTF-8"):
-        Chat.from_folder(tmp_path)
+        ChatTemplates.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [5, [5], ["x"], [{"name": "a"}], {"a": 1}, [{"template": "x"}]])
-def test_a_setting_that_is_no_template_is_named(tmp_path: Path, wrong: Any) -> None:
+def test_a_malformed_chat_template_setting_is_named(tmp_path: Path, wrong: Any) -> None:
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": wrong})
     with pytest.raises(ModelLoadFailed, match=r"tokenizer_config\.json: chat_template must be"):
-        Chat.from_folder(tmp_path)
+        ChatTemplates.from_folder(tmp_path)
 
 
 def test_a_template_that_does_not_compile_names_file_name_and_line(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "fine"}, {"name": "rag", "template": "a\n{% if %}"}]
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
     with pytest.raises(ModelLoadFailed, match=r"config\.json: chat template 'rag'.* at line 2"):
-        Chat.from_folder(tmp_path)
+        ChatTemplates.from_folder(tmp_path)

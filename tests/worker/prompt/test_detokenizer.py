@@ -1,4 +1,4 @@
-"""T(k): what a client has after k ids, against an oracle that sees the whole text at once."""
+"""T(k), the text after k ids, against an oracle that sees the whole text at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.worker.prompt.detokenizer import Completion
+from mlxpool.worker.prompt.detokenizer import Detokenizer
 
 ALPHABET = ["a", "b", "ab", "c", "é", "こ", "𝄞", "\ufffd"]
 BYTES = [*(char.encode() for char in ALPHABET), b"\xe3", b"\x81", b"\xff", b"\xf0\x9d", b"\x00"]
@@ -16,14 +16,14 @@ pieces = st.lists(st.sampled_from(BYTES) | st.binary(max_size=3), max_size=30)
 stop_lists = st.lists(st.text(st.sampled_from("abcéこ\ufffd"), min_size=1, max_size=4), max_size=3)
 
 
-def run(pieces: Sequence[bytes], stops: Sequence[str] = ()) -> tuple[list[str], Completion]:
-    completion = Completion(lambda token: pieces[token], tuple(stops))
+def run(pieces: Sequence[bytes], stops: Sequence[str] = ()) -> tuple[list[str], Detokenizer]:
+    completion = Detokenizer(lambda token: pieces[token], tuple(stops))
     texts = [completion.push(token) for token in range(len(pieces))]
     return [*texts, completion.finish()], completion
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The oracle: at the first character that completes a stop, cut before the longest."""
+    """The oracle: cut before the longest of the stops that are complete first."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -32,14 +32,14 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
-    """The oracle: the longest end of the text that may begin a stop."""
+    """The oracle: the length of the longest suffix that may begin a stop."""
     return next(
         (n for n in range(len(text), 0, -1) if any(s.startswith(text[-n:]) for s in stops)), 0
     )
 
 
 @given(pieces, stop_lists)
-def test_all_text_is_the_whole_decode_cut_at_the_first_stop(
+def test_the_whole_text_is_the_decode_cut_at_the_first_stop(
     pieces: list[bytes], stops: list[str]
 ) -> None:
     texts, completion = run(pieces, stops)
@@ -48,9 +48,7 @@ def test_all_text_is_the_whole_decode_cut_at_the_first_stop(
 
 
 @given(pieces, stop_lists)
-def test_released_text_is_all_but_what_may_begin_a_stop(
-    pieces: list[bytes], stops: list[str]
-) -> None:
+def test_text_that_may_begin_a_stop_is_held_back(pieces: list[bytes], stops: list[str]) -> None:
     texts, _ = run(pieces, stops)
     for k in range(1, len(pieces) + 1):
         known = _complete(b"".join(pieces[:k]))
@@ -73,19 +71,19 @@ def _complete(data: bytes) -> str:
 
 
 @given(pieces, stop_lists, st.integers(0, 30))
-def test_a_replay_of_the_same_ids_has_the_same_text(
+def test_a_replay_gives_the_same_text_as_pushes(
     pieces: list[bytes], stops: list[str], k: int
 ) -> None:
     assert run(pieces[:k], stops)[0][:-1] == run(pieces, stops)[0][: len(pieces[:k])]
 
 
 @given(pieces, stop_lists)
-def test_a_completion_cut_anywhere_goes_on_as_if_it_had_not_been(
+def test_a_replayed_completion_continues_with_the_same_text(
     pieces: list[bytes], stops: list[str]
 ) -> None:
     texts, whole = run(pieces, stops)
     for k in range(len(pieces) + 1):
-        completion = Completion(lambda token: pieces[token], tuple(stops))
+        completion = Detokenizer(lambda token: pieces[token], tuple(stops))
         assert completion.replay(range(k)) == "".join(texts[:k])
         rest = [completion.push(token) for token in range(k, len(pieces))]
         assert [*rest, completion.finish()] == texts[k:]
@@ -120,7 +118,7 @@ def test_truncate_stop(pieces: list[str], stop: str, sent: str) -> None:
 
 
 @pytest.mark.parametrize("char", ["é", "こ", "𝄞"])
-def test_incomplete_unicode_waits(char: str) -> None:
+def test_incomplete_unicode_is_held_back(char: str) -> None:
     data = char.encode()
     for missing in range(1, len(data)):
         assert run([data[:-missing]])[0] == ["", "\ufffd"]
@@ -132,7 +130,7 @@ def test_a_character_split_over_tokens() -> None:
     assert run(parts)[0] == ["", "こ", "ん", ""]
 
 
-def test_nothing_follows_a_stop() -> None:
+def test_no_text_after_a_stop() -> None:
     texts, completion = run([b"one STOP two", b"three", b"\xe3"], ["STOP"])
     assert texts == ["one ", "", "", ""]
     assert completion.finish() == ""

@@ -1,4 +1,4 @@
-"""What chat templates tell of the formats of tool calls and thoughts, and `think` on its way in."""
+"""The formats of tool calls and thinking in chat templates, and the option `think`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.prompt.chat_template.output_format import chat_format, opens_thinking
 from mlxpool.worker.prompt.chat_template.sandbox import Template
-from mlxpool.worker.prompt.chat_template.templates import Chat
+from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.weights.inspect import inspect
 from support.worker_checkpoints import write_checkpoint
@@ -37,18 +37,18 @@ def test_formats(source: str, tools: str | None, thinking: str | None) -> None:
     assert chat_format([source]) == {"tools": tools, "thinking": thinking}
 
 
-def test_of_several_templates_each_may_tell() -> None:
+def test_formats_are_found_in_any_template() -> None:
     assert chat_format(["plain", "<tool_call>"]) == {"tools": "hermes", "thinking": None}
     assert chat_format([]) is None
 
 
-def test_a_prompt_that_opens_thoughts() -> None:
+def test_a_prompt_that_opens_thinking() -> None:
     assert opens_thinking("<|assistant|>\n<think>\n")
     assert not opens_thinking("<think>\n\n</think>\n\n")
 
 
 def render(source: str, think: Any) -> str:
-    return Chat({"default": Template(source)}).render(USER, now=0, think=think)
+    return ChatTemplates({"default": Template(source)}).render(USER, now=0, think=think)
 
 
 def test_think_reaches_the_template() -> None:
@@ -61,12 +61,12 @@ def test_think_reaches_the_template() -> None:
 @pytest.mark.parametrize(
     ("think", "words"), [(False, "no enable_thinking"), ("low", "no reasoning_effort")]
 )
-def test_what_a_template_does_not_know_is_refused(think: Any, words: str) -> None:
+def test_think_is_refused_without_a_template_variable(think: Any, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
         render("fixed", think)
 
 
-def test_the_prompt_says_that_it_ends_in_thoughts(tmp_path: Path) -> None:
+def test_the_prompt_reports_that_it_ends_in_thinking(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tokenizer_config={"chat_template": SWITCH})
     text = Text.from_folder(inspect(tmp_path))
     assert text.chat(USER, None, 0.0).thinks

@@ -1,4 +1,4 @@
-"""Chats are rendered beside the worker, and a template can harm nothing but its own process."""
+"""The renderer process: results, limits, and that a template harms that process only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from mlxpool.common.errors import BadRequest, Internal
-from mlxpool.worker.prompt.chat_template.process import MEMORY, NICENESS
-from mlxpool.worker.prompt.chat_template.renderer import Rendered, Renderer
+from mlxpool.worker.prompt.chat_template.limits import MAX_RENDERER_MEMORY, RENDERER_NICENESS
+from mlxpool.worker.prompt.chat_template.renderer import RenderedChat, Renderer
 from mlxpool.worker.prompt.chat_template.sandbox import Template
-from mlxpool.worker.prompt.chat_template.templates import DEFAULT, Chat
+from mlxpool.worker.prompt.chat_template.templates import DEFAULT, ChatTemplates
 from support.pool import PATIENCE, gone, until
 
 Make = Callable[..., Renderer]
@@ -42,7 +42,7 @@ def make() -> Iterator[Make]:
 
     def one(source: str | None, **options: float) -> Renderer:
         templates = {} if source is None else {DEFAULT: Template(source)}
-        made.append(Renderer(Chat(templates, {"bos_token": "<s>"}), **options))
+        made.append(Renderer(ChatTemplates(templates, {"bos_token": "<s>"}), **options))
         return made[-1]
 
     yield one
@@ -51,34 +51,36 @@ def make() -> Iterator[Make]:
 
 
 def children() -> list[psutil.Process]:
-    """The processes of templates that this one has."""
+    """The renderer processes of this process."""
     found = psutil.Process().children()
     return [
-        p for p in found if "mlxpool.worker.prompt.chat_template.process" in " ".join(p.cmdline())
+        p
+        for p in found
+        if "mlxpool.worker.prompt.chat_template.renderer_process" in " ".join(p.cmdline())
     ]
 
 
-def test_gives_what_the_template_gives_and_stays(make: Make) -> None:
+def test_the_process_renders_and_stays(make: Make) -> None:
     renderer = make("{{ bos_token }}{{ strftime_now('%Y') }}{{ messages[0].content }}")
-    assert renderer.render(CHAT, [], 0.0) == Rendered("<s>1970hi \ud800 \U0001f600", 0)
+    assert renderer.render(CHAT, [], 0.0) == RenderedChat("<s>1970hi \ud800 \U0001f600", 0)
     before = children()
     assert renderer.render(CHAT, [], 1e9).text.startswith("<s>2001")
     assert children() == before and len(before) == 1
 
 
-def test_tells_the_end_of_the_messages(make: Make) -> None:
+def test_the_end_of_the_messages(make: Make) -> None:
     renderer = make("{{ tools | length }}é{% if add_generation_prompt %}>{% endif %}")
-    assert renderer.render(CHAT, [{}], 0.0) == Rendered("1é>", 2)
+    assert renderer.render(CHAT, [{}], 0.0) == RenderedChat("1é>", 2)
 
 
-def test_it_has_the_templates_by_name() -> None:
-    renderer = Renderer(Chat({"default": Template("D"), "tool_use": Template("T")}))
+def test_templates_by_name() -> None:
+    renderer = Renderer(ChatTemplates({"default": Template("D"), "tool_use": Template("T")}))
     assert renderer.render(CHAT, [], 0.0).text == "D"
     assert renderer.render(CHAT, [{}], 0.0).text == "T"
     renderer.close()
 
 
-def test_large_chats_come_whole(make: Make) -> None:
+def test_large_chats_are_rendered_whole(make: Make) -> None:
     text = "é" * 2**20
     large = [{"role": "user", "content": text}]
     assert make("{{ messages[0].content }}").render(large, [], 0.0).text == text
@@ -91,16 +93,18 @@ def test_large_chats_come_whole(make: Make) -> None:
         ("a\n{{ 1 / 0 }}", "failed at line 2: division by zero"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed.*recursion"),
         pytest.param(
-            "\n{{ 'x' * 2**31 }}", f"line 2: it takes more than {MEMORY} bytes", marks=linux
+            "\n{{ 'x' * 2**31 }}",
+            f"line 2: it takes more than {MAX_RENDERER_MEMORY} bytes",
+            marks=linux,
         ),
         ("{{ 'x' * 5000000 }}", "5000000 characters, at most 4194304"),
     ],
 )
-def test_what_fails_is_a_bad_request_and_the_process_stays(
+def test_a_failed_chat_is_a_bad_request_and_the_process_stays(
     make: Make, source: str, words: str
 ) -> None:
     renderer = make(
-        f"{{% if messages | length > 1 %}}{source}{{% else %}}ok{{% endif %}}", limit=PATIENCE
+        f"{{% if messages | length > 1 %}}{source}{{% else %}}ok{{% endif %}}", timeout=PATIENCE
     )
     renderer.start()
     before = children()
@@ -116,7 +120,7 @@ def test_what_fails_is_a_bad_request_and_the_process_stays(
     ids=["loops", "macros", "called blocks", "recursive loops", "one expression"],
 )
 def test_a_template_without_end_is_stopped(make: Make, source: str) -> None:
-    renderer = make(f"{{% if messages | length > 1 %}}{source}{{% endif %}}ok", limit=1.0)
+    renderer = make(f"{{% if messages | length > 1 %}}{source}{{% endif %}}ok", timeout=1.0)
     assert renderer.render(CHAT, [], 0.0).text == "ok"
     before = children()
     with pytest.raises(BadRequest, match=r"not done after 1 s: it was stopped"):
@@ -125,8 +129,8 @@ def test_a_template_without_end_is_stopped(make: Make, source: str) -> None:
     assert len(children()) == 1 and children() != before
 
 
-def test_the_second_rendering_is_in_the_same_limit(make: Make) -> None:
-    renderer = make(f"{{% if not add_generation_prompt %}}{LOOP}{{% endif %}}ok", limit=0.3)
+def test_the_second_rendering_shares_the_time_limit(make: Make) -> None:
+    renderer = make(f"{{% if not add_generation_prompt %}}{LOOP}{{% endif %}}ok", timeout=0.3)
     with pytest.raises(BadRequest, match="not done"):
         renderer.render(CHAT, [], 0.0)
 
@@ -140,7 +144,7 @@ def test_a_template_has_2_seconds(make: Make) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_one_that_was_killed_from_outside_is_replaced(make: Make, number: int) -> None:
+def test_a_process_killed_from_outside_is_replaced(make: Make, number: int) -> None:
     renderer = make("ok")
     renderer.start()
     (child,) = children()
@@ -149,22 +153,22 @@ def test_one_that_was_killed_from_outside_is_replaced(make: Make, number: int) -
     assert child not in children() and len(children()) == 1
 
 
-def test_one_that_always_ends_is_not_tried_for_ever(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tries_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(BadRequest, match="ended its process 2 times, with code 1"):
         make("ok").render(CHAT, [], 0.0)
     assert children() == []
 
 
-def test_one_that_cannot_be_started_says_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started_is_an_internal_error(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere")
     with pytest.raises(Internal, match=r"could be started: .*/nowhere"):
         make("ok").render(CHAT, [], 0.0)
 
 
-def test_without_a_template_there_is_none(make: Make) -> None:
+def test_no_process_without_a_template(make: Make) -> None:
     renderer = make(None)
     renderer.start()
     with pytest.raises(BadRequest, match="no chat template"):
@@ -184,29 +188,29 @@ def test_closing_leaves_no_process_and_no_descriptor(make: Make) -> None:
     assert psutil.Process().num_fds() == before
 
 
-def test_it_holds_nothing_of_the_workers_and_gives_way(
+def test_the_process_inherits_no_descriptor_and_has_a_lower_priority(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD", "")
     renderer = make("ok")
     renderer.render(CHAT, [], 0.0)
     (child,) = children()
-    assert child.nice() == min(os.nice(0) + NICENESS, 19)
+    assert child.nice() == min(os.nice(0) + RENDERER_NICENESS, 19)
     assert "LD_PRELOAD" not in child.environ()
     assert child.num_fds() == 4  # the three of every process, and its socket once more
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "in an endless template"])
 @linux
-def test_it_ends_with_a_worker_that_is_killed(tmp_path: Path, busy: bool) -> None:
+def test_the_process_ends_with_its_worker(tmp_path: Path, busy: bool) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
         f"""
-from mlxpool.worker.prompt.chat_template.templates import Chat
+from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 from mlxpool.worker.prompt.chat_template.renderer import Renderer
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 source = "{{% if messages | length > 1 %}}{LOOP}{{% endif %}}"
-renderer = Renderer(Chat({{"default": Template(source)}}), limit=1000)
+renderer = Renderer(ChatTemplates({{"default": Template(source)}}), timeout=1000)
 renderer.render([{{}}], [], 0.0)
 print("ready", flush=True)
 renderer.render([{{}}] * {1 + busy}, [], 0.0)

@@ -1,4 +1,4 @@
-"""One template: what templates use, by feature; what fails. Bounds: test_renderer.py."""
+"""One template: its features and its errors. Its bounds: see test_renderer.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.worker.prompt.chat_template.process import MEMORY
-from mlxpool.worker.prompt.chat_template.sandbox import Contents, Template
+from mlxpool.worker.prompt.chat_template.limits import MAX_RENDERER_MEMORY
+from mlxpool.worker.prompt.chat_template.sandbox import ContentForm, Template
 from support.template_features import FEATURES, USER
 
 NOW = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC
@@ -25,8 +25,8 @@ def test_features_of_templates(feature: str) -> None:
     assert render(source, **variables) == expected
 
 
-def test_the_features_give_what_transformers_gives() -> None:
-    """Where that library is installed; it shows local time, so `now` is left out."""
+def test_features_match_transformers() -> None:
+    """Only where transformers is installed. It uses local time, so `now` is not compared."""
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     for feature, (source, variables, expected) in FEATURES.items():
         if not feature.startswith("now"):
@@ -35,7 +35,7 @@ def test_the_features_give_what_transformers_gives() -> None:
             assert template.render(**given) == expected, feature
 
 
-def test_a_template_refuses_with_its_own_words() -> None:
+def test_raise_exception_is_quoted() -> None:
     source = FEATURES["roles in turn, or an exception"][0]
     with pytest.raises(BadRequest, match=r"refused the messages: roles must alternate"):
         render(source, [*USER, *USER])
@@ -56,7 +56,7 @@ def test_a_template_refuses_with_its_own_words() -> None:
         ("{{ messages | tojson(indent='x' * 2, nope=1) }}", "failed"),
     ],
 )
-def test_a_template_that_fails_is_the_requests_error(source: str, words: str) -> None:
+def test_a_failing_template_is_a_bad_request(source: str, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
         render(source)
 
@@ -71,7 +71,7 @@ def test_a_template_that_fails_is_the_requests_error(source: str, words: str) ->
         ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "fails to compile: RecursionError"),
     ],
 )
-def test_a_template_that_does_not_compile_is_told_at_once(source: str, words: str) -> None:
+def test_a_template_that_does_not_compile_fails_the_load(source: str, words: str) -> None:
     with pytest.raises(ModelLoadFailed, match=words):
         Template(source)
 
@@ -80,36 +80,38 @@ def test_a_template_that_does_not_compile_is_told_at_once(source: str, words: st
     "source",
     ["{{ 9 ** 9 ** 9 }}", "{{ 'x' * 2**50 }}", "{{ 'x' | center(2**50) }}", "{% if 9**9**9 %}"],
 )
-def test_compiling_computes_nothing(source: str) -> None:
-    """It happens in the worker; what takes too much is met where chats are rendered."""
+def test_compiling_evaluates_nothing(source: str) -> None:
+    """Compiling happens in the worker, which has no bounds on time and memory."""
     end = "{% endif %}" if source.startswith("{%") else ""
-    assert Template(source + end).contents is Contents.TEXT
+    assert Template(source + end).content_form is ContentForm.TEXT
 
 
 def test_running_out_of_memory_names_the_line_and_the_bound() -> None:
     def greedy() -> None:
         raise MemoryError
 
-    with pytest.raises(BadRequest, match=rf"line 2: it takes more than {MEMORY} bytes of memory"):
+    with pytest.raises(
+        BadRequest, match=rf"line 2: it takes more than {MAX_RENDERER_MEMORY} bytes of memory"
+    ):
         render("\n{{ greedy() }}", greedy=greedy)
 
 
 @pytest.mark.parametrize(
     ("source", "contents"),
     [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", Contents.TEXT),
-        ("{% for part in m.content %}{{ part.text }}{% endfor %}", Contents.PARTS),
-        ("{% for part in m['content'] %}{{ part.text }}{% endfor %}", Contents.PARTS),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", ContentForm.TEXT),
+        ("{% for part in m.content %}{{ part.text }}{% endfor %}", ContentForm.PARTS),
+        ("{% for part in m['content'] %}{{ part.text }}{% endfor %}", ContentForm.PARTS),
         (
             "{% set content = m.content %}{% for c in content %}{{ c.text }}{% endfor %}",
-            Contents.PARTS,
+            ContentForm.PARTS,
         ),
         (
             "{% if m.content is string %}{{ m.content }}{% else %}"
             "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}",
-            Contents.EITHER,
+            ContentForm.EITHER,
         ),
     ],
 )
-def test_what_a_template_takes_as_content(source: str, contents: Contents) -> None:
-    assert Template(source).contents is contents
+def test_content_form_of_a_template(source: str, contents: ContentForm) -> None:
+    assert Template(source).content_form is contents

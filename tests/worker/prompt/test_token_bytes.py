@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.prompt.detokenizer import Completion
-from mlxpool.worker.prompt.token_bytes import Pieces
+from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.prompt.token_bytes import TokenBytes
 from support import worker_tokenizers as zoo
 
 FAMILIES: dict[str, Callable[[], Tokenizer]] = {
@@ -24,7 +24,7 @@ FAMILIES: dict[str, Callable[[], Tokenizer]] = {
     "words without a decoder": zoo.words,
 }
 TOKENIZERS = {name: make() for name, make in FAMILIES.items()}
-PIECES = {name: Pieces(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+PIECES = {name: TokenBytes(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 CHARACTERS = ("é", "こ", "𝄞", "A", "\n")
 
 
@@ -53,7 +53,7 @@ def own(name: str, ids: list[int]) -> str:
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_whole_is_what_the_tokenizer_decodes(name: str, data: st.DataObject) -> None:
+def test_whole_equals_the_tokenizers_decode(name: str, data: st.DataObject) -> None:
     ids = data.draw(ids_of(name))
     assert PIECES[name].whole(ids) == own(name, ids)
 
@@ -61,10 +61,12 @@ def test_whole_is_what_the_tokenizer_decodes(name: str, data: st.DataObject) -> 
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_a_streamed_completion_is_what_the_whole_gains(name: str, data: st.DataObject) -> None:
+def test_a_streamed_completion_equals_the_decode_after_its_prompt(
+    name: str, data: st.DataObject
+) -> None:
     prompt = TOKENIZERS[name].encode("the fox", add_special_tokens=False).ids
     ids = data.draw(ids_of(name))
-    completion = Completion(PIECES[name].__getitem__, ())
+    completion = Detokenizer(PIECES[name].__getitem__, ())
     streamed = "".join([completion.push(token) for token in ids]) + completion.finish()
     assert PIECES[name].whole(prompt) + streamed == own(name, prompt + ids)
 
@@ -76,7 +78,7 @@ def test_text_there_and_back(name: str, text: str) -> None:
     assert PIECES[name].whole(ids) == own(name, ids)
 
 
-def test_the_first_space_of_a_text_goes_that_of_a_completion_stays() -> None:
+def test_the_first_space_is_stripped_from_a_text_but_not_a_completion() -> None:
     tokenizer, pieces = TOKENIZERS["sentencepiece"], PIECES["sentencepiece"]
     the, space = id_of(tokenizer, "▁the"), id_of(tokenizer, "▁")
     assert pieces.whole([the, the]) == "the the"
@@ -85,7 +87,7 @@ def test_the_first_space_of_a_text_goes_that_of_a_completion_stays() -> None:
     assert PIECES["sentencepiece as gemma"].whole([the]) == " the"
 
 
-def test_word_piece_joins_and_tidies() -> None:
+def test_word_piece_joins_and_cleans_up() -> None:
     tokenizer, pieces = TOKENIZERS["word piece"], PIECES["word piece"]
     ids = tokenizer.encode("The foxes don't, the fox's.", add_special_tokens=False).ids
     assert pieces.whole(ids) == own("word piece", ids)
@@ -116,7 +118,7 @@ def test_added_tokens_stand_for_their_text() -> None:
     tokenizer = zoo.sentencepiece()
     tokenizer.add_tokens(["a▁b", "<0x4A>x"])
     tokenizer.add_special_tokens(["<|end▁of▁turn|>"])
-    pieces = Pieces(tokenizer)
+    pieces = TokenBytes(tokenizer)
     for text in ("a▁b", "<0x4A>x", "<|end▁of▁turn|>"):
         assert pieces[id_of(tokenizer, text)] == text.encode()
 
@@ -127,11 +129,11 @@ def test_unknown_ids_have_no_text() -> None:
         assert pieces.whole([10**6]) == pieces.whole([]) == ""
 
 
-def test_byte_level_is_told_by_the_pre_tokenizer_too() -> None:
+def test_byte_level_is_inferred_from_the_pre_tokenizer() -> None:
     tokenizer = zoo.byte_level()
     tokenizer.decoder = None
     ids = tokenizer.encode("né").ids
-    assert Pieces(tokenizer).whole(ids) == "né"
+    assert TokenBytes(tokenizer).whole(ids) == "né"
 
 
 @pytest.mark.parametrize(
@@ -148,4 +150,4 @@ def test_a_decoder_that_cannot_be_streamed_is_named(decoder: object, words: str)
     tokenizer = zoo.words()
     tokenizer.decoder = decoder  # type: ignore[assignment]
     with pytest.raises(ModelLoadFailed, match=words):
-        Pieces(tokenizer)
+        TokenBytes(tokenizer)

@@ -1,4 +1,4 @@
-"""Text <-> tokens: round trips, what begins a prompt, and what is refused."""
+"""Encoding and decoding: round trips, the begin of a prompt, and errors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.common.protocol.frames import Header, Message
-from mlxpool.worker.compute.messages import Opened
+from mlxpool.common.protocol.to_worker import Work
 from mlxpool.worker.process.prepare import prepare
 from mlxpool.worker.prompt.chat_template.sandbox import Template
-from mlxpool.worker.prompt.chat_template.templates import Chat
+from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
+from mlxpool.worker.prompt.interface import Opened
 from mlxpool.worker.prompt.tokenizer import Text
-from mlxpool.worker.weights.load import inspect
+from mlxpool.worker.weights.inspect import inspect
 from support import worker_tokenizers as zoo
 from support.worker_checkpoints import BOS, EOS, write_checkpoint, write_json
 
@@ -107,23 +107,23 @@ def test_where_the_generation_prompt_begins(tmp_path: Path, add_bos: bool) -> No
     ],
     ids=["not asked for", "empty", "in front", "fails without"],
 )
-def test_where_it_cannot_be_told_it_is_0(tmp_path: Path, template: str) -> None:
+def test_an_unknown_generation_prompt_is_0(tmp_path: Path, template: str) -> None:
     path = write_checkpoint(tmp_path, tokenizer_config={"chat_template": template})
     assert Text.from_folder(inspect(path)).chat(HI, None, 0.0).restore_at == 0
 
 
-def test_a_token_over_the_boundary_is_not_before_it() -> None:
+def test_a_token_across_the_boundary_is_not_counted() -> None:
     tokenizer = zoo.sentencepiece()
     source = "{{ messages[0].content }}{% if add_generation_prompt %}e fox{% endif %}"
-    text = Text(tokenizer, Chat({"default": Template(source)}))
+    text = Text(tokenizer, ChatTemplates({"default": Template(source)}))
     prompt = text.chat([{"role": "user", "content": " th"}], None, 0.0)
     assert text.decode(prompt.ids[: prompt.restore_at]).strip() in ("", "th")
 
 
-def test_where_plain_text_begins_the_generation_prompt() -> None:
-    """Its ids alone are not the last ones of the whole, for alone it begins a text."""
+def test_a_generation_prompt_that_begins_with_plain_text() -> None:
+    """Its ids alone differ from the last ids of the whole, because alone it begins a text."""
     source = "{{ messages[0].content }}{% if add_generation_prompt %} fox{% endif %}"
-    text = Text(zoo.sentencepiece(), Chat({"default": Template(source)}))
+    text = Text(zoo.sentencepiece(), ChatTemplates({"default": Template(source)}))
     prompt = text.chat([{"role": "user", "content": "the"}], None, 0.0)
     assert 0 < prompt.restore_at < len(prompt.ids)
     assert text.decode(prompt.ids[: prompt.restore_at]) == "the"
@@ -132,7 +132,7 @@ def test_where_plain_text_begins_the_generation_prompt() -> None:
 # ---- before and beside ---------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_told_before_the_ids_are_listed(tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_refused_before_its_ids_are_listed(tmp_path: Path) -> None:
     path = write_checkpoint(
         tmp_path, tokenizer_config={"add_bos_token": True, "chat_template": "x"}
     )
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_told_before_the_ids_are_listed(tmp_path: Path) -> 
         text.encode("abc", refuse)
 
 
-def test_warming_up_starts_the_templates_process(tmp_path: Path) -> None:
+def test_warm_up_starts_the_renderer_process(tmp_path: Path) -> None:
     text = Text.from_folder(inspect(write_checkpoint(tmp_path)))
     before = len(psutil.Process().children())
     text.warm_up()
@@ -160,12 +160,12 @@ def test_warming_up_starts_the_templates_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has one priority")
-def test_the_tokenizers_threads_give_way(good: Path) -> None:
-    """In a process of its own: they are started once. Who started them may be about to end."""
+def test_the_tokenizers_threads_have_a_lower_priority(good: Path) -> None:
+    """In a separate process, because the threads are started once in a process."""
     code = f"""
 import contextlib, os
 from pathlib import Path
-from mlxpool.worker.weights.load import inspect
+from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.prompt.tokenizer import Text
 text = Text.from_folder(inspect(Path({str(good)!r})))
 before = set(os.listdir("/proc/self/task"))
@@ -180,7 +180,7 @@ assert nice == {{min(os.nice(0) + 10, 19)}}, nice
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_long_texts_are_left_to_these_threads(good: Path) -> None:
+def test_long_texts_are_encoded_by_these_threads(good: Path) -> None:
     text = Text.from_folder(inspect(good))
     text.encode("a")
     own, all_ = time.thread_time(), time.process_time()
@@ -224,13 +224,12 @@ def test_an_added_token_that_prompts_have_needs_a_row(tmp_path: Path) -> None:
         Text.from_folder(inspect(path))
 
 
-def test_an_added_token_that_only_texts_may_have_is_let_pass(tmp_path: Path) -> None:
+def test_an_added_token_that_only_texts_may_have_is_accepted(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, vocab_size=257, tokenizer_config={"chat_template": "x"})
     text = Text.from_folder(inspect(path))
     opened = Opened("digest", 64, 257, text)
-    header = Header("work", bytes(16), 1, 1)
     with pytest.raises(BadRequest, match="prompt: token id 257 is not below 257"):
-        prepare(opened, header, Message(header, {"prompt": "a</s>"}), 0.0, 0.0)
+        prepare(opened, (bytes(16), 1), Work.parse({"prompt": "a</s>"}, ()), 0.0, 0.0)
 
 
 def test_fewer_ids_than_rows_are_fine(tmp_path: Path) -> None:
@@ -254,7 +253,7 @@ def test_other_families_from_a_folder(tmp_path: Path, make: Callable[[], Tokeniz
     assert text.decode(ids) == f"{begin}the fox"
 
 
-def test_a_decoder_that_is_not_supported_is_told_at_once(good: Path) -> None:
+def test_an_unsupported_decoder_fails_the_load(good: Path) -> None:
     raw = json.loads((good / "tokenizer.json").read_text())
     write_json(good / "tokenizer.json", {**raw, "decoder": {"type": "BPEDecoder", "suffix": "w"}})
     with pytest.raises(ModelLoadFailed, match="decoder has a step that is not supported"):

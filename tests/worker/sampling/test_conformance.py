@@ -14,10 +14,11 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.compute.generation import Run  # noqa: E402
-from mlxpool.worker.engine.sequence import Drawn, Logprob, Sequence  # noqa: E402
-from mlxpool.worker.prompt.detokenizer import Completion  # noqa: E402
+from mlxpool.common.protocol.resume import Facts  # noqa: E402
+from mlxpool.worker.compute.generation import Generation  # noqa: E402
+from mlxpool.worker.prompt.detokenizer import Detokenizer  # noqa: E402
 from mlxpool.worker.sampling.sampler import Draw, sample  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Drawn, Logprob, Sequence  # noqa: E402
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 PENALTIES: dict[str, Any] = {"presence_penalty": 0.7, "repeat_penalty": 1.3, "repeat_last_n": 3}
@@ -128,10 +129,14 @@ def test_logprobs_with_stop(pieces: list[str], stop: str, sent: int, text: str) 
     def piece(token: int) -> bytes:
         return pieces[token].encode()
 
-    run = Run(sequence, {}, Completion(piece, options.stop), received=0.0, piece=piece)
+    generation = Generation(
+        sequence, Facts(), Detokenizer(piece, options.stop), received=0.0, piece=piece
+    )
     seen, ids = "", 0
     for token in range(len(pieces)):
-        delta = run.take(Drawn(sequence, token, Logprob(-1.0 - token)), frozenset(), now=1.0)
+        delta = generation.commit(
+            Drawn(sequence, token, Logprob(-1.0 - token)), frozenset(), now=1.0
+        )
         assert delta.logprobs is not None and len(delta.logprobs) == delta.n == 1
         assert delta.logprobs[0]["id"] == token
         assert delta.logprobs[0]["logprob"] == -1.0 - token

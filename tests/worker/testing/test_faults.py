@@ -1,4 +1,4 @@
-"""Every fault by its name, and every place in which one can happen."""
+"""Every fault by its name, at every site."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 import psutil
 import pytest
 
-from mlxpool.common.config.bounds import FAULTS
-from mlxpool.common.config.loading import Counting
+from mlxpool.common.config.schema import FAULTS, Counting
 from mlxpool.common.options import Options
 from mlxpool.common.protocol import deltas, kinds
 from mlxpool.common.protocol import frames as wire
 from mlxpool.common.protocol.token_ids import unpack_ids
 from mlxpool.common.trace import History
 from mlxpool.worker.engine.counting_engine import CountingEngine
-from mlxpool.worker.engine.sequence import RowFailed, Sequence
+from mlxpool.worker.scheduling.sequence import RowFailed, Sequence
 from mlxpool.worker.testing import faults
 from mlxpool.worker.testing.faults import (
     DEVICE,
-    LEAK,
+    FRAME_FAULTS,
+    LEAK_BYTES,
     NO_FAULTS,
-    OF_FRAMES,
     DeviceGone,
     Faults,
     Struck,
 )
+from mlxpool.worker.testing.faulty_engine import FaultyEngine
 from support.counting_checker import expected_ids
 from support.pool import PATIENCE, until
 from support.worker_process import WorkerProcess, id_of
@@ -39,7 +39,7 @@ from support.worker_process import WorkerProcess, id_of
 STRIKE = """
 import faulthandler, signal, sys, threading, time
 faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-from mlxpool.common.config.loading import Counting
+from mlxpool.common.config.schema import Counting
 from mlxpool.common.trace import History
 from mlxpool.worker.testing.faults import Faults
 _, name, folder = sys.argv
@@ -52,7 +52,7 @@ while True:
 
 
 class Strike:
-    """A process of its own in which a thread does the deed and another one prints."""
+    """A process in which one thread injects the fault and another one prints."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -73,7 +73,7 @@ class Strike:
         return any("fault" in path.read_text() for path in self.folder.glob("strike-*"))
 
     def stacks(self) -> str:
-        """What the process says it is in, so far."""
+        """The stack dumps of the process so far."""
         self.process.send_signal(signal.SIGUSR1)
         return (self.folder / "err").read_text("utf-8", "replace")
 
@@ -81,8 +81,8 @@ class Strike:
         return (self.folder / "out").read_text().count("tick")
 
 
-def test_every_name_is_either_a_deed_or_about_frames() -> None:
-    assert {*faults._DEEDS, *OF_FRAMES, DEVICE, ""} == set(FAULTS)
+def test_every_fault_has_an_action_or_concerns_frames() -> None:
+    assert {*faults._ACTIONS, *FRAME_FAULTS, DEVICE, ""} == set(FAULTS)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_every_name_is_either_a_deed_or_about_frames() -> None:
         ("abort", -signal.SIGABRT),
     ],
 )
-def test_the_deeds_that_end_a_process(tmp_path: Path, name: str, code: int) -> None:
+def test_faults_that_end_the_process(tmp_path: Path, name: str, code: int) -> None:
     with Strike(tmp_path, name) as strike:
         assert strike.process.wait(timeout=PATIENCE) == code
 
@@ -108,8 +108,8 @@ def test_stop_stops_the_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "where"), [("lock", "_lock"), ("native", "_sleep_in"), ("gil", "_sleep_in")]
 )
-def test_the_deeds_that_hang(tmp_path: Path, name: str, where: str) -> None:
-    """They hang where they say; all but `gil` leave the rest of the interpreter alone."""
+def test_faults_that_hang(tmp_path: Path, name: str, where: str) -> None:
+    """Their stacks name the function; all but `gil` let other threads run."""
     with Strike(tmp_path, name) as strike:
         until(strike.has_begun, "it has begun")
         until(lambda: f"in {where}" in strike.stacks(), "its stack names the deed")
@@ -119,9 +119,9 @@ def test_the_deeds_that_hang(tmp_path: Path, name: str, where: str) -> None:
         assert strike.process.poll() is None
 
 
-def test_leak_takes_memory_without_end(tmp_path: Path) -> None:
+def test_leak_allocates_without_end(tmp_path: Path) -> None:
     with Strike(tmp_path, "leak") as strike:
-        until(lambda: strike.state.memory_info().rss > 12 * LEAK, "it has grown")
+        until(lambda: strike.state.memory_info().rss > 12 * LEAK_BYTES, "it has grown")
 
 
 def test_raise_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,20 +139,22 @@ def test_raise_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("times", "incarnation", "armed"), [(0, 0, True), (0, 9, True), (2, 1, True), (2, 2, False)]
 )
-def test_only_in_the_first_workers_of_a_slot(times: int, incarnation: int, armed: bool) -> None:
+def test_fault_times_bounds_the_workers_of_a_slot(
+    times: int, incarnation: int, armed: bool
+) -> None:
     settings = Counting(fault="kill", fault_times=times)
     found = Faults.armed_by(settings, incarnation, History("test", ""))
-    assert found.place == ("decode" if armed else "")
+    assert found.site == ("decode" if armed else "")
 
 
-def test_nothing_is_armed_without_a_name_nor_a_frame_fault_outside_send() -> None:
-    assert NO_FAULTS.place == ""
-    assert Faults(Counting(fault="late", fault_in="decode")).place == ""
+def test_no_fault_without_a_name_and_no_frame_fault_outside_send() -> None:
+    assert NO_FAULTS.site == ""
+    assert Faults(Counting(fault="late", fault_in="decode")).site == ""
 
 
-def row(prompt: bytes = b"abc", **settings: Any) -> tuple[CountingEngine, Sequence]:
+def row(prompt: bytes = b"abc", **settings: Any) -> tuple[FaultyEngine, Sequence]:
     given = Counting(step_us=0, **{"fault": "raise", **settings})
-    engine = CountingEngine(given, 100_000, Faults(given))
+    engine = FaultyEngine(CountingEngine(given, 100_000), Faults(given))
     return engine, Sequence(b"", 1, tuple(prompt), Options(), 9, 10)
 
 
@@ -180,7 +182,7 @@ def test_load_strikes_in_its_step() -> None:
     assert seen == [1, 2, 3, 4]
 
 
-def test_only_prompts_with_the_text() -> None:
+def test_fault_prompt_selects_prompts() -> None:
     engine, bad = row(b"some poison", fault_prompt="poison")
     good = Sequence(b"", 1, (400, 401), Options(), 9, 10)
     assert engine.decode([good])
@@ -198,7 +200,7 @@ def test_only_prompts_with_the_text() -> None:
 )
 def test_slow_is_slow_in_each_step_chunk_and_shard(
     place: str,
-    call: Callable[[CountingEngine, Sequence], object],
+    call: Callable[[FaultyEngine, Sequence], object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slept: list[float] = []
@@ -209,7 +211,7 @@ def test_slow_is_slow_in_each_step_chunk_and_shard(
 
 
 @pytest.mark.parametrize("place", ["accept", "prefill", "decode", "end"])
-def test_after_a_lost_device_nothing_computes(place: str) -> None:
+def test_nothing_computes_after_a_lost_device(place: str) -> None:
     engine, seq = row(fault="device", fault_in=place)
     engine.admit(seq)
     assert engine.sound()
@@ -236,7 +238,7 @@ def test_a_device_lost_in_the_load_fails_the_load() -> None:
 
 
 def sent(worker: WorkerProcess) -> list[int]:
-    """The ids of every `deltas` frame that came before the worker ended."""
+    """The ids of all `deltas` frames that arrived before the worker ended."""
     ids: list[int] = []
     while (message := worker.next(1.0)) is not None or worker.process.poll() is None:
         if message is not None and message.kind == kinds.DELTAS:
@@ -248,7 +250,7 @@ def sent(worker: WorkerProcess) -> list[int]:
     ("place", "at", "count"),
     [("accept", 0, 0), ("prefill", 1, 0), ("decode", 3, 3), ("end", 0, 4), ("send", 2, 2)],
 )
-def test_a_worker_ends_in_the_place_it_is_told(
+def test_a_worker_ends_at_the_site_of_its_fault(
     tmp_path: Path, place: str, at: int, count: int
 ) -> None:
     with WorkerProcess(
@@ -269,7 +271,7 @@ def test_a_worker_ends_in_the_place_it_is_told(
         assert sum(line["n"] for line in made[5:]) <= count + (place == "send")
 
 
-def test_after_the_end_its_frame_is_made_and_then_it_strikes(tmp_path: Path) -> None:
+def test_after_end_strikes_behind_the_last_frame(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path, fault="exit3", fault_in="after_end") as worker:
         worker.welcome(1)
         worker.work(1, max_tokens=4)
@@ -278,7 +280,7 @@ def test_after_the_end_its_frame_is_made_and_then_it_strikes(tmp_path: Path) -> 
         assert whats[-2:] == [("deltas", "length"), ("fault", None)]
 
 
-def test_raise_costs_the_one_request(tmp_path: Path) -> None:
+def test_raise_ends_one_request(tmp_path: Path) -> None:
     for place in ("accept", "end"):
         folder = tmp_path / place
         folder.mkdir()
@@ -293,7 +295,7 @@ def test_raise_costs_the_one_request(tmp_path: Path) -> None:
         assert found[1][-1].pos == (0 if place == "accept" else 2)
 
 
-def test_a_worker_without_its_device_says_so_and_ends(tmp_path: Path) -> None:
+def test_a_worker_that_lost_its_device_reports_it_and_exits(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path, fault="device", fault_in="prefill", fault_prompt="bad") as worker:
         worker.welcome(1)
         worker.work(1, "good", max_tokens=3)
@@ -335,9 +337,7 @@ def frames(worker: WorkerProcess, count: int) -> list[tuple[str, int, int]]:
         ("late", 5, ("deltas", 5, 2)),
     ],
 )
-def test_frames_that_are_not_as_they_should_be(
-    tmp_path: Path, name: str, after: int, extra: tuple[str, int, int]
-) -> None:
+def test_frame_faults(tmp_path: Path, name: str, after: int, extra: tuple[str, int, int]) -> None:
     with WorkerProcess(tmp_path, fault=name, fault_in="send", fault_at=2) as worker:
         worker.welcome(5)
         worker.work(1, max_tokens=FRAMES)
@@ -346,7 +346,7 @@ def test_frames_that_are_not_as_they_should_be(
     assert found == [*right[: after + 1], extra, *right[after + 1 :]]
 
 
-def test_a_worker_that_is_no_longer_concerned_is_healthy(tmp_path: Path) -> None:
+def test_a_worker_after_fault_times_is_healthy(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path, fault="kill", fault_times=2, incarnation=2) as worker:
         worker.welcome(1)
         worker.work(1, max_tokens=3)

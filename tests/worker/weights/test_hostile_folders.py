@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.check import lines
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.cli.commands.check import lines
+from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.worker.diagnose.check import check
 from mlxpool.worker.engine.factory import open_source
 from mlxpool.worker.layers.config_fields import MAX_INTEGER, MAX_MODULES
-from mlxpool.worker.prompt.chat_template.templates import MOST_SOURCE
+from mlxpool.worker.prompt.chat_template.templates import MAX_TEMPLATE_CHARS
 from mlxpool.worker.weights import json_files
 from support.worker_checkpoints import write_checkpoint, write_json
 
@@ -107,8 +107,10 @@ def test_endless_and_huge_files(
 
 
 def test_a_huge_template_inside_another_file(folder: Path) -> None:
-    change(folder / "tokenizer_config.json", chat_template="x" * (MOST_SOURCE + 1))
-    assert f"has {MOST_SOURCE + 1} characters, at most {MOST_SOURCE}" in refusal(folder)
+    change(folder / "tokenizer_config.json", chat_template="x" * (MAX_TEMPLATE_CHARS + 1))
+    assert f"has {MAX_TEMPLATE_CHARS + 1} characters, at most {MAX_TEMPLATE_CHARS}" in refusal(
+        folder
+    )
 
 
 def test_templates_with_invalid_names(folder: Path) -> None:

@@ -16,7 +16,8 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.layers.quantisation import parse_quant_config
 from mlxpool.worker.weights.files import folder_files, merge_tensors
-from mlxpool.worker.weights.load import inspect, load
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.load import load
 from mlxpool.worker.weights.match import mismatches
 from support.worker_checkpoints import (
     EOS,
@@ -52,7 +53,7 @@ def test_inspect_describes_a_folder(good: Path) -> None:
 
 def test_inspect_imports_no_mlx(good: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from mlxpool.worker.weights.load import inspect; "
+        "import sys; from pathlib import Path; from mlxpool.worker.weights.inspect import inspect; "
         "from mlxpool.worker.prompt.tokenizer import Text; "
         "Text.from_folder(inspect(Path(sys.argv[1]))); "
         "assert not [name for name in sys.modules if name.split('.')[0] == 'mlx']"

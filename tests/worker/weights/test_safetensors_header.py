@@ -10,7 +10,7 @@ import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights import safetensors_header
-from mlxpool.worker.weights.load import inspect
+from mlxpool.worker.weights.inspect import inspect
 from support.worker_checkpoints import write_checkpoint, write_raw_safetensors
 
 

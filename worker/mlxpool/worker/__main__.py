@@ -5,29 +5,70 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from functools import partial
+from typing import TYPE_CHECKING
 
-from mlxpool.common.config.loading import WORKER_VARIABLE, WorkerConfig
-from mlxpool.worker.process import lifecycle
+from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
+from mlxpool.worker.system import parent_death, stack_dumps
 
-SWITCH_INTERVAL = 0.0005  # seconds; at Python's 5 ms a busy edge makes a step three times as long
+if TYPE_CHECKING:
+    from mlxpool.worker.process.edge import Edge
+
+SWITCH_INTERVAL = 0.0005  # seconds; at Python's 5 ms, a busy main thread makes steps 3 times longer
 
 
 def main() -> int:
+    """Run a worker. Returns its exit code."""
     settings = os.environ.pop(WORKER_VARIABLE, None)
     if settings is None:
         print("a worker is started by its broker: use `mlxpool serve`", file=sys.stderr)
         return 2
     config = WorkerConfig.from_environment(settings)
-    lifecycle.dump_on_signal(config.dump_fd)
-    lifecycle.die_with_parent()
-    from mlxpool.common import logs  # the heavy imports come after
-    from mlxpool.worker.process.edge import Edge
+    stack_dumps.dump_on_signal(config.dump_fd)
+    parent_death.die_with_parent()
+    from mlxpool.common import logs
 
     logs.set_up(json_lines=config.log_format == "json")
     sys.setswitchinterval(SWITCH_INTERVAL)
-    edge = Edge(config)
-    lifecycle.watch_stdin(edge.orphaned)
+    edge = build(config)
+    parent_death.watch_stdin(edge.orphaned)
     return edge.run()
+
+
+def build(config: WorkerConfig) -> Edge:
+    """Compose the parts of a worker, with faults where the counting model's settings ask for one.
+
+    Its imports take long: a worker has to be bound to its parent before.
+    """
+    from mlxpool.common.progress import Block
+    from mlxpool.common.trace import History
+    from mlxpool.common.transport.keys import Credentials
+    from mlxpool.common.transport.waker import Waker
+    from mlxpool.worker.compute.progress import Progress
+    from mlxpool.worker.compute.thread import Compute
+    from mlxpool.worker.process.edge import Edge
+    from mlxpool.worker.process.link import Link
+    from mlxpool.worker.process.mailbox import Mailbox
+    from mlxpool.worker.testing.faults import faults_of
+    from mlxpool.worker.testing.faulty_engine import begin_with, open_source
+    from mlxpool.worker.testing.faulty_link import FaultyLink, FaultyPreparer
+
+    history = History(f"worker-{config.slot}")
+    mailbox = Mailbox(Waker())
+    block = Block.open(config.block_fd) if config.block_fd >= 0 else Block.private()
+    progress = Progress(mailbox.waker.wake, block=block)
+    credentials = Credentials.of(config.server_key, config.key)
+    faults = faults_of(config, history)
+    if not faults.site:
+        link = Link(config.endpoint, config.token, history, credentials)
+        compute = Compute(config, progress, mailbox.post)
+        return Edge(config, history, mailbox, progress, link, compute)
+    faulty_link = FaultyLink(config.endpoint, config.token, history, credentials, faults)
+    compute = Compute(
+        config, progress, mailbox.post, partial(open_source, faults=faults), begin_with(faults)
+    )
+    make_preparer = partial(FaultyPreparer, faulty_link)
+    return Edge(config, history, mailbox, progress, faulty_link, compute, make_preparer)
 
 
 if __name__ == "__main__":
@@ -38,4 +79,4 @@ if __name__ == "__main__":
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # the compute thread may be inside MLX: do not take the interpreter apart
+    os._exit(code)  # the compute thread may be inside MLX, so the interpreter must not shut down

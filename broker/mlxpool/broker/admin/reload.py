@@ -16,7 +16,7 @@ from mlxpool.broker.edge.startup import footprints, memory, places, without_work
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.security.keyring import KEY
 from mlxpool.common.config.bounds import ConfigError
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 
 if TYPE_CHECKING:
     from mlxpool.broker.edge.loop import Broker

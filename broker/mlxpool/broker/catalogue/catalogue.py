@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.broker.edge.startup import place_of, weight_of
-from mlxpool.common.config.loading import ModelConfig, PoolConfig, scanned
+from mlxpool.common.config.loading import scanned
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 
 log = logging.getLogger("mlxpool.broker")
 

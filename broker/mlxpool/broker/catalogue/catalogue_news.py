@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mlxpool.broker.catalogue.catalogue import Librarian
 from mlxpool.broker.interface import events as ev
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 
 PATIENCE = 1.5  # seconds for which `models` waits for a look
 MOST = 1000  # who may wait at once; further ones get what is known

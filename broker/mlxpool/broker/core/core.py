@@ -29,7 +29,7 @@ from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.interface import events as ev
 from mlxpool.broker.interface.actions import Action
 from mlxpool.broker.models.registry import Registry
-from mlxpool.common.config.loading import PoolConfig
+from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.protocol.to_client import Fate
 
 NO_LIMIT = 1 << 62  # bytes

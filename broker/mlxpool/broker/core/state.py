@@ -14,7 +14,7 @@ from mlxpool.broker.requests.call import Call
 from mlxpool.broker.requests.quotas import Rates
 from mlxpool.broker.requests.request import Request, Tombstone
 from mlxpool.broker.workers.worker import Worker
-from mlxpool.common.config.loading import PoolConfig
+from mlxpool.common.config.schema import PoolConfig
 
 QUEUE_RETRY_MS = 1000  # `retry_after_ms` of a request that a full queue or a quota refuses
 

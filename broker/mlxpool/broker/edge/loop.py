@@ -45,7 +45,8 @@ from mlxpool.broker.processes.supervisor import TICK, Supervisor
 from mlxpool.broker.security.entrance import Entrance
 from mlxpool.broker.telemetry import broker_info, snapshot
 from mlxpool.broker.telemetry.lag import Lag
-from mlxpool.common.config.loading import PoolConfig, check_run_dir
+from mlxpool.common.config.loading import check_run_dir
+from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.trace import History
 from mlxpool.common.transport import sockets
 

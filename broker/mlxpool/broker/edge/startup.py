@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlxpool.broker.processes import system
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
-from mlxpool.common.config.model_names import way_out
+from mlxpool.common.config.model_names import outside_target
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 
 SHARE = 0.8  # of the machine's memory, for all workers, when no limit is set
 BUILTIN = "builtin:"
@@ -90,7 +90,7 @@ def place_of(model: ModelConfig) -> str:
     That is a model without files, and one that is refused for a link out of the models folder.
     """
     if model.path == f"{BUILTIN}counting" or (
-        model.within and way_out(Path(model.path), Path(model.within)) is not None
+        model.within and outside_target(Path(model.path), Path(model.within)) is not None
     ):
         return ""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mlxpool.common.config.loading import ModelConfig, PoolConfig
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.errors import PoolError
 from mlxpool.common.progress import Look
 from mlxpool.common.protocol import to_broker

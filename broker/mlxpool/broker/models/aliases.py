@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.config.schema import ModelConfig
 
 SHARED_SETTINGS = (  # that a worker is started with: names that share one must agree on them
     "context",

@@ -11,7 +11,7 @@ from mlxpool.broker.requests.fair_queue import Queue
 from mlxpool.broker.workers.slot import Slot
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import COMING, SERVING, WorkerState
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.config.schema import ModelConfig
 
 
 @dataclass(eq=False, slots=True)

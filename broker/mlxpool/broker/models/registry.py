@@ -10,7 +10,7 @@ from mlxpool.broker.models.aliases import SHARED_SETTINGS, Names
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.workers.slot import Slot
 from mlxpool.broker.workers.worker import Worker
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelUnavailable, PoolError, UnknownModel, from_body
 
 MAX_NAMES_SHOWN = 20

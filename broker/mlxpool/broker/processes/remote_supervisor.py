@@ -17,7 +17,8 @@ import time
 from mlxpool.broker.processes.supervisor import TICK, Child, Dial, Supervisor
 from mlxpool.broker.workers.liveness import Watch, judge
 from mlxpool.broker.workers.restart_delay import restart_delay
-from mlxpool.common.config.loading import ModelConfig, PoolConfig, check_run_dir
+from mlxpool.common.config.loading import check_run_dir
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.exit_codes import AGAIN, ALONE, REFUSED, STOPPED
 
 log = logging.getLogger("mlxpool.worker")

@@ -14,7 +14,7 @@ from pathlib import Path
 from mlxpool.broker.interface.events import Sample
 from mlxpool.broker.processes import system
 from mlxpool.broker.processes.blas import preload
-from mlxpool.common.config.loading import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
+from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
 from mlxpool.common.progress import Block, Look
 
 AGAIN = 1.0  # seconds between two SIGKILLs to a process that the kernel has not let go of

@@ -10,7 +10,7 @@ import zmq
 from mlxpool.broker.edge.peers import Gate
 from mlxpool.broker.security.keyring import Keyring
 from mlxpool.broker.security.zap import Zap
-from mlxpool.common.config.loading import PoolConfig
+from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.transport import keys
 
 log = logging.getLogger("mlxpool.broker")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from mlxpool.common.config.loading import KeyConfig
+from mlxpool.common.config.schema import KeyConfig
 
 KEY = "key:"
 UID = "uid:"

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from mlxpool.broker.interface.events import Sample
-from mlxpool.common.config.loading import PoolConfig
+from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.progress import Look
 
 USUAL_FACTOR = 40  # times the usual duration is past the limit

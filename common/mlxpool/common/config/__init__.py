@@ -1,4 +1,4 @@
-"""Settings of a pool: their schema, the text that they are read from, their bounds and origins.
+"""Settings of a pool: their declarations, how they are read, their bounds and their origins.
 
-Every process gets one frozen object and never changes it.
+Every process gets one frozen object with its settings and never changes it.
 """

@@ -1,153 +1,32 @@
-"""Frozen settings, each with its unit and reason; the only reader of TOML and of the environment.
+"""Loads the settings of a pool; the only reader of TOML and of the environment.
 
 Order: flag > environment > file > default. An unknown key is an error naming the nearest one, and
-all errors are told at once.
+all errors are reported at once.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
-from mlxpool.common.config.bounds import ConfigError, Faults, check, convert
+from mlxpool.common.config.bounds import ConfigError, Declaration, Problems, declarations
 from mlxpool.common.config.model_names import fault_of_name, scan
-from mlxpool.common.paths import default_run_dir
+from mlxpool.common.config.schema import (
+    BUILTIN,
+    NO_SETTINGS,
+    Counting,
+    KeyConfig,
+    ModelConfig,
+    PoolConfig,
+)
 from mlxpool.common.transport import endpoints
 from mlxpool.common.transport.keys import NAME, PUBLIC
-
-
-@dataclass(frozen=True, slots=True)
-class Counting:
-    """How the weightless `counting` model behaves; its token i is f(prompt, seed, i)."""
-
-    load_ms: int = 0  # time the load takes, in ten shards
-    prefill_us: int = 0  # time for each prompt token
-    step_us: int = 1000  # time of one decode step
-    joint: int = 1  # prompts that are read in one pass
-    vocab: int = 50_000  # token ids are below this
-    load_bytes: int = 0  # memory it claims to need; takes none
-    fault: str = ""  # what goes wrong, by name; "": nothing (docs/reliability.md lists them)
-    fault_in: str = "decode"  # where: load, accept, prefill, decode, end, after_end, send
-    fault_at: int = 0  # the position, prompt token, load step or frame at which it does
-    fault_prompt: str = ""  # only for prompts that contain this text; "": for all
-    fault_times: int = 0  # only in the first so many workers of a slot; 0: in all
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """`[models.NAME]`."""
-
-    path: str = ""  # a folder, a reference, or "builtin:demo", "builtin:counting"
-    context: int = 0  # tokens; 0: the model's own
-    replicas: int = 1  # workers of this model
-    sequences: int = 8  # running at once in one worker
-    keep_alive: float = 300.0  # seconds idle before the worker is ended; < 0: never
-    pin: bool = False  # its workers start with the pool and stay: keep_alive = -1
-    memory_limit: int = 0  # bytes of one worker, then it is ended; 0: no limit
-    prefix_cache: str = "tree"  # tree | single | off
-    prefix_bytes: int = 0  # bytes it may take; 0: a quarter of what the weights leave
-    deterministic: bool = False  # no bit depends on what is computed beside it; slower, CPU only
-    counting: Counting = field(default_factory=Counting)
-    within: str = ""  # no setting: the models folder it was found in, which no link may leave
-
-    @classmethod
-    def from_table(cls, table: Mapping[str, Any]) -> ModelConfig:
-        """Undo `asdict`."""
-        return cls(**{**table, "counting": Counting(**table["counting"])})
-
-
-@dataclass(frozen=True, slots=True)
-class KeyConfig:
-    """`[keys.NAME]`: who may come in over tcp, and as what."""
-
-    role: str  # client | worker | admin
-    public: str  # 40 characters, as `mlxpool keygen` prints it
-
-
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
-    """`[pool]`."""
-
-    run_dir: Path = field(default_factory=default_run_dir)
-    front: tuple[str, ...] = ()  # further endpoints for clients; front.ipc is always there
-    back: tuple[str, ...] = ()  # for workers that dial in
-    admin: tuple[str, ...] = ()  # for operations; admin.ipc is always there
-    secret_key: Path | None = None  # the broker's key file: every tcp endpoint speaks CURVE
-    local_workers: bool = True  # false: workers dial in, none is started here
-    quota_requests: int = 0  # live requests of one peer; 0: no limit, as for the next three
-    quota_tokens: int = 0  # tokens of prompt that one peer may have waiting
-    quota_bytes: int = 0  # bytes a second that one peer may send
-    quota_cancels: int = 0  # cancels a second of one peer
-    models_dir: Path | None = None  # each folder in it with a config.json is a model by its name
-    queue_limit: int = 512  # requests waiting for one model
-    queue_bytes: int = 256 * 1024 * 1024  # prompts waiting for one model
-    deadline: float = 3600.0  # seconds, of a request that names none
-    client_grace: float = 10.0  # seconds an unheard client's streams live on
-    ack_grace: float = 30.0  # seconds without an ack while there is unread data
-    unread_bytes: int = 1024 * 1024  # unread data of one stream
-    restart_delay: float = 1.0  # seconds before the first restart of a worker; doubles
-    restart_delay_max: float = 60.0
-    restart_limit: int = 5  # failures in a row before the model is `broken`
-    probe_interval: float = 300.0  # seconds until a broken model is tried again
-    stop_grace: float = 5.0  # seconds between SIGTERM and SIGKILL
-    drain_grace: float = 30.0  # seconds in which a drain lets streams end where they are
-    memory_limit: int = 0  # bytes of all workers together; 0: 80 % of the machine's memory
-    poison_life: float = 3600.0  # seconds for which a poisonous request is refused
-    beat_limit: float = 10.0  # seconds without a beat before a worker is suspect; twice: ended
-    load_limit: float = 60.0  # the same without progress in boot or load
-    prefill_limit: float = 10.0  # in a prefill chunk, or 40 times the usual
-    step_limit: float = 5.0  # in a decode step, or 40 times the usual
-    fresh_limit: float = 120.0  # in the first use of a shape
-    worker_log_bytes: int = 8 * 1024 * 1024  # a worker's log is cut to half at its next start
-    log_format: str = "text"  # text | json
-    metrics: str = ""  # HOST:PORT of /metrics, /healthz, /readyz and /stats; "": none
-    models: Mapping[str, ModelConfig] = field(default_factory=dict)
-    keys: Mapping[str, KeyConfig] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """What a broker tells the worker it starts, through the environment."""
-
-    endpoint: str  # the broker's back socket
-    slot: str
-    token: str  # opens the back socket once
-    name: str  # of the model
-    model: ModelConfig
-    log_format: str = "text"
-    block_fd: int = -1  # of the progress block; -1: none
-    dump_fd: int = -1  # of the file for stack dumps; -1: standard error
-    incarnation: int = 0  # how many workers the slot had before
-    dials: bool = False  # another supervisor's: it has no slot, and asks for one by the model
-    server_key: str = ""  # the broker's public key; "": no CURVE
-    key: str = ""  # the file of its own key
-    orphan_grace: float = 60.0  # seconds without a broker, then it ends
-
-    def to_environment(self) -> str:
-        """The value of WORKER_VARIABLE."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_environment(cls, text: str) -> WorkerConfig:
-        """Undo `to_environment`."""
-        table = json.loads(text)
-        return cls(model=ModelConfig.from_table(table.pop("model")), **table)
-
-
-WORKER_VARIABLE = "MLXPOOL_WORKER"
-
-BUILTIN = {
-    "demo": ModelConfig(path="builtin:demo"),
-    "counting": ModelConfig(path="builtin:counting"),
-}
-
 
 SECTIONS = ("pool", "models", "keys")
 
@@ -163,16 +42,16 @@ def load(
 
     Raises ConfigError naming the key, its value and the bound, for all that is wrong.
     """
-    table, faults = _read(path) if path else {}, Faults()
-    faults.problems += [_unknown(key, SECTIONS, str(path)) for key in table if key not in SECTIONS]
+    table, problems = _read(path) if path else {}, Problems()
+    problems.found += [_unknown(key, SECTIONS, str(path)) for key in table if key not in SECTIONS]
     config, models, keys = PoolConfig(), dict[str, ModelConfig](), dict[str, KeyConfig]()
-    with faults.caught():
+    with problems.collected():
         config = _pool(_table(table, "pool"), flags or {})
-    with faults.caught():
+    with problems.collected():
         models = _models(_table(table, "models"), folders or {})
-    with faults.caught():
+    with problems.collected():
         keys = _keys(_table(table, "keys"))
-    faults.tell()
+    problems.check()
     for more in (BUILTIN, scanned(config.models_dir)):
         models = {**models, **{name: more[name] for name in more if name not in models}}
     return replace(config, models=models, keys=keys)
@@ -184,28 +63,28 @@ def _pool(table: Mapping[str, Any], flags: Mapping[str, Any]) -> PoolConfig:
 
 
 def _models(table: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, ModelConfig]:
-    models, faults = dict[str, ModelConfig](), Faults()
+    models, problems = dict[str, ModelConfig](), Problems()
     for name in table:
-        with faults.caught():
+        with problems.collected():
             models[name] = _model(name, _table(table, name))
     for name, path in folders.items():
-        with faults.caught():
+        with problems.collected():
             models[name] = _model(name, {"path": path})
-    faults.tell()
+    problems.check()
     return models
 
 
 def _keys(table: Mapping[str, Any]) -> dict[str, KeyConfig]:
-    """The allow-list. Raises ConfigError, also for a key that stands there under two names."""
+    """The allow-list of public keys. Raises ConfigError, also for one key under two names."""
     names: dict[str, str] = {}
-    keys, faults = dict[str, KeyConfig](), Faults()
+    keys, problems = dict[str, KeyConfig](), Problems()
     for name in table:
-        with faults.caught():
+        with problems.collected():
             key = keys[name] = _key(name, table)
             if names.setdefault(key.public, name) != name:
                 other = names[key.public]
                 raise ConfigError(f"keys.{name} and keys.{other} have the same public key")
-    faults.tell()
+    problems.check()
     return keys
 
 
@@ -238,9 +117,13 @@ def _table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def variables() -> dict[str, str]:
-    """The settings of [pool] that the environment may give, and their variables."""
-    names = {f.name for f in fields(PoolConfig)} - {"models", "keys", "front", "back", "admin"}
-    return {name: f"MLXPOOL_{name.upper()}" for name in sorted(names)}
+    """The environment variable of each setting of [pool]; lists have none."""
+    found = [
+        name
+        for name, setting in declarations(PoolConfig).items()
+        if name not in NO_SETTINGS and get_origin(setting.type) is not tuple
+    ]
+    return {name: f"MLXPOOL_{name.upper()}" for name in sorted(found)}
 
 
 def _environment() -> dict[str, str]:
@@ -249,7 +132,7 @@ def _environment() -> dict[str, str]:
 
 
 def scanned(models_dir: Path | None) -> dict[str, ModelConfig]:
-    """The models of the models folder, with the settings that nobody has named."""
+    """The models in the models folder, each with default settings."""
     if models_dir is None:
         return {}
     border = str(models_dir)
@@ -277,46 +160,43 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
     return replace(built, keep_alive=-1.0)
 
 
-NO_SETTINGS = ("models", "keys", "within")
-PATH_WORDS = ": a folder, a reference, or builtin:demo"
+PATH_HINT = ": a folder, a reference, or builtin:demo"
 Kind = TypeVar("Kind", PoolConfig, ModelConfig, Counting, KeyConfig)
 
 
 def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
-    """A dataclass of a section. Raises ConfigError with all that is wrong with it."""
-    known = {f.name: str(f.type) for f in fields(kind) if f.name not in NO_SETTINGS}
-    values, faults = dict[str, Any](), Faults()
+    """A section as its dataclass. Raises ConfigError with every problem of it."""
+    known = {
+        name: setting for name, setting in declarations(kind).items() if name not in NO_SETTINGS
+    }
+    values, problems = dict[str, Any](), Problems()
     for key, value in table.items():
-        with faults.caught():
+        with problems.collected():
             values[key] = _setting(key, known, value, where)
-    meant = {_nearest(key, known) for key in table}  # the like of an unknown key is not missed
-    for name in (f.name for f in fields(kind) if _needed(f) and f.name not in meant):
-        faults.problems.append(f"{where}.{name} is missing")
+    meant = {_nearest(key, known) for key in table}  # a key that is misspelt is not missing too
+    for name in (f.name for f in fields(kind) if _is_required(f) and f.name not in meant):
+        problems.found.append(f"{where}.{name} is missing")
     if (kind is ModelConfig and "path" not in meant) or table.get("path") == "":
-        faults.problems.append(f"{where}.path is missing{PATH_WORDS}")
+        problems.found.append(f"{where}.path is missing{PATH_HINT}")
     if kind is PoolConfig:
-        faults.problems += _bad_endpoints(values, where)
-    faults.tell()
+        problems.found += _bad_endpoints(values, where)
+    problems.check()
     return kind(**values)
 
 
-def _setting(key: str, known: Mapping[str, str], value: Any, where: str) -> Any:
+def _setting(key: str, known: Mapping[str, Declaration], value: Any, where: str) -> Any:
     if key not in known:
         raise ConfigError(_unknown(key, tuple(known), where))
-    place = f"{where}.{key}"
-    if key == "counting":
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{place} must be a table, got {value!r}")
-        return _build(Counting, value, place)
-    read = convert(key, known[key], value, place)
-    check(key, read, place)
-    if key == "models_dir" and not read.is_dir():
-        raise ConfigError(f"{place}: there is no folder {read}")
-    return read
+    path = f"{where}.{key}"
+    if known[key].type is not Counting:
+        return known[key].read(value, path)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path} must be a table, got {value!r}")
+    return _build(Counting, value, path)
 
 
 def _nearest(key: str, known: Iterable[str]) -> str | None:
-    """The name itself, if it is known."""
+    """The known name nearest to a key, which is the key itself if it is known."""
     if key in known:
         return key
     return next(iter(difflib.get_close_matches(key, list(known), n=1)), None)
@@ -328,12 +208,12 @@ def _unknown(key: str, known: Iterable[str], where: str) -> str:
     return f"{where}: unknown key {key!r}{hint}"
 
 
-def _needed(setting: Field[Any]) -> bool:
+def _is_required(setting: Field[Any]) -> bool:
     return setting.default is MISSING and setting.default_factory is MISSING
 
 
 def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Plain tcp is for clients of this machine alone."""
+    """Problems of the endpoints: plain tcp is allowed for clients on the loopback only."""
     secured = "secret_key" in values
     for name in ("front", "back", "admin"):
         for endpoint in values.get(name, ()):
@@ -343,7 +223,7 @@ def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Make the run directory, 0700. Raises ConfigError when it cannot be used."""
+    """Make the run directory, mode 0700. Raises ConfigError if it cannot be used."""
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)

@@ -1,6 +1,6 @@
-"""The names of models: which are allowed, and which folders of a models folder have one.
+"""Names of models: which are allowed, and which models a models folder has.
 
-A name is a key, never a path: what a client sends is only ever looked up.
+A name is a key, never a path: a name from a client is only looked up.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import unicodedata
 from pathlib import Path
 
-MAX_NAME = 200  # bytes of UTF-8; a worker's log is called after it
+MAX_NAME = 200  # bytes of UTF-8; a log file has the name in its own
 MAX_PARTS = 4  # of a name with slashes, as in registry/owner/model
-DEPTH = 2  # folders: NAME, and OWNER/NAME
-MOST = 500  # models of one folder, so that their list fits into a message
+SCAN_DEPTH = 2  # folders: NAME, and OWNER/NAME
+MAX_SCANNED = 500  # models of one folder; a message holds a list of so many
 
 
 def fault_of_name(name: str) -> str | None:
-    """Why this cannot be a model's name; None when it can.
+    """Why a text cannot be a model's name; None if it can.
 
     A name that ends in /NUMBER is a slot's.
     """
@@ -42,11 +42,11 @@ def _is_text(name: str) -> bool:
 def scan(models_dir: Path) -> dict[str, Path]:
     """The models in a folder: NAME and OWNER/NAME, each a folder with a config.json.
 
-    Reads names, no file. Hidden folders, what cannot be opened and what has no possible name are
-    left out, and what comes after the first MOST; a link is followed one step and is refused at
-    load if it leads out of `models_dir`.
+    Opens no file. Leaves out hidden folders, folders that cannot be opened, names that are not
+    allowed, and all after the first MAX_SCANNED. Follows a link one step; a link that leads out of
+    `models_dir` is refused when the model is loaded.
     """
-    return dict(sorted(_scan(models_dir, "", DEPTH).items())[:MOST])
+    return dict(sorted(_scan(models_dir, "", SCAN_DEPTH).items())[:MAX_SCANNED])
 
 
 def _scan(folder: Path, before: str, depth: int) -> dict[str, Path]:
@@ -65,7 +65,7 @@ def _scan(folder: Path, before: str, depth: int) -> dict[str, Path]:
 def _entries(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
-    except OSError:  # a file, or not ours to open
+    except OSError:  # a file, or no permission
         return []
 
 
@@ -76,18 +76,18 @@ def _has_config(folder: Path) -> bool:
         return False
 
 
-def way_out(path: Path, border: Path) -> Path | None:
-    """Where a link in a model's folder leads out of `border` to; None when none does.
+def outside_target(path: Path, border: Path) -> Path | None:
+    """The target of a link of a model's folder that leads out of `border`; None without one.
 
-    Looks at `path` itself and at what lies directly in it.
+    Checks `path` itself and the entries directly in it.
     """
     inside = border.resolve()
-    places = (_real(entry) for entry in (path, *_entries(path)))
-    return next((real for real in places if not real.is_relative_to(inside)), None)
+    targets = (_real(entry) for entry in (path, *_entries(path)))
+    return next((real for real in targets if not real.is_relative_to(inside)), None)
 
 
 def _real(entry: Path) -> Path:
     try:
         return entry.resolve()
-    except (OSError, RuntimeError):  # a link that leads to itself leads nowhere else
+    except (OSError, RuntimeError):  # a link to itself stays in its folder
         return entry.parent.resolve() / entry.name

@@ -1,6 +1,6 @@
 """Where each setting comes from: a flag, the environment, a line of the file, or the default.
 
-`config.load` decides what counts, in the same order; this only tells.
+`loading.load` chooses the values; this module repeats its order only to name the origin.
 """
 
 from __future__ import annotations
@@ -14,19 +14,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mlxpool.common.config.loading import (
-    BUILTIN,
-    NO_SETTINGS,
-    ModelConfig,
-    PoolConfig,
-    load,
-    variables,
-)
+from mlxpool.common.config.loading import load, variables
+from mlxpool.common.config.schema import BUILTIN, NO_SETTINGS, ModelConfig, PoolConfig
 
 DEFAULT = "default"
 PREFIX = "MLXPOOL_"
-# Read elsewhere: by the command line, by workers, by tests.
-OTHERS = [
+# Variables that are no settings: read by the command line, by workers, by tests.
+OTHER_VARIABLES = [
     "MLXPOOL_ADMIN_ENDPOINT",
     "MLXPOOL_BACK_ENDPOINT",
     "MLXPOOL_BENCH",
@@ -53,40 +47,40 @@ class Setting:
 def settings(
     path: Path | None, flags: Mapping[str, Any], folders: Mapping[str, str]
 ) -> list[Setting]:
-    """Every setting as `config.load` with the same arguments has it. Raises ConfigError."""
+    """Every setting as `loading.load` returns it for these arguments. Raises ConfigError."""
     loaded = load(path, flags, folders)
     lines = _lines(path.read_text("utf-8")) if path else {}
     table = tomllib.loads(path.read_text("utf-8")) if path else {}
-    told = _Told(str(path), table, lines)
+    source = _SourceFile(str(path), table, lines)
     return [
-        *_pool(loaded, flags, told),
-        *_entries(loaded, told),
-        *(one for name in loaded.models for one in _model(loaded, name, folders, told)),
+        *_pool(loaded, flags, source),
+        *_entries(loaded, source),
+        *(one for name in loaded.models for one in _model(loaded, name, folders, source)),
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What the file says, and in which line."""
+class _SourceFile:
+    """The file's table, and the line of each key."""
 
     file: str
     table: Mapping[str, Any]
     lines: Mapping[tuple[str, ...], int]
 
-    def of(self, *keys: str) -> str | None:
-        """Where the file says it, or None."""
+    def origin(self, *keys: str) -> str | None:
+        """FILE:LINE of a key; None if the file does not have it."""
         inner: Any = self.table
         for key in keys:
             if not isinstance(inner, Mapping) or key not in inner:
                 return None
             inner = inner[key]
-        for size in range(len(keys), 0, -1):  # an inline table has the line of what it is in
+        for size in range(len(keys), 0, -1):  # a key of an inline table has the line of that
             if keys[:size] in self.lines:
                 return f"{self.file}:{self.lines[keys[:size]]}"
         return self.file
 
 
-def _pool(loaded: PoolConfig, flags: Mapping[str, Any], told: _Told) -> Iterator[Setting]:
+def _pool(loaded: PoolConfig, flags: Mapping[str, Any], source: _SourceFile) -> Iterator[Setting]:
     known = variables()
     for name in (field.name for field in fields(loaded) if field.name not in NO_SETTINGS):
         if flags.get(name) is not None:
@@ -94,24 +88,24 @@ def _pool(loaded: PoolConfig, flags: Mapping[str, Any], told: _Told) -> Iterator
         elif name in known and os.environ.get(known[name]):
             origin = f"${known[name]}"
         else:
-            origin = told.of("pool", name) or DEFAULT
+            origin = source.origin("pool", name) or DEFAULT
         yield Setting(f"pool.{name}", _plain(getattr(loaded, name)), origin)
 
 
-def _entries(loaded: PoolConfig, told: _Told) -> Iterator[Setting]:
-    """Sections of the file that have a name each, but for models."""
+def _entries(loaded: PoolConfig, source: _SourceFile) -> Iterator[Setting]:
+    """The settings of the named sections of the file, except models."""
     for name in (field.name for field in fields(loaded) if field.name != "models"):
         entries = getattr(loaded, name)
         if not isinstance(entries, Mapping):
             continue
         for entry, table in entries.items():
             for key, value in _flat(asdict(table)):
-                origin = told.of(name, entry, *key) or DEFAULT
+                origin = source.origin(name, entry, *key) or DEFAULT
                 yield Setting(_dotted(name, entry, *key), _plain(value), origin)
 
 
 def _model(
-    loaded: PoolConfig, name: str, folders: Mapping[str, str], told: _Told
+    loaded: PoolConfig, name: str, folders: Mapping[str, str], source: _SourceFile
 ) -> Iterator[Setting]:
     model = loaded.models[name]
     if name in folders:
@@ -120,13 +114,13 @@ def _model(
         origin = "models_dir"
     else:
         origin = DEFAULT
-    named = name not in folders  # a flag replaces the whole section
+    from_file = name not in folders  # --model replaces the whole section
     for key, value in _flat(asdict(model)):
-        said = told.of("models", name, *key) if named else None
-        if said is None and key == ("keep_alive",) and model.pin:
-            said = told.of("models", name, "pin")
-        ours = origin if key == ("path",) or name in BUILTIN else DEFAULT
-        yield Setting(_dotted("models", name, *key), _plain(value), said or ours)
+        in_file = source.origin("models", name, *key) if from_file else None
+        if in_file is None and key == ("keep_alive",) and model.pin:
+            in_file = source.origin("models", name, "pin")
+        otherwise = origin if key == ("path",) or name in BUILTIN else DEFAULT
+        yield Setting(_dotted("models", name, *key), _plain(value), in_file or otherwise)
 
 
 def _flat(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
@@ -140,7 +134,7 @@ def _flat(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tup
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
+    """A value as JSON has it."""
     if isinstance(value, tuple):
         return list(value)
     return str(value) if isinstance(value, Path) else value
@@ -156,7 +150,7 @@ _PART = re.compile(r"""[\w-]+|"[^"]*"|'[^']*'""")
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:
-    """The line of each key that begins one, and of each section."""
+    """The line number of each key that begins a line, and of each section."""
     found: dict[tuple[str, ...], int] = {}
     section: tuple[str, ...] = ()
     for number, line in enumerate(text.splitlines(), 1):
@@ -172,17 +166,19 @@ def _parts(text: str) -> tuple[str, ...]:
     return tuple(part.strip("\"'") for part in _PART.findall(text))
 
 
-def strangers() -> dict[str, str]:
-    """Variables MLXPOOL_* of the environment that nothing reads, and the nearest that is read."""
-    known = [*variables().values(), *OTHERS]
+def unread_variables() -> dict[str, str]:
+    """The variables MLXPOOL_* of the environment that nothing reads, each with the nearest name."""
+    known = [*variables().values(), *OTHER_VARIABLES]
     odd = [n for n in os.environ if n.startswith(PREFIX) and n not in known]
-    tails = {name.removeprefix(PREFIX): name for name in known}  # what they share is no likeness
+    tails = {
+        name.removeprefix(PREFIX): name for name in known
+    }  # the common prefix would make all similar
     near = {name: difflib.get_close_matches(name.removeprefix(PREFIX), tails, 1) for name in odd}
     return {name: tails[near[name][0]] if near[name] else "" for name in sorted(odd)}
 
 
-def missing(loaded: Mapping[str, ModelConfig]) -> dict[str, str]:
-    """Models whose path is one of this machine's and not there; by name, the path."""
+def missing_paths(loaded: Mapping[str, ModelConfig]) -> dict[str, str]:
+    """The paths of models that do not exist on this machine, by model; references are left out."""
     return {
         name: model.path
         for name, model in loaded.items()

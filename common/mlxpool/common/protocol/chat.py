@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.protocol.fields import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
@@ -25,7 +26,7 @@ def check_messages(raw: object) -> list[dict[str, Any]]:
     Raises BadRequest naming the message's index, the value and the bound.
     """
     if not _is_list(raw) or not 1 <= len(raw) <= MAX_MESSAGES:
-        found = f"{len(raw)}" if _is_list(raw) else _shown(raw)
+        found = f"{len(raw)}" if _is_list(raw) else shown(raw)
         raise BadRequest(f"messages must be a list of 1 to {MAX_MESSAGES} maps, got {found}")
     return [_message(f"messages[{index}]", message) for index, message in enumerate(raw)]
 
@@ -38,7 +39,7 @@ def check_tools(raw: object) -> list[dict[str, Any]]:
     if raw is None:
         return []
     if not _is_list(raw) or len(raw) > MAX_TOOLS:
-        found = f"{len(raw)}" if _is_list(raw) else _shown(raw)
+        found = f"{len(raw)}" if _is_list(raw) else shown(raw)
         raise BadRequest(f"tools must be a list of at most {MAX_TOOLS} maps, got {found}")
     return [_tool(f"tools[{index}]", tool) for index, tool in enumerate(raw)]
 
@@ -50,7 +51,7 @@ def check_think(raw: object) -> bool | str | None:
     """
     if raw is None or isinstance(raw, bool) or (isinstance(raw, str) and raw in LEVELS):
         return raw
-    raise BadRequest(f"think must be true, false or one of {', '.join(LEVELS)}, got {_shown(raw)}")
+    raise BadRequest(f"think must be true, false or one of {', '.join(LEVELS)}, got {shown(raw)}")
 
 
 def joined(content: object) -> str:
@@ -64,20 +65,15 @@ def _is_list(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
     return isinstance(value, list | tuple)
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _message(where: str, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise BadRequest(f"{where} must be a map with a role and a content, got {_shown(message)}")
+        raise BadRequest(f"{where} must be a map with a role and a content, got {shown(message)}")
     role = message.get("role")
     if role not in ROLES:
-        raise BadRequest(f"{where}.role is {_shown(role)}, must be one of {', '.join(ROLES)}")
+        raise BadRequest(f"{where}.role is {shown(role)}, must be one of {', '.join(ROLES)}")
     for key in _TEXTS:
         if not isinstance(message.get(key), str | None):
-            raise BadRequest(f"{where}.{key} must be text, got {_shown(message[key])}")
+            raise BadRequest(f"{where}.{key} must be text, got {shown(message[key])}")
     checked = dict(message)
     if checked.get("tool_calls"):
         checked["tool_calls"] = _tool_calls(f"{where}.tool_calls", role, checked["tool_calls"])
@@ -100,7 +96,7 @@ def _check_content(where: str, content: object) -> None:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise BadRequest(
                 f"{where}[{number}] must be {{type: 'text', text}}, for models take text only;"
-                f" its type is {_shown(kind)}"
+                f" its type is {shown(kind)}"
             )
 
 
@@ -108,7 +104,7 @@ def _tool_calls(where: str, role: str, calls: object) -> list[dict[str, Any]]:
     if role != "assistant":
         raise BadRequest(f"{where}: only an assistant calls tools, the role is {role!r}")
     if not _is_list(calls) or len(calls) > MAX_TOOL_CALLS:
-        found = f"{len(calls)}" if _is_list(calls) else _shown(calls)
+        found = f"{len(calls)}" if _is_list(calls) else shown(calls)
         raise BadRequest(f"{where} must be a list of at most {MAX_TOOL_CALLS} maps, got {found}")
     return [_tool_call(f"{where}[{number}]", call) for number, call in enumerate(calls)]
 
@@ -116,7 +112,7 @@ def _tool_calls(where: str, role: str, calls: object) -> list[dict[str, Any]]:
 def _tool_call(where: str, call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise BadRequest(f"{where} must be a map with a `function`, got {_shown(call)}")
+        raise BadRequest(f"{where} must be a map with a `function`, got {shown(call)}")
     _check_name(f"{where}.function", function)
     arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
     return {**call, "function": {**function, "arguments": arguments}}
@@ -129,20 +125,20 @@ def _arguments(where: str, given: object) -> Mapping[str, Any]:
         try:
             found = json.loads(given) if given.strip() else None
         except (ValueError, RecursionError) as error:
-            raise BadRequest(f"{where} is not JSON: {error}; got {_shown(given)}") from None
+            raise BadRequest(f"{where} is not JSON: {error}; got {shown(given)}") from None
     if found is None:
         return {}
     if not isinstance(found, Mapping):
-        raise BadRequest(f"{where} must be a map or the JSON text of one, got {_shown(given)}")
+        raise BadRequest(f"{where} must be a map or the JSON text of one, got {shown(given)}")
     return found
 
 
 def _tool(where: str, tool: object) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
-        raise BadRequest(f"{where} must be a map, got {_shown(tool)}")
+        raise BadRequest(f"{where} must be a map, got {shown(tool)}")
     function = tool.get("function", tool)
     if not isinstance(function, Mapping):
-        raise BadRequest(f"{where}.function must be a map, got {_shown(function)}")
+        raise BadRequest(f"{where}.function must be a map, got {shown(function)}")
     _check_name(where if function is tool else f"{where}.function", function)
     if not isinstance(function.get("parameters"), Mapping | None):
         raise BadRequest(f"{where}: parameters must be a map (JSON schema)")
@@ -152,4 +148,4 @@ def _tool(where: str, tool: object) -> dict[str, Any]:
 def _check_name(where: str, function: Mapping[str, Any]) -> None:
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise BadRequest(f"{where}.name must be text that is not empty, got {_shown(name)}")
+        raise BadRequest(f"{where}.name must be text that is not empty, got {shown(name)}")

@@ -34,6 +34,17 @@ class Facts:
     thinks: bool = False
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
+    def body(self) -> dict[str, Any]:
+        """The map that the first row of a run carries."""
+        body: dict[str, Any] = {
+            "digest": self.digest,
+            "context": self.context,
+            "max_tokens": self.max_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "now": self.now,
+        }
+        return {**body, "thinks": True} if self.thinks else body
+
     @classmethod
     def from_worker(cls, raw: Mapping[str, Any]) -> Facts:
         """The facts of a worker's first row, read leniently: a wrong type counts as absent."""

@@ -161,6 +161,9 @@ class Ping(Content):
 
     kind: ClassVar[str] = kinds.PING
 
+    def body(self) -> None:
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class ListModels(Content):

@@ -1,4 +1,4 @@
-"""Messages of the broker to a worker. `cancel`, `tokenize`, `detokenize`: see `to_broker`."""
+"""Messages of the broker to a worker. `cancel`: see `to_broker`."""
 
 from __future__ import annotations
 
@@ -126,6 +126,36 @@ class Work(Content):
             Resume.from_broker(body.get("resume"), behind),
             bool(body.get("suspect")),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """A worker's view of `tokenize`: text, or UTF-8 that travelled as a blob."""
+
+    kind: ClassVar[str] = kinds.TOKENIZE
+    text: str | bytes
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Tokenize:
+        """Raises BadRequest without a text."""
+        text = body.get("text")
+        if text is True and blobs:
+            return cls(blobs[0])
+        if not isinstance(text, str):
+            raise BadRequest("tokenize: text must be a string, or true with a blob")
+        return cls(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenize:
+    """A worker's view of `detokenize`: packed token ids."""
+
+    kind: ClassVar[str] = kinds.DETOKENIZE
+    packed: bytes
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Detokenize:
+        return cls(b"".join(blobs[:1]))
 
 
 def count_of_resume(body: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ The pool reports the names of a model's formats (docs/text.md); docs/gateway.md 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.gateway.formats.events import Parser, PlainParser
@@ -30,26 +31,34 @@ TOOLS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], Parser]] = {
 THINKING = {"brackets": ("[THINK]", "[/THINK]"), "tags": ("<think>", "</think>")}
 
 
-def make_parser(
-    chat: Mapping[str, str | None], tools: Sequence[Mapping[str, Any]], *, thinks: bool
-) -> Parser:
+@dataclass(frozen=True, slots=True)
+class ChatFormats:
+    """The names of the formats that a model's chat template uses; None: it has no such part."""
+
+    tools: str | None = None
+    thinking: str | None = None
+
+
+NO_CHAT = ChatFormats()
+
+
+def make_parser(chat: ChatFormats, tools: Sequence[Mapping[str, Any]], *, thinks: bool) -> Parser:
     """A parser for one completion.
 
-    `chat`: the names of the model's formats, under `tools` and `thinking`. `thinks`: the prompt has
-    opened the thoughts, so the completion begins within them.
+    `thinks`: the prompt has opened the thoughts, so the completion begins within them.
     """
-    wanted = chat.get("tools") or ""
+    tool_format = chat.tools or ""
     rest: Parser = PlainParser()
-    if wanted in TOOLS and (tools or wanted == HARMONY):
-        rest = TOOLS[wanted](tools)
-    marks = THINKING.get(chat.get("thinking") or "")
+    if tool_format in TOOLS and (tools or tool_format == HARMONY):
+        rest = TOOLS[tool_format](tools)
+    marks = THINKING.get(chat.thinking or "")
     return rest if marks is None else Thinking(rest, marks, inside=thinks)
 
 
 def template_messages(
-    chat: Mapping[str, str | None], messages: Sequence[Mapping[str, Any]]
+    chat: ChatFormats, messages: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
     """A request's messages in the form that the model's chat template reads."""
-    if chat.get("thinking") == HARMONY:
+    if chat.thinking == HARMONY:
         return with_template_thoughts(messages)
     return messages

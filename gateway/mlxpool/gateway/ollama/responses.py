@@ -10,6 +10,7 @@ from typing import Any
 
 from mlxpool.client import Result
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.formats import NO_CHAT
 from mlxpool.gateway.formats.events import (
     CallArguments,
     CallBegin,
@@ -18,6 +19,7 @@ from mlxpool.gateway.formats.events import (
     Reasoning,
 )
 from mlxpool.gateway.generation import ChoiceUpdate
+from mlxpool.gateway.models import ModelInfo
 
 NS_PER_MS = 1_000_000
 BAD_ARGUMENTS = "the model called {name!r} with arguments that are no JSON map: {text:.200}"
@@ -150,44 +152,44 @@ def generation_end(result: Result) -> dict[str, Any]:
 # ---- models --------------------------------------------------------------------------------------
 
 
-def details(row: Mapping[str, Any]) -> dict[str, Any]:
+def details(model: ModelInfo) -> dict[str, Any]:
     """The `details` of a model; unknown values are empty."""
-    family = row.get("type") or ""
+    family = model.architecture
     return {
         "parent_model": "",
         "format": "safetensors",
         "family": family,
         "families": [family] if family else [],
         "parameter_size": "",
-        "quantization_level": row.get("quantisation") or "",
+        "quantization_level": model.quantisation,
     }
 
 
-def tag(row: Mapping[str, Any]) -> dict[str, Any]:
+def tag(model: ModelInfo) -> dict[str, Any]:
     """An entry of /api/tags."""
-    name = row["name"]
+    name = model.name
     return {
         "name": name,
         "model": name,
-        "size": row.get("size") or 0,
-        "digest": row.get("digest") or "",
-        "details": details(row),
+        "size": model.size,
+        "digest": model.digest,
+        "details": details(model),
     }
 
 
-def running(row: Mapping[str, Any]) -> dict[str, Any]:
+def running(model: ModelInfo) -> dict[str, Any]:
     """An entry of /api/ps."""
-    size = row.get("size") or 0
-    return {**tag(row), "size_vram": size, "context_length": row.get("context") or 0}
+    size = model.size
+    return {**tag(model), "size_vram": size, "context_length": model.context}
 
 
-def show(row: Mapping[str, Any]) -> dict[str, Any]:
+def show(model: ModelInfo) -> dict[str, Any]:
     """The response of /api/show."""
-    family, chat = row.get("type") or "", row.get("chat") or {}
+    family, chat = model.architecture, model.chat or NO_CHAT
     capabilities = ["completion"]
-    capabilities += ["tools"] if chat.get("tools") else []
-    capabilities += ["thinking"] if chat.get("thinking") else []
+    capabilities += ["tools"] if chat.tools else []
+    capabilities += ["thinking"] if chat.thinking else []
     info: dict[str, Any] = {"general.architecture": family}
-    if row.get("context"):
-        info[f"{family}.context_length"] = row["context"]
-    return {"details": details(row), "model_info": info, "capabilities": capabilities}
+    if model.context:
+        info[f"{family}.context_length"] = model.context
+    return {"details": details(model), "model_info": info, "capabilities": capabilities}

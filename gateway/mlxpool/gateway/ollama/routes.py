@@ -10,9 +10,10 @@ from typing import Any
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
 from mlxpool.gateway.errors import bad_request
-from mlxpool.gateway.formats import HARMONY
-from mlxpool.gateway.generation import NO_CHAT, ChoiceRequest, ChoiceUpdate, Generation
+from mlxpool.gateway.formats import HARMONY, NO_CHAT, ChatFormats
+from mlxpool.gateway.generation import ChoiceRequest, ChoiceUpdate, Generation
 from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.ollama import requests
 from mlxpool.gateway.ollama.requests import OllamaRequest
 from mlxpool.gateway.ollama.responses import (
@@ -49,12 +50,12 @@ class OllamaRoutes:
 
     async def tags(self, response: ResponseWriter) -> None:
         """GET /api/tags."""
-        await response.json({"models": [tag(row) for row in await self._pool.models.all()]})
+        await response.json({"models": [tag(model) for model in await self._pool.models.all()]})
 
     async def ps(self, response: ResponseWriter) -> None:
         """GET /api/ps."""
-        rows = await self._pool.models.all()
-        loaded = [running(row) for row in rows if row["state"] in STATES_WITH_WORKERS]
+        models = await self._pool.models.all()
+        loaded = [running(model) for model in models if model.state in STATES_WITH_WORKERS]
         await response.json({"models": loaded})
 
     async def show(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
@@ -64,53 +65,53 @@ class OllamaRoutes:
     async def generate(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/generate."""
         request = requests.generate(body)
-        row = await self._model(request)
+        model = await self._model(request)
         make_body = partial(generate_body, request.model)
         if not request.prompt:
-            return await self._load(row, request, make_body, response)
-        if request.raw or row.get("chat") is None:
+            return await self._load(model, request, make_body, response)
+        if request.raw or model.chat is None:
             if request.system and not request.raw:
                 message = f"{request.model!r} has no chat template, so it takes no system message"
                 raise bad_request(message, "system")
             prompt = {"prompt": request.prompt}
-            return await self._generate(row, request, prompt, make_body, response)
+            return await self._generate(model, request, prompt, make_body, response)
         system = [{"role": "system", "content": request.system}] if request.system else []
         messages = [*system, {"role": "user", "content": request.prompt}]
-        await self._generate(row, request, {"messages": messages}, make_body, response)
+        await self._generate(model, request, {"messages": messages}, make_body, response)
 
     async def chat(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/chat."""
         request = requests.chat(body)
-        row = await self._model(request)
+        model = await self._model(request)
         make_body = partial(chat_body, request.model)
         if not request.messages:
-            return await self._load(row, request, make_body, response)
-        if request.tools and not (row.get("chat") or NO_CHAT).get("tools"):
+            return await self._load(model, request, make_body, response)
+        if request.tools and not (model.chat or NO_CHAT).tools:
             raise bad_request(f"{request.model!r} does not support tools", "tools")
         tools = {"tools": request.tools} if request.tools else {}
         prompt = {"messages": request.messages, **tools}
-        await self._generate(row, request, prompt, make_body, response)
+        await self._generate(model, request, prompt, make_body, response)
 
-    async def _model(self, request: OllamaRequest) -> Mapping[str, Any]:
-        row = await self._pool.models.get(request.model)
-        context = row.get("context") or 0
+    async def _model(self, request: OllamaRequest) -> ModelInfo:
+        model = await self._pool.models.get(request.model)
+        context = model.context
         if request.num_ctx is not None and request.num_ctx > context:
             message = f"options.num_ctx is {request.num_ctx}, the context of the model is {context}"
             if not context:
                 message = "options.num_ctx: the context of this model is not known; leave it out"
             raise bad_request(message, "options.num_ctx")
-        return row
+        return model
 
     async def _load(
         self,
-        row: Mapping[str, Any],
+        model: ModelInfo,
         request: OllamaRequest,
         make_body: MakeBody,
         response: ResponseWriter,
     ) -> None:
         """Load the model: a request to tokenize an empty text starts a worker for it."""
         try:
-            await self._pool.client.tokenize(str(row["name"]), "")
+            await self._pool.client.tokenize(model.name, "")
         except PoolError as error:
             raise errors.from_pool_error(error) from error
         value = {**make_body(OutputPart()), **load_end()}
@@ -122,17 +123,17 @@ class OllamaRoutes:
 
     async def _generate(
         self,
-        row: Mapping[str, Any],
+        model: ModelInfo,
         request: OllamaRequest,
         prompt: Mapping[str, Any],
         make_body: MakeBody,
         response: ResponseWriter,
     ) -> None:
-        template = row.get("chat") or NO_CHAT
+        template = model.chat or NO_CHAT
         chat = template if "messages" in prompt else NO_CHAT
         arguments = {**prompt, **request.options, **_think(request, template)}
         choice = ChoiceRequest(
-            str(row["name"]), self._pool.stream_arguments(arguments, chat), chat, request.tools
+            model.name, self._pool.stream_arguments(arguments, chat), chat, request.tools
         )
         async with self._pool.generate([choice]) as generation:
             if request.stream:
@@ -160,9 +161,9 @@ async def _stream(generation: Generation, make_body: MakeBody, response: Respons
         await response.close()
 
 
-def _think(request: OllamaRequest, chat: Mapping[str, str | None]) -> dict[str, Any]:
+def _think(request: OllamaRequest, chat: ChatFormats) -> dict[str, Any]:
     """The pool's `think`; a level is true for a model that only knows true and false."""
-    think, thinking_format = request.think, chat.get("thinking")
+    think, thinking_format = request.think, chat.thinking
     if think is None or (think is False and thinking_format is None):
         return {}
     if thinking_format is None:

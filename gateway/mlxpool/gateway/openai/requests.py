@@ -55,13 +55,14 @@ CHAT = COMMON | {
 }
 COMPLETION = COMMON | {"prompt"}
 
+NO_CONSTRAINTS = "constrained decoding is not built; ask for the form in the prompt"
 REFUSED: RefusedFields = {
     "store": ((False,), "nothing is kept; leave it out"),
     "min_tokens": ((0,), "leave it out"),
     "stop_token_ids": (([],), "name texts in `stop`"),
-    "guided_json": ((), "constrained decoding is not built; ask for the form in the prompt"),
-    "guided_regex": ((), "constrained decoding is not built; ask for the form in the prompt"),
-    "guided_choice": ((), "constrained decoding is not built; ask for the form in the prompt"),
+    "guided_json": ((), NO_CONSTRAINTS),
+    "guided_regex": ((), NO_CONSTRAINTS),
+    "guided_choice": ((), NO_CONSTRAINTS),
     "skip_special_tokens": ((), "special tokens are text like any other"),
     "use_beam_search": ((False,), "leave it out"),
     "length_penalty": ((1.0, 1), "leave it out"),

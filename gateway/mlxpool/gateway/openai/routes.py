@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from mlxpool.gateway.errors import bad_request
+from mlxpool.gateway.formats import NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.events import Content
-from mlxpool.gateway.generation import NO_CHAT, ChoiceRequest, ChoiceUpdate, Generation
+from mlxpool.gateway.generation import ChoiceRequest, ChoiceUpdate, Generation
 from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai import requests
 from mlxpool.gateway.openai.requests import CompletionRequest
 from mlxpool.gateway.openai.responses import (
@@ -51,36 +53,36 @@ class OpenAIRoutes:
 
     async def models(self, response: ResponseWriter) -> None:
         """GET /v1/models."""
-        rows = await self._pool.models.all()
-        data = [self._model(str(row["name"]), row) for row in rows]
+        models = await self._pool.models.all()
+        data = [self._model(model.name, model) for model in models]
         await response.json({"object": "list", "data": data})
 
     async def model(self, name: str, response: ResponseWriter) -> None:
         """GET /v1/models/{name}."""
         await response.json(self._model(name, await self._pool.models.get(name)))
 
-    def _model(self, name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _model(self, name: str, model: ModelInfo) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": self._started_at,
             "owned_by": "mlxpool",
-            "max_model_len": row.get("context") or None,
-            "state": row.get("state"),
+            "max_model_len": model.context or None,
+            "state": model.state,
         }
 
     async def chat(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/chat/completions."""
         request = requests.chat(body)
-        row = await self._pool.models.get(request.model)
-        chat = row.get("chat") or NO_CHAT
-        if request.tools and chat.get("tools") is None:
+        model = await self._pool.models.get(request.model)
+        chat = model.chat or NO_CHAT
+        if request.tools and chat.tools is None:
             message = f"the chat template of {request.model!r} knows no tools; leave `tools` out"
             raise bad_request(message, "tools", "unsupported_parameter")
-        if request.thinks and chat.get("thinking") is None:
+        if request.thinks and chat.thinking is None:
             message = f"the chat template of {request.model!r} knows no thinking; leave it out"
             raise bad_request(message, "reasoning_effort", "unsupported_parameter")
-        async with self._generate(request, str(row["name"]), chat) as generation:
+        async with self._generate(request, model.name, chat) as generation:
             members = _members(f"chatcmpl-{generation.id}", "chat.completion", request)
             if request.stream:
                 members["object"] = "chat.completion.chunk"
@@ -113,9 +115,7 @@ class OpenAIRoutes:
             choices.append(text_choice(number, whole.text(Content), logprobs, reason))
         await response.json(_with_usage({**members, "choices": choices}, wholes, request))
 
-    def _generate(
-        self, request: CompletionRequest, model: str, chat: Mapping[str, str | None]
-    ) -> Generation:
+    def _generate(self, request: CompletionRequest, model: str, chat: ChatFormats) -> Generation:
         every = [self._pool.stream_arguments(one, chat) for one in request.arguments()]
         return self._pool.generate(
             [ChoiceRequest(model, one, chat, request.tools) for one in every]

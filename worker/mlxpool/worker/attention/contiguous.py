@@ -15,8 +15,8 @@ from itertools import groupby
 import mlx.core as mx
 
 from mlxpool.worker.attention.row_cache import RowShape
-from mlxpool.worker.engine.block_manager import BLOCK, blocks_of
 from mlxpool.worker.layers.cache_specs import KeyValueSpec
+from mlxpool.worker.scheduling.block_manager import BLOCK, blocks_of
 
 BLOCKS = 16  # of a slab; more leave more unused, fewer take more products for a step
 

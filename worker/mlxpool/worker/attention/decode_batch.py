@@ -15,11 +15,11 @@ import mlx.core as mx
 from mlxpool.worker.attention import softmax
 from mlxpool.worker.attention.attention import Rotation, Turning, bent
 from mlxpool.worker.attention.contiguous import Slab, SlabRow
-from mlxpool.worker.engine.block_manager import BLOCK, blocks_of
 from mlxpool.worker.kernels.compiled_passes import Compiled
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.interface import LatentProjections, Rope, Scan
 from mlxpool.worker.layers.model_plan import Model
+from mlxpool.worker.scheduling.block_manager import BLOCK, blocks_of
 
 NARROW = 64  # tokens; blocks are read as far as the fullest of them goes, in steps of this
 NEVER = -1e30  # a score that counts for nothing, yet is finite: whole blocks may have no other

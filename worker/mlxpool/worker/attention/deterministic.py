@@ -12,9 +12,9 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxpool.worker.attention.attention import AnyRow, Step, bent
-from mlxpool.worker.engine.block_manager import BLOCK
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.linear import TILE_ROWS, padded_rows
+from mlxpool.worker.scheduling.block_manager import BLOCK
 
 NEVER = -1e30  # a score that counts for nothing, yet is finite
 

@@ -13,6 +13,7 @@ from mlxpool.worker.attention.attention import AnyRow, Span, Step
 from mlxpool.worker.attention.contiguous import BLOCKS, SlabRow, Slabs
 from mlxpool.worker.attention.decode_batch import Batch
 from mlxpool.worker.attention.deterministic import ExactStep
+from mlxpool.worker.attention.kernel_trials import kernels_read, writes
 from mlxpool.worker.attention.paged import (
     CHUNKS,
     ENTERING,
@@ -24,13 +25,12 @@ from mlxpool.worker.attention.paged import (
     padded,
 )
 from mlxpool.worker.attention.row_cache import Row, RowShape
-from mlxpool.worker.engine.block_manager import BLOCK, blocks_of
-from mlxpool.worker.engine.kernel_trials import kernels_read, writes
 from mlxpool.worker.kernels.kernel_builder import HALVES
 from mlxpool.worker.layers.cache_kinds import CacheKind, FullCache, StateCache, WindowCache
 from mlxpool.worker.layers.cache_specs import RecurrentSpec
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.prefix.row_copies import RowStore
+from mlxpool.worker.scheduling.block_manager import BLOCK, blocks_of
 
 # Keys that the lines of a short chunk look at, each its own; else they are read together.
 LOOKED_AT = 2**19

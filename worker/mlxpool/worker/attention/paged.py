@@ -17,7 +17,6 @@ import mlx.core as mx
 
 from mlxpool.worker.attention.attention import Rotation, Turning, parted, weighed
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
-from mlxpool.worker.engine.block_manager import BLOCK, blocks_of
 from mlxpool.worker.kernels import block_write, float32_attention, latent_attention, paged_attention
 from mlxpool.worker.kernels.compiled_passes import Compiled
 from mlxpool.worker.kernels.paged_attention import Places, parts_of
@@ -26,6 +25,7 @@ from mlxpool.worker.layers.cache_specs import KeyValueSpec, LatentSpec
 from mlxpool.worker.layers.interface import LatentProjections, Rope, Scan
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockStore
+from mlxpool.worker.scheduling.block_manager import BLOCK, blocks_of
 
 CHUNKS = (16, 48, 128)  # tokens of one row that are lines of one pass
 JOINT = 64  # lines of a pass over tokens of several rows, at least

@@ -12,7 +12,6 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlxpool.worker.engine.block_manager import BLOCK
 from mlxpool.worker.layers.cache_specs import (
     ROLLBACK_STEPS,
     CacheSpec,
@@ -21,6 +20,7 @@ from mlxpool.worker.layers.cache_specs import (
     RecurrentSpec,
     window_capacity,
 )
+from mlxpool.worker.scheduling.block_manager import BLOCK
 
 GROWTH = BLOCK  # tokens
 Arrays = tuple[mx.array, ...]

@@ -1,4 +1,4 @@
-"""The one thread that touches MLX, and the messages between it and the main thread.
+"""The one thread that touches MLX: admits sequences, schedules steps, runs them, delivers results.
 
-Imports no ZeroMQ.
+Imports no ZeroMQ; it talks to the main thread through the messages in messages.py.
 """

@@ -1,57 +1,19 @@
-"""What the edge and the compute thread tell each other."""
+"""The messages between the main thread and the compute thread."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.worker.engine.sequence import Sequence
-from mlxpool.worker.prompt.detokenizer import Completion
+from mlxpool.common.protocol.resume import Facts
+from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.scheduling.sequence import Sequence
 
-Key = tuple[bytes, int]  # (id, attempt)
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The ids of a prompt; `restore_at` of them lie before the generation prompt, 0: unknown.
-
-    `thinks`: its end leaves the model within its thoughts.
-    """
-
-    ids: list[int]
-    restore_at: int = 0
-    thinks: bool = False
-
-
-Fits = Callable[[int], None]  # told how many ids a prompt has; raises if these are too many
-
-
-def any_size(size: int) -> None:
-    """Every prompt fits."""
-
-
-class TextModel(Protocol):
-    """Tokenizer and templates of a model; used by the edge's side only.
-
-    A list of many ids holds the interpreter for milliseconds: `fits` is asked before one is made.
-    """
-
-    def warm_up(self) -> None:
-        """Called once by the thread that will ask for prompts, so that the first one is quick."""
-
-    def encode(self, text: str, fits: Fits = any_size) -> list[int]: ...
-
-    def decode(self, ids: Seq[int]) -> str: ...
-
-    def piece(self, token: int) -> bytes: ...
-
-    def chat(
-        self, messages: Any, tools: Any, now: float, fits: Fits = any_size, think: Any = None
-    ) -> Prompt: ...
+RunKey = tuple[bytes, int]  # (request id, attempt): one attempt of a request in one worker
 
 
 # ---- to the compute thread ---------------------------------------------------------------------
@@ -59,51 +21,41 @@ class TextModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """A prepared sequence; `facts` go out with its first ids.
+    """Run a prepared sequence; `facts` are sent with its first row.
 
-    `text` has replayed the ids that the sequence begins with: the client has their text already.
+    `detokenizer` has replayed the ids of a resume: the client has their text already.
     `received` and `deadline` are monotonic seconds.
     """
 
     sequence: Sequence
-    facts: Mapping[str, Any]
-    text: Completion
+    facts: Facts
+    detokenizer: Detokenizer
     received: float
     deadline: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Stop this run; it ends `cancelled`."""
+    """Stop one run; it ends `cancelled`."""
 
-    key: Key
+    key: RunKey
 
 
 @dataclass(frozen=True, slots=True)
 class DropAll:
-    """Forget every run without a word; what is made from now on is of `generation`."""
+    """Drop every run without a row; results carry the new `fence` from now on."""
 
-    generation: int
+    fence: int
 
 
 @dataclass(frozen=True, slots=True)
 class HandBack:
-    """Stop every run where it stands, without an end; answered by `HandedBack`."""
+    """Stop every run without an end row; answered by `HandedBack`."""
 
 
 Inbound = Admit | Drop | DropAll | HandBack
 
 # ---- to the edge -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The model's folder is sound; its weights are not loaded yet."""
-
-    digest: str
-    context: int
-    vocab_size: int
-    text: TextModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,28 +67,28 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """The model cannot be served; `error` is the body of an error frame."""
+    """The model cannot be served, or no longer."""
 
-    error: Mapping[str, Any]
+    error: PoolError
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one step made, for every sequence that got something.
+    """The results of one step: at most one row a sequence.
 
-    `generation` counts the links to the broker: what was made for an old one must not go out
-    under a new one.
+    `fence` counts the connections to the broker: results for an older connection must not be sent
+    over a newer one.
     """
 
     rows: Seq[Delta]
-    generation: int = 0
+    fence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class HandedBack:
-    """No run is left, and no row of one will follow."""
+    """No run is left, and no row will follow."""
 
-    generation: int = 0
+    fence: int = 0
 
 
 Outbound = Opened | Loaded | Unusable | Rows | HandedBack

@@ -1,28 +1,29 @@
-"""What the compute thread is doing, for the edge's beats and for the block the broker reads.
+"""What the compute thread is doing, for the heartbeats and for the block that the broker reads.
 
-Written by the compute thread alone (the edge writes its own two words of the block), read by
-others: single attributes and single words, so no lock is needed. An update is a few microseconds.
+Written by the compute thread; the main thread writes two words of the block, `edge_tid` and
+`edge_ns`. Others read single attributes and single words, so no lock is needed. An update takes a
+few microseconds.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 
 from mlxpool.common.progress import PHASES, Block
 
-WEIGHT = 0.1  # of the newest chunk or step in the usual one
+NEWEST_WEIGHT = 0.1  # of the newest chunk or step in the moving average
 
 
 class Progress:
-    """`count` moves at each load shard, prefill chunk and decode step."""
+    """`count` grows at each load shard, prefill chunk and decode step."""
 
     def __init__(
         self,
         on_phase: Callable[[], None],
-        clock: Callable[[], float],
+        clock: Callable[[], float] = monotonic,
         block: Block | None = None,
     ) -> None:
         self.phase = "boot"
@@ -32,7 +33,7 @@ class Progress:
         self.in_prefill: bytes | None = None  # the request whose prompt is being read
         self.running = 0
         self.waiting = 0
-        self.preemptions = 0  # rows that had to give way, since the start
+        self.preemptions = 0  # since the start
         self.layout = ""  # of the engine, see Engine.layout
         self.memory: dict[str, int] = {}
         self.prefix: dict[str, int] = {}
@@ -46,11 +47,11 @@ class Progress:
     # ---- the compute thread --------------------------------------------------------------------
 
     def compute_begins(self) -> None:
-        """Say which thread computes; called in it."""
+        """Write the id of the calling thread, which computes, into the block."""
         self.block.write("compute_tid", threading.get_native_id())
 
     def enter(self, phase: str) -> None:
-        """Change the phase; the edge sends a beat at once."""
+        """Change the phase; the main thread sends a heartbeat at once."""
         if phase != self.phase:
             self.phase, self.since = phase, self._clock()
             self._write_phase()
@@ -66,7 +67,7 @@ class Progress:
 
     @contextmanager
     def prefilling(self, request: bytes | None, tokens: int) -> Iterator[None]:
-        """Around one pass over `tokens` tokens of prompts; None: of several requests."""
+        """A context for a pass over `tokens` prompt tokens; `request` None: of several requests."""
         self.in_prefill = request
         self.block.write_request(request)
         self.block.write("tokens", tokens)
@@ -80,12 +81,12 @@ class Progress:
             self.block.write("tokens", 0)
 
     def blame(self, request: bytes | None) -> None:
-        """Name whose prompt the end that follows is charged to; None: nobody's alone."""
+        """Name the request that is charged with the end of this process; None: no single one."""
         self.block.write_request(request)
 
     @contextmanager
     def decoding(self, rows: int) -> Iterator[None]:
-        """Around one decode step of `rows` rows."""
+        """A context for one decode step of `rows` rows."""
         started = self._clock()
         with self._computing("decode", rows, 1):
             yield
@@ -101,34 +102,29 @@ class Progress:
             yield
         finally:
             self.block.write("fresh", 0)
-        self._seen.add((phase, shape))  # a shape that failed is as new the next time
+        self._seen.add((phase, shape))  # not reached by a pass that failed: its shape stays new
         self.moved()
         if not fresh:
             self._learn(phase, (self._clock() - started) / units)
 
     @property
     def usual_token(self) -> float:
-        """Seconds that a prompt token usually takes; 0: not known."""
+        """Seconds that a prompt token usually takes; 0: unknown."""
         return self._usual["prefill"]
 
     def _learn(self, phase: str, seconds: float) -> None:
         known = self._usual[phase]
-        usual = known + WEIGHT * (seconds - known) if known else seconds
+        usual = known + NEWEST_WEIGHT * (seconds - known) if known else seconds
         self._usual[phase] = usual
         word = "usual_token_ns" if phase == "prefill" else "usual_step_ns"
         self.block.write(word, max(1, round(usual * 1e9)))
 
-    # ---- the edge ------------------------------------------------------------------------------
+    # ---- the main thread -----------------------------------------------------------------------
 
     def edge_begins(self) -> None:
-        """Say which thread is the edge; called in it."""
+        """Write the id of the calling thread, the main thread, into the block."""
         self.block.write("edge_tid", threading.get_native_id())
 
     def edge_turns(self) -> None:
-        """One turn of the edge's loop."""
+        """Write the time of one turn of the main thread's loop into the block."""
         self.block.write("edge_ns", round(self._clock() * 1e9))
-
-
-def monotonic() -> float:
-    """The one clock of a worker."""
-    return time.monotonic()

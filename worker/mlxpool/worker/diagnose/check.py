@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mlxpool.common.config.loading import ModelConfig
+from mlxpool.common.config.schema import ModelConfig
 from mlxpool.worker.diagnose.problems import Problems, find_problems
-from mlxpool.worker.engine.block_manager import BLOCK
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.engine.description import (
     NOT_ON_A_GPU,
@@ -26,7 +25,8 @@ from mlxpool.worker.engine.description import (
     require_deterministic,
 )
 from mlxpool.worker.engine.factory import NO_BACK_END
-from mlxpool.worker.process import lifecycle
+from mlxpool.worker.scheduling.block_manager import BLOCK
+from mlxpool.worker.system import parent_death
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.locate import COUNTING, locate
@@ -148,7 +148,7 @@ def main(arguments: list[str]) -> int:
     if "--background" in arguments:
         os.nice(NICENESS)
         bound_memory(MAX_BACKGROUND_BYTES)
-        lifecycle.die_with_parent()
+        parent_death.die_with_parent()
     for line in sys.stdin:
         print(json.dumps(answer(line)), flush=True)
     return 0

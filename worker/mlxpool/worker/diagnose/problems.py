@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from mlxpool.common.errors import ModelLoadFailed, sendable
 from mlxpool.worker import models
 from mlxpool.worker.layers.model_plan import ModelPlan
-from mlxpool.worker.prompt.chat_template.templates import Chat
+from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 from mlxpool.worker.prompt.tokenizer import Text, check_vocabulary, read_tokenizer
 from mlxpool.worker.weights import match
 from mlxpool.worker.weights.files import (
@@ -155,10 +155,12 @@ def _without_missing(messages: Iterable[str]) -> Iterator[str]:
 
 
 def _check_text(files: ModelFiles, where: Path, plan: ModelPlan | None, problems: Problems) -> None:
-    chat = problems.attempt(Chat.from_folder, files)
+    chat = problems.attempt(ChatTemplates.from_folder, files)
     tokenizer = problems.attempt(_tokenizer, files, where)
     if tokenizer is not None and plan is not None:
-        problems.attempt(check_vocabulary, tokenizer, plan.vocab_size, (), chat or Chat({}))
+        problems.attempt(
+            check_vocabulary, tokenizer, plan.vocab_size, (), chat or ChatTemplates({})
+        )
 
 
 def _tokenizer(files: ModelFiles, where: Path) -> Tokenizer:

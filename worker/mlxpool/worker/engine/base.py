@@ -14,13 +14,14 @@ from typing import Generic, TypeVar
 import mlx.core as mx
 
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
-from mlxpool.worker.engine import backend, versions
-from mlxpool.worker.engine.block_manager import BLOCK, capacity
+from mlxpool.worker import versions
+from mlxpool.worker.engine import backend
 from mlxpool.worker.engine.interface import Memory, Share
-from mlxpool.worker.engine.sequence import Sequence
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.store import PrefixRow
 from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.scheduling.block_manager import BLOCK, capacity
+from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.memory_estimate import default_prefix_cache_bytes
 

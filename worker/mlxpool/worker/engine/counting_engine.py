@@ -16,13 +16,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from mlxpool.common.config.loading import Counting
+from mlxpool.common.config.schema import Counting
 from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
-from mlxpool.worker.compute.messages import Fits, Prompt, any_size
 from mlxpool.worker.engine.interface import Memory, Share
-from mlxpool.worker.engine.sequence import Drawn, Logprob, RowFailed, Sequence
-from mlxpool.worker.testing.faults import NO_FAULTS, Faults, Struck
+from mlxpool.worker.prompt.interface import Fits, Prompt, any_size
+from mlxpool.worker.scheduling.sequence import Drawn, Logprob, Sequence
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
@@ -55,9 +54,8 @@ def piece(token: int) -> bytes:
 class CountingEngine:
     """An `Engine` that sleeps instead of computing."""
 
-    def __init__(self, settings: Counting, context: int, faults: Faults = NO_FAULTS) -> None:
+    def __init__(self, settings: Counting, context: int) -> None:
         self.settings = settings
-        self.faults = faults
         self.context = context or CONTEXT
         self.vocab_size = settings.vocab
         self.eos: frozenset[int] = frozenset()
@@ -69,15 +67,12 @@ class CountingEngine:
     def load(self, on_progress: Callable[[int, int], None]) -> None:
         """Take `load_ms` in ten shards."""
         for shard in range(LOAD_STEPS):
-            self.faults.at("load", shard)
-            self.faults.compute()
             time.sleep(self.settings.load_ms / 1000 / LOAD_STEPS)
             on_progress(shard + 1, self.settings.load_bytes * (shard + 1) // LOAD_STEPS)
 
     layout = ""
 
     def admit(self, seq: Sequence) -> None:
-        self.faults.compute()
         self.rows.append(seq)
 
     def joint(self, shares: Seq[Share]) -> int:
@@ -89,34 +84,14 @@ class CountingEngine:
             max(0, min(budget, self.chunk, seq.length - 1 - seq.prefilled))
             for seq, budget in shares
         ]
-        rows = [seq for seq, _ in shares]
-        if self.faults.place == "prefill":
-            spans = [
-                range(seq.prefilled, seq.prefilled + n) for seq, n in zip(rows, done, strict=True)
-            ]
-            self._strike(rows, spans)
-        self.faults.compute()
         time.sleep(sum(done) * self.settings.prefill_us / 1e6)
-        for seq, count in zip(rows, done, strict=True):
+        for (seq, _), count in zip(shares, done, strict=True):
             seq.prefilled += count
         return done
 
     def decode(self, rows: Seq[Sequence]) -> list[Drawn]:
-        if self.faults.place == "decode":
-            self._strike(rows, [range(len(row.ids), len(row.ids) + 1) for row in rows])
-        self.faults.compute()
         time.sleep(self.settings.step_us / 1e6)
         return [self._draw(row) for row in rows]
-
-    def _strike(self, rows: Seq[Sequence], spans: Seq[range]) -> None:
-        """What is to go wrong for one of these rows does, at most once a step."""
-        number = self.faults.victim([row.prompt for row in rows], spans)
-        if number is None:
-            return
-        try:
-            self.faults.strike()
-        except Struck as error:
-            raise RowFailed(rows[number], str(error)) from None
 
     def _draw(self, row: Sequence) -> Drawn:
         token = token_at(row.prompt, row.seed, len(row.ids), self.vocab_size)
@@ -136,7 +111,7 @@ class CountingEngine:
         return False
 
     def sound(self) -> bool:
-        return not self.faults.device_lost
+        return True
 
     def prefix_blocks(self) -> int:
         return 0

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.engine import versions
+from mlxpool.worker import versions
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.layers import quantisation as quant
 from mlxpool.worker.layers.cache_specs import KeyValueSpec
 from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.prompt.chat_template.output_format import chat_format
-from mlxpool.worker.prompt.chat_template.templates import Chat
+from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 from mlxpool.worker.weights import mlx_lm_models
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_json
@@ -32,7 +32,7 @@ COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it keeps no keys 
 def describe(folder: ModelFolder) -> dict[str, Any]:
     """The `model` object of docs/models.md, of JSON values."""
     tokenizer = read_json(folder.files / "tokenizer.json")
-    templates = Chat.from_folder(folder.files).templates
+    templates = ChatTemplates.from_folder(folder.files).templates
     return {
         "type": folder.model_type,
         "size": folder.weight_bytes,

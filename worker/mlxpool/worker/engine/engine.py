@@ -20,11 +20,8 @@ from mlxpool.worker.attention.layouts import Layout, layout_of, named
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine import backend
 from mlxpool.worker.engine.base import LEAST_BLOCKS, Chunk, RowEngine
-from mlxpool.worker.engine.block_manager import BLOCK, blocks_of, transient
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.interface import Share
-from mlxpool.worker.engine.scheduler import area_of
-from mlxpool.worker.engine.sequence import Drawn, Sequence
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.tokenizer import Text
@@ -32,6 +29,9 @@ from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import Company
 from mlxpool.worker.sampling.draws import drawn, history, last
 from mlxpool.worker.sampling.sampler import Sampled
+from mlxpool.worker.scheduling.block_manager import BLOCK, blocks_of, transient
+from mlxpool.worker.scheduling.scheduler import area_of
+from mlxpool.worker.scheduling.sequence import Drawn, Sequence
 from mlxpool.worker.weights.load import LoadedModel
 
 CLEAR_EVERY = 256  # decode steps between two clearings of what was freed

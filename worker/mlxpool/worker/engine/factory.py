@@ -6,16 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpool.common.config.loading import ModelConfig, WorkerConfig
+from mlxpool.common.config.schema import Counting, ModelConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
-from mlxpool.common.trace import History
-from mlxpool.worker.compute.messages import Opened
-from mlxpool.worker.engine import versions
+from mlxpool.worker import versions
 from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.interface import Engine
+from mlxpool.worker.prompt.interface import Opened
 from mlxpool.worker.prompt.tokenizer import Text
-from mlxpool.worker.testing.faults import NO_FAULTS, Faults
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import COUNTING, locate, open_files
@@ -40,12 +38,11 @@ class Source:
 
 def open_source(
     config: ModelConfig,
-    faults: Faults = NO_FAULTS,
-    counting: type[CountingEngine] = CountingEngine,
+    counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
 ) -> Source:
     """Look at the model without MLX. Raises ModelLoadFailed naming what is wrong with it."""
     if config.path == COUNTING:
-        return _counting(counting(config.counting, config.context, faults), config.sequences)
+        return _counting(counting(config.counting, config.context), config.sequences)
     return _folder(open_files(locate(config)), config)
 
 
@@ -104,13 +101,6 @@ def _folder(files: ModelFiles, config: ModelConfig) -> Source:
 
     opened = Opened(versions.digest_of(folder.digest), context, folder.plan.vocab_size, text)
     return Source(opened, load, config.sequences)
-
-
-def faults_of(config: WorkerConfig, history: History) -> Faults:
-    """What goes wrong in this worker on purpose; only the counting model's settings can say so."""
-    if config.model.path != COUNTING:
-        return NO_FAULTS
-    return Faults.armed_by(config.model.counting, config.incarnation, history)
 
 
 def as_load_error(error: BaseException, name: str) -> PoolError:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
 
-from mlxpool.worker.engine.sequence import Drawn, Sequence
+from mlxpool.worker.scheduling.sequence import Drawn, Sequence
 
 
 @dataclass(frozen=True, slots=True)

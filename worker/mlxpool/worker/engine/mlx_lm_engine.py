@@ -18,15 +18,15 @@ from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
 from mlxpool.common.options import Options
 from mlxpool.worker.engine import backend
 from mlxpool.worker.engine.base import RowEngine
-from mlxpool.worker.engine.block_manager import BLOCK, blocks_of, transient
 from mlxpool.worker.engine.mlx_lm_cache import ZooRow, class_of, flat
-from mlxpool.worker.engine.scheduler import area_of
-from mlxpool.worker.engine.sequence import Drawn, Sequence
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.row_copies import RowStore
 from mlxpool.worker.prompt.tokenizer import Text
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.draws import draw_of, drawn, last
+from mlxpool.worker.scheduling.block_manager import BLOCK, blocks_of, transient
+from mlxpool.worker.scheduling.scheduler import area_of
+from mlxpool.worker.scheduling.sequence import Drawn, Sequence
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.load import Progress
 from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of, features_of

@@ -7,6 +7,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import mlx.core as mx
 
 from mlxpool.worker.kernels import cpu_exp
+from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.layers.column_major import to_column_major
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS
 from mlxpool.worker.layers.interface import Activation
@@ -47,7 +48,7 @@ class WeightLayerBuilder:
         self._weights = weights
         self._layouts = layouts
         self._dtype = dtype
-        self._exact = batch_invariant
+        self._batch_invariant = batch_invariant
         self._dequantise = dequantise or batch_invariant
 
     def linear(self, name: str) -> AnyLinear:
@@ -60,7 +61,7 @@ class WeightLayerBuilder:
         """
         if self._are_dense(names):
             weight = _laid_out([self._dense(name) for name in names])
-            return Linear(weight, self._concatenated_bias(names), self._exact)
+            return Linear(weight, self._concatenated_bias(names), self._batch_invariant)
         packed = self._concatenated_weight(names)
         if packed is None:
             return ConcatenatedLinear(tuple(self.linear(name) for name in names))
@@ -81,7 +82,7 @@ class WeightLayerBuilder:
         weight = self._weight(name)
         if isinstance(weight, QuantisedWeight):
             return QuantisedEmbedding(weight, self._dtype)
-        return Embedding(weight, self._exact)
+        return Embedding(weight, self._batch_invariant)
 
     def tensor(self, name: str) -> mx.array:
         """A tensor by its whole name."""
@@ -89,7 +90,7 @@ class WeightLayerBuilder:
 
     def multi_linear(self, name: str) -> MultiLinear:
         """One linear layer for each head, weight [H, out, in]."""
-        return MultiLinear(self._weight(name), self._exact)
+        return MultiLinear(self._weight(name), self._batch_invariant)
 
     def switch_linear(self, name: str) -> SwitchLinear:
         """The stacked linear layers of experts, weight [E, out, in]."""
@@ -104,12 +105,12 @@ class WeightLayerBuilder:
         else:
             gate_up = (SwitchLinear(weight, self._concatenated_bias(names)),)
         down = self.switch_linear(f"{name}.down_proj")
-        return SwitchGLU(gate_up, down, activation or self.swiglu, self._exact)
+        return SwitchGLU(gate_up, down, activation or self.swiglu, self._batch_invariant)
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
-        if _on_gpu():
+        if on_gpu():
             return _fused_swiglu(gate, up)
-        if self._exact or not cpu_exp.serves(gate):
+        if self._batch_invariant or not cpu_exp.serves(gate):
             return _swiglu(gate, up)
         return cpu_exp.swiglu(gate, up)
 
@@ -133,7 +134,7 @@ class WeightLayerBuilder:
             return _concatenated([self._dense(name) for name in names], axis=-2)
         scales = [f"{name}.{kind}" for name in names for kind in GLOBAL_SCALES]
         globally_scaled = any(scale in self._weights for scale in scales)
-        if len(names) > 1 and (len(layouts) > 1 or globally_scaled or not _on_gpu()):
+        if len(names) > 1 and (len(layouts) > 1 or globally_scaled or not on_gpu()):
             return None
         return concatenated([self._packed(name, self._layouts[name]) for name in names])
 
@@ -174,8 +175,4 @@ def _concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
 
 def _laid_out(arrays: Sequence[mx.array]) -> mx.array:
     """Concatenated weights [out, in]; column-major on the CPU, see column_major.py."""
-    return _concatenated(arrays, axis=0) if _on_gpu() else to_column_major(arrays)
-
-
-def _on_gpu() -> bool:
-    return mx.default_device().type == mx.DeviceType.gpu
+    return _concatenated(arrays, axis=0) if on_gpu() else to_column_major(arrays)

@@ -6,7 +6,7 @@ Its arithmetic is in delta_rule.py. MLX is imported only when a model is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
@@ -114,8 +114,8 @@ class GatedDeltaNet:
         conv, shape = f"{name}.conv1d.weight", (self.channels, 1, self.width)
         stored = found.get(conv)
         if stored is not None and stored.shape == (self.channels, self.width, 1):
-            made = {conv: type(stored)(stored.dtype, shape)}
-            yield DerivedWeights((conv,), made, lambda arrays: [arrays[0].reshape(shape)])
+            outputs = {conv: replace(stored, shape=shape)}
+            yield DerivedWeights((conv,), outputs, lambda arrays: [arrays[0].reshape(shape)])
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction:
         """See Mixer."""

@@ -169,8 +169,8 @@ def from_mxfp4_blocks(
             f"tensor '{source}_blocks' has shape {list(blocks)}, must be [experts, rows, groups, "
             f"16] with rows for {len(modules)} modules"
         )
-    stacked_experts, rows, groups, size = blocks
-    lead = (stacked_experts, rows // len(modules))
+    count, rows, groups, size = blocks
+    lead = (count, rows // len(modules))
     kinds = {"blocks": ("weight", (groups * size // 4,)), "scales": ("scales", (groups,))}
     for stored, (kind, last) in {**kinds, "bias": ("bias", ())}.items():
         name = f"{source}_{stored}"

@@ -227,11 +227,8 @@ class MultiLinear:
         if not self.batch_invariant:
             return x @ weight
         heads, tokens, size = x.shape
-        tiles = (
-            padded_rows(x.swapaxes(0, 1), TILE_ROWS)
-            .swapaxes(0, 1)
-            .reshape(heads, -1, TILE_ROWS, size)
-        )
+        rows = padded_rows(x.swapaxes(0, 1), TILE_ROWS).swapaxes(0, 1)
+        tiles = rows.reshape(heads, -1, TILE_ROWS, size)
         columns = weight.shape[-1]
         shape = (heads, tiles.shape[1], size, columns)
         out = tiles @ mx.broadcast_to(weight[:, None], shape)

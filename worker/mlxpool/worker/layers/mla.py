@@ -120,10 +120,8 @@ class _Attention:
         else:
             self.down, self.up = builder.linear(latent), builder.linear(f"{name}.q_proj")
         self.latent_norm = builder.rms_norm(f"{name}.kv_a_layernorm", spec.eps)
-        keys, values = (
-            builder.multi_linear(f"{name}.embed_q"),
-            builder.multi_linear(f"{name}.unembed_out"),
-        )
+        keys = builder.multi_linear(f"{name}.embed_q")
+        values = builder.multi_linear(f"{name}.unembed_out")
         self.heads = LatentAttentionProjections(spec.sizes, keys, values)
         self.o = builder.linear(f"{name}.o_proj")
 

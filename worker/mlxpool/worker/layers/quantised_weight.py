@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxpool.worker.kernels import dequantise, matmul_4bit, matmul_small
+from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.kernels.matmul_small import Around
 from mlxpool.worker.layers.quantisation import NVFP4_RANGE, QuantLayout
 
@@ -16,13 +17,9 @@ CPU_DEQUANTISE_ROWS = 8
 GPU_DEQUANTISE_ROWS = 6
 
 
-def _on_gpu() -> bool:
-    return bool(mx.default_device().type == mx.DeviceType.gpu)
-
-
 def _pays_to_dequantise(x: mx.array, group_size: int) -> bool:
     """Whether dequantising the weight first is better for this x [..., T, in]."""
-    if not _on_gpu():
+    if not on_gpu():
         return x.shape[-2] >= CPU_DEQUANTISE_ROWS
     if x.dtype == mx.float32 and x.shape[-1] <= group_size < x.size:
         return True  # with one group a row MLX's products on Hopper use 10 bits of a fraction
@@ -84,11 +81,11 @@ class QuantisedWeight:
         """
         if self._has_kernel(x):
             return self.packed_product(x, Around(gated=True))
-        plain = x.ndim == self.weight.ndim == 2
-        dequantise = plain and _pays_to_dequantise(x, self.layout.group_size)
-        if dequantise and matmul_small.serves(
-            x.shape[0], x.shape[1], self.weight.shape[0], x.dtype
-        ):
+        if x.ndim != 2 or self.weight.ndim != 2:
+            return None
+        rows, columns = x.shape
+        pays = _pays_to_dequantise(x, self.layout.group_size)
+        if pays and matmul_small.serves(rows, columns, self.weight.shape[0], x.dtype):
             return matmul_small.gated(x, self.dequantised(x.dtype))
         return None
 
@@ -108,8 +105,8 @@ class QuantisedWeight:
         if x.ndim != 2 or self.weight.ndim != 2 or (layout.mode, layout.bits) != ("affine", 4):
             return False
         rows, columns = self.weight.shape[0], x.shape[1]
-        biased = self.biases is not None and self.biases.dtype == x.dtype
-        fits = biased and self.scales.dtype == x.dtype and self.factor is None
+        has_biases = self.biases is not None and self.biases.dtype == x.dtype
+        fits = has_biases and self.scales.dtype == x.dtype and self.factor is None
         return fits and matmul_4bit.serves(x.shape[0], rows, columns, layout.group_size, x.dtype)
 
     def gathered_product(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:

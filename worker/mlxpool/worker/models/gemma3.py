@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.worker.layers.attention import GroupedQueryAttention
 from mlxpool.worker.layers.cache_specs import CacheSpec
 from mlxpool.worker.layers.config_fields import (
     FULL,
@@ -36,7 +37,6 @@ from mlxpool.worker.layers.derived_weights import (
     without_prefix,
 )
 from mlxpool.worker.layers.gated_mlp import GatedMLP
-from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
 from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, Rope
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.residual import Residual, add_and_norm
@@ -93,11 +93,8 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _layers(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
-    hidden, heads, eps = (
-        integer(text, "hidden_size"),
-        Heads.from_config(text),
-        number(text, "rms_norm_eps"),
-    )
+    hidden, heads = integer(text, "hidden_size"), Heads.from_config(text)
+    eps = number(text, "rms_norm_eps")
     feed = GatedMLP(hidden, integer(text, "intermediate_size"), activation=geglu)
     types = _types(text)
     for kind, window in zip(types, layer_windows(text, len(types), types), strict=True):

@@ -14,8 +14,8 @@ from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors
 from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.mla import LatentAttention, LatentDims
 from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.layers.moe import CORRECTION, SigmoidMoE
 from mlxpool.worker.layers.rope import parse_rope, yarn_mscale
-from mlxpool.worker.layers.sigmoid_moe import CORRECTION, SigmoidMoE
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 

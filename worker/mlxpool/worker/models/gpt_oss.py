@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.attention import GroupedQueryAttention
 from mlxpool.worker.layers.config_fields import (
     FULL,
     MAX_MODULES,
@@ -29,7 +30,6 @@ from mlxpool.worker.layers.derived_weights import (
     TensorSpec,
     from_mxfp4_blocks,
 )
-from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
 from mlxpool.worker.layers.interface import LayerBuilder, LayerFunction
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.rope import parse_rope

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mlxpool.worker.layers.attention import GroupedQueryAttention
 from mlxpool.worker.layers.config_fields import (
     Heads,
     enabled_windows,
@@ -16,7 +17,6 @@ from mlxpool.worker.layers.config_fields import (
 from mlxpool.worker.layers.decoder import Decoder
 from mlxpool.worker.layers.decoder_layer import DecoderLayer, PreNormLayer
 from mlxpool.worker.layers.gated_mlp import GatedMLP
-from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.rope import parse_rope
 
@@ -28,11 +28,8 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
-    hidden, heads, eps = (
-        integer(config, "hidden_size"),
-        Heads.from_config(config),
-        number(config, "rms_norm_eps"),
-    )
+    hidden, heads = integer(config, "hidden_size"), Heads.from_config(config)
+    eps = number(config, "rms_norm_eps")
     rope = parse_rope(config, heads.dim, base=None, traditional=flag(config, "rope_traditional"))
     feed = GatedMLP(hidden, integer(config, "intermediate_size"))
     return tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mlxpool.worker.layers.attention import GroupedQueryAttention
 from mlxpool.worker.layers.config_fields import (
     Heads,
     enabled_windows,
@@ -16,7 +17,6 @@ from mlxpool.worker.layers.config_fields import (
 from mlxpool.worker.layers.decoder import Decoder
 from mlxpool.worker.layers.decoder_layer import DecoderLayer, PreNormLayer
 from mlxpool.worker.layers.gated_mlp import GatedMLP
-from mlxpool.worker.layers.grouped_query_attention import GroupedQueryAttention
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.rope import parse_rope
 

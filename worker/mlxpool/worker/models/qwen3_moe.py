@@ -13,7 +13,7 @@ from mlxpool.worker.layers.decoder_layer import DecoderLayer, FeedForward, PreNo
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors
 from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.model_plan import ModelPlan
-from mlxpool.worker.layers.softmax_moe import SoftmaxMoE
+from mlxpool.worker.layers.moe import SoftmaxMoE
 from mlxpool.worker.models.qwen3 import attention
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.worker.layers.attention import GatedAttention
 from mlxpool.worker.layers.config_fields import (
     FULL,
     integer,
@@ -26,10 +27,9 @@ from mlxpool.worker.layers.decoder_layer import (
 )
 from mlxpool.worker.layers.delta_net import FLOAT32, GatedDeltaNet
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, mapped, plus_one
-from mlxpool.worker.layers.gated_attention import GatedAttention
 from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.model_plan import ModelPlan
-from mlxpool.worker.layers.softmax_moe import SoftmaxMoE
+from mlxpool.worker.layers.moe import SoftmaxMoE
 
 if TYPE_CHECKING:
     pass

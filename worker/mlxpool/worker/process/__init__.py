@@ -1,4 +1,4 @@
-"""The worker process: its main thread, its link to the broker, signals, CPU threads, its end.
+"""The main thread of a worker: link to the broker, runs, heartbeats; and the preparer thread.
 
-Imports no MLX.
+Imports no MLX, and never waits for the compute thread.
 """

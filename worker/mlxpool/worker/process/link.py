@@ -1,22 +1,25 @@
-"""The worker's link to its broker: socket, hello, epoch, and what is still to be sent.
+"""The worker's link to its broker: socket, hello, epoch, and the frames still to be sent.
 
-A frame belongs to the epoch it was made in: with a new one, or without any, what is unsent is
-dropped, for the broker gives the requests of the old one to somebody else.
+A frame belongs to the epoch it was made in. With a new epoch, or without any, unsent frames are
+dropped, because the broker gives the requests of the old epoch to other workers.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import zmq
 
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol import frames, kinds
-from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.content import Content, encoded
+from mlxpool.common.protocol.deltas import Delta, pack_deltas
+from mlxpool.common.protocol.frames import MAX_BACK_BODY, Header, Message, decode, encode
+from mlxpool.common.protocol.to_broker import Hello
+from mlxpool.common.protocol.to_worker import Welcome
 from mlxpool.common.trace import History
 from mlxpool.common.transport import sockets
 from mlxpool.common.transport.handshake import Handshake
@@ -24,39 +27,43 @@ from mlxpool.common.transport.keys import Credentials
 
 log = logging.getLogger("mlxpool.worker")
 
-RETRY = 0.01  # seconds, to a socket that takes nothing now
-HELLO_AGAIN = 1.0  # seconds between two hellos at least
-HEARD_LIMIT = 5.0  # seconds of our own time in which a broker that lives says something
+SEND_RETRY_DELAY = 0.01  # seconds until a full socket is tried again
+MIN_HELLO_INTERVAL = 1.0  # seconds between two hellos
+SILENCE_LIMIT = 5.0  # seconds of counted time in which a living broker sends something
+MAX_COUNTED_TURN = 2.0  # seconds that one turn of the loop counts at most
 NEVER = float("inf")
-LONGEST_TURN = 2.0  # seconds that one turn of the edge's loop counts for at most
 
 
 @dataclass(slots=True)
 class Silence:
-    """How long the broker has been silent, in time in which we could have heard it."""
+    """How long the broker has sent nothing, in seconds of counted time.
 
-    seconds: float = 0.0  # since we heard it, or called it anew
-    alone: float = 0.0  # since we heard it
-    turned: float = 0.0
+    Time counts only while the loop turns: a worker that was stopped did not listen.
+    """
+
+    since_dialled: float = 0.0  # since a frame came or the broker was dialled again
+    since_heard: float = 0.0  # since a frame came
+    turned_at: float = 0.0
 
     def turn(self, now: float) -> bool:
-        """One more turn of the loop, after everything was read: whether it is too long."""
-        passed = min(now - self.turned, LONGEST_TURN) if self.turned else 0.0
-        self.seconds += passed
-        self.alone += passed
-        self.turned = now
-        return self.seconds >= HEARD_LIMIT
+        """Count one turn of the loop. Returns whether the broker has been silent for too long."""
+        passed = min(now - self.turned_at, MAX_COUNTED_TURN) if self.turned_at else 0.0
+        self.since_dialled += passed
+        self.since_heard += passed
+        self.turned_at = now
+        return self.since_dialled >= SILENCE_LIMIT
 
-    def called(self) -> None:
-        """It is given time to answer."""
-        self.seconds = 0.0
+    def dialled(self) -> None:
+        """Give the broker time to answer on a new connection."""
+        self.since_dialled = 0.0
 
     def heard(self) -> None:
-        self.seconds = self.alone = 0.0
+        """A frame has come."""
+        self.since_dialled = self.since_heard = 0.0
 
 
 class Link:
-    """Lives in the edge's thread. `epoch` 0: no welcome yet."""
+    """Belongs to the main thread. `epoch` 0: there was no welcome yet."""
 
     def __init__(
         self,
@@ -65,16 +72,17 @@ class Link:
         history: History,
         credentials: Credentials | None = None,
     ) -> None:
+        """`token` admits the first hello; each welcome brings a new one."""
         self.endpoint = endpoint
         self.credentials = credentials
         self.history = history
-        self.token = token  # the newest that the broker gave
+        self.token = token
         self.epoch = 0
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dial()
         self.silence = Silence()
         self.unsent: deque[list[bytes]] = deque()
-        self._hello: Mapping[str, Any] | None = None
+        self._hello: Hello | None = None
         self._hello_at = 0.0
         self._hello_due = NEVER
 
@@ -82,57 +90,56 @@ class Link:
         self.socket = sockets.dealer(self.context, self.endpoint, self.credentials)
         self.handshake = Handshake(self.socket, self.endpoint, self.credentials)
 
-    # ---- hello and its answers -----------------------------------------------------------------
+    # ---- hello and welcome ---------------------------------------------------------------------
 
     @property
     def introduced(self) -> bool:
-        """Whether the broker has been told who we are, if it got it."""
+        """Whether a hello was sent, received or not."""
         return self._hello is not None
 
-    def introduce(self, hello: Mapping[str, Any], now: float) -> None:
-        """Say hello, now and whenever it has to be said again. `token` is added here."""
+    def introduce(self, hello: Hello, now: float) -> None:
+        """Send hello, now and whenever it is needed again; each with the newest token."""
         self._hello = hello
         self.silence.heard()
-        self._say_hello(now)
+        self._send_hello(now)
 
-    def again(self, now: float) -> bool:
-        """`who`: the broker does not know this connection. Whether an epoch has ended by it.
+    def lose_epoch(self, now: float) -> bool:
+        """Answer `who`: the broker does not know this connection. Returns whether an epoch ended.
 
-        Hello follows in `turn`; a further `who` before it is answered changes nothing.
+        `send_due_hello` sends the hello, not sooner than MIN_HELLO_INTERVAL after the last one. A
+        further `who` before the welcome changes nothing.
         """
         had, self.epoch = self.epoch, 0
         if self.introduced:
-            self._hello_due = max(now, self._hello_at + HELLO_AGAIN)
+            self._hello_due = max(now, self._hello_at + MIN_HELLO_INTERVAL)
         return bool(had)
 
-    def turn(self, now: float) -> None:
-        """One turn of the edge's loop, after everything was read."""
+    def send_due_hello(self, now: float) -> None:
+        """Send the hello that is due; called once a turn, after everything was read."""
         if now >= self._hello_due:
-            self._say_hello(now)
+            self._send_hello(now)
 
     def redial(self, now: float) -> bool:
-        """A new connection, the old one having gone silent. Whether an epoch has ended by it."""
+        """Replace a connection that has gone silent. Returns whether an epoch ended with it."""
         had, self.epoch = self.epoch, 0
         self.handshake.close()
         self.socket.close(linger=0)
         self._dial()
-        self.silence.called()
-        self._say_hello(now)
+        self.silence.dialled()
+        self._send_hello(now)
         return bool(had)
 
-    def _say_hello(self, now: float) -> None:
+    def _send_hello(self, now: float) -> None:
         self.unsent.clear()
         if self._hello is not None:
             self._hello_at, self._hello_due = now, NEVER
-            body = {**self._hello, "token": self.token}
-            self.put(frames.encode(Header(kinds.HELLO), body))
+            self.put(encoded(replace(self._hello, token=self.token)))
             self.history.write("hello")
 
-    def welcome(self, message: Message) -> bool:
-        """The broker's answer to hello: whether it gives a new epoch."""
-        epoch, token = message.header.epoch, message.body.get("token")
-        if isinstance(token, str):
-            self.token = token
+    def welcome(self, epoch: int, welcome: Welcome) -> bool:
+        """Take the broker's answer to hello. Returns whether the epoch is a new one."""
+        if welcome.token is not None:
+            self.token = welcome.token
         if epoch == self.epoch:
             return False
         self.unsent.clear()
@@ -141,34 +148,47 @@ class Link:
         return True
 
     def silent_too_long(self, now: float) -> bool:
-        """Asked once a turn, after the socket was read."""
+        """Whether to replace the connection; called once a turn, after the socket was read."""
         too_long = self.silence.turn(now)
         return too_long and self.introduced
 
     def alone_too_long(self, limit: float) -> bool:
-        """Whether nothing was heard for so many seconds of our own time, though we have called."""
-        return self.introduced and self.silence.alone >= limit
+        """Whether no frame came for `limit` seconds of counted time, though hello was sent."""
+        return self.introduced and self.silence.since_heard >= limit
 
     # ---- frames --------------------------------------------------------------------------------
 
-    def frame(
-        self,
-        kind: str,
-        body: Mapping[str, Any],
-        *,
-        id: bytes | None = None,
-        blobs: tuple[bytes, ...] = (),
-        epoch: int | None = None,
-    ) -> list[bytes]:
-        """A message of this epoch. Raises TooLarge."""
-        header = Header(kind, id, self.epoch if epoch is None else epoch)
-        return frames.encode(header, body, blobs, max_body=frames.MAX_BACK_BODY)
+    def send(self, content: Content, id: bytes | None = None) -> None:
+        """Send a message; without an epoch, nothing: it would be ignored. Raises TooLarge."""
+        if self.epoch:
+            self.put(encoded(content, id, self.epoch, max_body=MAX_BACK_BODY))
+
+    def send_rows(self, rows: Sequence[Delta]) -> None:
+        """Send rows that fit one message; without an epoch, nothing."""
+        if not self.epoch:
+            return
+        body, blob = pack_deltas(rows)
+        header = Header(kinds.DELTAS, None, self.epoch)
+        parts = encode(header, body, (blob,), max_body=MAX_BACK_BODY)
+        if self.history.on:
+            for row in rows:
+                self._write_row(row)
+        self.put_rows(rows, parts)
+
+    def put_rows(self, rows: Sequence[Delta], parts: list[bytes]) -> None:
+        """Enqueue the frame of these rows."""
+        self.put(parts)
+
+    def _write_row(self, row: Delta) -> None:
+        end = row.end and (row.end.get("code") or row.end.get("reason"))
+        self.history.write("deltas", id=row.id, attempt=row.attempt, pos=row.pos, n=row.n, end=end)
 
     def put(self, parts: list[bytes]) -> None:
+        """Enqueue a frame."""
         self.unsent.append(parts)
 
     def flush(self) -> None:
-        """Send what the socket takes now."""
+        """Send the frames that the socket takes now."""
         while self.unsent:
             try:
                 self.socket.send_multipart(self.unsent[0], zmq.NOBLOCK)
@@ -177,7 +197,7 @@ class Link:
             self.unsent.popleft()
 
     def receive(self) -> Message | None:
-        """The next message that can be read; None when there is none now."""
+        """The next well-formed message; None when none is there now."""
         while True:
             try:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -185,15 +205,16 @@ class Link:
                 return None
             self.silence.heard()
             try:
-                return frames.decode(parts, max_body=frames.MAX_BACK_BODY)
+                return decode(parts, max_body=MAX_BACK_BODY)
             except PoolError as error:
                 log.warning("bad frame from the broker", extra={"why": str(error)})
 
     def next_wake(self, now: float) -> float:
-        """When `turn` or `flush` has something to do."""
-        return min(self._hello_due, now + RETRY if self.unsent else NEVER)
+        """When `send_due_hello` or `flush` has something to do; monotonic seconds."""
+        return min(self._hello_due, now + SEND_RETRY_DELAY if self.unsent else NEVER)
 
     def close(self) -> None:
+        """Send what the socket takes and close it."""
         self.flush()
         self.handshake.close()
         self.socket.close()

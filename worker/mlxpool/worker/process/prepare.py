@@ -1,6 +1,5 @@
-"""From a `work` message to a Sequence: rendering and tokenising, on a thread of its own.
-
-Neither the edge nor a step ever waits for it.
+"""The preparer thread: renders and tokenises prompts, so that neither the main thread nor a step
+waits for it.
 """
 
 from __future__ import annotations
@@ -9,147 +8,131 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from time import monotonic
 
 from mlxpool.common.errors import BadRequest, ContextExceeded, Internal, PoolError, TooLarge
 from mlxpool.common.options import Options
-from mlxpool.common.protocol.frames import MAX_BLOB, MAX_BODY, Header, Message
-from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
-from mlxpool.worker.compute.messages import Admit, Fits, Key, Opened, Prompt
-from mlxpool.worker.compute.progress import monotonic
-from mlxpool.worker.engine.sequence import Sequence
-from mlxpool.worker.process.resume import Facts, Resume
-from mlxpool.worker.prompt.detokenizer import Completion
+from mlxpool.common.protocol import prompts
+from mlxpool.common.protocol.frames import MAX_BLOB, MAX_BODY
+from mlxpool.common.protocol.prompts import ChatPrompt, TextPrompt
+from mlxpool.common.protocol.resume import Facts, Resume
+from mlxpool.common.protocol.to_broker import TokenizerAnswer
+from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work
+from mlxpool.common.protocol.token_ids import ID_WIDTH, count_of, pack_ids, unpack_ids
+from mlxpool.worker.compute.messages import Admit, RunKey
+from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.prompt.interface import Fits, Opened, Prompt
+from mlxpool.worker.scheduling.sequence import Sequence
 
-ID_SIZE = 4  # bytes of an id in a blob
-MAX_TEXT = MAX_BODY - 1024  # bytes of text in an answer
+MAX_ANSWER_TEXT = MAX_BODY - 1024  # bytes of text in an answer
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A sequence for the compute thread, or the error its stream ends with."""
+    """A run for the compute thread, or the error that it ends with. `fence`: see `Rows`."""
 
-    key: Key
+    key: RunKey
     admit: Admit | None
     error: PoolError | None = None
-    generation: int = 0
+    fence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The reply to `tokenize` or `detokenize`."""
+    """The answer to the `tokenize` or `detokenize` of a request. `fence`: see `Rows`."""
 
     id: bytes | None
-    body: Mapping[str, Any]
-    blobs: tuple[bytes, ...] = ()
-    generation: int = 0
+    content: TokenizerAnswer
+    fence: int = 0
 
 
 class Preparer(threading.Thread):
-    """Takes messages with `tell`, gives results to `post` in the same order."""
+    """Takes work by `prepare` and `answer`, and posts one result for each call, in order."""
 
     def __init__(self, opened: Opened, post: Callable[[Prepared | Answer], None]) -> None:
         super().__init__(name="prepare", daemon=True)
         self.opened = opened
         self._post = post
-        self._inbox: queue.SimpleQueue[tuple[Message, float, int]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], Prepared | Answer]] = queue.SimpleQueue()
 
-    def tell(self, message: Message, generation: int = 0) -> None:
-        """What comes of it is of `generation`, see `Rows`."""
-        self._inbox.put((message, monotonic(), generation))
+    def prepare(self, key: RunKey, work: Work, fence: int = 0) -> None:
+        """Enqueue the preparation of a run. Posts a `Prepared`."""
+        self._inbox.put(partial(self._prepared, key, work, monotonic(), fence))
+
+    def answer(self, id: bytes | None, call: Tokenize | Detokenize, fence: int = 0) -> None:
+        """Enqueue a tokenizer call. Posts an `Answer`."""
+        self._inbox.put(partial(self._answer, id, call, fence))
 
     def run(self) -> None:
         self.opened.text.warm_up()
         while True:
-            message, received, generation = self._inbox.get()
-            handle = _answer if message.kind != "work" else _prepared
-            self._post(replace(handle(self.opened, message, received), generation=generation))
+            self._post(self._inbox.get()())
+
+    def _prepared(self, key: RunKey, work: Work, received: float, fence: int) -> Prepared:
+        try:
+            admit = prepare(self.opened, key, work, received, time.time())
+            return Prepared(key, admit, fence=fence)
+        except PoolError as error:
+            return Prepared(key, None, error, fence)
+        except Exception as error:
+            failed = Internal(f"the prompt could not be read: {error!r}")
+            return Prepared(key, None, failed, fence)
+
+    def _answer(self, id: bytes | None, call: Tokenize | Detokenize, fence: int) -> Answer:
+        try:
+            if isinstance(call, Tokenize):
+                return Answer(id, _tokenize(self.opened, call), fence)
+            return Answer(id, _detokenize(self.opened, call), fence)
+        except PoolError as error:
+            return Answer(id, TokenizerAnswer(error.body()), fence)
+        except Exception as error:
+            failed = Internal(f"{call.kind} failed: {error!r}")
+            return Answer(id, TokenizerAnswer(failed.body()), fence)
 
 
-def _prepared(opened: Opened, message: Message, received: float) -> Prepared:
-    header = message.header
-    key = (header.id or b"", header.attempt)
-    try:
-        return Prepared(key, prepare(opened, header, message, received, time.time()))
-    except PoolError as error:
-        return Prepared(key, None, error)
-    except Exception as error:
-        return Prepared(key, None, Internal(f"the prompt could not be read: {error!r}"))
+def prepare(opened: Opened, key: RunKey, work: Work, received: float, now: float) -> Admit:
+    """The prepared run. Raises BadRequest, or ContextExceeded with the numbers.
 
-
-def prepare(
-    opened: Opened, header: Header, message: Message, received: float, wall: float
-) -> Admit:
-    """Raises BadRequest or ContextExceeded with the numbers. `wall` is what templates call now.
-
-    A resume goes on under the facts it began with; the ids it brings are replayed here, so that
-    the compute thread need not.
+    `received` is monotonic seconds, `now` what chat templates call the time unless the run is a
+    resume: that one keeps the facts it began with. The ids of a resume are replayed here, to keep
+    that work away from the compute thread.
     """
-    body = message.body
-    resume = Resume.parse(message)
-    now = wall if resume.facts.now is None else resume.facts.now
-    options = Options.parse(_map(body, "options"))
-    context = _context(opened, resume.facts)
-    found = _prompt(opened, message, now, context)
-    prompt = found.ids
-    _check_ids(opened, resume.ids, "resume")
-    _check_biases(opened, options)
-    _compare(resume.facts, {"digest": opened.digest, "prompt_tokens": len(prompt)})
-    max_tokens = _budget(resume.facts, context - len(prompt), options.max_tokens)
-    facts = {
-        "digest": opened.digest,
-        "context": context,
-        "max_tokens": max_tokens,
-        "prompt_tokens": len(prompt),
-        "now": now,
-        **({"thinks": True} if found.thinks else {}),
-    }
-    if len(resume.ids) > max_tokens:
-        raise BadRequest(f"resume has {len(resume.ids)} ids, max_tokens is {max_tokens}")
-    text = Completion(opened.text.piece, options.stop)
-    text.replay(resume.ids)
+    resume = work.resume or Resume()
+    known = resume.facts or Facts()
+    ids = unpack_ids(resume.ids)
+    now = now if known.now is None else known.now
+    context = _context(opened, known)
+    prompt = _prompt(opened, work.prompt, now, context)
+    _check_ids(opened, ids, "resume")
+    _check_biases(opened, work.options)
+    _compare(known, opened.digest, len(prompt.ids))
+    max_tokens = _max_tokens(known, context - len(prompt.ids), work.options.max_tokens)
+    if len(ids) > max_tokens:
+        raise BadRequest(f"resume has {len(ids)} ids, max_tokens is {max_tokens}")
+    detokenizer = Detokenizer(opened.text.piece, work.options.stop)
+    detokenizer.replay(ids)
     sequence = Sequence(
-        id=header.id or b"",
-        attempt=header.attempt,
-        prompt=tuple(prompt),
-        options=options,
-        seed=_seed(body),
+        id=key[0],
+        attempt=key[1],
+        prompt=tuple(prompt.ids),
+        options=work.options,
+        seed=work.seed,
         max_tokens=max_tokens,
-        ids=resume.ids,
-        suspect=bool(body.get("suspect")),
-        restore_at=found.restore_at,
+        ids=ids,
+        suspect=work.suspect,
+        restore_at=prompt.restore_at,
     )
-    return Admit(sequence, facts, text, received, _deadline(body, received))
+    facts = Facts(opened.digest, context, max_tokens, len(prompt.ids), now, prompt.thinks)
+    left = math.inf if work.deadline_ms is None else work.deadline_ms / 1000
+    return Admit(sequence, facts, detokenizer, received, received + left)
 
 
-def _map(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = body.get(key)
-    if not isinstance(value, Mapping | None):
-        raise BadRequest(f"{key} must be a map, got {value!r:.60}")
-    return value or {}
-
-
-def _seed(body: Mapping[str, Any]) -> int:
-    seed = body.get("seed")
-    if not isinstance(seed, int | None) or isinstance(seed, bool):
-        raise BadRequest(f"seed must be an integer, got {seed!r:.60}")
-    return seed or 0
-
-
-def _deadline(body: Mapping[str, Any], received: float) -> float:
-    """When the run has to be over; `deadline_ms` is what was left when the work was given."""
-    left = body.get("deadline_ms")
-    if not isinstance(left, int | float | None) or isinstance(left, bool) or (left or 0) < 0:
-        raise BadRequest(f"deadline_ms must be a number that is not negative, got {left!r:.60}")
-    return math.inf if left is None else received + left / 1000
-
-
-def _prompt(opened: Opened, message: Message, now: float, context: int) -> Prompt:
+def _prompt(opened: Opened, prompt: prompts.Prompt, now: float, context: int) -> Prompt:
     fits = partial(_check_size, context)
-    found = _read_prompt(opened, message, now, fits)
+    found = _token_ids(opened, prompt, now, fits)
     fits(len(found.ids))
     _check_ids(opened, found.ids, "prompt")
     return found
@@ -166,29 +149,15 @@ def _check_size(context: int, size: int) -> None:
         )
 
 
-def _read_prompt(opened: Opened, message: Message, now: float, fits: Fits) -> Prompt:
-    body = message.body
-    if body.get("tokens") is not None:
-        blob = _first_blob(message)
-        fits(len(blob) // ID_SIZE)
-        return Prompt(unpack_ids(blob))
-    if body.get("messages") is not None:
-        return opened.text.chat(body["messages"], body.get("tools"), now, fits, body.get("think"))
-    text = body.get("prompt")
-    text = _decoded(_first_blob(message)) if text is True else _text(text)
-    return Prompt(opened.text.encode(text, fits))
-
-
-def _text(prompt: Any) -> str:
-    if not isinstance(prompt, str):
-        raise BadRequest(f"one of prompt, messages, tokens must be given; prompt is {prompt!r:.60}")
-    return prompt
-
-
-def _first_blob(message: Message) -> bytes:
-    if not message.blobs:
-        raise BadRequest("the prompt is said to be a blob, but the message has none")
-    return message.blobs[0]
+def _token_ids(opened: Opened, prompt: prompts.Prompt, now: float, fits: Fits) -> Prompt:
+    if isinstance(prompt, ChatPrompt):
+        return opened.text.chat(prompt.messages, prompt.tools, now, fits, prompt.think)
+    if isinstance(prompt, TextPrompt):
+        return Prompt(opened.text.encode(prompt.text, fits))
+    if prompt.key == "prompt":
+        return Prompt(opened.text.encode(_decoded(prompt.blob), fits))
+    fits(count_of(prompt.blob))
+    return Prompt(unpack_ids(prompt.blob))
 
 
 def _decoded(blob: bytes) -> str:
@@ -199,10 +168,11 @@ def _decoded(blob: bytes) -> str:
 
 
 def _check_ids(opened: Opened, ids: list[int], what: str) -> None:
-    bad = max(ids, default=0)
-    if bad >= opened.vocab_size:
+    largest = max(ids, default=0)
+    if largest >= opened.vocab_size:
         raise BadRequest(
-            f"{what}: token id {bad} is not below {opened.vocab_size}, the size of the vocabulary"
+            f"{what}: token id {largest} is not below {opened.vocab_size}, the size of the"
+            " vocabulary"
         )
 
 
@@ -213,7 +183,7 @@ def _check_biases(opened: Opened, options: Options) -> None:
 
 
 def _context(opened: Opened, known: Facts) -> int:
-    """What holds for this stream: a worker that has more keeps to what the stream began with."""
+    """The context of this stream: a larger one of this worker does not change it."""
     if known.context is not None and known.context > opened.context:
         raise BadRequest(
             f"resume: the stream began with context {known.context},"
@@ -222,55 +192,42 @@ def _context(opened: Opened, known: Facts) -> int:
     return opened.context if known.context is None else known.context
 
 
-def _budget(known: Facts, most: int, wanted: int) -> int:
-    """Ids over all attempts; the first worker's word counts."""
+def _max_tokens(known: Facts, limit: int, wanted: int) -> int:
+    """The bound of ids over all attempts, which the first worker of the stream decided."""
     if known.max_tokens is None:
-        return most if wanted <= 0 else min(wanted, most)
-    if not 1 <= known.max_tokens <= most:
+        return limit if wanted <= 0 else min(wanted, limit)
+    if not 1 <= known.max_tokens <= limit:
         raise BadRequest(
-            f"resume.facts.max_tokens is {known.max_tokens}, must be from 1 to {most}:"
+            f"resume.facts.max_tokens is {known.max_tokens}, must be from 1 to {limit}:"
             " what the context leaves to the prompt"
         )
     return known.max_tokens
 
 
-def _compare(known: Facts, here: Mapping[str, Any]) -> None:
-    for key, value in here.items():
-        began = getattr(known, key)
-        if began is not None and began != value:
+def _compare(known: Facts, digest: str, prompt_tokens: int) -> None:
+    """Raises BadRequest when the stream began with another model or another prompt."""
+    for key, began, here in (
+        ("digest", known.digest, digest),
+        ("prompt_tokens", known.prompt_tokens, prompt_tokens),
+    ):
+        if began is not None and began != here:
             raise BadRequest(
-                f"resume: the stream began with {key} {began!r:.80}, this worker has {value!r}"
+                f"resume: the stream began with {key} {began!r:.80}, this worker has {here!r}"
             )
 
 
-def _answer(opened: Opened, message: Message, received: float) -> Answer:
-    request_id = message.header.id
-    try:
-        if message.kind == "tokenize":
-            return _tokenized(opened, message)
-        ids = unpack_ids(message.blobs[0]) if message.blobs else []
-        _check_ids(opened, ids, "detokenize")
-        return _detokenized(request_id, opened.text.decode(ids))
-    except PoolError as error:
-        return Answer(request_id, error.body())
-    except Exception as error:
-        return Answer(request_id, Internal(f"{message.kind} failed: {error!r}").body())
-
-
-def _detokenized(request_id: bytes | None, text: str) -> Answer:
-    size = len(text.encode("utf-8", "replace"))
-    if size > MAX_TEXT:
-        raise TooLarge(f"detokenize: the text has {size} bytes, an answer holds {MAX_TEXT}")
-    return Answer(request_id, {"text": text})
-
-
-def _tokenized(opened: Opened, message: Message) -> Answer:
-    text = message.body.get("text")
-    if text is True and message.blobs:
-        text = _decoded(message.blobs[0])
-    if not isinstance(text, str):
-        raise BadRequest("tokenize: text must be a string, or true with a blob")
-    ids = opened.text.encode(text)
-    if ID_SIZE * len(ids) > MAX_BLOB:
+def _tokenize(opened: Opened, call: Tokenize) -> TokenizerAnswer:
+    ids = opened.text.encode(call.text if isinstance(call.text, str) else _decoded(call.text))
+    if ID_WIDTH * len(ids) > MAX_BLOB:
         raise TooLarge(f"tokenize: {len(ids)} ids do not fit an answer of {MAX_BLOB} bytes")
-    return Answer(message.header.id, {"n": len(ids)}, (pack_ids(ids),))
+    return TokenizerAnswer({"n": len(ids)}, (pack_ids(ids),))
+
+
+def _detokenize(opened: Opened, call: Detokenize) -> TokenizerAnswer:
+    ids = unpack_ids(call.packed)
+    _check_ids(opened, ids, "detokenize")
+    text = opened.text.decode(ids)
+    size = len(text.encode("utf-8", "replace"))
+    if size > MAX_ANSWER_TEXT:
+        raise TooLarge(f"detokenize: the text has {size} bytes, an answer holds {MAX_ANSWER_TEXT}")
+    return TokenizerAnswer({"text": text})

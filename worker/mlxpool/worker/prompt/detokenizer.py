@@ -1,8 +1,8 @@
-"""Tokens in, text out: the pure function T(k) of the first k ids of a completion.
+"""The incremental detokenizer: computes T(k), the text of the first k token ids of a completion.
 
-After k ids the client has exactly T(k): the bytes of the k ids, minus an incomplete UTF-8 end,
-minus the longest tail that may begin a stop string. T is a function of the ids alone and only
-grows; what it holds back is released by `finish`.
+After k ids the client has exactly T(k): the bytes of the k ids, minus an incomplete UTF-8 sequence
+at the end, minus the longest suffix that may begin a stop string. T depends on the ids alone and
+only grows. `finish` releases the text that T holds back.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import re
 from collections.abc import Callable, Iterable
 
 
-class _Stops:
-    """Every stop string at once (Aho-Corasick): one step a character, however many there are.
+class _StopMatcher:
+    """Finds all stop strings at once (Aho-Corasick): one step a character, however many there are.
 
-    A state is the longest end of the text that begins a stop; 0: none does.
+    A state stands for the longest suffix of the text that begins a stop string; 0: no suffix does.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._edges: dict[int, int] = {}  # state and character -> state
-        self._fallback = [0]  # the state of the next shorter end that begins a stop
-        self.length = [0]  # characters of that end
-        self.complete = [0]  # characters of the longest stop that ends here, else 0
-        self._born = [(0, "")]  # from which state, by which character
+        self._fallback = [0]  # the state of the next shorter suffix that begins a stop string
+        self.length = [0]  # characters of the suffix
+        self.complete = [0]  # characters of the longest stop string that ends here, else 0
+        self._parent = [(0, "")]  # the state and character that lead to a state
         for stop in stops:
             self._add(stop)
         for state in sorted(range(1, len(self.length)), key=self.length.__getitem__):
             self._link(state)
-        firsts = "".join(sorted({stop[0] for stop in stops}))
-        self.beginning = re.compile(f"[{re.escape(firsts)}]")
+        first_chars = "".join(sorted({stop[0] for stop in stops}))
+        self.first_char = re.compile(f"[{re.escape(first_chars)}]")
 
     def _add(self, stop: str) -> None:
         state = 0
@@ -41,12 +41,12 @@ class _Stops:
                 self._fallback.append(0)
                 self.length.append(length)
                 self.complete.append(0)
-                self._born.append((state, char))
+                self._parent.append((state, char))
             state = following
         self.complete[state] = len(stop)
 
     def _link(self, state: int) -> None:
-        parent, char = self._born[state]
+        parent, char = self._parent[state]
         if parent:
             self._fallback[state] = self.step(self._fallback[parent], char)
         self.complete[state] = self.complete[state] or self.complete[self._fallback[state]]
@@ -63,37 +63,37 @@ class _Stops:
             state = self._fallback[state]
 
 
-class Completion:
-    """The text of one completion, released as far as T allows.
+class Detokenizer:
+    """The text of one completion, released as T grows.
 
-    A stop string ends the text where it begins. Of several, the one that is complete first wins;
-    of those complete at the same character, the longest. So the end depends on the text alone,
-    not on how tokens split it nor on the order of the list.
+    The text ends before the first stop string. Of several stop strings the one that is complete
+    first wins; of those complete at the same character, the longest. So the end depends on the text
+    alone, neither on its split into tokens nor on the order of the stop strings.
     """
 
     def __init__(self, piece: Callable[[int], bytes], stops: tuple[str, ...]) -> None:
         self._piece = piece
-        self._stops = _Stops(stops) if stops else None
-        self._state = 0  # of `_stops`
+        self._stops = _StopMatcher(stops) if stops else None
+        self._state = 0  # of the matcher
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._stopped = False
 
     @property
     def stopped(self) -> bool:
-        """A stop string was completed; nothing more is released."""
+        """Whether a stop string was completed; no more text is released then."""
         return self._stopped
 
     def push(self, token: int) -> str:
-        """The text that T gains by this id, often empty."""
+        """Append one id. Returns the text that T gains, which is often empty."""
         return self._take(self._decoder.decode(self._piece(token)))
 
     def replay(self, tokens: Iterable[int]) -> str:
-        """The text of many ids at once: what `push` gives for them, one after the other."""
+        """Append many ids. Returns the same text as `push` for each of them in turn."""
         return self._take(self._decoder.decode(b"".join(map(self._piece, tokens))))
 
     def finish(self) -> str:
-        """The text still held back, an incomplete UTF-8 end as U+FFFD; empty after a stop."""
+        """The text held back until now; "" after a stop. Incomplete UTF-8 becomes U+FFFD."""
         text = self._take(self._decoder.decode(b"", final=True))
         rest, self._held = self._held, ""
         self._state = 0
@@ -113,12 +113,15 @@ class Completion:
         self._held = text[keep:]
         return text[:keep]
 
-    def _scan(self, stops: _Stops, new: str) -> tuple[int, int]:
-        """Feeds `new` up to the end of a stop: how much was fed, and the length of the stop."""
+    def _scan(self, stops: _StopMatcher, new: str) -> tuple[int, int]:
+        """Feed `new` up to the end of a stop string.
+
+        Returns the characters fed and the length of the stop string, 0 when there was none.
+        """
         state, at = self._state, 0
         while at < len(new):
             if not state:
-                begin = stops.beginning.search(new, at)
+                begin = stops.first_char.search(new, at)
                 if begin is None:
                     break
                 at = begin.start()

@@ -1,9 +1,9 @@
-"""Token -> bytes, as the tokenizer's own decoder makes text of it; no MLX.
+"""The bytes of each token, as the tokenizer's own decoder would write them.
 
-A decoder is a chain of named steps. Read into a `Rule` it gives each token's bytes for itself, so
-that text can be streamed: the bytes of all tokens, one after the other, are the whole text. Where
-bytes are not UTF-8 the valid characters beside them stay, also among SentencePiece's byte tokens,
-of which `tokenizers` drops all that touch.
+A decoder is a chain of named steps. A `DecodeRule` made from it gives the bytes of each token
+separately, so that text can be streamed: the bytes of all tokens, one after the other, are the
+whole text. Where bytes are not UTF-8, the valid characters beside them are kept, also among
+SentencePiece's byte tokens, of which `tokenizers` drops a whole run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mlxpool.common.errors import ModelLoadFailed
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_LEVEL = {"type": "ByteLevel"}
 
-# What a WordPiece decoder tidies up in each token, in this order.
-_TIDY = (
+# The clean-up of a WordPiece decoder in each token, in this order.
+_CLEAN_UP = (
     (" .", "."),
     (" ?", "?"),
     (" !", "!"),
@@ -37,18 +37,18 @@ _TIDY = (
     (" 're", "'re"),
 )
 
-Step = Callable[[str, bool], str]  # a token's text; whether it is the first of a whole text
+DecodeStep = Callable[[str, bool], str]  # of a token's text, and whether the text begins with it
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class DecodeRule:
     """How the text of a token in the vocabulary becomes bytes.
 
-    `literal`: added tokens stand for their text as it is, and do not take the steps. `strip` is how
-    many spaces are taken from the beginning of a whole text.
+    `literal`: added tokens stand for their own text and skip the steps. `strip` is the number of
+    spaces that are removed from the beginning of a whole text.
     """
 
-    steps: tuple[Step, ...] = ()
+    steps: tuple[DecodeStep, ...] = ()
     to_bytes: Callable[[str], bytes] = lambda text: text.encode("utf-8", "replace")
     literal: bool = True
     strip: int = 0
@@ -59,15 +59,15 @@ class Rule:
         return self.to_bytes(token)
 
 
-class Pieces:
-    """Token id -> bytes, for every id; b"" for an unknown one.
+class TokenBytes:
+    """The bytes of every token id; b"" for an unknown one.
 
-    `self[token]` is what a token adds to a text that has begun, as a completion has with its
-    prompt. `whole` is the text of ids that are all there is.
+    `self[token]` is what a token appends to a text that has begun; a completion has, with its
+    prompt. `whole` is the text of ids without any text before them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises ModelLoadFailed naming a step of the decoder that is not known."""
+        """Raises ModelLoadFailed naming a decoder step that is not supported."""
         self._rule = read_rule(_steps_of(tokenizer))
         self._tokenizer = tokenizer
         self._added = {
@@ -82,7 +82,7 @@ class Pieces:
         return piece
 
     def whole(self, ids: Sequence[int]) -> str:
-        """The text of these ids alone; bytes that are not UTF-8 become U+FFFD."""
+        """The text of these ids; bytes that are not UTF-8 become U+FFFD."""
         data = b"".join(
             [self._piece(token, True) for token in ids[:1]] + [self[t] for t in ids[1:]]
         )
@@ -99,7 +99,7 @@ class Pieces:
 
 
 def _steps_of(tokenizer: Tokenizer) -> list[Mapping[str, Any]] | None:
-    """The decoder's steps; without a decoder, what the pre-tokenizer did is undone."""
+    """The decoder's steps; without a decoder, those that undo the pre-tokenizer. None: neither."""
     if tokenizer.decoder is not None:
         return list(_flat(_settings(tokenizer.decoder), "decoders"))
     if tokenizer.pre_tokenizer is not None:
@@ -110,7 +110,7 @@ def _steps_of(tokenizer: Tokenizer) -> list[Mapping[str, Any]] | None:
 
 
 def _settings(part: Any) -> Mapping[str, Any]:
-    settings: Mapping[str, Any] = json.loads(part.__getstate__())  # as tokenizer.json has it
+    settings: Mapping[str, Any] = json.loads(part.__getstate__())  # in the form of tokenizer.json
     return settings
 
 
@@ -122,14 +122,14 @@ def _flat(part: Mapping[str, Any], inner: str) -> Iterator[Mapping[str, Any]]:
         yield from _flat(nested, inner)
 
 
-def read_rule(steps: Sequence[Mapping[str, Any]] | None) -> Rule:
-    """The rule of a chain of decoders; None: there is none, words stand side by side.
+def read_rule(steps: Sequence[Mapping[str, Any]] | None) -> DecodeRule:
+    """The rule of a chain of decoder steps; without a chain, tokens are words between spaces.
 
-    Raises ModelLoadFailed for a step that cannot be done token by token.
+    Raises ModelLoadFailed for a step that cannot be applied token by token.
     """
     if steps is None:
-        return Rule((_spaced,), literal=False)
-    rule, fused = Rule(), False
+        return DecodeRule((_spaced,), literal=False)
+    rule, fused = DecodeRule(), False
     for step in steps:
         kind = str(step.get("type"))
         if kind == "Fuse":
@@ -153,7 +153,7 @@ def _spaced(token: str, first: bool) -> str:
     return token if first else f" {token}"
 
 
-def _replacement(rule: Rule, step: Mapping[str, Any]) -> Rule:
+def _replacement(rule: DecodeRule, step: Mapping[str, Any]) -> DecodeRule:
     old, new = (step.get("pattern") or {}).get("String"), step.get("content")
     if not isinstance(old, str) or not isinstance(new, str):
         raise ModelLoadFailed(
@@ -163,7 +163,7 @@ def _replacement(rule: Rule, step: Mapping[str, Any]) -> Rule:
     return replace(rule, steps=steps)
 
 
-def _metaspace(rule: Rule, step: Mapping[str, Any]) -> Rule:
+def _metaspace(rule: DecodeRule, step: Mapping[str, Any]) -> DecodeRule:
     mark, keeps = str(step["replacement"]), step.get("prepend_scheme") == "never"
 
     def spaces(token: str, first: bool) -> str:
@@ -172,20 +172,20 @@ def _metaspace(rule: Rule, step: Mapping[str, Any]) -> Rule:
     return replace(rule, steps=(*rule.steps, spaces))
 
 
-def _word_piece(rule: Rule, step: Mapping[str, Any]) -> Rule:
-    prefix, tidy = str(step["prefix"]), bool(step.get("cleanup"))
+def _word_piece(rule: DecodeRule, step: Mapping[str, Any]) -> DecodeRule:
+    prefix, clean_up = str(step["prefix"]), bool(step.get("cleanup"))
 
     def word(token: str, first: bool) -> str:
         if not first:
             token = token[len(prefix) :] if token.startswith(prefix) else f" {token}"
-        for old, new in _TIDY if tidy else ():
+        for old, new in _CLEAN_UP if clean_up else ():
             token = token.replace(old, new)
         return token
 
     return replace(rule, steps=(*rule.steps, word), literal=False)
 
 
-def _byte_fallback(rule: Rule, step: Mapping[str, Any]) -> Rule:
+def _byte_fallback(rule: DecodeRule, step: Mapping[str, Any]) -> DecodeRule:
     def to_bytes(token: str) -> bytes:
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.encode("utf-8", "replace")
@@ -193,11 +193,11 @@ def _byte_fallback(rule: Rule, step: Mapping[str, Any]) -> Rule:
     return replace(rule, to_bytes=to_bytes)
 
 
-def _byte_level(rule: Rule, step: Mapping[str, Any]) -> Rule:
+def _byte_level(rule: DecodeRule, step: Mapping[str, Any]) -> DecodeRule:
     return replace(rule, to_bytes=_from_byte_level)
 
 
-_READERS: Mapping[str, Callable[[Rule, Mapping[str, Any]], Rule]] = {
+_READERS: Mapping[str, Callable[[DecodeRule, Mapping[str, Any]], DecodeRule]] = {
     "ByteFallback": _byte_fallback,
     "ByteLevel": _byte_level,
     "Metaspace": _metaspace,
@@ -208,7 +208,7 @@ _READERS: Mapping[str, Callable[[Rule, Mapping[str, Any]], Rule]] = {
 
 @lru_cache(maxsize=1)
 def _byte_of_char() -> dict[str, int]:
-    """Byte-level vocabularies write each byte as one printable character: here is the way back."""
+    """Byte-level vocabularies write each byte as one printable character: the byte of each."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
@@ -219,5 +219,5 @@ def _from_byte_level(piece: str) -> bytes:
     table = _byte_of_char()
     try:
         return bytes([table[char] for char in piece])
-    except KeyError:  # a piece that was never byte-encoded
+    except KeyError:  # the piece is not byte-encoded
         return piece.encode("utf-8", "replace")

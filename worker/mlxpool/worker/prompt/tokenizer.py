@@ -1,4 +1,4 @@
-"""Text <-> tokens of one model, for the I/O thread; no MLX."""
+"""The tokenizer of one model with its chat templates. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from tokenizers import Encoding, Tokenizer
 
 from mlxpool.common.errors import BadRequest, Internal, ModelLoadFailed
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
-from mlxpool.worker.compute.messages import Fits, Prompt, any_size
-from mlxpool.worker.process.cpu_threads import of_process
+from mlxpool.worker.prompt.chat_template.limits import RENDERER_NICENESS
 from mlxpool.worker.prompt.chat_template.output_format import opens_thinking
-from mlxpool.worker.prompt.chat_template.process import NICENESS
-from mlxpool.worker.prompt.chat_template.renderer import Rendered, Renderer
-from mlxpool.worker.prompt.chat_template.templates import Chat
-from mlxpool.worker.prompt.idle_thread import of_what_is_left
-from mlxpool.worker.prompt.token_bytes import Pieces
+from mlxpool.worker.prompt.chat_template.renderer import RenderedChat, Renderer
+from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
+from mlxpool.worker.prompt.interface import Fits, Prompt, any_size
+from mlxpool.worker.prompt.token_bytes import TokenBytes
+from mlxpool.worker.system.cpu_threads import process_cpu_threads
+from mlxpool.worker.system.idle_thread import run_idle
 from mlxpool.worker.weights.inspect import ModelFolder
 
-LONG = 16 * 1024  # characters that take more than some milliseconds
-PATIENCE = 1.0  # seconds that a long text may take of what running steps leave
-_BEGIN = 256  # characters of a text whose ids tell whether it begins with `prefix`
-_SHOWN = 3  # tokens in an error that could list thousands
+LONG_TEXT = 16 * 1024  # characters; encoding so many takes more than a few milliseconds
+IDLE_TIMEOUT = 1.0  # seconds that a SCHED_IDLE thread may take for a long text
+_PREFIX_PROBE = 256  # characters whose ids tell whether a text begins with `prefix`
+_MAX_NAMED = 3  # tokens named in an error that could list thousands
 
 
 class Text:
     """A model's tokenizer and chat templates.
 
-    `prefix` are the ids that begin every prompt, usually the begin-of-sequence token or nothing.
+    `prefix` holds the ids that begin every prompt: usually the begin-of-sequence token, or nothing.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: Chat, prefix: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat: ChatTemplates, prefix: Sequence[int] = ()
+    ) -> None:
         """Raises ModelLoadFailed for a decoder that is not supported."""
         self._tokenizer = tokenizer
-        self._pieces = Pieces(tokenizer)
+        self._token_bytes = TokenBytes(tokenizer)
         self._renderer = Renderer(chat)
         self.prefix = tuple(prefix)
 
@@ -48,38 +50,38 @@ class Text:
         """Raises ModelLoadFailed when the tokenizer or a template cannot be used with the model."""
         tokenizer = read_tokenizer(folder.files / "tokenizer.json")
         prefix = _prefix(tokenizer, folder.bos_token, folder.add_bos)
-        chat = Chat.from_folder(folder.files)
+        chat = ChatTemplates.from_folder(folder.files)
         check_vocabulary(tokenizer, folder.plan.vocab_size, prefix, chat)
         return cls(tokenizer, chat, prefix)
 
     def warm_up(self) -> None:
-        """Have what prompts need at work: the process of the templates, the tokenizer's threads.
+        """Start the renderer process and the tokenizer's threads.
 
-        Called by the thread that will ask for chats, see Renderer.
+        Called by the thread that will render chats, see Renderer.
         """
-        with contextlib.suppress(Internal):  # the first chat tries again and says it
+        with contextlib.suppress(Internal):  # the first chat tries again and raises it
             self._renderer.start()
-        gentle = threading.Thread(target=_start_threads, args=[self._tokenizer])
-        gentle.start()
-        gentle.join()
+        starter = threading.Thread(target=_start_threads, args=[self._tokenizer])
+        starter.start()
+        starter.join()
 
     def encode(self, text: str, fits: Fits = any_size) -> list[int]:
-        """The ids of a prompt, with `prefix` in front unless the text already has it.
+        """The ids of a prompt, which begin with `prefix`: it is added unless the text has it.
 
-        Special tokens written out in the text count as such. Raises BadRequest for text that is
-        not Unicode, and what `fits` raises.
+        Special tokens written out in the text become special ids. Raises BadRequest for text that
+        is not Unicode, and what `fits` raises.
         """
         missing, encoding = self._missing(text), self._encoding(text)
         fits(len(missing) + len(encoding))
         return [*missing, *encoding.ids]
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text that has begun, b"" for an unknown one."""
-        return self._pieces[token]
+        """The bytes that a token appends to a text that has begun; b"" for an unknown id."""
+        return self._token_bytes[token]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids alone; bytes that are not UTF-8 become U+FFFD."""
-        return self._pieces.whole(ids)
+        """The text of these ids; bytes that are not UTF-8 become U+FFFD."""
+        return self._token_bytes.whole(ids)
 
     def chat(
         self,
@@ -97,35 +99,36 @@ class Text:
             check_messages(messages), check_tools(tools), now, check_think(think)
         )
         ids = self.encode(chat.text, fits)
-        restore_at = self._restore_at(chat, ids) if chat.end else 0
+        restore_at = self._restore_at(chat, ids) if chat.messages_end else 0
         return Prompt(ids, restore_at, opens_thinking(chat.text))
 
-    def _restore_at(self, chat: Rendered, ids: list[int]) -> int:
-        """How many ids lie before the generation prompt; one that begins before it does not.
+    def _restore_at(self, chat: RenderedChat, ids: list[int]) -> int:
+        """How many ids precede the generation prompt; an id that spans its begin is not counted.
 
-        It mostly begins with a special token, and then its ids are the last ones. Only where they
-        are not the characters of every token are needed, which costs as much again.
+        The generation prompt mostly begins with a special token, and then its ids are the last ones
+        of the prompt. Only otherwise the character offsets of every token are computed, which takes
+        as long as encoding the text.
         """
-        last = self._encoding(chat.text[chat.end :]).ids
+        last = self._encoding(chat.text[chat.messages_end :]).ids
         if ids[-len(last) :] == last:
             return len(ids) - len(last)
         (encoding,) = self._tokenizer.encode_batch([chat.text], add_special_tokens=False)
-        at = encoding.char_to_token(chat.end)
+        at = encoding.char_to_token(chat.messages_end)
         return len(ids) - len(encoding) + at if at else 0
 
     def _encoding(self, text: str) -> Encoding:
-        """Without the characters of tokens: to free these holds the interpreter for long.
+        """The encoding without character offsets: freeing these holds the interpreter for long.
 
-        A batch of one is the work of the thread that asks. In a batch of two, the library's own
-        threads do it; see `_start_threads`.
+        The library encodes a batch of one in the calling thread, and a batch of two in threads of
+        its own, see `_start_threads`.
         """
-        if len(text) >= LONG:
-            with of_process().spared():
-                batch = of_what_is_left(partial(self._batch, [text]), PATIENCE)
-                return self._quick(text) if batch is None else batch[0]
-        return self._quick(text)
+        if len(text) >= LONG_TEXT:
+            with process_cpu_threads().spare_core():
+                batch = run_idle(partial(self._batch, [text]), IDLE_TIMEOUT)
+                return self._encode_in_library_threads(text) if batch is None else batch[0]
+        return self._encode_in_library_threads(text)
 
-    def _quick(self, text: str) -> Encoding:
+    def _encode_in_library_threads(self, text: str) -> Encoding:
         try:
             encoding, _ = self._batch([text, ""])
         except (TypeError, UnicodeError) as error:
@@ -136,25 +139,28 @@ class Text:
         return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
 
     def _missing(self, text: str) -> tuple[int, ...]:
-        """What has to go in front so that `prefix` is there once."""
+        """The ids to prepend so that the text begins with `prefix` once."""
         size = len(self.prefix)
-        begin = self._encoding(text[:_BEGIN]).ids[:size] if size else []
+        begin = self._encoding(text[:_PREFIX_PROBE]).ids[:size] if size else []
         return () if tuple(begin) == self.prefix else self.prefix
 
 
 def _start_threads(tokenizer: Tokenizer) -> None:
-    """The first batch starts the library's threads; on Linux they are as nice as who asks for it.
+    """Encode a first batch, which starts the library's threads.
 
-    So a long prompt leaves the processor to the model's steps. They never hold the interpreter.
+    On Linux they inherit the nice value of the calling thread, so that a long prompt gives way to
+    the model's steps. They never hold the interpreter lock.
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+        os.setpriority(
+            os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + RENDERER_NICENESS
+        )
     tokenizer.encode_batch_fast(["a", "b"])
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """Raises ModelLoadFailed naming the file that cannot be read."""
+    """The tokenizer of a tokenizer.json. Raises ModelLoadFailed naming an unreadable file."""
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
@@ -164,11 +170,13 @@ def read_tokenizer(file: Path) -> Tokenizer:
     return tokenizer
 
 
-def check_vocabulary(tokenizer: Tokenizer, rows: int, prefix: Sequence[int], chat: Chat) -> None:
-    """Whether the ids that texts give have rows in the model's embedding.
+def check_vocabulary(
+    tokenizer: Tokenizer, rows: int, prefix: Sequence[int], chat: ChatTemplates
+) -> None:
+    """Check that the ids of texts have rows in the model's embedding. Raises ModelLoadFailed.
 
-    An added token without a row is let pass if neither the prefix nor a template writes it: some
-    models keep those of a larger sibling. A prompt that has it is refused. Raises ModelLoadFailed.
+    An added token without a row is accepted if neither the prefix nor a template writes it: some
+    models keep those of a larger sibling. A prompt with such a token is refused.
     """
     beyond = [id for id in tokenizer.get_vocab(with_added_tokens=False).values() if id >= rows]
     if beyond:
@@ -184,15 +192,15 @@ def check_vocabulary(tokenizer: Tokenizer, rows: int, prefix: Sequence[int], cha
     ]
     if named:
         raise ModelLoadFailed(
-            f"prompts have {', '.join(named[:_SHOWN])}, the model has rows for {rows} ids"
+            f"prompts have {', '.join(named[:_MAX_NAMED])}, the model has rows for {rows} ids"
             " (vocab_size of config.json): the tokenizer is of another model"
         )
 
 
 def _prefix(tokenizer: Tokenizer, bos_token: str | None, add_bos: bool | None) -> list[int]:
-    """What the tokenizer's own post-processor puts in front, else the begin token if it is asked.
+    """The ids that the tokenizer's own post-processor prepends.
 
-    `add_bos` False takes the begin token out of it.
+    `add_bos` True adds the begin token if it is missing; False removes it.
     """
     bos = None if bos_token is None else tokenizer.token_to_id(bos_token)
     prefix = _processed_prefix(tokenizer)

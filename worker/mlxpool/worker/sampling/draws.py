@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-from mlxpool.worker.engine.sequence import Drawn, Logprob, RowFailed, Sequence
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import has_penalties
 from mlxpool.worker.sampling.sampler import Draw, Sampled
+from mlxpool.worker.scheduling.sequence import Drawn, Logprob, RowFailed, Sequence
 
 
 def draw_of(seq: Sequence, ahead: int = 0) -> Draw:

@@ -1,4 +1,4 @@
-"""Faults that tests inject into a worker.
+"""Faults that tests inject into a worker: wrappers around its engine, its link and its preparer.
 
-Nothing here runs unless the settings of the counting model ask for it.
+The worker's __main__ installs them when the settings of the counting model ask for a fault.
 """

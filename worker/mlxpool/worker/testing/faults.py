@@ -1,8 +1,9 @@
-"""What goes wrong in the counting model on purpose, by name; nothing unless its settings say so.
+"""The faults that the counting model's settings can ask for: which one, where and when.
 
-The names and places are those of `values.FAULTS` and of `fault_in`. `fault_at` counts load steps
-(0 to 9), tokens of the prompt, positions of the completion, or `deltas` frames from 0; the places
-accept, end and after_end have no number: there every request that fits is hit.
+Their names are those of `bounds.FAULTS`, their sites those of the setting `fault_in`. The setting
+`fault_at` counts load steps (0 to 9), prompt tokens, positions of the completion, or `deltas`
+frames from 0. At the sites accept, end and after_end it has no meaning: every request that contains
+`fault_prompt` is hit.
 """
 
 from __future__ import annotations
@@ -15,42 +16,43 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlxpool.common.config.loading import Counting
+from mlxpool.common.config.schema import Counting, WorkerConfig
 from mlxpool.common.trace import History
+from mlxpool.worker.weights.locate import COUNTING
 
-SLOW = 0.2  # seconds
-LEAK = 16 * 1024 * 1024  # bytes
-LEAK_EVERY = 0.01  # seconds
-LONG = 10**6  # seconds, of a native call that does not return
-DEVICE = "device"  # raises nothing itself: what computes does from then on
-OF_FRAMES = frozenset({"garbage", "duplicate", "late", "stale"})  # done by the worker's edge
-NUMBERED = frozenset({"load", "prefill", "decode", "send"})
+SLOW_SECONDS = 0.2
+LEAK_BYTES = 16 * 1024 * 1024  # of one allocation
+LEAK_INTERVAL = 0.01  # seconds
+NATIVE_SLEEP = 10**6  # seconds, of a native call that does not return
+DEVICE = "device"  # raises nothing itself: every later computation raises DeviceGone
+FRAME_FAULTS = frozenset({"garbage", "duplicate", "late", "stale"})  # see faulty_link.py
+NUMBERED_SITES = frozenset({"load", "prefill", "decode", "send"})
 
 
 class Struck(RuntimeError):
-    """The fault `raise`."""
+    """The error that the fault `raise` raises."""
 
 
 class DeviceGone(RuntimeError):
-    """Computing after the fault `device`."""
+    """The error of every computation after the fault `device`."""
 
 
 class Faults:
-    """`place` is where something is to go wrong: "" in a healthy worker, and nothing else costs."""
+    """One fault of the settings. `site` is where it is injected; "": there is none."""
 
     def __init__(self, settings: Counting, history: History | None = None) -> None:
         self._settings = settings
         self._history = history
-        self._told = False
+        self._recorded = False
         self.device_lost = False
         self._prompt = settings.fault_prompt.encode()
-        self.place = settings.fault_in if settings.fault else ""
-        if settings.fault in OF_FRAMES and self.place != "send":
-            self.place = ""
+        self.site = settings.fault_in if settings.fault else ""
+        if settings.fault in FRAME_FAULTS and self.site != "send":
+            self.site = ""
 
     @classmethod
     def armed_by(cls, settings: Counting, incarnation: int, history: History) -> Faults:
-        """Those of the settings, if they concern this worker of its slot."""
+        """The fault of the settings, unless this worker of its slot comes after `fault_times`."""
         times = settings.fault_times
         return cls(settings, history) if not times or incarnation < times else NO_FAULTS
 
@@ -59,48 +61,48 @@ class Faults:
         return self._settings.fault
 
     def concerns(self, prompt: bytes) -> bool:
-        """Whether the prompt is one of those that are hit."""
+        """Whether requests with this prompt are hit."""
         return self._prompt in prompt
 
-    def now(self, span: range) -> bool:
-        """Whether the number is in `span`; `slow` is slow everywhere."""
-        unnumbered = self.place not in NUMBERED or self.name == "slow"
+    def is_due(self, span: range) -> bool:
+        """Whether `fault_at` is in `span`; always for `slow` and at a site without a number."""
+        unnumbered = self.site not in NUMBERED_SITES or self.name == "slow"
         return unnumbered or self._settings.fault_at in span
 
     def victim(self, prompts: Sequence[Sequence[int]], spans: Sequence[range]) -> int | None:
-        """The first of these rows that is hit in its span."""
+        """The index of the first prompt that is hit in its span; None when there is none."""
         for number, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
-            if self.now(span) and (not self._prompt or self.concerns(text_of(prompt))):
+            if self.is_due(span) and (not self._prompt or self.concerns(text_of(prompt))):
                 return number
         return None
 
-    def at(self, place: str, number: int = 0) -> None:
-        """Strike if this is the place and the number; for places without a prompt."""
-        if self.place == place and self.now(range(number, number + 1)):
+    def strike_at(self, site: str, number: int = 0) -> None:
+        """Inject the fault if this is its site and its number, whatever the prompt."""
+        if self.site == site and self.is_due(range(number, number + 1)):
             self.strike()
 
     def strike(self) -> None:
-        """Do it. Raises Struck for `raise`; most others never come back."""
-        self.tell()
+        """Inject the fault. Raises Struck for `raise`; most others never return."""
+        self._record()
         if self.name == DEVICE:
             self.device_lost = True
-        elif self.name not in OF_FRAMES:
-            _DEEDS[self.name]()
+        elif self.name not in FRAME_FAULTS:
+            _ACTIONS[self.name]()
 
-    def compute(self) -> None:
-        """Called by what computes. Raises DeviceGone once the device is lost."""
+    def require_device(self) -> None:
+        """Called before each computation. Raises DeviceGone once the device is lost."""
         if self.device_lost:
             raise DeviceGone("the fault `device` is set for this counting model")
 
-    def tell(self) -> None:
-        """Write it down; a checker has to know what we did."""
-        if self._history is not None and not (self._told and self.name == "slow"):
-            self._history.write("fault", name=self.name, place=self.place)
-        self._told = True
+    def _record(self) -> None:
+        """Write a line of history: a checker has to know what was injected."""
+        if self._history is not None and not (self._recorded and self.name == "slow"):
+            self._history.write("fault", name=self.name, place=self.site)
+        self._recorded = True
 
 
 def text_of(prompt: Sequence[int]) -> bytes:
-    """A prompt's text; an id that is no byte stands for a zero."""
+    """The text of a prompt of the counting model; an id that is no byte counts as 0."""
     return bytes(token if token < 256 else 0 for token in prompt)
 
 
@@ -120,18 +122,18 @@ def _lock() -> None:
 
 def _sleep_in(library: type[ctypes.CDLL]) -> None:
     call: Any = library(None).sleep
-    while True:  # a signal to this very thread cuts the call short
-        call(LONG)
+    while True:  # a signal to this thread interrupts the call
+        call(NATIVE_SLEEP)
 
 
 def _leak() -> None:
     kept: list[bytearray] = []
     while True:
-        kept.append(bytearray(b"\1") * LEAK)
-        time.sleep(LEAK_EVERY)
+        kept.append(bytearray(b"\1") * LEAK_BYTES)
+        time.sleep(LEAK_INTERVAL)
 
 
-_DEEDS: dict[str, Callable[[], object]] = {
+_ACTIONS: dict[str, Callable[[], object]] = {
     "raise": _raise,
     "kill": lambda: _signal(signal.SIGKILL),
     "stop": lambda: _signal(signal.SIGSTOP),
@@ -143,7 +145,14 @@ _DEEDS: dict[str, Callable[[], object]] = {
     "native": lambda: _sleep_in(ctypes.CDLL),
     "gil": lambda: _sleep_in(ctypes.PyDLL),
     "leak": _leak,
-    "slow": lambda: time.sleep(SLOW),
+    "slow": lambda: time.sleep(SLOW_SECONDS),
 }
 
 NO_FAULTS = Faults(Counting())
+
+
+def faults_of(config: WorkerConfig, history: History) -> Faults:
+    """The faults that this worker injects; only the counting model's settings can ask for any."""
+    if config.model.path != COUNTING:
+        return NO_FAULTS
+    return Faults.armed_by(config.model.counting, config.incarnation, history)

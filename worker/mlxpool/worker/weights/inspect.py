@@ -68,9 +68,8 @@ def inspect(model: Path | ModelFiles) -> ModelFolder:
     """
     files = model if isinstance(model, ModelFiles) else folder_files(model)
     config = read_json(files / "config.json")
-    uses_mlx_lm = config.get("model_type") not in models.SUPPORTED and mlx_lm_models.is_available(
-        config
-    )
+    supported = config.get("model_type") in models.SUPPORTED
+    uses_mlx_lm = not supported and mlx_lm_models.is_available(config)
     plan = mlx_lm_models.plan(config) if uses_mlx_lm else models.plan(config)
     require_tokenizer(files.where, files)
     special = SpecialTokens.read(files, config)

@@ -17,14 +17,12 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.derived_weights import DerivedWeights
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.layers.quantisation import FLOAT_DTYPES, GLOBAL_SCALES
-from mlxpool.worker.weights.inspect import ModelFolder, inspect
+from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.memory_estimate import dequantised_growth
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 if TYPE_CHECKING:
     import mlx.core as mx
-
-__all__ = ["LoadedModel", "ModelFolder", "inspect", "load"]
 
 HASH_THREADS = 4  # that verify digests
 Progress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
@@ -100,8 +98,8 @@ def _read_layers(
     for names in _layers(folder):
         reader.verify(names)
         layer: dict[str, mx.array] = {}
-        for made in reader.made(names):
-            layer.update(_evaluated(folder, made, dtype))
+        for arrays in reader.weights_of(names):
+            layer.update(_evaluated(folder, arrays, dtype))
         yield layer, reader.tensors, reader.size
 
 
@@ -131,24 +129,22 @@ class _Reader:
                 pass
 
     def _sources(self, name: str) -> Sequence[str]:
-        one = self._of(name)
+        one = self._derived.get(name)
         return (name,) if one is None else one.sources
 
-    def made(self, names: Sequence[str]) -> Iterator[dict[str, mx.array]]:
+    def weights_of(self, names: Sequence[str]) -> Iterator[dict[str, mx.array]]:
         """These weights, lazily read: the stored ones, then each group of derived ones."""
-        yield {name: self._stored(self._tensors[name]) for name in names if not self._of(name)}
+        stored = [name for name in names if name not in self._derived]
+        yield {name: self._stored(self._tensors[name]) for name in stored}
         done: list[DerivedWeights] = []
         for name in names:
-            one = self._of(name)
+            one = self._derived.get(name)
             if one is not None and not any(one is other for other in done):
                 done.append(one)
                 arrays = one.transform(
                     [self._stored(self._tensors[source]) for source in one.sources]
                 )
                 yield dict(zip(one.outputs, arrays, strict=True))
-
-    def _of(self, name: str) -> DerivedWeights | None:
-        return self._derived.get(name)
 
     def _stored(self, tensor: Tensor) -> mx.array:
         file = tensor.file

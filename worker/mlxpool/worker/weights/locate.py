@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlxpool.common.config.loading import ModelConfig
-from mlxpool.common.config.model_names import way_out
+from mlxpool.common.config.model_names import outside_target
+from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights import hub_cache, ollama_store
 from mlxpool.worker.weights.files import ModelFiles, folder_files
@@ -48,7 +48,7 @@ def find_files(path: str) -> ModelFiles:
 
 
 def _refuse_way_out(path: Path, models_folder: Path) -> None:
-    outside = way_out(path, models_folder)
+    outside = outside_target(path, models_folder)
     if outside is not None:
         raise ModelLoadFailed(
             f"a link in {path} leads out of the models folder, to {outside}; if it is meant to,"

@@ -53,7 +53,7 @@ class _Matching:
 
     def __init__(self, plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> None:
         self._plan, self._found, self._known = plan, found, known
-        self._have = {
+        self._available = {
             name: TensorSpec(tensor.dtype, tensor.shape) for name, tensor in found.items()
         }
         self._origin = {name: name for name in found}  # available name -> a stored source of it
@@ -64,7 +64,7 @@ class _Matching:
     def result(self) -> WeightMatch:
         """The match, valid where `mismatches` yielded none."""
         return WeightMatch(
-            weights={name: self._have[name] for name in self._wanted},
+            weights={name: self._available[name] for name in self._wanted},
             tensors={name: self._found[name] for name in _read(self._wanted, self._derived)},
             derived=tuple(self._derived),
             layouts=self._layouts,
@@ -73,7 +73,7 @@ class _Matching:
     def mismatches(self) -> Iterator[str]:
         """Runs all checks and yields their errors."""
         yield from self._unquantised()
-        stored = dict(self._have)
+        stored = dict(self._available)
         lost = yield from self._derive()
         for name, shape in self._plan.shapes.items():
             if name in lost:
@@ -83,10 +83,11 @@ class _Matching:
             except ModelLoadFailed as error:
                 lost |= {f"{name.removesuffix('.weight')}.{kind}" for kind in MODULE_TENSORS}
                 yield error.message
-        yield from self._missing(stored, [name for name in self._wanted if name not in self._have])
+        missing = [name for name in self._wanted if name not in self._available]
+        yield from self._missing(stored, missing)
         yield from self._surplus(lost)
         for name, (shape, dtypes) in self._wanted.items():
-            if name in self._have:
+            if name in self._available:
                 yield from self._differing(name, shape, dtypes)
 
     def _unquantised(self) -> Iterator[str]:
@@ -99,23 +100,23 @@ class _Matching:
 
     def _derive(self) -> Generator[str, None, set[str]]:
         """Replaces stored tensors by weights made of them; returns those that cannot be made."""
-        stored, lost = dict(self._have), set[str]()
+        stored, lost = dict(self._available), set[str]()
         try:
-            rules = tuple(self._plan.derived(stored))
+            derived = tuple(self._plan.derived(stored))
         except ModelLoadFailed as error:
             yield error.message
             return set(self._plan.shapes) | set(stored)
-        lacking = [name for one in rules for name in one.sources if name not in stored]
+        lacking = [name for one in derived for name in one.sources if name not in stored]
         yield from self._missing(stored, lacking)
-        for one in rules:
+        for one in derived:
             for name in one.sources:
-                self._have.pop(name, None)
-        for one in rules:
+                self._available.pop(name, None)
+        for one in derived:
             if not set(one.sources) <= set(stored):
                 lost |= set(one.outputs)
                 continue
             self._derived.append(one)
-            self._have.update(one.outputs)
+            self._available.update(one.outputs)
             self._origin.update(dict.fromkeys(one.outputs, one.sources[0]))
         return lost
 
@@ -130,14 +131,14 @@ class _Matching:
         scales = MODES[layout.mode].scale_dtypes
         for part, packed in layout.tensors(shape):
             self._wanted[f"{module}.{part}"] = (packed, ("U32",) if part == "weight" else scales)
-        factors = [one for kind in GLOBAL_SCALES if (one := f"{module}.{kind}") in self._have]
+        factors = [one for kind in GLOBAL_SCALES if (one := f"{module}.{kind}") in self._available]
         for factor in factors if layout.mode == "nvfp4" else ():
-            size, actual = math.prod(shape[:-2]), self._have[factor].shape
+            size, actual = math.prod(shape[:-2]), self._available[factor].shape
             self._wanted[factor] = (actual if math.prod(actual) == size else (size,), FLOAT_DTYPES)
 
     def _layout(self, module: str, shape: Shape) -> QuantLayout | None:
         """The layout of a weight, None for a dense one; raises ModelLoadFailed for unknown ones."""
-        known, scaled = self._known, f"{module}.scales" in self._have
+        known, scaled = self._known, f"{module}.scales" in self._available
         layout = known.named.get(module)
         if scaled and module not in known.named:
             origin = self._origin.get(f"{module}.weight", "").removesuffix(".weight")
@@ -152,7 +153,8 @@ class _Matching:
         return layout
 
     def _inferred(self, module: str, shape: Shape) -> QuantLayout:
-        weight, scales = self._have.get(f"{module}.weight"), self._have[f"{module}.scales"]
+        available = self._available
+        weight, scales = available.get(f"{module}.weight"), available[f"{module}.scales"]
         if not self._known.infer or weight is None:
             raise ModelLoadFailed(
                 f"the weights have {module + '.scales'!r}, but config.json does not say that "
@@ -168,11 +170,11 @@ class _Matching:
     def _surplus(self, lost: set[str]) -> Iterator[str]:
         ignored = self._plan.ignored
         known = {*self._wanted, *lost}
-        surplus = [name for name in self._have if name not in known and not ignored(name)]
+        surplus = [name for name in self._available if name not in known and not ignored(name)]
         if surplus:
             yield (
                 f"{self._found[self._origin[surplus[0]]].file} has {listing('tensor', surplus)}, "
-                f"unknown to the model that config.json describes{self._counts(self._have)}"
+                f"unknown to the model that config.json describes{self._counts(self._available)}"
             )
 
     def _counts(self, stored: Iterable[str]) -> str:
@@ -184,7 +186,7 @@ class _Matching:
         return f": it describes {planned} layers, the weights have {found}"
 
     def _differing(self, name: str, shape: Shape, dtypes: tuple[str, ...]) -> Iterator[str]:
-        spec = self._have[name]
+        spec = self._available[name]
         module, _, kind = name.rpartition(".")
         layout = self._layouts.get(module) if kind != "bias" else None
         of = f" quantised ({layout})" if layout else ""

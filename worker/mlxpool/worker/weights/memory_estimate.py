@@ -11,7 +11,7 @@ from mlxpool.worker.layers.derived_weights import MODULE_TENSORS, TensorSpec
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.safetensors_header import Tensor
 
-FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
+FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_DEQUANTISED_SHARE = 0.25  # of a worker's limit, for weights that are dequantised at load
 PACKED_BYTES = {"U32": 4, "U8": 1}
 PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets 1 / 4 of what weights leave
@@ -96,22 +96,20 @@ def dequantises_at_load(folder: ModelFolder, *, limit: int, float32: bool) -> bo
     if not float32 or not folder.match.layouts:
         return False
     width = FLOAT_BYTES["F32"]
-    return (
-        _weight_bytes(folder, width) + dequantised_growth(folder, width)
-        <= MAX_DEQUANTISED_SHARE * limit
-    )
+    dequantised = _weight_bytes(folder, width) + dequantised_growth(folder, width)
+    return dequantised <= MAX_DEQUANTISED_SHARE * limit
 
 
 def dequantised_growth(folder: ModelFolder, width: int) -> int:
     """The bytes that dequantising to numbers of `width` bytes adds."""
-    return sum(_grown(folder, module, width) for module in folder.match.layouts)
+    return sum(_module_growth(folder, module, width) for module in folder.match.layouts)
 
 
 def _weight_bytes(folder: ModelFolder, width: int) -> int:
     return sum(_in_memory(tensor, width) for tensor in folder.tensors.values())
 
 
-def _grown(folder: ModelFolder, module: str, width: int) -> int:
+def _module_growth(folder: ModelFolder, module: str, width: int) -> int:
     specs = folder.match.weights
     names = (f"{module}.{kind}" for kind in MODULE_TENSORS if kind != "bias")
     packed = sum(_spec_bytes(specs[name], width) for name in names if name in specs)
@@ -119,9 +117,8 @@ def _grown(folder: ModelFolder, module: str, width: int) -> int:
 
 
 def _spec_bytes(spec: TensorSpec, width: int) -> int:
-    return math.prod(spec.shape) * (
-        width if spec.dtype in FLOAT_BYTES else PACKED_BYTES[spec.dtype]
-    )
+    item = width if spec.dtype in FLOAT_BYTES else PACKED_BYTES[spec.dtype]
+    return math.prod(spec.shape) * item
 
 
 def main_dtype(tensors: Iterable[Tensor]) -> str:

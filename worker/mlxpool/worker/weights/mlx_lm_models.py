@@ -103,7 +103,7 @@ def features_of(prefix: str) -> tuple[str, ...]:
     return FEATURES if prefix == "off" else (prefix, *FEATURES)
 
 
-def _built_by_mlx_lm(parts: LayerBuilder) -> NoReturn:
+def _built_by_mlx_lm(builder: LayerBuilder) -> NoReturn:
     raise NotImplementedError("such a model is loaded by mlx_lm_engine.py")
 
 

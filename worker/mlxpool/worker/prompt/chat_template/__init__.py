@@ -1,4 +1,4 @@
-"""Chat templates: found, run in a sandboxed process, read for the model's output format.
+"""Chat templates: read from the model's folder, run in a sandboxed process of their own.
 
 A template is untrusted input.
 """

@@ -1,6 +1,6 @@
-"""How a model writes thoughts and tool calls: what its chat templates tell of that.
+"""How a model writes its thinking and its tool calls, as far as its chat templates show it.
 
-The names are read by who takes the text apart; here nothing of a completion is.
+Only the formats are named here; the client and the gateway parse completions by these names.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest
 
-# The first mark that a template holds decides. Marks of other formats may stand beside it.
-TOOL_MARKS = (
+# The first marker that occurs in a template decides; markers of other formats may occur, too.
+TOOL_MARKERS = (
     ("<|channel|>", "harmony"),
     ("<arg_key>", "glm"),
     ("<function=", "function_xml"),
@@ -20,39 +20,39 @@ TOOL_MARKS = (
     ("<|python_tag|>", "llama_json"),
     ("Environment: ipython", "llama_json"),
 )
-THINKING_MARKS = (
+THINKING_MARKERS = (
     ("<|channel|>", "harmony"),
     ("[THINK]", "brackets"),
     ("<think>", "tags"),
     ("</think>", "tags"),
 )
-OPEN = ("<think>", "[THINK]")  # a prompt that ends so has the completion begin with thoughts
+THINKING_OPENERS = ("<think>", "[THINK]")  # after a prompt with this end, the model is thinking
 
 
 def chat_format(sources: Iterable[str]) -> dict[str, str | None] | None:
-    """{tools, thinking}: names of formats, None for what the templates do not know.
+    """{tools, thinking}: names of formats, None for a format that the templates do not show.
 
-    None without any template.
+    Returns None when there is no template.
     """
     text = "\n".join(sources)
     if not text:
         return None
-    return {"tools": _first(TOOL_MARKS, text), "thinking": _first(THINKING_MARKS, text)}
+    return {"tools": _first(TOOL_MARKERS, text), "thinking": _first(THINKING_MARKERS, text)}
 
 
-def _first(marks: Iterable[tuple[str, str]], text: str) -> str | None:
-    return next((name for mark, name in marks if mark in text), None)
+def _first(markers: Iterable[tuple[str, str]], text: str) -> str | None:
+    return next((name for marker, name in markers if marker in text), None)
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Whether the prompt's text leaves the model within its thoughts."""
-    return prompt.rstrip().endswith(OPEN)
+    """Whether a completion of this prompt begins inside the model's thinking."""
+    return prompt.rstrip().endswith(THINKING_OPENERS)
 
 
 def variables(think: bool | str | None, source: str) -> Mapping[str, Any]:
-    """What a template sees of the request's `think`.
+    """The template variables for the request's `think`.
 
-    Raises BadRequest for a template that knows no such thing, for its text would not change.
+    Raises BadRequest for a template without such a variable, because it would have no effect.
     """
     if think is None:
         return {}

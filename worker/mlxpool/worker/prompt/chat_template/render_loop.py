@@ -1,4 +1,4 @@
-"""Chats become text, one after the other, in a process of their own; see renderer.py."""
+"""The loop of the renderer process: turns one chat after the other into text, see renderer.py."""
 
 from __future__ import annotations
 
@@ -9,62 +9,61 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxpool.common.errors import BadRequest
-from mlxpool.worker.prompt.chat_template.pipe import packed, received
+from mlxpool.worker.prompt.chat_template.limits import NORMAL_PRIORITY_TIME
+from mlxpool.worker.prompt.chat_template.message_stream import pack, receive
 from mlxpool.worker.prompt.chat_template.sandbox import Template
-from mlxpool.worker.prompt.chat_template.templates import Chat
-from mlxpool.worker.prompt.idle_thread import take_what_is_left
-
-BRIEF = 0.05  # seconds of a core
+from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
+from mlxpool.worker.system.idle_thread import become_idle_class
 
 
 def serve(worker: socket.socket) -> None:
-    """Answer until the other side is gone. The first message brings the templates and bounds.
+    """Answer until the peer is gone. The first message brings the templates and the bounds.
 
-    A chat that takes longer than `limit` seconds ends the process, by SIGALRM. One that takes more
-    than BRIEF of a core takes what is left from there on, and its answer says that it is the last:
-    the next chat needs a process that has not gone there.
+    A chat that takes longer than `timeout` seconds ends the process by SIGALRM. A chat that uses
+    more than NORMAL_PRIORITY_TIME of a core moves the process to SCHED_IDLE, which it cannot leave:
+    the answer then is marked as the last one, and the next chat needs a new process.
     """
-    told = received(worker)
+    received = receive(worker)
     last = False
 
-    def gives_way(number: int, frame: object) -> None:
+    def lower_priority(number: int, frame: object) -> None:
         nonlocal last
-        last = take_what_is_left()
+        last = become_idle_class()
 
-    signal.signal(signal.SIGPROF, gives_way)
+    signal.signal(signal.SIGPROF, lower_priority)
     with contextlib.suppress(StopIteration, ConnectionError):
-        first = next(told)
+        first = next(received)
         templates = {name: Template(source) for name, source in first["sources"].items()}
-        chat = Chat(templates, first["tokens"])
-        for request in told:
-            signal.setitimer(signal.ITIMER_PROF, BRIEF)
-            signal.setitimer(signal.ITIMER_REAL, first["limit"])
-            found = answer(chat, request, first["most"])
+        chat = ChatTemplates(templates, first["tokens"])
+        for request in received:
+            signal.setitimer(signal.ITIMER_PROF, NORMAL_PRIORITY_TIME)
+            signal.setitimer(signal.ITIMER_REAL, first["timeout"])
+            answer = render(chat, request, first["max_chars"])
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            worker.sendall(packed({**found, "last": last}))
+            worker.sendall(pack({**answer, "last": last}))
 
 
-def answer(chat: Chat, request: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """`text` and `end`, see Rendered, or `error`, of the arguments of Chat.render.
+def render(chat: ChatTemplates, request: Mapping[str, Any], max_chars: int) -> dict[str, Any]:
+    """{`text`, `messages_end`} (see RenderedChat) or {`error`}.
 
-    `most`: characters of the text.
+    `request` are the arguments of ChatTemplates.render.
     """
     try:
         text = chat.render(**request)
-        if len(text) > most:
-            raise BadRequest(f"the chat has {len(text)} characters, at most {most} are taken")
-        return {"text": text, "end": _end_of_messages(chat, request, text)}
+        if len(text) > max_chars:
+            raise BadRequest(f"the chat has {len(text)} characters, at most {max_chars} are taken")
+        return {"text": text, "messages_end": _messages_end(chat, request, text)}
     except BadRequest as error:
         return {"error": error.message}
 
 
-def _end_of_messages(chat: Chat, request: Mapping[str, Any], text: str) -> int:
-    """The character at which the generation prompt begins, 0 when it cannot be told."""
+def _messages_end(chat: ChatTemplates, request: Mapping[str, Any], text: str) -> int:
+    """The index of the character at which the generation prompt begins; 0: unknown."""
     if not chat.prompts_generation(bool(request["tools"])):
         return 0
     try:
         bare = chat.render(**request, add_generation_prompt=False)
     except BadRequest:
-        return 0  # it is only a hint
+        return 0  # the index is only a hint
     return len(bare) if text.startswith(bare) and len(bare) < len(text) else 0

@@ -1,8 +1,8 @@
 """One chat template: compiled in a sandbox, rendered to text.
 
-A template is untrusted input. It runs in jinja2's immutable sandbox and sees plain data only. How
-long it may take and how much memory is for the process in which it is rendered, see renderer.py;
-so nothing of it is computed where it is only compiled.
+A template is untrusted input. It runs in jinja2's immutable sandbox and sees plain data only. The
+renderer process bounds its time and memory, see renderer.py. The worker itself only compiles
+templates, so compiling must not evaluate any expression of a template.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.worker.prompt.chat_template.process import MEMORY
+from mlxpool.worker.prompt.chat_template.limits import MAX_RENDERER_MEMORY
 
-_FILE = "<template>"  # the name that jinja2 gives to what has none
+_FILE = "<template>"  # the file name that jinja2 gives to a template without one
 
 
-class Contents(Enum):
-    """What a template takes as the `content` of a message."""
+class ContentForm(Enum):
+    """The form that a template expects of the `content` of a message."""
 
     TEXT = auto()
     PARTS = auto()  # a list of {type, text} only
@@ -42,7 +42,7 @@ class _Refused(Exception):
 class Template:
     """One compiled template.
 
-    `where` names it in errors. Raises ModelLoadFailed with the line that does not compile.
+    `where` names it in errors. Raises ModelLoadFailed naming the line that does not compile.
     """
 
     def __init__(self, source: str, where: str = "the chat template") -> None:
@@ -50,32 +50,34 @@ class Template:
         sandbox = _Sandbox()
         try:
             tree = sandbox.parse(source)
-            self.contents = _contents(tree)
+            self.content_form = _content_form(tree)
             code = sandbox.compile(tree)
             self._compiled = jinja2.Template.from_code(sandbox, code, {**sandbox.globals})
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadFailed(
                 f"{where} fails to compile at line {error.lineno}: {error.message}"
             ) from error
-        except Exception as error:  # what is nested too deep fails in Python's own ways
+        except Exception as error:  # Python's own errors, for expressions nested too deep
             raise ModelLoadFailed(f"{where} fails to compile: {error!r}") from error
 
     def render(self, variables: Mapping[str, Any], now: float) -> str:
-        """The text; `now` in seconds since 1970, shown to the template as UTC.
+        """The text; `now` in seconds since 1970, which the template sees as UTC.
 
-        Raises BadRequest with the template's own words, or with the line at which it failed.
+        Raises BadRequest with the template's own message, or with the line at which it failed.
         """
         moment = datetime.fromtimestamp(now, UTC)
         try:
             return self._compiled.render(**variables, strftime_now=moment.strftime)
         except _Refused as refusal:
             raise BadRequest(f"the chat template refused the messages: {refusal}") from None
-        except Exception as error:  # foreign code may raise whatever it likes
-            raise BadRequest(f"the chat template failed{_place(error)}: {_words(error)}") from error
+        except Exception as error:  # untrusted code may raise anything
+            raise BadRequest(
+                f"the chat template failed{_line_of(error)}: {_message_of(error)}"
+            ) from error
 
 
-class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says for training; here it changes nothing."""
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's text for training; rendering ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -84,8 +86,8 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Unfolded(CodeGenerator):
-    """Leaves every expression to the rendering; jinja2 would compute constant ones here."""
+class _NoConstantFolding(CodeGenerator):
+    """Evaluates no expression while compiling; jinja2 would evaluate constant ones."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -96,30 +98,30 @@ class _Unfolded(CodeGenerator):
 class _Sandbox(ImmutableSandboxedEnvironment):
     """The environment of one template."""
 
-    code_generator_class = _Unfolded
+    code_generator_class = _NoConstantFolding
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,
-            extensions=[loopcontrols, _Generation],
+            extensions=[loopcontrols, _GenerationTag],
         )
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
 
 
-def _contents(tree: nodes.Template) -> Contents:
-    """PARTS for a template that goes through the parts and never asks whether there is text."""
+def _content_form(tree: nodes.Template) -> ContentForm:
+    """PARTS for a template that loops over the parts and never tests for plain text."""
     loops = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
     asks = any(test.name in ("string", "mapping") for test in tree.find_all(nodes.Test))
     if not loops:
-        return Contents.TEXT
-    return Contents.EITHER if asks else Contents.PARTS
+        return ContentForm.TEXT
+    return ContentForm.EITHER if asks else ContentForm.PARTS
 
 
 def _is_content(node: nodes.Node) -> bool:
-    """`message.content`, `message['content']`, or a variable of that name."""
+    """Whether it is `message.content`, `message['content']`, or a variable `content`."""
     if isinstance(node, nodes.Getattr):
         return node.attr == "content"
     if isinstance(node, nodes.Getitem):
@@ -134,7 +136,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: jinja2's own filter escapes <, > and & for HTML, which a model never saw."""
+    """Plain JSON; jinja2's own filter escapes <, > and & for HTML, unlike the training text."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -144,14 +146,14 @@ def _raise_exception(message: object) -> NoReturn:
     raise _Refused(str(message))
 
 
-def _words(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     if isinstance(error, MemoryError):
-        return f"it takes more than {MEMORY} bytes of memory"
+        return f"it takes more than {MAX_RENDERER_MEMORY} bytes of memory"
     return str(error) or type(error).__name__
 
 
-def _place(error: Exception) -> str:
-    """The deepest line of the template that led to the error."""
+def _line_of(error: Exception) -> str:
+    """ " at line N": the innermost line of the template in the traceback, or ""."""
     line, trace = 0, error.__traceback__
     while isinstance(trace, TracebackType):
         if trace.tb_frame.f_code.co_filename == _FILE:

@@ -1,7 +1,7 @@
-"""The chat templates of a model: where they are kept, which one is taken, what it sees.
+"""The chat templates of a model: where they are stored, which one applies, which variables it has.
 
 A template sees only the messages, the tools, the model's token names and `now`, so that the same
-request gives the same prompt everywhere.
+request gives the same prompt on every worker.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.common.protocol.chat import joined
 from mlxpool.worker.prompt.chat_template import output_format
-from mlxpool.worker.prompt.chat_template.sandbox import Contents, Template
+from mlxpool.worker.prompt.chat_template.sandbox import ContentForm, Template
 from mlxpool.worker.weights.json_files import FileLookup, optional_json, read_file
 from mlxpool.worker.weights.special_tokens import token_names
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 JINJA_FILE = "chat_template.jinja"
 JINJA_FOLDER = "additional_chat_templates"
-MOST_SOURCE = 2**18  # characters of one template; real ones have 20,000
+MAX_TEMPLATE_CHARS = 2**18  # characters of one template; real ones have 20,000
 NO_TEMPLATE = (
     "this model has no chat template, so it takes no `messages`: send the finished text as `prompt`"
 )
 
 
-class Chat:
-    """A model's templates by name, none for a model that takes finished text only."""
+class ChatTemplates:
+    """A model's templates by name; none for a model that takes finished text only."""
 
     def __init__(
         self, templates: Mapping[str, Template], tokens: Mapping[str, str] | None = None
@@ -36,14 +36,14 @@ class Chat:
         self.tokens = dict(tokens or {})
 
     @classmethod
-    def from_folder(cls, path: FileLookup) -> Chat:
+    def from_folder(cls, path: FileLookup) -> ChatTemplates:
         """Raises ModelLoadFailed for a file or a template that cannot be read."""
         where, sources = find_sources(path)
         for name, source in sources.items():
-            if len(source) > MOST_SOURCE:
+            if len(source) > MAX_TEMPLATE_CHARS:
                 raise ModelLoadFailed(
                     f"{where}: chat template {name!r} has {len(source)} characters, at most"
-                    f" {MOST_SOURCE} are allowed"
+                    f" {MAX_TEMPLATE_CHARS} are allowed"
                 )
         templates = {
             name: Template(source, f"{where}: chat template {name!r}")
@@ -60,17 +60,17 @@ class Chat:
         think: bool | str | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt text of a chat that `check_messages`, `check_tools`, `check_think` let pass.
+        """The prompt text of a chat that `check_messages`, `check_tools`, `check_think` accepted.
 
-        Raises BadRequest for a model without a template, see `chat_format.variables`, and
-        `Template.render`.
+        Raises BadRequest for a model without a template, and as `output_format.variables` and
+        `Template.render` do.
         """
         template = self.template_for(bool(tools))
-        shown = [_shown(message, template.contents) for message in messages]
+        adapted = [_adapted(message, template.content_form) for message in messages]
         variables = {
             **self.tokens,
             **output_format.variables(think, template.source),
-            "messages": shown,
+            "messages": adapted,
             "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -78,7 +78,7 @@ class Chat:
         return template.render(variables, now)
 
     def template_for(self, tools: bool) -> Template:
-        """`tool_use` where there are tools, else `default`, else the first there is."""
+        """The template `tool_use` when there are tools, else `default`, else the first one."""
         wanted = (TOOL_USE, DEFAULT) if tools else (DEFAULT,)
         for name in (*wanted, *self.templates):
             if name in self.templates:
@@ -90,21 +90,21 @@ class Chat:
         return "add_generation_prompt" in self.template_for(tools).source
 
 
-def _shown(message: Mapping[str, Any], contents: Contents) -> Mapping[str, Any]:
-    """The message with its content as the template takes it."""
+def _adapted(message: Mapping[str, Any], form: ContentForm) -> Mapping[str, Any]:
+    """The message with its content in the form that the template expects."""
     content = message.get("content")
-    if isinstance(content, list | tuple) and contents is Contents.TEXT:
+    if isinstance(content, list | tuple) and form is ContentForm.TEXT:
         return {**message, "content": joined(content)}
-    if isinstance(content, str) and contents is Contents.PARTS:
+    if isinstance(content, str) and form is ContentForm.PARTS:
         return {**message, "content": [{"type": "text", "text": content}]}
     return message
 
 
 def find_sources(path: FileLookup) -> tuple[Path, dict[str, str]]:
-    """The first place that has templates, and these by name.
+    """The first file that has templates, and its templates by name; an empty map without any.
 
-    chat_template.jinja with the folder of further ones, tokenizer_config.json,
-    chat_template.json; an empty map when there are none.
+    Order: chat_template.jinja with the folder of further ones, tokenizer_config.json,
+    chat_template.json.
     """
     single, folder = path / JINJA_FILE, path / JINJA_FOLDER
     files = {file.stem: file for file in sorted(folder.glob("*.jinja"))}
@@ -114,7 +114,7 @@ def find_sources(path: FileLookup) -> tuple[Path, dict[str, str]]:
         where = single if single.is_file() else folder
         return where, {name: _read_text(file) for name, file in files.items()}
     for file in (path / "tokenizer_config.json", path / "chat_template.json"):
-        found = _named(file, optional_json(file).get("chat_template"))
+        found = _parse_templates(file, optional_json(file).get("chat_template"))
         if found:
             return file, found
     return single, {}
@@ -131,8 +131,8 @@ def _has_name(entry: object) -> bool:
     return isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
 
 
-def _named(file: Path, value: object) -> dict[str, str]:
-    """One template, a list of {name, template} or a map of both."""
+def _parse_templates(file: Path, value: object) -> dict[str, str]:
+    """Templates by name from text, a list of {name, template}, or a map of name to template."""
     if isinstance(value, list) and all(_has_name(entry) for entry in value):
         value = {entry.get("name"): entry.get("template") for entry in value}
     if value is None or isinstance(value, str):

@@ -1,0 +1,149 @@
+"""Runs the measurements with the options of the command line. Imports them only when they run.
+
+Each function returns a description of the conditions, and the measurements as they are completed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from mlxpool.bench.measurement import Measurement
+
+Progress: TypeAlias = Callable[[str], None]  # prints a message
+
+
+def run_engine(
+    options: argparse.Namespace, progress: Progress
+) -> tuple[str, Iterator[Measurement]]:
+    from mlxpool.bench import engine, profile
+
+    plan = engine.Plan(
+        streams=options.streams,
+        prompts=options.prompt,
+        prefill=options.prefill,
+        turn=options.turn,
+        sampled=options.sampled,
+        rounds=options.rounds,
+        steps=options.steps,
+        peers=not options.no_peers,
+        deterministic=options.deterministic,
+        as_installed=options.as_installed,
+    )
+
+    def lines() -> Iterator[Measurement]:
+        with _folder(options, progress) as folder:
+            if options.profile:
+                length, rounds, steps = plan.prompts[0], plan.rounds, plan.steps
+                yield from profile.measure(folder, plan.streams, length, rounds, steps)
+            else:
+                yield from engine.measure(folder, plan, progress)
+
+    settings = "deterministic, " if options.deterministic else ""
+    about = f"{_named(options)}, {settings}greedy, rounds: {plan.rounds} of {plan.steps} steps."
+    return about, lines()
+
+
+def run_end_to_end(
+    options: argparse.Namespace, progress: Progress
+) -> tuple[str, Iterator[Measurement]]:
+    from mlxpool.bench import end_to_end
+
+    plan = end_to_end.Plan(
+        streams=options.streams,
+        prompt=options.prompt,
+        tokens=options.tokens,
+        clients=options.clients,
+        rounds=options.rounds,
+        peers=not options.no_peers,
+        alone=not options.no_engine,
+    )
+
+    def lines() -> Iterator[Measurement]:
+        with _folder(options, progress) as folder, _run_dir() as run_dir:
+            yield from end_to_end.measure(folder, plan, run_dir, progress)
+
+    about = (
+        f"{_named(options)}, greedy, prompts of {plan.prompt} bytes, {plan.tokens} tokens each,"
+        f" at most {plan.clients} clients, {plan.rounds} rounds."
+    )
+    return about, lines()
+
+
+def run_broker(
+    options: argparse.Namespace, progress: Progress
+) -> tuple[str, Iterator[Measurement]]:
+    from mlxpool.bench import broker
+
+    plan = broker.Plan(rounds=options.rounds, seconds=options.seconds)
+    return f"No model; {plan.rounds} rounds.", broker.measure(plan, progress)
+
+
+def run_prefix(
+    options: argparse.Namespace, progress: Progress
+) -> tuple[str, Iterator[Measurement]]:
+    from mlxpool.bench import prefix
+
+    plan = prefix.Plan(
+        conversations=options.conversations,
+        turns=options.turns,
+        tokens=options.tokens,
+        peers=not options.no_peers,
+    )
+
+    def lines() -> Iterator[Measurement]:
+        with _folder(options, progress) as folder:
+            yield from prefix.measure(folder, plan, progress)
+
+    about = (
+        f"{_named(options)}; {plan.conversations} conversations over {plan.turns} turns,"
+        f" each growing to {plan.tokens:,} tokens."
+    )
+    return about, lines()
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _folder(options: argparse.Namespace, progress: Progress) -> Iterator[Path]:
+    """The model's folder; the folder of a shape is temporary."""
+    if not options.shape:
+        yield _folder_of(options.model)
+        return
+    from mlxpool.bench import checkpoint
+
+    with tempfile.TemporaryDirectory(prefix="mlxpool-bench-") as made:
+        progress(f"writing random weights of {options.shape}")
+        shape = {"layers": options.layers, "quantise": options.quantise}
+        yield checkpoint.write(Path(made) / options.shape, options.shape, **shape)
+
+
+def _folder_of(path: str) -> Path:
+    from mlxpool.common.config.schema import ModelConfig
+    from mlxpool.worker.weights import locate
+
+    found = locate.locate(ModelConfig(path=path or locate.DEMO))
+    if not isinstance(found, Path):
+        raise ValueError(f"{path} is no folder; peers can read nothing else")
+    return found
+
+
+def _named(options: argparse.Namespace) -> str:
+    if not options.shape:
+        return options.model or "The embedded model"
+    layers = f", {options.layers} layers" if options.layers else ""
+    quantised = f", {options.quantise}" if options.quantise else ""
+    return f"Random weights of the shape {options.shape}{layers}{quantised}"
+
+
+@contextmanager
+def _run_dir() -> Iterator[Path]:
+    """A temporary folder with a short path, since socket paths have a length limit."""
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as made:
+        yield Path(made)

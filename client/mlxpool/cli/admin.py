@@ -1,0 +1,85 @@
+"""One question to the broker's admin socket and its answer."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from mlxpool.cli.target import Target
+from mlxpool.common.errors import BrokerLost, Unauthorized, from_body
+from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol.frames import Header
+from mlxpool.common.transport import sockets
+from mlxpool.common.transport.handshake import Handshake
+
+ANSWER_TIMEOUT_MS = 2000
+
+
+def ask(
+    where: Path | Target,
+    kind: str,
+    body: Mapping[str, Any] | None = None,
+    ident: bytes | None = None,
+) -> dict[str, Any]:
+    """Send one admin message; returns the body of the answer.
+
+    `where` is the run directory of a local broker, or a target. Raises BrokerLost naming the
+    endpoint without an answer in time, Unauthorized naming a key that the broker refuses, and the
+    error that the broker answers with.
+    """
+    target = Target(where) if isinstance(where, Path) else where
+    endpoint, credentials = target.endpoint_of("admin"), target.credentials()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = sockets.dealer(context, endpoint, credentials)
+    handshake = Handshake(socket, endpoint, credentials)
+    try:
+        socket.send_multipart(
+            frames.encode(Header(kind, ident or os.urandom(frames.ID_BYTES)), body or {})
+        )
+        if not _wait_for_answer(socket, handshake):
+            if handshake.trouble:
+                raise Unauthorized(handshake.trouble)
+            raise BrokerLost(no_answer(target.run_dir, endpoint))
+        message = frames.decode(socket.recv_multipart(), max_body=frames.MAX_BLOB)
+    finally:
+        handshake.close()
+        socket.close(linger=0)
+        context.term()
+    if message.kind == kinds.ERROR:
+        raise from_body(message.body)
+    return message.body
+
+
+def _wait_for_answer(socket: zmq.Socket[bytes], handshake: Handshake) -> bool:
+    """Whether a message came before ANSWER_TIMEOUT_MS, and before the handshake was hopeless."""
+    poller = zmq.Poller()
+    for source in (socket, handshake.monitor):
+        poller.register(source, zmq.POLLIN)
+    end = time.monotonic() + ANSWER_TIMEOUT_MS / 1000
+    while (left := end - time.monotonic()) > 0 and not handshake.hopeless:
+        ready = dict(poller.poll(math.ceil(left * 1000)))
+        if socket in ready:
+            return True
+        handshake.succeeded()
+    return False
+
+
+def no_answer(run_dir: Path, endpoint: str) -> str:
+    """The error message for a broker that does not answer; the lock file tells if it runs."""
+    if endpoint.startswith("tcp:"):
+        return f"no broker answers at {endpoint}; is it its admin endpoint?"
+    try:
+        pid = int((run_dir / "lock").read_text())
+        os.kill(pid, 0)
+    except (OSError, ValueError):
+        return (
+            f"no broker answers at {endpoint}; start one with `mlxpool serve`,"
+            " or name its folder with --run-dir"
+        )
+    return f"the broker (pid {pid}) of {run_dir} does not answer: it is frozen, or very busy"

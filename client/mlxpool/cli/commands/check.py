@@ -1,0 +1,166 @@
+"""`mlxpool check`: what a model is, what it needs, what is wrong with it. Needs no broker."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mlxpool.cli.formatting import size, table
+from mlxpool.cli.pool_flags import add_settings, settings_of
+
+SOUND, UNSOUND = 0, 1
+MAX_SHOWN = 40  # problems; a wrong size in config.json makes one of every tensor
+DIAGNOSE_MODULE = "mlxpool.worker.diagnose.check"  # a process: the client imports no worker
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Add `check`."""
+    parser = commands.add_parser(
+        "check",
+        parents=[common],
+        help="what a model is, what it needs, and everything that is wrong with it",
+        description="Looks at a model without serving it. Exit code 0: it is sound and can run"
+        " here; 1: it is not, or cannot.",
+    )
+    parser.add_argument(
+        "name", metavar="MODEL", help="a name of the settings, or a folder or a reference"
+    )
+    parser.add_argument(
+        "--context", type=int, metavar="TOKENS", help="reckon with this context (default: its own)"
+    )
+    add_settings(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; returns the exit code."""
+    report = diagnose(options)
+    if options.json:
+        print(json.dumps(report))
+    else:
+        print("\n".join(lines(report)).encode(errors="backslashreplace").decode())
+    fits = report.get("machine", {}).get("fits", True)
+    return UNSOUND if report["problems"] or not fits else SOUND
+
+
+def diagnose(options: argparse.Namespace) -> dict[str, Any]:
+    """The report of a process with the worker's code, as docs/models.md shows it.
+
+    Raises ValueError for a name that is neither in the settings nor a path.
+    """
+    import subprocess
+
+    settings = settings_of(options)
+    spec = settings.models.get(options.name) or _by_path(options.name, settings.models)
+    if options.context is not None:
+        if options.context < 1:
+            raise ValueError(f"--context must be at least 1, got {options.context}")
+        spec = replace(spec, context=options.context)
+    asked = {
+        "name": options.name,
+        "model": asdict(spec),
+        "machine": True,
+        "memory_limit": settings.memory_limit,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", DIAGNOSE_MODULE],
+        input=json.dumps(asked) + "\n",
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode or not done.stdout:
+        raise OSError(f"the process that looks at the model ended with code {done.returncode}")
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def _by_path(text: str, known: Mapping[str, Any]) -> Any:
+    from mlxpool.common.config.schema import ModelConfig
+
+    if not text:
+        raise ValueError("MODEL must not be empty; `.` is the folder you are in")
+    if not ("/" in text or ":" in text or Path(text).exists()):
+        raise ValueError(
+            f"there is no model {text!r} in the settings and no such file here; known:"
+            f" {', '.join(known)}; --config names the settings, ./{text} would be a folder"
+        )
+    return ModelConfig(path=text)
+
+
+def lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The report as lines of text."""
+    model, memory, machine = (report.get(part) for part in ("model", "memory", "machine"))
+    rows = [("name", report["name"]), ("path", report["path"])]
+    if model:
+        rows += _model_rows(model)
+    if memory:
+        rows += _memory_rows(memory)
+    if machine:
+        rows += _machine_rows(machine)
+    yield table(rows)
+    yield from (f"note: {words}" for words in report.get("notes", ()))
+    wrong = report["problems"]
+    yield ""
+    yield f"{len(wrong)} problem{'s' * (len(wrong) > 1)}:" if wrong else "nothing is wrong with it"
+    yield from (f"  - {words}" for words in wrong[:MAX_SHOWN])
+    if len(wrong) > MAX_SHOWN:
+        yield f"  … and {len(wrong) - MAX_SHOWN} more, which --json lists"
+    if machine and not machine["fits"]:
+        yield "it cannot run on this machine:"
+        yield from (f"  - {words}" for words in machine["why"])
+
+
+def _model_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("type", f"{model['type']}, {_figure(model['layers'])} layers"),
+        ("parameters", _figure(model["parameters"])),
+        ("weights", f"{size(model['size'])}, {model['quantisation'] or 'none'}"),
+        ("context", f"{model['context']:,} tokens"),
+        ("tokenizer", f"{model['tokenizer']}; the model has rows for {model['vocabulary']:,} ids"),
+        ("chat templates", ", ".join(model["templates"]) or _without_template(model)),
+        ("end of text", ", ".join(map(str, model["eos_ids"])) or "none"),
+        ("supports", ", ".join(model["features"])),
+        ("digest", model["digest"]),
+    ]
+
+
+def _without_template(model: Mapping[str, Any]) -> str:
+    if model["type"] == "counting":
+        return "none: of messages it makes a line each, `ROLE: CONTENT`"
+    return "none: it takes no messages, only a prompt"
+
+
+def _figure(value: int | None) -> str:
+    """A number as text; "-" for one that is not known before the model is loaded."""
+    return "-" if value is None else f"{value:,}"
+
+
+def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
+    many = f"{memory['sequences']} of {memory['context']:,} tokens"
+    return [
+        ("weights in memory", size(memory["weights"])),
+        ("one token", size(memory["token"])),
+        ("of any length", size(memory["fixed"])),
+        ("one sequence", f"{size(memory['sequence'])} with {memory['context']:,} tokens"),
+        ("all sequences", f"{size(memory['all_sequences'])}, {many}"),
+        ("prefix cache", f"up to {size(memory['prefix_cache'])}"),
+    ]
+
+
+def _machine_rows(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if "limit" not in machine:
+        return []
+    return [
+        (
+            "machine",
+            f"{machine['device']}, {size(machine['total'])}, {size(machine['free'])} free now",
+        ),
+        ("a worker may take", f"{size(machine['limit'])}, the pool {size(machine['pool_limit'])}"),
+        ("longest that fits", f"{_figure(machine['longest'])} tokens"),
+    ]

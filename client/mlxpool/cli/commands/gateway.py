@@ -1,0 +1,76 @@
+"""`mlxpool gateway`: HTTP in front of a pool, in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from mlxpool.cli.target import target_of
+
+MISSING = "the gateway needs {name}: pip install 'mlxpool[gateway]'"
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Add `gateway`."""
+    gateway = commands.add_parser(
+        "gateway",
+        parents=[common],
+        help="answer HTTP as OpenAI and Ollama do, for a pool that runs",
+    )
+    gateway.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    gateway.add_argument("--port", type=int, default=8080, help="0: any that is free (8080)")
+    gateway.add_argument(
+        "--keys", type=Path, metavar="FILE", help="bearer keys, one a line (none: all may ask)"
+    )
+    gateway.add_argument(
+        "--max-body", type=int, default=8 * 2**20, metavar="BYTES", help="of a request (8388608)"
+    )
+    gateway.add_argument(
+        "--keep-alive", type=float, default=10.0, metavar="SECONDS",
+        help="of silence until a stream says that it is there (10)",
+    )  # fmt: skip
+    gateway.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="for a request (default: the pool's own)"
+    )
+    gateway.add_argument(
+        "--per-key", type=int, metavar="N", help="requests at once of one key (default: any number)"
+    )
+    gateway.add_argument("--log-format", choices=("text", "json"), default="text")
+    gateway.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C."""
+    # Here and not above: only this command needs the gateway and its optional packages.
+    try:
+        from mlxpool.gateway import server
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("mlxpool"):
+            raise
+        raise ValueError(MISSING.format(name=error.name)) from error
+    from mlxpool.common import logs
+    from mlxpool.gateway.settings import Settings
+
+    logs.set_up(json_lines=options.log_format == "json")
+    target = target_of(options, "front")
+    settings = Settings(
+        run_dir=None if target.endpoint else target.run_dir,
+        endpoint=target.endpoint,
+        server_key=target.server_key,
+        key=target.key,
+        host=options.host,
+        port=options.port,
+        keys=options.keys,
+        max_body=options.max_body,
+        keep_alive=options.keep_alive,
+        per_key=options.per_key,
+        deadline=options.deadline,
+    )
+
+    def print_url(url: str) -> None:
+        print(json.dumps({"url": url}) if options.json else f"listening on {url}", flush=True)
+
+    server.run(settings, print_url)
+    return 0

@@ -1,0 +1,55 @@
+"""`mlxpool keygen`: a key pair for a client, a worker, an operator or a broker."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+ROLES = ("client", "worker", "admin", "server")
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Add `keygen`."""
+    sub = commands.add_parser(
+        "keygen",
+        parents=[common],
+        help="make a key for tcp, and print what the broker has to know of it",
+        description="Writes NAME.key, which only you can read, and never overwrites one. Clients,"
+        " workers and operators come in when the broker's config names their public key; the"
+        " broker's own key (--role server) is named there by pool.secret_key.",
+    )
+    sub.add_argument("name", metavar="NAME", help="whose key it is, as logs will call it")
+    sub.add_argument("--role", choices=ROLES, required=True)
+    sub.add_argument(
+        "--folder", type=Path, metavar="FOLDER", help="where it goes (default: ~/.mlxpool/keys)"
+    )
+    sub.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make a key pair, write its file, print the public key."""
+    from mlxpool.common.transport import keys
+
+    pair = keys.make(options.name, options.role)
+    path = keys.write(pair, options.folder or keys.default_folder())
+    answer = {"name": pair.name, "role": pair.role, "public": pair.public, "path": str(path)}
+    section = keys.section(pair.name)
+    print(
+        json.dumps(answer) if options.json else _config_text(section, pair.role, pair.public, path)
+    )
+    return 0
+
+
+def _config_text(section: str, role: str, public: str, path: Path) -> str:
+    if role == "server":
+        return (
+            f"# {path} is the secret key; for the broker's config:\n[pool]\n"
+            f'secret_key = "{path.absolute()}"\n'
+            f"# for those who dial it:\n# --server-key '{public}'"
+        )
+    return (
+        f"# {path} is the secret key; for the broker's config:\n"
+        f'{section}\nrole = "{role}"\npublic = "{public}"'
+    )

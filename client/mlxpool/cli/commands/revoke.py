@@ -1,0 +1,118 @@
+"""`mlxpool revoke`: removes a key from the broker's config, and has the broker reload it."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlxpool.common.errors import BrokerLost
+from mlxpool.common.paths import config_file
+
+SECTION = re.compile(r"\s*\[")
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Add `revoke`."""
+    sub = commands.add_parser(
+        "revoke",
+        parents=[common],
+        help="take a key away: out of the settings, and what it has open ends at once",
+        description="Removes [keys.NAME] from the broker's config, writes that anew as a whole, and"
+        " has the broker read it. The key's file stays where it is.",
+    )
+    sub.add_argument("name", metavar="NAME", help="as its section in the config is called")
+    sub.add_argument(
+        "--config", type=Path, metavar="FILE", help="the broker's (default: as for `serve`)"
+    )
+    sub.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the file, then ask the broker to reload it. Raises ValueError, OSError, PoolError."""
+    from mlxpool.cli.admin import ask
+
+    file = config_file(options.config)
+    if file is None:
+        raise ValueError("there is no config to take a key out of; name it with --config FILE")
+    try:
+        text = file.read_text("utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the config {file}: {error.strerror}") from None
+    replace(file, without(text, options.name, str(file)))
+    reloaded = True
+    try:
+        ask(options.admin_target, "reload")
+    except BrokerLost:
+        reloaded = False
+    ending = (
+        "the broker cuts it off" if reloaded else "no broker answers: it holds for the next one"
+    )
+    answer = {"name": options.name, "file": str(file), "reloaded": reloaded}
+    print(json.dumps(answer) if options.json else f"{options.name}: revoked in {file}; {ending}")
+    return 0
+
+
+def without(text: str, name: str, where: str) -> str:
+    """The text of a config without the section of a key. Pure.
+
+    Raises ValueError if there is no such key, or if it has no section of its own.
+    """
+    import tomllib
+
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"the config {where} is not TOML: {error}") from None
+    keys = table.get("keys", {})
+    if name not in keys:
+        near = difflib.get_close_matches(name, keys, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(keys) or 'none'}"
+        raise ValueError(f"{where} has no key {name!r:.80}; {hint}")
+    lines = text.splitlines(keepends=True)
+    head = re.compile(rf"\s*\[\s*keys\s*\.\s*(['\"]?){re.escape(name)}\1\s*\]")
+    begin = next((n for n, line in enumerate(lines) if head.match(line)), len(lines))
+    end = next((n for n in range(begin + 1, len(lines)) if SECTION.match(lines[n])), len(lines))
+    while end > begin + 1 and re.match(r"\s*(#|$)", lines[end - 1]):
+        end -= 1  # comments above the next section belong to it
+    rest = "".join([*lines[:begin], *lines[end:]])
+    wanted = {**table, "keys": {key: value for key, value in keys.items() if key != name}}
+    if not _parses_to(rest, wanted):
+        raise ValueError(
+            f"{where} has the key {name!r} in no section of its own: take it out by hand"
+        )
+    return rest
+
+
+def _parses_to(text: str, wanted: Mapping[str, Any]) -> bool:
+    import tomllib
+
+    try:
+        return {"keys": {}, **tomllib.loads(text)} == wanted
+    except tomllib.TOMLDecodeError:
+        return False
+
+
+def replace(file: Path, text: str) -> None:
+    """Replace a file atomically; owner, group and mode stay."""
+    file = file.resolve()
+    status = file.stat()
+    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as new:
+            os.fchmod(descriptor, status.st_mode & 0o7777)
+            if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(descriptor, status.st_uid, status.st_gid)
+            new.write(text)
+            new.flush()
+            os.fsync(descriptor)
+        os.replace(name, file)
+    except BaseException:
+        os.unlink(name)
+        raise

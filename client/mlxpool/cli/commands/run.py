@@ -1,0 +1,134 @@
+"""`mlxpool run`: complete one text, printed as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.cli.request_flags import (
+    add_options,
+    admin_target_of,
+    client_of,
+    decode_utf8,
+    options_of,
+)
+
+if TYPE_CHECKING:
+    from mlxpool.client import Delta, Result
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Add `run`."""
+    run_parser = commands.add_parser(
+        "run", parents=[common], help="complete a text, from the arguments or standard input"
+    )
+    run_parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
+    run_parser.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="default, or -: standard input"
+    )
+    run_parser.add_argument(
+        "--chat", action="store_true", help="send the prompt as a user's message"
+    )
+    add_options(run_parser)
+    run_parser.add_argument("--quiet", action="store_true", help="no figures on standard error")
+    run_parser.set_defaults(run=run, take_rest=take_prompt)
+
+
+def take_prompt(options: argparse.Namespace, rest: list[str]) -> bool:
+    """Take the prompt from the arguments that argparse left over; returns whether it could.
+
+    In `run MODEL --chat PROMPT` the argparse of Python 3.11 takes the prompt for absent at MODEL.
+    """
+    missing = options.prompt is None and len(rest) == 1
+    if not missing or (rest[0].startswith("-") and rest[0] != "-"):
+        return False
+    options.prompt = rest[0]
+    return True
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the completion to standard output, the figures to standard error."""
+    # Here and not above: the other commands start faster without.
+    from mlxpool.cli.load_progress import LoadProgress
+    from mlxpool.client import Client
+
+    prompt = options.prompt
+    if prompt in (None, "-"):
+        prompt = decode_utf8(sys.stdin.buffer.read())
+    given = options_of(options)
+    messages = [{"role": "user", "content": prompt}] if options.chat else None
+    show = _print_json if options.json else _print_text
+    started = time.monotonic()
+    with (
+        client_of(options, Client) as client,
+        client.stream(
+            options.model, None if options.chat else prompt, messages=messages, **given
+        ) as stream,
+        LoadProgress(admin_target_of(options), options.model) as progress,
+    ):
+        shown, first = False, 0.0
+        try:
+            for delta in stream:
+                first = first or time.monotonic()
+                progress.close()
+                show(delta)
+                shown = True
+        except BaseException:
+            if shown and not options.json:
+                print()  # ends the line of text
+            raise
+        result = stream.result
+    if options.json:
+        print(json.dumps(as_json(result)), flush=True)
+    else:
+        print()
+        if not options.quiet:
+            print(
+                figures(result, time.monotonic() - started, time.monotonic() - first),
+                file=sys.stderr,
+            )
+    return int(result.reason == "cancelled")  # by another client: the text is not complete
+
+
+def _print_text(delta: Delta) -> None:
+    print(delta.text, end="", flush=True)
+
+
+def _print_json(delta: Delta) -> None:
+    line: dict[str, Any] = {"text": delta.text, "ids": delta.ids, "pos": delta.pos}
+    if delta.logprobs:
+        line["logprobs"] = delta.logprobs
+    print(json.dumps(line), flush=True)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The last line of `run --json`."""
+    return {
+        "done": True,
+        "reason": result.reason,
+        "text": result.text,
+        "ids": result.ids,
+        "usage": result.usage,
+        "timings_ms": result.timings_ms,
+        "seed": result.seed,
+        "attempts": result.attempts,
+    }
+
+
+def figures(result: Result, seconds: float, streamed: float) -> str:
+    """One line about a finished completion; times are seconds, `streamed` since the first token.
+
+    A worker reports the decode time of its own tokens only, which is too short after a failover.
+    """
+    generated = result.usage.get("completion_tokens", 0)
+    decode = max(streamed, result.timings_ms.get("decode", 0.0) / 1000)
+    rate = f"{generated / decode:.0f} tokens/s, " if decode and generated > 1 else ""
+    prompt = result.usage.get("prompt_tokens", 0)
+    cached = result.usage.get("cached_tokens", 0)
+    return (
+        f"[{generated} tokens, {rate}prompt {prompt} ({cached} cached), {seconds:.2f} s,"
+        f" ended: {result.reason}, seed {result.seed}]"
+    )

@@ -1,0 +1,78 @@
+"""The flags with which a command gives settings of the pool: `serve`, `check`, `config`, ..."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.common.paths import config_file
+
+if TYPE_CHECKING:
+    from mlxpool.common.config.schema import PoolConfig
+
+POOL_FLAGS = ("front", "back", "admin", "secret_key", "log_format", "local_workers")
+
+
+def add_endpoints(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the broker's further endpoints, its CURVE key and its log format."""
+    for name, whom in (
+        ("front", "clients"),
+        ("back", "workers that dial in"),
+        ("admin", "operators"),
+    ):
+        parser.add_argument(
+            f"--{name}", action="append", metavar="ENDPOINT", help=f"further endpoint for {whom}"
+        )
+    parser.add_argument("--secret-key", metavar="FILE", help="the broker's own key: tcp is CURVE")
+    parser.add_argument("--log-format", choices=("text", "json"))
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name the settings file and the models."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML (default: $MLXPOOL_CONFIG, $XDG_CONFIG_HOME/mlxpool/mlxpool.toml,"
+        " /etc/mlxpool/mlxpool.toml; deploy/mlxpool.toml shows all settings)",
+    )
+    parser.add_argument("--models-dir", help="each folder in it with a config.json is a model")
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="the model at PATH, a folder or a reference, as NAME; may be repeated",
+    )
+
+
+def settings_of(options: argparse.Namespace) -> PoolConfig:
+    """The pool's settings; a flag beats the environment, which beats the file.
+
+    Raises ConfigError, and ValueError for a --model that is not NAME=PATH.
+    """
+    from mlxpool.common.config import loading
+
+    return loading.load(config_file(options.config), flags_of(options), model_paths_of(options))
+
+
+def flags_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of [pool] that flags give; None: not given."""
+    return {
+        "run_dir": options.run_dir_flag,
+        "models_dir": options.models_dir,
+        **{name: getattr(options, name, None) for name in POOL_FLAGS},
+    }
+
+
+def model_paths_of(options: argparse.Namespace) -> dict[str, str]:
+    """The paths that --model gives, by name."""
+    return dict(map(_name_and_path, options.model))
+
+
+def _name_and_path(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
+        raise ValueError(f"--model must be NAME=PATH, got {text!r}")
+    return name, path

@@ -1,0 +1,77 @@
+"""The flags of a request, for `run` and `chat`, and the client that sends it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.cli.target import Target, target_of
+from mlxpool.common.options import CHECKS, FLAGS, MAX_DEADLINE_MS
+
+if TYPE_CHECKING:
+    from mlxpool.client import Client
+
+BROKER_GRACE = 10.0  # seconds; shorter than the client's own, for a person waits
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each option of `FLAGS`, those of numbers first, and `--deadline`."""
+    for name, (kind, text) in sorted(
+        FLAGS.items(), key=lambda flag: flag[1][0] not in (int, float)
+    ):
+        flag = f"--{name.replace('_', '-')}"
+        if kind in (int, float):
+            parser.add_argument(flag, type=kind, help=text)
+        elif kind is bool:
+            parser.add_argument(flag, action="store_true", default=None, help=text)
+        else:
+            parser.add_argument(flag, action="append", metavar="TEXT", help=text)
+    parser.add_argument(
+        "--deadline", type=_seconds, metavar="SECONDS", help="give up after this time"
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= MAX_DEADLINE_MS / 1000:
+        most = MAX_DEADLINE_MS // 1000
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most {most}, got {text}")
+    return value
+
+
+def options_of(flags: argparse.Namespace) -> dict[str, Any]:
+    """The options of `generate` that flags give; None: not given."""
+    options = {name: getattr(flags, name) for name in CHECKS if hasattr(flags, name)}
+    if flags.deadline is not None:
+        options["deadline_ms"] = max(1, round(flags.deadline * 1000))
+    if flags.top_logprobs:
+        options["logprobs"] = True
+    return options
+
+
+def client_of(options: argparse.Namespace, kind: type[Client]) -> Client:
+    """A client of the broker that the flags name; `kind` is `Client`, imported by the caller."""
+    target = target_of(options, "front")
+    return kind(
+        target.run_dir,
+        target.endpoint,
+        server_key=target.server_key,
+        key=target.key,
+        broker_grace=BROKER_GRACE,
+    )
+
+
+def admin_target_of(options: argparse.Namespace) -> Target | None:
+    """Where to ask for the progress of a load.
+
+    None if --endpoint names the front of a broker elsewhere: its admin endpoint is not known.
+    """
+    return None if getattr(options, "endpoint", None) else options.admin_target
+
+
+def decode_utf8(read: bytes) -> str:
+    """The text of standard input. Raises ValueError for bytes that are no UTF-8."""
+    try:
+        return read.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8: {error}") from None

@@ -1,0 +1,122 @@
+"""The socket of a connection, and the waker of the thread that owns it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import zmq
+
+from mlxpool.common.transport import sockets
+from mlxpool.common.transport.handshake import Handshake
+from mlxpool.common.transport.keys import Credentials
+from mlxpool.common.transport.waker import Waker
+
+SEND_RETRY_INTERVAL = 0.01  # seconds until a full socket is tried again
+MAX_READ = 1000  # messages read before something else gets its turn
+
+
+class Dealer:
+    """A DEALER socket that can be replaced. All but `wake` belongs to one thread."""
+
+    def __init__(self, endpoint: str, credentials: Credentials | None = None) -> None:
+        """Raises OSError for a malformed endpoint."""
+        self.endpoint = endpoint
+        self._credentials = credentials
+        self._unsent: deque[Sequence[bytes]] = deque()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._socket = sockets.dealer(self._context, endpoint, credentials)
+        except OSError:
+            self._context.term()
+            raise
+        self._waker = Waker()
+        self._poller = zmq.Poller()
+        self._poller.register(self._waker, zmq.POLLIN)
+        self._register()
+
+    def _register(self) -> None:
+        """Poll the socket and its handshake's monitor."""
+        self._handshake = Handshake(self._socket, self.endpoint, self._credentials)
+        for source in (self._socket, self._handshake.monitor):
+            self._poller.register(source, zmq.POLLIN)
+
+    def _close_socket(self, linger_ms: int) -> None:
+        for source in (self._socket, self._handshake.monitor):
+            self._poller.unregister(source)
+        self._handshake.close()
+        self._socket.close(linger=linger_ms)
+
+    def wake(self) -> None:
+        """End the owning thread's `wait`."""
+        self._waker.wake()
+
+    def wait(self, seconds: float | None) -> None:
+        """Wait for a message, a handshake, `wake`, or so many seconds; None: without a bound."""
+        if self._unsent:
+            interval = SEND_RETRY_INTERVAL
+            seconds = interval if seconds is None else min(seconds, interval)
+        self._poller.poll(None if seconds is None else math.ceil(max(0.0, seconds) * 1000))
+        self._waker.drain()
+        self.flush()
+
+    def send(self, parts: Sequence[bytes]) -> None:
+        """Send behind what is not sent yet; a refused connection is replaced first."""
+        if self.refusal:
+            self.replace()
+        self._unsent.append(parts)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send in order what the socket takes; `wait` tries the rest again."""
+        while self._unsent:
+            try:
+                self._socket.send_multipart(self._unsent[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._unsent.popleft()
+
+    def received(self) -> Iterator[list[bytes]]:
+        """The parts of messages that have come, at most MAX_READ."""
+        for _ in range(MAX_READ):
+            try:
+                yield self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def connected(self) -> bool:
+        """Whether a handshake succeeded since the last call: perhaps with another broker."""
+        return self._handshake.succeeded()
+
+    @property
+    def refusal(self) -> str:
+        """Why the broker refuses this client, as of the last `connected`; "": it does not."""
+        return self._handshake.refusal
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether a client that was never connected should stop trying."""
+        return self._handshake.hopeless
+
+    @property
+    def trouble(self) -> str:
+        """Why the newest attempt to connect failed, as far as that is known."""
+        return self._handshake.trouble
+
+    def replace(self) -> None:
+        """Connect anew; messages that the old connection still holds are dropped."""
+        try:
+            fresh = sockets.dealer(self._context, self.endpoint, self._credentials)
+        except OSError:
+            return  # out of descriptors: the old one may still come back
+        self._close_socket(linger_ms=0)
+        self._unsent.clear()
+        self._socket = fresh
+        self._register()
+
+    def close(self) -> None:
+        """Close the socket; messages have 200 ms to leave."""
+        self._close_socket(linger_ms=200)
+        self._context.term()
+        self._waker.close()

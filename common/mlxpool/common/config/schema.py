@@ -1,0 +1,225 @@
+"""Every setting, declared once: type, unit, bounds or choices, default and meaning.
+
+To add one, add a field here and a line to deploy/mlxpool.toml, and run docs/make_pages.py: loading,
+`mlxpool config`, the environment's variables and docs/configuration.md are made from these two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from mlxpool.common.config.bounds import OneOf, Unit, Within, check_folder, check_host_port
+from mlxpool.common.paths import default_run_dir
+from mlxpool.common.transport.keys import PEERS
+
+Bytes = Annotated[int, Unit.BYTES]
+Seconds = Annotated[float, Unit.SECONDS]
+Flag = Annotated[bool, Unit.FLAG]
+
+MAX_COUNT = 2**31 - 1
+FAULTS = (  # that the `counting` model can inject
+    "",
+    "raise",  # an error inside the step
+    "kill",  # SIGKILL to itself
+    "stop",  # SIGSTOP to itself
+    "exit",  # os._exit(0)
+    "exit3",  # os._exit(3)
+    "segfault",
+    "abort",
+    "lock",  # waits for a lock that is never released
+    "native",  # stuck in native code, the interpreter free
+    "gil",  # stuck in native code, the interpreter held
+    "leak",  # allocates without end
+    "device",  # the device is lost: every further step fails
+    "slow",  # takes 200 ms where it would take none; no failure
+    "garbage",  # a frame that is no message (in send)
+    "duplicate",  # a frame twice (in send)
+    "late",  # a frame again after those that followed it (in send)
+    "stale",  # a frame again with the epoch before (in send)
+)
+FAULT_STAGES = ("load", "accept", "prefill", "decode", "end", "after_end", "send")
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """How the weightless `counting` model behaves; its token i is f(prompt, seed, i)."""
+
+    # Milliseconds that the load takes, in ten shards.
+    load_ms: Annotated[int, Within(0, 10**7)] = 0
+    # Microseconds for each prompt token.
+    prefill_us: Annotated[int, Within(0, 10**9)] = 0
+    # Microseconds of one decode step.
+    step_us: Annotated[int, Within(0, 10**9)] = 1000
+    # Prompts that one prefill pass reads at most.
+    joint: Annotated[int, Within(1, 1024)] = 1
+    # Token ids are below this.
+    vocab: Annotated[int, Within(256, MAX_COUNT)] = 50_000
+    # Memory that it claims to need; it allocates none.
+    load_bytes: Annotated[Bytes, Within(0, 2**62)] = 0
+    # The fault to inject; "": none. docs/reliability.md lists them.
+    fault: Annotated[str, OneOf(FAULTS)] = ""
+    # The stage in which it is injected.
+    fault_in: Annotated[str, OneOf(FAULT_STAGES)] = "decode"
+    # The position, prompt token, load step or frame at which it is injected.
+    fault_at: Annotated[int, Within(0, MAX_COUNT)] = 0
+    # Only for prompts that contain this text; "": for all.
+    fault_prompt: str = ""
+    # Only in the first so many workers of a slot; 0: in all.
+    fault_times: Annotated[int, Within(0, MAX_COUNT)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """`[models.NAME]`."""
+
+    # A folder, a reference, or "builtin:demo", "builtin:counting".
+    path: str = ""
+    # Tokens of prompt and completion; 0: the model's own bound.
+    context: Annotated[int, Within(0, MAX_COUNT)] = 0
+    # Workers of this model.
+    replicas: Annotated[int, Within(1, 64)] = 1
+    # Sequences that one worker runs at once.
+    sequences: Annotated[int, Within(1, 4096)] = 8
+    # Idle time before the worker is ended; below 0: never.
+    keep_alive: Annotated[Seconds, Within(-1.0, 10**8)] = 300.0
+    # Whether its workers start with the pool and stay; sets keep_alive to -1.
+    pin: bool = False
+    # Of one worker; above it the worker is ended; 0: no limit.
+    memory_limit: Annotated[Bytes, Within(0, 2**62)] = 0
+    prefix_cache: Annotated[str, OneOf(("tree", "single", "off"))] = "tree"
+    # Of the prefix cache; 0: a quarter of what the weights leave.
+    prefix_bytes: Annotated[Bytes, Within(0, 2**62)] = 0
+    # Whether no bit of an answer depends on the other rows of its batch; slower, CPU only.
+    deterministic: bool = False
+    counting: Counting = field(default_factory=Counting)
+    # Not a setting: the models folder that it was found in; no link may lead out of it.
+    within: str = ""
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> ModelConfig:
+        """Undo `asdict`."""
+        return cls(**{**table, "counting": Counting(**table["counting"])})
+
+
+@dataclass(frozen=True, slots=True)
+class KeyConfig:
+    """`[keys.NAME]`: a public key that may connect over tcp, and its role."""
+
+    role: Annotated[str, OneOf(PEERS)]
+    # 40 characters, as `mlxpool keygen` prints it.
+    public: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """`[pool]`."""
+
+    # Holds sockets, lock and logs.
+    run_dir: Path = field(default_factory=default_run_dir)
+    # Further endpoints for clients; front.ipc in the run directory is always there.
+    front: tuple[str, ...] = ()
+    # Endpoints for workers that dial in.
+    back: tuple[str, ...] = ()
+    # Further endpoints for operators; admin.ipc in the run directory is always there.
+    admin: tuple[str, ...] = ()
+    # The file of the broker's key; with it every tcp endpoint speaks CURVE.
+    secret_key: Path | None = None
+    # Whether the broker starts workers; false: all of them dial in.
+    local_workers: Flag = True
+    # Live requests of one peer; 0: no limit, as for the next three.
+    quota_requests: Annotated[int, Within(0, 10**6)] = 0
+    # Prompt tokens that one peer may have waiting in queues.
+    quota_tokens: Annotated[int, Within(0, 2**40)] = 0
+    # Bytes per second of one peer.
+    quota_bytes: Annotated[Bytes, Within(0, 2**40)] = 0
+    # Cancels per second of one peer.
+    quota_cancels: Annotated[int, Within(0, 10**6)] = 0
+    # Each NAME and OWNER/NAME in it with a config.json is a model.
+    models_dir: Annotated[Path | None, check_folder] = None
+    # Requests that wait for one model.
+    queue_limit: Annotated[int, Within(1, 10**6)] = 512
+    # Prompts that wait for one model.
+    queue_bytes: Annotated[Bytes, Within(1024, 2**50)] = 256 * 1024 * 1024
+    # Of a request that names no deadline.
+    deadline: Annotated[Seconds, Within(0.001, 10**7)] = 3600.0
+    # How long the streams of a silent client are kept.
+    client_grace: Annotated[Seconds, Within(0.1, 10**6)] = 10.0
+    # How long a stream with unread data may go without an ack.
+    ack_grace: Annotated[Seconds, Within(0.1, 10**6)] = 30.0
+    # Unread data of one stream.
+    unread_bytes: Annotated[Bytes, Within(1024, 2**50)] = 1024 * 1024
+    # Before the first restart of a worker; doubles with each, up to restart_delay_max.
+    restart_delay: Annotated[Seconds, Within(0.0, 3600.0)] = 1.0
+    restart_delay_max: Annotated[Seconds, Within(0.0, 86400.0)] = 60.0
+    # Failures in a row before the model is `broken`.
+    restart_limit: Annotated[int, Within(1, 1000)] = 5
+    # Until a broken model is tried again.
+    probe_interval: Annotated[Seconds, Within(0.1, 10**6)] = 300.0
+    # Between SIGTERM and SIGKILL.
+    stop_grace: Annotated[Seconds, Within(0.0, 600.0)] = 5.0
+    # How long a drain lets streams finish on their worker.
+    drain_grace: Annotated[Seconds, Within(0.0, 10**6)] = 30.0
+    # Of all workers together; 0: 80 % of the machine's memory.
+    memory_limit: Annotated[Bytes, Within(0, 2**62)] = 0
+    # How long a request that ended workers is refused.
+    poison_life: Annotated[Seconds, Within(0.0, 10**7)] = 3600.0
+    # Without a heartbeat before a worker is suspect; after twice as long it is ended.
+    beat_limit: Annotated[Seconds, Within(0.1, 10**6)] = 10.0
+    # Without progress before a worker is suspect: in boot and load,
+    load_limit: Annotated[Seconds, Within(0.1, 10**6)] = 60.0
+    # in a prefill chunk (or 40 times the usual duration),
+    prefill_limit: Annotated[Seconds, Within(0.1, 10**6)] = 10.0
+    # in a decode step (or 40 times the usual duration),
+    step_limit: Annotated[Seconds, Within(0.1, 10**6)] = 5.0
+    # in the first step of a new shape.
+    fresh_limit: Annotated[Seconds, Within(0.1, 10**6)] = 120.0
+    # A larger log of a worker is cut to half of this at its next start.
+    worker_log_bytes: Annotated[Bytes, Within(1024, 2**50)] = 8 * 1024 * 1024
+    log_format: Annotated[str, OneOf(("text", "json"))] = "text"
+    # HOST:PORT of /metrics, /healthz, /readyz and /stats; "": none.
+    metrics: Annotated[str, check_host_port] = ""
+    models: Mapping[str, ModelConfig] = field(default_factory=dict)
+    keys: Mapping[str, KeyConfig] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a worker is told at its start, by the environment of its process."""
+
+    endpoint: str  # the broker's back socket
+    slot: str
+    token: str  # admits the worker to the back socket once
+    name: str  # of the model
+    model: ModelConfig
+    log_format: str = "text"
+    block_fd: int = -1  # of the progress block; -1: none
+    dump_fd: int = -1  # of the file for stack dumps; -1: standard error
+    incarnation: int = 0  # how many workers the slot had before
+    dials: bool = False  # started by `mlxpool worker`: it has no slot, and asks for one by model
+    server_key: str = ""  # the broker's public key; "": no CURVE
+    key: str = ""  # the file of its own key
+    orphan_grace: float = 60.0  # seconds without a broker until the worker ends
+
+    def to_environment(self) -> str:
+        """The value of WORKER_VARIABLE."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_environment(cls, text: str) -> WorkerConfig:
+        """Undo `to_environment`."""
+        table = json.loads(text)
+        return cls(model=ModelConfig.from_table(table.pop("model")), **table)
+
+
+WORKER_VARIABLE = "MLXPOOL_WORKER"
+
+BUILTIN = {
+    "demo": ModelConfig(path="builtin:demo"),
+    "counting": ModelConfig(path="builtin:counting"),
+}
+
+NO_SETTINGS = ("models", "keys", "within")  # fields that are not settings of their section

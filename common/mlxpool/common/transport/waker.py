@@ -1,0 +1,52 @@
+"""Wakes a thread out of its poll: from other threads, and on signals."""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+from mlxpool.common.closing import Closing
+
+READ_BYTES = 4096  # of one system call
+
+
+class Waker(Closing):
+    """A pair of sockets. The polling thread registers the waker itself, which has a `fileno`."""
+
+    def __init__(self) -> None:
+        self.socket, self._sender = socket.socketpair()
+        self.socket.setblocking(False)
+        self._sender.setblocking(False)
+
+    def fileno(self) -> int:
+        """The descriptor to poll for input."""
+        return self.socket.fileno()
+
+    def wake_on_signals(self) -> int:
+        """Have every signal wake the poll, too; its number arrives as a byte. Main thread only.
+
+        Returns the descriptor that was woken before, for `signal.set_wakeup_fd`.
+        """
+        return signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+
+    def wake(self, byte: int = 0) -> None:
+        """Make the poll return. Any thread may call it, also after `close`."""
+        try:
+            self._sender.send(bytes([byte]))
+        except OSError:
+            pass  # the buffer is full, so the poll returns anyway; or the waker is closed
+
+    def drain(self) -> bytes:
+        """Read what woke the poll: 0 for each `wake`, the number of each signal."""
+        received = bytearray()
+        try:
+            while data := self.socket.recv(READ_BYTES):
+                received += data
+        except BlockingIOError:
+            pass
+        return bytes(received)
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self.socket.close()
+        self._sender.close()

@@ -1,0 +1,99 @@
+"""A user's program is type-checked against the wheel, as it is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("bench", "broker", "cli", "client", "common", "gateway", "worker")
+
+SOUND = """\
+import asyncio
+from mlxpool.client import AsyncClient, Client, Delta, Pace, PoolError, Result
+from mlxpool.common.options import GenerateOptions
+
+defaults: GenerateOptions = {"max_tokens": 16, "temperature": 0, "stop": ["."]}
+
+def complete(seed: int | None) -> str:
+    with Client(pace=Pace(ping=2.0)) as client:
+        result: Result = client.generate("demo", "def main():", **defaults)
+        messages = [{"role": "user", "content": "Hi"}]
+        for delta in client.stream("demo", messages=messages, think=True, seed=seed):
+            piece: Delta = delta
+            print(piece.text, piece.ids, delta.pos)
+        try:
+            client.tokenize("demo", "text")
+        except PoolError as error:
+            print(error.code, error.retryable)
+        return result.text
+
+async def main() -> int:
+    async with AsyncClient() as client:
+        async with client.stream("demo", tokens=[1, 2], logit_bias={5: -1.0}) as stream:
+            async for delta in stream:
+                print(delta.text)
+        return (await client.generate("demo", "x", durable=False)).usage["completion_tokens"]
+
+asyncio.run(main())
+"""
+WRONG = """\
+from mlxpool.client import AsyncClient, Client
+
+client, later = Client(), AsyncClient()
+client.generate("demo", "x", temprature=0.5)
+client.stream("demo", "x", max_tokens="many")
+later.stream("demo", "x", stop=1)
+print(client.generate("demo", "x").texts)
+client.detokenize("demo", "x")
+"""
+FOUND = {  # line of WRONG: what mypy says of it
+    4: 'Unexpected keyword argument "temprature" for "generate" of "Client"',
+    5: 'Argument "max_tokens" to "stream" of "Client" has incompatible type "str"',
+    6: 'Argument "stop" to "stream" of "AsyncClient" has incompatible type "int"',
+    7: '"Result" has no attribute "texts"',
+    8: 'Argument 2 to "detokenize" of "Client" has incompatible type "str"',
+}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has nothing but our wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    (wheel,) = folder.glob("mlxpool-*.whl")
+    venv.create(folder / "venv", symlinks=True)
+    paths = sysconfig.get_paths("venv", {"base": str(folder / "venv")})
+    zipfile.ZipFile(wheel).extractall(paths["purelib"])
+    return Path(paths["scripts"]) / "python"
+
+
+def checked(python: Path, program: str, folder: Path) -> list[str]:
+    """What `mypy --strict` says of a program outside of our tree."""
+    (folder / "program.py").write_text(program)
+    flags = ["--strict", "--no-error-summary", "--config-file=", "--cache-dir=/dev/null"]
+    mypy = [sys.executable, "-m", "mypy", *flags, f"--python-executable={python}", "program.py"]
+    done = subprocess.run(mypy, cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout.splitlines()
+
+
+def test_every_package_is_marked_as_typed(installed: Path) -> None:
+    (folder,) = installed.parents[1].glob("lib/python*/site-packages/mlxpool")
+    assert sorted(path.parent.name for path in folder.glob("*/py.typed")) == list(PACKAGES)
+    assert not [path.name for path in folder.iterdir() if path.is_file()]
+
+
+def test_programs_of_users_are_checked(installed: Path, tmp_path: Path) -> None:
+    assert checked(installed, SOUND, tmp_path) == []
+    found = [line for line in checked(installed, WRONG, tmp_path) if ": error: " in line]
+    assert [int(line.split(":")[1]) for line in found] == list(FOUND)
+    for line, words in zip(found, FOUND.values(), strict=True):
+        assert words in line

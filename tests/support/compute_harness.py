@@ -1,0 +1,130 @@
+"""A started compute thread; the test takes the part of the main thread."""
+
+from __future__ import annotations
+
+import math
+import queue
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from mlxpool.common.config.schema import Counting, ModelConfig, WorkerConfig
+from mlxpool.common.options import Options
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.resume import Facts
+from mlxpool.common.protocol.token_ids import unpack_ids
+from mlxpool.worker.compute.messages import Admit, Drop, Loaded, Outbound, Rows
+from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.compute.thread import Compute
+from mlxpool.worker.engine.counting_engine import CountingEngine, piece
+from mlxpool.worker.engine.factory import Source
+from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.testing.faults import Faults
+from mlxpool.worker.testing.faulty_engine import begin_with, open_source
+
+PATIENCE = 60
+
+
+class ComputeHarness:
+    """Runs the counting model, unless `source` opens another."""
+
+    def __init__(
+        self,
+        sequences: int = 8,
+        *,
+        release: bool = True,
+        engine: type[CountingEngine] = CountingEngine,
+        source: Callable[[ModelConfig], Source] | None = None,
+        **counting: Any,
+    ) -> None:
+        self.mail: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
+        self.progress = Progress(lambda: None)
+        model = ModelConfig(
+            path="builtin:counting",
+            context=100_000,
+            sequences=sequences,
+            counting=Counting(**{"step_us": 0, **counting}),
+        )
+        faults = Faults(model.counting)
+        self.compute = Compute(
+            WorkerConfig("", "counting/0", "", "counting", model),
+            self.progress,
+            self.mail.put,
+            source or partial(open_source, faults=faults, counting=engine),
+            begin_with(faults),
+        )
+        self.release = release
+        self.compute.start()
+
+    def next(self, kind: type[Any]) -> Any:
+        mail = self.mail.get(timeout=PATIENCE)
+        assert isinstance(mail, kind), mail
+        return mail
+
+    def ready(self) -> ComputeHarness:
+        self.next(Opened)
+        self.next(Loaded)
+        return self
+
+    def admit(
+        self,
+        name: int,
+        prompt: str | Many[int] = "x",
+        count: int = 5,
+        left: float = math.inf,
+        **options: Any,
+    ) -> None:
+        self.resume(name, [], prompt, count, left, **options)
+
+    def resume(
+        self,
+        name: int,
+        ids: list[int],
+        prompt: str | Many[int] = "x",
+        count: int = 5,
+        left: float = math.inf,
+        **options: Any,
+    ) -> None:
+        tokens = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
+        sequence = Sequence(bytes([name] * 16), 1, tokens, Options.parse(options), name, count, ids)
+        text = Detokenizer(piece, sequence.options.stop)
+        text.replay(ids)
+        facts = Facts(prompt_tokens=len(prompt))
+        now = monotonic()
+        self.compute.send(Admit(sequence, facts, text, now, now + left))
+
+    def drop(self, name: int) -> None:
+        """A cancel."""
+        self.compute.send(Drop((bytes([name] * 16), 1)))
+
+    def rows(self) -> Iterator[Delta]:
+        while True:
+            yield from self.next(Rows).rows
+            if self.release:
+                self.compute.outbox.acknowledge()
+
+    def until_ended(self, names: set[int]) -> dict[int, list[Delta]]:
+        """All rows until these sequences have ended."""
+        found: dict[int, list[Delta]] = {}
+        left = set(names)
+        for row in self.rows():
+            found.setdefault(row.id[0], []).append(row)
+            if row.end is not None:
+                left.discard(row.id[0])
+            if not left:
+                return found
+        raise AssertionError
+
+
+def ids_of(rows: list[Delta]) -> list[int]:
+    return [token for row in rows for token in unpack_ids(row.ids)]
+
+
+def end_of(rows: list[Delta]) -> dict[str, Any]:
+    assert [row.end is not None for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert rows[-1].end is not None
+    return rows[-1].end

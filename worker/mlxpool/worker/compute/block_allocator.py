@@ -1,0 +1,79 @@
+"""Gives sequences blocks of memory: admits waiting ones, lets running ones grow, preempts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.worker.compute.errors import too_many_blocks
+from mlxpool.worker.compute.generations import Generations
+from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.engine.interface import Engine
+from mlxpool.worker.scheduling.block_manager import first_need, next_need, promise
+from mlxpool.worker.scheduling.scheduler import growing, newest, waiting, with_row
+from mlxpool.worker.scheduling.sequence import Sequence
+
+
+class BlockAllocator:
+    """Allocates from the engine's capacity; cached prefixes are evicted first."""
+
+    def __init__(self, engine: Engine, generations: Generations, progress: Progress) -> None:
+        self._engine = engine
+        self._generations = generations
+        self._progress = progress
+
+    def grow(self) -> list[Delta]:
+        """Allocate the blocks that the next step's rows need, preempting the newest rows if needed.
+
+        Returns the last rows of the sequences that cannot grow.
+        """
+        failed: list[Delta] = []
+        while wanting := growing(self._generations.sequences()):
+            sequence = wanting[0]
+            need = next_need(sequence)
+            victim = newest(self._generations.sequences())
+            if self._find(need - sequence.blocks, in_use=victim is None):
+                sequence.blocks = need
+            elif victim is not None:
+                self._preempt(victim)
+            elif need <= sequence.promised:
+                sequence.blocks = need
+            else:
+                failed.append(self._refuse(sequence))
+        return failed
+
+    def admit(self, max_rows: int, admit: Callable[[Sequence], list[Delta]]) -> list[Delta]:
+        """Call `admit` for the waiting sequences that fit, as long as there are fewer rows.
+
+        Returns the rows that came of it.
+        """
+        rows: list[Delta] = []
+        for sequence in waiting(self._generations.sequences(), max_rows):
+            capacity = self._engine.blocks
+            need = first_need(sequence, capacity)
+            if need > max(capacity, sequence.promised):
+                rows.append(self._refuse(sequence))
+            elif self._find(need) or not with_row(self._generations.sequences()):
+                sequence.blocks = need
+                promise(sequence, capacity)
+                rows += admit(sequence)
+            else:
+                break  # later arrivals must not take the blocks that this one waits for
+        return rows
+
+    def _find(self, wanted: int, *, in_use: bool = False) -> bool:
+        """Whether so many blocks are free, after evicting cached prefixes as far as necessary."""
+        taken = sum(sequence.blocks for sequence in self._generations.sequences())
+        missing = wanted - (self._engine.blocks - taken - self._engine.prefix_blocks())
+        if missing > 0:
+            missing -= self._engine.shrink(missing, in_use=in_use)
+        return missing <= 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take its row. Its keys and values stay in the prefix cache if they fit."""
+        self._generations.release(sequence)
+        sequence.preempt()
+        self._progress.preemptions += 1
+
+    def _refuse(self, sequence: Sequence) -> Delta:
+        return self._generations.fail(sequence, too_many_blocks(sequence, self._engine.blocks))

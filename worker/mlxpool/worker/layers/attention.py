@@ -1,0 +1,162 @@
+"""Attention over keys and values, whose query heads share key-value heads in groups. No MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.cache_specs import KeyValueSpec
+from mlxpool.worker.layers.config_fields import Heads, flag, integer, number
+from mlxpool.worker.layers.decoder_layer import MixerFunction, WeightShapes, linear_shapes
+from mlxpool.worker.layers.interface import (
+    ForwardBatch,
+    LayerBuilder,
+    LinearInput,
+    PendingProduct,
+    Rope,
+)
+from mlxpool.worker.layers.residual import (
+    FusableSublayer,
+)
+from mlxpool.worker.layers.rope import parse_rope
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+ROTARY_FACTOR = 0.25  # rotated part of a head with gated outputs, unless config.json has it
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQueryAttention:
+    """A Mixer: grouped-query attention, with the options that architectures differ in."""
+
+    hidden: int
+    heads: Heads
+    rope: Rope
+    window: int = 0  # tokens that a token sees, itself included; 0: all
+    scale: float = 0.0  # of the scores; 0: head_dim ** -0.5
+    softcap: float = 0.0  # see ScoreParams
+    biases: str = ""  # which of the projections q, k, v and o have a bias
+    norm_eps: float = 0.0  # of the norms of each head's query and key; 0: there are no norms
+    sinks: bool = False  # whether each query head has a sink, see ScoreParams
+
+    @property
+    def cache(self) -> KeyValueSpec:
+        """Keys and values of all key-value heads."""
+        return KeyValueSpec(self.heads.kv, self.heads.dim, self.heads.dim, self.window)
+
+    def shapes(self, name: str) -> WeightShapes:
+        """See Mixer."""
+        q_size, kv_size = self.heads.query * self.heads.dim, self.heads.kv * self.heads.dim
+        for one, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+            yield from linear_shapes(f"{name}.{one}_proj", size, self.hidden, one in self.biases)
+        if self.norm_eps:
+            yield f"{name}.q_norm.weight", (self.heads.dim,)
+            yield f"{name}.k_norm.weight", (self.heads.dim,)
+        if self.sinks:
+            yield f"{name}.sinks", (self.heads.query,)
+        yield from linear_shapes(f"{name}.o_proj", self.hidden, q_size, "o" in self.biases)
+
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction:
+        """See Mixer."""
+        return _GroupedQueryAttention(self, builder, name, layer)
+
+
+class _GroupedQueryAttention(FusableSublayer):
+    def __init__(
+        self, spec: GroupedQueryAttention, builder: LayerBuilder, name: str, layer: int
+    ) -> None:
+        self.spec, self.layer = spec, layer
+        self.qkv = builder.concatenated([f"{name}.{one}_proj" for one in "qkv"])
+        self.norms = None
+        if spec.norm_eps:
+            q_norm = builder.rms_norm(f"{name}.q_norm", spec.norm_eps)
+            self.norms = q_norm, builder.rms_norm(f"{name}.k_norm", spec.norm_eps)
+        sinks = builder.tensor(f"{name}.sinks") if spec.sinks else None
+        self.scores = ScoreParams(spec.scale or spec.heads.dim**-0.5, sinks, spec.softcap)
+        self.o = builder.linear(f"{name}.o_proj")
+
+    def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
+        """See FusableSublayer."""
+        (batch,), heads = batches, self.spec.heads
+        qk_heads = heads.query + heads.kv
+        qkv = self.qkv(x).reshape(-1, qk_heads + heads.kv, heads.dim)
+        qk = self._normed(qkv[:, :qk_heads])
+        out = batch.rotate_and_attend(
+            self.layer, qk, qkv[:, qk_heads:], self.scores, self.spec.rope
+        )
+        return PendingProduct(self.o, out.reshape(qkv.shape[0], -1))
+
+    def _normed(self, qk: mx.array) -> tuple[mx.array, ...]:
+        if self.norms is None:
+            return (qk,)
+        queries = self.spec.heads.query
+        q_norm, k_norm = self.norms
+        return q_norm(qk[:, :queries]), k_norm(qk[:, queries:])
+
+
+@dataclass(frozen=True, slots=True)
+class GatedAttention:
+    """A Mixer: grouped-query attention in which each query head has a gate of its output."""
+
+    hidden: int
+    heads: Heads
+    rope: Rope
+    bias: bool
+    eps: float
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> GatedAttention:
+        """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
+        heads = Heads.from_config(config)
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        factor = number({**config, **scaling}, "partial_rotary_factor", ROTARY_FACTOR)
+        return cls(
+            hidden=integer(config, "hidden_size"),
+            heads=heads,
+            rope=parse_rope(config, int(heads.dim * factor)),
+            bias=flag(config, "attention_bias"),
+            eps=number(config, "rms_norm_eps"),
+        )
+
+    @property
+    def cache(self) -> KeyValueSpec:
+        """Keys and values of all key-value heads."""
+        return KeyValueSpec(self.heads.kv, self.heads.dim, self.heads.dim)
+
+    def shapes(self, name: str) -> WeightShapes:
+        """See Mixer."""
+        heads, queries = self.heads, self.heads.query * self.heads.dim
+        yield from linear_shapes(f"{name}.q_proj", 2 * queries, self.hidden, self.bias)
+        for one in "kv":
+            yield from linear_shapes(
+                f"{name}.{one}_proj", heads.kv * heads.dim, self.hidden, self.bias
+            )
+        yield f"{name}.q_norm.weight", (heads.dim,)
+        yield f"{name}.k_norm.weight", (heads.dim,)
+        yield from linear_shapes(f"{name}.o_proj", self.hidden, queries, self.bias)
+
+    def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction:
+        """See Mixer."""
+        import mlx.core as mx
+
+        size, queries = self.heads.dim, self.heads.query
+        qkv = builder.concatenated([f"{name}.{one}_proj" for one in "qkv"])
+        q_norm = builder.rms_norm(f"{name}.q_norm", self.eps)
+        k_norm = builder.rms_norm(f"{name}.k_norm", self.eps)
+        o = builder.linear(f"{name}.o_proj")
+
+        scores = ScoreParams(size**-0.5)
+
+        def mixer(x: mx.array, batch: ForwardBatch) -> mx.array:
+            heads = qkv(x).reshape(x.shape[0], -1, size)
+            q_gate = heads[:, : 2 * queries].reshape(x.shape[0], queries, 2 * size)
+            k, v = mx.split(heads[:, 2 * queries :], 2, axis=1)
+            q = batch.rope(q_norm(q_gate[..., :size]), self.rope)
+            k = batch.rope(k_norm(k), self.rope)
+            out = batch.attend(layer, q, k, v, scores) * mx.sigmoid(q_gate[..., size:])
+            return o(out.reshape(x.shape[0], -1))
+
+        return mixer

@@ -1,0 +1,255 @@
+"""Mixtures of experts: a router chooses for each token the experts that compute it. No MLX.
+
+SoftmaxMoE routes by a softmax over all experts, as in Qwen. SigmoidMoE routes by a sigmoid of each
+expert's logit, as in DeepSeek V3: a correction is added to the scores only to choose experts, so
+that their use is balanced, and their weights are the scores without it. Where experts are in
+groups, groups are chosen first, by their two best experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.layers.config_fields import MAX_MODULES, flag, integer, number, require
+from mlxpool.worker.layers.decoder_layer import WeightShapes, linear_shapes
+from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, stacked_experts
+from mlxpool.worker.layers.gated_mlp import GatedMLP
+from mlxpool.worker.layers.interface import LayerBuilder, LayerFunction
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+CORRECTION = "e_score_correction_bias"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+TINY = 1e-20  # added to a sum of scores, against a division by zero
+
+
+def _expert_shapes(name: str, expert: GatedMLP, count: int) -> WeightShapes:
+    """The stacked tensors of all experts."""
+    for tensor, shape in expert.shapes(f"{name}.switch_mlp"):
+        yield tensor, (count, *shape)
+
+
+def _derived_experts(found: StoredTensors, name: str, count: int) -> Iterator[DerivedWeights]:
+    """Stacks the experts of released checkpoints, which store each by itself."""
+    for one in PROJECTIONS:
+        yield from stacked_experts(found, f"{name}.switch_mlp.{one}", count)
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxMoE:
+    """A FeedForward: each token uses `chosen` of `count` experts.
+
+    With a `shared_width` there is a shared expert for all tokens, whose output has a gate.
+    """
+
+    hidden: int
+    count: int
+    chosen: int
+    width: int
+    normed: bool  # whether the weights of the chosen experts are scaled to add up to one
+    shared_width: int = 0
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], normed: bool, shared_width: int = 0
+    ) -> SoftmaxMoE:
+        """`normed` is the default of norm_topk_prob.
+
+        Raises ModelLoadFailed naming the key that is missing or cannot be used.
+        """
+        count = integer(config, "num_experts", maximum=MAX_MODULES)
+        chosen = integer(config, "num_experts_per_tok")
+        if chosen > count:
+            raise ModelLoadFailed(
+                f"config.json has num_experts_per_tok {chosen}, more than num_experts {count}"
+            )
+        return cls(
+            hidden=integer(config, "hidden_size"),
+            count=count,
+            chosen=chosen,
+            width=integer(config, "moe_intermediate_size"),
+            normed=flag(config, "norm_topk_prob", normed),
+            shared_width=shared_width,
+        )
+
+    def shapes(self, name: str) -> WeightShapes:
+        """See FeedForward."""
+        yield from linear_shapes(f"{name}.gate", self.count, self.hidden)
+        yield from _expert_shapes(name, GatedMLP(self.hidden, self.width), self.count)
+        if self.shared_width:
+            yield from self.shared.shapes(f"{name}.shared_expert")
+            yield from linear_shapes(f"{name}.shared_expert_gate", 1, self.hidden)
+
+    def derived(self, found: StoredTensors, name: str) -> Iterator[DerivedWeights]:
+        """See `_derived_experts`."""
+        return _derived_experts(found, name, self.count)
+
+    def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
+        """See FeedForward."""
+        routed = _RoutedExperts(self, builder, name)
+        return _WithShared(self, builder, name, routed) if self.shared_width else routed
+
+    @property
+    def shared(self) -> GatedMLP:
+        """The shared expert."""
+        return GatedMLP(self.hidden, self.shared_width)
+
+
+class _RoutedExperts:
+    def __init__(self, spec: SoftmaxMoE, builder: LayerBuilder, name: str) -> None:
+        self.spec = spec
+        self.gate = builder.linear(f"{name}.gate")
+        self.experts = builder.switch_glu(f"{name}.switch_mlp")
+
+    def __call__(self, x: mx.array) -> mx.array:
+        chosen, weights = _softmax_route(self.gate(x), self.spec.chosen, self.spec.normed)
+        return (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
+
+
+class _WithShared:
+    def __init__(
+        self, spec: SoftmaxMoE, builder: LayerBuilder, name: str, routed: LayerFunction
+    ) -> None:
+        self.routed = routed
+        self.shared = spec.shared.build(builder, f"{name}.shared_expert")
+        self.gate = builder.linear(f"{name}.shared_expert_gate")
+
+    def __call__(self, x: mx.array) -> mx.array:
+        import mlx.core as mx
+
+        return self.routed(x) + mx.sigmoid(self.gate(x)) * self.shared(x)
+
+
+def _softmax_route(logits: mx.array, count: int, normed: bool) -> tuple[mx.array, mx.array]:
+    """logits [T, E] -> the `count` best experts [T, k] of each token, their weights in float32."""
+    import mlx.core as mx
+
+    scores = mx.softmax(logits.astype(mx.float32), axis=-1)
+    chosen = mx.argpartition(scores, kth=-count, axis=-1)[:, -count:]
+    weights = mx.take_along_axis(scores, chosen, axis=-1)
+    return chosen, weights / weights.sum(axis=-1, keepdims=True) if normed else weights
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidMoE:
+    """A FeedForward: each token uses `chosen` of `count` experts, and the shared ones."""
+
+    hidden: int
+    count: int
+    chosen: int
+    width: int
+    shared: int  # experts that all tokens use, stored as one of so many times the width
+    groups: int
+    chosen_groups: int  # groups whose experts a token can use
+    normed: bool  # whether the weights of the chosen experts are scaled to add up to `factor`
+    factor: float
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> SigmoidMoE:
+        """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
+        require(config, "topk_method", ["noaux_tc"])
+        require(config, "scoring_func", ["sigmoid"])
+        mixture = cls(
+            hidden=integer(config, "hidden_size"),
+            count=integer(config, "n_routed_experts", maximum=MAX_MODULES),
+            chosen=integer(config, "num_experts_per_tok"),
+            width=integer(config, "moe_intermediate_size"),
+            shared=integer(config, "n_shared_experts") if config.get("n_shared_experts") else 0,
+            groups=integer(config, "n_group", 1),
+            chosen_groups=integer(config, "topk_group", 1),
+            normed=flag(config, "norm_topk_prob", True),
+            factor=number(config, "routed_scaling_factor", 1.0),
+        )
+        mixture._check()
+        return mixture
+
+    def _check(self) -> None:
+        if self.count % self.groups or (self.groups > 1 and self.count == self.groups):
+            raise ModelLoadFailed(
+                f"config.json has n_group {self.groups}, which must part n_routed_experts "
+                f"{self.count} into equal groups of two or more"
+            )
+        if self.chosen_groups > self.groups:
+            raise ModelLoadFailed(
+                f"config.json has topk_group {self.chosen_groups}, more than n_group {self.groups}"
+            )
+        if self.chosen > self.count:
+            raise ModelLoadFailed(
+                f"config.json has num_experts_per_tok {self.chosen}, more than n_routed_experts "
+                f"{self.count}"
+            )
+
+    def shapes(self, name: str) -> WeightShapes:
+        """See FeedForward."""
+        yield f"{name}.gate.weight", (self.count, self.hidden)
+        yield f"{name}.gate.{CORRECTION}", (self.count,)
+        yield from _expert_shapes(name, GatedMLP(self.hidden, self.width), self.count)
+        if self.shared:
+            yield from self._shared.shapes(f"{name}.shared_experts")
+
+    def derived(self, found: StoredTensors, name: str) -> Iterator[DerivedWeights]:
+        """See `_derived_experts`."""
+        return _derived_experts(found, name, self.count)
+
+    def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
+        """See FeedForward."""
+        return _SigmoidMoE(self, builder, name)
+
+    @property
+    def _shared(self) -> GatedMLP:
+        return GatedMLP(self.hidden, self.width * self.shared)
+
+    def build_shared(self, builder: LayerBuilder, name: str) -> LayerFunction | None:
+        """The shared experts, if there are any."""
+        return self._shared.build(builder, f"{name}.shared_experts") if self.shared else None
+
+
+class _SigmoidMoE:
+    def __init__(self, spec: SigmoidMoE, builder: LayerBuilder, name: str) -> None:
+        self.spec = spec
+        self.gate = builder.linear(f"{name}.gate")
+        self.correction = builder.tensor(f"{name}.gate.{CORRECTION}")
+        self.experts = builder.switch_glu(f"{name}.switch_mlp")
+        self.shared = spec.build_shared(builder, name)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        chosen, weights = _sigmoid_route(self.gate(x), self.correction, self.spec)
+        out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
+        return out if self.shared is None else out + self.shared(x)
+
+
+def _sigmoid_route(
+    logits: mx.array, correction: mx.array, spec: SigmoidMoE
+) -> tuple[mx.array, mx.array]:
+    """logits [T, E], correction [E] -> the experts [T, k] of each token, their weights in float32.
+
+    Experts of groups that are not chosen have score 0, as in training: they can still be chosen
+    where the corrected scores of others are below 0.
+    """
+    import mlx.core as mx
+
+    scores = mx.sigmoid(logits.astype(mx.float32))
+    ranked = _mask_groups(scores + correction, spec)
+    chosen = mx.argpartition(-ranked, kth=spec.chosen - 1, axis=-1)[:, : spec.chosen]
+    weights = mx.take_along_axis(scores, chosen, axis=-1)
+    if spec.normed and spec.chosen > 1:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + TINY)
+    return chosen, weights * spec.factor
+
+
+def _mask_groups(ranked: mx.array, spec: SigmoidMoE) -> mx.array:
+    """ranked [T, E], with 0 for the experts of all but the best groups."""
+    import mlx.core as mx
+
+    masked = spec.groups - spec.chosen_groups
+    if not masked:
+        return ranked
+    tokens, count = ranked.shape
+    grouped = ranked.reshape(tokens, spec.groups, -1)
+    best = mx.topk(grouped, 2, axis=-1).sum(axis=-1)
+    worst = mx.argpartition(best, kth=masked - 1, axis=-1)[:, :masked, None]
+    return mx.put_along_axis(grouped, worst, mx.array(0.0), axis=1).reshape(tokens, count)

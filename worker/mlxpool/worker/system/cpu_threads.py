@@ -1,0 +1,190 @@
+"""How many CPU cores the steps of the model use: those that are otherwise idle.
+
+OpenBLAS has a thread for each core, and none of them sleeps between the products of a step: a
+waiting thread offers its core to any runnable thread, gets it back a time slice later, and each
+product waits for all threads. On two cores and beside one busy thread, even of the lowest priority,
+a step takes five times as long as alone; with one OpenBLAS thread it takes not twice as long.
+
+Long work of this process announces itself before it begins, see `CpuThreads.spare_core`. The
+processor time of other processes, other workers first of all, is sampled while steps run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+STEP_WAIT = 0.05  # seconds that long work waits at most for the running step to end
+SAMPLE_INTERVAL = 0.1  # seconds between two samples of the processor time
+SAMPLE_LIFE = 2.0  # seconds; after a rest, an older sample says nothing about the present
+SAMPLES_TO_GROW = 5  # samples in a row that find more free cores, before steps use them
+MIN_SHARE = 4  # steps use at least a quarter of the cores; on a full machine others take the rest
+_PTHREADS = 1  # OpenBLAS has threads of its own; those of OpenMP belong to each caller
+TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01  # seconds
+_BUSY = (0, 1, 2, 5, 6)  # columns of a line of /proc/stat: user, nice, system, irq, softirq
+STAT = Path("/proc/stat")
+
+
+class BlasThreads(Protocol):
+    """The threads of a library of matrix products."""
+
+    def count(self) -> int:
+        """How many threads the next product uses."""
+
+    def set(self, count: int) -> None:
+        """Use so many threads from the next product on."""
+
+
+class OpenBlas:
+    """The OpenBLAS of this process. Raises AttributeError when there is none with threads."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        if library.openblas_get_parallel() != _PTHREADS:
+            raise AttributeError("an OpenBLAS without threads of its own")
+        self._get = library.openblas_get_num_threads
+        self._set = library.openblas_set_num_threads
+
+    def count(self) -> int:
+        """See BlasThreads."""
+        return int(self._get())
+
+    def set(self, count: int) -> None:
+        """See BlasThreads."""
+        self._set(count)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuUse:
+    """Processor seconds used until `at` (monotonic): by this process, and by all processes."""
+
+    at: float
+    own: float
+    all: float
+
+
+def read_cpu_use(cores: Set[int]) -> CpuUse:
+    """The use of the processors with these numbers until now.
+
+    Raises OSError where the system does not report it.
+    """
+    ticks = 0
+    for line in STAT.read_bytes().splitlines():
+        name, _, rest = line.partition(b" ")
+        if name[:3] == b"cpu" and name[3:].isdigit() and int(name[3:]) in cores:
+            values = rest.split()
+            ticks += sum(int(values[column]) for column in _BUSY)
+    return CpuUse(time.monotonic(), time.process_time(), ticks * TICK)
+
+
+def thread_count(maximum: int, cores: int, before: CpuUse, after: CpuUse) -> int:
+    """How many threads leave others the cores they used; half a core counts as one. Pure."""
+    others = (after.all - before.all - after.own + before.own) / (after.at - before.at)
+    free = cores - max(0.0, others)
+    return min(maximum, max(1, cores // MIN_SHARE, math.floor(free + 0.5)))
+
+
+class CpuThreads:
+    """Sets the number of BLAS threads before each step.
+
+    One thread computes and calls `begin_step` and `end_steps`; any other may ask for a core.
+    """
+
+    def __init__(
+        self,
+        threads: BlasThreads | None,
+        cores: int,
+        read_use: Callable[[], CpuUse] | None = None,
+    ) -> None:
+        """`cores`: how many this process may use; without `threads` nothing is ever changed."""
+        self._threads = threads
+        self._cores = cores
+        self._usual = 0 if threads is None else threads.count()
+        self._reduced = max(1, min(self._usual, cores - 1))  # while long work runs
+        self._read_use = read_use if self._reduced < self._usual else None
+        self._sample: CpuUse | None = None
+        self._sample_due = 0.0 if self._read_use else math.inf
+        self._fitting = self._usual  # threads that leave other processes their cores
+        self._growing_samples = 0  # samples in a row that found more free cores
+        self._lock = threading.Lock()
+        self._long_works = 0  # threads of this process with long work
+        self._reduced_now = False  # the next product uses `_reduced` threads at most
+        self._stepping = False
+        self._settled = threading.Event()  # the asked-for number is set, or no step is running
+        self._settled.set()
+
+    def begin_step(self, now: float) -> None:
+        """Call before a step; `now` in monotonic seconds."""
+        if now >= self._sample_due:
+            if not self._stepping and self._sample and now - self._sample.at > SAMPLE_LIFE:
+                self._sample, self._fitting = None, self._usual
+            self._take_sample(now)
+        elif self._stepping and self._reduced_now == bool(self._long_works):
+            return
+        with self._lock:
+            self._stepping = True
+            self._apply()
+
+    def end_steps(self) -> None:
+        """Call when no step follows until the next `begin_step`."""
+        with self._lock:
+            self._stepping = False
+            self._settled.set()
+
+    @contextmanager
+    def spare_core(self) -> Iterator[None]:
+        """Steps leave one core free meanwhile. Waits for the running step, STEP_WAIT at most."""
+        if self._reduced >= self._usual:
+            yield
+            return
+        with self._lock:
+            self._long_works += 1
+            if self._stepping and not self._reduced_now:
+                self._settled.clear()
+        try:
+            self._settled.wait(STEP_WAIT)
+            yield
+        finally:
+            with self._lock:
+                self._long_works -= 1
+
+    def _take_sample(self, now: float) -> None:
+        assert self._read_use is not None
+        before = self._sample
+        try:
+            self._sample = after = self._read_use()
+        except (OSError, ValueError, IndexError):  # a system that does not report it
+            self._sample_due, self._fitting = math.inf, self._usual
+            return
+        self._sample_due = now + SAMPLE_INTERVAL
+        if before is not None and after.at > before.at:
+            found = thread_count(self._usual, self._cores, before, after)
+            self._growing_samples = self._growing_samples + 1 if found > self._fitting else 0
+            if found < self._fitting or self._growing_samples >= SAMPLES_TO_GROW:
+                self._fitting, self._growing_samples = found, 0
+
+    def _apply(self) -> None:
+        self._reduced_now = bool(self._long_works)
+        count = min(self._fitting, self._reduced) if self._reduced_now else self._fitting
+        if self._threads is not None and count != self._threads.count():
+            self._threads.set(count)
+        self._settled.set()
+
+
+@cache
+def process_cpu_threads() -> CpuThreads:
+    """The one object of this process: BLAS threads are global, too."""
+    try:
+        cores = os.sched_getaffinity(0)
+        return CpuThreads(OpenBlas(), len(cores), lambda: read_cpu_use(cores))
+    except (OSError, AttributeError):  # another system, or another library
+        return CpuThreads(None, 1)

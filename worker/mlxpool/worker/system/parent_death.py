@@ -1,0 +1,54 @@
+"""Ends this process when its parent ends: a worker must never outlive its broker.
+
+On Linux the kernel kills the process. Everywhere, the end of stdin ends it, because only the broker
+holds the other end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+STDIN = 0
+_PR_SET_PDEATHSIG = 1
+ORPHAN_EXIT_DELAY = 2.0  # seconds in which the main thread of an orphan may still end in order
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends; exit if it has ended already.
+
+    The state of stdin shows whether it has. The parent's pid does not: a broker may be process 1
+    of a container.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if _hung_up(STDIN):
+        os._exit(1)
+
+
+def _hung_up(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)  # POLLHUP is always reported
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def watch_stdin(on_end: Callable[[], None], delay: float = ORPHAN_EXIT_DELAY) -> None:
+    """Start a thread that calls `on_end` when stdin ends and exits the process `delay` s later.
+
+    The main thread may be stuck, so the exit does not depend on it.
+    """
+
+    def watch() -> None:
+        while os.read(STDIN, 4096):
+            pass
+        on_end()
+        time.sleep(delay)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="orphan", daemon=True).start()

@@ -1,0 +1,17 @@
+"""Stack dumps of a running process, for finding out where it hangs."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+
+
+def dump_on_signal(descriptor: int) -> None:
+    """Have SIGUSR1 write every thread's stack, even while native code holds the interpreter lock.
+
+    A negative `descriptor` stands for standard error. A crash writes the stacks there, too.
+    """
+    file = descriptor if descriptor >= 0 else sys.stderr
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
+    faulthandler.enable()

@@ -1,0 +1,120 @@
+"""Injects the counting model's faults into received work and sent rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Header, encode
+from mlxpool.common.protocol.prompts import ChatPrompt, Prompt, TextPrompt
+from mlxpool.common.protocol.to_worker import Work
+from mlxpool.common.protocol.token_ids import ID_WIDTH
+from mlxpool.common.trace import History
+from mlxpool.common.transport.keys import Credentials
+from mlxpool.worker.compute.messages import RunKey
+from mlxpool.worker.process.link import Link
+from mlxpool.worker.process.prepare import Answer, Prepared, Preparer
+from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.testing.faults import FRAME_FAULTS, Faults
+
+FRAMES_BEFORE_LATE = 3  # `deltas` frames that overtake a late one
+
+
+@dataclass(slots=True)
+class _LateFrame:
+    frames_before: int  # that are still to be sent before it
+    epoch: int
+    parts: list[bytes]
+
+
+class FaultyLink(Link):
+    """Injects the faults of the sites `send` and `after_end`, for the rows of marked runs."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        token: str,
+        history: History,
+        credentials: Credentials | None,
+        faults: Faults,
+    ) -> None:
+        super().__init__(endpoint, token, history, credentials)
+        self.faults = faults
+        self._marked: set[RunKey] = set()
+        self._frames = 0  # `deltas` frames with rows of marked runs
+        self._late: list[_LateFrame] = []
+
+    def mark(self, key: RunKey) -> None:
+        """Faults concern this run."""
+        self._marked.add(key)
+
+    def put_rows(self, rows: Sequence[Delta], parts: list[bytes]) -> None:
+        hit = self._is_hit(rows)
+        if hit and self.faults.name not in FRAME_FAULTS:
+            self.flush()
+            self.faults.strike()
+        super().put_rows(rows, parts)
+        self._put_late()
+        if hit and self.faults.name in FRAME_FAULTS:
+            self.faults.strike()
+            self._spoil(parts)
+        ended = {(row.id, row.attempt) for row in rows if row.end is not None}
+        if self.faults.site == "after_end" and ended & self._marked:
+            self.flush()
+            self.faults.strike()
+        self._marked -= ended
+
+    def _is_hit(self, rows: Sequence[Delta]) -> bool:
+        concerned = any((row.id, row.attempt) in self._marked for row in rows)
+        if self.faults.site != "send" or not concerned:
+            return False
+        number, self._frames = self._frames, self._frames + 1
+        return self.faults.is_due(range(number, number + 1))
+
+    def _spoil(self, parts: list[bytes]) -> None:
+        if self.faults.name == "garbage":
+            self.put([hashlib.sha256(part).digest() for part in parts])
+        elif self.faults.name == "duplicate":
+            self.put(parts)
+        elif self.faults.name == "stale":
+            header = Header(kinds.DELTAS, None, max(0, self.epoch - 1))
+            self.put([*encode(header), *parts[1:]])
+        else:
+            self._late.append(_LateFrame(FRAMES_BEFORE_LATE, self.epoch, parts))
+
+    def _put_late(self) -> None:
+        for late in self._late:
+            late.frames_before -= 1
+            if not late.frames_before and late.epoch == self.epoch:
+                self.put(late.parts)
+        self._late = [late for late in self._late if late.frames_before > 0]
+
+
+class FaultyPreparer(Preparer):
+    """Marks the runs that faults concern, and injects the faults of the site `accept`."""
+
+    def __init__(
+        self, link: FaultyLink, opened: Opened, post: Callable[[Prepared | Answer], None]
+    ) -> None:
+        super().__init__(opened, post)
+        self._link = link
+
+    def prepare(self, key: RunKey, work: Work, fence: int = 0) -> None:
+        """Raises Struck for the fault `raise`."""
+        if self._link.faults.concerns(_text_of(work.prompt)):
+            self._link.mark(key)
+            self._link.faults.strike_at("accept")
+        super().prepare(key, work, fence)
+
+
+def _text_of(prompt: Prompt) -> bytes:
+    """The prompt's text; of messages, their contents."""
+    if isinstance(prompt, TextPrompt):
+        return prompt.text.encode("utf-8", "replace")
+    if isinstance(prompt, ChatPrompt):
+        contents = [m.get("content") for m in prompt.messages or () if isinstance(m, Mapping)]
+        return "\n".join(map(str, contents)).encode("utf-8", "replace")
+    return prompt.blob[::ID_WIDTH] if prompt.key == "tokens" else prompt.blob
