@@ -1,7 +1,7 @@
 """Writes saved figures into docs/benchmarks.md, between the marks that name their file.
 
     mlxpool bench engine … --out bench/figures/NAME   # measures and saves
-    python bench/update_docs.py                             # updates the page
+    python bench/update_docs.py                       # updates the page
 
 `<!-- figures: NAME/engine.json -->` and `<!-- end -->` enclose each block of the page.
 """
