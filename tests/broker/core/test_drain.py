@@ -61,6 +61,15 @@ def test_after_its_grace_it_hands_back_what_it_runs() -> None:
     assert body_of(story.assert_ended(request, "stop"))["attempts"] == 2
 
 
+def test_a_request_that_is_not_durable_survives_a_drain(story: Story) -> None:
+    worker, request = story.running(durable=False)
+    worker.tokens(request, 2)
+    drain(story, grace=0)
+    story.later(0)
+    worker.give_back()
+    assert story.request(request).state is RequestState.QUEUED
+
+
 def test_drains_do_not_count_as_losses(story: Story) -> None:
     worker, request = story.running()
     for _ in range(5):

@@ -1,12 +1,7 @@
-"""Which request, which worker, how long to wait."""
+"""Which worker a request is given to."""
 
 from __future__ import annotations
 
-import pytest
-
-from mlxpool.broker.models.eviction import to_evict
-from mlxpool.broker.models.model import Model
-from mlxpool.broker.requests import blame
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.placement import (
     MAX_PREFIXES,
@@ -14,11 +9,8 @@ from mlxpool.broker.workers.placement import (
     prefix_keys,
     remember_prefixes,
 )
-from mlxpool.broker.workers.restart_delay import restart_delay
-from mlxpool.broker.workers.slot import Slot
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
-from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.protocol.to_broker import Generate
 from support.core_requests import new_request
 
@@ -51,13 +43,6 @@ def test_the_worker_with_most_room_then_the_longest_ready() -> None:
     assert choose_worker([few, many], request(1)) is many
     young, old = worker("a", 2, ready_at=9.0), worker("b", 2, ready_at=3.0)
     assert choose_worker([young, old], request(1)) is old
-
-
-@pytest.mark.parametrize(
-    ("failures", "delay"), [(-1, 0), (0, 0), (1, 1), (2, 2), (3, 4), (6, 32), (7, 60), (10**9, 60)]
-)
-def test_the_restart_delay_doubles_up_to_a_bound(failures: int, delay: float) -> None:
-    assert restart_delay(failures, 1.0, 60.0) == delay
 
 
 def with_prompt(prompt: str, session: str = "", owner: str = "uid:1") -> Request:
@@ -111,32 +96,3 @@ def test_known_prefixes_are_bounded() -> None:
     remember_prefixes(one, [b"10"])
     assert len(one.prefixes) == MAX_PREFIXES
     assert next(iter(one.prefixes)) == b"11" and list(one.prefixes)[-1] == b"10"
-
-
-def test_whom_to_blame() -> None:
-    runs = [request(n) for n in range(4)]
-    ids = [each.id for each in runs]
-    assert blame.shares(runs, ids[2]) == {ids[0]: 0, ids[1]: 0, ids[2]: 1, ids[3]: 0}
-    assert blame.shares(runs, None) == dict.fromkeys(ids, 0.25)
-    assert blame.shares(runs, b"gone") == dict.fromkeys(ids, 0.25)
-
-
-@pytest.mark.parametrize(
-    ("charge", "group", "bound"),
-    [(0.0, 8, 0), (0.125, 8, 2), (0.9, 3, 1), (1.0, 100, 1), (0.01, 100, 25), (0.5, 2, 1)],
-)
-def test_how_many_may_run_together(charge: float, group: int, bound: int) -> None:
-    assert blame.batch_bound(charge, group) == bound
-
-
-def idle(name: str, since: float, need: int = 4, **config: float) -> Model:
-    slot = Slot(f"{name}/0", name, worker(f"{name}/0", 1))
-    return Model(name, ModelConfig(path="p", **config), [slot], need=need, idle_since=since)  # type: ignore[arg-type]
-
-
-def test_who_makes_room() -> None:
-    models = [idle("a", 3.0), idle("b", 1.0), idle("c", 2.0), idle("busy", 0.0)]
-    models.append(idle("pinned", 0.5, keep_alive=-1.0))
-    assert [m.name for m in to_evict(models, 4)] == ["b"]
-    assert [m.name for m in to_evict(models, 5)] == ["b", "c"]
-    assert to_evict(models, 13) == [], "not enough: nobody goes"

@@ -1,0 +1,24 @@
+"""Which requests are charged for the end of a worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpool.broker.requests import blame
+from support.core_requests import new_request
+
+
+def test_whom_to_blame() -> None:
+    runs = [new_request(bytes([n]) * 16) for n in range(4)]
+    ids = [each.id for each in runs]
+    assert blame.shares(runs, ids[2]) == {ids[0]: 0, ids[1]: 0, ids[2]: 1, ids[3]: 0}
+    assert blame.shares(runs, None) == dict.fromkeys(ids, 0.25)
+    assert blame.shares(runs, b"gone") == dict.fromkeys(ids, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("charge", "group", "bound"),
+    [(0.0, 8, 0), (0.125, 8, 2), (0.9, 3, 1), (1.0, 100, 1), (0.01, 100, 25), (0.5, 2, 1)],
+)
+def test_how_many_may_run_together(charge: float, group: int, bound: int) -> None:
+    assert blame.batch_bound(charge, group) == bound
