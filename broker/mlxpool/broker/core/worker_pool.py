@@ -127,7 +127,7 @@ class WorkerPool:
             self.stop(worker, why)
 
     def give_up(self, model: Model) -> None:
-        """End the demand for a model that is unavailable. A pinned one is tried again nevertheless."""
+        """End the demand for an unavailable model. A pinned one is tried again nevertheless."""
         if not model.config.pin:
             self._end_demand(model, "give up")
 
