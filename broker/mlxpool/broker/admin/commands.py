@@ -16,8 +16,8 @@ from mlxpool.broker.telemetry.ps import ps
 from mlxpool.broker.telemetry.snapshot import Snapshot
 from mlxpool.broker.telemetry.stats import stats
 from mlxpool.broker.workers.slot import Slot
+from mlxpool.common.checks import is_integer
 from mlxpool.common.errors import BadRequest, Draining, QueueFull
-from mlxpool.common.protocol.fields import is_integer
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.to_client import Fate
 
