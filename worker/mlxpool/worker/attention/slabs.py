@@ -1,8 +1,8 @@
-"""Keys and values on the CPU: blocks of tokens in a few large arrays, so that one product serves
-many rows, whatever their lengths.
+"""Keys and values on the CPU: blocks of tokens in a few large arrays.
 
-A slab holds BLOCKS blocks in every layer. A row's blocks lie anywhere; what it gives back others
-take, and no other row's block is ever copied. Slabs nobody uses are freed.
+So one matrix product attends for many rows of any lengths. A slab has SLAB_BLOCKS blocks in every
+layer. The blocks of a row may be anywhere; freed blocks are reused, and blocks are never moved.
+Slabs without used blocks are freed.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import mlx.core as mx
 
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.layers.cache_specs import KeyValueSpec
-from mlxpool.worker.scheduling.block_manager import BLOCK, blocks_of
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
 
-BLOCKS = 16  # of a slab; more leave more unused, fewer take more products for a step
+SLAB_BLOCKS = 16  # blocks of a slab; more leave more unused, fewer need more products for a step
 
 
 @dataclass(eq=False, slots=True)
 class Slab:
-    """`keys` and `values`: for each layer [KV, blocks * BLOCK, D].
+    """`keys` and `values` of each layer: [KV, blocks * BLOCK_SIZE, D].
 
-    A slab holds the only references to its arrays, so that MLX writes them in place. Memory past a
-    row's end is finite.
+    A slab has the only references to its arrays, so that MLX writes them in place. Unused tokens
+    are finite numbers.
     """
 
     keys: list[mx.array]
     values: list[mx.array]
-    free: list[int]  # a heap: the lowest goes first, so that what is used lies together
+    free_blocks: list[int]  # a heap: the lowest block first, so that used blocks are neighbours
 
     @classmethod
     def empty(cls, shape: RowShape, blocks: int) -> Slab:
-        """A slab nobody uses yet."""
+        """Returns a slab without used blocks."""
         caches = [cache for cache in shape.caches if isinstance(cache, KeyValueSpec)]
         assert len(caches) == len(shape.caches), "slabs are for layers that keep every token"
 
         def zeros(heads: int, size: int) -> mx.array:
-            return mx.zeros((heads, blocks * BLOCK, size), dtype=shape.dtype)
+            return mx.zeros((heads, blocks * BLOCK_SIZE, size), dtype=shape.dtype)
 
         keys = [zeros(cache.heads, cache.key_dim) for cache in caches]
         values = [zeros(cache.heads, cache.value_dim) for cache in caches]
@@ -52,9 +52,9 @@ class Slab:
 
 
 class Slabs:
-    """The slabs of a model. `limit` is the most blocks one slab has."""
+    """The slabs of a model; each has `limit` blocks."""
 
-    def __init__(self, shape: RowShape, limit: int = BLOCKS) -> None:
+    def __init__(self, shape: RowShape, limit: int = SLAB_BLOCKS) -> None:
         self.shape = shape
         self._blocks = max(1, limit)
         self._slabs: list[Slab] = []
@@ -64,37 +64,37 @@ class Slabs:
         """Allocated bytes, used or not."""
         return sum(slab.nbytes for slab in self._slabs)
 
-    def take(self) -> tuple[Slab, int]:
-        """A block for one row: its slab and its number there."""
-        slab = next((slab for slab in self._slabs if slab.free), None)
+    def allocate(self) -> tuple[Slab, int]:
+        """Returns a free block: its slab and its number there."""
+        slab = next((slab for slab in self._slabs if slab.free_blocks), None)
         if slab is None:
             slab = Slab.empty(self.shape, self._blocks)
             self._slabs.append(slab)
-        return slab, heappop(slab.free)
+        return slab, heappop(slab.free_blocks)
 
-    def give(self, slab: Slab, block: int) -> None:
-        """The block is anybody's again."""
-        heappush(slab.free, block)
-        if len(slab.free) == self._blocks and slab in self._slabs:
+    def free_block(self, slab: Slab, block: int) -> None:
+        """Frees a block, and its slab when it was the last."""
+        heappush(slab.free_blocks, block)
+        if len(slab.free_blocks) == self._blocks and slab in self._slabs:
             self._slabs.remove(slab)
 
-    def spoil(self) -> None:
-        """What is in the slabs cannot be trusted: whoever has blocks there keeps them alone."""
+    def invalidate(self) -> None:
+        """Drops all slabs after a failed pass; rows keep theirs until they release them."""
         self._slabs.clear()
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Neighbouring tokens of a row that are neighbours in a slab, too."""
+class TokenRun:
+    """Neighbouring tokens of a row that are also neighbours in a slab."""
 
     slab: Slab
-    start: int  # in the slab's tokens
+    start: int  # token number in the slab
     count: int
 
 
 @dataclass(eq=False)
 class SlabRow:
-    """The cache of one sequence: the blocks it has. Same face as cache.Row."""
+    """The blocks of one sequence; has the methods of RowCache."""
 
     slabs: Slabs
     offset: int = 0  # tokens that every layer holds once the step in flight is done
@@ -105,23 +105,23 @@ class SlabRow:
         return self.slabs.shape
 
     def reserve(self, tokens: int) -> None:
-        """Takes blocks until there are enough for so many tokens."""
+        """Allocates blocks for `tokens` tokens in all. Raises ValueError above the capacity."""
         if tokens > self.slabs.shape.capacity:
             raise ValueError(
                 f"a row of {self.slabs.shape.capacity} tokens was asked to hold {tokens}; "
                 "the caller has to end a sequence at the context"
             )
-        while len(self.table) < blocks_of(tokens):
-            self.table.append(self.slabs.take())
+        while len(self.table) < blocks_for(tokens):
+            self.table.append(self.slabs.allocate())
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Puts keys, values [1, KV, n, D] behind `offset`; returns all up to there and them."""
+        """Writes keys, values [1, KV, n, D] after `offset` tokens; returns all tokens."""
         end = self.offset + keys.shape[2]
         self._place(layer, self.offset, keys, values)
         return self.part(layer, 0, end)
 
     def part(self, layer: int, start: int, end: int) -> tuple[mx.array, mx.array]:
-        """Keys and values [1, KV, end - start, D] of tokens that the layer holds."""
+        """Returns keys and values [1, KV, end - start, D] of tokens [start, end)."""
         runs = list(self._runs(start, end))
         return (
             _joined([run.slab.keys[layer][:, run.start : run.start + run.count] for run in runs]),
@@ -129,7 +129,7 @@ class SlabRow:
         )
 
     def put(self, layer: int, parts: Sequence[tuple[mx.array, ...]], room: int) -> None:
-        """Each part's keys and values, in one copy, into an empty row; see Row.put."""
+        """Copies parts into an empty row, see RowCache.put."""
         assert self.offset == 0, "only an empty row is filled"
         start = 0
         for keys, values in parts:
@@ -137,36 +137,36 @@ class SlabRow:
             start += keys.shape[2]
 
     def advance(self, count: int) -> None:
-        """`count` more tokens are written in every layer."""
+        """Records that `count` more tokens are written in each layer."""
         self.offset += count
 
     def trim(self, to: int) -> None:
-        """Forgets the tokens from `to` on; `to` not above `offset` forgets nothing less."""
+        """Removes the tokens from `to` on, if there are any."""
         self.offset = min(self.offset, max(to, 0))
-        self._give(blocks_of(self.offset))
+        self._keep_blocks(blocks_for(self.offset))
 
     def release(self) -> None:
-        """Gives every block back."""
+        """Frees all blocks."""
         self.offset = 0
-        self._give(0)
+        self._keep_blocks(0)
 
     def arrays(self) -> list[mx.array]:
-        """Every array it has a part in, for one evaluation of the whole row."""
+        """Returns all arrays with blocks of the row, to evaluate them together."""
         slabs = {id(slab): slab for slab, _ in self.table}.values()
         return [array for slab in slabs for array in (*slab.keys, *slab.values)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its blocks, used or not."""
-        return len(self.table) * BLOCK * self.slabs.shape.token_bytes
+        """Bytes of its blocks, including unused tokens."""
+        return len(self.table) * BLOCK_SIZE * self.slabs.shape.token_bytes
 
     def place(self) -> tuple[Slab, int]:
-        """Where the next token goes: the slab and the token's number there."""
-        slab, block = self.table[self.offset // BLOCK]
-        return slab, block * BLOCK + self.offset % BLOCK
+        """Returns the place of the next token: its slab and the token number there."""
+        slab, block = self.table[self.offset // BLOCK_SIZE]
+        return slab, block * BLOCK_SIZE + self.offset % BLOCK_SIZE
 
     def _place(self, layer: int, start: int, keys: mx.array, values: mx.array) -> None:
-        """Writes keys, values [1, KV, n, D] from token `start` on, where its blocks lie."""
+        """Writes keys, values [1, KV, n, D] from token `start` on into its blocks."""
         end = start + keys.shape[2]
         self.reserve(end)
         done = 0
@@ -177,17 +177,17 @@ class SlabRow:
             run.slab.values[layer][:, place] = values[0, :, part]
             done += run.count
 
-    def _give(self, keep: int) -> None:
+    def _keep_blocks(self, keep: int) -> None:
         while len(self.table) > keep:
-            self.slabs.give(*self.table.pop())
+            self.slabs.free_block(*self.table.pop())
 
-    def _runs(self, start: int, end: int) -> Iterator[Run]:
-        blocks = range(start // BLOCK, blocks_of(end))
+    def _runs(self, start: int, end: int) -> Iterator[TokenRun]:
+        blocks = range(start // BLOCK_SIZE, blocks_for(end))
         for _, group in groupby(blocks, lambda at: (id(self.table[at][0]), self.table[at][1] - at)):
             found = list(group)
             slab, block = self.table[found[0]]
-            low, high = max(start, found[0] * BLOCK), min(end, (found[-1] + 1) * BLOCK)
-            yield Run(slab, (block - found[0]) * BLOCK + low, high - low)
+            low, high = max(start, found[0] * BLOCK_SIZE), min(end, (found[-1] + 1) * BLOCK_SIZE)
+            yield TokenRun(slab, (block - found[0]) * BLOCK_SIZE + low, high - low)
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

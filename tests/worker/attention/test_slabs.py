@@ -1,4 +1,4 @@
-"""Rows in slabs hold what was written, whoever comes and goes; one product reads many of them."""
+"""Rows in slabs keep what was written while others come and go; one product reads many rows."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
-from mlxpool.worker.attention.contiguous import BLOCKS, SlabRow, Slabs  # noqa: E402
-from mlxpool.worker.attention.decode_batch import Batch, parts_of  # noqa: E402
-from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.slab_batch import SlabRunner, slab_accesses  # noqa: E402
+from mlxpool.worker.attention.slabs import SLAB_BLOCKS, SlabRow, Slabs  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
-from mlxpool.worker.scheduling.block_manager import BLOCK  # noqa: E402
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE  # noqa: E402
 
 SHAPE = RowShape((KeyValueSpec(2, 4, 4),) * 2, mx.float32, 3000)
 DRAW = np.random.default_rng(0)
 
 
 def some(tokens: int, heads: int = 2) -> Any:
-    """Keys or values [1, KV, n, D]."""
+    """Returns keys or values [1, KV, n, D]."""
     return mx.array(DRAW.standard_normal((1, heads, tokens, 4), dtype=np.float32))
 
 
-def append(rows: tuple[SlabRow, Row], tokens: int) -> None:
-    """The same new tokens to a row of either kind."""
+def append(rows: tuple[SlabRow, RowCache], tokens: int) -> None:
+    """Writes the same new tokens into rows of both kinds."""
     for layer in range(len(SHAPE.caches)):
         keys, values = some(tokens), some(tokens)
         for row in rows:
@@ -40,7 +40,7 @@ def append(rows: tuple[SlabRow, Row], tokens: int) -> None:
         mx.eval(row.arrays())
 
 
-def same(one: SlabRow, other: Row) -> bool:
+def same(one: SlabRow, other: RowCache) -> bool:
     assert one.offset == other.offset
     return one.offset == 0 or all(
         mx.array_equal(a, b).item()
@@ -65,7 +65,7 @@ def test_rows_hold_what_was_written_whatever_others_do(
     operations: list[tuple[int, str, int]],
 ) -> None:
     slabs = Slabs(SHAPE, 3)
-    rows = [(SlabRow(slabs), Row(SHAPE)) for _ in range(4)]
+    rows = [(SlabRow(slabs), RowCache(SHAPE)) for _ in range(4)]
     for number, what, tokens in operations:
         one, other = rows[number]
         if what == "append" and 0 < tokens <= SHAPE.capacity - one.offset:
@@ -79,7 +79,7 @@ def test_rows_hold_what_was_written_whatever_others_do(
         assert all(same(*pair) for pair in rows)
     held = sum(row.nbytes for row, _ in rows)
     used = {(id(slab), block) for row, _ in rows for slab, block in row.table}
-    assert held == len(used) * BLOCK * SHAPE.token_bytes <= slabs.nbytes
+    assert held == len(used) * BLOCK_SIZE * SHAPE.token_bytes <= slabs.nbytes
     for one, _ in rows:
         one.release()
     assert slabs.nbytes == 0
@@ -87,9 +87,9 @@ def test_rows_hold_what_was_written_whatever_others_do(
 
 def test_an_empty_row_is_filled_by_parts_in_one_copy() -> None:
     slabs = Slabs(SHAPE, 3)
-    other, row, whole = SlabRow(slabs), SlabRow(slabs), Row(SHAPE)
-    other.reserve(BLOCK)
-    sizes = (100, 300, BLOCK, 1)
+    other, row, whole = SlabRow(slabs), SlabRow(slabs), RowCache(SHAPE)
+    other.reserve(BLOCK_SIZE)
+    sizes = (100, 300, BLOCK_SIZE, 1)
     for layer in range(len(SHAPE.caches)):
         parts = [(some(tokens), some(tokens)) for tokens in sizes]
         mx.eval(parts)
@@ -103,12 +103,12 @@ def test_an_empty_row_is_filled_by_parts_in_one_copy() -> None:
 def test_what_was_given_back_is_used_first() -> None:
     slabs = Slabs(SHAPE)
     first, second = SlabRow(slabs), SlabRow(slabs)
-    first.reserve(3 * BLOCK)
-    second.reserve(BLOCK)
+    first.reserve(3 * BLOCK_SIZE)
+    second.reserve(BLOCK_SIZE)
     first.trim(0)
-    second.reserve(2 * BLOCK)
+    second.reserve(2 * BLOCK_SIZE)
     assert [block for _, block in second.table] == [3, 0]
-    assert slabs.nbytes == BLOCKS * BLOCK * SHAPE.token_bytes
+    assert slabs.nbytes == SLAB_BLOCKS * BLOCK_SIZE * SHAPE.token_bytes
 
 
 def test_a_row_refuses_more_than_its_capacity() -> None:
@@ -122,16 +122,16 @@ def test_blocks_of_others_are_read_over_unless_they_are_the_most() -> None:
     for row, tokens in zip(rows, (300, 1500, 300), strict=True):
         row.reserve(tokens + 1)
         row.offset = tokens
-    ((_, whole),) = parts_of(rows)
+    ((_, whole),) = slab_accesses(rows)
     assert (whole.first, whole.last, whole.listed) == (0, 10, False)
-    assert whole.owner == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2] and whole.width == BLOCK
+    assert whole.owner == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2] and whole.width == BLOCK_SIZE
     assert whole.fill == [256, 45, 256, 256, 256, 256, 256, 221, 256, 45]
-    ((_, apart),) = parts_of([rows[0], rows[2]])
+    ((_, apart),) = slab_accesses([rows[0], rows[2]])
     assert apart.listed and apart.blocks == [0, 1, 8, 9]
 
 
 class Attention:
-    """A 'model' that is attention alone: logits [R, heads * D] of random queries, keys, values."""
+    """A model of attention only: logits [R, heads * D] of random queries, keys and values."""
 
     def __init__(self, heads: int) -> None:
         self.heads = heads
@@ -149,15 +149,15 @@ class Attention:
     "lengths",
     [[5], [5, 9, 200], [255, 256, 257], [1, 700, 40, 1500], [256] * 9 + [2600]],
 )
-@pytest.mark.parametrize("limit", [1, 4, BLOCKS])
+@pytest.mark.parametrize("limit", [1, 4, SLAB_BLOCKS])
 def test_a_batch_gives_what_each_row_gives_alone(
     heads: int, lengths: list[int], limit: int
 ) -> None:
     slabs, model = Slabs(SHAPE, limit), Attention(heads)
-    pairs = [(SlabRow(slabs), Row(SHAPE)) for _ in lengths]
+    pairs = [(SlabRow(slabs), RowCache(SHAPE)) for _ in lengths]
     for pair, tokens in zip(pairs, lengths, strict=True):
         append(pair, tokens)
-    batch, order = Batch(model), np.argsort(lengths)[::-1].tolist()
+    batch, order = SlabRunner(model), np.argsort(lengths)[::-1].tolist()
     for chosen in (order, order[: len(order) // 2 + 1], order):
         ids = mx.array(DRAW.integers(0, 50, len(chosen)))
         got = batch([pairs[line][0] for line in chosen], ids)
@@ -170,10 +170,10 @@ def test_few_compiled_passes_are_kept_and_all_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slabs, model = Slabs(SHAPE), Attention(2)
-    row, other = SlabRow(slabs), Row(SHAPE)
+    row, other = SlabRow(slabs), RowCache(SHAPE)
     append((row, other), 250)
-    batch, kinds = Batch(model), set()
-    monkeypatch.setattr(batch._pass, "_most", 2)
+    batch, kinds = SlabRunner(model), set()
+    monkeypatch.setattr(batch._pass, "_max_passes", 2)
     for tokens in (1, 60, 300, 300, 1, 1):  # into another block or width, but for the last
         append((row, other), tokens)
         ids = mx.array([tokens % 50])
@@ -184,14 +184,14 @@ def test_few_compiled_passes_are_kept_and_all_give_the_same(
     assert len(kinds) > 2
 
 
-def alone(model: Callable[..., Any], row: Row, token: Any) -> Any:
-    step = Step([Span(row, 1)], logits=True)
+def alone(model: Callable[..., Any], row: RowCache, token: Any) -> Any:
+    step = RowBatch([RowSpan(row, 1)], logits=True)
     out = model(token, step)
     step.done()
     return out
 
 
-def same_nearly(one: SlabRow, other: Row) -> bool:
+def same_nearly(one: SlabRow, other: RowCache) -> bool:
     assert one.offset == other.offset
     return all(
         mx.allclose(a, b, rtol=1e-4, atol=1e-5).item()
