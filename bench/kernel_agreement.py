@@ -32,7 +32,7 @@ def decode_rows(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
     from mlxpool.worker.kernels import kernel_builder
 
     if not kernels:  # before another module of kernels imports the name
-        kernel_builder.works = lambda what, trial: False
+        kernel_builder.kernel_works = lambda what, trial: False
     from mlxpool.common.options import Options
     from mlxpool.worker.engine.engine import ModelEngine
     from mlxpool.worker.scheduling.sequence import Sequence

@@ -73,7 +73,7 @@ def _row(package: str, name: str) -> str:
 def imports() -> Imports:
     """Which packages each package imports; modules directly below `top` are one, `top.*`."""
     graph = grimp.build_graph(*(f"mlxpool.{top}" for top in SOURCES), cache_dir=None)
-    found: Imports = {name: set() for top in SOURCES for name in packages(top)}
+    found: Imports = {name: set() for top in sorted(DIVIDED) for name in packages(top)}
     for module in sorted(graph.modules):
         here = _unit(module)
         for imported in graph.find_modules_directly_imported_by(module):

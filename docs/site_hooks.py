@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -35,7 +36,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def mermaid(source: str, *_: Any, **__: Any) -> str:
     """The SVG of one fence. The id of its arrow head is the same for the same diagram."""
-    return f"<div>{render(source, f'head{abs(hash(source)):x}')}</div>"
+    return f"<div class='drawing'>{render(source, f'head{crc32(source.encode()):x}')}</div>"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

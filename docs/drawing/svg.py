@@ -14,10 +14,11 @@ TITLE = 24.0  # pixels above the nodes of a group
 DOT = 14.0
 MARGIN = 8.0
 COLUMN_GAP, ROW = 40.0, 34.0
+MIN_SCALE = 0.55  # a wider drawing is scrolled, not made smaller
 
 HEAD = (
     '<svg class="diagram" xmlns="http://www.w3.org/2000/svg" role="img" '
-    'viewBox="0 0 {0:.0f} {1:.0f}" width="{0:.0f}" height="{1:.0f}">'
+    'viewBox="0 0 {0:.0f} {1:.0f}" width="{0:.0f}" height="{1:.0f}" style="min-width: {3:.0f}px">'
     '<defs><marker id="{2}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" '
     'markerHeight="7" orient="auto-start-reverse"><path class="head" d="M0 0L10 5L0 10z"/>'
     "</marker></defs>"
@@ -35,7 +36,7 @@ def render(text: str, name: str = "arrow") -> str:
     else:
         parts, size = _graph(diagram, (MARGIN, MARGIN), name)
     width, height = size[0] + 2 * MARGIN, size[1] + 2 * MARGIN
-    return HEAD.format(width, height, name) + "".join(parts) + "</svg>"
+    return HEAD.format(width, height, name, MIN_SCALE * width) + "".join(parts) + "</svg>"
 
 
 # ---- graphs --------------------------------------------------------------------------------------

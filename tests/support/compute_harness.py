@@ -19,7 +19,7 @@ from mlxpool.worker.compute.messages import Admit, Drop, Loaded, Outbound, Rows
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.thread import Compute
 from mlxpool.worker.engine.counting_engine import CountingEngine, piece
-from mlxpool.worker.engine.factory import Source
+from mlxpool.worker.engine.factory import ModelSource
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.interface import Opened
 from mlxpool.worker.scheduling.sequence import Sequence
@@ -38,7 +38,7 @@ class ComputeHarness:
         *,
         release: bool = True,
         engine: type[CountingEngine] = CountingEngine,
-        source: Callable[[ModelConfig], Source] | None = None,
+        source: Callable[[ModelConfig], ModelSource] | None = None,
         **counting: Any,
     ) -> None:
         self.mail: queue.SimpleQueue[Outbound] = queue.SimpleQueue()

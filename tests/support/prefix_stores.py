@@ -1,4 +1,4 @@
-"""Stores for tests of the prefix cache whose memory can be checked: no weights, no MLX.
+"""Stores for tests of the prefix cache whose content can be checked: no weights, no MLX.
 
 A cell stands for the keys and values of one token. It follows from all tokens up to it, so that
 memory put at a wrong place, or under a wrong prompt, is seen.
@@ -15,11 +15,11 @@ from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockStore
 from mlxpool.worker.prefix.tree import Node
 
 CELL = 10  # bytes of a token
-STATE = 70  # bytes of a whole state
+STATE = 70  # bytes of a snapshot
 
 
 def chain(before: int, token: int) -> int:
-    """The cell of a token whose predecessor's is `before`; 0: it has none."""
+    """Returns the cell of a token after the cell `before`; 0: the first token."""
     return (before * 48271 + token + 1) % (2**31 - 1)
 
 
@@ -45,7 +45,7 @@ class ListRow:
         return CELL * len(self.cells)
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Computes what follows; a stateful row goes by its state, as a recurrent layer does."""
+        """Computes the next cells; a stateful row uses its state, like a recurrent layer."""
         for token in tokens:
             before = self.state if self.stateful else self.cells[-1] if self.cells else 0
             self.cells.append(chain(before, token))
@@ -55,15 +55,15 @@ class ListRow:
 class ListStore:
     """Rows and kept pieces are lists of cells."""
 
-    joins_copy = True
+    join_copies = True
 
     def __init__(self, stateful: bool = False, window: int = 0) -> None:
-        """A whole state of up to `window` tokens can be cut back to any of them."""
+        """A snapshot of up to `window` tokens can be cut back to any of them."""
         self.stateful = stateful
         self.nbytes = 0
-        self.rows = 0  # made and not yet given back
+        self.rows = 0  # that were made and not released
         self.window = window
-        self.broken = False  # whether memory runs out
+        self.broken = False  # whether allocations fail
 
     def new_row(self) -> ListRow:
         self.rows += 1
@@ -130,7 +130,7 @@ class ListStore:
 
 
 class PagedMemory:
-    """The cells behind block tables: what a GPU's block pool holds."""
+    """The cells of all blocks, like the memory of a GPU's block pool."""
 
     def __init__(self, blocks: int, size: int) -> None:
         self.cells = [[-1] * size for _ in range(blocks)]
@@ -150,7 +150,7 @@ class PagedMemory:
             self.store.reserve(row, at + 1)
             row.offset += 1
             block = row.table[at // self.size]
-            assert self.pool.holders(block) == 1, "a shared block is written"
+            assert self.pool.references(block) == 1, "a shared block is written"
             self.cells[block][at % self.size] = chain(before, token)
 
     def read(self, row: BlockRow) -> list[int]:
@@ -159,7 +159,7 @@ class PagedMemory:
 
 
 def edges(cache: TreeCache[Any, Any, Any]) -> dict[tuple[int, ...], Node[Any, Any]]:
-    """Each node by all the tokens from the root to its end."""
+    """Returns each node by its tokens from the root."""
     found: dict[tuple[int, ...], Node[Any, Any]] = {}
     for node in cache.tree.walk():
         path: tuple[int, ...] = ()
@@ -175,14 +175,14 @@ def unique_tokens(cache: TreeCache[Any, Any, Any]) -> int:
 
 
 def check_shape(cache: TreeCache[Any, Any, Any], *, stateful: bool = False) -> None:
-    """What is true of the tree between any two calls."""
+    """Asserts the invariants of the tree between two calls."""
     for node in cache.tree.walk():
         assert node.parent is not None and node.start == node.parent.end
         assert node.tokens and node.parent.children[node.tokens[0]] is node
         assert sum(piece.tokens for piece in node.pieces) == len(node.tokens)
         assert node.readers >= 0
         if len(node.children) == 1:
-            assert node.readers or node.chosen, "a place that nobody needs"
+            assert node.readers or node.restore_point, "a place that nobody needs"
         if stateful and not node.children:
             assert node.readers or node.state is not None, "a leaf that serves nobody"
 
@@ -203,7 +203,7 @@ def serve(
     assert row.cells == cells_of(prompt)[:cached] and row.offset == cached
     last = min(len(prompt) - 1, len(prompt) if stop_at is None else stop_at)
     while row.offset < last:
-        stop = cache.next_stop(row)
+        stop = cache.next_restore_point(row)
         row.feed(prompt[row.offset : min(last, stop or last)])
         if row.offset == stop:
             cache.keep(row, prompt)

@@ -1,8 +1,9 @@
-// The machine that our kernels are written for, on a CPU: enough of CUDA C++ for them.
+// A simulated GPU: as much of CUDA C++ as our kernels use.
 //
-// A thread block's threads are fibers of one thread, which run until they wait for each other; blocks
-// run one after the other; every second launch begins with the last of both. Numbers are rounded as on a GPU; sums of a product may be in another order.
-// Copies to shared memory come as late as they may, so that a missing wait is seen.
+// The threads of a block are fibers of one thread, which run until they wait for each other; blocks run
+// one after the other; every second launch runs threads and blocks in reverse order. Numbers are rounded
+// as on a GPU; the sums of a product may be in another order. Asynchronous copies to shared memory arrive
+// as late as allowed, so that a missing wait is found.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -19,7 +20,7 @@
 
 #define __device__
 #define __shared__ static
-#define alignas(bytes)  // MLX's memory of a CPU lies anyhow
+#define alignas(bytes)  // MLX does not align memory on a CPU
 #define __expf expf
 #define __logf logf
 
@@ -70,7 +71,7 @@ static char* shared;
 static bool backwards;
 static void (*entry)();
 
-// To the next thread of the block that is not over.
+// Switches to the next thread of the block that has not ended.
 [[noreturn]] static void go_on() {
   int next = here->number;
   do next = (next + (backwards ? threads.size() - 1 : 1)) % threads.size();
@@ -92,7 +93,7 @@ __attribute__((noinline)) static void wait(Barrier& barrier) {
   const unsigned generation = barrier.generation;
   if (++barrier.arrived == barrier.members) return release(barrier);
   while (barrier.generation == generation) {
-    if (++waits > 4 * (int)threads.size()) _longjmp(done, 2);  // nobody can go on
+    if (++waits > 4 * (int)threads.size()) _longjmp(done, 2);  // no thread can continue
     if (!_setjmp(here->jump)) go_on();
   }
 }
@@ -110,7 +111,7 @@ static void thread_main() {
   go_on();
 }
 
-// What each lane of the warp says at this instruction.
+// The values that the lanes of a warp exchange at one instruction.
 template <typename T> struct Told {
   const char (*lanes)[64];
   const T& operator[](int lane) const { return *(const T*)lanes[lane]; }
@@ -282,7 +283,7 @@ template <typename N> void mma(float (&c)[4], const unsigned (&a)[4], unsigned b
 }
 
 static inline void prefetch(const void*) {}
-static inline unsigned shared_at(const void* space) {
+static inline unsigned shared_address(const void* space) {
   return (unsigned)((const char*)space - simt::shared) + simt::FIRST;
 }
 static inline void ask_for(unsigned to, const void* from, int bytes) {
@@ -293,21 +294,21 @@ static inline void ask_for(unsigned to, const void* from, int bytes) {
   simt::here->asked.push_back({simt::shared + to - simt::FIRST, (const char*)from, bytes});
 }
 static inline void copy(unsigned to, const void* from) { ask_for(to, from, 16); }
-template <int BYTES> void copy_few(unsigned to, const void* from) { ask_for(to, from, BYTES); }
-static inline void copies_asked() {
+template <int BYTES> void copy_bytes(unsigned to, const void* from) { ask_for(to, from, BYTES); }
+static inline void commit_copies() {
   simt::here->groups.push_back(std::move(simt::here->asked));
   simt::here->asked.clear();
 }
-template <int COUNT> void copies_arrived_but() {
+template <int COUNT> void wait_copies() {
   auto& groups = simt::here->groups;
   for (; groups.size() > COUNT; groups.pop_front())
     for (const auto& one : groups.front()) memcpy(one.to, one.from, one.bytes);
 }
-static inline void shown_to_products() {}
-static inline void products_begin() {}
-static inline void products_asked() {}
-template <int COUNT> void products_done_but() {}
-// See group_mma of tiles.py; both matrices have rows of 128 bytes, their sixteens in another order.
+static inline void fence_products() {}
+static inline void begin_products() {}
+static inline void commit_products() {}
+template <int COUNT> void wait_products() {}
+// See matmul_tiled.group_mma; both matrices have swizzled rows of 128 bytes.
 template <typename N, int COUNT>
 void products(float (&c)[COUNT], unsigned long long a, unsigned long long b) {
   auto number = [](unsigned long long matrix, int row, int column) -> float {
@@ -327,7 +328,7 @@ void products(float (&c)[COUNT], unsigned long long a, unsigned long long b) {
 
 namespace simt {
 
-// Runs `one` for every thread; 0, or why it stopped: 2, threads wait for others that never come.
+// Runs `one` for each thread. Returns 0, or an error: 2, threads wait forever; 3, an unaligned copy.
 static int launch(void (*one)(), const unsigned* grid, unsigned count, long bytes) {
   entry = one;
   gridDim = {grid[0], grid[1], grid[2]};

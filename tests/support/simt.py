@@ -1,7 +1,7 @@
-"""Our CUDA kernels without a GPU: their texts are C++ for the machine of simt.h.
+"""Simulates CUDA on a CPU: compiles our kernels as C++ with simt.h and runs them.
 
-Slow, and exact about what a kernel's text says: which thread computes what, who waits for whom.
-It says nothing about speed. Where NVIDIA's compiler is installed it has to take each text, too.
+It is slow and checks what a kernel's text says: which thread computes what, and which waits for
+which; it says nothing about speed. Where NVIDIA's compiler is installed it must accept each text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import mlx.core as mx
 import pytest
 
 from mlxpool.worker.kernels import kernel_cache, nvrtc
-from mlxpool.worker.kernels.kernel_cache import Text
+from mlxpool.worker.kernels.kernel_cache import KernelText
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -34,15 +34,15 @@ TYPES = {
     mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.int32: "int",
     mx.uint32: "unsigned", mx.uint8: "unsigned char",
 }  # fmt: skip
-REPLACED = ("machine.cuh",)  # by simt.h, with what CUDA itself has
+REPLACED = ("machine.cuh",)  # files that simt.h replaces
 WHY = {2: "threads wait for others that never come", 3: "a copy is not aligned"}
 
 
 @contextmanager
 def simulated() -> Iterator[set[str]]:
-    """Kernels run here, and everybody believes that there is a CUDA GPU.
+    """Replaces CUDA kernels by simulated ones; MLX reports a CUDA GPU.
 
-    Gives the names of those that ran.
+    Yields the names of the kernels that ran.
     """
     if COMPILER is None:
         pytest.skip("a C++ compiler is not installed, which builds a simulated GPU")
@@ -60,13 +60,13 @@ def simulated() -> Iterator[set[str]]:
 
 
 def forget_kernels() -> None:
-    """Those of the GPU are not those of here, nor is what was found out about them."""
+    """Clears the caches of built kernels and of their trials."""
     from mlxpool.worker import kernels
     from mlxpool.worker.attention import kernel_trials
 
-    rooms = [value for value in vars(kernels).values() if hasattr(value, "__file__")]
-    for room in [*rooms, kernel_trials]:
-        for one in vars(room).values():
+    modules = [value for value in vars(kernels).values() if hasattr(value, "__file__")]
+    for module in [*modules, kernel_trials]:
+        for one in vars(module).values():
             if hasattr(one, "cache_clear"):
                 one.cache_clear()
 
@@ -81,8 +81,8 @@ def kernel(
     ensure_row_contiguous: bool = True,
     shared_memory: int = 0,
 ) -> Callable[..., list[Any]]:
-    """What mx.fast.cuda_kernel returns; it is computed when it is called, and `called` then."""
-    text = Text(name, tuple(input_names), tuple(output_names), header, source)
+    """Replaces mx.fast.cuda_kernel; a call computes at once and adds the name to `called`."""
+    text = KernelText(name, tuple(input_names), tuple(output_names), header, source)
 
     def call(
         *,
@@ -127,7 +127,7 @@ def kernel(
 
 @functools.cache
 def nvidia() -> nvrtc.Compiler | None:
-    """NVIDIA's compiler, if it is installed as a package."""
+    """Returns NVIDIA's compiler, if it is installed as a package."""
     packages = Path(sysconfig.get_path("platlib")) / "nvidia" / "cu13"
     for library in sorted((packages / "lib").glob("libnvrtc.so.*")):
         return nvrtc.Compiler(
@@ -137,20 +137,26 @@ def nvidia() -> nvrtc.Compiler | None:
 
 
 @functools.cache
-def compiled(text: Text, inputs: tuple[kernel_cache.Kind, ...], outputs: tuple[Any, ...]) -> int:
-    """Bytes of machine code, 0 without NVIDIA's compiler; RuntimeError with what it says."""
+def compiled(
+    text: KernelText, inputs: tuple[kernel_cache.InputKind, ...], outputs: tuple[Any, ...]
+) -> int:
+    """Returns the bytes of machine code, 0 without NVIDIA's compiler.
+
+    Raises RuntimeError with the compiler's message.
+    """
     compiler = nvidia()
     if compiler is None:
         return 0
-    code = kernel_cache.code_of(text, inputs, outputs)
-    return len(compiler.machine_code(kernel_cache.SPACE + kernel_cache.name_of(text), code)[0])
+    code = kernel_cache.kernel_code(text, inputs, outputs)
+    return len(
+        compiler.machine_code(kernel_cache.NAMESPACE + kernel_cache.kernel_name(text), code)[0]
+    )
 
 
 @functools.cache
-def _built(text: Text, dtypes: tuple[Any, ...]) -> Any:
+def _built(text: KernelText, dtypes: tuple[Any, ...]) -> Any:
     code = _code(text, dtypes)
-    room = _room()
-    path = room / hashlib.sha256(code.encode()).hexdigest()[:20]
+    path = _folder() / hashlib.sha256(code.encode()).hexdigest()[:20]
     path.with_suffix(".cpp").write_text(code)
     library = path.with_suffix(".so")
     command = [
@@ -164,13 +170,13 @@ def _built(text: Text, dtypes: tuple[Any, ...]) -> Any:
 
 
 @functools.cache
-def _room() -> Path:
+def _folder() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="mlxpool-simt-")
-    _room.folder = folder  # type: ignore[attr-defined]  # as long as the process
+    _folder.kept = folder  # type: ignore[attr-defined]  # keeps the folder until the process ends
     return Path(folder.name)
 
 
-def _code(text: Text, dtypes: Sequence[Any]) -> str:
+def _code(text: KernelText, dtypes: Sequence[Any]) -> str:
     parameters, given = [], []
     names = [*text.inputs, *text.outputs]
     for i, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
@@ -199,8 +205,8 @@ def _code(text: Text, dtypes: Sequence[Any]) -> str:
     )
 
 
-def _without_products(text: Text) -> str:
-    """The header, with simt.h's products instead of the instruction of group_mma in tiles.py."""
+def _without_products(text: KernelText) -> str:
+    """Returns the header with simt.h's products instead of matmul_tiled.group_mma."""
     dtype = re.search(r"using N = (\w+);", text.source)
 
     def ours(found: re.Match[str]) -> str:
@@ -212,7 +218,7 @@ def _without_products(text: Text) -> str:
 
 
 def _expanded(text: str) -> str:
-    """With the files of the kernels' room in their places."""
+    """Replaces includes of our files by their text; drops CUDA's headers."""
 
     def file(found: re.Match[str]) -> str:
         path = Path(found[1])
@@ -223,7 +229,7 @@ def _expanded(text: str) -> str:
 
 
 class _Managed(ctypes.Structure):
-    """DLPack's DLManagedTensor, as far as it is read."""
+    """The part of DLPack's DLManagedTensor that is read."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -238,7 +244,7 @@ class _Managed(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where an array's numbers lie; `capsule` keeps them there."""
+    """The address, shape and strides of an array; `capsule` keeps its memory."""
 
     data: int
     shape: Any

@@ -24,7 +24,9 @@ def small_on_a_gpu(on_cuda: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if on_cuda:
             processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-            patch.setattr("mlxpool.worker.engine.backend.SHARE", min(0.02, 0.14 / processes))
+            patch.setattr(
+                "mlxpool.worker.engine.backend.DEFAULT_MEMORY_SHARE", min(0.02, 0.14 / processes)
+            )
         yield
 
 

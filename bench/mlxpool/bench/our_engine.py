@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.common.options import Options
-from mlxpool.worker.attention.layouts import InPool
+from mlxpool.worker.attention.layouts import PagedLayout
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine import backend
 from mlxpool.worker.engine.engine import ModelEngine
@@ -44,7 +44,7 @@ class OurEngine:
         """`spare`: tokens of a running row's context beyond its prompt."""
         self._spare = spare
         found = inspect(folder)
-        limit, float32 = backend.limit_of(0), not backend.on_gpu()
+        limit, float32 = backend.memory_limit(0), not backend.on_gpu()
         opened = dequantises_at_load(found, limit=limit, float32=float32)
         self._loaded = load(found, deterministic=deterministic, dequantise=opened)
         self.vocabulary = self._loaded.folder.plan.vocab_size
@@ -73,8 +73,10 @@ class OurEngine:
     ) -> tuple[ModelEngine, list[EngineSequence]]:
         """An engine and its rows after prefill: prompts of these lengths, each with a seed."""
         engine = self.engine(len(lengths), max(lengths) + self._spare)
-        if isinstance(engine._layout, InPool) and engine._layout.lined:  # as a worker does at load
-            engine._layout.batch.warm_steps([len(lengths)], engine.context, _nothing)
+        if (
+            isinstance(engine._layout, PagedLayout) and engine._layout.compiles_chunks
+        ):  # as a worker does at load
+            engine._layout.runner.compile_decode([len(lengths)], engine.context, _nothing)
         settings = Options.parse({**options, "ignore_eos": True})
         sequences = []
         for number, length in enumerate(lengths):

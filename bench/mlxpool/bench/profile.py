@@ -25,7 +25,7 @@ from mlxpool.bench.measurement import OURS, Measurement
 from mlxpool.bench.our_engine import OurEngine, burst
 from mlxpool.worker.engine import engine as engine_module
 from mlxpool.worker.layers.linear import Embedding, Linear, QuantisedEmbedding, QuantisedLinear
-from mlxpool.worker.sampling import draws, sampler
+from mlxpool.worker.sampling import sampler, sequences
 
 LINEAR_LAYERS = (Linear, QuantisedLinear)
 EMBEDDINGS = (Embedding, QuantisedEmbedding)
@@ -47,7 +47,7 @@ def _of_step(
     from mlxpool.common.options import Options
 
     count = len(lengths)
-    rows = [sampler.Draw(Options.parse({"temperature": 0}), 0, 0) for _ in lengths]
+    rows = [sampler.SampleRequest(Options.parse({"temperature": 0}), 0, 0) for _ in lengths]
     logits = mx.random.normal((count, ours.vocabulary)).astype(ours.dtype)
     products, head = layers_of(ours.model), _head_of(ours.model)
     alone: dict[str, Callable[[], object]] = {
@@ -92,10 +92,12 @@ def _host(
         for drawn in engine.decode(jobs):
             drawn.sequence.ids.append(drawn.token)
 
-    for name in ("_ahead", "_step"):
+    for name in ("_start_next_step", "_step"):
         setattr(engine, name, timed("of it, the host builds", getattr(engine, name)))
     found: dict[str, list[float]] = {}
-    with mock.patch.object(engine_module, "drawn", timed("of it, the host reads", draws.drawn)):
+    with mock.patch.object(
+        engine_module, "sampled_tokens", timed("of it, the host reads", sequences.sampled_tokens)
+    ):
         burst(step, steps)
         for _ in range(rounds):
             spent.clear()

@@ -1,4 +1,4 @@
-"""With `deterministic` no bit of a request depends on its company, its chunks or its past.
+"""With `deterministic` no bit of an answer depends on batch, chunks or preemptions.
 
 Without it, greedy tokens differ at near-ties at most.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlxpool.common.options import Options
-from mlxpool.worker.scheduling.sequence import Drawn, Sequence
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
 from support.worker_checkpoints import write_checkpoint
 
@@ -23,7 +23,7 @@ from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
 ON_GPU = mx.default_device().type == mx.DeviceType.gpu
-TIE = 0.1 if ON_GPU else 1e-4  # a margin that rounding may close: of bfloat16, of float32
+TIE = 0.1 if ON_GPU else 1e-4  # a margin that rounding can close, in bfloat16 and in float32
 on_cpu = pytest.mark.skipif(ON_GPU, reason="a GPU refuses `deterministic`")
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -62,21 +62,21 @@ def admit(engine: ModelEngine, seq: Sequence, chunk: int = 2048) -> None:
         pass
 
 
-def step(engine: ModelEngine, rows: list[Sequence]) -> list[Drawn]:
+def step(engine: ModelEngine, rows: list[Sequence]) -> list[SampledToken]:
     drawn = engine.decode(rows)
     for one in drawn:
         one.sequence.ids.append(one.token)
     return drawn
 
 
-def alone(loaded: LoadedModel, seq: Sequence) -> list[Drawn]:
-    """Every token with its log-probabilities, in an engine of its own."""
+def alone(loaded: LoadedModel, seq: Sequence) -> list[SampledToken]:
+    """Returns all tokens with log-probabilities from an engine without other requests."""
     engine = ModelEngine(loaded, prefix="off")
     admit(engine, seq)
     return [step(engine, [seq])[0] for _ in range(seq.max_tokens)]
 
 
-def values(drawn: list[Drawn]) -> list[tuple[int, Any]]:
+def values(drawn: list[SampledToken]) -> list[tuple[int, Any]]:
     return [(one.token, one.logprob) for one in drawn]
 
 
@@ -109,7 +109,7 @@ def test_chunks_change_no_bit(exact: LoadedModel, number: int, chunk: int) -> No
 def test_company_changes_no_bit(exact: LoadedModel) -> None:
     expected = [values(alone(exact, request(number))) for number in range(8)]
     engine, rows = ModelEngine(exact, prefix="off"), [request(number) for number in range(8)]
-    got: list[list[Drawn]] = [[] for _ in rows]
+    got: list[list[SampledToken]] = [[] for _ in rows]
     for turn in range(100):
         if turn < 16 and turn % 2 == 0:
             admit(engine, rows[turn // 2], 100)
@@ -161,7 +161,7 @@ def test_a_hit_at_any_split_changes_no_bit(exact: LoadedModel, split: int) -> No
     assert values([step(engine, [seq])[0] for _ in range(24)]) == expected
 
 
-def first_difference(one: list[Drawn], other: list[Drawn]) -> int | None:
+def first_difference(one: list[SampledToken], other: list[SampledToken]) -> int | None:
     return next(
         (i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a.token != b.token), None
     )
@@ -190,7 +190,7 @@ def test_otherwise_greedy_tokens_differ_at_near_ties_at_most() -> None:
             assert margin(wanted[at]) < TIE
 
 
-def margin(drawn: Drawn) -> float:
+def margin(drawn: SampledToken) -> float:
     assert drawn.logprob is not None
     (_, best), (_, second) = drawn.logprob.top
     return best - second

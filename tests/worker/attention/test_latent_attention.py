@@ -1,4 +1,4 @@
-"""Latent attention: two ways to read lines give the same, in little memory."""
+"""Latent attention: both ways to read latent vectors give the same result, in little memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 else:
     mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention import attention
-from mlxpool.worker.attention.attention import Span, Step
-from mlxpool.worker.attention.row_cache import Row, RowShape
+from mlxpool.worker.attention import dot_product
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
+from mlxpool.worker.attention.row_cache import RowCache, RowShape
 from mlxpool.worker.layers.cache_specs import LatentSpec
 from mlxpool.worker.layers.linear import MultiLinear
 from mlxpool.worker.layers.mla import MAX_DECOMPRESSED, LatentAttentionProjections, LatentDims
@@ -28,7 +28,7 @@ FLOAT = 4  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Bent(LatentAttentionProjections):
-    """Heads that are told which way to go."""
+    """Projections that use the way that a test chooses."""
 
     way: bool
 
@@ -48,9 +48,9 @@ def heads(way: bool) -> Bent:
     return Bent(SMALL, MultiLinear(keys), MultiLinear(values), way)
 
 
-def row_of(length: int) -> Row:
+def row_of(length: int) -> RowCache:
     """A row with so many lines."""
-    row = Row(RowShape((LatentSpec(SMALL.latent, SMALL.rank),), mx.float32, 1 << 14))
+    row = RowCache(RowShape((LatentSpec(SMALL.latent, SMALL.rank),), mx.float32, 1 << 14))
     if length:
         lines = mx.random.normal((1, 1, length, SMALL.latent), key=mx.random.key(3))
         row.put(0, [(lines,)], length)
@@ -67,14 +67,14 @@ def new_tokens(count: int) -> tuple[mx.array, mx.array]:
 
 
 def attend(length: int, count: int, way: bool) -> mx.array:
-    """What `count` tokens behind `length` others read."""
+    """Returns attention of `count` tokens after `length` others."""
     q, line = new_tokens(count)
-    step = Step([Span(row_of(length), count)], logits=False)
+    step = RowBatch([RowSpan(row_of(length), count)], logits=False)
     return step.attend_latent(0, q, line, SCALE, heads(way))
 
 
 def by_definition(length: int, count: int) -> np.ndarray:
-    """Each head has its keys and values of every line; a token sees those up to its own."""
+    """Returns attention by its definition, with keys and values of each head."""
     q, line = (np.array(one) for one in new_tokens(count))
     held = np.array(row_of(length).part(0, 0, length)[0][0, 0]) if length else line[:0]
     lines, (made_keys, made_values) = np.concatenate([held, line]), weights()
@@ -100,11 +100,11 @@ def test_both_ways_are_what_the_definition_says(length: int, count: int, way: bo
 def test_rows_of_a_step_are_read_each_in_its_own_lines(way: bool) -> None:
     rows = [(12, 1), (40, 6), (0, 3)]
     q, line = new_tokens(10)
-    step = Step([Span(row_of(length), count) for length, count in rows], logits=False)
+    step = RowBatch([RowSpan(row_of(length), count) for length, count in rows], logits=False)
     together = step.attend_latent(0, q, line, SCALE, heads(way))
     start = 0
     for length, count in rows:
-        alone = Step([Span(row_of(length), count)], logits=False)
+        alone = RowBatch([RowSpan(row_of(length), count)], logits=False)
         end = start + count
         one = alone.attend_latent(0, q[start:end], line[start:end], SCALE, heads(way))
         assert mx.allclose(together[start:end], one, atol=1e-5).item()
@@ -114,12 +114,12 @@ def test_rows_of_a_step_are_read_each_in_its_own_lines(way: bool) -> None:
 @pytest.mark.parametrize(
     ("sizes", "count", "length", "expands"),
     [
-        (FLASH, 1, 4096, False),  # a token: opening every line for it costs far more
+        (FLASH, 1, 4096, False),  # one token: expanding all vectors for it costs far more
         (FLASH, 256, 4096, False),
         (FLASH, 512, 4096, True),
-        (FLASH, 64, 64, True),  # a prompt's first chunk opens its own lines in either way
+        (FLASH, 64, 64, True),  # the first chunk of a prompt expands its own vectors either way
         (FLASH, 2048, MAX_DECOMPRESSED // (20 * 512), True),
-        (FLASH, 2048, MAX_DECOMPRESSED // (20 * 512) + 1, False),  # they would take too much room
+        (FLASH, 2048, MAX_DECOMPRESSED // (20 * 512) + 1, False),  # they would take too much memory
         (
             LatentDims(heads=4, rank=16, rotated=8, plain=12, value=40),
             64,
@@ -139,8 +139,8 @@ def test_the_way_with_fewer_products_is_taken(
 def test_a_long_chunk_does_not_write_down_all_its_scores(
     length: int, way: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it takes for a while is some times SCORES, and what is made of the lines."""
-    monkeypatch.setattr(attention, "SCORES", 2**16)
+    """Its activation memory is a few times MAX_SCORES plus the expanded keys and values."""
+    monkeypatch.setattr(dot_product, "MAX_SCORES", 2**16)
     opened = SMALL.heads * (SMALL.query + SMALL.value)
     made = length * (3 * opened if way else SMALL.latent) * FLOAT
     before = mx.set_cache_limit(0)
@@ -149,7 +149,7 @@ def test_a_long_chunk_does_not_write_down_all_its_scores(
     finally:
         mx.set_cache_limit(before)
     every = length * 256 * SMALL.heads * FLOAT
-    if mx.cuda.is_available():  # copies what it multiplies, if that lies in another order
+    if mx.cuda.is_available():  # it copies operands with another order of axes
         assert taken < every or length < 8192
         return
     assert taken < 12 * 2**16 * FLOAT + made
@@ -157,12 +157,12 @@ def test_a_long_chunk_does_not_write_down_all_its_scores(
 
 
 def peak(length: int, count: int, way: bool) -> int:
-    """Bytes that a chunk's attention takes at most, beyond what was there."""
+    """Returns the peak bytes of a chunk's attention beyond those before it."""
     row, (q, line) = row_of(length - count), new_tokens(count)
     both = heads(way)
     mx.synchronize()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    step = Step([Span(row, count)], logits=False)
+    step = RowBatch([RowSpan(row, count)], logits=False)
     mx.eval(step.attend_latent(0, q, line, SCALE, both))
     return int(mx.get_peak_memory() - before)

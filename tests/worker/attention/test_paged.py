@@ -1,6 +1,6 @@
-"""A pool of blocks: rows and tree share memory, and every token is the one it is without them.
+"""The block pool: rows and tree share memory, and tokens are those of rows with own arrays.
 
-By MLX's operations and by our kernels, which simt.py simulates where there is no GPU.
+Tested with MLX's operations and with our kernels, which simt.py simulates without a GPU.
 """
 
 from __future__ import annotations
@@ -20,60 +20,56 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention import (  # noqa: E402
-    kernel_trials,
-    layouts,
-)
-from mlxpool.worker.attention.layouts import InPool, layout_of  # noqa: E402
-from mlxpool.worker.attention.paged import (  # noqa: E402
+from mlxpool.worker.attention import kernel_trials, layouts  # noqa: E402
+from mlxpool.worker.attention.kv_pool import KVPool, PagedStore  # noqa: E402
+from mlxpool.worker.attention.layouts import PagedLayout, make_layout  # noqa: E402
+from mlxpool.worker.attention.paged_batch import PagedBatch  # noqa: E402
+from mlxpool.worker.attention.paged_runner import (  # noqa: E402
     CHUNK,
-    CHUNKS,
-    ENTER,
-    ENTERING,
-    Pool,
-    PoolBatch,
-    PoolStep,
-    PoolStore,
-    lines_for,
-    padded,
+    CHUNK_WIDTHS,
+    CHUNK_WITH_LOGITS,
+    MAX_PREFILL_ROWS,
+    PagedRunner,
+    padded_tokens,
+    padded_width,
 )
-from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.engine import engine as engine_room  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.layers.cache_specs import KeyValueSpec, LatentSpec  # noqa: E402
-from mlxpool.worker.scheduling.block_manager import BLOCK  # noqa: E402
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
-SHAPE = RowShape((KeyValueSpec(2, 8, 4), LatentSpec(6, 4)), mx.float32, 3000, whole=True)
+SHAPE = RowShape((KeyValueSpec(2, 8, 4), LatentSpec(6, 4)), mx.float32, 3000, keeps_all=True)
 BLOCKS = 30
 
 
 @pytest.fixture(params=["kernels"] if ON_GPU else ["operations", "kernels"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether our kernels write, and read, the pool."""
+    """Whether our kernels write and read the pool."""
     if request.param == "operations" or ON_GPU:
         yield ON_GPU
         return
     with simt.simulated(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_room, "layout_of", _as_on_a_gpu)
+        patch.setattr(engine_room, "make_layout", _as_on_a_gpu)
         yield True
 
 
 def _as_on_a_gpu(*args: Any, on_gpu: bool, **others: Any) -> Any:
-    return layout_of(*args, on_gpu=True, **others)
+    return make_layout(*args, on_gpu=True, **others)
 
 
-def pool_of(in_place: bool, blocks: int = BLOCKS) -> PoolStore:
-    return PoolStore(Pool(SHAPE, blocks, in_place=in_place))
+def pool_of(in_place: bool, blocks: int = BLOCKS) -> PagedStore:
+    return PagedStore(KVPool(SHAPE, blocks, in_place=in_place))
 
 
 def some(tokens: int) -> list[tuple[Any, ...]]:
-    """New keys, values and lines of a chunk."""
+    """Returns new keys, values and latent vectors of a chunk."""
     return [
         (mx.random.normal((1, 2, tokens, 8)), mx.random.normal((1, 2, tokens, 4))),
         (mx.random.normal((1, 1, tokens, 6)),),
@@ -81,7 +77,7 @@ def some(tokens: int) -> list[tuple[Any, ...]]:
 
 
 def append(rows: tuple[Any, ...], new: list[tuple[Any, ...]]) -> None:
-    """The same tokens in each; they give the same back."""
+    """Writes the same tokens into each row and compares what they return."""
     for layer, arrays in enumerate(new):
         found = [row.write(layer, *arrays) for row in rows]
         for other in found[1:]:
@@ -94,8 +90,8 @@ def append(rows: tuple[Any, ...], new: list[tuple[Any, ...]]) -> None:
 
 def test_a_row_of_blocks_holds_what_a_row_of_its_own_holds(kernels: bool) -> None:
     store = pool_of(kernels)
-    row, other = store.new_row(), Row(SHAPE)
-    for tokens in (1, 200, 55, 1, 300, BLOCK, 1):
+    row, other = store.new_row(), RowCache(SHAPE)
+    for tokens in (1, 200, 55, 1, 300, BLOCK_SIZE, 1):
         append((row, other), some(tokens))
     for to in (700, 513, 512, 511, 3):
         for one in (row, other):
@@ -107,23 +103,23 @@ def test_a_row_of_blocks_holds_what_a_row_of_its_own_holds(kernels: bool) -> Non
 
 def test_rows_share_blocks_and_write_into_their_own(kernels: bool) -> None:
     store = pool_of(kernels)
-    row, first, second = store.new_row(), Row(SHAPE), Row(SHAPE)
-    new = some(BLOCK + 100)
+    row, first, second = store.new_row(), RowCache(SHAPE), RowCache(SHAPE)
+    new = some(BLOCK_SIZE + 100)
     append((row, first, second), new)
-    kept = store.keep(row, 0, BLOCK + 100)
+    kept = store.keep(row, 0, BLOCK_SIZE + 100)
     twin = store.new_row()
-    store.fill(twin, [(kept, BLOCK + 100)], None, BLOCK + 100, 0)
+    store.fill(twin, [(kept, BLOCK_SIZE + 100)], None, BLOCK_SIZE + 100, 0)
     assert store._pool.free == BLOCKS - 2
     append((row, first), some(3))
     append((twin, second), some(3))
-    assert store._pool.free == BLOCKS - 4  # a copy each of the one that is partly filled
+    assert store._pool.free == BLOCKS - 4  # each has a copy of the partly filled one
     store.free(kept)
     assert store._pool.free == BLOCKS - 3
 
 
 def test_a_full_pool_is_an_error_and_the_row_stays(kernels: bool) -> None:
     store = pool_of(kernels, blocks=2)
-    row, other = store.new_row(), Row(SHAPE)
+    row, other = store.new_row(), RowCache(SHAPE)
     append((row, other), some(400))
     with pytest.raises(OutOfMemory, match="all 2 blocks"):
         row.write(0, *some(200)[0])
@@ -132,13 +128,13 @@ def test_a_full_pool_is_an_error_and_the_row_stays(kernels: bool) -> None:
 
 def test_a_pool_has_room_for_all_tokens_of_windows() -> None:
     shape = RowShape((KeyValueSpec(2, 8, 4, window=40), KeyValueSpec(1, 16, 16)), mx.float32, 3000)
-    store = PoolStore(Pool(shape, BLOCKS, in_place=False))
-    assert store.block_bytes == BLOCK * 4 * (2 * 12 + 32)
+    store = PagedStore(KVPool(shape, BLOCKS, in_place=False))
+    assert store.block_bytes == BLOCK_SIZE * 4 * (2 * 12 + 32)
     assert store._memory.nbytes == (BLOCKS + 1) * store.block_bytes
 
 
 def test_steps_come_in_few_widths() -> None:
-    widths = {rows: lines_for(rows) for rows in range(1, 129)}
+    widths = {rows: padded_width(rows) for rows in range(1, 129)}
     assert all(rows <= lines <= 1.5 * rows for rows, lines in widths.items())
     assert sorted(set(widths.values())) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
 
@@ -182,13 +178,13 @@ def enter(engine: ModelEngine, seq: Sequence) -> None:
 
 
 def enter_together(engine: ModelEngine, rows: list[Sequence]) -> None:
-    """As the compute thread has them enter."""
+    """Prefills sequences in one pass, as the compute thread does."""
     for seq in rows:
         engine.admit(seq)
     while rows:
         shares = [(seq, 300) for seq in rows]
-        group = shares[: engine.joint(shares)]
-        counts = engine.prefill_all(group)
+        group = shares[: engine.prefill_batch_size(shares)]
+        counts = engine.prefill_batch(group)
         done = [seq for (seq, _), count in zip(group, counts, strict=True) if not count]
         rows = [seq for seq in rows if seq not in done]
 
@@ -202,24 +198,24 @@ def step(engine: ModelEngine, rows: list[Sequence]) -> None:
 def test_a_short_chunk_is_lines_of_one_pass(
     loaded: LoadedModel, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tokens see each other, and those before them, as in a chunk of its own.
+    """Its tokens see each other and earlier ones, as in an uncompiled chunk.
 
-    The last of a prompt gives the first token, too, if one more line is not too many.
+    The last chunk also gives the first token, if one more token fits into the pass.
     """
     engine, slow = engine_of(loaded, "pool", "off"), engine_of(loaded, "rows", "off")
-    assert isinstance(engine._layout, InPool)
-    engine._layout.lined = True
+    assert isinstance(engine._layout, PagedLayout)
+    engine._layout.compiles_chunks = True
     if chunk == 1:
-        engine._layout.warm(2, 40, lambda: None)
+        engine._layout.compile_ahead(2, 40, lambda: None)
     kinds = []
-    compute = PoolBatch._computed
+    compute = PagedRunner._computed
 
-    def computed(self: PoolBatch, *args: Any) -> Any:
-        kinds.append(ENTER if args[5] else CHUNK)
+    def computed(self: PagedRunner, *args: Any) -> Any:
+        kinds.append(CHUNK_WITH_LOGITS if args[5] else CHUNK)
         return compute(self, *args)
 
-    monkeypatch.setattr(PoolBatch, "_computed", computed)
-    for before in (0, BLOCK - 20, 300):
+    monkeypatch.setattr(PagedRunner, "_computed", computed)
+    for before in (0, BLOCK_SIZE - 20, 300):
         prompt = tuple((7 * n + n * n) % 256 for n in range(before + 2 * chunk + 1))
         pair = [Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 12) for _ in range(2)]
         for each, seq in zip((engine, slow), pair, strict=True):
@@ -229,8 +225,8 @@ def test_a_short_chunk_is_lines_of_one_pass(
             kinds.clear()
             while each.prefill(seq, chunk):
                 pass
-            if each is engine and not ON_GPU:  # there no kernel of ours reads float32 for chunks
-                assert kinds == [CHUNK, ENTER if chunk < CHUNKS[-1] else CHUNK]
+            if each is engine and not ON_GPU:  # our kernels do not read float32 chunks
+                assert kinds == [CHUNK, CHUNK_WITH_LOGITS if chunk < CHUNK_WIDTHS[-1] else CHUNK]
             for _ in range(12):
                 step(each, [seq])
             each.release(seq)
@@ -238,17 +234,17 @@ def test_a_short_chunk_is_lines_of_one_pass(
 
 
 def test_tokens_of_a_chunk_see_each_other_and_nothing_later(kernels: bool) -> None:
-    """Our kernel finds what another of ours has written before."""
+    """The attention kernel reads what the write kernel has written before."""
     heads, pairs, size, before, count = 4, 2, 64, 30, 40
     kind = mx.bfloat16 if kernels else mx.float32
     shape = RowShape((KeyValueSpec(pairs, size, size),), kind, 1000)
-    pool = Pool(shape, 4, in_place=kernels, reads=kernels)
+    pool = KVPool(shape, 4, in_place=kernels, reads=kernels)
     q = mx.random.normal((before + count, heads, size)).astype(kind)
     k, v = (mx.random.normal((before + count, pairs, size)).astype(kind) for _ in "kv")
     for start, end in ((0, before), (before, before + count)):
         positions = mx.arange(start, end, dtype=mx.int32)
         table = mx.full((end - start, 1), 2, dtype=mx.int32)
-        step = PoolStep(pool, positions, positions + 2 * BLOCK, table, 128, chunk=True)
+        step = PagedBatch(pool, positions, positions + 2 * BLOCK_SIZE, table, 128, chunk=True)
         found = step.attend(0, q[start:end], k[start:end], v[start:end], ScoreParams(0.125))
         mx.eval(found)
     asked, keys, values = (np.array(one.astype(mx.float32), dtype=float) for one in (q, k, v))
@@ -264,11 +260,11 @@ def test_tokens_of_a_chunk_see_each_other_and_nothing_later(kernels: bool) -> No
 
 @pytest.mark.parametrize("window", [0, 20])
 def test_chunks_of_a_pass_see_their_own_row(kernels: bool, window: int) -> None:
-    """Lines between them are nobody's."""
+    """The tokens between the chunks are padding."""
     heads, pairs, size = 4, 2, 64
     kind = mx.bfloat16 if kernels else mx.float32
     shape = RowShape((KeyValueSpec(pairs, size, size, window=window),), kind, 1000)
-    pool = Pool(shape, 4, in_place=kernels, reads=kernels)
+    pool = KVPool(shape, 4, in_place=kernels, reads=kernels)
     q = mx.random.normal((4, 70, heads, size)).astype(kind)
     k, v = (mx.random.normal((4, 70, pairs, size)).astype(kind) for _ in "kv")
     asked, keys, values = (np.array(one.astype(mx.float32), dtype=float) for one in (q, k, v))
@@ -276,12 +272,12 @@ def test_chunks_of_a_pass_see_their_own_row(kernels: bool, window: int) -> None:
         lines: list[tuple[int, int] | None] = []
         for row, start, count in passes:
             lines += [(row, at) for at in range(start, start + count)]
-            lines += [None] * (padded(count) - count)
+            lines += [None] * (padded_tokens(count) - count)
         rows, at = zip(*[line or (pool.spare, 0) for line in lines], strict=True)
         which = mx.array([min(row, 3) for row in rows]), mx.array(at)
         table, positions = mx.array(rows, dtype=mx.int32)[:, None], mx.array(at, dtype=mx.int32)
-        slots = positions + BLOCK * table[:, 0]
-        step = PoolStep(pool, positions, slots, table, 128, chunk=True)
+        slots = positions + BLOCK_SIZE * table[:, 0]
+        step = PagedBatch(pool, positions, slots, table, 128, chunk=True)
         found = step.attend(0, q[which], k[which], v[which], ScoreParams(0.125))
         got = np.array(found.astype(mx.float32))
         for number, line in enumerate(lines):
@@ -297,7 +293,7 @@ def test_chunks_of_a_pass_see_their_own_row(kernels: bool, window: int) -> None:
 
 @dataclass(frozen=True)
 class Bare:
-    """Latent heads that absorb and open nothing."""
+    """Latent projections that do nothing."""
 
     rank: int
 
@@ -309,10 +305,10 @@ class Bare:
 
 
 def test_who_enters_in_one_pass_begins_beside_others(loaded: LoadedModel) -> None:
-    """And may leave before its first token, or fail and come back."""
+    """They may be released before their first token, or fail and be prefilled again."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
-    assert isinstance(engine._layout, InPool)
-    engine._layout.lined, engine._layout.batch.most = True, 64
+    assert isinstance(engine._layout, PagedLayout)
+    engine._layout.compiles_chunks, engine._layout.runner.max_width = True, 64
     prompts = [tuple((5 * n + n * n * salt) % 256 for n in range(20 * salt)) for salt in (1, 2, 3)]
 
     def alone(prompt: tuple[int, ...], count: int) -> list[int]:
@@ -331,7 +327,9 @@ def test_who_enters_in_one_pass_begins_beside_others(loaded: LoadedModel) -> Non
         for leaves in (True, False):
             seq = Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 20)
             enter(engine, seq)
-            assert (seq in engine._entered) == leaves  # the other finds all but its last token
+            assert (
+                seq in engine._prefill_logits
+            ) == leaves  # the other one finds all tokens but its last
             if leaves:
                 engine.release(seq)
         rows.append(seq)
@@ -339,21 +337,21 @@ def test_who_enters_in_one_pass_begins_beside_others(loaded: LoadedModel) -> Non
     with pytest.raises(RuntimeError, match="spoilt"), pytest.MonkeyPatch.context() as patch:
         seq = Sequence(b"", 1, (1, 2, 3), Options(temperature=0.0), 1, 20)
         enter(engine, seq)
-        patch.setattr(engine, "_draw", _spoilt)
+        patch.setattr(engine, "_sample", _spoilt)
         engine.decode([seq])
-    assert not engine._entered
+    assert not engine._prefill_logits
     engine.release(seq)
     enter(engine, Sequence(b"", 1, (4, 5, 6), Options(temperature=0.0), 1, 20))
-    assert len(engine._entered) == 1
-    if not engine._layout.together:
+    assert len(engine._prefill_logits) == 1
+    if not engine._layout.shares_arrays:
         for _ in range(5):
             step(engine, rows)
     for seq in rows:
         assert seq.ids == alone(seq.prompt, len(seq.ids))
     engine.close()
-    assert not engine._entered
+    assert not engine._prefill_logits
     engine.warm_up()
-    assert not engine._entered
+    assert not engine._prefill_logits
 
 
 def _spoilt(*args: Any, **others: Any) -> Any:
@@ -361,11 +359,11 @@ def _spoilt(*args: Any, **others: Any) -> Any:
 
 
 def test_chunks_of_several_rows_are_one_pass(loaded: LoadedModel) -> None:
-    """A prompt that is not done with it, one that has no more, new ones, two with a prefix hit."""
+    """Includes an unfinished prompt, a finished one, new ones and two with a prefix hit."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
     layout = engine._layout
-    assert isinstance(layout, InPool)
-    layout.lined = True
+    assert isinstance(layout, PagedLayout)
+    layout.compiles_chunks = True
     first = tuple((3 * n + n * n) % 256 for n in range(330))
     before = Sequence(b"", 1, first[:300], Options(temperature=0.0), 1, 20)
     enter(engine, before)
@@ -375,14 +373,14 @@ def test_chunks_of_several_rows_are_one_pass(loaded: LoadedModel) -> None:
     for seq in rows:
         engine.admit(seq)
     shares = [(seq, 200) for seq in rows]
-    assert engine.joint(shares) == len(rows)
+    assert engine.prefill_batch_size(shares) == len(rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout.batch, "chunk", _spoilt)
+        patch.setattr(layout.runner, "chunk", _spoilt)
         patch.setattr(layout, "forward", _spoilt)
-        done = engine.prefill_all(shares)
+        done = engine.prefill_batch(shares)
     assert done == [200, *[seq.length - 1 - seq.cached for seq in rows[1:]]]
     late, running = rows[0], rows[1:]
-    assert [seq in engine._entered for seq in rows] == [False, *[n > 0 for n in done[1:]]]
+    assert [seq in engine._prefill_logits for seq in rows] == [False, *[n > 0 for n in done[1:]]]
     while engine.prefill(late, 200):
         step(engine, running)
     for _ in range(3):
@@ -397,15 +395,15 @@ def test_chunks_of_several_rows_are_one_pass(loaded: LoadedModel) -> None:
 
 
 def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
-    """Which is not the last of it; and one that fails half-way leaves nothing of its rows."""
+    """The longest row is not the last; and a pass that fails empties its rows."""
     loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=8192)))
     engine, slow = engine_of(loaded, "pool", "off"), engine_of(loaded, "rows", "off")
     layout = engine._layout
-    assert isinstance(layout, InPool)
-    layout.lined = True
-    layout.batch.most = 128
-    layout.batch.warm(3, 4000, lambda: None)
-    warmed = set(layout.batch._pass._passes)
+    assert isinstance(layout, PagedLayout)
+    layout.compiles_chunks = True
+    layout.runner.max_width = 128
+    layout.runner.compile_ahead(3, 4000, lambda: None)
+    warmed = set(layout.runner._pass._passes)
     prompts = [tuple(n * n % 251 for n in range(size)) for size in (30, 3000, 20)]
     rows = [Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 20) for prompt in prompts]
     for seq in rows:
@@ -414,9 +412,9 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
         engine.prefill(rows[1], 2960 - rows[1].prefilled)
     shares = [(seq, 100) for seq in rows]
     with pytest.raises(RuntimeError, match="spoilt"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout.batch, "_computed", _spoilt)
-        engine.prefill_all(shares)
-    assert not engine._entered
+        patch.setattr(layout.runner, "_computed", _spoilt)
+        engine.prefill_batch(shares)
+    assert not engine._prefill_logits
     assert [engine._rows[seq].offset for seq in rows] == [0, 0, 0]
     for seq in rows:
         engine.release(seq)
@@ -424,9 +422,11 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
         engine.admit(seq)
     while rows[1].prefilled < 2960:
         engine.prefill(rows[1], 2960 - rows[1].prefilled)
-    assert engine.joint(shares) == (1 if layout.batch.gathers else 3)  # no kernel reads float32
-    assert engine.prefill_all(shares) == [29, 39, 19]
-    assert layout.batch.gathers or set(layout.batch._pass._passes) == warmed
+    assert engine.prefill_batch_size(shares) == (
+        1 if layout.runner.gathers else 3
+    )  # no kernel reads float32
+    assert engine.prefill_batch(shares) == [29, 39, 19]
+    assert layout.runner.gathers or set(layout.runner._pass._passes) == warmed
     step(engine, rows)
     for seq in rows:
         alone = Sequence(b"", 1, seq.prompt, Options(temperature=0.0), 1, 20)
@@ -438,7 +438,7 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
 def test_how_many_chunks_are_one_pass(loaded: LoadedModel) -> None:
     engine = engine_of(loaded, "pool", "off", blocks=200)
     layout = engine._layout
-    assert isinstance(layout, InPool)
+    assert isinstance(layout, PagedLayout)
 
     def shares(*sizes: int) -> list[tuple[Sequence, int]]:
         found = []
@@ -449,37 +449,39 @@ def test_how_many_chunks_are_one_pass(loaded: LoadedModel) -> None:
             found.append((seq, size))
         return found
 
-    assert engine.joint(shares(*[20] * 50)) == 1  # where lines are not compiled together
-    layout.lined, layout.batch.most = True, 2048
-    assert engine.joint(shares(*[15] * 50)) == ENTERING
-    assert engine.joint(shares(*[200] * 50)) == 2048 // padded(201)
-    assert engine.joint(shares(512, 512, 512)) == 1  # too much to look at
-    layout.batch.most = 512
-    assert engine.joint(shares(20, 300, 400, 20)) == 2
+    assert engine.prefill_batch_size(shares(*[20] * 50)) == 1  # where chunk passes are not compiled
+    layout.compiles_chunks, layout.runner.max_width = True, 2048
+    assert engine.prefill_batch_size(shares(*[15] * 50)) == MAX_PREFILL_ROWS
+    assert engine.prefill_batch_size(shares(*[200] * 50)) == 2048 // padded_tokens(201)
+    assert engine.prefill_batch_size(shares(512, 512, 512)) == 1  # too many query-key pairs
+    layout.runner.max_width = 512
+    assert engine.prefill_batch_size(shares(20, 300, 400, 20)) == 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "TABLES", 64)  # of blocks: two rows of 32 lines, with one block each
-        assert engine.joint(shares(20, 20, 20)) == 2
-        assert engine.joint(shares(20, 300, 20)) == 1
+        patch.setattr(
+            layouts, "MAX_TABLE_BLOCKS", 64
+        )  # of blocks: two rows of 32 lines, with one block each
+        assert engine.prefill_batch_size(shares(20, 20, 20)) == 2
+        assert engine.prefill_batch_size(shares(20, 300, 20)) == 1
     suspects = shares(20, 20, 20)
     suspects[1][0].suspect = True
-    assert engine.joint(suspects) == engine.joint(suspects[1:]) == 1
+    assert engine.prefill_batch_size(suspects) == engine.prefill_batch_size(suspects[1:]) == 1
     lost = shares(20, 20, 20)
     for seq, size in lost:
         engine.prefill(seq, size // 2)
     engine._rows[lost[1][0]].release()
-    assert engine.joint(lost) == 1
-    assert engine.joint(lost[1:]) == 1
+    assert engine.prefill_batch_size(lost) == 1
+    assert engine.prefill_batch_size(lost[1:]) == 1
     with pytest.raises(OutOfMemory, match="10 tokens were lost"):
-        engine.prefill_all(lost[1:2])
+        engine.prefill_batch(lost[1:2])
 
 
 @pytest.mark.parametrize("kernels", ["kernels"], indirect=True)
 def test_lines_are_read_by_the_kernel_as_by_operations(kernels: bool) -> None:
-    """Of a chunk, then of rows with one token each."""
+    """For a chunk, then for rows with one token each."""
     size, rank, heads, count, kind = 192, 128, 5, 40, mx.bfloat16
     shape = RowShape((LatentSpec(size, rank),), kind, 1000)
-    fast = Pool(shape, 4, in_place=True, reads=kernel_trials.kernels_read(shape))
-    exact = Pool(replace(shape, dtype=mx.float32), 4, in_place=False)
+    fast = KVPool(shape, 4, in_place=True, reads=kernel_trials.kernels_read(shape))
+    exact = KVPool(replace(shape, dtype=mx.float32), 4, in_place=False)
     bare: Any = Bare(rank)
     assert fast.reads
     for start, chunk in ((0, True), (count, False), (count + 1, False)):
@@ -490,8 +492,8 @@ def test_lines_are_read_by_the_kernel_as_by_operations(kernels: bool) -> None:
         table = mx.full((lines, 1), 2, dtype=mx.int32)
         found = []
         for pool in (fast, exact):
-            slots = positions + 2 * BLOCK
-            step = PoolStep(pool, positions, slots, table, 128, chunk=chunk)
+            slots = positions + 2 * BLOCK_SIZE
+            step = PagedBatch(pool, positions, slots, table, 128, chunk=chunk)
             inputs = [one.astype(pool.shape.dtype) for one in (q, line)]
             found.append(step.attend_latent(0, inputs[0], inputs[1], 0.1, bare).astype(mx.float32))
         assert mx.allclose(*found, 0.02, 0.03).item()
@@ -501,11 +503,11 @@ def test_lines_are_read_by_the_kernel_as_by_operations(kernels: bool) -> None:
 def test_joins_leaves_hits_and_evictions_change_no_token(
     loaded: LoadedModel, kernels: bool
 ) -> None:
-    """Against rows of their own; on a GPU for 10,000 steps."""
+    """Compares with rows with own arrays; on a GPU for 10,000 steps."""
     draw = random.Random(5)
     heads = [tuple(draw.randrange(256) for _ in range(700)) for _ in range(4)]
     engine, slow = engine_of(loaded, "pool", blocks=36), engine_of(loaded, "rows", "off")
-    assert isinstance(engine._layout, InPool)
+    assert isinstance(engine._layout, PagedLayout)
     pool = engine._layout.store._pool
     running: list[Sequence] = []
     done, steps = 0, 0
@@ -515,7 +517,9 @@ def test_joins_leaves_hits_and_evictions_change_no_token(
     assert pooled.reads == (kernels and getattr(pooled.shape.caches[0], "key_dim", 0) == 64)
     most = 10_000 if ON_GPU else 60 if kernels else 150  # the simulator is slow
     while steps < most:
-        while pool.free < 5 * (4 - len(running)) + 3 and engine.shrink(4):  # as compute does
+        while pool.free < 5 * (4 - len(running)) + 3 and engine.shrink(
+            4
+        ):  # as the compute thread does
             pass
         if len(running) < 4 and draw.random() < 0.1:
             new = []
@@ -524,8 +528,8 @@ def test_joins_leaves_hits_and_evictions_change_no_token(
                 prompt = draw.choice(heads)[: draw.randrange(1, longest)] + tail
                 options, count = Options(temperature=0.0), draw.randrange(1, last)
                 new.append(Sequence(b"", 1, prompt, options, 1, count))
-            # Where no kernel reads, a copy of its row for each line is slow; so is the simulator.
-            engine._layout.lined = ON_GPU or (not kernels and draw.random() < 0.3)
+            # Without kernels each token copies its row, which is slow; so is the simulator.
+            engine._layout.compiles_chunks = ON_GPU or (not kernels and draw.random() < 0.3)
             enter_together(engine, new)
             running += new
         if running:

@@ -1,7 +1,7 @@
-"""Rows that keep states through the engine: restore points, splits, cuts, preemption, lookahead.
+"""Rows with recurrent states in the engine: restore points, splits, preemption, lookahead.
 
-A state cannot be cut by tokens, so whatever the prefix cache gives back has to be a place where one
-was kept; every answer is compared with that of an engine that computes it from the beginning.
+A state cannot be divided by tokens, so the prefix cache can only restore positions with a snapshot;
+each answer is compared with that of an engine that computes it from the start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
-from mlxpool.worker.scheduling.sequence import RowFailed, Sequence  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
@@ -92,7 +92,7 @@ _answers: dict[tuple[tuple[int, ...], str], list[int]] = {}
 
 
 def afresh(loaded: LoadedModel, text: Text, seq: Sequence) -> list[int]:
-    """What an engine without any past answers."""
+    """Returns the answer of a new engine."""
     key = seq.prompt, str(seq.options)
     if key not in _answers:
         again = Sequence(b"", 1, seq.prompt, seq.options, seq.seed, seq.max_tokens)
@@ -125,7 +125,7 @@ def test_the_place_where_prompts_part_becomes_one(
 def test_long_prompts_have_restore_points_on_their_way(
     loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_cache, "EVERY", 16)
+    monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 16)
     engine, prompt = engine_of(loaded, text), prompt_of(75)
     prefill(engine, first := sequence(prompt), budget=10)
     engine.release(first)
@@ -158,7 +158,7 @@ def test_the_next_turn_goes_on_from_the_answer(
     engine.release(seq)
     turn = sequence((*seq.prompt, *seq.ids, 1, 2, 3))
     assert ids_of(engine, turn) == afresh(loaded, text, turn)
-    assert turn.cached == 26  # the last token drawn was never taken in, or taken back
+    assert turn.cached == 26  # the last sampled token was not computed, or removed again
 
 
 @AHEAD
@@ -212,16 +212,16 @@ def test_a_row_that_fails_costs_its_neighbours_nothing(
     for seq in rows:
         prefill(engine, seq)
     decode(engine, rows, 3)
-    draw, drawn = sampler.draw, 0
+    draw, drawn = sampler.sample_batch, 0
 
-    def damaged(logits: Any, *others: Any) -> sampler.Sampled:
+    def damaged(logits: Any, *others: Any) -> sampler.SamplerOutput:
         nonlocal drawn
         drawn += 1
         return draw(mx.where(mx.arange(3)[:, None] == 1, mx.nan, logits), *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampler, "draw", damaged)
-        with pytest.raises(RowFailed) as failed:
+        patch.setattr(sampler, "sample_batch", damaged)
+        with pytest.raises(SequenceFailed) as failed:
             decode(engine, rows, 3)
     assert drawn and failed.value.sequence is rows[1]
     engine.release(rows.pop(1))
@@ -252,7 +252,7 @@ def test_a_step_that_fails_half_way_leaves_nothing_of_it(
 
 
 def one_state(loaded: LoadedModel) -> int:
-    """Bytes of the states of all layers, once."""
+    """Returns the bytes of one snapshot of all layers."""
     return sum(
         4 * int(np.prod(shape))
         for cache in loaded.folder.plan.caches
@@ -300,7 +300,7 @@ def test_deterministic_is_refused(loaded: LoadedModel) -> None:
 
 
 class Crowd:
-    """Requests whose prompts share beginnings, at work in one engine, in a random order."""
+    """Runs requests with shared prefixes in one engine, in a random order."""
 
     def __init__(self, engine: ModelEngine, seed: int) -> None:
         self.engine, self.draw = engine, random.Random(seed)
@@ -349,7 +349,7 @@ class Crowd:
             seq.preempt()
 
     def _cancel(self) -> None:
-        """It is cut off and comes again, as a resume of what it has."""
+        """Cancels a request and resumes it with the tokens that it has."""
         running = self.prefilling + self.decoding
         if running:
             self._back(seq := self.draw.choice(running))

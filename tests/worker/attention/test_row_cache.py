@@ -1,4 +1,4 @@
-"""The kinds of layers that a row has: what comes back is what was written, whatever the order."""
+"""The layer kinds of a row return what was written, in any order of operations."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.attention import Span, Step, seen  # noqa: E402
-from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.attention.dot_product import causal_attention  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.layers.cache_specs import (  # noqa: E402
     CacheSpec,
@@ -25,12 +26,12 @@ from mlxpool.worker.layers.cache_specs import (  # noqa: E402
 CHUNK = 40
 
 
-def row_of(*caches: CacheSpec, capacity: int = 4000) -> Row:
-    return Row(RowShape(caches, mx.float32, capacity, CHUNK))
+def row_of(*caches: CacheSpec, capacity: int = 4000) -> RowCache:
+    return RowCache(RowShape(caches, mx.float32, capacity, CHUNK))
 
 
 def lines(start: int, count: int, heads: int, size: int) -> Any:
-    """[1, heads, count, size]: every number says its token."""
+    """Returns [1, heads, count, size], where each number encodes its token."""
     tokens = mx.arange(start, start + count).astype(mx.float32)
     return mx.broadcast_to(tokens[None, None, :, None], (1, heads, count, size))
 
@@ -46,7 +47,7 @@ STEPS = st.lists(st.one_of(st.integers(1, CHUNK), st.just(-1)), max_size=60)
 @given(STEPS, st.sampled_from([1, 2, 7, 300]))
 @settings(max_examples=60)
 def test_a_window_shows_what_each_token_sees(steps: list[int], window: int) -> None:
-    """A step of -1 takes one token back, as a token in flight is."""
+    """A step of -1 removes one token, like a token in flight."""
     row, before = row_of(KeyValueSpec(2, 3, 5, window)), 0
     for step in steps:
         if step < 0:
@@ -75,7 +76,7 @@ def test_a_window_takes_no_more_than_it_says() -> None:
 @given(st.integers(1, 500), st.integers(0, 500))
 @settings(max_examples=25)
 def test_a_window_is_kept_and_filled_again(tokens: int, window: int) -> None:
-    """What `part` gave of one row goes on in another as if it had been written there."""
+    """Parts of one row continue in another as if they had been written there."""
     one, other = (row_of(KeyValueSpec(1, 2, 2, window + 1)) for _ in range(2))
     while one.offset < tokens:
         count = min(CHUNK, tokens - one.offset)
@@ -114,7 +115,7 @@ def test_a_state_goes_back_by_two_steps(back: int) -> None:
 
 
 def running_sum(inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The sum of all tokens so far, for each row."""
+    """A scan that sums all tokens of each row."""
     total = mx.cumsum(inputs[0], axis=1) + state[0][:, None]
     return total, (total[:, -1],)
 
@@ -123,8 +124,8 @@ def running_sum(inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, t
 def test_rows_recur_alone_and_together(counts: Sequence[Sequence[int]]) -> None:
     rows = [row_of(RecurrentSpec(((2,),))) for _ in range(2)]
     for each in counts:
-        spans = [Span(row, count) for row, count in zip(rows, each, strict=True) if count]
-        step = Step(spans, logits=False)
+        spans = [RowSpan(row, count) for row, count in zip(rows, each, strict=True) if count]
+        step = RowBatch(spans, logits=False)
         x = mx.concatenate(
             [mx.full((span.count, 2), 1.0 + rows.index(span.row)) for span in spans]  # type: ignore[arg-type]
         )
@@ -141,14 +142,14 @@ def test_rows_recur_alone_and_together(counts: Sequence[Sequence[int]]) -> None:
 def test_scores_in_parts_are_those_in_one(
     window: int, cap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries are taken a few at a time where the scores would be too many."""
+    """Queries are computed in parts when there would be too many scores."""
     mx.random.seed(3)
     q = mx.random.normal((30, 4, 8))
     keys, values = mx.random.normal((1, 2, 50, 8)), mx.random.normal((1, 2, 50, 8))
     scores = ScoreParams(8**-0.5, softcap=cap)
-    whole = seen(q, keys, values, scores, window)
-    monkeypatch.setattr("mlxpool.worker.attention.attention.SCORES", 4 * 50 * 7)
-    assert mx.allclose(seen(q, keys, values, scores, window), whole, atol=1e-6)
+    whole = causal_attention(q, keys, values, scores, window)
+    monkeypatch.setattr("mlxpool.worker.attention.dot_product.MAX_SCORES", 4 * 50 * 7)
+    assert mx.allclose(causal_attention(q, keys, values, scores, window), whole, atol=1e-6)
     ends = mx.arange(20, 50)[:, None]
     seen_by = (mx.arange(50) <= ends) & ((mx.arange(50) > ends - window) | (window == 0))
     products = mx.einsum("nhd,hld->hnl", q * 8**-0.5, mx.repeat(keys[0], 2, axis=0))
@@ -160,11 +161,11 @@ def test_scores_in_parts_are_those_in_one(
 
 @pytest.mark.parametrize("count", [1, 9])
 def test_attention_written_out_is_the_kernel_s(count: int) -> None:
-    """Where a cap so large that it bends nothing makes the difference; sinks included."""
+    """A softcap too large to have an effect selects the unfused operations; with sinks."""
     mx.random.seed(4)
     q = mx.random.normal((count, 4, 8))
     keys, values = mx.random.normal((1, 2, 30, 8)), mx.random.normal((1, 2, 30, 8))
     for sinks in (None, mx.random.normal((4,))):
-        expected = seen(q, keys, values, ScoreParams(8**-0.5, sinks), 12)
-        found = seen(q, keys, values, ScoreParams(8**-0.5, sinks, softcap=1e4), 12)
+        expected = causal_attention(q, keys, values, ScoreParams(8**-0.5, sinks), 12)
+        found = causal_attention(q, keys, values, ScoreParams(8**-0.5, sinks, softcap=1e4), 12)
         assert mx.allclose(found, expected, atol=1e-4)

@@ -14,8 +14,8 @@ from mlxpool.worker.compute.outbox import MAX_UNTAKEN_STEPS
 from mlxpool.worker.compute.passes import MAX_FAILED_JOINT_PASSES
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.prompt.interface import Opened
-from mlxpool.worker.scheduling.block_manager import BLOCK, blocks_of
-from mlxpool.worker.scheduling.sequence import Drawn
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
+from mlxpool.worker.scheduling.sequence import SampledToken
 from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
 from support.counting_checker import expected_ids, text_of
 from support.pool import until
@@ -91,16 +91,16 @@ class Clumsy(CountingEngine):
     asked: ClassVar[list[int]] = []
     says = True
 
-    def joint(self, shares: Any) -> int:
+    def prefill_batch_size(self, shares: Any) -> int:
         if not self.says:
             raise KeyError("a row")
-        return super().joint(shares)
+        return super().prefill_batch_size(shares)
 
-    def prefill_all(self, shares: Any) -> list[int]:
+    def prefill_batch(self, shares: Any) -> list[int]:
         self.asked.append(len(shares))
         if len(shares) > 1:
             raise RuntimeError("several")
-        return super().prefill_all(shares)
+        return super().prefill_batch(shares)
 
 
 @pytest.mark.parametrize("says", [True, False])
@@ -216,7 +216,9 @@ def test_a_token_that_cannot_be_committed_ends_its_own_stream_only(
 ) -> None:
     commit = Generation.commit
 
-    def fails_late(generation: Generation, drawn: Drawn, eos: frozenset[int], now: float) -> Delta:
+    def fails_late(
+        generation: Generation, drawn: SampledToken, eos: frozenset[int], now: float
+    ) -> Delta:
         delta = commit(generation, drawn, eos, now)
         if generation.sequence.id[0] == 2 and len(generation.sequence.ids) == 3:
             raise RuntimeError("broken text")
@@ -277,10 +279,10 @@ class Narrow(CountingEngine):
         self.left -= freed
         return freed
 
-    def decode(self, rows: Any) -> list[Drawn]:
-        held = sum(blocks_of(row.length + 1) for row in self.rows)
+    def decode(self, rows: Any) -> list[SampledToken]:
+        held = sum(blocks_for(row.length + 1) for row in self.rows)
         self.most = max(self.most, held)
-        assert all(row.blocks >= blocks_of(row.length + 1) for row in rows)
+        assert all(row.blocks >= blocks_for(row.length + 1) for row in rows)
         assert held + self.left <= self.capacity
         return super().decode(rows)
 
@@ -288,10 +290,10 @@ class Narrow(CountingEngine):
 def test_rows_that_outgrow_the_memory_are_preempted_and_readmitted() -> None:
     harness = ComputeHarness(engine=Narrow).ready()
     for name in range(4):
-        harness.admit(name, count=3 * BLOCK + 7 * name)
+        harness.admit(name, count=3 * BLOCK_SIZE + 7 * name)
     found = harness.until_ended(set(range(4)))
     for name, rows in found.items():
-        assert ids_of(rows) == expected_ids("x", name, 3 * BLOCK + 7 * name)
+        assert ids_of(rows) == expected_ids("x", name, 3 * BLOCK_SIZE + 7 * name)
         assert end_of(rows)["reason"] == "length"
         assert [row.facts is not None for row in rows] == [True] + [False] * (len(rows) - 1)
     assert harness.progress.preemptions >= 2
@@ -300,25 +302,25 @@ def test_rows_that_outgrow_the_memory_are_preempted_and_readmitted() -> None:
 
 def test_a_prompt_beyond_the_capacity_is_refused_with_the_numbers() -> None:
     harness = ComputeHarness(engine=Narrow).ready()
-    harness.admit(1, prompt="y" * 6 * BLOCK)
-    harness.admit(2, prompt="y" * (5 * BLOCK - 10), count=5)
+    harness.admit(1, prompt="y" * 6 * BLOCK_SIZE)
+    harness.admit(2, prompt="y" * (5 * BLOCK_SIZE - 10), count=5)
     found = harness.until_ended({1, 2})
     error = end_of(found[1])
     assert error["code"] == "out_of_memory" and "need 7 blocks of 256 tokens" in error["message"]
     assert error["details"] == {
-        "prompt_tokens": 6 * BLOCK,
-        "need_tokens": 7 * BLOCK,
-        "capacity_tokens": 6 * BLOCK,
+        "prompt_tokens": 6 * BLOCK_SIZE,
+        "need_tokens": 7 * BLOCK_SIZE,
+        "capacity_tokens": 6 * BLOCK_SIZE,
     }
     assert end_of(found[2])["reason"] == "length"
 
 
 def test_a_single_row_that_fills_the_memory_ends_with_the_numbers() -> None:
     harness = ComputeHarness(engine=Narrow).ready()
-    harness.admit(1, count=7 * BLOCK)
+    harness.admit(1, count=7 * BLOCK_SIZE)
     rows = harness.until_ended({1})[1]
     assert end_of(rows)["code"] == "out_of_memory"
-    assert len(ids_of(rows)) >= 6 * BLOCK - 3
+    assert len(ids_of(rows)) >= 6 * BLOCK_SIZE - 3
     harness.admit(2, count=3)
     assert end_of(harness.until_ended({2})[2])["reason"] == "length"
 
@@ -340,7 +342,7 @@ def test_a_deadline_ends_a_run_in_any_phase() -> None:
 class Short(CountingEngine):
     """Raises the error of a failed MLX allocation in every step with sequence 2."""
 
-    def decode(self, rows: Any) -> list[Drawn]:
+    def decode(self, rows: Any) -> list[SampledToken]:
         if any(row.id[0] == 2 for row in rows):
             raise RuntimeError("[malloc] Unable to allocate 123 bytes.")
         return super().decode(rows)
@@ -367,21 +369,21 @@ class Losing(CountingEngine):
     beside = False  # the device works on a step ahead
     error: Exception = RuntimeError("unspecified launch failure")
 
-    def sound(self) -> bool:
+    def device_works(self) -> bool:
         return self.well
 
-    def ahead(self) -> bool:
+    def step_in_flight(self) -> bool:
         return self.beside
 
     def admit(self, seq: Any) -> None:
         self._hit("admit", [seq])
         super().admit(seq)
 
-    def prefill_all(self, shares: Any) -> list[int]:
+    def prefill_batch(self, shares: Any) -> list[int]:
         self._hit("joint" if len(shares) > 1 else "prefill", [seq for seq, _ in shares])
-        return super().prefill_all(shares)
+        return super().prefill_batch(shares)
 
-    def decode(self, rows: Any) -> list[Drawn]:
+    def decode(self, rows: Any) -> list[SampledToken]:
         self._hit("decode", rows)
         return super().decode(rows)
 

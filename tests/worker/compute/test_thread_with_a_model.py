@@ -12,17 +12,17 @@ import pytest
 
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.worker.compute.messages import Rows, Unusable
-from mlxpool.worker.engine.factory import Source
+from mlxpool.worker.engine.factory import ModelSource
 from mlxpool.worker.prompt.interface import Opened
-from mlxpool.worker.scheduling.block_manager import BLOCK
-from mlxpool.worker.scheduling.sequence import Drawn
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE
+from mlxpool.worker.scheduling.sequence import SampledToken
 from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
 from support.pool import until
 from support.worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.layouts import InSlabs  # noqa: E402
+from mlxpool.worker.attention.layouts import SlabLayout  # noqa: E402
 from mlxpool.worker.engine import backend  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
@@ -48,21 +48,21 @@ def source_of(
     *,
     deterministic: bool = False,
     **settings: Any,
-) -> Callable[[ModelConfig], Source]:
+) -> Callable[[ModelConfig], ModelSource]:
     """Opens the folder with an engine of these settings, without its warm-up, which takes long."""
 
-    def open_source(config: ModelConfig) -> Source:
+    def open_source(config: ModelConfig) -> ModelSource:
         found = inspect(folder)
         text = Text.from_folder(found)
 
         def build(on_progress: object) -> Engine:
             loaded = load(found, deterministic=deterministic)
             engine = kind(loaded, text, **{"blocks": 40, **settings})
-            engine.warm_up = lambda moved=None: None  # type: ignore[method-assign]
+            engine.warm_up = lambda on_progress=None: None  # type: ignore[method-assign]
             return engine
 
         opened = Opened("", found.context, found.plan.vocab_size, text)
-        return Source(opened, build, config.sequences)
+        return ModelSource(opened, build, config.sequences)
 
     return open_source
 
@@ -122,11 +122,11 @@ class Failing(ModelEngine):
     place = ""
     hit = False
 
-    def prefill_all(self, shares: Any) -> list[int]:
+    def prefill_batch(self, shares: Any) -> list[int]:
         self._aim([seq for seq, _ in shares])
-        return super().prefill_all(shares)
+        return super().prefill_batch(shares)
 
-    def decode(self, rows: Any) -> list[Drawn]:
+    def decode(self, rows: Any) -> list[SampledToken]:
         self._aim(rows)
         return super().decode(rows)
 
@@ -137,7 +137,7 @@ class Failing(ModelEngine):
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
     """MLX raises at the evaluation or while the step is built."""
-    evaluate, draw = mx.eval, sampler.draw
+    evaluate, draw = mx.eval, sampler.sample_batch
 
     def fail_at(place: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -149,7 +149,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
         return call
 
     monkeypatch.setattr(mx, "eval", fail_at("eval", evaluate))
-    monkeypatch.setattr(sampler, "draw", fail_at("build", draw))
+    monkeypatch.setattr(sampler, "sample_batch", fail_at("build", draw))
     return Failing
 
 
@@ -175,7 +175,7 @@ def test_a_device_works_while_it_computes(
 ) -> None:
     loaded = load(inspect(folder), deterministic=False)
     engine = ModelEngine(loaded, Text.from_folder(loaded.folder), blocks=40)
-    assert engine.sound()
+    assert engine.device_works()
 
     def numbers(count: int) -> Any:
         if spoiled == "raises":
@@ -183,7 +183,7 @@ def test_a_device_works_while_it_computes(
         return mx.zeros(count)
 
     monkeypatch.setattr(mx, "arange", numbers)
-    assert not engine.sound()
+    assert not engine.device_works()
 
 
 def test_a_device_out_of_memory_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_a_device_out_of_memory_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
 
     monkeypatch.setattr(mx, "arange", full)
-    assert backend.computes()
+    assert backend.device_computes()
 
 
 @pytest.mark.parametrize("place", ["eval", "build"])
@@ -204,7 +204,7 @@ def test_a_lost_device_ends_the_worker_and_no_request(
     size: int,
 ) -> None:
     harness = ComputeHarness(source=source_of(folder, failing)).ready()
-    monkeypatch.setattr(backend, "computes", lambda: False)
+    monkeypatch.setattr(backend, "device_computes", lambda: False)
     failing.place = place
     harness.admit(2, prompt_of(size), 500, **GREEDY)
     while isinstance(mail := harness.mail.get(timeout=PATIENCE), Rows):
@@ -221,9 +221,9 @@ def test_a_lost_device_ends_the_worker_and_no_request(
         (16, 1, 15),
         (16, 15, 1),
         (None, 1, 1),
-        (None, BLOCK - 1, 1),
-        (None, BLOCK, BLOCK),
-        (None, 2 * BLOCK, 1),
+        (None, BLOCK_SIZE - 1, 1),
+        (None, BLOCK_SIZE, BLOCK_SIZE),
+        (None, 2 * BLOCK_SIZE, 1),
         (None, 2047, 1),
         (600, 500, 100),
     ],
@@ -243,7 +243,7 @@ def test_sizes_that_just_fit(
 class Growing(ModelEngine):
     """Has CAPACITY blocks, and LEFT from the step on in which a row holds GROWN tokens."""
 
-    CAPACITY, LEFT, GROWN = 7, 2, 3 * BLOCK
+    CAPACITY, LEFT, GROWN = 7, 2, 3 * BLOCK_SIZE
     outside = 0  # bytes that the process is said to take beside MLX
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -256,7 +256,7 @@ class Growing(ModelEngine):
         self.memory()
         assert self.blocks == blocks
 
-    def decode(self, rows: Any) -> list[Drawn]:
+    def decode(self, rows: Any) -> list[SampledToken]:
         if self.blocks > self.LEFT and any(seq.length >= self.GROWN for seq in rows):
             self._grow_to(self.LEFT)
         return super().decode(rows)
@@ -267,9 +267,9 @@ def test_running_rows_keep_their_promised_blocks_when_capacity_shrinks(
     folder: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Growing, "outside", 0)
-    monkeypatch.setattr(backend, "outside_mlx", lambda: Growing.outside)
+    monkeypatch.setattr(backend, "non_mlx_bytes", lambda: Growing.outside)
     harness = ComputeHarness(source=source_of(folder, Growing, blocks=None, prefix=prefix)).ready()
-    sizes = {0: (3 * BLOCK - 10, BLOCK + 30), 1: (2 * BLOCK - 5, BLOCK + 30)}
+    sizes = {0: (3 * BLOCK_SIZE - 10, BLOCK_SIZE + 30), 1: (2 * BLOCK_SIZE - 5, BLOCK_SIZE + 30)}
     for name, (size, count) in sizes.items():
         admit(harness, name, size, count)
     found = harness.until_ended(set(sizes))
@@ -277,10 +277,10 @@ def test_running_rows_keep_their_promised_blocks_when_capacity_shrinks(
         assert end_of(found[name])["reason"] == "length", end_of(found[name])
         assert len(ids_of(found[name])) == count
     assert harness.progress.preemptions >= 1
-    assert harness.progress.memory["capacity_tokens"] == Growing.LEFT * BLOCK
-    admit(harness, 3, 2 * BLOCK, 2 * BLOCK)  # who comes now is told what there is now
+    assert harness.progress.memory["capacity_tokens"] == Growing.LEFT * BLOCK_SIZE
+    admit(harness, 3, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE)  # who comes now is told what there is now
     error = end_of(harness.until_ended({3})[3])
-    assert error["details"]["capacity_tokens"] == Growing.LEFT * BLOCK
+    assert error["details"]["capacity_tokens"] == Growing.LEFT * BLOCK_SIZE
 
 
 class Books(ModelEngine):
@@ -317,4 +317,4 @@ def test_many_cancels_deadlines_and_prefix_hits_in_little_memory(folder: Path, p
     assert engine.memory().prefix <= blocks * engine._block_bytes
     if prefix != "single":
         layout = engine._layout
-        assert not isinstance(layout, InSlabs) or layout.slabs.nbytes == 0
+        assert not isinstance(layout, SlabLayout) or layout.slabs.nbytes == 0

@@ -1,4 +1,4 @@
-"""The counting model: its formula is a promise to checkers in any language."""
+"""The counting model: its formula is public, for checkers in any language."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_engine_draws_what_the_formula_says_also_in_the_middle() -> None:
     resumed = row()
     resumed.ids += [5, 6]
     engine.admit(resumed)
-    assert engine.prefill_all([(resumed, 100)]) == [4]
+    assert engine.prefill_batch([(resumed, 100)]) == [4]
     assert engine.decode([resumed])[0].token == token_at([1, 2, 3], 9, 2, 50_000)
     assert engine.memory().kv > 0
     engine.release(resumed)

@@ -1,4 +1,4 @@
-"""The embedded model: whole, small, consistent, and as good as its card says. Needs no MLX."""
+"""The embedded model is complete, small, consistent and as good as its card says. Needs no MLX."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokenizer() -> Tokenizer:
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    """The weights of a Llama with these sizes and tied embeddings."""
+    """Returns the weight shapes of a Llama with these sizes and tied embeddings."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]

@@ -1,4 +1,4 @@
-"""The engine: chunks, lookahead, the company of others and cancels change no token."""
+"""The engine: chunks, lookahead, batching and cancels change no token."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention.contiguous import Slabs  # noqa: E402
-from mlxpool.worker.attention.layouts import LAYOUTS, InPool, InSlabs  # noqa: E402
-from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.attention.layouts import LAYOUTS, PagedLayout, SlabLayout  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.slabs import Slabs  # noqa: E402
 from mlxpool.worker.engine import backend  # noqa: E402
 from mlxpool.worker.engine import engine as engine_module  # noqa: E402
-from mlxpool.worker.engine.base import HEAP  # noqa: E402
+from mlxpool.worker.engine.base import HEAP_GROWTH  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
 from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
-from mlxpool.worker.scheduling.sequence import Drawn, RowFailed, Sequence  # noqa: E402
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
@@ -39,7 +39,7 @@ MIXTURE: list[dict[str, Any]] = [
 ]
 
 
-GROWING = "slabs"  # a layout that takes memory as rows grow; a pool takes all at once
+GROWING = "slabs"  # a layout that allocates as rows grow; a pool allocates all at once
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def mixture(max_tokens: int = 30) -> list[Sequence]:
 
 
 def slabs_of(engine: ModelEngine) -> Slabs:
-    assert isinstance(engine._layout, InSlabs)
+    assert isinstance(engine._layout, SlabLayout)
     return engine._layout.slabs
 
 
@@ -85,8 +85,8 @@ def prefill(engine: ModelEngine, seq: Sequence, budget: int = 2048) -> list[int]
     return chunks
 
 
-def decode(engine: ModelEngine, rows: list[Sequence], steps: int = 1) -> list[Drawn]:
-    drawn: list[Drawn] = []
+def decode(engine: ModelEngine, rows: list[Sequence], steps: int = 1) -> list[SampledToken]:
+    drawn: list[SampledToken] = []
     for _ in range(steps):
         line = engine.decode(rows)
         assert [one.sequence for one in line] == rows
@@ -156,7 +156,7 @@ def test_lookahead_gives_the_same_log_probabilities(loaded: LoadedModel, text: T
 
 
 def staggered(engine: ModelEngine) -> list[list[int]]:
-    """Rows join, pause, leave and end at different steps."""
+    """Admits, pauses, releases and finishes rows at different steps."""
     rows = mixture(max_tokens=14)
     running: list[Sequence] = []
     for step in range(40):
@@ -236,7 +236,7 @@ def test_an_end_of_sequence_that_is_not_appended(loaded: LoadedModel, text: Text
     engine, seq = ModelEngine(loaded, text, lookahead=True), sequence(prompt_of(20))
     prefill(engine, seq)
     decode(engine, [seq], 5)
-    engine.decode([seq])  # say this was the end of sequence
+    engine.decode([seq])  # as if this was the end-of-sequence token
     engine.release(seq)
     follow_up = sequence((*prompt_of(20), *seq.ids, 9, 9))
     ids = ids_of(engine, follow_up)
@@ -284,7 +284,7 @@ def test_memory_tells_rows_from_prefixes(loaded: LoadedModel, text: Text) -> Non
 
 
 def transient(engine: ModelEngine, seq: Sequence) -> int:
-    """What a decode step needs beyond what is there before and after it."""
+    """Returns the bytes of a decode step beyond those before and after it."""
     decode(engine, [seq], 2)
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -294,7 +294,7 @@ def transient(engine: ModelEngine, seq: Sequence) -> int:
 
 
 def test_no_step_copies_the_cache(loaded: LoadedModel, text: Text) -> None:
-    """What a decode step needs for a while does not grow with the allocated cache."""
+    """The activation memory of a decode step does not grow with the allocated cache."""
     needs, sizes = [], []
     for blocks in (4, 256):
         engine = ModelEngine(loaded, text, lookahead=False, layout="slabs")
@@ -313,7 +313,7 @@ def test_no_step_copies_the_cache(loaded: LoadedModel, text: Text) -> None:
 def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
     loaded: LoadedModel, text: Text, layout: str, lookahead: bool
 ) -> None:
-    """With lookahead its token in flight is of the row that it gave back."""
+    """With lookahead its token in flight belongs to the released row."""
     for prefix in ("tree", "off"):
         for salt in range(len(MIXTURE)):
             expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
@@ -336,14 +336,16 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
 def test_capacity_is_what_the_limit_leaves(
     loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "outside_mlx", lambda: 0)  # what others leave in the heap varies
+    monkeypatch.setattr(
+        backend, "non_mlx_bytes", lambda: 0
+    )  # what other tests leave in the heap varies
     block = 256 * 2 * 2 * 8 * 4 * 2
     small, large = (
         ModelEngine(loaded, text, limit=size * 2**30, layout=GROWING) for size in (2, 4)
     )
     for engine in (small, large):
         engine.warm_up()
-    left = 2 * 2**30 * 15 / 16  # one part is for freed buffers
+    left = 2 * 2**30 * 15 / 16  # a sixteenth is for freed buffers
     assert large.blocks - small.blocks == pytest.approx(left / block, rel=0.01)
     assert 0 < small.blocks < 2 * 2**30 // block
     with pytest.raises(ModelLoadFailed, match=r"limit is 1000 bytes.*leaves 0 blocks of 256"):
@@ -354,18 +356,18 @@ def test_capacity_is_what_the_limit_leaves(
 def test_a_pool_leaves_room_for_what_a_step_needs(
     loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is allocated whole, which is done again once that is known."""
-    monkeypatch.setattr(backend, "outside_mlx", lambda: 0)
+    """A pool is allocated at once, and again when the activation memory is known."""
+    monkeypatch.setattr(backend, "non_mlx_bytes", lambda: 0)
     limit = 2**26
     engine = ModelEngine(loaded, text, layout="pool", sequences=2, prefix_bytes=2**30, limit=limit)
     before = engine._layout.blocks
     outside = mx.get_active_memory() - before * engine._block_bytes
     engine.warm_up()
-    assert isinstance(engine._layout, InPool)
+    assert isinstance(engine._layout, PagedLayout)
     now = mx.get_active_memory() - outside
-    assert now == pytest.approx(engine._layout.pool.nbytes, rel=0.05)  # the first one has gone
+    assert now == pytest.approx(engine._layout.pool.nbytes, rel=0.05)  # the first pool was freed
     assert engine.blocks == engine._layout.blocks < before
-    taken = loaded.weight_bytes + engine._layout.pool.nbytes + engine._transient
+    taken = loaded.weight_bytes + engine._layout.pool.nbytes + engine._activation_bytes
     assert limit * 0.9 < taken <= limit
     assert engine.memory().prefix == engine.memory().kv == 0
 
@@ -379,20 +381,22 @@ def test_what_the_process_takes_beside_mlx_is_kept_from_the_rows(
         nonlocal freed
         freed = 0
 
-    monkeypatch.setattr(backend, "outside_mlx", lambda: live + freed)
-    monkeypatch.setattr(backend, "trim", trim)
+    monkeypatch.setattr(backend, "non_mlx_bytes", lambda: live + freed)
+    monkeypatch.setattr(backend, "trim_heap", trim)
     engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
     engine.warm_up()
     blocks = engine.blocks
-    free = 2**30 * 15 // 16 - loaded.weight_bytes - engine._transient - engine._layout.spare
-    assert blocks == (free - live - HEAP) // engine._block_bytes  # what was freed counts for none
-    live, freed = live + HEAP, HEAP
+    free = 2**30 * 15 // 16 - loaded.weight_bytes - engine._activation_bytes - engine._layout.spare
+    assert (
+        blocks == (free - live - HEAP_GROWTH) // engine._block_bytes
+    )  # freed memory does not count
+    live, freed = live + HEAP_GROWTH, HEAP_GROWTH
     engine.memory()
     assert (engine.blocks, freed) == (blocks, 0)
     live += 10 * engine._block_bytes
     engine.memory()
     assert engine.blocks == blocks - 10
-    live -= HEAP
+    live -= HEAP_GROWTH
     engine.memory()
     assert engine.blocks == blocks
 
@@ -402,9 +406,9 @@ def test_the_heap_is_trimmed_now_and_then_on_a_cpu(
     engine: ModelEngine, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, trims: int
 ) -> None:
     calls: list[None] = []
-    monkeypatch.setattr(engine_module, "CLEAR_EVERY", 3)
+    monkeypatch.setattr(engine_module, "CLEAR_INTERVAL", 3)
     monkeypatch.setattr(backend, "on_gpu", lambda: on_gpu)
-    monkeypatch.setattr(backend, "trim", lambda: calls.append(None))
+    monkeypatch.setattr(backend, "trim_heap", lambda: calls.append(None))
     seq = sequence(prompt_of(10))
     prefill(engine, seq)
     decode(engine, [seq], 8)
@@ -416,7 +420,7 @@ def test_a_capacity_that_shrinks_takes_from_the_prefix_cache(
     loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = 0
-    monkeypatch.setattr(backend, "outside_mlx", lambda: outside)
+    monkeypatch.setattr(backend, "non_mlx_bytes", lambda: outside)
     engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
     for salt in range(3):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
@@ -465,11 +469,11 @@ def test_what_a_running_row_began_from_goes_last(loaded: LoadedModel, text: Text
 
 
 def test_few_blocks_leave_some_for_the_prefix_cache(loaded: LoadedModel, text: Text) -> None:
-    engine = ModelEngine(loaded, text, blocks=4)  # fewer than a slab has
+    engine = ModelEngine(loaded, text, blocks=4)  # fewer than those of a slab
     first, beside = sequence(prompt_of(300)), sequence(prompt_of(10))
     prefill(engine, beside)
     ids_of(engine, first, 3)
-    assert engine.prefix_blocks() == 2 and engine._left() == 3 * engine._block_bytes
+    assert engine.prefix_blocks() == 2 and engine._bytes_left() == 3 * engine._block_bytes
 
 
 def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: Text) -> None:
@@ -477,7 +481,7 @@ def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: Text) -> None:
         engine = ModelEngine(loaded, text, context=context, layout="slabs")
         moves: list[int] = []
         engine.warm_up(lambda moves=moves: moves.append(1))  # type: ignore[misc]
-        assert len(moves) == 1 + 1 + 8  # the chunks, every option, widths of a decode step
+        assert len(moves) == 1 + 1 + 8  # chunks, a step with every option, decode widths
         assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
         assert slabs_of(engine).nbytes == 0
         assert engine.prefix.hits + engine.prefix.misses == 0
@@ -490,7 +494,7 @@ def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
     write_weights(path, weights)
     engine, seq = ModelEngine(load(inspect(path))), sequence((1, 2))
     prefill(engine, seq)
-    with pytest.raises(RowFailed, match="after 2 tokens are no numbers"):
+    with pytest.raises(SequenceFailed, match="after 2 tokens are no numbers"):
         engine.decode([seq])
 
 
@@ -542,7 +546,7 @@ def test_where_rows_are_apart_a_failed_step_hits_its_own_alone(
 
 
 def test_a_row_refuses_more_than_its_capacity() -> None:
-    row = Row(RowShape((KeyValueSpec(1, 2, 2),), mx.float32, 10))
+    row = RowCache(RowShape((KeyValueSpec(1, 2, 2),), mx.float32, 10))
     keys: Callable[[int], Any] = lambda count: mx.zeros((1, 1, count, 2))  # noqa: E731
     row.write(0, keys(10), keys(10))
     row.advance(10)

@@ -1,4 +1,4 @@
-"""Models that only mlx-lm knows, through our engine: the same tokens as mlx-lm alone."""
+"""Models that only mlx-lm supports give the tokens of mlx-lm in our engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from mlxpool.worker.diagnose.check import check  # noqa: E402
 from mlxpool.worker.engine import factory  # noqa: E402
 from mlxpool.worker.engine.description import quantisation  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
-from mlxpool.worker.engine.mlx_lm_engine import ZooEngine, load  # noqa: E402
+from mlxpool.worker.engine.mlx_lm_engine import MlxLmEngine, load  # noqa: E402
 from mlxpool.worker.layers.cache_kinds import FullCache, StateCache  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
-from mlxpool.worker.scheduling.sequence import RowFailed, Sequence  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.weights import mlx_lm_models  # noqa: E402
 from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
         sliding_window=WINDOW,
         sliding_window_pattern=2,
     ),
-    # states alone, and no bound of the context
+    # states only, unbounded context
     "mamba": {
         "model_type": "falcon_mamba",
         "vocab_size": 264,
@@ -73,15 +73,15 @@ def prompt_of(size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Checked:
-    """A model and what mlx-lm answers to each of PROMPTS."""
+    """A model and mlx-lm's answers to PROMPTS."""
 
     folder: ModelFolder
     model: Any
     ids: list[list[int]]
     logits: np.ndarray  # [prompts, STEPS, V]
 
-    def engine(self, prefix: str = "tree", **settings: Any) -> ZooEngine:
-        return ZooEngine(self.model, self.folder, prefix=prefix, **settings)
+    def engine(self, prefix: str = "tree", **settings: Any) -> MlxLmEngine:
+        return MlxLmEngine(self.model, self.folder, prefix=prefix, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def sequence(prompt: tuple[int, ...], restore_at: int = 0, **raw: Any) -> Sequen
 
 def prefill(engine: Engine, seq: Sequence, budget: int = 2048) -> None:
     engine.admit(seq)
-    while any(engine.prefill_all([(seq, budget)])):
+    while any(engine.prefill_batch([(seq, budget)])):
         pass
 
 
@@ -179,7 +179,7 @@ def test_prefixes_are_found_again(case: str, prefix: str, checked: dict[str, Che
 
 @every
 def test_what_is_kept_is_not_written_to(case: str, checked: dict[str, Checked]) -> None:
-    """Three go on from one place in a stream, where windows are rings that are written in place."""
+    """Three sequences continue from one prefix; ring buffers of windows are written in place."""
     one = checked[case]
     engine, prompt = one.engine(), prompt_of(PROMPTS[0])
     begun = sequence(prompt)
@@ -237,7 +237,7 @@ def test_a_row_that_fails_costs_its_neighbours_nothing(
     for seq in rows:
         prefill(engine, seq)
     sample = sampler.sample
-    with monkeypatch.context() as patch, pytest.raises(RowFailed) as failed:
+    with monkeypatch.context() as patch, pytest.raises(SequenceFailed) as failed:
         damaged = mx.array([0.0, np.nan, 0.0])[:, None]
         patch.setattr(sampler, "sample", lambda logits, draws: sample(logits + damaged, draws))
         engine.decode(rows)
@@ -271,10 +271,10 @@ def test_memory_is_measured_at_load(checked: dict[str, Checked]) -> None:
     token = 2 * 2 * 8 * 4 * 2  # layers, heads, size, bytes, keys and values
     assert len(moves) == 2
     assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
-    assert (engine._block_bytes, engine._per_row) == (256 * token, 0)
+    assert (engine._block_bytes, engine._row_bytes) == (256 * token, 0)
     states = checked["mamba"].engine()
     states.warm_up()
-    assert (states._block_bytes, states._per_row) == (1, 2 * (64 * 8 + 3 * 64) * 4 - 1)
+    assert (states._block_bytes, states._row_bytes) == (1, 2 * (64 * 8 + 3 * 64) * 4 - 1)
     with pytest.raises(ModelLoadFailed, match=r"limit is 1000 bytes.*leaves 0 blocks"):
         checked["phi3"].engine(limit=1000).warm_up()
 
@@ -313,7 +313,7 @@ def test_what_is_known_without_loading(checked: dict[str, Checked]) -> None:
 
 
 def test_what_check_says_of_it(checked: dict[str, Checked]) -> None:
-    """No figure of what only mlx-lm's code knows."""
+    """The report has no numbers that only mlx-lm's code knows."""
     path = str(checked["phi3"].folder.path)
     report = check("m", ModelConfig(path=path), machine=True)
     assert report["problems"] == []
@@ -349,7 +349,7 @@ def test_the_catalogue_opens_it_and_limits_stay(checked: dict[str, Checked]) -> 
     source = factory.open_source(ModelConfig(path=path, context=100))
     seen: list[tuple[int, int]] = []
     engine = source.load(lambda tensors, size: seen.append((tensors, size)))
-    assert isinstance(engine, ZooEngine) and engine.context == source.opened.context == 100
+    assert isinstance(engine, MlxLmEngine) and engine.context == source.opened.context == 100
     assert seen[-1][1] == engine.memory().weights
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
     with pytest.raises(ModelLoadFailed, match=r"deterministic = true is not built for .*'phi3'"):
@@ -357,11 +357,11 @@ def test_the_catalogue_opens_it_and_limits_stay(checked: dict[str, Checked]) -> 
 
 
 def test_importing_mlx_lm_lowers_no_limit() -> None:
-    """In a new process, as here it may be imported already."""
+    """Runs in a new process, because here it may be imported already."""
     code = (
         "import resource; before = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
-        "from mlxpool.worker.engine.mlx_lm_engine import limits_kept\n"
-        "with limits_kept():\n    import mlx_lm\n"
+        "from mlxpool.worker.engine.mlx_lm_engine import open_file_limit_kept\n"
+        "with open_file_limit_kept():\n    import mlx_lm\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == before\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 64\n"

@@ -1,4 +1,4 @@
-"""A whole engine with every kernel of ours, beside one without any; by simt.py where no GPU is."""
+"""Compares an engine with all our kernels to one without; simulated by simt.py without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention import layouts  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.scheduling.sequence import Drawn, Sequence  # noqa: E402
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from support import simt  # noqa: E402
@@ -62,7 +62,7 @@ USUAL, WORST = 0.1, 0.5  # nats that rounding to bfloat16 costs, with kernels an
 
 
 def halved(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Numbers that bfloat16 holds."""
+    """Returns weights rounded to bfloat16."""
     return {
         name: array if array.dtype == np.uint32 else np.array(rounded(array))
         for name, array in weights.items()
@@ -74,7 +74,7 @@ def rounded(array: np.ndarray) -> Any:
 
 
 def quantised(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The linear layers in groups of 64 numbers of 4 bits."""
+    """Quantises the linear layers to 4 bits in groups of 64."""
     stored = {}
     for name, array in weights.items():
         if not name.endswith("proj.weight"):
@@ -86,8 +86,8 @@ def quantised(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return stored
 
 
-def drawn(engine: ModelEngine, called: set[str], *, fused: bool) -> list[list[Drawn]]:
-    """What three rows draw, and one that begins as the first did, which the tree has by then."""
+def drawn(engine: ModelEngine, called: set[str], *, fused: bool) -> list[list[SampledToken]]:
+    """Returns the tokens of three rows, and of one with a prefix that the tree has by then."""
     options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
     rows = [Sequence(b"", 1, prompt, options, 11, STEPS) for prompt in PROMPTS]
     for seq in rows:
@@ -101,7 +101,7 @@ def drawn(engine: ModelEngine, called: set[str], *, fused: bool) -> list[list[Dr
         steps.append(engine.decode(rows))
         assert (
             not fused or "rms_norm" not in called
-        )  # products of few lines do it, and the sums, too
+        )  # products of few tokens compute norms and sums
         called |= before
         for one in steps[-1]:
             one.sequence.ids.append(one.token)
@@ -121,7 +121,7 @@ def drawn(engine: ModelEngine, called: set[str], *, fused: bool) -> list[list[Dr
 def test_every_kernel_in_an_engine_changes_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logprobs are those of float32 but for rounding, as long as the tokens before them are."""
+    """Logprobs equal those of float32 but for rounding, while the tokens before are equal."""
     changes, packed, expected = MODELS[name]
     weights = random_weights(config(**changes))
     if packed:
@@ -133,11 +133,11 @@ def test_every_kernel_in_an_engine_changes_nothing(
     loaded = load(folder)
     machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
     with machine as called:
-        monkeypatch.setattr(layouts, "_in_place", lambda shape, on_gpu: True)
+        monkeypatch.setattr(layouts, "_writes_in_place", lambda shape, on_gpu: True)
         engine = ModelEngine(loaded, layout="pool", lookahead=False, blocks=30)
         assert engine.layout == "pool, own kernels"
         ours = drawn(engine, called, fused="latent_attention" not in expected)
-    assert called == (set() if ON_GPU else expected)  # a GPU does not tell
+    assert called == (set() if ON_GPU else expected)  # a GPU does not report it
     errors = []
     for row, other in zip(ours, plain, strict=True):
         for mine, theirs in zip(row, other, strict=True):

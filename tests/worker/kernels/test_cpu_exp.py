@@ -1,4 +1,4 @@
-"""exp by sums and products, against float64."""
+"""exp by sums and products, compared with float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ mx = pytest.importorskip("mlx.core")
 
 from mlxpool.worker.attention import softmax  # noqa: E402
 from mlxpool.worker.kernels import cpu_exp  # noqa: E402
-from mlxpool.worker.kernels.cpu_exp import LEAST, LOWEST  # noqa: E402
+from mlxpool.worker.kernels.cpu_exp import MIN_ARGUMENT, MIN_SIZE  # noqa: E402
 
 on_cpu = pytest.mark.skipif(
     mx.default_device().type == mx.DeviceType.gpu, reason="a GPU has an exp of its own"
@@ -20,7 +20,7 @@ on_cpu = pytest.mark.skipif(
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with a compiler; without one the same numbers come more slowly."""
+    """Behaves as with a compiler; without one the same numbers take longer."""
     monkeypatch.setattr(cpu_exp, "vectorised", lambda: True)
 
 
@@ -41,24 +41,26 @@ def test_exp_is_exact_enough_wherever_it_counts() -> None:
     exact = np.exp(x.astype(np.float64))
     relative = np.abs(got / exact - 1)
     assert relative[x >= -10].max() < 5e-6
-    assert relative[x >= LOWEST].max() < 2e-4
-    assert (got[x < LOWEST] > 0).all() and (got[x < LOWEST] < 1e-30).all()  # MLX's own gives 0
+    assert relative[x >= MIN_ARGUMENT].max() < 2e-4
+    assert (got[x < MIN_ARGUMENT] > 0).all() and (
+        got[x < MIN_ARGUMENT] < 1e-30
+    ).all()  # MLX's own gives 0
     assert got[x == 0].tolist() == [1.0] * int((x == 0).sum())
 
 
 @on_cpu
 @pytest.mark.usefixtures("fast")
 def test_what_is_no_number_stays_none() -> None:
-    """A poisoned score must be seen, not weighed."""
-    x = mx.concatenate([mx.full((LEAST,), -1.0), mx.array([mx.nan, -mx.inf])])
+    """NaN in scores must stay visible."""
+    x = mx.concatenate([mx.full((MIN_SIZE,), -1.0), mx.array([mx.nan, -mx.inf])])
     got = np.array(cpu_exp.exp_below(x))
-    assert np.isnan(got[LEAST]) and 0 <= got[LEAST + 1] < 1e-30
+    assert np.isnan(got[MIN_SIZE]) and 0 <= got[MIN_SIZE + 1] < 1e-30
 
 
 @on_cpu
 @pytest.mark.usefixtures("fast")
 def test_swiglu_beside_float64() -> None:
-    gate = np.random.default_rng(1).normal(0, 8, (8, LEAST)).astype(np.float32)
+    gate = np.random.default_rng(1).normal(0, 8, (8, MIN_SIZE)).astype(np.float32)
     gate[0, :4] = 0, 120, -120, -0.0
     up = np.random.default_rng(2).normal(0, 2, gate.shape).astype(np.float32)
     got = np.array(cpu_exp.swiglu(mx.array(gate), mx.array(up)), dtype=np.float64)
@@ -72,14 +74,14 @@ def test_swiglu_beside_float64() -> None:
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("beside", [0, 3])
 def test_averages_are_those_of_the_softmax(beside: int) -> None:
-    """`beside` scores take their part of it and give nothing."""
+    """`beside` scores take part in the softmax and have no value."""
     draw = np.random.default_rng(beside)
     scores = draw.normal(0, 5, (2, 3, 40, 50 + beside)).astype(np.float32)
     scores[:, :, :, 10] = -np.inf
     values = draw.normal(size=(2, 3, 50, 8)).astype(np.float32)
     shares = np.exp(scores.astype(np.float64) - scores.max(-1, keepdims=True))
     exact = (shares / shares.sum(-1, keepdims=True))[..., :50] @ values
-    got = np.array(softmax.averaged(mx.array(scores), mx.array(values)))
+    got = np.array(softmax.softmax_average(mx.array(scores), mx.array(values)))
     assert np.abs(got - exact).max() < 1e-5
 
 
@@ -87,11 +89,11 @@ def test_averages_are_those_of_the_softmax(beside: int) -> None:
 def test_without_a_compiler_exp_is_that_of_mlx(compiled: None) -> None:
     mx.disable_compile()
     assert not cpu_exp.vectorised()
-    x = mx.full((LEAST,), -2.5)
+    x = mx.full((MIN_SIZE,), -2.5)
     assert mx.array_equal(cpu_exp.exp_below(x), mx.exp(x)).item()
 
 
 def test_few_numbers_and_other_types_are_left_to_mlx(fast: None) -> None:
-    assert cpu_exp.serves(mx.zeros((LEAST,)))
-    assert not cpu_exp.serves(mx.zeros((LEAST - 1,)))
-    assert not cpu_exp.serves(mx.zeros((LEAST,), dtype=mx.bfloat16))
+    assert cpu_exp.supports(mx.zeros((MIN_SIZE,)))
+    assert not cpu_exp.supports(mx.zeros((MIN_SIZE - 1,)))
+    assert not cpu_exp.supports(mx.zeros((MIN_SIZE,), dtype=mx.bfloat16))

@@ -1,4 +1,4 @@
-"""Compiled kernels lie where MLX looks for them, under its names."""
+"""Compiled kernels are stored where MLX looks for them, under its names."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.kernels import kernel_builder, kernel_cache, nvrtc, rms_norm  # noqa: E402
-from mlxpool.worker.kernels.kernel_cache import Text  # noqa: E402
+from mlxpool.worker.kernels.kernel_cache import KernelText  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
-TEXT = Text(
+TEXT = KernelText(
     "mlxpool_add", ("x", "slots", "one"), ("out", "count"), "// head\n", "// slots_shape\n{}"
 )
 KINDS = ((mx.bfloat16, True), (mx.int32, True), (mx.float32, False))
@@ -58,7 +58,7 @@ extern "C" unsigned long hash(const char* text, unsigned long size) {
 
 
 class Compiled:
-    """In the place of NVIDIA's compiler: it knows what it was asked for."""
+    """A fake of NVIDIA's compiler that records its calls."""
 
     version, architecture = "13.0", "sm_90a"
 
@@ -75,26 +75,26 @@ class Compiled:
 
 @pytest.fixture
 def lay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Compiled], None]]:
-    """Lays TEXT's machine code, of the compiler that it is given, into the folder `cache`."""
+    """Stores the machine code of TEXT from a given compiler in the folder `cache`."""
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "cache"))
-    kernel_cache.edition.cache_clear()
+    kernel_cache.build_key.cache_clear()
 
     def done(compiler: Compiled) -> None:
         monkeypatch.setattr(kernel_cache, "_compiler", lambda: compiler)
-        kernel_cache._lay.cache_clear()
-        made = kernel_cache.stored(TEXT, lambda **given: given)
+        kernel_cache._compile_to_disk.cache_clear()
+        made = kernel_cache.with_disk_cache(TEXT, lambda **given: given)
         x, slots, one = mx.zeros((2,), mx.bfloat16), mx.zeros((3,), mx.int32), mx.array(1.0)
         for _ in range(2):
             given = made(inputs=[x, slots, one], output_dtypes=[*OUTPUTS], grid=(1, 1, 1))
             assert set(given) == {"inputs", "output_dtypes", "grid"}
 
     yield done
-    kernel_cache._lay.cache_clear()
-    kernel_cache.edition.cache_clear()
+    kernel_cache._compile_to_disk.cache_clear()
+    kernel_cache.build_key.cache_clear()
 
 
 def test_the_text_is_mlxs_to_a_letter() -> None:
-    assert kernel_cache.code_of(TEXT, KINDS, OUTPUTS) == CODE
+    assert kernel_cache.kernel_code(TEXT, KINDS, OUTPUTS) == CODE
 
 
 def test_the_hash_is_that_of_gnus_library(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_machine_code_is_laid_once(lay: Callable[[Compiled], None], tmp_path: Pa
     files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
     kernels = b"mlx::core::cu::custom_kernel_mlxpool_add\t_Zmangled\n"
     mark = hashlib.sha256(b"machine code").hexdigest()
-    listed = kernels + f"# {mark}\n".encode()  # MLX heeds lines with a tab alone
+    listed = kernels + f"# {mark}\n".encode()  # MLX reads only lines with a tab
     assert files == {f"{name}.ptx": b"machine code", f"{name}.txt": listed}
 
 
@@ -142,7 +142,7 @@ def test_what_is_damaged_is_laid_again(
 def test_an_upgrade_in_place_lays_nothing_under_the_old_name(
     lay: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel_cache.edition()
+    kernel_cache.build_key()
     monkeypatch.setattr(kernel_cache, "_texts", lambda: "those of tomorrow")
     compiler = Compiled()
     lay(compiler)
@@ -173,10 +173,10 @@ def test_the_folder_is_mlxs(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert kernel_cache.folder() == Path(where.replace("VERSION", version("mlx")))
+    assert kernel_cache.cache_folder() == Path(where.replace("VERSION", version("mlx")))
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", "")
     with pytest.raises(OSError, match="MLX_PTX_CACHE_DIR is empty"):
-        kernel_cache.folder()
+        kernel_cache.cache_folder()
 
 
 @pytest.mark.parametrize(
@@ -214,20 +214,20 @@ def test_a_folder_that_cannot_be_made_costs_nothing(
 
 
 def test_other_texts_have_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = kernel_cache.edition()
-    for path in kernel_cache.ROOM.glob("*.cu*"):
+    before = kernel_cache.build_key()
+    for path in kernel_cache.CUDA_FOLDER.glob("*.cu*"):
         shutil.copy(path, tmp_path)
-    monkeypatch.setattr(kernel_cache, "ROOM", tmp_path)
-    kernel_cache.edition.cache_clear()
-    assert kernel_cache.edition() == before
+    monkeypatch.setattr(kernel_cache, "CUDA_FOLDER", tmp_path)
+    kernel_cache.build_key.cache_clear()
+    assert kernel_cache.build_key() == before
     (tmp_path / "rms_norm.cu").write_text((tmp_path / "rms_norm.cu").read_text() + "// changed\n")
-    kernel_cache.edition.cache_clear()
-    assert kernel_cache.edition() != before
+    kernel_cache.build_key.cache_clear()
+    assert kernel_cache.build_key() != before
     monkeypatch.undo()
     monkeypatch.setattr(kernel_cache, "version", lambda _: "0.33.0")
-    kernel_cache.edition.cache_clear()
-    assert kernel_cache.edition() != before
-    kernel_cache.edition.cache_clear()
+    kernel_cache.build_key.cache_clear()
+    assert kernel_cache.build_key() != before
+    kernel_cache.build_key.cache_clear()
 
 
 def test_nvidias_compiler_takes_a_kernel_and_says_what_is_wrong(
@@ -235,18 +235,18 @@ def test_nvidias_compiler_takes_a_kernel_and_says_what_is_wrong(
 ) -> None:
     if simt.nvidia() is None:
         pytest.skip("nvidia-cuda-nvrtc is not installed, which compiles kernels on Linux")
-    texts: list[Text] = []
+    texts: list[KernelText] = []
 
-    def kept(text: Text, made: Any) -> Any:
+    def kept(text: KernelText, made: Any) -> Any:
         texts.append(text)
         return made
 
-    monkeypatch.setattr(kernel_builder, "stored", kept)
+    monkeypatch.setattr(kernel_builder, "with_disk_cache", kept)
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: None)
     rms_norm._kernel.__wrapped__(2048, 256, 1e-5, mx.bfloat16)
     kinds = tuple((mx.bfloat16, True) for _ in range(3))
     assert simt.compiled(texts[0], kinds, (mx.bfloat16, mx.bfloat16)) > 1000
-    wrong = Text("mlxpool_wrong", ("x",), ("out",), "", "out[0] = nothing;")
+    wrong = KernelText("mlxpool_wrong", ("x",), ("out",), "", "out[0] = nothing;")
     with pytest.raises(RuntimeError, match=r'NVRTC_ERROR_COMPILATION.*"nothing" is undefined'):
         simt.compiled(wrong, kinds[:1], (mx.float32,))
 
@@ -289,7 +289,7 @@ def test_headers_are_found_beside_mlx_or_where_the_system_has_them(
 
 @pytest.mark.skipif(not ON_GPU, reason="MLX has no CUDA GPU here")
 def test_mlx_reads_what_lies_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no machine code in the place of a kernel's is what MLX stumbles over."""
+    """MLX fails on a stored file that is no machine code, so it reads these files."""
     x = mx.ones((1, 96), mx.bfloat16)
     laid: list[Path] = []
     write = kernel_cache._write

@@ -1,4 +1,4 @@
-"""Our CUDA kernels: on a GPU where there is one, else some of the cases by simt.py."""
+"""Our CUDA kernels: all cases on a GPU, some of them with simt.py without one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention.attention import Rotation  # noqa: E402
+from mlxpool.worker.attention.rotary import RotaryEmbedding  # noqa: E402
 from mlxpool.worker.kernels import (  # noqa: E402
     block_write,
     dequantise,
@@ -30,12 +30,12 @@ from mlxpool.worker.kernels import (  # noqa: E402
     rms_norm,
     sampling,
 )
-from mlxpool.worker.kernels.matmul_small import Around  # noqa: E402
+from mlxpool.worker.kernels.matmul_small import FusedOps  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.layers.interface import Rope  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
-from mlxpool.worker.sampling.batch import Company  # noqa: E402
-from mlxpool.worker.scheduling.block_manager import BLOCK  # noqa: E402
+from mlxpool.worker.sampling.batch import SamplingBatch  # noqa: E402
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -58,13 +58,13 @@ runs = pytest.mark.usefixtures("machine")
 
 
 def cases(few: Iterable[Any], more: Iterable[Any]) -> list[Any]:
-    """`few` everywhere, and more on a GPU: the simulator is slow."""
+    """Returns `few` cases, and more on a GPU: the simulator is slow."""
     few = list(few)
     return [*few, *(one for one in more if ON_GPU and one not in few)]
 
 
 def test_constants_are_declared_in_c() -> None:
-    found = kernel_builder.declared({"A": 3, "B": True, "C": 0.125, "N": mx.bfloat16})
+    found = kernel_builder.declarations({"A": 3, "B": True, "C": 0.125, "N": mx.bfloat16})
     assert found == (
         "constexpr int A = 3;\nconstexpr bool B = true;\nconstexpr float C = 0.125f;\n"
         "using N = __nv_bfloat16;\n"
@@ -72,21 +72,21 @@ def test_constants_are_declared_in_c() -> None:
 
 
 def test_a_kernel_is_named_by_its_file() -> None:
-    names, file = kernel_builder.body("rms_norm", ["x", "y"]).splitlines()
+    names, file = kernel_builder.source_text("rms_norm", ["x", "y"]).splitlines()
     assert (names.strip(), Path(file.split('"')[1]).name) == ("//", "rms_norm.cu")
-    assert kernel_builder.body("paged_attention", ["q", "table"]).startswith(
+    assert kernel_builder.source_text("paged_attention", ["q", "table"]).startswith(
         "// q_strides table_shape\n"
     )
-    for every in kernel_cache.ROOM.glob("*.cu*"):
+    for every in kernel_cache.CUDA_FOLDER.glob("*.cu*"):
         text = every.read_text()
         assert text.count("{") == text.count("}") > 0
 
 
 def test_how_rows_are_parted() -> None:
-    assert paged_attention.parts_of(1, 64) == 1
-    assert paged_attention.parts_of(8, 2000) == 8
-    assert paged_attention.parts_of(512, 100_000) == 1
-    assert paged_attention.parts_of(8, 10**6) == 64
+    assert paged_attention.parts_for(1, 64) == 1
+    assert paged_attention.parts_for(8, 2000) == 8
+    assert paged_attention.parts_for(512, 100_000) == 1
+    assert paged_attention.parts_for(8, 10**6) == 64
     assert [
         paged_attention.warps_of(8, 512),
         paged_attention.warps_of(512, 512),
@@ -116,21 +116,21 @@ def test_how_a_weight_is_cut() -> None:
 
 
 def test_what_the_kernels_serve() -> None:
-    assert paged_attention.serves(32, 8, 128, 128, mx.bfloat16)
-    assert not paged_attention.serves(32, 8, 128, 128, mx.float32)
-    assert not paged_attention.serves(34, 2, 128, 128, mx.bfloat16)
-    assert not paged_attention.serves(32, 8, 72, 72, mx.bfloat16)
-    assert float32_attention.serves(32, 8, 128, 128, mx.float32)
-    assert rms_norm.serves(64, mx.bfloat16) == sampling.serves(1000, mx.float32) == ON_GPU
-    assert not rms_norm.serves(100, mx.bfloat16)
-    assert matmul_small.serves(8, 2048, 4096, mx.bfloat16) == ON_GPU
-    assert not matmul_small.serves(matmul_tiled.MOST_LINES + 1, 2048, 4096, mx.bfloat16)
-    assert not matmul_tiled.serves(64, 4096, 28672, mx.bfloat16)
-    assert matmul_4bit.serves(8, 4096, 2048, 64, mx.bfloat16) == ON_GPU
-    assert not matmul_4bit.serves(8, 4096, 2048, 128, mx.bfloat16)
-    assert dequantise.serves(4, 64, mx.bfloat16) == ON_GPU
-    assert not dequantise.serves(4, 64, mx.float32)
-    assert not matmul_small.serves(8, 2050, 4096, mx.bfloat16)
+    assert paged_attention.supports(32, 8, 128, 128, mx.bfloat16)
+    assert not paged_attention.supports(32, 8, 128, 128, mx.float32)
+    assert not paged_attention.supports(34, 2, 128, 128, mx.bfloat16)
+    assert not paged_attention.supports(32, 8, 72, 72, mx.bfloat16)
+    assert float32_attention.supports(32, 8, 128, 128, mx.float32)
+    assert rms_norm.supports(64, mx.bfloat16) == sampling.supports(1000, mx.float32) == ON_GPU
+    assert not rms_norm.supports(100, mx.bfloat16)
+    assert matmul_small.supports(8, 2048, 4096, mx.bfloat16) == ON_GPU
+    assert not matmul_small.supports(matmul_tiled.MAX_TOKENS + 1, 2048, 4096, mx.bfloat16)
+    assert not matmul_tiled.supports(64, 4096, 28672, mx.bfloat16)
+    assert matmul_4bit.supports(8, 4096, 2048, 64, mx.bfloat16) == ON_GPU
+    assert not matmul_4bit.supports(8, 4096, 2048, 128, mx.bfloat16)
+    assert dequantise.supports(4, 64, mx.bfloat16) == ON_GPU
+    assert not dequantise.supports(4, 64, mx.float32)
+    assert not matmul_small.supports(8, 2050, 4096, mx.bfloat16)
 
 
 def test_a_kernel_that_fails_is_told_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,9 +139,9 @@ def test_a_kernel_that_fails_is_told_and_not_used(caplog: pytest.LogCaptureFixtu
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.cuda, "is_available", lambda: True)
-        assert not kernel_builder.works("this", fails)
-        assert not kernel_builder.works("that", lambda: False)
-        assert kernel_builder.works("all", lambda: True)
+        assert not kernel_builder.kernel_works("this", fails)
+        assert not kernel_builder.kernel_works("that", lambda: False)
+        assert kernel_builder.kernel_works("all", lambda: True)
     assert [record.message for record in caplog.records] == [
         "our CUDA kernel for this does not work here, the slow way is taken: no such instruction",
         "our CUDA kernel for that gives something else here, the slow way is taken",
@@ -149,12 +149,12 @@ def test_a_kernel_that_fails_is_told_and_not_used(caplog: pytest.LogCaptureFixtu
 
 
 class Rows:
-    """Rows of these tokens in a pool whose spare memory is poisoned."""
+    """Rows in a pool whose unused memory is NaN."""
 
     def __init__(self, pairs: int, size: int, dtype: Any, lengths: Sequence[int] = LENGTHS) -> None:
         count = len(lengths)
         blocks = count * WIDTH
-        shape = (blocks, pairs, BLOCK, size)
+        shape = (blocks, pairs, BLOCK_SIZE, size)
         self.pools = [mx.full(shape, float("nan"), dtype=dtype) for _ in "kv"]
         self.table = mx.random.permutation(blocks).reshape(count, WIDTH).astype(mx.int32)
         self.fresh = [mx.random.normal((count, pairs, size)).astype(dtype) for _ in "kv"]
@@ -165,20 +165,20 @@ class Rows:
             old = [mx.random.normal((length - 1, pairs, size)).astype(dtype) for _ in "kv"]
             if length > 1:
                 places = mx.arange(length - 1)
-                slots = self.table[row][places // BLOCK] * BLOCK + places % BLOCK
+                slots = self.table[row][places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
                 for pool, one in zip(self.pools, old, strict=True):
-                    mx.eval(block_write.write(pool, one, slots.astype(mx.int32)))
+                    mx.eval(block_write.write_tokens(pool, one, slots.astype(mx.int32)))
             self.old.append(old)
 
-    def places(self, longest: int) -> paged_attention.Places:
-        arrived = mx.zeros((paged_attention.FILL,), dtype=mx.int32)
-        return paged_attention.Places(self.positions, self.table, arrived, longest)
+    def places(self, longest: int) -> paged_attention.AttentionMetadata:
+        arrived = mx.zeros((paged_attention.FULL_GPU_BLOCKS,), dtype=mx.int32)
+        return paged_attention.AttentionMetadata(self.positions, self.table, arrived, longest)
 
     def written(self, row: int) -> list[Any]:
-        """The new key and value as the pool has them."""
+        """Returns the new key and value in the pool."""
         at = LENGTHS[row] - 1
-        block = self.table[row, at // BLOCK]
-        return [_numbers(pool[block, :, at % BLOCK]) for pool in self.pools]
+        block = self.table[row, at // BLOCK_SIZE]
+        return [_numbers(pool[block, :, at % BLOCK_SIZE]) for pool in self.pools]
 
 
 def _numbers(array: Any) -> Any:
@@ -186,7 +186,7 @@ def _numbers(array: Any) -> Any:
 
 
 def _turned(x: Any, position: int, rope: Rope | None) -> Any:
-    """x [heads, size] in float64, rotated by mx.fast.rope's rules."""
+    """Returns x [heads, size] in float64, rotated like mx.fast.rope."""
     if rope is None:
         return x
     half = rope.dims // 2
@@ -207,7 +207,7 @@ def _turned(x: Any, position: int, rope: Rope | None) -> Any:
 
 
 def _expected(q: Any, keys: Any, values: Any, scores: ScoreParams, window: int) -> Any:
-    """q [H, D], keys and values [L, KV, D] -> [H, D] in float64."""
+    """Returns attention [H, D] in float64 of q [H, D], keys and values [L, KV, D]."""
     start = max(0, keys.shape[0] - window) if window else 0
     keys, values = keys[start:], values[start:]
     group = q.shape[0] // keys.shape[1]
@@ -251,7 +251,7 @@ FEW = [
 def test_the_kernel_is_attention(
     size: int, group: int, dtype: str, rope: str, window: int, sinks: bool
 ) -> None:
-    """Against float64, for lengths at and around every border, with poisoned spare memory."""
+    """Compares with float64, for lengths around all boundaries, with NaN in unused memory."""
     kind, pairs, turn = getattr(mx, dtype), 2, ROPES[rope](size)
     mx.random.seed(size + group)
     rows = Rows(pairs, size, kind)
@@ -259,7 +259,7 @@ def test_the_kernel_is_attention(
     mx.eval(every)
     rows.fresh = [every[:, pairs * group : -pairs], every[:, -pairs:]]  # views, as a model has them
     scores = ScoreParams(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
-    for longest in (paged_attention.LEAST, 1500):
+    for longest in (paged_attention.MIN_PART_TOKENS, 1500):
         places = rows.places(longest)
         out = paged_attention.attend(
             every[:, : pairs * group],
@@ -268,11 +268,11 @@ def test_the_kernel_is_attention(
             (rows.pools[0], rows.pools[1]),
             places,
             scores,
-            Rotation(rows.positions).turns(turn) if turn else None,
+            RotaryEmbedding(rows.positions).turns(turn) if turn else None,
             window,
         )
         mx.eval(out)
-        assert not mx.any(places.arrived).item()  # as it was, for the next layer
+        assert not mx.any(places.arrived).item()  # reset for the next layer
         for row, length in enumerate(LENGTHS):
             key = _turned(_numbers(rows.fresh[0][row]), length - 1, turn)
             value = _numbers(rows.fresh[1][row])
@@ -303,9 +303,9 @@ CHUNKS = [
 def test_tokens_of_a_row_read_it_together(
     size: int, group: int, count: int, dtype: str, window: int, sinks: bool
 ) -> None:
-    """Behind many tokens and few, the last lines nobody's."""
+    """After many and few tokens, with padding at the end."""
     kind, pairs, turn = getattr(mx, dtype), 2, Rope(size, 10_000.0)
-    tokens = paged_attention.tokens_of(group, count)
+    tokens = paged_attention.tokens_per_matrix(group, count)
     assert tokens == math.gcd({4: 4, 3: 4, 8: 2, 1: 16, 2: 8, 7: 2}[group], count)
     scores = ScoreParams(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
     mx.random.seed(size + group)
@@ -320,18 +320,18 @@ def test_tokens_of_a_row_read_it_together(
         positions = mx.concatenate([slots[:real], mx.zeros((nobody,))]).astype(mx.int32)
         for pool, old in zip(rows.pools, rows.fresh, strict=True):
             at = before + real - 1  # the last of the row's tokens is there, too
-            slot = rows.table[0, at // BLOCK] * BLOCK + at % BLOCK
-            mx.eval(block_write.write(pool, old, slot[None].astype(mx.int32)))
+            slot = rows.table[0, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+            mx.eval(block_write.write_tokens(pool, old, slot[None].astype(mx.int32)))
         keys, values = (
             np.concatenate([_numbers(old), _numbers(new[0])[None]])
             for old, new in zip(rows.old[0], rows.fresh, strict=True)
         )
-        places = paged_attention.Places(
-            positions, table, mx.zeros((paged_attention.FILL,), dtype=mx.int32), 1300
+        places = paged_attention.AttentionMetadata(
+            positions, table, mx.zeros((paged_attention.FULL_GPU_BLOCKS,), dtype=mx.int32), 1300
         )
         out = paged_attention.attend(
             q, q[:, :pairs], q[:, :pairs], (rows.pools[0], rows.pools[1]), places, scores,
-            Rotation(positions).turns(turn), window, tokens,
+            RotaryEmbedding(positions).turns(turn), window, tokens,
         )  # fmt: skip
         for line in range(real):
             asked = _turned(_numbers(q[line]), before + line, turn)
@@ -345,7 +345,7 @@ def test_tokens_of_a_row_read_it_together(
     ("size", "group", "parts", "window"),
     cases(
         [(64, 4, 8, 0), (64, 2, 1, 100)],
-        itertools.product(float32_attention.SIZES, (1, 4, 7), (1, 8), (0, 100)),
+        itertools.product(float32_attention.HEAD_SIZES, (1, 4, 7), (1, 8), (0, 100)),
     ),
 )
 def test_the_kernel_without_tensor_cores_is_attention(
@@ -386,14 +386,14 @@ LINES = [
 @runs
 @pytest.mark.parametrize(("size", "rank", "heads", "dtype"), cases(LINES[:2], LINES))
 def test_the_kernel_reads_lines_of_all_heads(size: int, rank: int, heads: int, dtype: str) -> None:
-    """Against float64, as above; the value is the first numbers of the key."""
+    """Compares with float64; the value is the first numbers of the key."""
     kind = getattr(mx, dtype)
     mx.random.seed(size + heads)
     rows = Rows(1, size, kind)
     q = mx.random.normal((len(LENGTHS), heads, size)).astype(kind)
     scores = ScoreParams(size**-0.5)
-    assert latent_attention.serves(size, rank, kind)
-    for longest in (paged_attention.LEAST, 1500):
+    assert latent_attention.supports(size, rank, kind)
+    for longest in (paged_attention.MIN_PART_TOKENS, 1500):
         places = rows.places(longest)
         found = latent_attention.attend(
             q, rows.fresh[0][:, 0], rows.pools[0], places, scores.scale, rank
@@ -434,43 +434,45 @@ SIZES = [(32, 32), (64, 128), (96, 64), (2048, 1024), (4096, 256), (14336, 512)]
     ),
 )
 def test_the_kernels_multiply_lines(columns: int, rows: int, dtype: str) -> None:
-    """By sixteen and less, and by more in parts of the columns."""
+    """Up to sixteen tokens, and more with split columns."""
     kind = getattr(mx, dtype)
     weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
     for lines in (1, 2, 7, 8, 9, 16, 17, 24, 25, 33, 64, 100, 128) if ON_GPU else (2, 9, 17, 100):
-        if not matmul_small.serves(lines, columns, rows, kind):
-            assert lines > matmul_small.FEW and (columns % 64 or rows % 128)
+        if not matmul_small.supports(lines, columns, rows, kind):
+            assert lines > matmul_small.MAX_WARP_TOKENS and (columns % 64 or rows % 128)
             continue
         x = mx.random.normal((lines, columns)).astype(kind)
         expected = _numbers(x) @ _numbers(weight).T
-        for _ in range(2):  # counters of parts are as they were
-            assert np.abs(_numbers(matmul_small.product(x, weight)) - expected).max() < 0.03
-        assert np.allclose(_numbers(matmul_small.gated(x, weight)), _gated(expected), 0.02, 0.03)
+        for _ in range(2):  # counters are reset
+            assert np.abs(_numbers(matmul_small.kernel_matmul(x, weight)) - expected).max() < 0.03
+        assert np.allclose(
+            _numbers(matmul_small.gated_matmul(x, weight)), _gated(expected), 0.02, 0.03
+        )
 
 
 @runs
 @pytest.mark.parametrize(("columns", "rows"), cases([(96, 64), (640, 128)], SIZES))
 def test_products_of_few_lines_norm_them_and_add(columns: int, rows: int) -> None:
-    """Lines of lengths that differ much, too small for the norm's epsilon in one."""
+    """Vectors of very different RMS, one of them below the norm's epsilon."""
     weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
     gain = (1 + 0.5 * mx.random.normal((columns,))).astype(mx.bfloat16)
     for lines in (1, 2, 7, 8) if ON_GPU else (3, 8):
         lengths = mx.array([0.003, 1, 300] * 6)[:lines, None]
         x = (mx.random.normal((lines, columns)) * lengths).astype(mx.bfloat16)
         beside = mx.random.normal((lines, rows)).astype(mx.bfloat16)
-        assert matmul_small.fuses(x, weight) and matmul_small.norms(x, gain)
+        assert matmul_small.can_fuse(x, weight) and matmul_small.can_fuse_norm(x, gain)
         expected = _normed(x, gain, 1e-5) @ _numbers(weight).T
-        found = matmul_small.product(x, weight, Around(gain=gain, eps=1e-5))
+        found = matmul_small.kernel_matmul(x, weight, FusedOps(gain=gain, eps=1e-5))
         assert np.abs(_numbers(found) - expected).max() < 0.05
-        found = matmul_small.product(x, weight, Around(gain=gain, eps=1e-5, beside=beside))
+        found = matmul_small.kernel_matmul(x, weight, FusedOps(gain=gain, eps=1e-5, beside=beside))
         assert np.abs(_numbers(found) - expected - _numbers(beside)).max() < 0.06
-        found = matmul_small.product(x, weight, Around(gated=True, gain=gain, eps=1e-5))
+        found = matmul_small.kernel_matmul(x, weight, FusedOps(gated=True, gain=gain, eps=1e-5))
         assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
         plain = _numbers(x) @ _numbers(weight).T
-        found = matmul_small.product(x, weight, Around(beside=beside))
+        found = matmul_small.kernel_matmul(x, weight, FusedOps(beside=beside))
         assert np.allclose(_numbers(found), plain + _numbers(beside), 0.01, 0.05)
-    assert not matmul_small.fuses(x.astype(mx.float16), weight)
-    assert not matmul_small.fuses(mx.concatenate([x, x]), weight)
+    assert not matmul_small.can_fuse(x.astype(mx.float16), weight)
+    assert not matmul_small.can_fuse(mx.concatenate([x, x]), weight)
 
 
 def _normed(x: Any, gain: Any, eps: float) -> Any:
@@ -497,23 +499,23 @@ def test_the_kernel_multiplies_with_four_bits(
     weight, scales, biases = mx.quantize(numbers, group_size=group, bits=matmul_4bit.BITS)
     opened = _exact(weight, scales, biases, group, matmul_4bit.BITS)
     for lines in (1, 2, 8, 9, 16, 17, 24, 32) if ON_GPU else (2, 9):
-        assert matmul_4bit.serves(lines, rows, columns, group, kind)
+        assert matmul_4bit.supports(lines, rows, columns, group, kind)
         x = mx.random.normal((lines, columns)).astype(kind)
         expected = _numbers(x) @ opened.T
-        found = matmul_4bit.product(x, weight, scales, biases, group)
+        found = matmul_4bit.kernel_matmul(x, weight, scales, biases, group)
         assert np.abs(_numbers(found) - expected).max() < 0.03
-        found = matmul_4bit.product(x, weight, scales, biases, group, Around(gated=True))
+        found = matmul_4bit.kernel_matmul(x, weight, scales, biases, group, FusedOps(gated=True))
         assert np.allclose(_numbers(found), _gated(expected), 0.02, 0.03)
-        if not matmul_small.few(x):
+        if not matmul_small.is_fusable(x):
             continue
         gain = mx.random.normal((columns,)).astype(kind)
         beside = mx.random.normal((lines, rows)).astype(kind)
-        around = Around(gain=gain, eps=1e-5, beside=beside)
-        found = matmul_4bit.product(x, weight, scales, biases, group, around)
+        around = FusedOps(gain=gain, eps=1e-5, beside=beside)
+        found = matmul_4bit.kernel_matmul(x, weight, scales, biases, group, around)
         expected = _normed(x, gain, 1e-5) @ opened.T
         assert np.allclose(_numbers(found), expected + _numbers(beside), 0.02, 0.05)
-        around = Around(gated=True, gain=gain, eps=1e-5)
-        found = matmul_4bit.product(x, weight, scales, biases, group, around)
+        around = FusedOps(gated=True, gain=gain, eps=1e-5)
+        found = matmul_4bit.kernel_matmul(x, weight, scales, biases, group, around)
         assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
 
 
@@ -530,13 +532,13 @@ def test_the_kernel_opens_weights(bits: int, group: int, dtype: str) -> None:
     numbers = mx.random.normal((33, 3 * group)).astype(kind)
     weight, scales, biases = mx.quantize(numbers, group_size=group, bits=bits)
     expected = _exact(weight, scales, biases, group, bits)
-    assert dequantise.serves(bits, group, kind)
+    assert dequantise.supports(bits, group, kind)
     found = dequantise.unpack(weight, scales, biases, bits, group, kind)
     assert np.allclose(_numbers(found), expected, 0.01, 0.01)
 
 
 def _exact(weight: Any, scales: Any, biases: Any, group: int, bits: int) -> Any:
-    """The numbers of a weight; in bfloat16 MLX rounds them in between."""
+    """Returns the dequantised weight; in bfloat16 MLX rounds intermediate results."""
     factors = (one.astype(mx.float32) for one in (scales, biases))
     return _numbers(mx.dequantize(weight, *factors, group_size=group, bits=bits))
 
@@ -568,18 +570,18 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     ),
 )
 def test_the_kernel_draws_what_the_slow_way_draws(size: int, spread: float, dtype: str) -> None:
-    """The same tokens, but where two are as good to within the last digits."""
+    """Samples the same tokens, except for near-ties."""
     picked = random.Random(size)
     rows = [Options.parse(picked.choice(OPTIONS)) for _ in range(64)]
     seeds = [picked.randrange(2**64) for _ in rows]
     positions = [picked.randrange(1000) for _ in rows]
     histories = [[picked.randrange(size) for _ in range(30)] for _ in rows]
     logits = (mx.random.normal((len(rows), size)) * spread).astype(getattr(mx, dtype))
-    company = Company(rows, seeds, size)
-    fast: Any = sampler.draw(logits, company, positions, histories).tokens.tolist()
+    company = SamplingBatch(rows, seeds, size)
+    fast: Any = sampler.sample_batch(logits, company, positions, histories).tokens.tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "serves", lambda size, dtype: False)
-        slow: Any = sampler.draw(logits, company, positions, histories).tokens.tolist()
+        patch.setattr(sampling, "supports", lambda size, dtype: False)
+        slow: Any = sampler.sample_batch(logits, company, positions, histories).tokens.tolist()
     differing = [row for row in range(len(rows)) if fast[row] != slow[row]]
     assert len(differing) <= 1, [(row, rows[row], fast[row], slow[row]) for row in differing]
 
@@ -592,5 +594,10 @@ def test_the_kernel_tells_of_logits_that_are_no_numbers() -> None:
     logits[2] = -float("inf")
     logits[3, 17] = 1.0
     rows = [Options.parse({"temperature": temperature}) for temperature in (0.0, 1.0, 0.0, 0.0)]
-    company = Company(rows, [0] * 4, 500)
-    assert sampler.draw(logits, company, [0] * 4, [()] * 4).tokens.tolist() == [-1, -1, -1, 17]
+    company = SamplingBatch(rows, [0] * 4, 500)
+    assert sampler.sample_batch(logits, company, [0] * 4, [()] * 4).tokens.tolist() == [
+        -1,
+        -1,
+        -1,
+        17,
+    ]

@@ -16,8 +16,8 @@ from support.worker_stores import Store
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
-from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
 from mlxpool.worker.layers.linear import ConcatenatedLinear, QuantisedLinear  # noqa: E402
@@ -104,8 +104,8 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def logits_of(loaded: LoadedModel, prompt: list[int] = PROMPT) -> np.ndarray:
     plan = loaded.folder.plan
-    row = Row(RowShape(plan.caches, loaded.dtype, plan.context))
-    step = Step([Span(row, len(prompt))], logits=True)
+    row = RowCache(RowShape(plan.caches, loaded.dtype, plan.context))
+    step = RowBatch([RowSpan(row, len(prompt))], logits=True)
     return np.array(loaded.model(mx.array(prompt), step)[0].astype(mx.float32))
 
 

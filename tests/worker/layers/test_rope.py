@@ -10,7 +10,7 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
-from mlxpool.worker.attention.attention import Rotation  # noqa: E402
+from mlxpool.worker.attention.rotary import RotaryEmbedding  # noqa: E402
 from mlxpool.worker.layers.interface import Rope  # noqa: E402
 from mlxpool.worker.layers.rope import SCALINGS, parse_rope, yarn_mscale  # noqa: E402
 
@@ -27,7 +27,7 @@ def test_kernel_and_tables_rotate_alike(kind: str, traditional: bool) -> None:
     config = {"max_position_embeddings": 128, "rope_scaling": SETTINGS | {"rope_type": kind}}
     turn = parse_rope(config, 8, traditional=traditional)
     x = mx.array(np.random.default_rng(3).standard_normal((5, 3, 12), dtype=np.float32))
-    rotation = Rotation(mx.array([0, 7, 1, 300, 2000]))
+    rotation = RotaryEmbedding(mx.array([0, 7, 1, 300, 2000]))
     kernel, table = rotation._by_kernel(x, turn), rotation._by_table(x, turn)
     assert np.abs(np.array(kernel) - np.array(table)).max() < 2e-3  # of angles up to 2,000
     assert (np.array(kernel)[..., 8:] == np.array(x)[..., 8:]).all()

@@ -19,12 +19,12 @@ import pytest
 
 from mlxpool.common.options import Options
 from mlxpool.worker import models
-from mlxpool.worker.attention.attention import Span, Step
-from mlxpool.worker.attention.row_cache import Row, RowShape
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
+from mlxpool.worker.attention.row_cache import RowCache, RowShape
 from mlxpool.worker.engine.engine import ModelEngine
 from mlxpool.worker.layers.cache_specs import RecurrentSpec
 from mlxpool.worker.prompt.tokenizer import Text
-from mlxpool.worker.scheduling.sequence import Drawn, Sequence
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import LoadedModel, load
 from support import mlx_lm_peer
@@ -187,11 +187,11 @@ def in_chunks(checked: Checked, size: int) -> None:
 
 def in_a_batch(checked: Checked) -> None:
     """Prefills all prompts, of different lengths, in one pass; decodes them together."""
-    rows = [Row(_shape(checked.loaded)) for _ in checked.answers]
+    rows = [RowCache(_shape(checked.loaded)) for _ in checked.answers]
     spans = [
-        Span(row, len(answer.prompt)) for row, answer in zip(rows, checked.answers, strict=True)
+        RowSpan(row, len(answer.prompt)) for row, answer in zip(rows, checked.answers, strict=True)
     ]
-    step = Step(spans, logits=True)
+    step = RowBatch(spans, logits=True)
     ids = [token for answer in checked.answers for token in answer.prompt]
     logits = np.array(checked.loaded.model(mx.array(ids), step))
     for row_logits, answer in zip(logits, checked.answers, strict=True):
@@ -277,11 +277,11 @@ def _can_be_cut(loaded: LoadedModel) -> bool:
 
 def _assert_logits(checked: Checked, answer: Answer, chunk: int, steps: int) -> None:
     """Compares the logits of the first `steps` of mlx-lm's tokens, after a prefill in chunks."""
-    row, prompt = Row(_shape(checked.loaded)), answer.prompt
+    row, prompt = RowCache(_shape(checked.loaded)), answer.prompt
     chunks = [prompt[start : start + chunk] for start in range(0, len(prompt), chunk)]
     rows = []
     for ids in [*chunks, *([token] for token in answer.ids[: steps - 1])]:
-        step = Step([Span(row, len(ids))], logits=True)
+        step = RowBatch([RowSpan(row, len(ids))], logits=True)
         rows.append(np.array(checked.loaded.model(mx.array(ids), step)[0]))
         step.done()
     ours = np.stack(rows[-steps:])
@@ -314,7 +314,7 @@ def _decode_and_compare(
         assert seq.ids == answer.ids[:end]
 
 
-def _assert_drawn(drawn: Drawn, answer: Answer) -> None:
+def _assert_drawn(drawn: SampledToken, answer: Answer) -> None:
     """Compares log-probabilities; each is a difference of two logits."""
     assert drawn.logprob is not None
     logits = answer.logits[len(drawn.sequence.ids)].astype(np.float64)

@@ -17,8 +17,8 @@ from support.worker_checkpoints import write_checkpoint
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
-from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
@@ -98,7 +98,7 @@ def test_the_formula_equals_the_allocated_bytes(model_type: str, tmp_path: Path)
     loaded = load(inspect(write_checkpoint(tmp_path, **config)))
     shape = RowShape(loaded.folder.plan.caches, loaded.dtype, 4096, CHUNK)
     assert (shape.token_bytes, shape.fixed_bytes) == (of_token * FLOAT, fixed * FLOAT)
-    row = Row(shape)
+    row = RowCache(shape)
     before = active()
     for _ in range(CHUNKS):
         prefill(loaded, row)
@@ -107,8 +107,8 @@ def test_the_formula_equals_the_allocated_bytes(model_type: str, tmp_path: Path)
     assert taken == pytest.approx(fixed * FLOAT + row.offset * of_token * FLOAT, rel=0.02)
 
 
-def prefill(loaded: LoadedModel, row: Row) -> None:
-    step = Step([Span(row, CHUNK)], logits=False)
+def prefill(loaded: LoadedModel, row: RowCache) -> None:
+    step = RowBatch([RowSpan(row, CHUNK)], logits=False)
     out = loaded.model(mx.arange(CHUNK), step)
     step.done()
     mx.eval(out, *row.arrays())

@@ -16,8 +16,8 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
-from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.models.gemma3 import geglu  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
@@ -115,7 +115,9 @@ def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None
 def logits_of(path: Path, *, deterministic: bool = False, size: int = 300) -> np.ndarray:
     loaded = load(inspect(path), deterministic=deterministic)
     plan = loaded.folder.plan
-    step = Step([Span(Row(RowShape(plan.caches, loaded.dtype, plan.context)), size)], logits=True)
+    step = RowBatch(
+        [RowSpan(RowCache(RowShape(plan.caches, loaded.dtype, plan.context)), size)], logits=True
+    )
     return np.array(loaded.model(mx.array(prompt_of(size)), step)[0])
 
 

@@ -15,8 +15,8 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
-from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised  # noqa: E402
@@ -146,8 +146,8 @@ def test_a_tied_head_is_the_token_embedding(tmp_path: Path) -> None:
 def logits_of(path: Path) -> np.ndarray:
     loaded = load(inspect(path))
     plan = loaded.folder.plan
-    row = Row(RowShape(plan.caches, loaded.dtype, plan.context))
-    step = Step([Span(row, 5)], logits=True)
+    row = RowCache(RowShape(plan.caches, loaded.dtype, plan.context))
+    step = RowBatch([RowSpan(row, 5)], logits=True)
     return np.array(loaded.model(mx.array([1, 2, 3, 4, 5]), step))
 
 

@@ -15,8 +15,8 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.attention.attention import Span, Step  # noqa: E402
-from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -146,8 +146,10 @@ def test_transposed_experts_are_the_same(tmp_path: Path) -> None:
 
 def logits_of(loaded: LoadedModel) -> np.ndarray:
     plan = loaded.folder.plan
-    row = Row(RowShape(plan.caches, loaded.dtype, plan.context))
-    return np.array(loaded.model(mx.array([1, 2, 3, 4, 5]), Step([Span(row, 5)], logits=True)))
+    row = RowCache(RowShape(plan.caches, loaded.dtype, plan.context))
+    return np.array(
+        loaded.model(mx.array([1, 2, 3, 4, 5]), RowBatch([RowSpan(row, 5)], logits=True))
+    )
 
 
 def test_windows_alternate_without_layer_types() -> None:

@@ -1,4 +1,4 @@
-"""What a prompt finds and what a sequence leaves, in each mode. No MLX."""
+"""Hits, insertions and evictions of the prefix cache in each mode. No MLX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix import tree as prefix_tree
 from mlxpool.worker.prefix.cache import MODES, PrefixCache, SingleCache, TreeCache
-from mlxpool.worker.prefix.tree import common
+from mlxpool.worker.prefix.tree import common_prefix
 from support.prefix_stores import (
     CELL,
     STATE,
@@ -38,7 +38,7 @@ def single(budget: int = ROOMY, *, stateful: bool = False) -> SingleCache[ListRo
 
 
 def begun(cache: PrefixCache[ListRow], prompt: list[int]) -> ListRow:
-    """A row that computed all of its prompt but the last token."""
+    """Returns a row that has computed its prompt but for the last token."""
     row, cached = cache.begin(prompt)
     row.feed(prompt[cached:-1])
     return row
@@ -50,12 +50,12 @@ def begun(cache: PrefixCache[ListRow], prompt: list[int]) -> ListRow:
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_by_name(mode: str) -> None:
     kind = {"tree": TreeCache, "single": SingleCache, "off": PrefixCache}[mode]
-    assert type(prefix_cache.build(mode, ListStore(), 5)) is kind
+    assert type(prefix_cache.make_prefix_cache(mode, ListStore(), 5)) is kind
 
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'forest'.*tree, single, off"):
-        prefix_cache.build("forest", ListStore(), 5)
+        prefix_cache.make_prefix_cache("forest", ListStore(), 5)
 
 
 def test_a_negative_budget_is_refused() -> None:
@@ -64,14 +64,14 @@ def test_a_negative_budget_is_refused() -> None:
 
 
 def test_off_keeps_nothing() -> None:
-    cache = prefix_cache.build("off", ListStore(), ROOMY)
+    cache = prefix_cache.make_prefix_cache("off", ListStore(), ROOMY)
     assert [serve(cache, A), serve(cache, A), cache.nbytes] == [0, 0, 0]
     assert (cache.hits, cache.misses, cache.shrink(9), cache.clear()) == (0, 2, 0, 0)
 
 
 @pytest.mark.parametrize("make", [tree, single])
 def test_exact_match_seed(make: Callable[[], PrefixCache[ListRow]]) -> None:
-    """ExactMatchSeed: the last token is always left."""
+    """ExactMatchSeed: the last token is never cached."""
     cache = make()
     prompt = [1, 2, 3, 4, 5]
     assert [serve(cache, prompt, (6,)), serve(cache, prompt, (6,))] == [0, 4]
@@ -112,7 +112,7 @@ def test_cancel_before_any_prefill_leaves_nothing(
 def test_a_token_in_flight_is_forgotten(make: Callable[[], PrefixCache[ListRow]]) -> None:
     cache = make()
     row, _ = cache.begin(A)
-    row.feed([*A, 20, 99])  # 99 was drawn ahead and never given to anyone
+    row.feed([*A, 20, 99])  # 99 was sampled ahead and never sent
     cache.close(row, [*A, 20])
     assert cache.nbytes == 9 * CELL
     assert serve(cache, [*A, 20, 99, 1]) == 9
@@ -131,7 +131,7 @@ def test_counters_and_clear(make: Callable[[], PrefixCache[ListRow]]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_row_is_given_back_once(mode: str) -> None:
     store = ListStore()
-    cache = prefix_cache.build(mode, store, ROOMY)
+    cache = prefix_cache.make_prefix_cache(mode, store, ROOMY)
     for prompt in (A, B, [77, 78], C):
         serve(cache, prompt)
     row = begun(cache, B)
@@ -181,8 +181,8 @@ def test_single_gives_up_what_does_not_fit() -> None:
 def test_single_cannot_rewind_a_recurrent_row() -> None:
     cache = single(stateful=True)
     serve(cache, A, (9,))
-    assert serve(cache, [*A, 9, 9]) == 8  # goes on where it ended
-    assert serve(cache, B) == 0  # has to begin anew
+    assert serve(cache, [*A, 9, 9]) == 8  # continues at its end
+    assert serve(cache, B) == 0  # starts from 0
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8)
@@ -257,12 +257,12 @@ def test_the_same_prompt_twice_at_once_is_kept_once() -> None:
 
 
 def test_lru_only_updates_used_nodes() -> None:
-    """LRUOnlyUpdatesUsedNodes: going on from one branch makes the other no younger."""
+    """LRUOnlyUpdatesUsedNodes: a use of one branch does not count for the other."""
     cache = tree()
     serve(cache, A, (9,))
     serve(cache, B, (9,))
     serve(cache, [*A, 50], (9,))
-    used = {path: node.used for path, node in edges(cache).items()}
+    used = {path: node.last_used for path, node in edges(cache).items()}
     assert used[(*A, 50)] > used[(*B,)]
     cache.shrink(1)
     assert set(edges(cache)) == {(*A, 50)}
@@ -292,7 +292,7 @@ def test_a_path_in_use_stays() -> None:
 
 
 def test_eviction_preserves_active() -> None:
-    """EvictionPreservesActive: five chats on one system prompt; their branches go, it stays."""
+    """EvictionPreservesActive: five chats share a system prompt; branches are evicted, it stays."""
     system = [7, 7, 7, 7, 7]
     cache = tree(20 * CELL)
     row = None
@@ -328,8 +328,8 @@ def test_a_smaller_budget_applies_at_once() -> None:
 
 
 def test_a_long_edge_loses_its_tail_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_tree, "PIECE", 4)
-    monkeypatch.setattr(prefix_tree, "JOIN", 2)
+    monkeypatch.setattr(prefix_tree, "MAX_PIECE", 4)
+    monkeypatch.setattr(prefix_tree, "MAX_COPIED_JOIN", 2)
     cache = tree()
     serve(cache, [*range(12)], (9,))
     assert cache.shrink(1) == 4 * CELL
@@ -369,7 +369,7 @@ def test_a_long_prompt_is_kept_while_it_goes_on() -> None:
 
 
 def test_recurrent_exact_match_seed() -> None:
-    """ExactMatchSeed of a recurrent model: all again, and from then on from the branch point."""
+    """ExactMatchSeed of a recurrent model: computes all once more, later from the branch point."""
     cache = tree(stateful=True)
     prompt = [1, 2, 3, 4, 5]
     found = [serve(cache, prompt, (6,)) for _ in range(3)]
@@ -386,7 +386,9 @@ def test_recurrent_conversation_resumption() -> None:
     cache = tree(stateful=True)
     serve(cache, A, (20, 21, 22))
     assert serve(cache, [*A, 20, 21, 22, 30, 31]) == len(A) + 2
-    assert sum(node.state is not None for node in cache.tree.walk()) == 1  # the older one went
+    assert (
+        sum(node.state is not None for node in cache.tree.walk()) == 1
+    )  # the older one was evicted
 
 
 def test_user_snapshot_preserves_and_resists_auto_merge() -> None:
@@ -402,7 +404,7 @@ def test_snapshot_beyond_prefill_skipped() -> None:
     cache = tree(stateful=True)
     for hint in (8, 9, 100):
         serve(cache, A, (20,), restore_at=hint)
-    assert set(edges(cache)) == {(*A[:7],), (*A,)}  # 7: where the second one ran into the first
+    assert set(edges(cache)) == {(*A[:7],), (*A,)}  # 7: where the second one left the first
     serve(cache, [*range(50, 60)], (9,), restore_at=3)
     assert tuple(range(50, 53)) in edges(cache)
 
@@ -416,7 +418,7 @@ def test_prefill_snapshots_kept_on_cancel() -> None:
 
 
 def test_a_long_prompt_has_restore_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "EVERY", 8)
+    monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 8)
     cache = tree(stateful=True)
     prompt = [*range(30)]
     serve(cache, prompt, (9,))
@@ -424,28 +426,28 @@ def test_a_long_prompt_has_restore_points(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_stops_are_passed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """'Captures persist over two writes': each stop is told until the row is beyond it."""
-    monkeypatch.setattr(prefix_cache, "EVERY", 3)
+    """'Captures persist over two writes': a restore point is reported until the row is past it."""
+    monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 3)
     cache = tree(stateful=True)
     row, _ = cache.begin([*range(9)], 5)
-    assert cache.next_stop(row) == 3
+    assert cache.next_restore_point(row) == 3
     row.feed(range(2))
     cache.keep(row, [*range(9)])
-    assert cache.next_stop(row) == 3
+    assert cache.next_restore_point(row) == 3
     row.feed(range(2, 5))  # through the stop at 3, whose state is gone, to the one at 5
     cache.keep(row, [*range(9)])
-    assert (cache.next_stop(row), set(edges(cache))) == (6, {(*range(5),)})
+    assert (cache.next_restore_point(row), set(edges(cache))) == (6, {(*range(5),)})
     row.feed(range(5, 8))
     cache.keep(row, [*range(9)])
-    assert cache.next_stop(row) is None
-    assert [node.end for node in cache.tree.walk() if node.chosen] == [5]
+    assert cache.next_restore_point(row) is None
+    assert [node.end for node in cache.tree.walk() if node.restore_point] == [5]
     cache.close(row, [*range(9)])
 
 
 def test_a_state_is_of_exactly_the_tokens_that_are_recorded() -> None:
     cache = tree(stateful=True)
     row, _ = cache.begin(A)
-    row.feed([*A, 20, 99])  # 99 is in the state and in nobody's record
+    row.feed([*A, 20, 99])  # 99 is in the state, but not in the tokens
     cache.close(row, [*A, 20])
     assert cache.nbytes == 0
 
@@ -460,7 +462,7 @@ def test_states_count_and_go() -> None:
     cache = tree(8 * CELL + 2 * STATE, stateful=True)
     serve(cache, A, (20,), restore_at=4)
     assert cache.nbytes == 8 * CELL + 2 * STATE
-    assert cache.shrink(1) == STATE  # the restore point: its place is the older one
+    assert cache.shrink(1) == STATE  # the restore point, which is older
     assert set(edges(cache)) == {(*A,)}
     assert serve(cache, [*A, 1]) == 8
 
@@ -502,13 +504,13 @@ def test_memory_that_runs_out_in_close_leaks_nothing() -> None:
 def test_scenario_conversation_turns(
     style: str, stateful: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ScenarioConversationTurns: ten turns that keep or drop answers, or go away and back."""
-    monkeypatch.setattr(prefix_cache, "EVERY", 8)
+    """ScenarioConversationTurns: ten turns that keep or drop answers, or branch off and return."""
+    monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 8)
     cache, history, other = tree(stateful=stateful), [*range(50)], [*range(500, 530)]
     before: list[int] = []
     for turn in range(10):
         answer = [1000 + 10 * turn + index for index in range(6)]
-        matched = common(before, history)
+        matched = common_prefix(before, history)
         cached = serve(cache, history, answer, restore_at=len(history) - 4)
         bound = 8 + 4 + len(answer) if stateful else 0
         assert cached >= min(matched, len(history) - 1) - bound

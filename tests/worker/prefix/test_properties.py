@@ -1,4 +1,4 @@
-"""Any order of calls: what the tree returns is what a fresh prefill computes, each token once."""
+"""Random calls: the tree returns what a fresh prefill computes, and keeps each token once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 
 
 class Lists:
-    """Rows by copies."""
+    """A store that copies."""
 
     exact = True  # whether a token's bytes are exactly its own
 
@@ -51,12 +51,12 @@ class Lists:
         return list(row.cells)
 
     def left(self) -> int:
-        """Rows that nobody gave back."""
+        """The rows that were not released."""
         return int(self.store.rows)
 
 
 class Blocks:
-    """Rows by shared blocks."""
+    """A store with shared blocks."""
 
     exact = False
 
@@ -73,7 +73,7 @@ class Blocks:
         return self.memory.read(row)
 
     def left(self) -> int:
-        """Blocks that somebody holds."""
+        """The blocks with references."""
         return 400 - self.memory.pool.free
 
 
@@ -83,7 +83,7 @@ class Running:
 
 
 class Calls(RuleBasedStateMachine):
-    """`roomy`: nothing is evicted, so that what has to be found is known exactly."""
+    """Makes random calls; with `roomy` nothing is evicted, so each hit is known exactly."""
 
     make: Callable[[], Any] = Lists
     roomy = False
@@ -124,7 +124,7 @@ class Calls(RuleBasedStateMachine):
             run.tokens += more
         for token in run.tokens[run.row.offset :][:count]:
             self.world.feed(run.row, [token])
-            if run.row.offset == self.cache.next_stop(run.row):
+            if run.row.offset == self.cache.next_restore_point(run.row):
                 self.keep(self.running.index(run))
 
     @precondition(lambda self: self.running)
@@ -151,7 +151,7 @@ class Calls(RuleBasedStateMachine):
         before = self.cache.nbytes
         freed = self.cache.shrink(needed)
         assert freed == before - self.cache.nbytes
-        assert freed >= needed or self.cache.tree.victim() is None
+        assert freed >= needed or self.cache.tree.eviction_candidate() is None
 
     @precondition(lambda self: not self.roomy)
     @rule()
@@ -211,9 +211,9 @@ WORLDS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "tight"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_any_order_of_calls(world: str, roomy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_tree, "PIECE", 8)  # two blocks
-    monkeypatch.setattr(prefix_cache, "EVERY", 6)
-    monkeypatch.setattr(prefix_tree, "JOIN", 3)
+    monkeypatch.setattr(prefix_tree, "MAX_PIECE", 8)  # two blocks
+    monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 6)
+    monkeypatch.setattr(prefix_tree, "MAX_COPIED_JOIN", 3)
     make, wanted = WORLDS[world], roomy
 
     class Case(Calls):

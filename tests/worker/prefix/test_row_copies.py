@@ -1,4 +1,4 @@
-"""Copies between rows and the tree, with arrays: every kind of layer, and a model's own rows."""
+"""Copies between rows and the tree, with arrays of all layer kinds and rows of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.worker_checkpoints import config, random_weights, write_checkpoint
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention.row_cache import Row, RowShape  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.layers.cache_kinds import (  # noqa: E402
     CacheKind,
@@ -30,18 +30,18 @@ from mlxpool.worker.layers.cache_kinds import (  # noqa: E402
 from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
 from mlxpool.worker.prefix.cache import TreeCache  # noqa: E402
-from mlxpool.worker.prefix.row_copies import RowStore, Whole  # noqa: E402
+from mlxpool.worker.prefix.row_copies import LayerStates, RowStore  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence as Seq  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
 ROOMY = 10**9
-SLACK = 3  # tokens that a window layer remembers beyond its window: what a chunk needs
+SLACK = 3  # tokens beyond its window that a window layer keeps for a chunk
 Arrays = tuple[Any, ...]
 
 
 class KindsRow:
-    """A row of synthetic layers, one for each kind; layer l holds the cells times l + 1."""
+    """A row of synthetic layers, one for each kind; layer l has the cells times l + 1."""
 
     def __init__(self, kinds: Sequence[CacheKind]) -> None:
         self.kinds = kinds
@@ -94,7 +94,7 @@ class KindsRow:
             self.offset += 1
 
     def _feed(self, kind: CacheKind, token: int) -> None:
-        """Computes from what this very layer remembers."""
+        """Computes new cells from the memory of this layer."""
         held, factor = self.layers.get(kind.layer), kind.layer + 1
         before = 0 if held is None else int(held.reshape(-1)[-1].item()) // factor
         cell = mx.array([chain(before, token) * factor], dtype=mx.int64)
@@ -108,7 +108,7 @@ class KindsRow:
         self.layers[kind.layer] = grown
 
     def content(self, kind: CacheKind) -> list[int]:
-        """What the next token sees of a layer."""
+        """Returns what the next token sees in a layer."""
         if self.offset == 0:
             return []
         if isinstance(kind, StateCache):
@@ -139,7 +139,7 @@ def fresh(kinds: Sequence[CacheKind], tokens: Sequence[int]) -> KindsRow:
 
 
 def serve(cache: TreeCache[Any, Any, Any], kinds: Sequence[CacheKind], request: Any) -> int:
-    """One request, perhaps cut off; compares what its row was given with a fresh one."""
+    """Serves a request, which may be cancelled; compares its row with a fresh one."""
     prompt, generated, cut, hint = request
     row, cached = cache.begin(prompt, hint)
     assert row.offset == cached < len(prompt)
@@ -148,7 +148,7 @@ def serve(cache: TreeCache[Any, Any, Any], kinds: Sequence[CacheKind], request: 
     tokens = [*prompt, *generated]
     for token in tokens[cached : max(cached, cut)]:
         row.feed([token])
-        if row.offset == cache.next_stop(row):
+        if row.offset == cache.next_restore_point(row):
             cache.keep(row, tokens)
     cache.close(row, tokens[: row.offset])
     return int(cached)
@@ -202,8 +202,8 @@ def test_layers_without_a_whole_state_are_left_alone() -> None:
     cache = cache_of(kinds)
     serve(cache, kinds, ([*range(9)], [], 9, 0))
     (leaf,) = cache.tree.walk()
-    assert isinstance(leaf.state, Whole) and len(leaf.state.layers) == 1
-    assert leaf.state.layers[0][0].shape[2] == 3  # a window of 4 remembers 3
+    assert isinstance(leaf.state, LayerStates) and len(leaf.state.layers) == 1
+    assert leaf.state.layers[0][0].shape[2] == 3  # a window of 4 keeps 3
 
 
 # ---- a model's rows ------------------------------------------------------------------------------
@@ -212,12 +212,14 @@ SHAPE = RowShape((KeyValueSpec(2, 8, 8),) * 3, mx.float32, 4096)
 TOKEN = 3 * 2 * 2 * 8 * 4  # bytes: layers, keys and values, heads, size, float32
 
 
-def row_store(shape: RowShape = SHAPE) -> RowStore[Row]:
-    return RowStore(lambda: Row(shape), [FullCache(layer) for layer in range(len(shape.caches))])
+def row_store(shape: RowShape = SHAPE) -> RowStore[RowCache]:
+    return RowStore(
+        lambda: RowCache(shape), [FullCache(layer) for layer in range(len(shape.caches))]
+    )
 
 
-def write(row: Row, tokens: Sequence[int]) -> None:
-    """Keys and values that follow from the cells, different in each layer."""
+def write(row: RowCache, tokens: Sequence[int]) -> None:
+    """Writes keys and values computed from the cells, different in each layer."""
     shape = row.shape
     cells = mx.array(cells_of(tokens)[row.offset :]).astype(mx.float32) / 2**31
     for layer, cache in enumerate(shape.caches):
@@ -229,13 +231,13 @@ def write(row: Row, tokens: Sequence[int]) -> None:
 
 
 def active() -> int:
-    """Bytes of arrays that somebody can still reach, once all is computed."""
+    """Returns the bytes of all live arrays after evaluation."""
     mx.synchronize()
     gc.collect()
     return int(mx.get_active_memory())
 
 
-def same_rows(one: Row, other: Row) -> bool:
+def same_rows(one: RowCache, other: RowCache) -> bool:
     return one.offset == other.offset and all(
         bool(mx.array_equal(a, b))
         for layer in range(len(one.shape.caches))
@@ -247,29 +249,29 @@ def same_rows(one: Row, other: Row) -> bool:
 
 @pytest.mark.parametrize("cut", [1, 255, 256, 257, 511])
 def test_snapshot_free_restore_then_split_and_merge(cut: int) -> None:
-    """'KV snapshot, free, restore; split then merge': bit for bit, at any place."""
+    """'KV snapshot, free, restore; split then merge': bit for bit, at any position."""
     cache = TreeCache(row_store(), ROOMY)
-    prompt, whole = [*range(512)], Row(SHAPE)
+    prompt, whole = [*range(512)], RowCache(SHAPE)
     write(whole, prompt)
     row, _ = cache.begin(prompt)
     write(row, prompt)
     cache.close(row, prompt)
     side = [*prompt[:cut], 9999, 9998]
-    row, cached = cache.begin(side)  # splits at `cut` when it closes
+    row, cached = cache.begin(side)  # splits at `cut` in `close`
     assert cached == cut
     write(row, side)
     cache.close(row, side)
     row, cached = cache.begin([*prompt, 1])
     assert cached == 512 and same_rows(row, whole)
     cache.close(row, prompt)
-    assert cache.shrink(1) == 2 * TOKEN  # the other branch goes, the two parts are one again
+    assert cache.shrink(1) == 2 * TOKEN  # evicts the other branch and merges the two parts
     assert len(list(cache.tree.walk())) == 1
     row, _ = cache.begin([*prompt, 1])
     assert same_rows(row, whole)
 
 
 def test_a_row_goes_on_without_touching_what_is_kept() -> None:
-    """A later append must not change a kept prefix: the row has its own memory."""
+    """A later append does not change a kept prefix: the row has its own memory."""
     cache = TreeCache(row_store(), ROOMY)
     for prompt in ([*range(300)], [*range(200), 7, 7, 7]):
         row, _ = cache.begin(prompt)
@@ -279,7 +281,7 @@ def test_a_row_goes_on_without_touching_what_is_kept() -> None:
         row.trim(10)
         write(row, [*range(10), *range(900, 1200)])
         cache.close(row, [*range(10), *range(900, 1200)])
-    expected = Row(SHAPE)
+    expected = RowCache(SHAPE)
     write(expected, [*range(300)])
     row, cached = cache.begin([*range(300), 0])
     assert cached == 300 and same_rows(row, expected)
@@ -361,7 +363,7 @@ def ask(engine: ModelEngine, prompt: tuple[int, ...], steps: int = 12) -> Seq:
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_model_gives_the_same_tokens(loaded: LoadedModel, lookahead: bool) -> None:
-    """Three conversations in turn, going on and coming back: as without a cache."""
+    """Three interleaved conversations give the tokens of an engine without a cache."""
     cached = ModelEngine(loaded, prefix="tree", lookahead=lookahead)
     plain = ModelEngine(loaded, prefix="off", lookahead=False)
     draw: Callable[[int, int], tuple[int, ...]] = lambda salt, size: tuple(  # noqa: E731

@@ -1,4 +1,4 @@
-"""Blocks shared by rows and the tree: references, and copies of at most one block. No MLX."""
+"""Blocks shared by rows and the tree: reference counts, copies of at most one block. No MLX."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from mlxpool.common.errors import OutOfMemory
 from mlxpool.worker.prefix.cache import TreeCache
-from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, Run
+from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockRun
 from support.prefix_stores import CELL, PagedMemory, cells_of
 
 SIZE = 4
@@ -15,27 +15,29 @@ BLOCK = CELL * SIZE
 
 def test_a_pool_counts_holders() -> None:
     pool = BlockPool(2)
-    one, two = pool.take(), pool.take()
+    one, two = pool.allocate(), pool.allocate()
     assert (one, two, pool.free) == (0, 1, 0)
-    pool.share(one)
-    pool.leave(one)
-    assert (pool.free, pool.holders(one)) == (0, 1)
-    pool.leave(one)
+    pool.add_reference(one)
+    pool.drop_reference(one)
+    assert (pool.free, pool.references(one)) == (0, 1)
+    pool.drop_reference(one)
     assert pool.free == 1
     with pytest.raises(AssertionError, match="block 0 is free"):
-        pool.leave(one)
+        pool.drop_reference(one)
 
 
 def test_a_pool_without_blocks_says_so() -> None:
     pool = BlockPool(3)
     for _ in range(3):
-        pool.take()
+        pool.allocate()
     with pytest.raises(OutOfMemory, match="all 3 blocks"):
-        pool.take()
+        pool.allocate()
 
 
-def begun(memory: PagedMemory, cache: TreeCache[BlockRow, Run, None], prompt: list[int]) -> int:
-    """A whole request; returns how many blocks were copied for it."""
+def begun(
+    memory: PagedMemory, cache: TreeCache[BlockRow, BlockRun, None], prompt: list[int]
+) -> int:
+    """Serves a request; returns how many blocks were copied for it."""
     before = memory.copies
     row, cached = cache.begin(prompt)
     assert memory.read(row) == cells_of(prompt)[:cached]
@@ -52,7 +54,7 @@ def test_entering_copies_the_partly_filled_block_only(shared: int) -> None:
     cache = TreeCache(memory.store, 10**9)
     assert begun(memory, cache, [*range(12)]) == 0
     assert begun(memory, cache, [*range(shared), 90, 91]) == (shared % SIZE != 0)
-    row, cached = cache.begin([*range(12), 1])  # both branches are whole
+    row, cached = cache.begin([*range(12), 1])  # both branches are complete
     assert (cached, memory.read(row)) == (12, cells_of(range(12)))
 
 

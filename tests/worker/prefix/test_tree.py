@@ -1,4 +1,4 @@
-"""The shape of the tree: matches, splits, joins, removals. No MLX."""
+"""The nodes of the tree: matches, splits, merges, drops. No MLX."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.worker.prefix import tree as prefix_tree
-from mlxpool.worker.prefix.tree import Node, Piece, Tree, common
+from mlxpool.worker.prefix.tree import Node, Piece, Tree, common_prefix
 from support.prefix_stores import CELL, ListStore, cells_of
 
 ListTree = Tree[list[int], list[int]]
 
 
 def planted(store: ListStore, *sequences: list[int]) -> ListTree:
-    """A tree of these sequences, in this order."""
+    """Returns a tree with these sequences, inserted in order."""
     tree: ListTree = Tree(store)
     for tokens in sequences:
         plant(tree, store, tuple(tokens))
@@ -31,17 +31,17 @@ def plant(tree: ListTree, store: ListStore, tokens: tuple[int, ...]) -> None:
         row.feed(tokens)
         held = store.keep(row, match.tokens, len(tokens))
         tree.add(last, tokens[match.tokens :], [Piece(len(held), held)])
-        tree.settle(last)
+        tree.merge_or_drop(last)
 
 
 def shape(node: Node[list[int], list[int]]) -> dict[tuple[int, ...], object]:
-    """Edges as nested dictionaries."""
+    """Returns the edges as nested dictionaries."""
     return {child.tokens: shape(child) for child in node.children.values()}
 
 
 def cells(tree: ListTree, tokens: tuple[int, ...]) -> list[int]:
     match = tree.match(tokens, len(tokens))
-    kept = tree.kept(match, match.tokens)
+    kept = tree.pieces_of(match, match.tokens)
     return [cell for held, count in kept for cell in held[:count]]
 
 
@@ -64,11 +64,11 @@ def test_a_match_ends_at_its_limit() -> None:
 
 
 def test_a_path_is_given_from_the_root() -> None:
-    """'KV snapshot [5,10) onto an empty cache: refused': nothing begins in the middle."""
+    """'KV snapshot [5,10) onto an empty cache: refused': paths begin at the root."""
     tree = planted(ListStore(), [*range(5)], [*range(10)], [0, 1, 2, 3, 4, 77])
     match = tree.match(tuple(range(10)), 10)
     assert (match.nodes[0].start, [node.end for node in match.nodes]) == (0, [5, 10])
-    assert [count for _, count in tree.kept(match, 7)] == [5, 2]
+    assert [count for _, count in tree.pieces_of(match, 7)] == [5, 2]
     assert tree.match(tuple(range(5, 10)), 5).tokens == 0
 
 
@@ -77,7 +77,7 @@ def test_a_path_is_given_from_the_root() -> None:
 def test_split_and_merge_round_trip(join: int, first: int, second: int) -> None:
     store = ListStore()
     tree, tokens = planted(store, [*range(8)]), tuple(range(8))
-    before, prefix_tree.JOIN = prefix_tree.JOIN, join
+    before, prefix_tree.MAX_COPIED_JOIN = prefix_tree.MAX_COPIED_JOIN, join
     try:
         (node,) = tree.walk()
         upper = tree.split(node, first)
@@ -86,12 +86,12 @@ def test_split_and_merge_round_trip(join: int, first: int, second: int) -> None:
             tree.split(node if second > first else upper, second)
         assert cells(tree, tokens) == cells_of(tokens)
         for one in list(tree.walk()):
-            tree.settle(one)
+            tree.merge_or_drop(one)
         assert shape(tree.root) == {tokens: {}}
         assert cells(tree, tokens) == cells_of(tokens)
         assert store.nbytes == 8 * CELL
     finally:
-        prefix_tree.JOIN = before
+        prefix_tree.MAX_COPIED_JOIN = before
 
 
 def test_a_split_outside_an_edge_is_a_mistake() -> None:
@@ -129,7 +129,7 @@ def test_a_branch_with_two_children_is_not_merged() -> None:
     tree = planted(ListStore(), [1, 2, 3], [1, 2, 4])
     before = shape(tree.root)
     for node in list(tree.walk()):
-        tree.settle(node)
+        tree.merge_or_drop(node)
     assert shape(tree.root) == before
 
 
@@ -137,12 +137,12 @@ def test_readers_and_marks_keep_a_place() -> None:
     tree = planted(ListStore(), [1, 2, 3, 4])
     upper = tree.split(next(tree.walk()), 2)
     upper.readers = 1
-    tree.settle(upper)
-    upper.readers, upper.chosen = 0, True
-    tree.settle(upper)
+    tree.merge_or_drop(upper)
+    upper.readers, upper.restore_point = 0, True
+    tree.merge_or_drop(upper)
     assert shape(tree.root) == {(1, 2): {(3, 4): {}}}
-    upper.chosen = False
-    tree.settle(upper)
+    upper.restore_point = False
+    tree.merge_or_drop(upper)
     assert shape(tree.root) == {(1, 2, 3, 4): {}}
 
 
@@ -153,7 +153,7 @@ def test_siblings_never_begin_alike() -> None:
 
 
 def test_long_neighbours_stay_pieces_of_one_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_tree, "JOIN", 4)
+    monkeypatch.setattr(prefix_tree, "MAX_COPIED_JOIN", 4)
     tree = planted(ListStore(), [*range(3)], [*range(6)], [*range(7)], [*range(8)], [*range(9)])
     (node,) = tree.walk()
     assert [piece.tokens for piece in node.pieces] == [3, 4, 2]
@@ -162,6 +162,6 @@ def test_long_neighbours_stay_pieces_of_one_edge(monkeypatch: pytest.MonkeyPatch
 
 @given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
 def test_common_prefix(left: list[int], right: list[int]) -> None:
-    length = common(left, right)
+    length = common_prefix(left, right)
     assert left[:length] == right[:length]
     assert length == min(len(left), len(right)) or left[length] != right[length]

@@ -1,6 +1,6 @@
-"""The reference's cases of samplers, log-probabilities and text that need more than one line.
+"""The reference cases of samplers, log-probabilities and text that need more than one line.
 
-docs/sampling.md lists every case and where it is tested.
+docs/sampling.md lists all cases and their tests.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.common.protocol.resume import Facts  # noqa: E402
 from mlxpool.worker.compute.generation import Generation  # noqa: E402
 from mlxpool.worker.prompt.detokenizer import Detokenizer  # noqa: E402
-from mlxpool.worker.sampling.sampler import Draw, sample  # noqa: E402
-from mlxpool.worker.scheduling.sequence import Drawn, Logprob, Sequence  # noqa: E402
+from mlxpool.worker.sampling.sampler import SampleRequest, sample  # noqa: E402
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob  # noqa: E402
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 PENALTIES: dict[str, Any] = {"presence_penalty": 0.7, "repeat_penalty": 1.3, "repeat_last_n": 3}
@@ -35,16 +35,18 @@ BATCHES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def rows_of(options: list[dict[str, Any]]) -> list[Draw]:
-    """Histories of 0 to 3 tokens, as many as a window of 3 holds and fewer."""
-    return [Draw(Options(**each), 7 + n, n, (4, 1, 4)[:n]) for n, each in enumerate(options)]
+def rows_of(options: list[dict[str, Any]]) -> list[SampleRequest]:
+    """Returns rows with histories of 0 to 3 tokens, for a window of 3."""
+    return [
+        SampleRequest(Options(**each), 7 + n, n, (4, 1, 4)[:n]) for n, each in enumerate(options)
+    ]
 
 
 def logits_of(rows: int) -> np.ndarray:
     return np.random.default_rng(5).standard_normal((rows, 12)).astype(np.float32)
 
 
-def tokens(logits: np.ndarray, rows: list[Draw]) -> list[int]:
+def tokens(logits: np.ndarray, rows: list[SampleRequest]) -> list[int]:
     return np.array(sample(mx.array(logits), rows).tokens).tolist()  # type: ignore[no-any-return]
 
 
@@ -63,12 +65,12 @@ def test_a_row_that_left_leaks_nothing() -> None:
     logits = logits_of(len(rows))
     first = tokens(logits, rows)
     assert tokens(logits[1:], rows[1:]) == first[1:]
-    newcomer = Draw(Options(**OFF, **PENALTIES), 7, 0)
+    newcomer = SampleRequest(Options(**OFF, **PENALTIES), 7, 0)
     assert tokens(logits[:1], [newcomer]) == tokens(logits, [newcomer, *rows[1:]])[:1]
 
 
 def test_the_window_is_the_end_of_prompt_and_completion() -> None:
-    """A window of 4 over [10, 11, 12], then 20 to 22, then 30 to 34: the last four count."""
+    """The window of 4 counts the last four of [10, 11, 12], 20 to 22, 30 to 34."""
     history: list[int] = []
     for newest in ([10, 11, 12], [20, 21, 22], [30, 31, 32, 33, 34]):
         history += newest
@@ -76,7 +78,7 @@ def test_the_window_is_the_end_of_prompt_and_completion() -> None:
         for token in range(9, 36):
             logits = np.zeros((1, 40), np.float32)
             logits[0, token] = 10.0
-            drawn = tokens(logits, [Draw(options, 0, 0, history)])[0]
+            drawn = tokens(logits, [SampleRequest(options, 0, 0, history)])[0]
             assert (drawn != token) == (token in history[-4:]), (token, history)
 
 
@@ -86,7 +88,7 @@ def test_temperature_and_softmax(temperature: float) -> None:
     probs = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
     count = 4000
     asked = Options(**{**OFF, "temperature": temperature})
-    rows = [Draw(asked, 3, position) for position in range(count)]
+    rows = [SampleRequest(asked, 3, position) for position in range(count)]
     drawn = tokens(np.tile(logits.astype(np.float32), (count, 1)), rows)
     seen, expected = np.bincount(drawn, minlength=4), probs * count
     likely = expected > 1
@@ -98,7 +100,7 @@ def test_temperature_and_softmax(temperature: float) -> None:
 def test_logprobs_of_each_row_in_a_batch() -> None:
     asked = Options(temperature=0.0, logprobs=True, top_logprobs=5)
     logits = np.array([[1000, 999, 998, 0, 0], [2, 5, 1, 4, 3], [7, 7, 7, 7, 7]], np.float32)
-    found = sample(mx.array(logits), [Draw(asked, 0, 0)] * 3)
+    found = sample(mx.array(logits), [SampleRequest(asked, 0, 0)] * 3)
     assert found.top_ids is not None and found.top_logprobs is not None
     values = np.array(found.top_logprobs, np.float64)
     assert np.isfinite(values).all()
@@ -106,7 +108,7 @@ def test_logprobs_of_each_row_in_a_batch() -> None:
     assert np.array(found.top_ids)[1].tolist() == [1, 3, 4, 0, 2]
     assert values[2].tolist() == pytest.approx([math.log(1 / 5)] * 5)
     for line in range(3):
-        alone = sample(mx.array(logits[line : line + 1]), [Draw(asked, 0, 0)])
+        alone = sample(mx.array(logits[line : line + 1]), [SampleRequest(asked, 0, 0)])
         assert np.array(alone.top_logprobs)[0].tolist() == pytest.approx(values[line].tolist())
 
 
@@ -122,7 +124,7 @@ def test_logprobs_of_each_row_in_a_batch() -> None:
     ids=["no stop", "inside a token", "over two tokens", "at once", "over three tokens"],
 )
 def test_logprobs_with_stop(pieces: list[str], stop: str, sent: int, text: str) -> None:
-    """One for each id that is sent, and an id is sent with the step that drew it."""
+    """Each id is sent with its log-probability, by the step that sampled it."""
     options = Options(logprobs=True, stop=(stop,))
     sequence = Sequence(bytes(16), 1, (1,), options, 0, max_tokens=len(pieces))
 
@@ -135,7 +137,7 @@ def test_logprobs_with_stop(pieces: list[str], stop: str, sent: int, text: str) 
     seen, ids = "", 0
     for token in range(len(pieces)):
         delta = generation.commit(
-            Drawn(sequence, token, Logprob(-1.0 - token)), frozenset(), now=1.0
+            SampledToken(sequence, token, TokenLogprob(-1.0 - token)), frozenset(), now=1.0
         )
         assert delta.logprobs is not None and len(delta.logprobs) == delta.n == 1
         assert delta.logprobs[0]["id"] == token

@@ -1,4 +1,4 @@
-"""The sampler: Ollama's table of cases by name, an oracle in numpy, and rows in any company."""
+"""The sampler: Ollama's cases by name, an oracle in numpy, and rows in any batch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.sampling.sampler import NOT_A_TOKEN, Draw, noise_key, sample  # noqa: E402
+from mlxpool.worker.sampling.sampler import NO_TOKEN, SampleRequest, noise_key, sample  # noqa: E402
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 
 
-def draw(history: tuple[int, ...] = (), seed: int = 0, position: int = 0, **raw: Any) -> Draw:
-    return Draw(Options(**raw), seed, position, history)
+def draw(
+    history: tuple[int, ...] = (), seed: int = 0, position: int = 0, **raw: Any
+) -> SampleRequest:
+    return SampleRequest(Options(**raw), seed, position, history)
 
 
-def tokens(logits: Any, rows: list[Draw], pending: Any = None) -> list[int]:
+def tokens(logits: Any, rows: list[SampleRequest], pending: Any = None) -> list[int]:
     return np.array(sample(logits, rows, pending).tokens).tolist()  # type: ignore[no-any-return]
 
 
-def one(logits: list[float], row: Draw) -> int:
+def one(logits: list[float], row: SampleRequest) -> int:
     return tokens(mx.array([logits]), [row])[0]
 
 
@@ -35,7 +37,7 @@ def greedy(logits: list[float], prior: tuple[int, ...], **raw: Any) -> int:
 
 
 def drawn_set(logits: list[float], draws: int = 200, **raw: Any) -> set[int]:
-    """What comes out in many positions at once."""
+    """Returns the set of tokens sampled at many positions."""
     rows = [draw(position=position, **{**OFF, **raw}) for position in range(draws)]
     return set(tokens(mx.array([logits] * draws), rows))
 
@@ -171,7 +173,7 @@ def test_logits_that_are_no_numbers() -> None:
     bad = float("nan")
     rows = [draw(temperature=0.0), draw(**OFF), draw(temperature=0.0)]
     logits = mx.array([[0, bad, 1], [bad, bad, bad], [0.0, 2, 1]])
-    assert tokens(logits, rows) == [NOT_A_TOKEN, NOT_A_TOKEN, 1]
+    assert tokens(logits, rows) == [NO_TOKEN, NO_TOKEN, 1]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
@@ -211,7 +213,7 @@ options = st.builds(
     logit_bias=st.sampled_from([{}, {3: 2.0}]),
 )
 draws = st.builds(
-    Draw,
+    SampleRequest,
     options=options,
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 1000),
@@ -220,14 +222,14 @@ draws = st.builds(
 
 
 def random_logits(rows: int, salt: int, size: int = 20) -> np.ndarray:
-    """Coarse values, so that ties are common."""
+    """Returns coarse values, so that ties are common."""
     noise = np.random.default_rng(salt).standard_normal((rows, size)) * 2
     return (np.round(noise * 4) / 4).astype(np.float32)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(draws, min_size=1, max_size=6), st.integers(0, 999))
-def test_a_row_draws_the_same_in_any_company(rows: list[Draw], salt: int) -> None:
+def test_a_row_draws_the_same_in_any_company(rows: list[SampleRequest], salt: int) -> None:
     logits = random_logits(len(rows), salt)
     together = tokens(mx.array(logits), rows)
     alone = [one(line.tolist(), row) for line, row in zip(logits, rows, strict=True)]
@@ -236,24 +238,24 @@ def test_a_row_draws_the_same_in_any_company(rows: list[Draw], salt: int) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(draws, min_size=1, max_size=6), st.integers(0, 999))
-def test_a_pending_token_is_the_last_of_the_history(rows: list[Draw], salt: int) -> None:
+def test_a_pending_token_is_the_last_of_the_history(rows: list[SampleRequest], salt: int) -> None:
     logits = mx.array(random_logits(len(rows), salt))
-    rows = [Draw(row.options, row.seed, row.position, (*row.history, 5)) for row in rows]
-    behind = [Draw(row.options, row.seed, row.position, row.history[:-1]) for row in rows]
+    rows = [SampleRequest(row.options, row.seed, row.position, (*row.history, 5)) for row in rows]
+    behind = [SampleRequest(row.options, row.seed, row.position, row.history[:-1]) for row in rows]
     pending = mx.array([5] * len(rows))
     assert tokens(logits, behind, pending) == tokens(logits, rows)
 
 
 @settings(max_examples=100, deadline=None)
 @given(draws, st.integers(0, 999))
-def test_equals_an_oracle_in_numpy(row: Draw, salt: int) -> None:
+def test_equals_an_oracle_in_numpy(row: SampleRequest, salt: int) -> None:
     logits = random_logits(1, salt)[0]
     token, margin = oracle(logits, row)
     assert one(logits.tolist(), row) == token or margin < 1e-5
 
 
-def oracle(logits: np.ndarray, row: Draw) -> tuple[int, float]:
-    """The rules one by one in float64; also by how much the drawn token won."""
+def oracle(logits: np.ndarray, row: SampleRequest) -> tuple[int, float]:
+    """Returns the token by the rules in float64, and its margin over the others."""
     o = row.options
     x = penalised(logits.astype(np.float64), row)
     if o.temperature == 0:
@@ -275,7 +277,7 @@ def oracle(logits: np.ndarray, row: Draw) -> tuple[int, float]:
     return int(np.argmax(scores)), min(float(first - second), near)
 
 
-def penalised(x: np.ndarray, row: Draw) -> np.ndarray:
+def penalised(x: np.ndarray, row: SampleRequest) -> np.ndarray:
     o = row.options
     for token, bias in o.logit_bias.items():
         x[token] += bias

@@ -1,4 +1,4 @@
-"""Who is admitted, who prefills, who decodes, who gives way."""
+"""Admissions, prefill chunks, decode rows and preemptions."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ import pytest
 from mlxpool.common.options import Options
 from mlxpool.worker.scheduling import scheduler
 from mlxpool.worker.scheduling.block_manager import (
-    BLOCK,
-    capacity,
-    first_need,
-    next_need,
-    transient,
-    whole_need,
+    BLOCK_SIZE,
+    activation_bytes,
+    block_capacity,
+    blocks_for_step,
+    blocks_to_admit,
+    blocks_to_finish,
 )
-from mlxpool.worker.scheduling.scheduler import LEAST_CHUNK, PAUSE, area_of, budget_of, reach
+from mlxpool.worker.scheduling.scheduler import (
+    MAX_STREAM_PAUSE,
+    MIN_CHUNK,
+    longest_chunk,
+    pair_budget,
+    prefill_budget,
+)
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
-AREA = area_of(2048)
+AREA = pair_budget(2048)
 
 
-def plan(live: list[Sequence], budget: int) -> scheduler.Plan:
-    return scheduler.plan(live, budget, AREA)
+def plan(live: list[Sequence], budget: int) -> scheduler.StepPlan:
+    return scheduler.plan_step(live, budget, AREA)
 
 
 def sequence(
@@ -42,15 +48,15 @@ def sequence(
 
 def test_waiting_ones_are_admitted_in_order_as_far_as_there_are_places() -> None:
     live = [sequence(Phase.DECODE), *(sequence(Phase.WAITING) for _ in range(3))]
-    assert scheduler.waiting(live, 3) == live[1:3]
-    assert scheduler.waiting(live, 1) == []
+    assert scheduler.next_admissions(live, 3) == live[1:3]
+    assert scheduler.next_admissions(live, 1) == []
 
 
 def test_those_who_were_sent_away_come_first_the_oldest_of_them_before_the_others() -> None:
     fresh, *gone = (sequence(Phase.WAITING) for _ in range(3))
     for one in gone:
         one.preempt()
-    assert scheduler.waiting([fresh, *gone], 8) == [*gone, fresh]
+    assert scheduler.next_admissions([fresh, *gone], 8) == [*gone, fresh]
 
 
 def test_the_oldest_prompt_gets_the_budget_first() -> None:
@@ -65,8 +71,8 @@ def test_a_prompt_that_is_all_cached_needs_no_budget() -> None:
     assert plan([ready], 100).prefill == ((ready, 0),)
 
 
-def test_who_gets_nothing_of_a_step_waits_for_the_next() -> None:
-    """A prompt looks back on all that the step has, and is done with it."""
+def test_a_prompt_without_a_share_waits_for_the_next_step() -> None:
+    """A prompt uses all query-key pairs of a step; the next prompt waits."""
     first, second = sequence(Phase.PREFILL, 70_061, 70_000), sequence(Phase.PREFILL, 501)
     assert plan([first, second], 2048).prefill == ((first, 60),)
 
@@ -79,16 +85,16 @@ def test_every_decoding_row_gets_a_token_while_others_prefill() -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 2048, 4096, 60_000])
 def test_chunks_get_shorter_as_the_context_gets_longer(at: int) -> None:
-    chunk = reach(at, AREA)
+    chunk = longest_chunk(at, AREA)
     assert chunk * (at + chunk) <= AREA < (chunk + 1) * (at + chunk + 1)
-    assert reach(10**7, AREA) == LEAST_CHUNK
-    assert reach(0, AREA) == 2048 and reach(at, 0) == 0
+    assert longest_chunk(10**7, AREA) == MIN_CHUNK
+    assert longest_chunk(0, AREA) == 2048 and longest_chunk(at, 0) == 0
 
 
 def test_what_one_prompt_looks_back_on_is_not_there_for_the_next() -> None:
     long = sequence(Phase.PREFILL, 5000, prefilled=4096)
     after = sequence(Phase.PREFILL, 5000)
-    assert plan([long, after], 2048).prefill == ((long, reach(4096, AREA)),)
+    assert plan([long, after], 2048).prefill == ((long, longest_chunk(4096, AREA)),)
     short = sequence(Phase.PREFILL, 1025)
     step = plan([short, after], 2048)
     assert step.prefill == ((short, 1024), (after, 1024))
@@ -97,58 +103,65 @@ def test_what_one_prompt_looks_back_on_is_not_there_for_the_next() -> None:
 @pytest.mark.parametrize(
     ("streams", "token_seconds", "expected"),
     [
-        (False, 0.01, 2048),  # nobody is held up
-        (True, 0.0, 2048),  # nothing is known yet
+        (False, 0.01, 2048),  # no stream is delayed
+        (True, 0.0, 2048),  # the time of a token is unknown
         (True, 1e-9, 2048),
-        (True, PAUSE / 500, 500),
-        (True, 1.0, LEAST_CHUNK),
+        (True, MAX_STREAM_PAUSE / 500, 500),
+        (True, 1.0, MIN_CHUNK),
     ],
 )
 def test_running_streams_are_held_up_for_a_moment_only(
     streams: bool, token_seconds: float, expected: int
 ) -> None:
-    assert budget_of(2048, streams, token_seconds) == pytest.approx(expected, abs=1)
-    assert budget_of(16, streams, token_seconds) == 16
+    assert prefill_budget(2048, streams, token_seconds) == pytest.approx(expected, abs=1)
+    assert prefill_budget(16, streams, token_seconds) == 16
 
 
 def test_a_row_grows_before_its_step_and_never_beyond_its_end() -> None:
-    row = sequence(Phase.DECODE, BLOCK - 2, blocks=1, max_tokens=10)
-    assert scheduler.growing([row]) == []
+    row = sequence(Phase.DECODE, BLOCK_SIZE - 2, blocks=1, max_tokens=10)
+    assert scheduler.needing_blocks([row]) == []
     row.ids.append(1)
-    assert scheduler.growing([row]) == [row] and next_need(row) == 2
-    last = sequence(Phase.DECODE, BLOCK - 1, blocks=1, max_tokens=1)
-    assert scheduler.growing([last]) == []
+    assert scheduler.needing_blocks([row]) == [row] and blocks_for_step(row) == 2
+    last = sequence(Phase.DECODE, BLOCK_SIZE - 1, blocks=1, max_tokens=1)
+    assert scheduler.needing_blocks([last]) == []
 
 
 def test_the_newest_row_gives_way_but_never_the_only_one() -> None:
     rows = [sequence(Phase.DECODE), sequence(Phase.PREFILL), sequence(Phase.WAITING)]
-    assert scheduler.newest(rows) is rows[1]
-    assert scheduler.newest([rows[0], rows[2]]) is None
+    assert scheduler.preemption_victim(rows) is rows[1]
+    assert scheduler.preemption_victim([rows[0], rows[2]]) is None
 
 
 def test_what_is_reserved_at_first_and_after_a_preemption() -> None:
     seq = sequence(Phase.WAITING, 300, max_tokens=2000)
-    assert (whole_need(seq), first_need(seq, 100)) == (9, 3)
-    assert first_need(sequence(Phase.WAITING, 300, max_tokens=5), 100) == 2
+    assert (blocks_to_finish(seq), blocks_to_admit(seq, 100)) == (9, 3)
+    assert blocks_to_admit(sequence(Phase.WAITING, 300, max_tokens=5), 100) == 2
     seq.ids += [1] * 300
     seq.preempt()
     assert (seq.phase, seq.blocks, seq.prefilled) == (Phase.WAITING, 0, 0)
-    assert (first_need(seq, 100), first_need(seq, 5), first_need(seq, 3)) == (9, 5, 4)
+    assert (blocks_to_admit(seq, 100), blocks_to_admit(seq, 5), blocks_to_admit(seq, 3)) == (
+        9,
+        5,
+        4,
+    )
 
 
 def test_a_part_of_what_a_chunk_needs_may_not_grow() -> None:
-    assert transient((256, 10_000 + 2560), (1024, 10_000 + 10_240), 2048, 10**9) == 10_000 + 20_480
-    assert transient((256, 10_000), (1024, 9_000), 2048, 10**9) == 10_000
-    assert transient((198, 7_000), (198, 8_000), 200, 10**9) == 8_000  # as long as there are
+    assert (
+        activation_bytes((256, 10_000 + 2560), (1024, 10_000 + 10_240), 2048, 10**9)
+        == 10_000 + 20_480
+    )
+    assert activation_bytes((256, 10_000), (1024, 9_000), 2048, 10**9) == 10_000
+    assert activation_bytes((198, 7_000), (198, 8_000), 200, 10**9) == 8_000  # as long as there are
 
 
 def test_capacity_and_transient() -> None:
-    assert (capacity(1000, 300), capacity(-5, 300)) == (3, 0)
+    assert (block_capacity(1000, 300), block_capacity(-5, 300)) == (3, 0)
     both = [(n, 100 * n + 3 * n * n) for n in (32, 128)]
     wanted = 100 * 2048 + 3 * 2048 * 2048
-    assert transient(both[0], both[1], 2048, 2048 * 2048) == pytest.approx(wanted, rel=1e-6)
+    assert activation_bytes(both[0], both[1], 2048, 2048 * 2048) == pytest.approx(wanted, rel=1e-6)
     linear = [(n, 100 * n) for n in (32, 128)]
-    assert transient(linear[0], linear[1], 2048, 10**9) == pytest.approx(204800, rel=1e-6)
+    assert activation_bytes(linear[0], linear[1], 2048, 10**9) == pytest.approx(204800, rel=1e-6)
 
 
 def test_tokens_between_two_places() -> None:
@@ -156,4 +169,4 @@ def test_tokens_between_two_places() -> None:
     seq.ids += [70, 71, 72]
     for start in range(8):
         for end in range(start, 9):
-            assert seq.between(start, end) == seq.tokens[start:end]
+            assert seq.token_range(start, end) == seq.tokens[start:end]

@@ -20,7 +20,7 @@ from mlxpool.common.protocol import frames as wire
 from mlxpool.common.protocol.token_ids import unpack_ids
 from mlxpool.common.trace import History
 from mlxpool.worker.engine.counting_engine import CountingEngine
-from mlxpool.worker.scheduling.sequence import RowFailed, Sequence
+from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed
 from mlxpool.worker.testing import faults
 from mlxpool.worker.testing.faults import (
     DEVICE,
@@ -162,16 +162,16 @@ def test_decode_strikes_at_its_position() -> None:
     engine, seq = row(fault_at=1)
     assert engine.decode([seq])
     seq.ids.append(5)
-    with pytest.raises(RowFailed, match="raise") as caught:
+    with pytest.raises(SequenceFailed, match="raise") as caught:
         engine.decode([Sequence(b"", 1, (1,), Options(), 9, 10), seq])
     assert caught.value.sequence is seq
 
 
 def test_prefill_strikes_in_the_chunk_that_has_the_token() -> None:
     engine, seq = row(b"x" * 5000, fault_in="prefill", fault_at=2048)
-    assert engine.prefill_all([(seq, 4096)]) == [2048]
-    with pytest.raises(RowFailed):
-        engine.prefill_all([(seq, 4096)])
+    assert engine.prefill_batch([(seq, 4096)]) == [2048]
+    with pytest.raises(SequenceFailed):
+        engine.prefill_batch([(seq, 4096)])
 
 
 def test_load_strikes_in_its_step() -> None:
@@ -186,7 +186,7 @@ def test_fault_prompt_selects_prompts() -> None:
     engine, bad = row(b"some poison", fault_prompt="poison")
     good = Sequence(b"", 1, (400, 401), Options(), 9, 10)
     assert engine.decode([good])
-    with pytest.raises(RowFailed):
+    with pytest.raises(SequenceFailed):
         engine.decode([good, bad])
 
 
@@ -194,7 +194,7 @@ def test_fault_prompt_selects_prompts() -> None:
     ("place", "call"),
     [
         ("decode", lambda engine, seq: engine.decode([seq, seq, seq])),
-        ("prefill", lambda engine, seq: engine.prefill_all([(seq, 2)])),
+        ("prefill", lambda engine, seq: engine.prefill_batch([(seq, 2)])),
         ("load", lambda engine, seq: engine.load(lambda tensors, size: None)),
     ],
 )
@@ -214,18 +214,18 @@ def test_slow_is_slow_in_each_step_chunk_and_shard(
 def test_nothing_computes_after_a_lost_device(place: str) -> None:
     engine, seq = row(fault="device", fault_in=place)
     engine.admit(seq)
-    assert engine.sound()
+    assert engine.device_works()
     if place in ("accept", "end"):
         engine.faults.strike()  # by others: it raises nothing itself
     calls: dict[str, Callable[[], object]] = {
-        "prefill": lambda: engine.prefill_all([(seq, 2)]),
+        "prefill": lambda: engine.prefill_batch([(seq, 2)]),
         "decode": lambda: engine.decode([seq]),
     }
     first = calls.pop(place, lambda: engine.admit(seq))
     for call in (first, *calls.values(), first):
         with pytest.raises(DeviceGone):
             call()
-    assert not engine.sound()
+    assert not engine.device_works()
 
 
 def test_a_device_lost_in_the_load_fails_the_load() -> None:

@@ -1,12 +1,12 @@
-"""The version of everything in our own code that decides which tokens a request gives. No MLX."""
+"""The version of the rules in our own code that decide which tokens a request gives. No MLX."""
 
 from __future__ import annotations
 
 import hashlib
 
-RULES = 1  # raised whenever the same logits, options and seed would give another token
+RULES = 1  # raised whenever the same logits, options and seed give another token
 
 
 def digest_of(folder: str) -> str:
-    """A folder's digest with the rules: what a resume compares."""
+    """Returns the digest of a model folder combined with RULES; a resume compares it."""
     return hashlib.sha256(f"{RULES}:{folder}".encode()).hexdigest()

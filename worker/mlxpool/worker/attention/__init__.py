@@ -1,4 +1,4 @@
-"""Layouts of keys and values in memory, and how a step attends to them.
+"""Layouts of keys, values and states in memory, and attention over them.
 
-One layout serves one engine.
+An engine has one layout: rows with arrays of their own, slabs (CPU) or a block pool (CUDA).
 """

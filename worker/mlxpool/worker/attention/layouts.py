@@ -1,180 +1,129 @@
-"""How the rows of an engine lie in memory: each by itself, in slabs, or in a pool with the tree."""
+"""The layouts of rows in memory: arrays of their own, slabs, or blocks of a pool."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.attention import AnyRow, Span, Step
-from mlxpool.worker.attention.contiguous import BLOCKS, SlabRow, Slabs
-from mlxpool.worker.attention.decode_batch import Batch
-from mlxpool.worker.attention.deterministic import ExactStep
-from mlxpool.worker.attention.kernel_trials import kernels_read, writes
-from mlxpool.worker.attention.paged import (
-    CHUNKS,
-    ENTERING,
-    Pool,
-    PoolBatch,
-    PoolRow,
-    PoolStore,
-    lines_for,
-    padded,
+from mlxpool.worker.attention.deterministic import DeterministicBatch
+from mlxpool.worker.attention.interface import Layout
+from mlxpool.worker.attention.kernel_trials import kernels_read, kernels_write
+from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
+from mlxpool.worker.attention.paged_runner import (
+    CHUNK_WIDTHS,
+    MAX_PREFILL_ROWS,
+    PagedRunner,
+    padded_tokens,
+    padded_width,
 )
-from mlxpool.worker.attention.row_cache import Row, RowShape
-from mlxpool.worker.kernels.kernel_builder import HALVES
+from mlxpool.worker.attention.row_batch import CacheRow, RowBatch, RowSpan
+from mlxpool.worker.attention.row_cache import RowCache, RowShape
+from mlxpool.worker.attention.slab_batch import SlabRunner
+from mlxpool.worker.attention.slabs import SLAB_BLOCKS, SlabRow, Slabs
+from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES
 from mlxpool.worker.layers.cache_kinds import CacheKind, FullCache, StateCache, WindowCache
 from mlxpool.worker.layers.cache_specs import RecurrentSpec
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.prefix.row_copies import RowStore
-from mlxpool.worker.scheduling.block_manager import BLOCK, blocks_of
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
 
-# Keys that the lines of a short chunk look at, each its own; else they are read together.
-LOOKED_AT = 2**19
+# Query-key pairs of a chunk that is computed token by token; larger ones read keys together.
+MAX_CHUNK_PAIRS = 2**19
 
-TABLES = 2**16  # blocks in the tables of a pass over several rows: each line has one
+# Entries in the block tables of a pass over several rows: one table a token.
+MAX_TABLE_BLOCKS = 2**16
 
 LAYOUTS = ("rows", "slabs", "pool")
 
 
-class Layout(Protocol):
-    """What the engine asks of it. Rows are those of its own store."""
-
-    name: str  # for operators
-    store: Any  # a Store (prefix/store.py)
-    spare: int  # bytes of the capacity that may be allocated and not used
-    together: bool  # whether a pass that fails half-way may have spoilt every row
-    holds_tree: bool  # whether what the prefix cache keeps lies in it, too
-    blocks: int  # it has, where it holds the tree
-
-    def left(self, rows: Iterable[AnyRow], whole: int) -> int:
-        """Bytes of a capacity of `whole` that rows have not taken; these are all there are."""
-
-    def reserve(self, row: Any, tokens: int) -> None:
-        """Memory for so many tokens, where it is not taken anyway."""
-
-    def forward(self, spans: Sequence[Span], ids: mx.array, *, logits: bool) -> mx.array:
-        """Builds one pass over `ids` [T]; rows are longer from here on, nothing is computed yet."""
-
-    def enter(self, row: Any, ids: mx.array) -> mx.array | None:
-        """Builds one pass over a row's new tokens `ids` [T] that gives logits [1, vocabulary] of
-        the last; None: not here. The row is longer then.
-        """
-
-    @property
-    def joins(self) -> int:
-        """How many rows `enter_all` takes at most; 0: there is no such pass."""
-
-    def fitting(self, spans: Sequence[Span]) -> int:
-        """How many of these, `joins` at most, it takes in one pass, from the first on."""
-
-    def enter_all(
-        self, parts: Sequence[tuple[Any, Sequence[int]]], enter: Sequence[int]
-    ) -> mx.array:
-        """Builds one pass over rows and their new tokens; these rows are longer then. Logits
-        [E, vocabulary] of the last token of those numbered in `enter`.
-        """
-
-    def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
-        """Logits [R, vocabulary] of one token `ids` [R] for each row."""
-
-    def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
-        """Compiles what longer rows will need than those that warm up."""
-
-    def spoil(self) -> None:
-        """A pass failed half-way: what it wrote into may not be used again."""
-
-    def close(self) -> None:
-        """Gives its memory back now; it is not used any more."""
-
-
-class InRows:
-    """Each row has arrays of its own; every kind of layer."""
+class RowLayout:
+    """Each row has arrays of its own; supports every kind of layer."""
 
     name = "rows"
     spare = 0
-    together = False
-    holds_tree = False
+    shares_arrays = False
+    holds_prefixes = False
     blocks = 0
 
-    def __init__(self, shape: RowShape, model: Model, *, exact: bool) -> None:
+    def __init__(self, shape: RowShape, model: Model, *, deterministic: bool) -> None:
         self._model = model
-        self._step = ExactStep if exact else Step
+        self._step = DeterministicBatch if deterministic else RowBatch
         self._fixed = shape.fixed_bytes
-        self._exact = exact
-        self.store: Any = RowStore(partial(Row, shape), kinds_of(shape))
+        self._deterministic = deterministic
+        self.store: Any = RowStore(partial(RowCache, shape), cache_kinds(shape))
 
-    def left(self, rows: Iterable[AnyRow], whole: int) -> int:
+    def left(self, rows: Iterable[CacheRow], whole: int) -> int:
         """See Layout."""
         return whole - sum(max(0, row.nbytes - self._fixed) for row in rows)
 
-    def reserve(self, row: AnyRow, tokens: int) -> None:
+    def reserve(self, row: CacheRow, tokens: int) -> None:
         """See Layout."""
 
-    def forward(self, spans: Sequence[Span], ids: mx.array, *, logits: bool) -> mx.array:
+    def forward(self, spans: Sequence[RowSpan], ids: mx.array, *, logits: bool) -> mx.array:
         """See Layout."""
         step = self._step(spans, logits=logits)
         out = self._model(ids, step)
         step.done()
         return out
 
-    def enter(self, row: Any, ids: mx.array) -> mx.array | None:
-        """See Layout. Not where a token that leaves before its first could not be taken back, nor
-        so many that computing the end of the last layer for all of them takes longer than a step.
+    def prefill_last(self, row: Any, ids: mx.array) -> mx.array | None:
+        """See Layout. Not supported with recurrent states, which could not drop the last token
+        again, nor for more tokens than a step computes in the same time.
         """
         count = ids.shape[0]
-        if self._exact or self.store.stateful or count > CHUNKS[-1]:
+        if self._deterministic or self.store.stateful or count > CHUNK_WIDTHS[-1]:
             return None
-        return self.forward([Span(row, count)], ids, logits=True)
+        return self.forward([RowSpan(row, count)], ids, logits=True)
 
     @property
-    def joins(self) -> int:
-        """See Layout. Rows that are attended to one by one gain little from each other."""
+    def max_batch_rows(self) -> int:
+        """See Layout. Not supported: attention goes row by row, so batching saves little."""
         return 0
 
-    def fitting(self, spans: Sequence[Span]) -> int:
+    def batch_size(self, spans: Sequence[RowSpan]) -> int:
         """See Layout."""
         return 0
 
-    def enter_all(
-        self, parts: Sequence[tuple[Any, Sequence[int]]], enter: Sequence[int]
+    def prefill_rows(
+        self, parts: Sequence[tuple[Any, Sequence[int]]], last: Sequence[int]
     ) -> mx.array:
         """See Layout."""
         raise NotImplementedError(f"{self.name} take one chunk at a time")
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""
-        return self.forward([Span(row, 1) for row in rows], ids, logits=True)
+        return self.forward([RowSpan(row, 1) for row in rows], ids, logits=True)
 
-    def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
+    def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
         """See Layout."""
 
-    def spoil(self) -> None:
+    def invalidate(self) -> None:
         """See Layout."""
 
     def close(self) -> None:
         """See Layout."""
 
 
-class InSlabs(InRows):
-    """Blocks of rows beside each other, for the CPU: see slabs.py."""
+class SlabLayout(RowLayout):
+    """Rows share slabs of blocks, for the CPU: see slabs.py."""
 
     name = "slabs"
-    together = True
+    shares_arrays = True
 
-    def __init__(self, shape: RowShape, model: Model, *, exact: bool) -> None:
-        super().__init__(shape, model, exact=exact)
+    def __init__(self, shape: RowShape, model: Model, *, deterministic: bool) -> None:
+        super().__init__(shape, model, deterministic=deterministic)
         self.slabs = Slabs(shape)
-        self.store = RowStore(partial(SlabRow, self.slabs), kinds_of(shape))
-        # Of the last slab, one block may be in use.
-        self.spare = (BLOCKS - 1) * BLOCK * shape.token_bytes
-        self._batch = Batch(model)
+        self.store = RowStore(partial(SlabRow, self.slabs), cache_kinds(shape))
+        # At worst the last slab has one block in use.
+        self.spare = (SLAB_BLOCKS - 1) * BLOCK_SIZE * shape.token_bytes
+        self._runner = SlabRunner(model)
 
-    def left(self, rows: Iterable[AnyRow], whole: int) -> int:
-        """See Layout. Of what is there with the slabs' unused ends, too."""
+    def left(self, rows: Iterable[CacheRow], whole: int) -> int:
+        """See Layout. The unused blocks of slabs count as used."""
         return min(super().left(rows, whole), whole + self.spare - self.slabs.nbytes)
 
     def reserve(self, row: Any, tokens: int) -> None:
@@ -184,86 +133,86 @@ class InSlabs(InRows):
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""
-        return super().decode(rows, ids) if self._exact else self._batch(rows, ids)
+        return super().decode(rows, ids) if self._deterministic else self._runner(rows, ids)
 
-    def spoil(self) -> None:
+    def invalidate(self) -> None:
         """See Layout."""
-        self.slabs.spoil()
+        self.slabs.invalidate()
 
 
-class InPool(InRows):
-    """Blocks that rows and tree share, for CUDA: see pool.py."""
+class PagedLayout(RowLayout):
+    """Rows and prefix cache share blocks of a pool, for CUDA: see kv_pool.py."""
 
-    holds_tree = True
+    holds_prefixes = True
 
     def __init__(
-        self, shape: RowShape, model: Model, blocks: int, *, exact: bool, in_place: bool
+        self, shape: RowShape, model: Model, blocks: int, *, deterministic: bool, in_place: bool
     ) -> None:
-        super().__init__(shape, model, exact=exact)
+        super().__init__(shape, model, deterministic=deterministic)
         reads = in_place and kernels_read(shape)
-        self.pool = Pool(shape, blocks, in_place=in_place, reads=reads)
-        self.store = PoolStore(self.pool)
+        self.pool = KVPool(shape, blocks, in_place=in_place, reads=reads)
+        self.store = PagedStore(self.pool)
         self.name = "pool, own kernels" if reads else "pool"
-        self.together = not in_place
+        self.shares_arrays = not in_place
         self.blocks = blocks
-        self.lined = reads and not exact and shape.dtype in HALVES
-        self.batch = PoolBatch(model, self.pool)
+        self.compiles_chunks = reads and not deterministic and shape.dtype in HALF_DTYPES
+        self.runner = PagedRunner(model, self.pool)
 
-    def forward(self, spans: Sequence[Span], ids: mx.array, *, logits: bool) -> mx.array:
-        """See Layout. Short chunks go through the compiled pass."""
-        if logits or not self._in_lines(spans):
+    def forward(self, spans: Sequence[RowSpan], ids: mx.array, *, logits: bool) -> mx.array:
+        """See Layout. A short chunk is computed by a compiled pass."""
+        if logits or not self._token_by_token(spans):
             return super().forward(spans, ids, logits=logits)
-        return self.batch.chunk(cast(PoolRow, spans[0].row), ids)
+        return self.runner.chunk(cast(PagedRow, spans[0].row), ids)
 
-    def enter(self, row: Any, ids: mx.array) -> mx.array | None:
+    def prefill_last(self, row: Any, ids: mx.array) -> mx.array | None:
         """See Layout."""
-        if not self._in_lines([Span(row, ids.shape[0])]):
-            return super().enter(row, ids)
-        return self.batch.chunk(row, ids, logits=True)
+        if not self._token_by_token([RowSpan(row, ids.shape[0])]):
+            return super().prefill_last(row, ids)
+        return self.runner.chunk(row, ids, logits=True)
 
     @property
-    def joins(self) -> int:
+    def max_batch_rows(self) -> int:
         """See Layout."""
-        return ENTERING if self.lined and not self.batch.gathers else 0
+        return MAX_PREFILL_ROWS if self.compiles_chunks and not self.runner.gathers else 0
 
-    def fitting(self, spans: Sequence[Span]) -> int:
-        """See Layout. Short chunks: longer ones keep a GPU busy alone."""
-        lines = looked_at = longest = number = 0
+    def batch_size(self, spans: Sequence[RowSpan]) -> int:
+        """See Layout. Only short chunks: longer ones keep a GPU busy by themselves."""
+        tokens = pairs = longest = number = 0
         for span in spans:
             end = span.row.offset + span.count
-            lines, longest = lines + padded(span.count), max(longest, end)
-            looked_at += span.count * end
-            if lines_for(lines) > self.batch.most or looked_at > LOOKED_AT:
+            tokens, longest = tokens + padded_tokens(span.count), max(longest, end)
+            pairs += span.count * end
+            if padded_width(tokens) > self.runner.max_width or pairs > MAX_CHUNK_PAIRS:
                 break
-            if lines * blocks_of(longest) > TABLES:
+            if tokens * blocks_for(longest) > MAX_TABLE_BLOCKS:
                 break
             number += 1
         return number
 
-    def enter_all(
-        self, parts: Sequence[tuple[Any, Sequence[int]]], enter: Sequence[int]
+    def prefill_rows(
+        self, parts: Sequence[tuple[Any, Sequence[int]]], last: Sequence[int]
     ) -> mx.array:
         """See Layout."""
-        return self.batch.chunks(parts, enter)
+        return self.runner.chunks(parts, last)
 
-    def _in_lines(self, spans: Sequence[Span]) -> bool:
-        return self.lined and not self.batch.gathers and _short(spans)
+    def _token_by_token(self, spans: Sequence[RowSpan]) -> bool:
+        return self.compiles_chunks and not self.runner.gathers and _short(spans)
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
         """See Layout."""
-        return super().decode(rows, ids) if self._exact else self.batch(rows, ids)
+        return super().decode(rows, ids) if self._deterministic else self.runner(rows, ids)
 
-    def warm(self, rows: int, context: int, moved: Callable[[], None]) -> None:
+    def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
         """See Layout."""
         self.pool.copy(self.pool.spare, self.pool.spare)
-        moved()
-        if self.lined:
-            self.batch.warm(rows, context, moved)
+        on_progress()
+        if self.compiles_chunks:
+            self.runner.compile_ahead(rows, context, on_progress)
 
-    def spoil(self) -> None:
+    def invalidate(self) -> None:
         """See Layout."""
-        self.pool.pending.clear()  # writes that nobody has begun
-        if self.together:
+        self.pool.pending.clear()  # writes that were not started
+        if self.shares_arrays:
             self.pool.renew()
 
     def close(self) -> None:
@@ -271,48 +220,52 @@ class InPool(InRows):
         self.pool.arrays = []
 
 
-def _short(spans: Sequence[Span]) -> bool:
-    """Whether this is one chunk whose lines look at few keys, all in all."""
+def _short(spans: Sequence[RowSpan]) -> bool:
+    """Returns whether this is one chunk with few tokens and few query-key pairs."""
     if len(spans) != 1:
         return False
     count, end = spans[0].count, spans[0].row.offset + spans[0].count
-    return count <= CHUNKS[-1] and count * end <= LOOKED_AT
+    return count <= CHUNK_WIDTHS[-1] and count * end <= MAX_CHUNK_PAIRS
 
 
-def named(name: str | None, shape: RowShape, *, exact: bool, on_gpu: bool) -> tuple[str, RowShape]:
-    """This layout's name; None: a pool of blocks on a CUDA GPU, slabs on a CPU, for models that
-    can have them, and rows. And what it keeps of each sequence. Windows are for a pool only where
-    our kernels read it: nothing else reads as little of a row.
+def choose_layout(
+    name: str | None, shape: RowShape, *, deterministic: bool, on_gpu: bool
+) -> tuple[str, RowShape]:
+    """Returns the name of the layout and its row shape.
+
+    `name` None: a pool on a CUDA GPU and slabs on a CPU, for models that support them, else rows.
+    A model with windows gets a pool only where our kernels read it: MLX's operations would read
+    whole rows.
     """
     if name is None:
         name = "rows"
-        if shape.plain and not on_gpu:
+        if shape.all_full_attention and not on_gpu:
             name = "slabs"
-        elif not exact and _in_place(shape, on_gpu):
-            name = "pool" if not shape.windowed or kernels_read(shape) else "rows"
-    return name, replace(shape, whole=name == "pool")
+        elif not deterministic and _writes_in_place(shape, on_gpu):
+            name = "pool" if not shape.has_windows or kernels_read(shape) else "rows"
+    return name, replace(shape, keeps_all=name == "pool")
 
 
-def layout_of(
-    name: str, shape: RowShape, model: Model, blocks: int, *, exact: bool, on_gpu: bool
+def make_layout(
+    name: str, shape: RowShape, model: Model, blocks: int, *, deterministic: bool, on_gpu: bool
 ) -> Layout:
-    """The layout of this name; a pool has `blocks`."""
+    """Makes the layout of this name; a pool has `blocks` blocks."""
     if name == "pool":
-        in_place = _in_place(shape, on_gpu)
-        return InPool(shape, model, blocks, exact=exact, in_place=in_place)
-    return (InSlabs if name == "slabs" else InRows)(shape, model, exact=exact)
+        in_place = _writes_in_place(shape, on_gpu)
+        return PagedLayout(shape, model, blocks, deterministic=deterministic, in_place=in_place)
+    return (SlabLayout if name == "slabs" else RowLayout)(shape, model, deterministic=deterministic)
 
 
-def _in_place(shape: RowShape, on_gpu: bool) -> bool:
-    return shape.paged and on_gpu and mx.cuda.is_available() and writes(shape)
+def _writes_in_place(shape: RowShape, on_gpu: bool) -> bool:
+    return shape.fits_blocks and on_gpu and mx.cuda.is_available() and kernels_write(shape)
 
 
-def kinds_of(shape: RowShape) -> list[CacheKind]:
-    """How the prefix cache keeps each layer."""
-    return [_kind(shape, layer) for layer in range(len(shape.caches))]
+def cache_kinds(shape: RowShape) -> list[CacheKind]:
+    """Returns how the prefix cache keeps each layer."""
+    return [_cache_kind(shape, layer) for layer in range(len(shape.caches))]
 
 
-def _kind(shape: RowShape, layer: int) -> CacheKind:
+def _cache_kind(shape: RowShape, layer: int) -> CacheKind:
     if isinstance(shape.caches[layer], RecurrentSpec):
         return StateCache(layer)
     window = shape.window(layer)

@@ -1,7 +1,7 @@
-"""The memory of one sequence where each has arrays of its own: one object for each layer.
+"""A row with arrays of its own: one object for each layer.
 
-Arrays grow in steps of GROWTH tokens. A layer holds the only reference to its arrays, so that MLX
-writes them in place. Memory past the last token is finite and never read.
+Arrays grow in steps of ROW_GROWTH tokens. A layer has the only reference to its arrays, so that MLX
+writes them in place. Unused tokens are finite numbers and never read.
 """
 
 from __future__ import annotations
@@ -20,71 +20,71 @@ from mlxpool.worker.layers.cache_specs import (
     RecurrentSpec,
     window_capacity,
 )
-from mlxpool.worker.scheduling.block_manager import BLOCK
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE
 
-GROWTH = BLOCK  # tokens
+ROW_GROWTH = BLOCK_SIZE  # tokens
 Arrays = tuple[mx.array, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """What one sequence's cache needs to know of a model; `capacity` and `chunk` in tokens.
+    """The shape of a row; `capacity` and `chunk` in tokens.
 
-    `whole`: what a token leaves is kept in every layer, also where a window sees it no more.
+    `keeps_all`: layers with a window keep the tokens outside of it, too.
     """
 
     caches: tuple[CacheSpec, ...]
     dtype: mx.Dtype
     capacity: int
     chunk: int = 2048
-    whole: bool = False
+    keeps_all: bool = False
 
     @property
-    def plain(self) -> bool:
-        """Whether every layer keeps the keys and values of every token."""
+    def all_full_attention(self) -> bool:
+        """Whether all layers have keys and values of all tokens, without windows."""
         return all(isinstance(one, KeyValueSpec) and not one.window for one in self.caches)
 
     @property
-    def windowed(self) -> bool:
-        """Whether some layer sees its last tokens alone."""
+    def has_windows(self) -> bool:
+        """Whether some layer has a sliding window."""
         return any(map(self.window, range(len(self.caches))))
 
     @property
-    def paged(self) -> bool:
-        """Whether every layer has something of every token, so that blocks can hold it all."""
+    def fits_blocks(self) -> bool:
+        """Whether no layer is recurrent, so that blocks of tokens can hold the row."""
         return not any(isinstance(one, RecurrentSpec) for one in self.caches)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token more takes in all layers."""
+        """Bytes of one more token in all layers."""
         return sum(cache.token_bytes(self.dtype.size) for cache in self._kept)
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that a sequence takes whatever its length."""
+        """Bytes of a row besides its tokens."""
         return sum(cache.fixed_bytes(self.dtype.size, self.chunk) for cache in self._kept)
 
     def window(self, layer: int) -> int:
-        """How many tokens a token of this layer sees; 0: all."""
+        """Returns the window of a layer in tokens; 0: none."""
         cache = self.caches[layer]
         return cache.window if isinstance(cache, KeyValueSpec) else 0
 
     @property
     def _kept(self) -> Sequence[CacheSpec]:
-        if not self.whole:
+        if not self.keeps_all:
             return self.caches
         return [replace(c, window=0) if isinstance(c, KeyValueSpec) else c for c in self.caches]
 
 
 class FullLayer:
-    """Every token: arrays [1, heads, allocated, size], one for each of `sizes`."""
+    """A layer of all tokens: an array [1, heads, allocated, size] for each of `sizes`."""
 
     def __init__(self, heads: int, sizes: tuple[int, ...], shape: RowShape) -> None:
         self._heads, self._sizes, self._shape = heads, sizes, shape
         self.arrays: Arrays = ()
 
     def write(self, at: int, new: Arrays) -> Arrays:
-        """Puts arrays [1, heads, n, size] behind `at` tokens; returns all up to there and them."""
+        """Writes arrays [1, heads, n, size] after `at` tokens; returns all tokens up to the end."""
         end = at + new[0].shape[2]
         self._reserve(end)
         for held, part in zip(self.arrays, new, strict=True):
@@ -92,11 +92,11 @@ class FullLayer:
         return self.part(0, end, end)
 
     def part(self, start: int, end: int, offset: int) -> Arrays:
-        """Tokens [start, end), as views; `offset` is how many there are."""
+        """Returns views of tokens [start, end) of `offset` tokens."""
         return tuple(array[:, :, start:end, :] for array in self.arrays)
 
     def put(self, parts: Sequence[Arrays], room: int) -> None:
-        """Each part's tokens, in one copy, with space for `room` in all."""
+        """Copies the tokens of all parts into new arrays for at least `room` tokens."""
         tokens = sum(part[0].shape[2] for part in parts)
         spare = max(self._rounded(room) - tokens, 0)
         self.arrays = tuple(
@@ -105,7 +105,7 @@ class FullLayer:
         )
 
     def trim(self, offset: int, to: int) -> None:
-        """Of `offset` tokens those from `to` on are forgotten."""
+        """Removes the tokens [to, offset); their memory is overwritten later."""
 
     def _reserve(self, end: int) -> None:
         if end > self._shape.capacity:
@@ -124,17 +124,17 @@ class FullLayer:
             )
 
     def _rounded(self, end: int) -> int:
-        return min(-(-end // GROWTH) * GROWTH, self._shape.capacity)
+        return min(-(-end // ROW_GROWTH) * ROW_GROWTH, self._shape.capacity)
 
     def _zeros(self, size: int, tokens: int) -> mx.array:
         return mx.zeros((1, self._heads, tokens, size), dtype=self._shape.dtype)
 
 
 class WindowLayer:
-    """The last tokens alone: arrays [1, heads, room, size], of which [_first, _last) are held.
+    """A layer with a window: arrays [1, heads, room, size], of which [_first, _last) are in use.
 
-    At the end of the arrays what is still seen moves to their front. One token more than that
-    stays, for a token that is taken back.
+    When the arrays are full, the tokens of the window and one before it move to the front; that one
+    is for a token that is removed again.
     """
 
     def __init__(self, spec: KeyValueSpec, shape: RowShape) -> None:
@@ -145,7 +145,7 @@ class WindowLayer:
         self.arrays: Arrays = ()
 
     def write(self, at: int, new: Arrays) -> Arrays:
-        """Puts new tokens behind `at`; returns what the first of them still sees, and them."""
+        """Writes new tokens after `at`; returns them and the tokens that the first of them sees."""
         count = new[0].shape[2]
         self._make_room(count)
         start, self._last = self._last, self._last + count
@@ -155,19 +155,19 @@ class WindowLayer:
         return tuple(array[:, :, seen : self._last, :] for array in self.arrays)
 
     def part(self, start: int, end: int, offset: int) -> Arrays:
-        """Tokens [start, end) of `offset`, which it has to hold still, as views."""
+        """Returns views of tokens [start, end) of `offset`, which must be inside the window."""
         shift = self._last - offset
         assert self._first <= start + shift, "a window was asked for what it forgot"
         return tuple(array[:, :, start + shift : end + shift, :] for array in self.arrays)
 
     def put(self, parts: Sequence[Arrays], room: int) -> None:
-        """The last tokens of a sequence, as `part` gave them."""
+        """Copies the last tokens of a sequence from parts."""
         self._first = self._last = 0
         for part in parts:
             self.write(0, part)
 
     def trim(self, offset: int, to: int) -> None:
-        """See FullLayer. It can go back by one token, or to wherever nothing was lost yet."""
+        """See FullLayer. Possible by one token, or to any token while none was dropped."""
         self._last = max(self._first, self._last - (offset - to))
 
     def _make_room(self, count: int) -> None:
@@ -191,26 +191,26 @@ class WindowLayer:
 
 
 class StateLayer:
-    """A state after all tokens, and those before the last steps, see Recurrent."""
+    """A recurrent layer: its state after all tokens and before each of the last steps."""
 
     def __init__(self, spec: RecurrentSpec) -> None:
         self._spec = spec
-        self._before: dict[int, Arrays] = {}  # by tokens, the oldest first
+        self._before: dict[int, Arrays] = {}  # by number of tokens, oldest first
         self.arrays: Arrays = ()
 
     def state(self) -> Arrays:
-        """What the next token goes on from."""
+        """Returns the state after all tokens."""
         return self.arrays or tuple(mx.zeros(shape) for shape in self._spec.shapes)
 
     def write(self, at: int, new: Arrays) -> None:
-        """The state after a step that began at `at` tokens."""
+        """Stores the state after a step that began at `at` tokens."""
         self._before[at] = self.arrays
         if len(self._before) > ROLLBACK_STEPS:
             del self._before[next(iter(self._before))]
         self.arrays = new
 
     def trim(self, offset: int, to: int) -> None:
-        """See FullLayer. It can go back by ROLLBACK_STEPS steps, or to the beginning."""
+        """See FullLayer. Possible by at most ROLLBACK_STEPS steps, or to 0 tokens."""
         if to == 0:
             self._before, self.arrays = {}, ()
         elif to < offset:
@@ -219,10 +219,10 @@ class StateLayer:
             self._before = {at: state for at, state in self._before.items() if at < to}
 
 
-Layer = FullLayer | WindowLayer | StateLayer
+LayerArrays = FullLayer | WindowLayer | StateLayer
 
 
-def _layer(cache: CacheSpec, shape: RowShape) -> Layer:
+def _layer(cache: CacheSpec, shape: RowShape) -> LayerArrays:
     match cache:
         case RecurrentSpec():
             return StateLayer(cache)
@@ -233,47 +233,47 @@ def _layer(cache: CacheSpec, shape: RowShape) -> Layer:
             return WindowLayer(cache, shape) if window else FullLayer(heads, sizes, shape)
 
 
-class Row:
-    """The cache of one sequence."""
+class RowCache:
+    """The keys, values and states of one sequence."""
 
     def __init__(self, shape: RowShape) -> None:
         self.shape = shape
-        self.offset = 0  # tokens that every layer holds once the step in flight is done
+        self.offset = 0  # tokens in each layer, those of the step in flight included
         self._layers = [_layer(cache, shape) for cache in shape.caches]
 
     def write(self, layer: int, *new: mx.array) -> Arrays:
-        """Puts arrays [1, heads, n, size] behind `offset`; returns all that they may look back on.
+        """Writes arrays [1, heads, n, size] after `offset` tokens; returns all tokens they see.
 
-        `offset` itself moves by `advance`, after the last layer.
+        `advance` moves `offset`, after the last layer.
         """
         return self._tokens(layer).write(self.offset, new)
 
     def part(self, layer: int, start: int, end: int) -> Arrays:
-        """Tokens [start, end) that the layer holds: arrays [1, heads, end - start, size], views."""
+        """Returns views [1, heads, end - start, size] of tokens [start, end) of a layer."""
         return self._tokens(layer).part(start, end, self.offset)
 
     def put(self, layer: int, parts: Sequence[Arrays], room: int) -> None:
-        """What `part` gave, in one copy, into an empty row with space for `room`.
+        """Copies parts from `part` into an empty row, with space for `room` tokens.
 
-        `offset` itself moves by `advance`.
+        `advance` moves `offset`.
         """
         assert self.offset == 0, "only an empty row is filled"
         self._tokens(layer).put(parts, room)
 
     def state(self, layer: int) -> Arrays:
-        """The state of a recurrent layer after `offset` tokens."""
+        """Returns the state of a recurrent layer after `offset` tokens."""
         return self._state(layer).state()
 
     def put_state(self, layer: int, state: Arrays) -> None:
-        """The state after the tokens of the step at work, or of an empty row that is filled."""
+        """Stores the state after the tokens of this step, or of those that fill an empty row."""
         self._state(layer).write(self.offset, state)
 
     def advance(self, count: int) -> None:
-        """`count` more tokens are written in every layer."""
+        """Records that `count` more tokens are written in each layer."""
         self.offset += count
 
     def trim(self, to: int) -> None:
-        """Forgets the tokens from `to` on; `to` not above `offset` forgets nothing less."""
+        """Removes the tokens from `to` on, if there are any."""
         to = max(to, 0)
         if to < self.offset:
             for layer in self._layers:
@@ -281,17 +281,17 @@ class Row:
             self.offset = to
 
     def release(self) -> None:
-        """Its arrays go with the last reference to them."""
+        """Empties the row; its arrays are freed with their last reference."""
         self._layers = [_layer(cache, self.shape) for cache in self.shape.caches]
         self.offset = 0
 
     def arrays(self) -> list[mx.array]:
-        """Every array, for one evaluation of the whole row."""
+        """Returns all arrays of the row, to evaluate them together."""
         return [array for layer in self._layers for array in layer.arrays]
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, used or not."""
+        """Allocated bytes, including unused tokens."""
         return sum(array.nbytes for array in self.arrays())
 
     def _tokens(self, layer: int) -> FullLayer | WindowLayer:

@@ -9,8 +9,13 @@ from mlxpool.worker.compute.errors import too_many_blocks
 from mlxpool.worker.compute.generations import Generations
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.interface import Engine
-from mlxpool.worker.scheduling.block_manager import first_need, next_need, promise
-from mlxpool.worker.scheduling.scheduler import growing, newest, waiting, with_row
+from mlxpool.worker.scheduling.block_manager import blocks_for_step, blocks_to_admit, promise_blocks
+from mlxpool.worker.scheduling.scheduler import (
+    needing_blocks,
+    next_admissions,
+    preemption_victim,
+    running,
+)
 from mlxpool.worker.scheduling.sequence import Sequence
 
 
@@ -28,10 +33,10 @@ class BlockAllocator:
         Returns the last rows of the sequences that cannot grow.
         """
         failed: list[Delta] = []
-        while wanting := growing(self._generations.sequences()):
+        while wanting := needing_blocks(self._generations.sequences()):
             sequence = wanting[0]
-            need = next_need(sequence)
-            victim = newest(self._generations.sequences())
+            need = blocks_for_step(sequence)
+            victim = preemption_victim(self._generations.sequences())
             if self._find(need - sequence.blocks, in_use=victim is None):
                 sequence.blocks = need
             elif victim is not None:
@@ -48,14 +53,14 @@ class BlockAllocator:
         Returns the rows that came of it.
         """
         rows: list[Delta] = []
-        for sequence in waiting(self._generations.sequences(), max_rows):
+        for sequence in next_admissions(self._generations.sequences(), max_rows):
             capacity = self._engine.blocks
-            need = first_need(sequence, capacity)
+            need = blocks_to_admit(sequence, capacity)
             if need > max(capacity, sequence.promised):
                 rows.append(self._refuse(sequence))
-            elif self._find(need) or not with_row(self._generations.sequences()):
+            elif self._find(need) or not running(self._generations.sequences()):
                 sequence.blocks = need
-                promise(sequence, capacity)
+                promise_blocks(sequence, capacity)
                 rows += admit(sequence)
             else:
                 break  # later arrivals must not take the blocks that this one waits for

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
-from mlxpool.worker.scheduling.block_manager import BLOCK, blocks_of
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
 from mlxpool.worker.scheduling.sequence import Sequence
 
 _MEMORY_WORDS = ("memory", "alloc", "metal::malloc", "resource limit")
@@ -32,13 +32,13 @@ def as_pool_error(error: Exception) -> PoolError:
 
 def too_many_blocks(sequence: Sequence, capacity: int) -> OutOfMemory:
     """The error of a sequence that needs more than `capacity` blocks."""
-    need = blocks_of(sequence.length) + 1
+    need = blocks_for(sequence.length) + 1
     return OutOfMemory(
         f"{sequence.length} tokens, {len(sequence.prompt)} of them the prompt's, need {need} blocks"
-        f" of {BLOCK} tokens; this worker's memory has {capacity}",
+        f" of {BLOCK_SIZE} tokens; this worker's memory has {capacity}",
         details={
             "prompt_tokens": len(sequence.prompt),
-            "need_tokens": need * BLOCK,
-            "capacity_tokens": capacity * BLOCK,
+            "need_tokens": need * BLOCK_SIZE,
+            "capacity_tokens": capacity * BLOCK_SIZE,
         },
     )

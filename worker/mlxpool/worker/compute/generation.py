@@ -14,7 +14,7 @@ from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey
 from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.scheduling.sequence import Drawn, Phase, Sequence
+from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +47,7 @@ class Generation:
     def key(self) -> RunKey:
         return self.sequence.id, self.sequence.attempt
 
-    def commit(self, drawn: Drawn, eos: frozenset[int], now: float) -> Delta:
+    def commit(self, drawn: SampledToken, eos: frozenset[int], now: float) -> Delta:
         """Append one drawn token. Returns its row, with the end if it is the last one."""
         sequence = self.sequence
         if drawn.token in eos and not sequence.options.ignore_eos:
@@ -100,7 +100,7 @@ class Generation:
         self.facts_sent = True
         return self.facts.body()
 
-    def _logprobs(self, drawn: Drawn) -> list[dict[str, object]] | None:
+    def _logprobs(self, drawn: SampledToken) -> list[dict[str, object]] | None:
         found = drawn.logprob
         if found is None:
             return None

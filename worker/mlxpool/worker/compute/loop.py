@@ -20,7 +20,7 @@ from mlxpool.worker.compute.outbox import Outbox
 from mlxpool.worker.compute.passes import Passes
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.interface import Engine
-from mlxpool.worker.scheduling.scheduler import area_of, budget_of, plan, with_row
+from mlxpool.worker.scheduling.scheduler import pair_budget, plan_step, prefill_budget, running
 from mlxpool.worker.scheduling.sequence import Phase
 from mlxpool.worker.system.cpu_threads import CpuThreads
 
@@ -102,14 +102,14 @@ class ComputeLoop:
         rows += self._blocks.admit(self._max_rows, self._passes.admit)
         live = generations.sequences()
         decoding = any(sequence.phase is Phase.DECODE for sequence in live)
-        budget = budget_of(self._engine.chunk, decoding, progress.usual_token)
-        step = plan(live, budget, area_of(self._engine.chunk))
+        budget = prefill_budget(self._engine.chunk, decoding, progress.usual_token)
+        step = plan_step(live, budget, pair_budget(self._engine.chunk))
         for sequence, share in step.prefill:
             if not share:
                 self._passes.prompt_read(sequence)
         rows += self._passes.prefill([one for one in step.prefill if one[1]])
         if step.decode:
             rows += self._passes.decode(list(step.decode))
-        progress.running = len(with_row(generations.sequences()))
+        progress.running = len(running(generations.sequences()))
         progress.waiting = len(generations) - progress.running
         return rows

@@ -6,7 +6,7 @@ from time import monotonic
 
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.interface import Engine
-from mlxpool.worker.scheduling.block_manager import BLOCK
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE
 
 REPORT_INTERVAL = 0.1  # seconds; reading the figures takes time
 
@@ -41,7 +41,7 @@ class MemoryReport:
             "peak": memory.peak,
             "limit": memory.limit,
             "device_free": memory.device_free,
-            "capacity_tokens": self._engine.blocks * BLOCK,
+            "capacity_tokens": self._engine.blocks * BLOCK_SIZE,
             "preemptions": self._progress.preemptions,
         }
         counters = getattr(self._engine, "prefix", None)

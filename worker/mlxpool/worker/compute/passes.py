@@ -13,8 +13,8 @@ from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.errors import DeviceLost, as_pool_error
 from mlxpool.worker.compute.generations import Generations
 from mlxpool.worker.compute.progress import Progress
-from mlxpool.worker.engine.interface import Engine, Share
-from mlxpool.worker.scheduling.sequence import Drawn, Phase, RowFailed, Sequence
+from mlxpool.worker.engine.interface import Engine, PrefillShare
+from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence, SequenceFailed
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -38,7 +38,7 @@ class Passes:
         """Give the sequence a row of the engine."""
         return self._guarded([sequence], partial(self._admit, sequence))
 
-    def prefill(self, shares: Many[Share]) -> list[Delta]:
+    def prefill(self, shares: Many[PrefillShare]) -> list[Delta]:
         """Read a chunk of each prompt, as many prompts in one pass as the engine allows."""
         rows: list[Delta] = []
         while shares:
@@ -63,25 +63,25 @@ class Passes:
         sequence.phase = Phase.PREFILL
         return []
 
-    def _joint_size(self, shares: Many[Share]) -> int:
+    def _joint_size(self, shares: Many[PrefillShare]) -> int:
         """How many of the first shares are computed in one pass."""
         if self._failed_joint_passes >= MAX_FAILED_JOINT_PASSES:
             return 1
         try:
-            return self._engine.joint(shares)
+            return self._engine.prefill_batch_size(shares)
         except Exception:
             log.exception("prompts are read one by one")
             self._failed_joint_passes = MAX_FAILED_JOINT_PASSES
             return 1
 
-    def _prefill_one(self, share: Share) -> list[Delta]:
+    def _prefill_one(self, share: PrefillShare) -> list[Delta]:
         sequence = share[0]
         # An error of a step computed ahead may surface here; it is not this prompt's.
-        to_blame = None if self._engine.ahead() else sequence.id
+        to_blame = None if self._engine.step_in_flight() else sequence.id
         read = partial(self._prefill, [share], sequence.id)
         return self._guarded([sequence], read, to_blame)
 
-    def _prefill_joint(self, shares: Many[Share]) -> list[Delta]:
+    def _prefill_joint(self, shares: Many[PrefillShare]) -> list[Delta]:
         """One pass. If it fails, each prompt is read again alone: only the one to blame ends."""
         try:
             return self._prefill(shares, None)
@@ -92,15 +92,15 @@ class Passes:
         for sequence, _ in shares:
             sequence.suspect = True
             self._generations.release(sequence)
-            sequence.send_back()
+            sequence.return_to_waiting()
         return []
 
-    def _prefill(self, shares: Many[Share], request: bytes | None) -> list[Delta]:
+    def _prefill(self, shares: Many[PrefillShare], request: bytes | None) -> list[Delta]:
         for sequence, _ in shares:
             generation = self._generations.of(sequence)
             generation.prefill_at = generation.prefill_at or monotonic()
         with self._progress.prefilling(request, sum(share for _, share in shares)):
-            done = self._engine.prefill_all(shares)
+            done = self._engine.prefill_batch(shares)
         for (sequence, _), tokens in zip(shares, done, strict=True):
             if tokens == 0 or sequence.prefilled >= sequence.length - 1:
                 self.prompt_read(sequence)
@@ -112,7 +112,7 @@ class Passes:
         now = monotonic()
         return [self._commit(one, now) for one in drawn]
 
-    def _commit(self, drawn: Drawn, now: float) -> Delta:
+    def _commit(self, drawn: SampledToken, now: float) -> Delta:
         """Append one drawn token; an error here ends this request alone."""
         sequence = drawn.sequence
         generation = self._generations.of(sequence)
@@ -139,7 +139,7 @@ class Passes:
         """
         try:
             return work()
-        except RowFailed as failed:
+        except SequenceFailed as failed:
             return [self._generations.fail(failed.sequence, Internal(str(failed)))]
         except Exception as error:
             log.exception("a step failed")
@@ -148,11 +148,11 @@ class Passes:
 
     def _require_device(self, error: Exception, to_blame: bytes | None) -> None:
         """Raises DeviceLost when the device no longer computes."""
-        if isinstance(error, PoolError | RowFailed):
+        if isinstance(error, PoolError | SequenceFailed):
             return  # raised by this program, not by the device
         self._progress.enter(
             "decode"
         )  # the broker's limit for this phase finds a device that hangs
         self._progress.moved()
-        if not self._engine.sound():
+        if not self._engine.device_works():
             raise DeviceLost(error, to_blame) from error

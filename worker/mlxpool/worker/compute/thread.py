@@ -20,7 +20,7 @@ from mlxpool.worker.compute.messages import Inbound, Loaded, Outbound, Unusable
 from mlxpool.worker.compute.outbox import Outbox
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine import factory
-from mlxpool.worker.engine.factory import Source
+from mlxpool.worker.engine.factory import ModelSource
 from mlxpool.worker.system.cpu_threads import CpuThreads, process_cpu_threads
 
 log = logging.getLogger("mlxpool.worker")
@@ -34,7 +34,7 @@ class Compute(threading.Thread):
         config: WorkerConfig,
         progress: Progress,
         post: Callable[[Outbound], None],
-        open_source: Callable[[ModelConfig], Source] = factory.open_source,
+        open_source: Callable[[ModelConfig], ModelSource] = factory.open_source,
         begin: BeginGeneration = Generation.begin,
     ) -> None:
         super().__init__(name="compute", daemon=True)

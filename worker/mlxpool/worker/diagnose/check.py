@@ -25,7 +25,7 @@ from mlxpool.worker.engine.description import (
     require_deterministic,
 )
 from mlxpool.worker.engine.factory import NO_BACK_END
-from mlxpool.worker.scheduling.block_manager import BLOCK
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE
 from mlxpool.worker.system import parent_death
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder
@@ -79,8 +79,8 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
     except ImportError as error:
         return {"machine": {"fits": False, "why": [NO_BACK_END.format(error=error)]}}
     total, free = backend.device_memory()
-    limit = backend.limit_of(config.memory_limit)
-    pool = memory_limit or backend.limit_of(0)
+    limit = backend.memory_limit(config.memory_limit)
+    pool = memory_limit or backend.memory_limit(0)
     need = estimate_memory(
         folder,
         context=min(folder.context, config.context or folder.context),
@@ -88,7 +88,7 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         prefix_cache=config.prefix_cache,
         prefix_bytes=config.prefix_bytes,
         limit=limit,
-        chunk=backend.chunk(),
+        chunk=backend.prefill_chunk(),
         float32=not backend.on_gpu(),
         deterministic=config.deterministic,
     )
@@ -114,10 +114,10 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
 def memory_problems(need: MemoryEstimate, limit: int, pool: int, floor: int) -> list[str]:
     """Why a worker with this need cannot run here; `floor` is what the broker reserves for it."""
     why = []
-    least = need.fixed + 2 * BLOCK * need.token
+    least = need.fixed + 2 * BLOCK_SIZE * need.token
     if need.weights + least > limit:
         why.append(
-            f"weights take {need.weights} bytes and {2 * BLOCK} tokens {least}, a"
+            f"weights take {need.weights} bytes and {2 * BLOCK_SIZE} tokens {least}, a"
             f" worker may take {limit}: raise memory_limit or take a smaller model"
         )
     if floor > pool:

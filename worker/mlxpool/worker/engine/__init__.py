@@ -1,1 +1,4 @@
-"""One step of a model: rows in memory, attention, the draw of a token."""
+"""Engines: they compute prefill chunks and decode steps and account for memory.
+
+ModelEngine runs our own model code, MlxLmEngine that of mlx-lm, CountingEngine no model at all.
+"""

@@ -1,4 +1,4 @@
-"""Says once, in the worker's log, what it computes with."""
+"""The device that MLX computes on: its memory, its health and the C heap of the process."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ import psutil
 log = logging.getLogger("mlxpool.worker")
 
 
-CHUNK, CPU_CHUNK = 2048, 512  # tokens
-SHARE = 0.8  # of the device's memory, for a worker without a limit of its own
-BIG = 2**20  # bytes from which on an array has pages of its own
-_M_MMAP_THRESHOLD = -3  # mallopt's name for it
-_FULL = ("out of memory", "unable to allocate")  # a device without room is not lost
-_NUMBERS = 1024  # that are added up to see whether the device computes
+GPU_CHUNK, CPU_CHUNK = 2048, 512  # tokens of a prefill chunk
+DEFAULT_MEMORY_SHARE = 0.8  # of the device's memory, for a worker without a configured limit
+MMAP_THRESHOLD = 2**20  # bytes from which on an array has pages of its own
+_M_MMAP_THRESHOLD = -3  # the parameter of mallopt
+# Texts of errors after which the device is still usable.
+_OUT_OF_MEMORY_TEXTS = ("out of memory", "unable to allocate")
+_PROBE_SIZE = 1024  # numbers that are summed to check the device
 
 
 def on_gpu() -> bool:
-    """Whether MLX computes on a GPU here."""
+    """Returns whether MLX computes on a GPU."""
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
-def chunk() -> int:
-    """Tokens of a prompt that are read at once; more are no faster, and longer than a moment."""
-    return CHUNK if on_gpu() else CPU_CHUNK
+def prefill_chunk() -> int:
+    """Returns the tokens of a prefill chunk; larger ones are no faster and delay others longer."""
+    return GPU_CHUNK if on_gpu() else CPU_CHUNK
 
 
 def device_memory() -> tuple[int, int]:
-    """Bytes the device has, and of these free now; the machine's, where they are one."""
+    """Returns the device's bytes, in all and free; the machine's where both share one memory."""
     machine = psutil.virtual_memory()
     if not on_gpu():
         return int(machine.total), int(machine.available)
@@ -42,50 +43,50 @@ def device_memory() -> tuple[int, int]:
     return total, int(info.get("free_memory", 0)) or int(machine.available)
 
 
-def computes() -> bool:
-    """Whether the device still gives right results; what was begun on it is waited for."""
+def device_computes() -> bool:
+    """Returns whether the device still gives right results; waits for the work it has begun."""
     try:
         mx.clear_cache()
-        found = mx.arange(_NUMBERS).sum().item()
+        found = mx.arange(_PROBE_SIZE).sum().item()
     except Exception as error:
-        if any(words in str(error).lower() for words in _FULL):
+        if any(words in str(error).lower() for words in _OUT_OF_MEMORY_TEXTS):
             return True
         log.exception("the device does not compute")
         return False
-    return bool(found == _NUMBERS * (_NUMBERS - 1) // 2)
+    return bool(found == _PROBE_SIZE * (_PROBE_SIZE - 1) // 2)
 
 
-def limit_of(configured: int) -> int:
-    """Bytes a worker may take; `configured` 0: SHARE of what the device has."""
-    return configured or int(device_memory()[0] * SHARE)
+def memory_limit(configured: int) -> int:
+    """Returns the bytes a worker may use; `configured` 0: DEFAULT_MEMORY_SHARE of the device."""
+    return configured or int(device_memory()[0] * DEFAULT_MEMORY_SHARE)
 
 
-def outside_mlx() -> int:
-    """Bytes of this process that MLX does not count, where they share one memory: Python, BLAS."""
+def non_mlx_bytes() -> int:
+    """Returns this process's bytes outside MLX (Python, BLAS); 0 where a GPU has its own memory."""
     if on_gpu() and sys.platform == "linux":
         return 0
     resident = int(psutil.Process().memory_info().rss)
     return max(0, resident - mx.get_active_memory() - mx.get_cache_memory())
 
 
-def steady_heap() -> None:
-    """Keeps large arrays out of the C heap, where that can be asked.
+def keep_large_arrays_off_heap() -> None:
+    """Makes glibc allocate large arrays outside its heap; does nothing on other C libraries.
 
-    Once one was freed, glibc puts others of its size into the heap, and there whatever comes to lie
-    behind them keeps their pages after they are gone: 30 MB after a warm-up.
+    After the first large free, glibc raises its threshold and allocates arrays of that size in the
+    heap, where any later allocation behind them keeps their pages: 30 MB after a warm-up.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, BIG)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
 
 
-def trim() -> None:
-    """Gives what the C heap holds of freed memory back to the system, where that can be asked."""
+def trim_heap() -> None:
+    """Returns freed memory of the C heap to the system; does nothing on C libraries but glibc."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def say() -> None:
-    """One line; on a Linux CPU without OpenBLAS the line says how to get it."""
+def log_device() -> None:
+    """Logs the device; on a Linux CPU without OpenBLAS the line says how to install it."""
     if on_gpu():
         log.info("computing on the GPU", extra={"device": mx.device_info().get("device_name")})
     elif sys.platform != "linux" or "blas" in os.environ.get("LD_PRELOAD", ""):

@@ -1,6 +1,6 @@
-"""What every engine does with its rows, the prefix cache and the memory limit.
+"""What all engines of MLX share: rows, prefix cache and memory limit.
 
-How a pass is computed, and what is lost when one fails half-way, is its subclasses' business.
+Subclasses compute the forward passes and decide what a failed pass invalidates.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ import mlx.core as mx
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
 from mlxpool.worker import versions
 from mlxpool.worker.engine import backend
-from mlxpool.worker.engine.interface import Memory, Share
+from mlxpool.worker.engine.interface import MemoryUse, PrefillShare
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.store import PrefixRow
 from mlxpool.worker.prompt.tokenizer import Text
-from mlxpool.worker.scheduling.block_manager import BLOCK, capacity
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, block_capacity
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.memory_estimate import default_prefix_cache_bytes
 
-CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
-GPU_CACHE = 4 * 1024**3  # the same on a GPU, where getting them again is slow
-HEAP = 64 * 1024 * 1024  # bytes by which the process may grow beside MLX: requests, freed memory
-LEAST_BLOCKS = 2  # a prompt's and one to go on
+CPU_BUFFER_CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
+GPU_BUFFER_CACHE = 4 * 1024**3  # the same on a GPU, where getting them again is slow
+# Bytes by which the process may grow outside MLX: requests, freed memory.
+HEAP_GROWTH = 64 * 1024 * 1024
+MIN_BLOCKS = 2  # one for a prompt and one for its completion
 
 R = TypeVar("R", bound=PrefixRow)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk(Generic[R]):
-    """Tokens [start, end) of a sequence, none when `end` is `start`."""
+class PrefillChunk(Generic[R]):
+    """Tokens [start, end) of a sequence that one forward pass computes; may be empty."""
 
     seq: Sequence
     row: R
     start: int
     end: int
-    stops: bool  # the prefix cache keeps what is there then
-    enters: bool  # only the last token is left then, which decode begins with; and it does not stop
+    at_restore_point: bool  # `end` is a restore point of the prefix cache
+    is_last: bool  # it leaves only the token that decode starts with; not at a restore point
 
     @property
     def count(self) -> int:
@@ -50,15 +51,15 @@ class Chunk(Generic[R]):
 
     @property
     def tokens(self) -> int:
-        """Of the pass: one that enters may compute the last token, too."""
-        return self.count + self.enters
+        """Tokens of the pass: a last chunk may include the token that decode starts with."""
+        return self.count + self.is_last
 
 
 class RowEngine(ABC, Generic[R]):
-    """The parts of Engine (api.py) that do not depend on who computes; lives in one thread.
+    """The part of Engine that all engines of MLX share; used by one thread.
 
-    A subclass sets `_prefix`, then `blocks`, and may set `_per_row`, the bytes of a row besides its
-    tokens, `_block_bytes` and `_transient`, a step's, once it knows them.
+    A subclass sets `_prefix`, then `blocks`, and `_block_bytes`, `_row_bytes` (the bytes of a row
+    besides its tokens) and `_activation_bytes` (the peak of a step) once it knows them.
     """
 
     _prefix: PrefixCache[R]
@@ -76,35 +77,40 @@ class RowEngine(ABC, Generic[R]):
         limit: int,
         blocks: int | None,
     ) -> None:
-        """`weights` in bytes; the others as ModelEngine has them."""
+        """`weights` are bytes; for the other parameters see ModelEngine."""
         self.context = min(folder.context, context or folder.context)
         self.vocab_size = folder.plan.vocab_size
         self.eos = folder.eos_ids
-        self.chunk = min(backend.chunk(), self.context)
+        self.chunk = min(backend.prefill_chunk(), self.context)
         self.digest = versions.digest_of(folder.digest)
         self._text = text or Text.from_folder(folder)
         self._weights = weights
-        self._limit = backend.limit_of(limit)
+        self._limit = backend.memory_limit(limit)
         self._prefix_bytes = prefix_bytes or default_prefix_cache_bytes(self._limit, weights)
         self._sequences = sequences
-        self._fixed = blocks
+        self._fixed_blocks = blocks
         self._rows: dict[Sequence, R] = {}
-        self._block_bytes = BLOCK
-        self._per_row = self._transient = 0
-        self._settled = self._outside = backend.outside_mlx()
-        self._cache = min(GPU_CACHE if backend.on_gpu() else CACHE, self._limit // 16)
+        self._block_bytes = BLOCK_SIZE
+        self._row_bytes = self._activation_bytes = 0
+        self._process_bytes_at_start = self._process_bytes = backend.non_mlx_bytes()
+        self._cache = min(
+            GPU_BUFFER_CACHE if backend.on_gpu() else CPU_BUFFER_CACHE, self._limit // 16
+        )
 
     @abstractmethod
     def _compute(self, row: R, ids: list[int]) -> None:
-        """A chunk of a prompt, computed when this returns; the row is longer then."""
+        """Computes prompt tokens `ids` and appends them to the row; waits for the result."""
 
-    def _enter(self, seq: Sequence, row: R, ids: list[int]) -> bool:
-        """Computes the last chunk and what decode begins with, where one pass can be both."""
+    def _prefill_last(self, seq: Sequence, row: R, ids: list[int]) -> bool:
+        """Computes the last chunk and the logits that decode starts with, in one pass.
+
+        Returns False, and computes nothing, where one pass cannot do both.
+        """
         return False
 
     @abstractmethod
-    def _losing(self, hit: Many[Sequence]) -> AbstractContextManager[None]:
-        """Around a pass for these: one that fails leaves nothing that could be read."""
+    def _discard_on_failure(self, hit: Many[Sequence]) -> AbstractContextManager[None]:
+        """Wraps a pass over these sequences; a failed pass empties the rows that it damaged."""
 
     def admit(self, seq: Sequence) -> None:
         """See Engine.admit."""
@@ -113,45 +119,47 @@ class RowEngine(ABC, Generic[R]):
             seq.cached = seq.prefilled
 
     def prefill(self, seq: Sequence, budget: int) -> int:
-        """`prefill_all` for one."""
-        return self.prefill_all([(seq, budget)])[0]
+        """Computes a chunk of one sequence, see `prefill_batch`."""
+        return self.prefill_batch([(seq, budget)])[0]
 
-    def joint(self, shares: Many[Share]) -> int:
-        """See Engine.joint."""
+    def prefill_batch_size(self, shares: Many[PrefillShare]) -> int:
+        """See Engine.prefill_batch_size."""
         return 1
 
-    def prefill_all(self, shares: Many[Share]) -> list[int]:
-        """See Engine.prefill_all; what is done survives a later failure."""
+    def prefill_batch(self, shares: Many[PrefillShare]) -> list[int]:
+        """See Engine.prefill_batch. A restore point is kept once its chunk is computed."""
         chunks = [self._chunk(seq, budget) for seq, budget in shares]
         some = [chunk for chunk in chunks if chunk.count > 0]
-        with self._losing([chunk.seq for chunk in some]):
+        with self._discard_on_failure([chunk.seq for chunk in some]):
             self._prefilled(some)
         for chunk in some:
             chunk.seq.prefilled = chunk.end
-            if chunk.stops:
+            if chunk.at_restore_point:
                 self._bound_prefix()
                 self._prefix.keep(chunk.row, chunk.seq.tokens)
         if some and not backend.on_gpu():
             mx.clear_cache()
         return [chunk.count for chunk in chunks]
 
-    def _chunk(self, seq: Sequence, budget: int) -> Chunk[R]:
-        """The next one. Raises OutOfMemory when what was computed before is lost."""
+    def _chunk(self, seq: Sequence, budget: int) -> PrefillChunk[R]:
+        """Returns the next chunk. Raises OutOfMemory when the tokens before it are lost."""
         row, start, whole = self._rows[seq], seq.prefilled, seq.length - 1
-        stop = self._prefix.next_stop(row)
+        stop = self._prefix.next_restore_point(row)
         last = whole if stop is None else min(stop, whole)
         end = max(start, min(last, start + min(budget, self.chunk)))
         if row.offset < start < end:
             raise OutOfMemory(f"{start} tokens were lost with a step that failed")
         stops = start < end == stop
-        return Chunk(seq, row, start, end, stops, enters=start < end == whole and not stops)
+        return PrefillChunk(seq, row, start, end, stops, is_last=start < end == whole and not stops)
 
-    def _prefilled(self, chunks: Many[Chunk[R]]) -> None:
-        """Computes chunks that may be computed together."""
+    def _prefilled(self, chunks: Many[PrefillChunk[R]]) -> None:
+        """Computes chunks of several sequences."""
         for chunk in chunks:
             seq, row, start, end = chunk.seq, chunk.row, chunk.start, chunk.end
-            if not chunk.enters or not self._enter(seq, row, seq.between(start, end + 1)):
-                self._compute(row, seq.between(start, end))
+            if not chunk.is_last or not self._prefill_last(
+                seq, row, seq.token_range(start, end + 1)
+            ):
+                self._compute(row, seq.token_range(start, end))
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
@@ -165,13 +173,13 @@ class RowEngine(ABC, Generic[R]):
         """See Engine.yields_cores."""
         return not backend.on_gpu()
 
-    def ahead(self) -> bool:
-        """See Engine.ahead."""
+    def step_in_flight(self) -> bool:
+        """See Engine.step_in_flight."""
         return False
 
-    def sound(self) -> bool:
-        """See Engine.sound."""
-        return backend.computes()
+    def device_works(self) -> bool:
+        """See Engine.device_works."""
+        return backend.device_computes()
 
     def prefix_blocks(self) -> int:
         """See Engine.prefix_blocks."""
@@ -186,10 +194,10 @@ class RowEngine(ABC, Generic[R]):
         mx.clear_cache()
         return before - self.prefix_blocks()
 
-    def memory(self) -> Memory:
-        """See Engine.memory. What the process takes beside MLX may grow; then fewer blocks fit."""
-        self._look_outside()
-        return Memory(
+    def memory(self) -> MemoryUse:
+        """See Engine.memory. Measures the memory outside MLX; when it grew, fewer blocks fit."""
+        self._measure_process()
+        return MemoryUse(
             weights=self._weights,
             kv=sum(row.nbytes for row in self._rows.values()),
             prefix=self._prefix.nbytes,
@@ -202,7 +210,7 @@ class RowEngine(ABC, Generic[R]):
 
     @property
     def prefix(self) -> PrefixCache[R]:
-        """The prefix cache, for its counters."""
+        """The prefix cache, whose counters are reported."""
         return self._prefix
 
     def piece(self, token: int) -> bytes:
@@ -216,59 +224,62 @@ class RowEngine(ABC, Generic[R]):
         mx.synchronize()
         mx.clear_cache()
 
-    def _look_outside(self) -> None:
-        """The capacity shrinks while the process is larger beside MLX than it was settled to be."""
-        outside = backend.outside_mlx()
-        if outside > self._outside:
-            backend.trim()
-            outside = backend.outside_mlx()
-        self._outside = max(self._settled, outside)
+    def _measure_process(self) -> None:
+        """Lowers the capacity while the process uses more outside MLX than after the warm-up."""
+        outside = backend.non_mlx_bytes()
+        if outside > self._process_bytes:
+            backend.trim_heap()
+            outside = backend.non_mlx_bytes()
+        self._process_bytes = max(self._process_bytes_at_start, outside)
         before, self.blocks = self.blocks, self._capacity()
         if self.blocks < before:
             self._bound_prefix()
             self._prefix.shrink(self._prefix.nbytes - self._prefix.budget)
 
     def _bound_prefix(self) -> None:
-        """It may have its own budget, or what of the capacity no row has taken."""
-        self._prefix.budget = min(self._prefix_bytes, max(0, self._left()))
+        """Bounds the prefix cache to its configured bytes and to the bytes that rows leave."""
+        self._prefix.budget = min(self._prefix_bytes, max(0, self._bytes_left()))
 
-    def _left(self) -> int:
-        """Bytes of the capacity that no row has taken."""
-        rows = sum(max(0, row.nbytes - self._per_row) for row in self._rows.values())
+    def _bytes_left(self) -> int:
+        """Returns the bytes of the capacity that no row uses."""
+        rows = sum(max(0, row.nbytes - self._row_bytes) for row in self._rows.values())
         return self.blocks * self._block_bytes - rows
 
-    def _settle(self) -> None:
-        """After the trials of a warm-up. Raises ModelLoadFailed where too few blocks are left."""
+    def _finish_warm_up(self) -> None:
+        """Frees what the warm-up allocated and sets the capacity.
+
+        Raises ModelLoadFailed when too few blocks are left.
+        """
         self._prefix.clear()
         mx.set_cache_limit(self._cache)
         mx.clear_cache()
-        backend.trim()
-        growth = min(HEAP, self._limit // 16) if backend.outside_mlx() else 0
-        self._settled = self._outside = backend.outside_mlx() + growth
+        backend.trim_heap()
+        growth = min(HEAP_GROWTH, self._limit // 16) if backend.non_mlx_bytes() else 0
+        self._process_bytes_at_start = self._process_bytes = backend.non_mlx_bytes() + growth
         self.blocks = self._capacity()
-        self._require_some()
+        self._require_min_blocks()
 
-    def _require_some(self) -> None:
-        """Raises ModelLoadFailed where too few blocks are left."""
-        if self.blocks < LEAST_BLOCKS:
-            raise ModelLoadFailed(self._too_little())
+    def _require_min_blocks(self) -> None:
+        """Raises ModelLoadFailed when too few blocks are left."""
+        if self.blocks < MIN_BLOCKS:
+            raise ModelLoadFailed(self._too_few_blocks())
 
     def _capacity(self) -> int:
-        """Blocks that the limit leaves beside weights, a step's transient and what is not MLX's."""
-        return self._room() if self._fixed is None else self._fixed
+        """Returns the blocks that fit beside weights, activations and the process itself."""
+        return self._blocks_in_budget() if self._fixed_blocks is None else self._fixed_blocks
 
-    def _room(self, spare: int = 0) -> int:
-        """Blocks for which there is memory; `spare` bytes may be allocated and not used."""
-        used = self._weights + self._transient + self._cache + self._outside
-        used += spare + self._sequences * self._per_row
-        return capacity(self._limit - used, self._block_bytes)
+    def _blocks_in_budget(self, spare: int = 0) -> int:
+        """Returns the blocks for which there is memory; `spare` bytes are for unused blocks."""
+        used = self._weights + self._activation_bytes + self._cache + self._process_bytes
+        used += spare + self._sequences * self._row_bytes
+        return block_capacity(self._limit - used, self._block_bytes)
 
-    def _too_little(self, spare: int = 0) -> str:
-        apart = spare + self._sequences * self._per_row
+    def _too_few_blocks(self, spare: int = 0) -> str:
+        apart = spare + self._sequences * self._row_bytes
         return (
             f"the memory limit is {self._limit} bytes; weights take {self._weights},"
-            f" a step {self._transient}, freed buffers {self._cache}, the process itself"
-            f" {self._outside}, {self._sequences} rows {apart} besides their tokens, which leaves"
-            f" {self.blocks} blocks of {BLOCK} tokens"
-            f" ({self._block_bytes} bytes each); at least {LEAST_BLOCKS} are needed"
+            f" a step {self._activation_bytes}, freed buffers {self._cache}, the process itself"
+            f" {self._process_bytes}, {self._sequences} rows {apart} besides their tokens,"
+            f" which leaves {self.blocks} blocks of {BLOCK_SIZE} tokens"
+            f" ({self._block_bytes} bytes each); at least {MIN_BLOCKS} are needed"
         )

@@ -1,11 +1,11 @@
-"""The model that counts: no weights, no GPU, no MLX, and every token known beforehand.
+"""The counting model: it has no weights, needs no MLX, and its tokens follow from a formula.
 
 Token i of a completion is f(prompt, seed, i):
 
     f = splitmix64(crc32(prompt ids as little-endian u32) ^ splitmix64(seed + i * GOLDEN)) % vocab
 
-with 64-bit wrap-around. A prompt's ids are its UTF-8 bytes; the text of an id is its decimal
-digits and a space. So a checker can verify every token of every stream after any fault.
+with 64-bit wrap-around. The ids of a prompt are its UTF-8 bytes; the text of an id is its decimal
+digits and a space. A checker can therefore verify every token of a stream after any fault.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 from mlxpool.common.config.schema import Counting
 from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
-from mlxpool.worker.engine.interface import Memory, Share
+from mlxpool.worker.engine.interface import MemoryUse, PrefillShare
 from mlxpool.worker.prompt.interface import Fits, Prompt, any_size
-from mlxpool.worker.scheduling.sequence import Drawn, Logprob, Sequence
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
-BYTES_PER_TOKEN = 1024  # what a token's keys and values count for in its memory report
+BYTES_PER_TOKEN = 1024  # of keys and values, in the memory report
 CONTEXT = 131_072
 CHUNK = 2048
 LOAD_STEPS = 10
-BLOCKS = 2**40  # it takes no memory, so there is always more
+UNLIMITED_BLOCKS = 2**40  # its sequences use no memory
 
 
 def splitmix64(value: int) -> int:
-    """The finaliser of SplitMix64 on a 64-bit value."""
+    """Returns the finaliser of SplitMix64 on a 64-bit value."""
     value &= MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
@@ -41,13 +41,13 @@ def splitmix64(value: int) -> int:
 
 
 def token_at(prompt: Seq[int], seed: int, position: int, vocab: int) -> int:
-    """The token id that the model draws at a position of the completion."""
+    """Returns the token id at a position of the completion."""
     root = zlib.crc32(pack_ids(prompt))
     return splitmix64(root ^ splitmix64(seed + position * GOLDEN)) % vocab
 
 
 def piece(token: int) -> bytes:
-    """The text of an id."""
+    """Returns the text of an id."""
     return b"%d " % token
 
 
@@ -61,11 +61,11 @@ class CountingEngine:
         self.eos: frozenset[int] = frozenset()
         self.chunk = min(CHUNK, self.context)
         self.digest = f"counting-{settings.vocab}"
-        self.blocks = BLOCKS
+        self.blocks = UNLIMITED_BLOCKS
         self.rows: list[Sequence] = []
 
     def load(self, on_progress: Callable[[int, int], None]) -> None:
-        """Take `load_ms` in ten shards."""
+        """Takes `load_ms` in LOAD_STEPS steps."""
         for shard in range(LOAD_STEPS):
             time.sleep(self.settings.load_ms / 1000 / LOAD_STEPS)
             on_progress(shard + 1, self.settings.load_bytes * (shard + 1) // LOAD_STEPS)
@@ -75,11 +75,11 @@ class CountingEngine:
     def admit(self, seq: Sequence) -> None:
         self.rows.append(seq)
 
-    def joint(self, shares: Seq[Share]) -> int:
+    def prefill_batch_size(self, shares: Seq[PrefillShare]) -> int:
         alone = (number for number, (seq, _) in enumerate(shares) if seq.suspect)
         return max(1, min(self.settings.joint, next(alone, len(shares))))
 
-    def prefill_all(self, shares: Seq[Share]) -> list[int]:
+    def prefill_batch(self, shares: Seq[PrefillShare]) -> list[int]:
         done = [
             max(0, min(budget, self.chunk, seq.length - 1 - seq.prefilled))
             for seq, budget in shares
@@ -89,15 +89,15 @@ class CountingEngine:
             seq.prefilled += count
         return done
 
-    def decode(self, rows: Seq[Sequence]) -> list[Drawn]:
+    def decode(self, rows: Seq[Sequence]) -> list[SampledToken]:
         time.sleep(self.settings.step_us / 1e6)
         return [self._draw(row) for row in rows]
 
-    def _draw(self, row: Sequence) -> Drawn:
+    def _draw(self, row: Sequence) -> SampledToken:
         token = token_at(row.prompt, row.seed, len(row.ids), self.vocab_size)
         top = tuple((token, 0.0) for _ in range(min(1, row.options.top_logprobs)))
-        logprob = Logprob(0.0, top) if row.options.logprobs else None
-        return Drawn(row, token, logprob)
+        logprob = TokenLogprob(0.0, top) if row.options.logprobs else None
+        return SampledToken(row, token, logprob)
 
     def release(self, seq: Sequence) -> None:
         if seq in self.rows:
@@ -107,10 +107,10 @@ class CountingEngine:
     def yields_cores(self) -> bool:
         return False
 
-    def ahead(self) -> bool:
+    def step_in_flight(self) -> bool:
         return False
 
-    def sound(self) -> bool:
+    def device_works(self) -> bool:
         return True
 
     def prefix_blocks(self) -> int:
@@ -119,13 +119,13 @@ class CountingEngine:
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         return 0
 
-    def warm_up(self, moved: Callable[[], None]) -> None:
-        """Nothing is slower the first time."""
+    def warm_up(self, on_progress: Callable[[], None]) -> None:
+        """Does nothing: its first step is as fast as later ones."""
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUse:
         kv = sum(row.length for row in self.rows) * BYTES_PER_TOKEN
         weights = self.settings.load_bytes
-        return Memory(weights=weights, kv=kv, active=weights + kv, peak=weights + kv)
+        return MemoryUse(weights=weights, kv=kv, active=weights + kv, peak=weights + kv)
 
     def piece(self, token: int) -> bytes:
         return piece(token)
@@ -135,10 +135,10 @@ class CountingEngine:
 
 
 class CountingText:
-    """The tokenizer of the counting model: bytes are ids."""
+    """The tokenizer of the counting model: an id is a byte."""
 
     def warm_up(self) -> None:
-        """There is nothing to warm up."""
+        """Does nothing."""
 
     def encode(self, text: str, fits: Fits = any_size) -> list[int]:
         data = text.encode("utf-8", "surrogatepass")
@@ -159,6 +159,6 @@ class CountingText:
         fits: Fits = any_size,
         think: object = None,
     ) -> Prompt:
-        """One line for each message; it has no thoughts."""
+        """Writes one line for each message; the model has no thoughts."""
         lines = [f"{m['role']}: {joined(m.get('content'))}\n" for m in messages]
         return Prompt(self.encode("".join(lines), fits))

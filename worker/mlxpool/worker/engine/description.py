@@ -26,7 +26,7 @@ NOT_ON_A_GPU = (
     "deterministic = true is built for the CPU alone, on a GPU the bits of a product depend on how"
     " many lines it has; leave it out"
 )
-COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it keeps no keys and values
+COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it has no KV cache
 
 
 def describe(folder: ModelFolder) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From a model's settings to an engine: the folder on disk, or one of the two built in."""
+"""Opens a model from its settings and makes its engine: from a folder, or a built-in model."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A sound model that is not loaded yet."""
+class ModelSource:
+    """A checked model that is not loaded yet."""
 
     opened: Opened
     load: Callable[[OnProgress], Engine]
-    sequences: int  # how many its engine runs at once
+    sequences: int  # that its engine runs at once
 
 
 def open_source(
     config: ModelConfig,
     counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
-) -> Source:
-    """Look at the model without MLX. Raises ModelLoadFailed naming what is wrong with it."""
+) -> ModelSource:
+    """Checks the model without MLX. Raises ModelLoadFailed with the reason it cannot be used."""
     if config.path == COUNTING:
         return _counting(counting(config.counting, config.context), config.sequences)
     return _folder(open_files(locate(config)), config)
 
 
-def _counting(engine: CountingEngine, sequences: int) -> Source:
+def _counting(engine: CountingEngine, sequences: int) -> ModelSource:
     def load(on_progress: OnProgress) -> Engine:
         engine.load(on_progress)
         return engine
 
     opened = Opened(engine.digest, engine.context, engine.vocab_size, CountingText())
-    return Source(opened, load, sequences)
+    return ModelSource(opened, load, sequences)
 
 
-def _folder(files: ModelFiles, config: ModelConfig) -> Source:
+def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
     folder = inspect(files)
     if config.deterministic:
         require_deterministic(folder)
@@ -71,10 +71,10 @@ def _folder(files: ModelFiles, config: ModelConfig) -> Source:
         from mlxpool.worker.engine.engine import ModelEngine
         from mlxpool.worker.weights.load import load as load_weights
 
-        backend.say()
+        backend.log_device()
         if config.deterministic:
             require_deterministic(folder, on_gpu=backend.on_gpu())
-        backend.steady_heap()
+        backend.keep_large_arrays_off_heap()
         settings: dict[str, Any] = {
             "context": context,
             "prefix": config.prefix_cache,
@@ -86,25 +86,25 @@ def _folder(files: ModelFiles, config: ModelConfig) -> Source:
             from mlxpool.worker.engine import mlx_lm_engine
 
             model = mlx_lm_engine.load(folder, on_progress)
-            return mlx_lm_engine.ZooEngine(model, folder, text, **settings)
+            return mlx_lm_engine.MlxLmEngine(model, folder, text, **settings)
         loaded = load_weights(
             folder,
             on_progress,
             deterministic=config.deterministic,
             dequantise=dequantises_at_load(
                 folder,
-                limit=backend.limit_of(config.memory_limit),
+                limit=backend.memory_limit(config.memory_limit),
                 float32=not backend.on_gpu(),
             ),
         )
         return ModelEngine(loaded, text, **settings)
 
     opened = Opened(versions.digest_of(folder.digest), context, folder.plan.vocab_size, text)
-    return Source(opened, load, config.sequences)
+    return ModelSource(opened, load, config.sequences)
 
 
 def as_load_error(error: BaseException, name: str) -> PoolError:
-    """The error that waiting requests get."""
+    """Returns the error for the requests that wait for the model."""
     if isinstance(error, PoolError):
         return error
     return ModelLoadFailed(f"loading model {name!r} failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""What the compute thread asks of a model, with weights or without. No MLX."""
+"""The interface between the compute thread and an engine. No MLX."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
 
-from mlxpool.worker.scheduling.sequence import Drawn, Sequence
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes. `active`, `cache` and `peak` are the allocator's; the others are parts of `active`."""
+class MemoryUse:
+    """Bytes in use; `active`, `cache` and `peak` are MLX's, the others are parts of `active`."""
 
     weights: int = 0
-    kv: int = 0  # rows of sequences at work
-    prefix: int = 0  # what finished sequences left behind
+    kv: int = 0  # rows of running sequences
+    prefix: int = 0  # entries of the prefix cache
     active: int = 0
-    cache: int = 0  # freed by us, not yet by the allocator
-    peak: int = 0  # of `active`, since the start
-    limit: int = 0  # what the process may take; 0: not known
-    device_free: int = 0  # of the machine or the GPU, whoever uses the rest; 0: not known
+    cache: int = 0  # freed arrays that the allocator keeps
+    peak: int = 0  # of `active` since the start
+    limit: int = 0  # of the process; 0: unknown
+    device_free: int = 0  # free on the machine or the GPU, for all processes; 0: unknown
 
 
-Share = tuple[Sequence, int]  # with the tokens of its next chunk at most
+PrefillShare = tuple[Sequence, int]  # with the most tokens of its next chunk
 
 
 class Engine(Protocol):
-    """A model at work. Called from one thread only."""
+    """Computes steps of a loaded model. Used by one thread."""
 
     @property
     def context(self) -> int:
-        """Tokens, prompt and completion."""
+        """The most tokens of prompt and completion together."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """The number of token ids."""
 
     @property
     def eos(self) -> frozenset[int]:
-        """The ids that end a completion."""
+        """The token ids that end a completion."""
 
     @property
     def chunk(self) -> int:
@@ -48,71 +48,75 @@ class Engine(Protocol):
 
     @property
     def blocks(self) -> int:
-        """How many blocks of keys and values (blocks.py) there is memory for, prefixes included."""
+        """KV-cache blocks for which there is memory, those of the prefix cache included."""
 
     def prefix_blocks(self) -> int:
-        """Of these, taken by what finished sequences left behind."""
+        """Returns the blocks that the prefix cache uses."""
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
-        """Drops so much of that; returns the blocks it gave back.
+        """Evicts prefix-cache entries of so many blocks; returns the blocks that were freed.
 
-        What rows at work began from goes only with `in_use`, when the rest is not enough.
+        Entries that running rows began from are evicted only with `in_use`, after all others.
         """
 
     @property
     def digest(self) -> str:
-        """Of everything that decides which tokens and text a request gives."""
+        """Hash of everything that decides which tokens and text a request gives."""
 
     @property
     def layout(self) -> str:
-        """How it computes, in a few words for operators; "" where there is nothing to say."""
+        """The memory layout in a few words for operators; may be empty."""
 
     @property
     def yields_cores(self) -> bool:
-        """Whether steps may take fewer cores while others use them.
+        """Whether steps may use fewer cores while other processes need them.
 
-        Not where a GPU computes, nor where the last bit may not depend on how many there are.
+        False on a GPU, and where every bit of a result must not depend on the number of cores.
         """
 
     def admit(self, seq: Sequence) -> None:
-        """Takes a row and what the prefix cache has; sets `seq.cached` and `seq.prefilled`."""
+        """Gives the sequence a row, filled from the prefix cache.
 
-    def joint(self, shares: Many[Share]) -> int:
-        """How many of these chunks, from the first on, are computed in one pass: 1 or more."""
-
-    def prefill_all(self, shares: Many[Share]) -> list[int]:
-        """Computes a chunk for each of as many as `joint` says and adds it to its `prefilled`.
-
-        The last token of `seq.tokens` is decode's, whoever computes it. Returns the tokens done, 0
-        when a sequence is ready for decode. What fails fails for all, and their rows are gone.
+        Sets `seq.cached` and `seq.prefilled`.
         """
 
-    def decode(self, rows: Many[Sequence]) -> list[Drawn]:
-        """One new token for each row, in their order; the caller appends it to `seq.ids`."""
+    def prefill_batch_size(self, shares: Many[PrefillShare]) -> int:
+        """Returns how many of these chunks, from the first on, one pass computes: at least 1."""
+
+    def prefill_batch(self, shares: Many[PrefillShare]) -> list[int]:
+        """Computes a chunk of each sequence in one pass and adds it to `seq.prefilled`.
+
+        Takes as many shares as `prefill_batch_size` allows. Returns the tokens of each chunk: 0
+        when the sequence is ready for decode, which begins with its last token. A failure fails all
+        sequences of the pass, and their rows are lost.
+        """
+
+    def decode(self, rows: Many[Sequence]) -> list[SampledToken]:
+        """Samples one token for each sequence, in order; the caller appends it to `seq.ids`."""
 
     def release(self, seq: Sequence) -> None:
-        """The sequence ends here, whatever its phase; unknown ones are ignored."""
+        """Frees the row of a sequence in any phase; ignores an unknown sequence."""
 
-    def ahead(self) -> bool:
-        """Whether the device is at work on a step that nobody has asked for yet."""
+    def step_in_flight(self) -> bool:
+        """Returns whether the device computes a decode step that was not requested yet."""
 
-    def sound(self) -> bool:
-        """Whether the device still computes, asked after something was raised.
+    def device_works(self) -> bool:
+        """Returns whether the device still computes; called after an exception.
 
-        Some errors of a GPU fail every later call of the process.
+        After some GPU errors every later call of the process fails.
         """
 
-    def warm_up(self, moved: Callable[[], None]) -> None:
-        """Computes every kind of step once, so that the first request does not pay for it.
+    def warm_up(self, on_progress: Callable[[], None]) -> None:
+        """Computes each kind of step once, so that no request waits for compilation.
 
-        Calls `moved` after each: where kernels are compiled, the first time takes seconds.
+        Calls `on_progress` after each step, which may take seconds.
         """
 
-    def memory(self) -> Memory:
-        """Where the bytes are now."""
+    def memory(self) -> MemoryUse:
+        """Returns the memory in use."""
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token stands for."""
+        """Returns the text of a token as bytes."""
 
     def close(self) -> None:
-        """Gives everything up."""
+        """Frees all rows and arrays."""

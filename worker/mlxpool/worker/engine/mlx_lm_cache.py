@@ -1,7 +1,7 @@
-"""The memory of one sequence where mlx-lm's own cache objects keep it, for our prefix cache.
+"""A row whose keys, values and states are in mlx-lm's own cache objects.
 
-Objects of the classes in zoo.KINDS can be copied out and in; where a model has any other, nothing
-of it is kept for later prompts. The face is that of prefix_kinds.RecurrentRow.
+Objects of the classes in weights.mlx_lm_models.CACHE_KINDS can be copied to and from the prefix
+cache; a model with any other class has no prefix cache. Implements layers.cache_kinds.RecurrentRow.
 """
 
 from __future__ import annotations
@@ -14,87 +14,87 @@ import mlx.core as mx
 Arrays = tuple[mx.array, ...]
 
 
-def flat(caches: Iterable[Any]) -> list[Any]:
-    """The caches, those inside of lists of caches, too."""
+def flatten(caches: Iterable[Any]) -> list[Any]:
+    """Returns the cache objects, with lists of them flattened."""
     found: list[Any] = []
     for cache in caches:
-        found += flat(cache.caches) if type(cache).__name__ == "CacheList" else [cache]
+        found += flatten(cache.caches) if type(cache).__name__ == "CacheList" else [cache]
     return found
 
 
-def class_of(cache: Any) -> str:
-    """The whole name of its class."""
+def class_name(cache: Any) -> str:
+    """Returns the module and name of a cache's class."""
     return f"{type(cache).__module__}.{type(cache).__name__}"
 
 
-class ZooRow:
-    """One sequence's caches, as mlx-lm's models take them."""
+class MlxLmRow:
+    """The caches of one sequence, as mlx-lm's models take them."""
 
     def __init__(self, make: Callable[[], list[Any]]) -> None:
         self._make = make
         self.caches = make()
-        self.offset = 0  # tokens that every cache holds
-        self.logits: mx.array | None = None  # [1, V] after them, if they were computed here
+        self.offset = 0  # tokens that each cache holds
+        self.logits: mx.array | None = None  # [1, V] after the last token, if computed
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, used or not."""
+        """Allocated bytes, including unused ones."""
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        """Every array, for one evaluation of the whole row."""
+        """Returns all arrays of the row, to evaluate them together."""
         found: list[mx.array] = []
-        for cache in flat(self.caches):
+        for cache in flatten(self.caches):
             found += (one for one in _leaves(vars(cache)) if isinstance(one, mx.array))
         return found
 
     def advance(self, count: int) -> None:
-        """Every cache has `count` tokens more."""
+        """Records that each cache has `count` more tokens."""
         self.offset += count
         self.logits = None
 
     def part(self, layer: int, start: int, end: int) -> Arrays:
-        """Tokens [start, end) of a KVCache: keys and values [1, KV, end - start, D], views."""
-        cache = flat(self.caches)[layer]
+        """Returns views of tokens [start, end) of a KVCache: keys and values [1, KV, n, D]."""
+        cache = flatten(self.caches)[layer]
         return cache.keys[..., start:end, :], cache.values[..., start:end, :]
 
     def put(self, layer: int, parts: Sequence[Arrays], room: int) -> None:
-        """What `part` gave, into the KVCache of an empty row; it grows by itself later."""
-        cache = flat(self.caches)[layer]
+        """Writes parts from `part` into the KVCache of an empty row; the cache grows by itself."""
+        cache = flatten(self.caches)[layer]
         keys, values = (mx.concatenate(list(side), axis=2) for side in zip(*parts, strict=True))
         cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
 
     def state(self, layer: int) -> Arrays:
-        """All that a cache of another class holds."""
-        cache = flat(self.caches)[layer]
+        """Returns all arrays of a cache of another class."""
+        cache = flatten(self.caches)[layer]
         if type(cache).__name__ == "ArraysCache":
             return tuple(mx.zeros((0,)) if one is None else one for one in cache.cache)
         return cache.keys, cache.values, mx.array([cache.offset, cache._idx])
 
     def put_state(self, layer: int, state: Arrays) -> None:
-        """What `state` gave, into the cache of an empty row."""
-        cache = flat(self.caches)[layer]
+        """Writes a state from `state` into the cache of an empty row."""
+        cache = flatten(self.caches)[layer]
         if type(cache).__name__ == "ArraysCache":
             cache.cache = [None if one.size == 0 else one[...] for one in state]
             return
         keys, values, places = state
-        cache.keys, cache.values = keys[...], values[...]  # it writes them in place
+        cache.keys, cache.values = keys[...], values[...]  # copies: the cache writes in place
         cache.offset, cache._idx = (int(place) for place in places.tolist())  # type: ignore[union-attr, arg-type]
 
     def trim(self, to: int) -> None:
-        """Forgets the tokens from `to` on, which only KVCaches can."""
+        """Removes the tokens from `to` on; only KVCaches can."""
         if to < self.offset:
-            for cache in flat(self.caches):
+            for cache in flatten(self.caches):
                 cache.trim(self.offset - to)
             self.offset, self.logits = to, None
 
     def release(self) -> None:
-        """Its arrays go with the last reference to them."""
+        """Empties the row; its arrays are freed with their last reference."""
         self.caches, self.offset, self.logits = self._make(), 0, None
 
 
 def _leaves(value: Any) -> Iterable[Any]:
-    """What is in a cache object's attributes, however deep."""
+    """Returns the values in nested dicts, lists and tuples."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):

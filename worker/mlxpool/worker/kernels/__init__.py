@@ -1,9 +1,8 @@
-"""Our own kernels. CUDA's are compiled by MLX at their first use; each has its text in a .cu file.
-On a CPU there is `exponential`, of MLX's operations.
+"""Our own kernels: CUDA texts in cuda/*.cu, compiled at their first use, and `cpu_exp` for CPUs.
 
-Some write into their input arrays, which is outside MLX's value semantics. That holds because the
-pool's arrays are whole, contiguous and never replaced, nothing else touches one of them in an
-evaluation in which a kernel writes it, and whoever reads what was written takes the kernel's output
-into its own numbers: MLX orders kernels by the arrays they write, and does not know of ours.
-`ensure_row_contiguous=False` keeps it from handing a copy to them.
+Some kernels write into their input arrays, which MLX's value semantics does not provide for. It is
+correct because the arrays of the pool are whole, contiguous and never replaced, because in an
+evaluation in which a kernel writes an array nothing else uses it, and because readers of what was
+written add the kernel's output (a 0) to their own numbers: MLX orders kernels by their output
+arrays and does not see these writes. `ensure_row_contiguous=False` keeps MLX from passing a copy.
 """

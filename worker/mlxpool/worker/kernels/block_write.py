@@ -1,4 +1,4 @@
-"""Writing into a pool of blocks."""
+"""Writes tokens into a pool of blocks, and copies a block."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.kernel_builder import Constant, kernel
+from mlxpool.worker.kernels.kernel_builder import Constant, build_kernel
 
 THREADS = 256
-PIECE = 16  # bytes that a thread copies
+COPY_BYTES = 16  # that a thread copies
 
 
-def write(pool: mx.array, fresh: mx.array, slots: mx.array) -> mx.array:
-    """Puts fresh [n, heads, size] at tokens `slots` [n] of pool [blocks, heads, block, size].
+def write_tokens(pool: mx.array, fresh: mx.array, slots: mx.array) -> mx.array:
+    """Writes fresh [n, heads, size] into slots [n] of pool [blocks, heads, block, size].
 
-    Returns a 0 that readers have to add to the places that they read.
+    Returns a 0 that readers must add to the indices that they read, see the package.
     """
     _, heads, block, size = pool.shape
-    found: list[mx.array] = _kernel(heads, block, size, pool.dtype)(
+    found: list[mx.array] = _write_kernel(heads, block, size, pool.dtype)(
         inputs=[pool, mx.contiguous(fresh.astype(pool.dtype)), slots],
         grid=(-(-fresh.size // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
@@ -29,14 +29,14 @@ def write(pool: mx.array, fresh: mx.array, slots: mx.array) -> mx.array:
     return found[0]
 
 
-def copy(pool: mx.array, blocks: mx.array) -> mx.array:
-    """The first of `blocks` [2] of pool [blocks, heads, block, size] into the other.
+def copy_block(pool: mx.array, blocks: mx.array) -> mx.array:
+    """Copies the first of `blocks` [2] of pool [blocks, heads, block, size] to the second.
 
-    Returns a 0, see `write`.
+    Returns a 0, see `write_tokens`.
     """
     _, heads, block, size = pool.shape
-    count = heads * block * size * pool.dtype.size // PIECE
-    found: list[mx.array] = _copier(count)(
+    count = heads * block * size * pool.dtype.size // COPY_BYTES
+    found: list[mx.array] = _copy_kernel(count)(
         inputs=[pool, blocks],
         grid=(-(-count // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
@@ -47,11 +47,11 @@ def copy(pool: mx.array, blocks: mx.array) -> mx.array:
 
 
 @cache
-def _copier(count: int) -> Any:
-    return kernel("block_copy", ["pool", "blocks"], ["done"], {"COUNT": count})
+def _copy_kernel(count: int) -> Any:
+    return build_kernel("block_copy", ["pool", "blocks"], ["done"], {"COUNT": count})
 
 
 @cache
-def _kernel(heads: int, block: int, size: int, dtype: mx.Dtype) -> Any:
+def _write_kernel(heads: int, block: int, size: int, dtype: mx.Dtype) -> Any:
     constants: dict[str, Constant] = {"HEADS": heads, "BLOCK": block, "SIZE": size, "N": dtype}
-    return kernel("block_write", ["pool", "fresh", "slots"], ["done"], constants)
+    return build_kernel("block_write", ["pool", "fresh", "slots"], ["done"], constants)

@@ -1,4 +1,4 @@
-"""Compiled passes, as many as are worth their memory."""
+"""A bounded cache of functions that MLX compiled."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import mlx.core as mx
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST = 16  # passes of a model; each keeps 0.7 to 1.5 MB of six layers and eight rows
+MAX_PASSES = 16  # of a model; each takes 0.7 to 1.5 MB for six layers and eight rows
 
 
-class Compiled(Generic[P, R]):
-    """A function compiled by MLX once for each kind of arguments.
+class CompiledPasses(Generic[P, R]):
+    """A function that MLX compiles once for each kind of arguments.
 
-    MLX itself forgets none of them; here the one that was used least lately goes when there are
-    `most`. One at a time: the next one fits where it was, and the process does not grow.
+    MLX itself never frees one; here the least recently used is freed when there are `max_passes`.
+    One at a time: the next one fits into its memory, so the process does not grow.
     """
 
-    def __init__(self, function: Callable[P, R], *, most: int = MOST) -> None:
-        self._function, self._most = function, most
+    def __init__(self, function: Callable[P, R], *, max_passes: int = MAX_PASSES) -> None:
+        self._function, self._max_passes = function, max_passes
         self._passes: OrderedDict[Hashable, Callable[P, R]] = OrderedDict()
 
     def __call__(self, kind: Hashable, *args: P.args, **kwargs: P.kwargs) -> R:
-        """`kind` says which arguments are compiled alike: constants and shapes."""
+        """Calls the function; `kind` are the constants and shapes for which it is compiled."""
         if kind not in self._passes:
-            if len(self._passes) == self._most:
+            if len(self._passes) == self._max_passes:
                 self._passes.popitem(last=False)
-            # MLX knows a function by its object, so each kind has one of its own.
+            # MLX identifies a function by its object, so each kind has an object of its own.
             self._passes[kind] = mx.compile(partial(self._function))
         self._passes.move_to_end(kind)
         return self._passes[kind](*args, **kwargs)

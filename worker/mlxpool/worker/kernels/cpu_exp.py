@@ -1,7 +1,7 @@
-"""exp where MLX's own is slow: on a CPU under Linux, which takes one number at a time (16 ns).
+"""exp for CPUs under Linux, where MLX's own is not vectorised (16 ns a number).
 
-A function of sums and products that MLX compiles is vectorised: 1.5 ns. Without a C++ compiler MLX
-compiles nothing; then `vectorised` is false and its own exp the faster one.
+Sums and products that MLX compiles are vectorised: 1.5 ns a number. Without a C++ compiler MLX
+compiles nothing; then `vectorised` is false and MLX's exp is faster.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.compiled_passes import Compiled
+from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 
-LEAST = 2048  # numbers; with fewer MLX's one operation is faster than several
-SHAPES = 32  # that stay compiled, some 30 kB each
+MIN_SIZE = 2048  # numbers; for fewer, MLX's one operation is faster than several
+MAX_SHAPES = 32  # that stay compiled; some 30 kB each
 
 HALVINGS = 5
-LOWEST = -70.0  # below it everything is exp(LOWEST), 4e-31
-# exp(x / 2**HALVINGS) for x from LOWEST to 0: least squares of the relative error, 3e-8 at most.
+MIN_ARGUMENT = -70.0  # smaller arguments give exp(MIN_ARGUMENT), 4e-31
+# exp(x / 2**HALVINGS) in [MIN_ARGUMENT, 0]: least squares of the relative error, 3e-8 at most.
 # MLX puts eleven operations into one kernel: here the steps from x**8 to x**3, then all others.
 COEFFICIENTS = (
     1.0,
@@ -34,23 +34,23 @@ COEFFICIENTS = (
 
 
 def exp_below(x: mx.array) -> mx.array:
-    """exp of x <= 0 in float32; its relative error is 5e-6 at most down to -10."""
-    return _exp_below(x.shape, x) if serves(x) else mx.exp(x)
+    """Returns exp of x <= 0 in float32; the relative error down to -10 is 5e-6 at most."""
+    return _exp_below(x.shape, x) if supports(x) else mx.exp(x)
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """gate * sigmoid(gate) * up, both of one shape that `serves`."""
+    """Returns gate * sigmoid(gate) * up, for arrays of one shape that `supports` accepts."""
     return _swiglu(gate.shape, gate, up)
 
 
-def serves(x: mx.array) -> bool:
-    """Whether sums and products are the faster way for these numbers."""
-    return x.size >= LEAST and x.dtype == mx.float32 and vectorised()
+def supports(x: mx.array) -> bool:
+    """Returns whether the compiled formula is faster for this array."""
+    return x.size >= MIN_SIZE and x.dtype == mx.float32 and vectorised()
 
 
 @cache
 def vectorised() -> bool:
-    """Whether MLX compiles for this CPU. If not, a function runs as often as it is called."""
+    """Returns whether MLX compiles for this CPU: a compiled function is traced only once."""
     if sys.platform != "linux" or mx.default_device().type == mx.DeviceType.gpu:
         return False
     runs: list[None] = []
@@ -65,8 +65,8 @@ def vectorised() -> bool:
     return len(runs) == 1
 
 
-def _composed(x: mx.array) -> mx.array:
-    x = mx.maximum(x, LOWEST)
+def _exp_polynomial(x: mx.array) -> mx.array:
+    x = mx.maximum(x, MIN_ARGUMENT)
     power = x * COEFFICIENTS[-1] + COEFFICIENTS[-2]
     for coefficient in reversed(COEFFICIENTS[:-2]):
         power = power * x + coefficient
@@ -75,11 +75,11 @@ def _composed(x: mx.array) -> mx.array:
     return power
 
 
-def _gated(gate: mx.array, up: mx.array) -> mx.array:
-    """sigmoid(gate) is 1 / (1 + small) for a gate above 0, else small / (1 + small)."""
-    small = _composed(-mx.abs(gate))
+def _swiglu_formula(gate: mx.array, up: mx.array) -> mx.array:
+    """Computes sigmoid(gate) as 1 / (1 + small) for a gate above 0, else small / (1 + small)."""
+    small = _exp_polynomial(-mx.abs(gate))
     return gate * up * mx.maximum(small, gate > 0) / (1 + small)
 
 
-_exp_below = Compiled(_composed, most=SHAPES)
-_swiglu = Compiled(_gated, most=SHAPES)
+_exp_below = CompiledPasses(_exp_polynomial, max_passes=MAX_SHAPES)
+_swiglu = CompiledPasses(_swiglu_formula, max_passes=MAX_SHAPES)

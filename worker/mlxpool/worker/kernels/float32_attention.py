@@ -1,4 +1,4 @@
-"""Decode attention over a pool in float32, which no tensor core multiplies in full."""
+"""Decode attention over a block pool in float32, without tensor cores, which would round it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.kernel_builder import LANES, Constant, kernel
+from mlxpool.worker.kernels.kernel_builder import WARP_SIZE, Constant, build_kernel
 
 INPUTS = ("q", "fresh_keys", "fresh_values", "keys", "values", "table", "positions")
-SIZES = (64, 128, 256)  # numbers of a head: each lane reads 2, 4 or 8 of them at once
+HEAD_SIZES = (64, 128, 256)  # of which each lane reads 2, 4 or 8 numbers at a time
 WARPS = 8
-UNROLL = 4  # tokens that a warp reads at once
+UNROLL = 4  # tokens that a warp reads at a time
 
 
-def serves(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dtype) -> bool:
-    """Whether `attend` takes heads of these sizes."""
-    fits = key_dim == value_dim and key_dim in SIZES and heads % pairs == 0
+def supports(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dtype) -> bool:
+    """Returns whether `attend` supports heads of these sizes."""
+    fits = key_dim == value_dim and key_dim in HEAD_SIZES and heads % pairs == 0
     return fits and dtype == mx.float32
 
 
@@ -31,11 +31,11 @@ def attend(
     parts: int,
     window: int = 0,
 ) -> mx.array:
-    """One token for each row: q [R, H, D], fresh keys and values [R, KV, D] -> [R, H, D].
+    """Attends with one token of each row.
 
-    The token at `positions` [R] is written into the pools [blocks, KV, block, D] at its place;
-    `table` [R, B] are the rows' blocks. `parts`: into how many a row is parted. It sees `window`
-    tokens, 0: all.
+    q [R, H, D], fresh keys and values [R, KV, D] -> [R, H, D]. Writes the token at
+    `positions` [R] into the pools [blocks, KV, block, D]; `table` [R, B] are the block tables. A
+    row is split into `parts`. A token sees `window` tokens; 0: all.
     """
     rows, heads, size = q.shape
     _, pairs, block, _ = pools[0].shape
@@ -47,8 +47,8 @@ def attend(
             table,
             positions,
         ],
-        grid=(rows * WARPS * LANES, pairs, parts),
-        threadgroup=(WARPS * LANES, 1, 1),
+        grid=(rows * WARPS * WARP_SIZE, pairs, parts),
+        threadgroup=(WARPS * WARP_SIZE, 1, 1),
         output_shapes=[(rows, heads, parts, size), (rows, heads, parts)],
         output_dtypes=[mx.float32, mx.float32],
     )
@@ -76,4 +76,4 @@ def _kernel(
         "N": mx.float32,
         "OUT": mx.float32,
     }
-    return kernel("float32_attention", INPUTS, ["out", "weight"], constants)
+    return build_kernel("float32_attention", INPUTS, ["out", "weight"], constants)

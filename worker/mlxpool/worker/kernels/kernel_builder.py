@@ -1,4 +1,4 @@
-"""From a .cu file and constants to a kernel."""
+"""Builds a kernel from a .cu file and constants."""
 
 from __future__ import annotations
 
@@ -8,46 +8,53 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.kernel_cache import ROOM, TYPES, Text, edition, stored
+from mlxpool.worker.kernels.kernel_cache import (
+    CUDA_FOLDER,
+    TYPES,
+    KernelText,
+    build_key,
+    with_disk_cache,
+)
 
 log = logging.getLogger("mlxpool.worker")
 
 Constant = int | float | mx.Dtype
-HALVES = (mx.float16, mx.bfloat16)  # what tensor cores multiply
-FLOATS = (mx.float32, *HALVES)
+HALF_DTYPES = (mx.float16, mx.bfloat16)  # dtypes that tensor cores multiply
+FLOAT_DTYPES = (mx.float32, *HALF_DTYPES)
 HEADERS = ("common.cuh", "machine.cuh", "tensor.cuh")
-LANES = 32  # threads of a warp
+WARP_SIZE = 32  # threads of a warp
 
 
-def kernel(
+def build_kernel(
     name: str,
     inputs: Sequence[str],
     outputs: Sequence[str],
     constants: Mapping[str, Constant],
     *,
-    whole: bool = False,
+    contiguous: bool = False,
     shared: int = 0,
     header: str = "",
     bounds: tuple[int, int] | None = None,
     end: str = "",
 ) -> Any:
-    """The kernel of `name`.cu with these constants, as mx.fast.cuda_kernel makes it.
+    """Builds the kernel of `name`.cu with these constants by mx.fast.cuda_kernel.
 
-    `whole`: it reads whole contiguous arrays, and is given copies of others. One that writes into
-    its inputs, or follows their strides, is not. `shared`: bytes of memory that a thread block
-    shares, besides what its text declares. `header`: functions that stand before it.
-    `end`: a file that comes after it. `bounds`: its threads, and the thread blocks that a
-    multiprocessor shall have room for.
+    `contiguous`: MLX copies inputs that are not contiguous; not for kernels that write into inputs
+    or use their strides. `shared`: bytes of shared memory besides those that the text declares.
+    `header`: code before the kernel. `end`: a file that follows the kernel's text. `bounds`: the
+    threads of a block and the least thread blocks of a multiprocessor (launch bounds).
     """
-    text = Text(
+    text = KernelText(
         name=f"mlxpool_{name}",
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        header=f"// {edition()}\n"
-        + "".join(map(included, HEADERS))
+        header=f"// {build_key()}\n"
+        + "".join(map(include_line, HEADERS))
         + header
-        + ("" if bounds is None else bound(*bounds)),
-        source=declared(constants) + body(name, inputs) + (included(end) if end else ""),
+        + ("" if bounds is None else launch_bounds(*bounds)),
+        source=declarations(constants)
+        + source_text(name, inputs)
+        + (include_line(end) if end else ""),
     )
     made: Any = mx.fast.cuda_kernel(
         name=text.name,
@@ -55,35 +62,35 @@ def kernel(
         output_names=list(outputs),
         header=text.header,
         source=text.source,
-        ensure_row_contiguous=whole,
+        ensure_row_contiguous=contiguous,
         shared_memory=shared,
     )
-    return stored(text, made)
+    return with_disk_cache(text, made)
 
 
-def bound(threads: int, blocks: int) -> str:
-    """What makes the compiler spare registers; MLX writes the kernel's head, but for this word."""
+def launch_bounds(threads: int, blocks: int) -> str:
+    """Returns code that redefines the `__global__` of MLX's text with launch bounds."""
     marked = f"__attribute__((global)) __attribute__((launch_bounds({threads}, {blocks})))"
     return f"#undef __global__\n#define __global__ {marked}\n"
 
 
-def body(name: str, inputs: Sequence[str]) -> str:
-    """A few characters that stand for `name`.cu: MLX reads all of a kernel's in every step.
+def source_text(name: str, inputs: Sequence[str]) -> str:
+    """Returns a short text that includes `name`.cu: MLX reads a kernel's text in every step.
 
-    It gives a kernel the shapes and strides of inputs whose names it finds in them.
+    It names the shapes and strides that the file uses: MLX passes those that the text names.
     """
-    text = (ROOM / f"{name}.cu").read_text(encoding="utf-8")
+    text = (CUDA_FOLDER / f"{name}.cu").read_text(encoding="utf-8")
     every = (f"{one}_{kind}" for one in inputs for kind in ("shape", "strides"))
-    return f"// {' '.join(one for one in every if one in text)}\n{included(f'{name}.cu')}"
+    return f"// {' '.join(one for one in every if one in text)}\n{include_line(f'{name}.cu')}"
 
 
-def included(file: str) -> str:
-    """The line that brings in a file of this room."""
-    return f'#include "{ROOM / file}"\n'
+def include_line(file: str) -> str:
+    """Returns the line that includes a file of CUDA_FOLDER."""
+    return f'#include "{CUDA_FOLDER / file}"\n'
 
 
-def declared(constants: Mapping[str, Constant]) -> str:
-    """The constants in C++; a dtype becomes a type."""
+def declarations(constants: Mapping[str, Constant]) -> str:
+    """Returns the constants in C++; a dtype becomes a type."""
     return "".join(f"{_declaration(name, value)};\n" for name, value in constants.items())
 
 
@@ -98,13 +105,13 @@ def _declaration(name: str, value: Constant) -> str:
 
 
 def warps_of(pieces: int, most: int) -> int:
-    """Of a thread block: as many as share the pieces evenly, with some for each to do."""
+    """Returns the warps of a thread block that share `pieces` evenly, at best 4 or more each."""
     fitting = [n for n in (16, 8, 4, 2, 1) if n <= most and pieces % n == 0]
     return next((n for n in fitting if pieces // n >= 4), fitting[-1])
 
 
-def works(what: str, trial: Callable[[], bool]) -> bool:
-    """Whether a kernel compiles here and `trial` finds it right; if not, the log says so."""
+def kernel_works(what: str, trial: Callable[[], bool]) -> bool:
+    """Returns whether a kernel compiles here and `trial` finds it right; logs a warning if not."""
     if not mx.cuda.is_available():
         return False
     try:

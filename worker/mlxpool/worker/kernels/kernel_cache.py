@@ -1,10 +1,10 @@
-"""Compiled kernels on disk, where MLX looks for them.
+"""Compiles our kernels to disk, where MLX looks for compiled kernels.
 
-MLX compiles what mx.fast.cuda_kernel is given in every process anew, more than a second for each of
-some 40 kernels, most of it for headers that ours do not need, and keeps none of it. But it looks
-into its cache's folder before it compiles. So our kernels are compiled here, without these headers,
-and lie there under the names by which MLX will ask for them: a worker that starts again compiles
-nothing. Wherever something is in the way, MLX compiles as it always does.
+MLX compiles the kernels of mx.fast.cuda_kernel anew in each process, which takes more than a second
+for each of some 40 kernels, most of it for headers that ours do not need. But before it compiles it
+looks into its cache folder. So our kernels are compiled here, without these headers, and stored
+under the names that MLX looks for: a restarted worker compiles nothing. When anything fails here,
+MLX compiles as usual.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mlxpool.worker.kernels import nvrtc
 
 log = logging.getLogger("mlxpool.worker")
 
-SERIES = "0.32."  # of MLX, whose names and whose way to pass shapes are known here
-ROOM = Path(__file__).parent / "cuda"
+MLX_SERIES = "0.32."  # versions of MLX whose file names and kernel parameters are known
+CUDA_FOLDER = Path(__file__).parent / "cuda"
 TYPES = {
     mx.bool_: "bool",
     mx.int8: "int8_t",
@@ -42,12 +42,14 @@ TYPES = {
     mx.bfloat16: "__nv_bfloat16",
     mx.float32: "float",
 }
-# What MLX puts around a kernel, and what our kernels use of the headers that it brings in. A shape
-# is passed as ten numbers, however many it has.
-BEFORE = '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'
-OPENED = "namespace mlx::core::cu {\n\nnamespace cg = cooperative_groups;\n\n"
-CLOSED = "\n}\n\n} // namespace mlx::core::cu\n"
-SPACE = "mlx::core::cu::"
+# The code that MLX puts around a kernel, and replacements of the headers that it includes, reduced
+# to what our kernels use. A shape is passed as ten numbers, whatever its length.
+MLX_PREAMBLE = (
+    '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'
+)
+NAMESPACE_START = "namespace mlx::core::cu {\n\nnamespace cg = cooperative_groups;\n\n"
+NAMESPACE_END = "\n}\n\n} // namespace mlx::core::cu\n"
+NAMESPACE = "mlx::core::cu::"
 HEADERS = {
     "mlx/backend/cuda/device/utils.cuh": """#pragma once
 using int8_t = signed char; using int16_t = short; using int32_t = int; using int64_t = long;
@@ -67,12 +69,12 @@ using Strides = Ten<int64_t>;
     "cooperative_groups.h": "#pragma once\nnamespace cooperative_groups {}\n",
 }
 
-Kind = tuple[mx.Dtype, bool]  # of an input: its type, and whether it has dimensions
+InputKind = tuple[mx.Dtype, bool]  # dtype, and whether it has dimensions
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """A kernel's, as mx.fast.cuda_kernel is given it."""
+class KernelText:
+    """The arguments of mx.fast.cuda_kernel."""
 
     name: str
     inputs: tuple[str, ...]
@@ -81,33 +83,33 @@ class Text:
     source: str
 
 
-def stored(text: Text, made: Callable[..., Any]) -> Callable[..., Any]:
-    """What mx.fast.cuda_kernel made of the text; when it is called, its machine code is there."""
+def with_disk_cache(text: KernelText, made: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a kernel of mx.fast.cuda_kernel: compiles it to disk before its first call."""
 
     def call(*, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], **more: Any) -> Any:
-        _lay(text, tuple((x.dtype, x.ndim > 0) for x in inputs), tuple(output_dtypes))
+        _compile_to_disk(text, tuple((x.dtype, x.ndim > 0) for x in inputs), tuple(output_dtypes))
         return made(inputs=inputs, output_dtypes=output_dtypes, **more)
 
     return call
 
 
 @functools.cache
-def edition() -> str:
-    """Of all that decides what a text is compiled to; where any of it differs, names differ."""
+def build_key() -> str:
+    """Returns a text of everything that decides the machine code; it is part of the file names."""
     compiler = _compiler()
     with_what = "" if compiler is None else f"NVRTC {compiler.version} {compiler.architecture}"
     return f"{_texts()} MLX {_mlx()} {with_what}"
 
 
 def _texts() -> str:
-    """A hash of the files that kernels are made of, as they are now."""
-    files = [path.read_bytes() for path in sorted(ROOM.glob("*.cu*"))]
+    """Returns a hash of the current .cu and .cuh files and of HEADERS."""
+    files = [path.read_bytes() for path in sorted(CUDA_FOLDER.glob("*.cu*"))]
     headers = [text.encode() for text in HEADERS.values()]
     return hashlib.sha256(b"".join([*files, *headers])).hexdigest()[:16]
 
 
 def _mlx() -> str:
-    """MLX's version; "" where it was installed without one."""
+    """Returns MLX's version; "" when it was installed without metadata."""
     try:
         return version("mlx")
     except PackageNotFoundError:
@@ -115,51 +117,55 @@ def _mlx() -> str:
 
 
 @functools.cache
-def _lay(text: Text, inputs: tuple[Kind, ...], outputs: tuple[mx.Dtype, ...]) -> None:
+def _compile_to_disk(
+    text: KernelText, inputs: tuple[InputKind, ...], outputs: tuple[mx.Dtype, ...]
+) -> None:
     compiler = _compiler()
     if compiler is None:
         return
     try:
-        code = code_of(text, inputs, outputs)
-        path = folder() / f"{module_of(text, code)}.ptx"
-        if _whole(path):
+        code = kernel_code(text, inputs, outputs)
+        path = cache_folder() / f"{module_name(text, code)}.ptx"
+        if _is_intact(path):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(f"{path.parent} cannot be written to")
-        found = compiler.machine_code(SPACE + name_of(text), code)
-        if _texts() not in edition():  # they were read just now, under the name of the old ones
+        found = compiler.machine_code(NAMESPACE + kernel_name(text), code)
+        if (
+            _texts() not in build_key()
+        ):  # the files were read just now, for the name of the old ones
             raise RuntimeError("another edition of mlxpool was installed while this one runs")
         _write(path, *found)
-    except Exception as error:  # whatever it is, there is another way
+    except Exception as error:  # MLX compiles the kernel itself
         log.info("MLX compiles our kernel %s by itself: %s", text.name, error)
 
 
-def _whole(path: Path) -> bool:
-    """Whether what lies there is what was written: a damaged file would fail in every process."""
+def _is_intact(path: Path) -> bool:
+    """Returns whether a stored file has its checksum: a damaged one would fail in every process."""
     try:
-        return path.with_suffix(".txt").read_bytes().endswith(_mark(path.read_bytes()))
+        return path.with_suffix(".txt").read_bytes().endswith(_checksum_line(path.read_bytes()))
     except OSError:
         return False
 
 
-def _mark(code: bytes) -> bytes:
-    """A line of the list of kernels that MLX does not heed: it has no tab."""
+def _checksum_line(code: bytes) -> bytes:
+    """Returns the checksum line of the list of kernels; MLX ignores it because it has no tab."""
     return f"# {hashlib.sha256(code).hexdigest()}\n".encode()
 
 
-def name_of(text: Text) -> str:
-    """MLX's name of the kernel."""
+def kernel_name(text: KernelText) -> str:
+    """Returns MLX's name of the kernel."""
     return f"custom_kernel_{text.name}"
 
 
-def module_of(text: Text, code: str) -> str:
-    """MLX's name of what `code` is compiled to."""
-    return f"{name_of(text)}_{string_hash(code.encode()):x}"
+def module_name(text: KernelText, code: str) -> str:
+    """Returns MLX's name of the compiled `code`."""
+    return f"{kernel_name(text)}_{string_hash(code.encode()):x}"
 
 
-def folder() -> Path:
-    """Where MLX looks for compiled kernels. Raises OSError where it looks nowhere."""
+def cache_folder() -> Path:
+    """Returns the folder of MLX's compiled kernels. Raises OSError when MLX has none."""
     named = os.environ.get("MLX_PTX_CACHE_DIR")
     if named == "":
         raise OSError("MLX_PTX_CACHE_DIR is empty")
@@ -167,16 +173,16 @@ def folder() -> Path:
     return Path(named or Path(next(filter(None, temporary), "/tmp")) / "mlx" / _mlx() / "ptx")
 
 
-def code_of(text: Text, inputs: Iterable[Kind], outputs: Iterable[mx.Dtype]) -> str:
-    """The text as MLX hands it to the compiler, to a letter. Raises KeyError for other types."""
+def kernel_code(text: KernelText, inputs: Iterable[InputKind], outputs: Iterable[mx.Dtype]) -> str:
+    """Returns exactly the code that MLX compiles. Raises KeyError for a dtype not in TYPES."""
     into = (
         f"    {TYPES[dtype]}* {name}" for name, dtype in zip(text.outputs, outputs, strict=True)
     )
     given = zip(text.inputs, inputs, strict=True)
     taken = (_parameter(text.source, name, *kind) for name, kind in given)
     parameters = "".join(taken) + ",\n".join(into)
-    head = f"__global__ void {name_of(text)}(\n{parameters}) {{\n"
-    return BEFORE + text.header + OPENED + head + text.source + CLOSED
+    head = f"__global__ void {kernel_name(text)}(\n{parameters}) {{\n"
+    return MLX_PREAMBLE + text.header + NAMESPACE_START + head + text.source + NAMESPACE_END
 
 
 def _parameter(source: str, name: str, dtype: mx.Dtype, dimensions: bool) -> str:
@@ -187,7 +193,7 @@ def _parameter(source: str, name: str, dtype: mx.Dtype, dimensions: bool) -> str
 
 
 def string_hash(text: bytes) -> int:
-    """std::hash<std::string> of GNU's C++ library with 64 bits: MurmurHash64A."""
+    """Returns std::hash<std::string> of GNU's C++ library with 64 bits: MurmurHash64A."""
     mask, by = 2**64 - 1, 0xC6A4A7935BD1E995
     mixed = 0xC70F6907 ^ len(text) * by & mask
     whole = len(text) // 8 * 8
@@ -201,9 +207,9 @@ def string_hash(text: bytes) -> int:
 
 
 def _write(path: Path, code: bytes, kernel: str, mangled: str) -> None:
-    """Whole or not at all, the list of its kernels first: others may look for it right now."""
+    """Writes both files atomically, the list of kernels first, for other processes read them."""
     for target, what in (
-        (path.with_suffix(".txt"), f"{kernel}\t{mangled}\n".encode() + _mark(code)),
+        (path.with_suffix(".txt"), f"{kernel}\t{mangled}\n".encode() + _checksum_line(code)),
         (path, code),
     ):
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".mlxpool-")
@@ -220,13 +226,13 @@ def _write(path: Path, code: bytes, kernel: str, mangled: str) -> None:
 
 @functools.cache
 def _compiler() -> nvrtc.Compiler | None:
-    """The one that MLX has loaded; None where there is none, and where MLX has to compile."""
+    """Returns the compiler that MLX has loaded; None when there is none or MLX has to compile."""
     architecture = _architecture()
     if not architecture:
         return None
     try:
-        if not _mlx().startswith(SERIES):
-            raise RuntimeError(f"MLX {_mlx()} is not {SERIES}*")
+        if not _mlx().startswith(MLX_SERIES):
+            raise RuntimeError(f"MLX {_mlx()} is not {MLX_SERIES}*")
         return nvrtc.Compiler(nvrtc.loaded(), architecture, nvrtc.includes(), HEADERS)
     except (OSError, RuntimeError) as error:
         log.info("our kernels are compiled by MLX in each process: %s", error)
@@ -234,7 +240,7 @@ def _compiler() -> nvrtc.Compiler | None:
 
 
 def _architecture() -> str:
-    """Of this GPU as compilers name it, "" without one; from 9.0 on with all it has."""
+    """Returns this GPU's compiler target, from 9.0 on with all features; "" without a GPU."""
     if mx.default_device().type != mx.DeviceType.gpu or not mx.cuda.is_available():
         return ""
     name = str(mx.device_info().get("architecture", ""))

@@ -1,4 +1,4 @@
-"""Decode attention over a pool of lines that all heads read, in tensor cores (MLA)."""
+"""Decode attention over a pool of latent vectors (MLA), in tensor cores."""
 
 from __future__ import annotations
 
@@ -7,37 +7,44 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.kernel_builder import HALVES, Constant, kernel
-from mlxpool.worker.kernels.paged_attention import Places, parts_of
+from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES, Constant, build_kernel
+from mlxpool.worker.kernels.paged_attention import AttentionMetadata, parts_for
 
 INPUTS = ("q", "fresh", "pool", "table", "positions", "arrived")
-RANKS = (128, 256, 512)  # numbers of a line that are its value: each thread reads 2, 4 or 8 of them
-MOST_HEADS = 32  # of a thread block
-COLUMNS = 64  # of lines, that are multiplied at a time
+RANKS = (128, 256, 512)  # numbers of a vector that are its value: a thread reads 2, 4 or 8
+MAX_BLOCK_HEADS = 32  # heads of a thread block
+COLUMNS = 64  # numbers of vectors that are multiplied at a time
 THREADS = 256
-GAP = 16  # numbers behind a line in shared memory
-SPACE = 200 * 1024  # bytes that a thread block may share
-MOST_STAGES = 4
-MOST_LINE = 640  # numbers; of longer lines there is no room for two stages
+LINE_GAP = 16  # unused numbers after a vector in shared memory
+MAX_SHARED_BYTES = 200 * 1024  # of shared memory of a thread block
+MAX_STAGES = 4
+MAX_LINE = 640  # numbers of a vector; two stages of longer ones do not fit
 
 
-def serves(line: int, rank: int, dtype: mx.Dtype) -> bool:
-    """Whether `attend` takes lines of these sizes."""
-    return rank in RANKS and rank <= line <= MOST_LINE and line % COLUMNS == 0 and dtype in HALVES
+def supports(line: int, rank: int, dtype: mx.Dtype) -> bool:
+    """Returns whether `attend` supports vectors of these sizes."""
+    return (
+        rank in RANKS and rank <= line <= MAX_LINE and line % COLUMNS == 0 and dtype in HALF_DTYPES
+    )
 
 
 def attend(
-    q: mx.array, line: mx.array, pool: mx.array, places: Places, scale: float, rank: int
+    q: mx.array,
+    line: mx.array,
+    pool: mx.array,
+    metadata: AttentionMetadata,
+    scale: float,
+    rank: int,
 ) -> mx.array:
-    """One token for each row: q [R, H, line], line [R, line] -> [R, H, rank].
+    """Attends with one token of each row: q [R, H, line], line [R, line] -> [R, H, rank].
 
-    The line is written into the pool [blocks, 1, block, line]. Scores are of whole lines, and their
-    first `rank` numbers are what is weighed.
+    Writes `line`, the latent vector of the token, into the pool [blocks, 1, block, line]. A whole
+    vector is the key, its first `rank` numbers are the value.
     """
     rows, heads, size = q.shape
     groups = groups_of(heads)
     each = -(-heads // groups)
-    parts = parts_of(rows * groups, places.longest)
+    parts = parts_for(rows * groups, metadata.longest)
     dtype = pool.dtype
     found: list[mx.array] = _kernel(
         heads, each, size, rank, pool.shape[2], dtype, scale, parts > 1
@@ -46,9 +53,9 @@ def attend(
             mx.contiguous(q.astype(dtype)),
             mx.contiguous(line.astype(dtype)),
             pool,
-            places.table,
-            places.positions,
-            places.arrived,
+            metadata.table,
+            metadata.positions,
+            metadata.arrived,
         ],
         grid=(rows * THREADS, groups, parts),
         threadgroup=(THREADS, 1, 1),
@@ -62,8 +69,8 @@ def attend(
 
 
 def groups_of(heads: int) -> int:
-    """Into how many thread blocks the heads of a row are cut."""
-    return -(-heads // MOST_HEADS)
+    """Returns the thread blocks that share the heads of a row."""
+    return -(-heads // MAX_BLOCK_HEADS)
 
 
 @cache
@@ -79,9 +86,9 @@ def _kernel(
 ) -> Any:
     sets = 1 if each <= 16 else 2
     tile = 64 // sets
-    stage = tile * (line + GAP) * 2
-    beside = 16 * sets * ((line + GAP) * 2 + (tile + 4) * 4)
-    stages = min(MOST_STAGES, (SPACE - beside) // stage)
+    stage = tile * (line + LINE_GAP) * 2
+    beside = 16 * sets * ((line + LINE_GAP) * 2 + (tile + 4) * 4)
+    stages = min(MAX_STAGES, (MAX_SHARED_BYTES - beside) // stage)
     constants: dict[str, Constant] = {
         "HEADS": heads,
         "EACH": each,
@@ -94,7 +101,7 @@ def _kernel(
         "N": dtype,
     }
     shared = stages * stage + beside
-    return kernel(
+    return build_kernel(
         "latent_attention",
         INPUTS,
         ["out", "partial"],

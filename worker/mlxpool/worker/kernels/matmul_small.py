@@ -1,7 +1,7 @@
-"""Products of a few rows with a large weight; they take as long as reading the weight.
+"""Matrix products of few tokens with a large weight, which take as long as reading the weight.
 
-MLX's own are as fast on the GPU, but cost its host side some 20 us each, and some of them keep it
-from using a graph again (docs/benchmarks.md).
+MLX's products are as fast on the GPU, but each costs its host some 20 us, and some of them prevent
+the reuse of a CUDA graph (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -13,75 +13,87 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpool.worker.kernels import matmul_tiled
-from mlxpool.worker.kernels.kernel_builder import HALVES, LANES, Constant, kernel, warps_of, works
+from mlxpool.worker.kernels.kernel_builder import (
+    HALF_DTYPES,
+    WARP_SIZE,
+    Constant,
+    build_kernel,
+    kernel_works,
+    warps_of,
+)
 
-FEW = 16  # lines up to which a warp multiplies all of them with what it reads itself
-COLUMNS = 32  # of a weight, that a warp takes at a time
-AROUND = 8  # lines up to which it does more besides: with more, threads have too few registers
-ROWS = 16  # of a weight, that a thread block takes; of gated ones as many of both
-FLIGHT = 64 * 1024  # bytes that a thread block has asked for at a time
-MOST_STAGES = 8
-MOST_WARPS = 16
+MAX_WARP_TOKENS = 16  # a warp multiplies all of them with the columns that it reads
+COLUMNS = 32  # of a weight that a warp reads at a time
+MAX_FUSED_TOKENS = 8  # with fused operations; for more, threads have too few registers
+ROWS = 16  # of a weight in a thread block; of a gated weight 16 gates and 16 others
+BYTES_IN_FLIGHT = 64 * 1024  # that a thread block has requested and not received
+MAX_STAGES = 8
+MAX_WARPS = 16
 
 
 @cache
-def serves(lines: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
-    """Whether `product` takes so many lines and a weight [rows, columns] here; it is tried once."""
-    if lines > FEW:
-        return matmul_tiled.serves(lines, columns, rows, dtype)
-    if lines > FEW // 2 and columns * rows * dtype.size > matmul_tiled.LARGE:
+def supports(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
+    """Returns whether `kernel_matmul` supports so many tokens and a weight [rows, columns]."""
+    if tokens > MAX_WARP_TOKENS:
+        return matmul_tiled.supports(tokens, columns, rows, dtype)
+    if (
+        tokens > MAX_WARP_TOKENS // 2
+        and columns * rows * dtype.size > matmul_tiled.MAX_WEIGHT_BYTES
+    ):
         return False
-    if lines <= 0 or dtype not in HALVES or rows % (2 * ROWS) or columns % COLUMNS:
+    if tokens <= 0 or dtype not in HALF_DTYPES or rows % (2 * ROWS) or columns % COLUMNS:
         return False
-    return _works(dtype)
+    return _kernel_works(dtype)
 
 
-def few(x: mx.array) -> bool:
-    """Whether a product of x [T, in] may norm its lines, or add to them.
+def is_fusable(x: mx.array) -> bool:
+    """Returns whether a product of x [T, in] can have fused operations.
 
-    float16 has no room for a number that is weighed before it is divided by its line's length.
+    A fused norm multiplies by the gain before it divides by the RMS, which overflows float16.
     """
-    return x.ndim == 2 and x.shape[0] <= AROUND and x.dtype == mx.bfloat16
+    return x.ndim == 2 and x.shape[0] <= MAX_FUSED_TOKENS and x.dtype == mx.bfloat16
 
 
-def fuses(x: mx.array, weight: mx.array) -> bool:
-    """Whether `product` takes x [T, in] and weight [out, in] and does what is Around it, too."""
-    return few(x) and reads(x, weight)
+def can_fuse(x: mx.array, weight: mx.array) -> bool:
+    """Returns whether `kernel_matmul` supports x [T, in] and weight [out, in] with FusedOps."""
+    return is_fusable(x) and supports_arrays(x, weight)
 
 
-def norms(x: mx.array, gain: mx.array) -> bool:
-    """Whether the norm of x [T, in], weighed with `gain` [in], is for a product to compute."""
+def can_fuse_norm(x: mx.array, gain: mx.array) -> bool:
+    """Returns whether a product should compute the norm of x [T, in] with `gain` [in]."""
     columns = x.shape[-1]
-    return few(x) and gain.dtype == x.dtype and serves(x.shape[0], columns, 2 * ROWS, x.dtype)
+    return (
+        is_fusable(x) and gain.dtype == x.dtype and supports(x.shape[0], columns, 2 * ROWS, x.dtype)
+    )
 
 
-def times(x: mx.array, weight: mx.array) -> mx.array:
-    """x [T, in] and weight [out, in] -> x @ weight.T [T, out], by our kernel or MLX's."""
-    return product(x, weight) if reads(x, weight) else x @ weight.T
+def matmul(x: mx.array, weight: mx.array) -> mx.array:
+    """Returns x @ weight.T [T, out] of x [T, in] and weight [out, in], by our kernel or MLX's."""
+    return kernel_matmul(x, weight) if supports_arrays(x, weight) else x @ weight.T
 
 
-def reads(x: mx.array, weight: mx.array) -> bool:
-    """Whether our kernel multiplies them."""
+def supports_arrays(x: mx.array, weight: mx.array) -> bool:
+    """Returns whether our kernel supports these arrays."""
     fits = x.ndim == 2 and x.dtype == weight.dtype
-    return fits and serves(x.shape[0], x.shape[1], weight.shape[0], x.dtype)
+    return fits and supports(x.shape[0], x.shape[1], weight.shape[0], x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """What a product of few lines does besides; each is rounded as a step of its own."""
+class FusedOps:
+    """Operations that a product of few tokens includes, each rounded like a separate operation."""
 
     gated: bool = False  # the first half of the weight are gates -> silu(gate) * other
-    gain: mx.array | None = None  # [in]: of x its root-mean-square norm, weighed so, is multiplied
+    gain: mx.array | None = None  # [in] the RMS norm of x with this gain is multiplied
     eps: float = 0.0  # of that norm
-    beside: mx.array | None = None  # [T, out]: is added
+    beside: mx.array | None = None  # [T, out] is added to the product
 
     def inputs(self, x: mx.array) -> list[mx.array]:
-        """INPUTS of a kernel; x where it does not look."""
+        """Returns FUSED_INPUTS of the kernel, with x in place of unused ones."""
         return [x if one is None else one for one in (self.gain, self.beside)]
 
     @property
     def constants(self) -> dict[str, Constant]:
-        """Those of a kernel, for warp_sums.cuh."""
+        """Constants of the kernel, for warp_sums.cuh."""
         return {
             "GATED": self.gated,
             "NORMED": self.gain is not None,
@@ -90,67 +102,67 @@ class Around:
         }
 
 
-INPUTS = ["gain", "beside"]  # of a kernel that ends with warp_sums.cuh
-PLAIN = Around()
+FUSED_INPUTS = ["gain", "beside"]  # of a kernel that ends with warp_sums.cuh
+NO_FUSED_OPS = FusedOps()
 
 
-def product(x: mx.array, weight: mx.array, around: Around = PLAIN) -> mx.array:
-    """x [T, in] and weight [out, in] -> x @ weight.T [T, out]."""
-    lines, columns = x.shape
-    if lines > FEW:
-        assert around.gain is None and around.beside is None
-        return matmul_tiled.product(x, weight, gated=around.gated)
-    out = weight.shape[0] // (1 + around.gated)
-    warps = warps_of(columns // COLUMNS, MOST_WARPS)
-    threads = warps * LANES
-    found: list[mx.array] = _kernel(-(-lines // 8), warps, x.dtype, *around.constants.items())(
-        inputs=[x, weight, *around.inputs(x)],
+def kernel_matmul(x: mx.array, weight: mx.array, fused: FusedOps = NO_FUSED_OPS) -> mx.array:
+    """Returns x @ weight.T [T, out] of x [T, in] and weight [out, in], with fused operations."""
+    tokens, columns = x.shape
+    if tokens > MAX_WARP_TOKENS:
+        assert fused.gain is None and fused.beside is None
+        return matmul_tiled.kernel_matmul(x, weight, gated=fused.gated)
+    out = weight.shape[0] // (1 + fused.gated)
+    warps = warps_of(columns // COLUMNS, MAX_WARPS)
+    threads = warps * WARP_SIZE
+    found: list[mx.array] = _kernel(-(-tokens // 8), warps, x.dtype, *fused.constants.items())(
+        inputs=[x, weight, *fused.inputs(x)],
         grid=(out // ROWS * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(lines, out)],
+        output_shapes=[(tokens, out)],
         output_dtypes=[x.dtype],
     )
     return found[0]
 
 
-def gated(x: mx.array, weight: mx.array) -> mx.array:
-    """x [T, in] and weight [2 * out, in], gates first -> silu(gate) * other [T, out]."""
-    return product(x, weight, Around(gated=True))
+def gated_matmul(x: mx.array, weight: mx.array) -> mx.array:
+    """Returns silu(gate) * other [T, out] of x [T, in] and weight [2 * out, in], gates first."""
+    return kernel_matmul(x, weight, FusedOps(gated=True))
 
 
 @cache
-def _kernel(sets: int, warps: int, dtype: mx.Dtype, *around: tuple[str, Constant]) -> Any:
-    """For 8 * `sets` lines."""
-    tiles = 2 if dict(around)["GATED"] else 1
-    stage = warps * LANES * tiles * 2 * 16
-    stages = max(2, min(MOST_STAGES, FLIGHT // stage))
-    return kernel(
+def _kernel(sets: int, warps: int, dtype: mx.Dtype, *fused: tuple[str, Constant]) -> Any:
+    """Builds the kernel for up to 8 * `sets` tokens."""
+    tiles = 2 if dict(fused)["GATED"] else 1
+    stage = warps * WARP_SIZE * tiles * 2 * 16
+    stages = max(2, min(MAX_STAGES, BYTES_IN_FLIGHT // stage))
+    return build_kernel(
         "matmul_small",
-        ["x", "weight", *INPUTS],
+        ["x", "weight", *FUSED_INPUTS],
         ["out"],
-        {"SETS": sets, "WARPS": warps, "STAGES": stages, "N": dtype, **dict(around)},
-        whole=True,
+        {"SETS": sets, "WARPS": warps, "STAGES": stages, "N": dtype, **dict(fused)},
+        contiguous=True,
         shared=max(stages * stage, sums_of(sets, warps, tiles)),
         end="warp_sums.cuh",
     )
 
 
 def sums_of(sets: int, warps: int, tiles: int) -> int:
-    """Bytes of a thread block for what warp_sums.cuh adds up."""
+    """Returns the bytes of shared memory for the sums of warp_sums.cuh."""
     return 4 * warps * (tiles * ROWS * (8 * sets + 1) + 8 * sets)
 
 
 @cache
-def _works(dtype: mx.Dtype) -> bool:
-    return works("products of few lines", lambda: _right(dtype))
+def _kernel_works(dtype: mx.Dtype) -> bool:
+    return kernel_works("products of few tokens", lambda: _is_right(dtype))
 
 
-def _right(dtype: mx.Dtype) -> bool:
+def _is_right(dtype: mx.Dtype) -> bool:
     weight = mx.random.normal((64, 256), key=mx.random.key(1)).astype(dtype)
     x = mx.random.normal((3, 256), key=mx.random.key(2)).astype(dtype)
-    right = mx.allclose(product(x, weight), x @ weight.T, 0.02, 0.2)
-    if few(x):
+    right = mx.allclose(kernel_matmul(x, weight), x @ weight.T, 0.02, 0.2)
+    if is_fusable(x):
         normed = mx.fast.rms_norm(x, weight[0], 1e-5) @ weight.T + x[:, :64]
-        around = Around(gain=weight[0], eps=1e-5, beside=x[:, :64])
-        right = right & mx.allclose(product(x, weight, around), normed, 0.02, 0.5)
+        fused = FusedOps(gain=weight[0], eps=1e-5, beside=x[:, :64])
+        right = right & mx.allclose(kernel_matmul(x, weight, fused), normed, 0.02, 0.5)
     return bool(right.item())

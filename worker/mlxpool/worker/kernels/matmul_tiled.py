@@ -1,5 +1,7 @@
-"""Products of some lines with a weight in the tensor cores of Hopper: MLX's own are as fast on the
-GPU, but cost its host side some 20 us each, more than the GPU needs for most of them.
+"""Matrix products of some tokens with a weight, in the tensor cores of Hopper.
+
+MLX's products are as fast on the GPU, but each costs its host some 20 us, more than the GPU needs
+for most of them.
 """
 
 from __future__ import annotations
@@ -10,46 +12,51 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.kernel_builder import HALVES, Constant, kernel, works
+from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES, Constant, build_kernel, kernel_works
 
-SETS = (3, 4, 6, 8, 12, 16)  # of eight lines, that there are kernels for
-MOST_LINES = 8 * SETS[-1]
-LARGE = 80_000_000  # bytes of a weight from which on MLX's products are the faster ones
-COLUMNS = 64  # of a weight, that are multiplied at a time
-ROWS = 128  # of a weight, that a thread block multiplies
-THREADS = 256  # four warps for each 64 of them
-BLOCKS = 132  # thread blocks that a large GPU runs at a time, one with so much SPACE on each part
-MOST_SPLITS = 8
-SPACE = 200 * 1024  # bytes of a thread block for what it has asked for
-MOST_STAGES = 8
-ALIGNED = 1024  # bytes
-IN_FLIGHT = 128  # products; a graph of MLX's has 100 operations
+SETS = (3, 4, 6, 8, 12, 16)  # numbers of 8 tokens for which there are kernels
+MAX_TOKENS = 8 * SETS[-1]
+MAX_WEIGHT_BYTES = 80_000_000  # for larger weights MLX's products are faster
+COLUMNS = 64  # of a weight that are multiplied at a time
+ROWS = 128  # of a weight in a thread block
+THREADS = 256  # four warps for each 64 rows
+# Thread blocks that a large GPU runs at a time, one on each multiprocessor.
+FULL_GPU_BLOCKS = 132
+MAX_SPLITS = 8
+MAX_SHARED_BYTES = 200 * 1024  # of a thread block for the stages in flight
+MAX_STAGES = 8
+SHARED_ALIGNMENT = 1024  # bytes
+COUNTER_ARRAYS = 128  # more than the 100 operations of a graph of MLX
 
-NAMES = {mx.float16: "f16", mx.bfloat16: "bf16"}
+PTX_TYPES = {mx.float16: "f16", mx.bfloat16: "bf16"}
 
 
 @cache
-def serves(lines: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
-    """Whether `product` takes so many lines and a weight [rows, columns] here; it is tried once."""
-    if not 0 < lines <= MOST_LINES or dtype not in HALVES or columns * rows * dtype.size > LARGE:
+def supports(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
+    """Returns whether `kernel_matmul` supports so many tokens and a weight [rows, columns]."""
+    if (
+        not 0 < tokens <= MAX_TOKENS
+        or dtype not in HALF_DTYPES
+        or columns * rows * dtype.size > MAX_WEIGHT_BYTES
+    ):
         return False
-    return columns % COLUMNS == 0 and rows % ROWS == 0 and _works(dtype)
+    return columns % COLUMNS == 0 and rows % ROWS == 0 and _kernel_works(dtype)
 
 
-def product(x: mx.array, weight: mx.array, *, gated: bool = False) -> mx.array:
-    """x [T, in] and weight [out, in] -> x @ weight.T [T, out].
+def kernel_matmul(x: mx.array, weight: mx.array, *, gated: bool = False) -> mx.array:
+    """Returns x @ weight.T [T, out] of x [T, in] and weight [out, in].
 
-    `gated`: the first half of the weight are gates -> silu(gate) * other [T, out / 2].
+    `gated`: the first half of the weight are gates; returns silu(gate) * other [T, out / 2].
     """
-    lines, columns = x.shape
-    rows, sets = weight.shape[0], next(n for n in SETS if 8 * n >= lines)
+    tokens, columns = x.shape
+    rows, sets = weight.shape[0], next(n for n in SETS if 8 * n >= tokens)
     tiles, splits = rows // ROWS, splits_of(rows, columns)
     found: list[mx.array] = _kernel(sets, splits, gated, x.dtype)(
         inputs=[x, weight, _arrived()],
         grid=(tiles * THREADS, splits, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[
-            (lines, rows // 2 if gated else rows),
+            (tokens, rows // 2 if gated else rows),
             (rows * splits * sets * 8 if splits > 1 else 1,),
         ],
         output_dtypes=[x.dtype, mx.float32],
@@ -58,15 +65,15 @@ def product(x: mx.array, weight: mx.array, *, gated: bool = False) -> mx.array:
 
 
 def splits_of(rows: int, columns: int) -> int:
-    """Into how many parts the columns of a weight [rows, columns] are split to keep a GPU busy."""
-    return max(1, min(MOST_SPLITS, BLOCKS // (rows // ROWS), columns // COLUMNS))
+    """Returns the parts into which the columns are split to keep a GPU busy."""
+    return max(1, min(MAX_SPLITS, FULL_GPU_BLOCKS // (rows // ROWS), columns // COLUMNS))
 
 
 @cache
 def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype) -> Any:
-    lines = 8 * sets
-    stage = (ROWS + lines) * COLUMNS * 2
-    stages = min(MOST_STAGES, SPACE // stage)
+    tokens = 8 * sets
+    stage = (ROWS + tokens) * COLUMNS * 2
+    stages = min(MAX_STAGES, MAX_SHARED_BYTES // stage)
     constants: dict[str, Constant] = {
         "SETS": sets,
         "SPLITS": splits,
@@ -74,24 +81,24 @@ def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype) -> Any:
         "STAGES": stages,
         "N": dtype,
     }
-    sums = lines * (ROWS + 1) * 4
-    return kernel(
+    sums = tokens * (ROWS + 1) * 4
+    return build_kernel(
         "matmul_tiled",
         ["x", "weight", "arrived"],
         ["out", "partial"],
         constants,
-        whole=True,
-        shared=max(stages * stage, sums) + ALIGNED,
+        contiguous=True,
+        shared=max(stages * stage, sums) + SHARED_ALIGNMENT,
         header=group_mma(sets, dtype),
     )
 
 
 def group_mma(sets: int, dtype: mx.Dtype) -> str:
-    """sum += a * b of 64 x 16 and 16 x 8 * `sets` numbers in shared memory, by four warps.
+    """Returns the function c += a * b of 64 x 16 and 16 x 8 * `sets` numbers in shared memory.
 
-    The instruction names all of a thread's sums, so each number of them has a text of its own.
+    Four warps compute it. The instruction lists all sums of a thread, so `sets` decides its text.
     """
-    count, name = 4 * sets, NAMES[dtype]
+    count, name = 4 * sets, PTX_TYPES[dtype]
     sums = ",".join(f"%{i}" for i in range(count))
     asked = f"%{count}, %{count + 1}"
     held = ",".join(f'"+f"(c[{i}])' for i in range(count))
@@ -105,9 +112,9 @@ def group_mma(sets: int, dtype: mx.Dtype) -> str:
 
 
 def _arrived() -> mx.array:
-    """Zeros in which the parts of a weight are counted, others than those of products beside it.
+    """Returns zeros that count the finished parts of a product; concurrent products get others.
 
-    The kernel leaves them as they were. One thread of a process computes.
+    The kernel resets them to zero. Only one thread of a process computes.
     """
     zeros: mx.array = next(_counters())
     return zeros
@@ -115,21 +122,21 @@ def _arrived() -> mx.array:
 
 @cache
 def _counters() -> Any:
-    counters = [mx.zeros((BLOCKS,), dtype=mx.int32) for _ in range(IN_FLIGHT)]
+    counters = [mx.zeros((FULL_GPU_BLOCKS,), dtype=mx.int32) for _ in range(COUNTER_ARRAYS)]
     mx.eval(counters)
     return cycle(counters)
 
 
 @cache
-def _works(dtype: mx.Dtype) -> bool:
-    return works("products of some lines", lambda: _right(dtype))
+def _kernel_works(dtype: mx.Dtype) -> bool:
+    return kernel_works("products of some tokens", lambda: _is_right(dtype))
 
 
-def _right(dtype: mx.Dtype) -> bool:
-    """Tried in one part and in several."""
-    for columns in (COLUMNS, 12 * MOST_SPLITS * COLUMNS):  # fewer and more than there are stages
+def _is_right(dtype: mx.Dtype) -> bool:
+    """Compares products in one part and in several with MLX's."""
+    for columns in (COLUMNS, 12 * MAX_SPLITS * COLUMNS):  # fewer and more than there are stages
         weight = mx.random.normal((ROWS, columns), key=mx.random.key(1)).astype(dtype)
         x = mx.random.normal((30, columns), key=mx.random.key(2)).astype(dtype) * columns**-0.5
-        if not mx.allclose(product(x, weight), x @ weight.T, 0.02, 0.05).item():
+        if not mx.allclose(kernel_matmul(x, weight), x @ weight.T, 0.02, 0.05).item():
             return False
     return True

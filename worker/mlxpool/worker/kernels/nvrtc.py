@@ -1,6 +1,6 @@
-"""NVIDIA's compiler, as a library that MLX brings along.
+"""NVIDIA's runtime compiler (NVRTC), as the library that MLX installs.
 
-What its functions take and return: NVRTC's documentation, "User Interface".
+Its functions are documented in NVRTC's manual, "User Interface".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
 
 
 class Compiler:
-    """For one kind of GPU."""
+    """Compiles kernels for one GPU architecture."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Compiler:
         includes: Sequence[Path],
         headers: Mapping[str, str],
     ) -> None:
-        """`architecture` is like sm_90a; `includes` have CUDA's headers, `headers` are more."""
+        """`architecture`: such as sm_90a; `includes`: folders of headers; `headers`: texts."""
         self.architecture = architecture
         self._library = library
         self._headers = headers
@@ -38,15 +38,15 @@ class Compiler:
 
     @property
     def version(self) -> str:
-        """Such as 13.0."""
+        """The version, such as 13.0."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         return f"{major.value}.{minor.value}"
 
     def machine_code(self, kernel: str, code: str) -> tuple[bytes, str, str]:
-        """Of the one kernel in it; with the kernel's name, and as the machine code names it.
+        """Compiles the only kernel of `code`; returns machine code, kernel name and mangled name.
 
-        Raises RuntimeError with what the compiler says.
+        Raises RuntimeError with the message of the compiler.
         """
         program, name = ctypes.c_void_p(), kernel.encode()
         count = len(self._headers)
@@ -90,7 +90,7 @@ class Compiler:
 
 
 def loaded() -> ctypes.CDLL:
-    """The library that MLX has brought along. Raises OSError without it."""
+    """Returns the library that MLX has loaded. Raises OSError when there is none."""
     for name in LIBRARIES:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
@@ -98,7 +98,10 @@ def loaded() -> ctypes.CDLL:
 
 
 def includes() -> list[Path]:
-    """Where CUDA's headers are: beside MLX, or as the system has them. Raises OSError without."""
+    """Returns the folders of CUDA's headers, beside MLX or of the system.
+
+    Raises OSError when there are none.
+    """
     packages = Path(sys.modules["mlx.core"].__file__ or "").parents[1] / "nvidia"
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     places = [packages / "cu13", packages / "cuda_runtime", *(Path(home) for home in homes if home)]

@@ -1,4 +1,4 @@
-"""Decode attention over a pool of blocks in tensor cores, with all that is around it in a layer."""
+"""Decode attention over a block pool in tensor cores, with rotation and the write of the token."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.kernel_builder import HALVES, LANES, Constant, kernel
+from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES, WARP_SIZE, Constant, build_kernel
 from mlxpool.worker.kernels.score_params import ScoreParams
 
 INPUTS = (
     "q", "k", "v", "keys", "values", "table", "positions", "cosines", "sines", "sinks", "arrived",
 )  # fmt: skip
-SIZES = range(16, 257, 16)  # numbers of a head
-GROUPS = 16  # queries of a key head that fit into one matrix
-FILL = 264  # thread blocks that keep a large GPU busy
-FEW = FILL // 2  # thread blocks, which may have more warps each
-LEAST = 128  # tokens of a part; shorter ones cost more than they save
-MOST_PARTS = 64
-SUMS = 8192  # numbers that the warps of a thread block have room to add up
+HEAD_SIZES = range(16, 257, 16)
+MAX_GROUP = 16  # query heads of a key head that fit into one matrix
+FULL_GPU_BLOCKS = 264  # thread blocks that keep a large GPU busy
+FEW_THREAD_BLOCKS = FULL_GPU_BLOCKS // 2  # so few thread blocks may have more warps each
+MIN_PART_TOKENS = 128  # shorter parts cost more than they save
+MAX_PARTS = 64
+MAX_SUMS = 8192  # numbers for which the warps of a thread block have shared memory
 
 
-def serves(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dtype) -> bool:
-    """Whether `attend` takes heads of these sizes."""
-    fits = key_dim == value_dim and key_dim in SIZES
-    return fits and heads % pairs == 0 and heads // pairs <= GROUPS and dtype in HALVES
+def supports(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dtype) -> bool:
+    """Returns whether `attend` supports heads of these sizes."""
+    fits = key_dim == value_dim and key_dim in HEAD_SIZES
+    return fits and heads % pairs == 0 and heads // pairs <= MAX_GROUP and dtype in HALF_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where a step's tokens lie: positions [R], blocks of the rows [R, B].
+class AttentionMetadata:
+    """The positions [R] of a step's tokens and their block tables [R, B].
 
-    `arrived` [FILL] are zeros in which the parts of a row are counted; attention of one layer
-    follows that of another, so all may use the same. `longest` row in tokens, or a little more:
-    it decides into how many parts rows are cut.
+    `arrived` [FULL_GPU_BLOCKS] are zeros that count the finished parts of a row; the layers of a
+    step run one after the other, so all use the same array. `longest`: tokens of the longest row,
+    or a few more; it decides into how many parts rows are split.
     """
 
     positions: mx.array
@@ -46,8 +46,8 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """Cosines and sines of the rows' angles, [R, ..., D / 2] in float32: D numbers are turned."""
+class RopeTables:
+    """Cosines and sines [R, ..., D / 2] in float32, which rotate D numbers of each head."""
 
     cosines: mx.array
     sines: mx.array
@@ -59,24 +59,24 @@ def attend(
     k: mx.array,
     v: mx.array,
     pools: tuple[mx.array, mx.array],
-    places: Places,
+    metadata: AttentionMetadata,
     scores: ScoreParams,
-    turns: Turns | None = None,
+    turns: RopeTables | None = None,
     window: int = 0,
     tokens: int = 1,
 ) -> mx.array:
-    """One token for each row: q [R, H, D], k and v [R, KV, D] -> [R, H, D].
+    """Attends with one token of each row: q [R, H, D], k and v [R, KV, D] -> [R, H, D].
 
-    q and k are turned by `turns`; k and v are written into the pools [blocks, KV, block, D]. Arrays
-    may be views. A row's token sees `window` tokens, 0: all; `scores.softcap` has to be 0.
-    `tokens` above 1, see `tokens_of`: as many lines are tokens of one row, in their order, and read
-    it together; then k and v of all lines are in the pools already, and only q is turned.
+    Rotates q and k by `turns` and writes k and v into the pools [blocks, KV, block, D]. Arrays may
+    be views. A token sees `window` tokens; 0: all. `scores.softcap` must be 0. With `tokens` above
+    1, see `tokens_per_matrix`, so many neighbouring tokens belong to one row and read it together;
+    then k and v of all tokens are in the pools already, and only q is rotated.
     """
     lines, heads, size = q.shape
     _, pairs, block, _ = pools[0].shape
     group, rows, dtype = heads // pairs, lines // tokens, pools[0].dtype
-    seen = min(places.longest, window + tokens - 1) if window else places.longest
-    parts = parts_of(rows * pairs, seen)
+    seen = min(metadata.longest, window + tokens - 1) if window else metadata.longest
+    parts = parts_for(rows * pairs, seen)
     # Of chunks there is one kernel without parts and one with them, whatever their lines.
     warps = warps_of(rows * pairs * parts if tokens == 1 else 1, group * tokens * size)
     none = mx.zeros((1,))
@@ -105,44 +105,48 @@ def attend(
         inputs=[
             *(one.astype(dtype) for one in (q, k, v)),
             *pools,
-            places.table,
-            places.positions,
+            metadata.table,
+            metadata.positions,
             cosines,
             sines,
             sinks,
-            places.arrived,
+            metadata.arrived,
         ],
-        grid=(rows * warps * LANES, pairs, parts),
-        threadgroup=(warps * LANES, 1, 1),
+        grid=(rows * warps * WARP_SIZE, pairs, parts),
+        threadgroup=(warps * WARP_SIZE, 1, 1),
         output_shapes=[(lines, heads, size), (partial,)],
         output_dtypes=[dtype, mx.float32],
     )
     return found[0].astype(q.dtype)
 
 
-def parts_of(blocks: int, longest: int) -> int:
-    """Into how many a row is parted: a power of two, so that there are few passes to compile."""
+def parts_for(blocks: int, longest: int) -> int:
+    """Returns the parts of a row: a power of two, so that few passes are compiled."""
     parts = 1
-    while parts < MOST_PARTS and blocks * parts < FILL and longest // (2 * parts) >= LEAST:
+    while (
+        parts < MAX_PARTS
+        and blocks * parts < FULL_GPU_BLOCKS
+        and longest // (2 * parts) >= MIN_PART_TOKENS
+    ):
         parts *= 2
     return parts
 
 
-def tokens_of(group: int, lines: int) -> int:
-    """Of `lines` tokens of a row those that share a matrix of queries; it divides their number."""
-    return math.gcd(1 << (GROUPS // group).bit_length() - 1, lines)
+def tokens_per_matrix(group: int, lines: int) -> int:
+    """Returns how many of `lines` tokens of a row share a query matrix; it divides `lines`."""
+    return math.gcd(1 << (MAX_GROUP // group).bit_length() - 1, lines)
 
 
-def variant(blocks: int, longest: int) -> tuple[bool, bool]:
-    """What tells apart the kernels that `attend` takes for `blocks` of rows and key heads."""
-    parts = parts_of(blocks, longest)
-    return parts > 1, blocks * parts <= FEW
+def kernel_variant(blocks: int, longest: int) -> tuple[bool, bool]:
+    """Returns what distinguishes the kernels of `attend` for `blocks` pairs of row and key head."""
+    parts = parts_for(blocks, longest)
+    return parts > 1, blocks * parts <= FEW_THREAD_BLOCKS
 
 
 def warps_of(blocks: int, sums: int) -> int:
-    """Of a thread block with so many sums: many where there are few blocks."""
-    most = 8 if blocks <= FEW else 4
-    return next(warps for warps in (most, 4, 2) if warps * sums <= SUMS)
+    """Returns the warps of a thread block with so many sums: more when there are few blocks."""
+    most = 8 if blocks <= FEW_THREAD_BLOCKS else 4
+    return next(warps for warps in (most, 4, 2) if warps * sums <= MAX_SUMS)
 
 
 @cache
@@ -176,7 +180,7 @@ def _kernel(
         "TOKENS": tokens,
         "N": dtype,
     }
-    bounds = (warps * LANES, 3) if warps == 4 and size <= 128 else None
-    return kernel(
+    bounds = (warps * WARP_SIZE, 3) if warps == 4 and size <= 128 else None
+    return build_kernel(
         "paged_attention", INPUTS, ["out", "partial"], constants, bounds=bounds, end="part_sums.cuh"
     )

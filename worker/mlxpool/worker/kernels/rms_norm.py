@@ -1,4 +1,4 @@
-"""A sum and its root-mean-square norm in one kernel."""
+"""Adds two arrays and computes the RMS norm of the sum, in one kernel."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.kernel_builder import HALVES, LANES, Constant, kernel, works
+from mlxpool.worker.kernels.kernel_builder import (
+    HALF_DTYPES,
+    WARP_SIZE,
+    Constant,
+    build_kernel,
+    kernel_works,
+)
 
-EACH = 8  # numbers of a thread
-MOST = 1024 * EACH  # numbers of a line
+NUMBERS_PER_THREAD = 8
+MAX_SIZE = 1024 * NUMBERS_PER_THREAD  # of the last axis
 
 
 @cache
-def serves(size: int, dtype: mx.Dtype) -> bool:
-    """Whether `add_norm` takes lines of `size` numbers here; the first call tries it."""
-    if dtype not in HALVES or size % EACH or size > MOST:
+def supports(size: int, dtype: mx.Dtype) -> bool:
+    """Returns whether `add_norm` supports a last axis of `size`; the first call tries it."""
+    if dtype not in HALF_DTYPES or size % NUMBERS_PER_THREAD or size > MAX_SIZE:
         return False
-    return works("norms", lambda: _right(size, dtype))
+    return kernel_works("norms", lambda: _is_right(size, dtype))
 
 
 def add_norm(x: mx.array, y: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """x + y [T, d] and its norm, weighed with weight [d]; rounded as the single steps round."""
+    """Returns x + y [T, d] and its norm times weight [d], rounded like the single operations."""
     size = x.shape[-1]
-    threads = -(-size // (EACH * LANES)) * LANES
+    threads = -(-size // (NUMBERS_PER_THREAD * WARP_SIZE)) * WARP_SIZE
     added, normed = _kernel(size, threads, float(eps), x.dtype)(
         inputs=[x, y, weight],
         grid=(x.size // size * threads, 1, 1),
@@ -38,10 +44,12 @@ def add_norm(x: mx.array, y: mx.array, weight: mx.array, eps: float) -> tuple[mx
 @cache
 def _kernel(size: int, threads: int, eps: float, dtype: mx.Dtype) -> Any:
     constants: dict[str, Constant] = {"SIZE": size, "THREADS": threads, "EPS": eps, "N": dtype}
-    return kernel("rms_norm", ["x", "y", "weight"], ["added", "normed"], constants, whole=True)
+    return build_kernel(
+        "rms_norm", ["x", "y", "weight"], ["added", "normed"], constants, contiguous=True
+    )
 
 
-def _right(size: int, dtype: mx.Dtype) -> bool:
+def _is_right(size: int, dtype: mx.Dtype) -> bool:
     x, y = (mx.random.normal((2, size), key=mx.random.key(n)).astype(dtype) for n in range(2))
     weight = mx.arange(size).astype(dtype) / size
     added, normed = add_norm(x, y, weight, 1e-5)

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits by the rules of engine/sampler.py, each row in a thread block."""
+"""Samples tokens from logits by the rules of sampling/sampler.py, one thread block a row."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels.kernel_builder import FLOATS, Constant, kernel, works
+from mlxpool.worker.kernels.kernel_builder import FLOAT_DTYPES, Constant, build_kernel, kernel_works
 
 INPUTS = ("logits", "heats", "top_ks", "top_ps", "min_ps", "seeds", "positions")
 THREADS = 1024
 
 
 @cache
-def serves(size: int, dtype: mx.Dtype) -> bool:
-    """Whether `draw` takes a vocabulary of `size` here; the first call tries it."""
-    return dtype in FLOATS and works("drawing tokens", lambda: _right(size, dtype))
+def supports(size: int, dtype: mx.Dtype) -> bool:
+    """Returns whether `sample_tokens` supports a vocabulary of `size`; the first call tries it."""
+    return dtype in FLOAT_DTYPES and kernel_works("drawing tokens", lambda: _is_right(size, dtype))
 
 
-def draw(
+def sample_tokens(
     logits: mx.array,
     heats: mx.array,
     top_ks: mx.array,
@@ -28,11 +28,11 @@ def draw(
     seeds: mx.array,
     positions: mx.array,
 ) -> mx.array:
-    """Tokens [R] int32 of logits [R, V], -1 where they are no numbers.
+    """Returns tokens [R] int32 of logits [R, V], -1 where logits are not numbers.
 
-    `heats` [R] are temperatures, 0: the most likely token is taken; `top_ks` [R] int32, 0: off;
-    `top_ps` [R], from 1 on: off; `min_ps` [R]; `seeds` [R, 2] uint32, the upper half first;
-    `positions` [R] int32 of the tokens in their completions.
+    `heats` [R] are temperatures, 0: the likeliest token; `top_ks` [R] int32, 0: off; `top_ps` [R],
+    1 or more: off; `min_ps` [R]; `seeds` [R, 2] uint32, the upper half first; `positions` [R] int32
+    of the tokens in their completions.
     """
     rows, size = logits.shape
     found: list[mx.array] = _kernel(size, logits.dtype)(
@@ -48,13 +48,13 @@ def draw(
 @cache
 def _kernel(size: int, dtype: mx.Dtype) -> Any:
     constants: dict[str, Constant] = {"SIZE": size, "THREADS": THREADS, "N": dtype}
-    return kernel("sampling", INPUTS, ["token"], constants, whole=True)
+    return build_kernel("sampling", INPUTS, ["token"], constants, contiguous=True)
 
 
-def _right(size: int, dtype: mx.Dtype) -> bool:
+def _is_right(size: int, dtype: mx.Dtype) -> bool:
     logits = mx.random.normal((2, size), key=mx.random.key(7)).astype(dtype)
     zeros = mx.zeros((2,), dtype=mx.int32)
     none = zeros.astype(mx.float32)
     seeds = mx.zeros((2, 2), dtype=mx.uint32)
-    tokens = draw(logits, none, zeros, none + 2, none, seeds, zeros)
+    tokens = sample_tokens(logits, none, zeros, none + 2, none, seeds, zeros)
     return bool(mx.array_equal(tokens, mx.argmax(logits, axis=-1).astype(mx.int32)).item())

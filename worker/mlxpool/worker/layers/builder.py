@@ -110,7 +110,7 @@ class WeightLayerBuilder:
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
         if on_gpu():
             return _fused_swiglu(gate, up)
-        if self._batch_invariant or not cpu_exp.serves(gate):
+        if self._batch_invariant or not cpu_exp.supports(gate):
             return _swiglu(gate, up)
         return cpu_exp.swiglu(gate, up)
 

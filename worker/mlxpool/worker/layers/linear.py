@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxpool.worker.kernels import matmul_small, rms_norm
-from mlxpool.worker.kernels.matmul_small import Around
+from mlxpool.worker.kernels.matmul_small import FusedOps
 from mlxpool.worker.layers.interface import Activation, LinearInput, PendingNorm
 from mlxpool.worker.layers.interface import Linear as AnyLinear
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
@@ -39,7 +39,7 @@ class FusableLinear:
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
         """See interface.Linear."""
         if residual.dtype == x.dtype and self.fuses(x):
-            return self.fused(x, Around(beside=residual))
+            return self.fused(x, FusedOps(beside=residual))
         return None
 
     def plain(self, x: mx.array) -> mx.array:
@@ -54,14 +54,14 @@ class FusableLinear:
         """Whether a kernel takes x and the operations around its product."""
         raise NotImplementedError
 
-    def fused(self, x: mx.array, around: Around) -> mx.array:
+    def fused(self, x: mx.array, around: FusedOps) -> mx.array:
         """The product of such an x, with the operations `around` it."""
         raise NotImplementedError
 
 
-def _around(x: PendingNorm, *, gated: bool = False) -> Around:
+def _around(x: PendingNorm, *, gated: bool = False) -> FusedOps:
     assert isinstance(x.norm, RMSNorm)
-    return Around(gated=gated, gain=x.norm.weight, eps=x.norm.eps)
+    return FusedOps(gated=gated, gain=x.norm.weight, eps=x.norm.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +78,28 @@ class Linear(FusableLinear):
             out = tiled_matmul(x, self.weight)
             return out if self.bias is None else out + self.bias
         if self.bias is None:
-            return matmul_small.times(x, self.weight)
+            return matmul_small.matmul(x, self.weight)
         return mx.addmm(self.bias, x, self.weight.T)
 
     def plain_gated(self, x: mx.array) -> mx.array | None:
         """See FusableLinear."""
-        if self.bias is None and not self.batch_invariant and matmul_small.reads(x, self.weight):
-            return matmul_small.gated(x, self.weight)
+        if (
+            self.bias is None
+            and not self.batch_invariant
+            and matmul_small.supports_arrays(x, self.weight)
+        ):
+            return matmul_small.gated_matmul(x, self.weight)
         return None
 
     def fuses(self, x: mx.array) -> bool:
         """See FusableLinear."""
-        return self.bias is None and not self.batch_invariant and matmul_small.fuses(x, self.weight)
+        return (
+            self.bias is None and not self.batch_invariant and matmul_small.can_fuse(x, self.weight)
+        )
 
-    def fused(self, x: mx.array, around: Around) -> mx.array:
+    def fused(self, x: mx.array, around: FusedOps) -> mx.array:
         """See FusableLinear."""
-        return matmul_small.product(x, self.weight, around)
+        return matmul_small.kernel_matmul(x, self.weight, around)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +141,7 @@ class QuantisedLinear(FusableLinear):
         """See FusableLinear."""
         return self.bias is None and self.weight.fuses(x)
 
-    def fused(self, x: mx.array, around: Around) -> mx.array:
+    def fused(self, x: mx.array, around: FusedOps) -> mx.array:
         """See FusableLinear."""
         return self.weight.packed_product(x, around)
 
@@ -166,14 +172,14 @@ class RMSNorm:
 
     def add_and_norm(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
         """x + y, and its norm."""
-        if self.weight.dtype == x.dtype == y.dtype and rms_norm.serves(x.shape[-1], x.dtype):
+        if self.weight.dtype == x.dtype == y.dtype and rms_norm.supports(x.shape[-1], x.dtype):
             return rms_norm.add_norm(x, y, self.weight, self.eps)
         x = x + y
         return x, self(x)
 
     def deferred(self, x: mx.array) -> LinearInput:
         """See interface.Norm."""
-        return PendingNorm(x, self) if matmul_small.norms(x, self.weight) else self(x)
+        return PendingNorm(x, self) if matmul_small.can_fuse_norm(x, self.weight) else self(x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlxpool.worker.kernels import dequantise, matmul_4bit, matmul_small
 from mlxpool.worker.kernels.device import on_gpu
-from mlxpool.worker.kernels.matmul_small import Around
+from mlxpool.worker.kernels.matmul_small import FusedOps
 from mlxpool.worker.layers.quantisation import NVFP4_RANGE, QuantLayout
 
 # Rows of x from which on dequantising and a dense product are faster (docs/benchmarks.md).
@@ -60,7 +60,7 @@ class QuantisedWeight:
         if _pays_to_dequantise(x, layout.group_size):
             dense = self.dequantised(x.dtype)
             if transpose and dense.ndim == 2:
-                return matmul_small.times(x, dense)
+                return matmul_small.matmul(x, dense)
             return x @ (dense.swapaxes(-1, -2) if transpose else dense)
         out = mx.quantized_matmul(
             x,
@@ -80,24 +80,24 @@ class QuantisedWeight:
         None where no kernel computes it in one.
         """
         if self._has_kernel(x):
-            return self.packed_product(x, Around(gated=True))
+            return self.packed_product(x, FusedOps(gated=True))
         if x.ndim != 2 or self.weight.ndim != 2:
             return None
         rows, columns = x.shape
         pays = _pays_to_dequantise(x, self.layout.group_size)
-        if pays and matmul_small.serves(rows, columns, self.weight.shape[0], x.dtype):
-            return matmul_small.gated(x, self.dequantised(x.dtype))
+        if pays and matmul_small.supports(rows, columns, self.weight.shape[0], x.dtype):
+            return matmul_small.gated_matmul(x, self.dequantised(x.dtype))
         return None
 
     def fuses(self, x: mx.array) -> bool:
         """Whether `packed_product` takes x [T, in] and the operations around the product."""
-        return matmul_small.few(x) and self._has_kernel(x)
+        return matmul_small.is_fusable(x) and self._has_kernel(x)
 
-    def packed_product(self, x: mx.array, around: Around = matmul_small.PLAIN) -> mx.array:
+    def packed_product(self, x: mx.array, around: FusedOps = matmul_small.NO_FUSED_OPS) -> mx.array:
         """x [T, in] @ weight.T -> [T, out], by our own kernel over the packed weight."""
         assert self.biases is not None
         group = self.layout.group_size
-        return matmul_4bit.product(x, self.weight, self.scales, self.biases, group, around)
+        return matmul_4bit.kernel_matmul(x, self.weight, self.scales, self.biases, group, around)
 
     def _has_kernel(self, x: mx.array) -> bool:
         """Whether our own kernel takes x and this weight."""
@@ -107,7 +107,7 @@ class QuantisedWeight:
         rows, columns = self.weight.shape[0], x.shape[1]
         has_biases = self.biases is not None and self.biases.dtype == x.dtype
         fits = has_biases and self.scales.dtype == x.dtype and self.factor is None
-        return fits and matmul_4bit.serves(x.shape[0], rows, columns, layout.group_size, x.dtype)
+        return fits and matmul_4bit.supports(x.shape[0], rows, columns, layout.group_size, x.dtype)
 
     def gathered_product(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
         """x [..., 1, in] and the expert of each row, for a weight [E, out, in] -> [..., 1, out]."""
@@ -140,7 +140,7 @@ class QuantisedWeight:
         kind = dtype or self.scales.dtype
         plain = self.weight.ndim == 2 and self.factor is None
         biases = self.biases if plain else None  # weights of mode affine have them
-        if biases is not None and dequantise.serves(layout.bits, layout.group_size, kind):
+        if biases is not None and dequantise.supports(layout.bits, layout.group_size, kind):
             return dequantise.unpack(
                 self.weight, self.scales, biases, layout.bits, layout.group_size, kind
             )

@@ -1,7 +1,7 @@
-"""What finished sequences leave behind for later prompts that begin alike: tree, single or off.
+"""The prefix cache in its three modes: tree, single and off.
 
-Lives in the compute thread. A row belongs to the one sequence it was begun for, from `begin` to
-`close`. No MLX here: what a row is made of only the store knows.
+Used by the compute thread. A row belongs to one sequence from `begin` to `close`. Imports no MLX:
+only the store knows what a row is made of.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Generic, TypeVar
 
 from mlxpool.worker.prefix import tree as prefix_tree
 from mlxpool.worker.prefix.store import PrefixRow, Store
-from mlxpool.worker.prefix.tree import Match, Node, Piece, Tree, common
+from mlxpool.worker.prefix.tree import Match, Node, Piece, Tree, common_prefix
 
 E = TypeVar("E")
 S = TypeVar("S")
 R = TypeVar("R", bound=PrefixRow)
 
 MODES = ("tree", "single", "off")
-EVERY = 8192  # tokens between two restore points of a prompt, where layers need them
+# Tokens between two restore points of a prompt, where layers need snapshots.
+RESTORE_POINT_INTERVAL = 8192
 
 
 class PrefixCache(Generic[R]):
-    """The three modes share this face; by itself it is `off` and keeps nothing.
+    """The interface of the three modes, and the mode `off`, which keeps nothing.
 
-    Counters since the start: `hits` and `misses` of `begin`, `tokens` it found, `evictions` of what
-    had to make room.
+    Counters since the start: `hits` and `misses` of `begin`, `tokens` found by it, `evictions`.
     """
 
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
@@ -42,7 +42,7 @@ class PrefixCache(Generic[R]):
 
     @property
     def budget(self) -> int:
-        """Bytes that what is kept may take; a smaller one applies at once."""
+        """The most bytes of the entries; a lower value evicts at once."""
         return self._budget
 
     @budget.setter
@@ -52,40 +52,40 @@ class PrefixCache(Generic[R]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept."""
+        """Bytes of the entries."""
         return 0
 
     def begin(self, prompt: Sequence[int], restore_at: int = 0) -> tuple[R, int]:
-        """A row for `prompt`, which may not be empty, and how many of its tokens it holds.
+        """Returns a row for `prompt`, which is not empty, and the number of its tokens in the row.
 
-        At least the last token is left to compute: its logits are what the caller is after.
-        `restore_at` is a place to which a later prompt is likely to come back, such as the end of
-        the conversation before the generation prompt; 0: none.
+        The last token is never in it: the caller computes its logits. `restore_at` is a position
+        where a later prompt is likely to branch off, such as the end of the conversation before the
+        generation prompt; 0: none.
         """
         self._count(0)
         return self._new_row(), 0
 
-    def next_stop(self, row: R) -> int | None:
-        """Where a prefill chunk has to end, with a call of `keep`; None: wherever it likes."""
+    def next_restore_point(self, row: R) -> int | None:
+        """Returns where the next prefill chunk must end, followed by `keep`; None: anywhere."""
         return None
 
     def keep(self, row: R, tokens: Sequence[int]) -> None:
-        """The row goes on, and what it holds so far is kept already."""
+        """Keeps the tokens that the row has so far; the row stays in use."""
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """The sequence is over, whatever its phase. `tokens` are those really in the row.
+        """Ends the use of a row in any phase and keeps those of `tokens` that it has.
 
-        It may hold fewer, when `tokens` are prompt and completion: those are kept. What it holds
-        beyond them, such as a token in flight, is forgotten.
+        `tokens` are prompt and completion; the row may have fewer. What it has beyond them, such as
+        a token in flight, is dropped.
         """
         self._release(row)
 
     def shrink(self, needed: int) -> int:
-        """Frees at least `needed` bytes if there are so many to be had; returns the bytes freed."""
+        """Evicts entries of at least `needed` bytes, if there are; returns the bytes freed."""
         return 0
 
     def clear(self) -> int:
-        """Gives everything up; returns the bytes it had. Rows at work keep what they have."""
+        """Frees all entries; returns their bytes. Rows in use are not changed."""
         return 0
 
     def _count(self, cached: int) -> None:
@@ -101,7 +101,7 @@ class _Entry(Generic[R]):
 
 
 class SingleCache(PrefixCache[R]):
-    """One entry: the row of the sequence closed last, taken as it is by the next prompt."""
+    """One entry: the row of the last sequence, which the next prompt takes over."""
 
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
         super().__init__(store, budget)
@@ -110,13 +110,13 @@ class SingleCache(PrefixCache[R]):
 
     @property
     def nbytes(self) -> int:
-        """See PrefixCache: allocated bytes of the entry's row."""
+        """See PrefixCache: the allocated bytes of the row."""
         return self._entry.row.nbytes if self._entry else 0
 
     def begin(self, prompt: Sequence[int], restore_at: int = 0) -> tuple[R, int]:
-        """See PrefixCache. The entry is taken even when nothing of it fits."""
+        """See PrefixCache. Drops the entry when the prompt cannot use it."""
         entry, self._entry = self._entry, None
-        cached = common(entry.tokens, tuple(prompt)) if entry else 0
+        cached = common_prefix(entry.tokens, tuple(prompt)) if entry else 0
         cached = min(cached, len(prompt) - 1)
         if entry is not None and cached > 0 and self._rewind(entry.row, cached):
             self._count(cached)
@@ -126,7 +126,7 @@ class SingleCache(PrefixCache[R]):
         return super().begin(prompt)
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """See PrefixCache. Replaces the entry, unless there is nothing in the row."""
+        """See PrefixCache. Replaces the entry, unless the row is empty or too large."""
         end = min(row.offset, len(tokens))
         if end > 0 and row.nbytes <= self._budget and self._rewind(row, end):
             self.clear()
@@ -151,24 +151,24 @@ class SingleCache(PrefixCache[R]):
 
 
 @dataclass(slots=True)
-class _Reader(Generic[R, E, S]):
-    """A row at work; held, so that its id is nobody else's."""
+class _ActiveRow(Generic[R, E, S]):
+    """A row in use; the reference keeps its id unique."""
 
     row: R
-    node: Node[E, S]  # the deepest it began from or was kept at: the path to it stays
-    stops: list[int]  # restore points ahead
-    goal: int  # a prefill that ends before was cut off: its end is a restore point
+    node: Node[E, S]  # the deepest node that the row began from or was kept at
+    stops: list[int]  # the next restore points
+    goal: int  # the end of its prefill; a row that is closed before gets a restore point there
 
 
 class TreeCache(PrefixCache[R], Generic[R, E, S]):
-    """Every sequence closed so far, each token once, as far as the budget goes."""
+    """A radix tree of all closed sequences, bounded by the budget."""
 
     def __init__(self, store: Store[R, E, S], budget: int) -> None:
         super().__init__(store, budget)
         self._store = store
         self._tree: Tree[E, S] = Tree(store)
-        self._readers: dict[int, _Reader[R, E, S]] = {}
-        self._now = 0  # counts calls: what "recently used" means
+        self._readers: dict[int, _ActiveRow[R, E, S]] = {}
+        self._now = 0  # a counter of uses, for LRU eviction
 
     @property
     def nbytes(self) -> int:
@@ -177,11 +177,11 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
 
     @property
     def tree(self) -> Tree[E, S]:
-        """For those who look."""
+        """The tree, for inspection."""
         return self._tree
 
     def begin(self, prompt: Sequence[int], restore_at: int = 0) -> tuple[R, int]:
-        """See PrefixCache. The path that the row began from stays until it is closed."""
+        """See PrefixCache. The path that the row began from is not evicted until `close`."""
         prompt = tuple(prompt)
         self._now += 1
         match = self._tree.match(prompt, len(prompt) - 1)
@@ -189,31 +189,31 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         row = self._filled(match, cached, state, len(prompt))
         node = match.last or self._tree.root
         if match.tokens == node.end:
-            node.used = self._now
+            node.last_used = self._now
         node.readers += 1
         stops = self._stops(len(prompt), cached, match.tokens, restore_at)
-        self._readers[id(row)] = _Reader(row, node, stops, len(prompt) - 1)
+        self._readers[id(row)] = _ActiveRow(row, node, stops, len(prompt) - 1)
         self._count(cached)
         return row, cached
 
-    def next_stop(self, row: R) -> int | None:
+    def next_restore_point(self, row: R) -> int | None:
         """See PrefixCache."""
         reader = self._readers.get(id(row))
         return reader.stops[0] if reader is not None and reader.stops else None
 
     def keep(self, row: R, tokens: Sequence[int]) -> None:
-        """See PrefixCache. At a stop this makes a restore point."""
+        """See PrefixCache. Makes a restore point where `next_restore_point` said so."""
         reader = self._readers[id(row)]
         node = self._insert(row, tuple(tokens[: row.offset]))
         if node is not None:
-            node.chosen = node.chosen or row.offset in reader.stops
+            node.restore_point = node.restore_point or row.offset in reader.stops
             node.readers += 1
             before, reader.node = reader.node, node
             self._leave(before)
         reader.stops = [stop for stop in reader.stops if stop > row.offset]
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """See PrefixCache. Copies only what the tree does not have; a row not begun is ignored."""
+        """See PrefixCache. Keeps only what the tree does not have; ignores an unknown row."""
         reader = self._readers.pop(id(row), None)
         if reader is None:
             return
@@ -221,16 +221,19 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             if not self._store.stateful or row.offset <= len(tokens):
                 node = self._insert(row, tuple(tokens[: row.offset]))
                 if node is not None and self._store.stateful and row.offset < reader.goal:
-                    node.chosen = True
+                    node.restore_point = True
         finally:
             self._release(row)
             self._leave(reader.node)
             self.shrink(self.nbytes - self._budget)
 
     def shrink(self, needed: int) -> int:
-        """See PrefixCache. What a row at work began from is not touched."""
+        """See PrefixCache. Does not evict what a row in use began from."""
         before = self.nbytes
-        while before - self.nbytes < needed and (victim := self._tree.victim()) is not None:
+        while (
+            before - self.nbytes < needed
+            and (victim := self._tree.eviction_candidate()) is not None
+        ):
             self._evict(victim)
         return before - self.nbytes
 
@@ -247,14 +250,14 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         row = self._store.new_row()
         try:
             if cached:
-                self._store.fill(row, self._tree.kept(match, cached), state, cached, room)
+                self._store.fill(row, self._tree.pieces_of(match, cached), state, cached, room)
         except BaseException:
             self._store.release(row)
             raise
         return row
 
     def _restorable(self, match: Match[E, S]) -> tuple[int, S | None]:
-        """How many tokens of a match a row can get, and the whole state for them."""
+        """Returns how many tokens of a match a row can get, and the snapshot for them."""
         if not self._store.stateful or match.last is None:
             return match.tokens, None
         best: tuple[int, S | None] = (0, None)
@@ -265,19 +268,21 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return best
 
     def _stops(self, length: int, cached: int, matched: int, hint: int) -> list[int]:
-        """Restore points on the way through a prompt: the hint, where another prompt went on
-        differently, and one every so often. The last token comes with decode.
+        """Returns the restore points of a prompt after its cached tokens.
+
+        They are the hint, the position where an earlier prompt branched off, and every multiple of
+        RESTORE_POINT_INTERVAL.
         """
         if not self._store.stateful:
             return []
-        places = {hint, matched, *range(EVERY, length, EVERY)}
+        places = {hint, matched, *range(RESTORE_POINT_INTERVAL, length, RESTORE_POINT_INTERVAL)}
         return sorted(at for at in places if cached < at < length)
 
     def _insert(self, row: R, tokens: tuple[int, ...]) -> Node[E, S] | None:
-        """Puts what a row has of `tokens` into the tree; returns the node that it runs into.
+        """Inserts what the tree lacks of a row's `tokens`; returns the node at their end.
 
-        Copies nothing that is there, nothing beyond the budget, and, where layers need a whole
-        state, nothing without one. None when the tree then ends before the row.
+        Keeps nothing beyond the budget and, where layers need a snapshot, nothing without one.
+        Returns None when not all tokens could be kept.
         """
         if not tokens:
             return None
@@ -292,13 +297,13 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             if end < len(tokens) and (need_state or end <= match.tokens):
                 return None
             node = self._grow(row, tokens[:end], match.tokens, last, need_state)
-            node.used = self._now
+            node.last_used = self._now
             return node if end == len(tokens) else None
         finally:
             self._leave(last)
 
     def _make_room(self, row: R, start: int, end: int, need_state: bool) -> int:
-        """Drops what was not used for long; returns how far the row can be kept from `start`."""
+        """Evicts the least recently used; returns the position up to which the row can be kept."""
         store = self._store
         state = store.state_bytes(row) if need_state else 0
 
@@ -308,7 +313,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
 
         if end == start and not state:
             return end
-        while (to := reach()) < end and (victim := self._tree.victim()) is not None:
+        while (to := reach()) < end and (victim := self._tree.eviction_candidate()) is not None:
             self._evict(victim)
         return to
 
@@ -319,12 +324,12 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     def _grow(
         self, row: R, tokens: tuple[int, ...], start: int, last: Node[E, S], need_state: bool
     ) -> Node[E, S]:
-        """The node that `tokens` run into, of which the tree has `start`, down to `last`."""
+        """Extends the tree below `last` by the tokens from `start` on; returns the last node."""
         end = len(tokens)
         pieces, state = self._take(row, start, end, need_state)
         if last.end > start and (pieces or need_state):
             last = self._tree.split(last, start)
-            last.used, last.chosen = self._now, not pieces
+            last.last_used, last.restore_point = self._now, not pieces
         if pieces:
             last = self._tree.add(last, tokens[start:], pieces)
         if state is not None:
@@ -334,10 +339,10 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     def _take(
         self, row: R, start: int, end: int, need_state: bool
     ) -> tuple[list[Piece[E]], S | None]:
-        """Owned copies of what the row has at [start, end), and of its state; all or nothing."""
+        """Keeps tokens [start, end) of a row and its snapshot; frees all of it on failure."""
         pieces: list[Piece[E]] = []
         try:
-            for at, to in prefix_tree.bounds(start, end):
+            for at, to in prefix_tree.piece_bounds(start, end):
                 pieces.append(Piece(to - at, self._store.keep(row, at, to)))
             return pieces, self._store.keep_state(row) if need_state else None
         except BaseException:
@@ -347,11 +352,14 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
 
     def _leave(self, node: Node[E, S]) -> None:
         node.readers -= 1
-        self._tree.settle(node)
+        self._tree.merge_or_drop(node)
 
 
-def build(mode: str, store: Store[R, E, S], budget: int) -> PrefixCache[R]:
-    """The cache of a mode: one of MODES. `budget` in bytes."""
+def make_prefix_cache(mode: str, store: Store[R, E, S], budget: int) -> PrefixCache[R]:
+    """Makes the cache of a mode in MODES, with a budget in bytes.
+
+    Raises ValueError for another mode or a negative budget.
+    """
     if mode not in MODES:
         raise ValueError(f"prefix cache mode is {mode!r}, must be one of {', '.join(MODES)}")
     if mode == "tree":

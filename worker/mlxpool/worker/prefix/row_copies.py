@@ -1,7 +1,7 @@
-"""The prefix cache's store where each row has arrays of its own (Metal, CPU): it copies.
+"""The prefix-cache store of rows with arrays of their own (Metal, CPU): it copies.
 
-Entering copies the path once into a new row; leaving copies what is new, so that nothing kept
-shares memory with a row.
+`fill` copies the cached path into a new row, `keep` copies new tokens out of a row, so kept pieces
+never share memory with rows.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from mlxpool.worker.layers.cache_kinds import (
 
 R = TypeVar("R", bound=LayeredRow[mx.array])
 Arrays = tuple[mx.array, ...]
-Kept = tuple[Arrays, ...]  # for each full layer: keys and values [1, KV, n, D]
+Kept = tuple[Arrays, ...]  # of each FullCache layer: keys and values [1, KV, n, D]
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """States of all layers that are not full, after `end` tokens."""
+class LayerStates:
+    """Snapshot of the layers that are not FullCache, after `end` tokens."""
 
     end: int
     layers: tuple[Arrays, ...]
 
 
 class RowStore(Generic[R]):
-    """A Store (prefix/store.py) of rows whose layers are of these kinds."""
+    """A Store (prefix/store.py) of rows with layers of these kinds."""
 
-    joins_copy = True
+    join_copies = True
 
     def __init__(self, new_row: Callable[[], R], kinds: Sequence[CacheKind]) -> None:
         self.new_row = new_row
@@ -60,7 +60,12 @@ class RowStore(Generic[R]):
         return True
 
     def fill(
-        self, row: R, kept: Sequence[tuple[Kept, int]], state: Whole | None, tokens: int, room: int
+        self,
+        row: R,
+        kept: Sequence[tuple[Kept, int]],
+        state: LayerStates | None,
+        tokens: int,
+        room: int,
     ) -> None:
         """See Store."""
         for index, kind in enumerate(self._full):
@@ -69,7 +74,7 @@ class RowStore(Generic[R]):
             for whole, arrays in zip(self._whole, state.layers, strict=True):
                 _put_whole(row, whole, arrays, state.end, tokens, room)
         row.advance(tokens)
-        _start(tuple(row.arrays()))
+        _evaluate(tuple(row.arrays()))
 
     def fit(self, row: R, start: int, end: int, free: int) -> int:
         """See Store."""
@@ -85,36 +90,36 @@ class RowStore(Generic[R]):
         """See Store."""
         return sum(_nbytes(arrays) for arrays in self._states(row))
 
-    def keep_state(self, row: R) -> Whole:
+    def keep_state(self, row: R) -> LayerStates:
         """See Store."""
-        return Whole(row.offset, self._kept(tuple(_owned(one) for one in self._states(row))))
+        return LayerStates(row.offset, self._kept(tuple(_owned(one) for one in self._states(row))))
 
-    def lowest(self, state: Whole) -> int:
+    def lowest(self, state: LayerStates) -> int:
         """See Store."""
         return max(lowest_rewind(kind, state.end) for kind in self._whole)
 
     def cut(self, held: Kept, at: int) -> tuple[Kept, Kept]:
-        """See Pieces."""
+        """See PieceStore."""
         left = tuple(_owned(tuple(a[:, :, :at] for a in arrays)) for arrays in held)
         right = tuple(_owned(tuple(a[:, :, at:] for a in arrays)) for arrays in held)
-        _start(*left, *right)
+        _evaluate(*left, *right)
         return left, right
 
     def join(self, left: Kept, right: Kept) -> Kept:
-        """See Pieces."""
+        """See PieceStore."""
         joined = tuple(
             tuple(mx.concatenate(list(pair), axis=2) for pair in zip(one, other, strict=True))
             for one, other in zip(left, right, strict=True)
         )
-        _start(*joined)
+        _evaluate(*joined)
         return joined
 
     def free(self, held: Kept) -> None:
-        """See Pieces."""
+        """See PieceStore."""
         self.nbytes -= sum(_nbytes(arrays) for arrays in held)
 
-    def free_state(self, state: Whole) -> None:
-        """See Pieces."""
+    def free_state(self, state: LayerStates) -> None:
+        """See PieceStore."""
         self.free(state.layers)
 
     def _states(self, row: R) -> list[Arrays]:
@@ -126,7 +131,7 @@ class RowStore(Generic[R]):
         ]
 
     def _kept(self, arrays: tuple[Arrays, ...]) -> tuple[Arrays, ...]:
-        _start(*arrays)
+        _evaluate(*arrays)
         self.nbytes += sum(_nbytes(one) for one in arrays)
         return arrays
 
@@ -141,24 +146,24 @@ def _put_whole(
 
 
 def _recurrent(row: LayeredRow[mx.array]) -> RecurrentRow[mx.array]:
-    """Rows of models with recurrent layers are such rows."""
+    """Returns the row as a RecurrentRow, which rows with recurrent layers are."""
     return cast("RecurrentRow[mx.array]", row)
 
 
 def _head(arrays: Arrays, count: int) -> Arrays:
-    """The first `count` tokens, as views."""
+    """Returns views of the first `count` tokens."""
     return arrays if count == arrays[0].shape[2] else tuple(a[:, :, :count] for a in arrays)
 
 
 def _owned(arrays: Arrays) -> Arrays:
-    """Copies: a view would keep the whole array alive that it looks into."""
+    """Returns copies: a view would keep its whole base array alive."""
     return tuple(mx.contiguous(array) for array in arrays)
 
 
-def _start(*arrays: Arrays) -> None:
-    """Computes now: until then a copy holds what it copies, and MLX would copy that to write it.
+def _evaluate(*arrays: Arrays) -> None:
+    """Computes the copies now; on a GPU without waiting for the step in flight.
 
-    On a GPU the step in flight is not waited for.
+    An unevaluated copy refers to its source, which MLX would then copy before the next write.
     """
     if mx.default_device().type == mx.DeviceType.gpu:
         mx.async_eval(*arrays)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""What the prefix cache asks of whoever keeps the memory: rows by copies, or shared blocks. Pure.
+"""The interface between the prefix cache and the memory of rows: copies or shared blocks. Pure.
 
-`R` is a running sequence's memory, `E` what is kept of some tokens, `S` a whole state of the layers
-that cannot be cut by tokens. Positions count tokens from the beginning of the sequence.
+`R` is the row of a running sequence, `E` what is kept of a range of tokens, `S` a snapshot of the
+layers that cannot be divided by tokens. Positions count tokens from the start of the sequence.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Protocol, TypeVar
 
 
 class PrefixRow(Protocol):
-    """What the prefix cache itself needs of a row."""
+    """What the prefix cache reads of a row."""
 
     @property
     def offset(self) -> int:
-        """Tokens it holds."""
+        """Tokens in the row."""
 
     @property
     def nbytes(self) -> int:
@@ -28,65 +28,65 @@ R = TypeVar("R", bound=PrefixRow)
 S_contra = TypeVar("S_contra", contravariant=True)
 
 
-class Pieces(Protocol[E, S_contra]):
-    """What the tree itself asks: how to cut, join and give back what is kept."""
+class PieceStore(Protocol[E, S_contra]):
+    """What the tree uses: cuts, joins and frees kept pieces."""
 
     @property
     def stateful(self) -> bool:
-        """Whether a prefix can be restored only where a whole state was kept."""
+        """Whether a prefix can be restored only where a snapshot was kept."""
 
     @property
-    def joins_copy(self) -> bool:
-        """Whether `join` costs as much as it is long."""
+    def join_copies(self) -> bool:
+        """Whether `join` copies the tokens."""
 
     def cut(self, held: E, at: int) -> tuple[E, E]:
-        """The first `at` tokens and the others; `held` is used up."""
+        """Returns the first `at` tokens and the rest; consumes `held`."""
 
     def join(self, left: E, right: E) -> E:
-        """Neighbours as one; both are used up."""
+        """Returns two neighbours as one piece; consumes both."""
 
     def free(self, held: E) -> None:
-        """Nobody needs `held` any more."""
+        """Frees `held`."""
 
     def free_state(self, state: S_contra) -> None:
-        """Nobody needs `state` any more."""
+        """Frees `state`."""
 
 
-class Store(Pieces[E, S], Protocol[R, E, S]):
-    """What the prefix cache asks: rows, and the way into the tree and out of it."""
+class Store(PieceStore[E, S], Protocol[R, E, S]):
+    """What the prefix cache uses: makes rows, fills them and keeps their tokens."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything kept and not yet freed."""
+        """Bytes of everything that is kept."""
 
     def new_row(self) -> R:
-        """An empty row."""
+        """Returns an empty row."""
 
     def release(self, row: R) -> None:
-        """The row is over; what was kept of it does not need it."""
+        """Frees the row; what was kept of it stays."""
 
     def rewind(self, row: R, to: int) -> bool:
-        """Forgets the tokens from `to` on; False, and nothing done, where a layer cannot."""
+        """Removes the tokens from `to` on; does nothing and returns False if a layer cannot."""
 
     def fill(
         self, row: R, kept: Sequence[tuple[E, int]], state: S | None, tokens: int, room: int
     ) -> None:
-        """An empty row gets `tokens` tokens: the first so many of each kept, and the state.
+        """Fills an empty row with `tokens` tokens: the first n of each kept piece, and the state.
 
-        `room` is how many tokens the row will have to hold soon.
+        The row will soon have `room` tokens.
         """
 
     def fit(self, row: R, start: int, end: int, free: int) -> int:
-        """How far `keep` from `start` gets with `free` bytes: a position in [start, end]."""
+        """Returns the position in [start, end] up to which `free` bytes suffice for `keep`."""
 
     def keep(self, row: R, start: int, end: int) -> E:
-        """Tokens [start, end) of a row, which has them all; owns nothing of the row."""
+        """Keeps tokens [start, end) of a row; the result is independent of the row."""
 
     def state_bytes(self, row: R) -> int:
-        """What `keep_state` would take."""
+        """Returns the bytes that `keep_state` would use."""
 
     def keep_state(self, row: R) -> S:
-        """The whole state at the row's offset; owns nothing of the row."""
+        """Keeps a snapshot at the offset of the row; the result is independent of the row."""
 
     def lowest(self, state: S) -> int:
-        """The fewest tokens that the state can still be cut back to."""
+        """Returns the fewest tokens to which the snapshot can be cut back."""

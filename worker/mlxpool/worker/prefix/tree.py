@@ -1,9 +1,9 @@
-"""A radix tree over token ids: what sequences left behind, each token of it once. Pure.
+"""A radix tree over the token ids of cached sequences. Pure.
 
-An edge owns what was kept of its own tokens, in pieces; what a piece holds only the store knows
-(prefix/store.py). Layers whose memory cannot be cut by tokens keep a whole state at the end of an
-edge. Siblings never begin with the same token. An edge that somebody reads is neither dropped nor
-joined to its only child.
+An edge owns the pieces that were kept of its tokens; only the store (prefix/store.py) knows their
+content. Layers whose memory cannot be divided by tokens have a snapshot at the end of an edge.
+Siblings never begin with the same token. An edge with readers is neither dropped nor merged with
+its only child.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from mlxpool.worker.prefix.store import Pieces
+from mlxpool.worker.prefix.store import PieceStore
 
-E = TypeVar("E")  # what is kept of some tokens in a row
-S = TypeVar("S")  # a whole state, kept at one place
+E = TypeVar("E")  # what is kept of a range of tokens
+S = TypeVar("S")  # a snapshot of all layers at one position
 
-PIECE = 2048  # no piece crosses a multiple of so many tokens: what is copied or freed at once
-JOIN = 256  # tokens; where joining copies, longer neighbours stay two pieces
+MAX_PIECE = 2048  # tokens; no piece crosses a multiple of it, so little is copied or freed at once
+MAX_COPIED_JOIN = 256  # tokens; where a join copies, longer neighbours stay two pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Piece(Generic[E]):
-    """`held` is what was kept of `tokens` tokens in a row."""
+    """`held` is what was kept of `tokens` neighbouring tokens."""
 
     tokens: int
     held: E
@@ -31,16 +31,16 @@ class Piece(Generic[E]):
 
 @dataclass(eq=False, slots=True)
 class Node(Generic[E, S]):
-    """An edge and its end. Lengths count from the root: the edge is tokens [start, end)."""
+    """An edge and the node at its end; the edge has tokens [start, end), counted from the root."""
 
     start: int
     tokens: tuple[int, ...]
     pieces: list[Piece[E]]
-    state: S | None = None  # of the place `end`
-    chosen: bool = False  # a restore point: not joined to its child except to free memory
+    state: S | None = None  # the snapshot at `end`
+    restore_point: bool = False  # merged with its only child only to free memory
     parent: Node[E, S] | None = None  # None: the root, or no longer in the tree
     children: dict[int, Node[E, S]] = field(default_factory=dict)
-    used: int = 0  # when somebody last landed here, by the caller's count
+    last_used: int = 0  # the caller's counter at the last use
     readers: int = 0
 
     @property
@@ -50,37 +50,37 @@ class Node(Generic[E, S]):
 
 @dataclass(frozen=True, slots=True)
 class Match(Generic[E, S]):
-    """The nodes below the root that some tokens run through, and how far they get."""
+    """The nodes on the path of a token sequence, and how many of its tokens they match."""
 
     nodes: tuple[Node[E, S], ...]
     tokens: int
 
     @property
     def last(self) -> Node[E, S] | None:
-        """The node that the match ends in, or at the end of."""
+        """The node in whose edge the match ends."""
         return self.nodes[-1] if self.nodes else None
 
 
 class Tree(Generic[E, S]):
-    """The shape of the tree. What is dropped goes back to `store`, nothing is freed elsewhere."""
+    """The nodes; frees what it drops through `store`."""
 
-    def __init__(self, store: Pieces[E, S]) -> None:
+    def __init__(self, store: PieceStore[E, S]) -> None:
         self._store = store
         self.root: Node[E, S] = Node(0, (), [])
 
     def match(self, tokens: tuple[int, ...], limit: int) -> Match[E, S]:
-        """How far the first `limit` of `tokens` run through the tree."""
+        """Returns the longest match of the first `limit` of `tokens`."""
         nodes, at, node = [], 0, self.root
         while at < limit and (child := node.children.get(tokens[at])) is not None:
             nodes.append(child)
-            at += common(child.tokens, tokens[at : min(child.end, limit)])
+            at += common_prefix(child.tokens, tokens[at : min(child.end, limit)])
             if at < child.end:
                 break
             node = child
         return Match(tuple(nodes), at)
 
-    def kept(self, match: Match[E, S], tokens: int) -> list[tuple[E, int]]:
-        """The pieces that hold the first `tokens` of a match, and how much of each is wanted."""
+    def pieces_of(self, match: Match[E, S], tokens: int) -> list[tuple[E, int]]:
+        """Returns the pieces with the first `tokens` tokens of a match, and the tokens of each."""
         wanted, left = [], tokens
         for piece in (piece for node in match.nodes for piece in node.pieces):
             if left <= 0:
@@ -90,7 +90,7 @@ class Tree(Generic[E, S]):
         return wanted
 
     def walk(self, node: Node[E, S] | None = None) -> Iterator[Node[E, S]]:
-        """`node` and all below it; None: all below the root."""
+        """Yields `node` and all nodes below it; None: all below the root."""
         stack = list(self.root.children.values()) if node is None else [node]
         while stack:
             one = stack.pop()
@@ -100,7 +100,7 @@ class Tree(Generic[E, S]):
     def add(
         self, parent: Node[E, S], tokens: tuple[int, ...], pieces: list[Piece[E]]
     ) -> Node[E, S]:
-        """A new leaf below `parent`; none of its children begins with the same token."""
+        """Adds a leaf below `parent`, none of whose children begins with the same token."""
         assert tokens and tokens[0] not in parent.children, "siblings begin with the same token"
         assert sum(p.tokens for p in pieces) == len(tokens), "an edge holds exactly its own tokens"
         leaf = Node(parent.end, tokens, pieces, parent=parent)
@@ -108,32 +108,34 @@ class Tree(Generic[E, S]):
         return leaf
 
     def split(self, node: Node[E, S], at: int) -> Node[E, S]:
-        """Ends an edge at `at` inside it; returns the new upper part.
+        """Splits an edge at `at`; returns the new upper node.
 
-        `node` itself becomes the lower part and keeps state, mark and readers.
+        `node` becomes the lower part and keeps its snapshot, restore point and readers.
         """
         assert node.start < at < node.end, f"{at} is not inside [{node.start}, {node.end})"
         assert node.parent is not None
         cut = at - node.start
         above, below = self._split_pieces(node.pieces, cut)
-        upper = Node(node.start, node.tokens[:cut], above, parent=node.parent, used=node.used)
+        upper = Node(
+            node.start, node.tokens[:cut], above, parent=node.parent, last_used=node.last_used
+        )
         node.parent.children[upper.tokens[0]] = upper
         upper.children[node.tokens[cut]] = node
         node.start, node.tokens, node.pieces = at, node.tokens[cut:], below
         node.parent = upper
         return upper
 
-    def settle(self, node: Node[E, S]) -> None:
-        """Joins `node` to its only child where nobody needs the place between them."""
+    def merge_or_drop(self, node: Node[E, S]) -> None:
+        """Merges `node` with its only child, or drops it, when it is not needed."""
         if node.parent is None or node.readers:
             return
-        if len(node.children) == 1 and not node.chosen:
+        if len(node.children) == 1 and not node.restore_point:
             self._join(node)
         elif not node.children and node.state is None and self._store.stateful:
             self.drop(node)  # nothing can be restored from here
 
     def drop(self, leaf: Node[E, S]) -> None:
-        """Takes a leaf out, and what then has no reason to be there."""
+        """Drops a leaf, and its parent when that is no longer needed."""
         parent = leaf.parent
         assert parent is not None and not leaf.children, "only leaves are dropped"
         del parent.children[leaf.tokens[0]]
@@ -142,12 +144,12 @@ class Tree(Generic[E, S]):
             self._store.free(piece.held)
         self._free_state(leaf)
         leaf.pieces = []
-        self.settle(parent)
+        self.merge_or_drop(parent)
 
-    def victim(self) -> Node[E, S] | None:
-        """What goes first when memory is short: the leaf that was not used for the longest time.
+    def eviction_candidate(self) -> Node[E, S] | None:
+        """Returns the least recently used leaf without readers (LRU); None when there is none.
 
-        Where a whole state can be freed alone, its place counts as a leaf.
+        A node with a snapshot and one child counts as a leaf: its snapshot can be freed alone.
         """
         candidates = (
             node
@@ -155,10 +157,10 @@ class Tree(Generic[E, S]):
             if not node.readers
             and (not node.children or (len(node.children) == 1 and node.state is not None))
         )
-        return min(candidates, key=lambda node: (node.used, -node.end), default=None)
+        return min(candidates, key=lambda node: (node.last_used, -node.end), default=None)
 
     def evict(self, node: Node[E, S]) -> None:
-        """Frees the least that is worth it of a victim: its last piece, its state, or all of it."""
+        """Frees the last piece of a candidate, or its snapshot, or all of it."""
         if node.children:
             self._join(node)
         elif len(node.pieces) > 1 and not self._store.stateful:
@@ -169,7 +171,7 @@ class Tree(Generic[E, S]):
             self.drop(node)
 
     def clear(self) -> None:
-        """Gives everything up, whoever reads it."""
+        """Frees all nodes, those with readers included."""
         for node in list(self.walk()):
             for piece in node.pieces:
                 self._store.free(piece.held)
@@ -179,13 +181,13 @@ class Tree(Generic[E, S]):
         self.root.children.clear()
 
     def _join(self, node: Node[E, S]) -> None:
-        """The only child takes over the edge of `node`."""
+        """Merges the edge of `node` into its only child."""
         (child,) = node.children.values()
         assert node.parent is not None and not node.readers
         self._free_state(node)
         child.pieces = self._join_pieces(node.pieces, child.pieces, node.end)
         child.start, child.tokens = node.start, node.tokens + child.tokens
-        child.parent, child.used = node.parent, max(child.used, node.used)
+        child.parent, child.last_used = node.parent, max(child.last_used, node.last_used)
         node.parent.children[child.tokens[0]] = child
         node.parent, node.pieces = None, []
         node.children.clear()
@@ -212,23 +214,23 @@ class Tree(Generic[E, S]):
     def _join_pieces(self, above: list[Piece[E]], below: list[Piece[E]], at: int) -> list[Piece[E]]:
         left, right = above[-1], below[0]
         together = left.tokens + right.tokens
-        if at % PIECE == 0 or (self._store.joins_copy and together > JOIN):
+        if at % MAX_PIECE == 0 or (self._store.join_copies and together > MAX_COPIED_JOIN):
             return above + below
         joined = Piece(together, self._store.join(left.held, right.held))
         return [*above[:-1], joined, *below[1:]]
 
 
-def bounds(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Tokens [start, end) as pieces."""
+def piece_bounds(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yields the bounds of the pieces of tokens [start, end)."""
     at = start
     while at < end:
-        to = min(at - at % PIECE + PIECE, end)
+        to = min(at - at % MAX_PIECE + MAX_PIECE, end)
         yield at, to
         at = to
 
 
-def common(left: Sequence[int], right: Sequence[int]) -> int:
-    """The length of the longest common prefix, in a few comparisons of slices."""
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Returns the length of the longest common prefix, by bisection."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""From logits to tokens: options of many rows as arrays, penalties, truncation, the draw.
+"""Samples tokens from logits: penalties, top-k, top-p, min-p and the random choice of many rows.
 
-A draw depends on the seed and the position alone.
+A random choice depends only on seed and position, so a resumed sequence gets the same tokens.
 """

@@ -1,9 +1,9 @@
-"""Logits in, tokens out: one vectorised call for any mixture of rows and options.
+"""Samples tokens from logits, in one vectorised call for rows with any options.
 
-Order: logit_bias, penalties, top-k, temperature, softmax, top-p, min-p, draw. Filters are value
-thresholds, so that ties at a threshold stay and no vocabulary is sorted. The draw is Gumbel-max
-with noise that depends on (seed, position, token) alone: a row draws the same token in any
-company, and again after a resume. Whoever changes a result raises `rules.RULES`.
+Order: logit_bias, penalties, top-k, temperature, softmax, top-p, min-p, random choice. Filters are
+value thresholds, so ties at a threshold stay and no vocabulary is sorted. The choice is Gumbel-max
+with noise that depends only on (seed, position, token): a row gets the same token in any batch, and
+again after a resume. A change of any result must raise `versions.RULES`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import mlx.core as mx
 
 from mlxpool.common.options import Options
 from mlxpool.worker.kernels import sampling as kernel
-from mlxpool.worker.sampling.batch import Company, has_penalties
+from mlxpool.worker.sampling.batch import SamplingBatch, has_penalties
 
-NOT_A_TOKEN = -1  # drawn from logits that are no numbers
+NO_TOKEN = -1  # sampled from logits that are not numbers
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _NEG_INF = float("-inf")
-_FLOAT_BITS = 31  # of a float32 that is not negative; such floats are ordered as their bits are
+_FLOAT_BITS = 31  # of a float32 that is not negative; such floats are ordered like their bits
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """How one row is drawn.
+class SampleRequest:
+    """The sampler input of one row.
 
-    `position` counts the tokens of the completion before this one. `history` is prompt and
-    completion so far, or at least what the penalties look back on; unused without penalties.
+    `position` counts the completion tokens before this one. `history` is prompt and completion so
+    far, or at least the tokens that penalties count; unused without penalties.
     """
 
     options: Options
@@ -40,22 +40,22 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """R tokens, not yet evaluated; log-probabilities where some row asked for them."""
+class SamplerOutput:
+    """R tokens, not evaluated yet, and log-probabilities when some row requests them."""
 
-    tokens: mx.array  # [R] int32, NOT_A_TOKEN where the logits were no numbers
+    tokens: mx.array  # [R] int32, NO_TOKEN where logits were not numbers
     logprobs: mx.array | None = None  # [R] float32
     top_ids: mx.array | None = None  # [R, k], most likely first
     top_logprobs: mx.array | None = None  # [R, k] float32
 
     def arrays(self) -> list[mx.array]:
-        """Everything there is to evaluate."""
+        """Returns all arrays, to evaluate them together."""
         every = (self.tokens, self.logprobs, self.top_ids, self.top_logprobs)
         return [array for array in every if array is not None]
 
 
 def noise_key(seed: int, position: int) -> tuple[int, int]:
-    """SplitMix64 of the draw's number in the stream of `seed`, as the two words of an MLX key."""
+    """Returns SplitMix64 of a position in the stream of `seed`, as the two words of an MLX key."""
     z = (seed + _GOLDEN * (position + 1)) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -63,95 +63,100 @@ def noise_key(seed: int, position: int) -> tuple[int, int]:
     return z >> 32, z & 0xFFFFFFFF
 
 
-def sample(logits: mx.array, rows: Sequence[Draw], pending: mx.array | None = None) -> Sampled:
-    """One token for each row of logits [R, V].
+def sample(
+    logits: mx.array, rows: Sequence[SampleRequest], pending: mx.array | None = None
+) -> SamplerOutput:
+    """Samples one token for each row of logits [R, V].
 
-    `pending` [R] is each row's newest token where the host has not read it yet; it follows
-    `history`.
+    `pending` [R] has the newest token of each row, which follows `history`, when the host has not
+    read it yet.
     """
     options, seeds = [row.options for row in rows], [row.seed for row in rows]
-    company = Company(options, seeds, logits.shape[-1])
+    batch = SamplingBatch(options, seeds, logits.shape[-1])
     positions, histories = [row.position for row in rows], [row.history for row in rows]
-    return draw(logits, company, positions, histories, pending)
+    return sample_batch(logits, batch, positions, histories, pending)
 
 
-def draw(
+def sample_batch(
     logits: mx.array,
-    company: Company,
+    batch: SamplingBatch,
     positions: Sequence[int],
     histories: Sequence[Sequence[int]],
     pending: mx.array | None = None,
-) -> Sampled:
-    """As `sample`, of a company; `positions` and `histories` are those of Draw.
+) -> SamplerOutput:
+    """As `sample`, with the options of a batch; for positions and histories see SampleRequest.
 
-    Positions are read only where the company draws, histories where it is penalised.
+    Positions are used only with random choices, histories only with penalties.
     """
-    if kernel.serves(logits.shape[-1], logits.dtype):
-        return _by_kernel(logits, company, positions, histories, pending)
+    if kernel.supports(logits.shape[-1], logits.dtype):
+        return _by_kernel(logits, batch, positions, histories, pending)
     raw = logits.astype(mx.float32)
-    adjusted = _adjusted(raw, company, histories, pending)
+    adjusted = _processed_logits(raw, batch, histories, pending)
     tokens = mx.argmax(adjusted, axis=-1).astype(mx.int32)
-    if company.draws:
-        tokens = mx.where(company.greedy, tokens, _drawn(adjusted, company, positions))
-    tokens = mx.where(mx.isfinite(mx.max(adjusted, axis=-1)), tokens, NOT_A_TOKEN)
-    return _with_logprobs(raw, tokens.astype(mx.int32), company)
+    if batch.any_random:
+        tokens = mx.where(batch.greedy, tokens, _random_tokens(adjusted, batch, positions))
+    tokens = mx.where(mx.isfinite(mx.max(adjusted, axis=-1)), tokens, NO_TOKEN)
+    return _with_logprobs(raw, tokens.astype(mx.int32), batch)
 
 
 def _by_kernel(
     logits: mx.array,
-    company: Company,
+    batch: SamplingBatch,
     positions: Sequence[int],
     histories: Sequence[Sequence[int]],
     pending: mx.array | None,
-) -> Sampled:
-    """`draw` in a kernel of ours: the same, but for the last digits of a sum or an exponential."""
-    adjusted = _adjusted(logits, company, histories, pending)
-    places = mx.array(list(positions), dtype=mx.int32) if company.draws else company.no_positions
-    tokens = kernel.draw(adjusted, *company.for_kernel, places)
-    return _with_logprobs(logits.astype(mx.float32), tokens, company)
+) -> SamplerOutput:
+    """As `sample_batch`, by our kernel: equal but for the last digits of sums and exponentials."""
+    adjusted = _processed_logits(logits, batch, histories, pending)
+    places = mx.array(list(positions), dtype=mx.int32) if batch.any_random else batch.zero_positions
+    tokens = kernel.sample_tokens(adjusted, *batch.kernel_inputs, places)
+    return _with_logprobs(logits.astype(mx.float32), tokens, batch)
 
 
-def _adjusted(
+def _processed_logits(
     logits: mx.array,
-    company: Company,
+    batch: SamplingBatch,
     histories: Sequence[Sequence[int]],
     pending: mx.array | None,
 ) -> mx.array:
-    """The logits with biases and penalties; as they are, where there are none."""
+    """Returns the logits with biases and penalties applied."""
     adjusted = logits
-    if company.biases or company.penalised:
+    if batch.biases or batch.any_penalties:
         adjusted = logits.astype(mx.float32)
-    if company.biases:
-        lines, ids, biases = company.bias_arrays
+    if batch.biases:
+        lines, ids, biases = batch.bias_arrays
         adjusted = adjusted.at[lines, ids].add(biases)
-    if company.penalised:
-        adjusted = _penalised(adjusted, company, histories, pending)
+    if batch.any_penalties:
+        adjusted = _penalised(adjusted, batch, histories, pending)
     return adjusted
 
 
 def _penalised(
     logits: mx.array,
-    company: Company,
+    batch: SamplingBatch,
     histories: Sequence[Sequence[int]],
     pending: mx.array | None,
 ) -> mx.array:
-    counts = _counts(company, histories, pending, logits.shape[-1])
-    repeated = mx.where(logits < 0, logits * company.repeat, logits / company.repeat)
+    counts = _counts(batch, histories, pending, logits.shape[-1])
+    repeated = mx.where(logits < 0, logits * batch.repeat, logits / batch.repeat)
     seen = counts > 0
-    return mx.where(seen, repeated - company.presence, logits) - company.frequency * counts
+    return mx.where(seen, repeated - batch.presence, logits) - batch.frequency * counts
 
 
 def _counts(
-    company: Company, histories: Sequence[Sequence[int]], pending: mx.array | None, size: int
+    batch: SamplingBatch, histories: Sequence[Sequence[int]], pending: mx.array | None, size: int
 ) -> mx.array:
-    """[R, V] how often each token is in each row's window; column V catches what does not count."""
-    rows = zip(company.options, histories, strict=True)
+    """Returns [R, V] how often each token is in the penalty window of each row.
+
+    Column V, which is dropped, counts padding.
+    """
+    rows = zip(batch.options, histories, strict=True)
     windows = [_window(options, history, pending is not None) for options, history in rows]
     width = max(map(len, windows))
     padded = [window + [size] * (width - len(window)) for window in windows]
     tokens = mx.array(padded, dtype=mx.int32).reshape(len(windows), width)
     if pending is not None:
-        newest = mx.where(company.counted & (pending >= 0), pending, size)
+        newest = mx.where(batch.penalised_rows & (pending >= 0), pending, size)
         tokens = mx.concatenate([tokens, newest[:, None]], axis=1)
     lines = mx.arange(len(windows))[:, None]
     counts = mx.zeros((len(windows), size + 1), dtype=mx.float32)
@@ -167,62 +172,64 @@ def _window(options: Options, history: Sequence[int], pending: bool) -> list[int
     return list(history[len(history) - known :])
 
 
-def _drawn(logits: mx.array, company: Company, positions: Sequence[int]) -> mx.array:
-    """[R] the draws of the rows that are not greedy; for the others, something."""
-    best = _best(logits, company.most)
+def _random_tokens(logits: mx.array, batch: SamplingBatch, positions: Sequence[int]) -> mx.array:
+    """Returns [R] random tokens; those of greedy rows are meaningless."""
+    best = _top_logits(logits, batch.max_top_k)
     top = mx.max(logits, axis=-1, keepdims=True)
     scaled = mx.where(
-        logits >= _last_of_top_k(best, company), (logits - top) / company.heat, _NEG_INF
+        logits >= _top_k_threshold(best, batch),
+        (logits - top) / batch.temperature,
+        _NEG_INF,
     )
     probs = mx.softmax(scaled, axis=-1, precise=True)
     peak = mx.max(probs, axis=-1, keepdims=True)
-    keep = probs >= company.min_p * peak
-    if company.top_p_of_best:
-        mass = mx.exp((best - top) / company.heat) * peak
-        keep &= logits >= _least_of_best(best, mass, company)
-    if company.top_p_of_all:
-        keep &= (company.top_k > 0) | (probs >= _least_of_all(probs, company.top_p))
-    scores = mx.where(keep, scaled + _noise(company, positions, logits.shape[-1]), _NEG_INF)
+    keep = probs >= batch.min_p * peak
+    if batch.top_p_of_best:
+        mass = mx.exp((best - top) / batch.temperature) * peak
+        keep &= logits >= _top_p_threshold_of_top_k(best, mass, batch)
+    if batch.top_p_of_all:
+        keep &= (batch.top_k > 0) | (probs >= _top_p_threshold(probs, batch.top_p))
+    scores = mx.where(keep, scaled + _noise(batch, positions, logits.shape[-1]), _NEG_INF)
     return mx.argmax(scores, axis=-1).astype(mx.int32)
 
 
-def _noise(company: Company, positions: Sequence[int], size: int) -> mx.array:
-    keys = mx.array(list(map(noise_key, company.seeds, positions)), dtype=mx.uint32)
+def _noise(batch: SamplingBatch, positions: Sequence[int], size: int) -> mx.array:
+    keys = mx.array(list(map(noise_key, batch.seeds, positions)), dtype=mx.uint32)
     return mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys)
 
 
-def _best(logits: mx.array, k: int) -> mx.array:
-    """[R, k] the greatest logits of each row, descending."""
+def _top_logits(logits: mx.array, k: int) -> mx.array:
+    """Returns [R, k] the greatest logits of each row, descending."""
     if k == 0:
         return logits[:, :0]
     return -mx.sort(-mx.topk(logits, k, axis=-1), axis=-1)
 
 
-def _last_of_top_k(best: mx.array, company: Company) -> mx.array:
-    """[R, 1] the least logit that top-k keeps, -inf where it is off."""
+def _top_k_threshold(best: mx.array, batch: SamplingBatch) -> mx.array:
+    """Returns [R, 1] the least logit that top-k keeps; -inf where it is off."""
     if best.shape[-1] == 0:
         return mx.full((best.shape[0], 1), _NEG_INF)
-    last = mx.maximum(company.top_k - 1, 0)
-    return mx.where(company.top_k > 0, mx.take_along_axis(best, last, axis=-1), _NEG_INF)
+    last = mx.maximum(batch.top_k - 1, 0)
+    return mx.where(batch.top_k > 0, mx.take_along_axis(best, last, axis=-1), _NEG_INF)
 
 
-def _least_of_best(best: mx.array, mass: mx.array, company: Company) -> mx.array:
-    """[R, 1] the least logit with less than p of the mass above it; -inf in rows without top-k.
+def _top_p_threshold_of_top_k(best: mx.array, mass: mx.array, batch: SamplingBatch) -> mx.array:
+    """Returns [R, 1] the least logit with less than top-p mass above it; -inf without top-k.
 
-    `mass` [R, k] are the probabilities of `best`. Ties lie side by side there, so that what is
-    above the first of them decides about all.
+    `mass` [R, k] are the probabilities of `best`. Ties are neighbours there, so the mass above the
+    first of them decides about all.
     """
     above = mx.cumsum(mass, axis=-1, inclusive=False)
-    kept = (above < company.top_p) & (mx.arange(best.shape[-1])[None] < company.top_k)
+    kept = (above < batch.top_p) & (mx.arange(best.shape[-1])[None] < batch.top_k)
     least = mx.min(mx.where(kept, best, -_NEG_INF), axis=-1, keepdims=True)
-    return mx.where(company.top_k > 0, least, _NEG_INF)
+    return mx.where(batch.top_k > 0, least, _NEG_INF)
 
 
-def _least_of_all(probs: mx.array, top_p: mx.array) -> mx.array:
-    """[R, 1] the least probability with less than p of the mass strictly above it.
+def _top_p_threshold(probs: mx.array, top_p: mx.array) -> mx.array:
+    """Returns [R, 1] the least probability with less than top-p mass strictly above it.
 
-    Found by bisection over the bits of float32. Invariant: with `high` little enough mass lies
-    above, with `low` too much.
+    Bisects the bits of float32. Invariant: the mass above `high` is less than top-p, the mass above
+    `low` is not.
     """
     bits = probs.view(mx.int32)
     high = mx.max(bits, axis=-1, keepdims=True)
@@ -235,18 +242,18 @@ def _least_of_all(probs: mx.array, top_p: mx.array) -> mx.array:
     return mx.maximum(high, 0).view(mx.float32)
 
 
-def _with_logprobs(raw: mx.array, tokens: mx.array, company: Company) -> Sampled:
-    """Log-softmax of the raw logits, for all rows as soon as one asks."""
-    if not company.logprobs:
-        return Sampled(tokens)
-    near = raw - mx.max(raw, axis=-1, keepdims=True)  # large logits have few digits left
+def _with_logprobs(raw: mx.array, tokens: mx.array, batch: SamplingBatch) -> SamplerOutput:
+    """Adds the log-softmax of the raw logits, for all rows when one requests it."""
+    if not batch.logprobs:
+        return SamplerOutput(tokens)
+    near = raw - mx.max(raw, axis=-1, keepdims=True)  # keeps digits of large logits
     logprobs = near - mx.logsumexp(near, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logprobs, mx.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
-    k = company.top_logprobs
+    k = batch.top_logprobs
     if k == 0:
-        return Sampled(tokens, chosen)
+        return SamplerOutput(tokens, chosen)
     ids = mx.argpartition(-logprobs, k - 1, axis=-1)[:, :k]
     values = mx.take_along_axis(logprobs, ids, axis=-1)
     order = mx.argsort(-values, axis=-1)
     top_ids, top = (mx.take_along_axis(array, order, axis=-1) for array in (ids, values))
-    return Sampled(tokens, chosen, top_ids, top)
+    return SamplerOutput(tokens, chosen, top_ids, top)

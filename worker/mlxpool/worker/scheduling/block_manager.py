@@ -1,66 +1,68 @@
-"""How much memory a sequence's keys and values take, in blocks of tokens. Pure.
+"""How many KV-cache blocks a sequence needs. Pure.
 
-A sequence begins with its prompt and one block and grows block by block. One that had to give its
-blocks back returns only when all it may still need is free, so that it is not sent away again.
+A sequence starts with the blocks of its prompt and one more and grows block by block. A preempted
+one is admitted again only when all blocks that it may still need are free, so that it is not
+preempted a second time.
 
-The capacity is measured and may shrink while sequences run: the process takes more beside MLX. What
-it was when a sequence first got a row stays promised to this one. So nobody ends for a figure that
-moved: the prefix cache gives way, then newer rows, and who is alone has what was promised, from the
-room that is kept for a prefill chunk. Only an allocation that really fails, or the limit of the
-whole process, is in its way then.
+The capacity is measured and may shrink while sequences run, because the process uses memory outside
+MLX. The capacity at the time of a sequence's first admission stays promised to it, so no sequence
+fails because the measurement changed: prefix-cache entries are evicted, then newer sequences are
+preempted, and a sequence that runs alone grows to its promise into the memory that is reserved for
+a prefill chunk. Only a failed allocation or the memory limit of the process can stop it then.
 """
 
 from __future__ import annotations
 
 from mlxpool.worker.scheduling.sequence import Sequence
 
-BLOCK = 256  # tokens; rows grow by as many
-AHEAD = 2  # tokens a step may write beyond what a sequence has: the next one, and one in flight
+BLOCK_SIZE = 256  # tokens of a block
+LOOKAHEAD = 2  # tokens that a step may write after a sequence: the next one and one in flight
 
 
-def blocks_of(tokens: int) -> int:
-    """Blocks that hold so many tokens."""
-    return -(-tokens // BLOCK)
+def blocks_for(tokens: int) -> int:
+    """Returns the blocks that hold `tokens` tokens."""
+    return -(-tokens // BLOCK_SIZE)
 
 
-def promise(seq: Sequence, capacity: int) -> None:
-    """It gets a row at this capacity."""
+def promise_blocks(seq: Sequence, capacity: int) -> None:
+    """Promises the capacity to a sequence that is admitted."""
     seq.promised = max(seq.promised, capacity)
 
 
-def whole_need(seq: Sequence) -> int:
-    """Blocks with which a sequence reaches its end, however long it gets."""
-    return blocks_of(len(seq.prompt) + seq.max_tokens)
+def blocks_to_finish(seq: Sequence) -> int:
+    """Returns the blocks of a sequence at its greatest length."""
+    return blocks_for(len(seq.prompt) + seq.max_tokens)
 
 
-def first_need(seq: Sequence, capacity: int) -> int:
-    """Blocks that have to be free before a waiting sequence is admitted."""
-    whole = whole_need(seq)
+def blocks_to_admit(seq: Sequence, capacity: int) -> int:
+    """Returns the blocks that must be free before a waiting sequence is admitted."""
+    whole = blocks_to_finish(seq)
     if seq.preempted:
-        return min(whole, max(capacity, _least(seq)))
-    return min(whole, _least(seq))
+        return min(whole, max(capacity, _min_blocks(seq)))
+    return min(whole, _min_blocks(seq))
 
 
-def _least(seq: Sequence) -> int:
-    return blocks_of(seq.length) + 1
+def _min_blocks(seq: Sequence) -> int:
+    return blocks_for(seq.length) + 1
 
 
-def next_need(seq: Sequence) -> int:
-    """Blocks that the next step of a running sequence needs it to have."""
-    return min(blocks_of(seq.length + AHEAD), whole_need(seq))
+def blocks_for_step(seq: Sequence) -> int:
+    """Returns the blocks that a running sequence must have for its next step."""
+    return min(blocks_for(seq.length + LOOKAHEAD), blocks_to_finish(seq))
 
 
-def capacity(free: int, block_bytes: int) -> int:
-    """Blocks that fit into `free` bytes, which may be negative."""
+def block_capacity(free: int, block_bytes: int) -> int:
+    """Returns the blocks that fit into `free` bytes, which may be negative."""
     return max(0, free) // block_bytes
 
 
-def transient(small: tuple[int, int], large: tuple[int, int], chunk: int, area: int) -> int:
-    """Bytes a step needs for a while, from two measured chunks (tokens, bytes) at position 0.
+def activation_bytes(small: tuple[int, int], large: tuple[int, int], chunk: int, pairs: int) -> int:
+    """Returns the peak activation memory of a step in bytes, extrapolated from two measured chunks.
 
-    One part grows with the tokens of a chunk, one with tokens times the tokens they look back on;
-    `chunk` and `area` are the largest of each that are there at once. Where a token of the larger
-    chunk needs less, one part does not grow: weights that are opened for a product.
+    `small` and `large` are (tokens, bytes) of chunks at position 0. One part of the memory grows
+    with the tokens of a chunk, another with its query-key pairs; `chunk` and `pairs` are the most
+    of each at a time. Where a token of the larger chunk needs less, a part is constant: weights
+    that are dequantised for a product.
     """
     (n, one), (m, other) = small, large
     if n >= m:
@@ -69,4 +71,4 @@ def transient(small: tuple[int, int], large: tuple[int, int], chunk: int, area: 
         return max(other, int(one + max(0.0, (other - one) / (m - n)) * (chunk - n)))
     square = max(0.0, (other / m - one / n) / (m - n))
     linear = max(0.0, one / n - square * n)
-    return max(other, int(linear * chunk + square * area))
+    return max(other, int(linear * chunk + square * pairs))

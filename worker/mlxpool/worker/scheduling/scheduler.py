@@ -1,6 +1,6 @@
-"""Who is admitted, who prefills, who decodes in the next step, and who gives way. Pure.
+"""Chooses the sequences of the next step: admissions, chunks, decode rows, preemptions. Pure.
 
-Sequences are always given in the order of their arrival.
+Every function takes the sequences in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -9,90 +9,94 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import isqrt
 
-from mlxpool.worker.scheduling.block_manager import next_need
+from mlxpool.worker.scheduling.block_manager import blocks_for_step
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
-LOOK = 2048  # tokens that a step's whole budget may look back on; later ones get less of it
-PAUSE = 0.2  # seconds a chunk may hold up running streams
-LEAST_CHUNK = 64  # tokens; smaller ones cost more than they save
-_WITH_ROW = (Phase.PREFILL, Phase.DECODE)
+FULL_CHUNK_CONTEXT = 2048  # tokens of context up to which a chunk has its full length
+MAX_STREAM_PAUSE = 0.2  # seconds that a chunk may delay the streams that run
+MIN_CHUNK = 64  # tokens; a smaller chunk costs more than it saves
+_RUNNING = (Phase.PREFILL, Phase.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """One step: prefill chunks first, then one token for every decoding row."""
+class StepPlan:
+    """One step: prefill chunks first, then one token for each decoding sequence."""
 
-    prefill: tuple[tuple[Sequence, int], ...]  # with its share of the budget, 0: it needs none
+    prefill: tuple[tuple[Sequence, int], ...]  # with the tokens of its chunk; 0: it is prefilled
     decode: tuple[Sequence, ...]
 
 
-def plan(live: Seq[Sequence], budget: int, area: int) -> Plan:
-    """The next step. `budget` are the prompt tokens it may take, shared by all: the oldest prompt
-    gets what it can use, the next what is left. `area` bounds these tokens times the tokens they
-    look back on, so that chunks get shorter as contexts get longer, see `reach`.
+def plan_step(live: Seq[Sequence], budget: int, pairs: int) -> StepPlan:
+    """Returns the next step.
+
+    `budget` prompt tokens are shared by all sequences: the oldest takes what it can use, the next
+    what is left. `pairs` bounds the query-key pairs of the chunks, so that chunks get shorter as
+    contexts get longer, see `longest_chunk`.
     """
     prefill = []
     for sequence in live:
         if sequence.phase is Phase.PREFILL and budget > 0:
-            # Its last token does not count, so a prompt that is all cached needs none.
+            # Decode computes the last token, so a prompt that is fully cached needs no chunk.
             left = max(0, sequence.length - 1 - sequence.prefilled)
-            share = min(left, budget, reach(sequence.prefilled, area))
+            share = min(left, budget, longest_chunk(sequence.prefilled, pairs))
             if left and not share:
                 break
             prefill.append((sequence, share))
             budget -= share
-            area -= share * (sequence.prefilled + share)
+            pairs -= share * (sequence.prefilled + share)
             if share < left:
                 break
     decode = tuple(s for s in live if s.phase is Phase.DECODE)
-    return Plan(tuple(prefill), decode)
+    return StepPlan(tuple(prefill), decode)
 
 
-def area_of(chunk: int) -> int:
-    """The area of one step of an engine with these chunks."""
-    return chunk * LOOK
+def pair_budget(chunk: int) -> int:
+    """Returns the query-key pairs that a step may have; `chunk`: the engine's chunk size."""
+    return chunk * FULL_CHUNK_CONTEXT
 
 
-def reach(at: int, area: int) -> int:
-    """The longest chunk, in tokens, from position `at` on that looks back on `area` pairs at most;
-    at least LEAST_CHUNK while there is any area, so that every context gets on.
+def longest_chunk(start: int, pairs: int) -> int:
+    """Returns the tokens of the longest chunk at `start` that has at most `pairs` query-key pairs.
+
+    While `pairs` is positive it is at least MIN_CHUNK, so that every context progresses.
     """
-    if area <= 0:
+    if pairs <= 0:
         return 0
-    return max(LEAST_CHUNK, (isqrt(at * at + 4 * area) - at) // 2)
+    return max(MIN_CHUNK, (isqrt(start * start + 4 * pairs) - start) // 2)
 
 
-def budget_of(chunk: int, streams: bool, token_seconds: float) -> int:
-    """Prompt tokens for one step: `chunk`, or what PAUSE has time for while streams run.
+def prefill_budget(chunk: int, streams: bool, token_seconds: float) -> int:
+    """Returns the prompt tokens of one step: `chunk`, or fewer while `streams` run.
 
-    `token_seconds` is what a prompt token usually takes; 0: not known.
+    While streams run a chunk takes MAX_STREAM_PAUSE at most. `token_seconds` is the usual time of
+    a prompt token; 0: unknown.
     """
     if not streams or token_seconds <= 0:
         return chunk
-    return min(chunk, max(LEAST_CHUNK, int(PAUSE / token_seconds)))
+    return min(chunk, max(MIN_CHUNK, int(MAX_STREAM_PAUSE / token_seconds)))
 
 
-def waiting(live: Seq[Sequence], places: int) -> list[Sequence]:
-    """Who is admitted next as far as memory goes: at most as many as there are free places.
+def next_admissions(live: Seq[Sequence], slots: int) -> list[Sequence]:
+    """Returns the waiting sequences to admit next, at most one for each free slot.
 
-    Those who were sent away come first.
+    Preempted sequences come first.
     """
-    free = max(0, places - len(with_row(live)))
+    free = max(0, slots - len(running(live)))
     order = [s for s in live if s.phase is Phase.WAITING]
     return sorted(order, key=lambda s: not s.preempted)[:free]
 
 
-def with_row(live: Seq[Sequence]) -> list[Sequence]:
-    """The sequences that have a row."""
-    return [s for s in live if s.phase in _WITH_ROW]
+def running(live: Seq[Sequence]) -> list[Sequence]:
+    """Returns the sequences that have a row."""
+    return [s for s in live if s.phase in _RUNNING]
 
 
-def growing(live: Seq[Sequence]) -> list[Sequence]:
-    """The rows whose next step needs more blocks than they have."""
-    return [s for s in live if s.phase is Phase.DECODE and next_need(s) > s.blocks]
+def needing_blocks(live: Seq[Sequence]) -> list[Sequence]:
+    """Returns the decoding sequences whose next step needs more blocks than they have."""
+    return [s for s in live if s.phase is Phase.DECODE and blocks_for_step(s) > s.blocks]
 
 
-def newest(live: Seq[Sequence]) -> Sequence | None:
-    """Who gives way: the newest row, but never the only one."""
-    rows = with_row(live)
+def preemption_victim(live: Seq[Sequence]) -> Sequence | None:
+    """Returns the newest running sequence; None when there is only one."""
+    rows = running(live)
     return rows[-1] if len(rows) > 1 else None

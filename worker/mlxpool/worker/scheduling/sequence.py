@@ -1,4 +1,4 @@
-"""One sequence: what a request is inside a worker. No I/O, no MLX, no clock."""
+"""One sequence: a request inside a worker. No I/O, no MLX, no clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxpool.common.options import Options
 
 
 class Phase(Enum):
-    """Where a sequence stands; it moves forward, or back to WAITING when it is preempted."""
+    """The state of a sequence; it moves forward, or back to WAITING at a preemption."""
 
     WAITING = auto()
     PREFILL = auto()
@@ -19,10 +19,10 @@ class Phase(Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Compared by identity: the same request may come twice, in two attempts.
+    """Compared by identity: one request may be here twice, in two attempts.
 
-    `prompt` is never empty. `ids` is the completion so far, beginning with the ids of earlier
-    attempts when the sequence is a resume. `max_tokens` counts over all attempts.
+    `prompt` is never empty. `ids` is the completion so far; of a resumed request it begins with the
+    ids of earlier attempts. `max_tokens` counts the ids of all attempts.
     """
 
     id: bytes
@@ -33,58 +33,58 @@ class Sequence:
     max_tokens: int
     ids: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
-    prefilled: int = 0  # leading tokens of `tokens` whose keys and values are in the cache
-    cached: int = 0  # of these, found in the prefix cache at admission
-    blocks: int = 0  # of memory that it may use, see blocks.py; 0 without a row
-    promised: int = 0  # blocks it may grow to once it is alone, see blocks.py
-    preempted: bool = False  # it had a row and gave it back
-    suspect: bool = False  # a pass that it was in failed, or a worker: its prompt is read alone
-    restore_at: int = 0  # tokens before the generation prompt, where a later one may go on
+    prefilled: int = 0  # leading tokens of `tokens` whose keys and values are in its row
+    cached: int = 0  # of `prefilled`, those that the prefix cache had at admission
+    blocks: int = 0  # KV-cache blocks that it may use, see block_manager.py; 0 without a row
+    promised: int = 0  # blocks to which it may grow when it runs alone, see block_manager.py
+    preempted: bool = False  # it had a row and lost it
+    suspect: bool = False  # a forward pass or a worker failed with it: it is prefilled alone
+    restore_at: int = 0  # tokens before the generation prompt, where a later prompt may branch off
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and completion so far; a new list each time."""
+        """Returns prompt and completion so far, as a new list."""
         return [*self.prompt, *self.ids]
 
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.ids)
 
-    def between(self, start: int, end: int) -> list[int]:
-        """`tokens[start:end]`, at the cost of what is asked for; `end` not above `length`."""
+    def token_range(self, start: int, end: int) -> list[int]:
+        """Returns `tokens[start:end]` without building `tokens`; `end` is at most `length`."""
         size = len(self.prompt)
         return [*self.prompt[start:end], *self.ids[max(start - size, 0) : max(end - size, 0)]]
 
-    def send_back(self) -> None:
-        """It has no row any more and waits for another."""
+    def return_to_waiting(self) -> None:
+        """The sequence has lost its row and waits for another."""
         self.phase = Phase.WAITING
         self.prefilled = self.blocks = 0
 
     def preempt(self) -> None:
-        """The same, because others need the memory."""
-        self.send_back()
+        """As `return_to_waiting`, because other sequences need the memory."""
+        self.return_to_waiting()
         self.preempted = True
 
 
 @dataclass(frozen=True, slots=True)
-class Logprob:
-    """The log-probability of one drawn token (float32, from raw logits) and its rivals."""
+class TokenLogprob:
+    """The log-probability of one sampled token (float32, from raw logits) and of the likeliest."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob), most likely first
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """One token drawn for one sequence by a decode step."""
+class SampledToken:
+    """One token that a decode step sampled for one sequence."""
 
     sequence: Sequence
     token: int
-    logprob: Logprob | None = None
+    logprob: TokenLogprob | None = None
 
 
-class RowFailed(Exception):
-    """A step failed for one sequence alone; the others of that step lost nothing."""
+class SequenceFailed(Exception):
+    """A step failed for one sequence; the other sequences of the step lost nothing."""
 
     def __init__(self, sequence: Sequence, message: str) -> None:
         super().__init__(message)

@@ -13,9 +13,9 @@ from mlxpool.worker.compute.loop import BeginGeneration
 from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.engine import factory
 from mlxpool.worker.engine.counting_engine import LOAD_STEPS, CountingEngine
-from mlxpool.worker.engine.factory import OnProgress, Source
-from mlxpool.worker.engine.interface import Share
-from mlxpool.worker.scheduling.sequence import Drawn, RowFailed, Sequence
+from mlxpool.worker.engine.factory import ModelSource, OnProgress
+from mlxpool.worker.engine.interface import PrefillShare
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.testing.faults import NO_FAULTS, Faults, Struck
 
 
@@ -48,20 +48,20 @@ class FaultyEngine:
         self.faults.require_device()
         self._engine.admit(seq)
 
-    def prefill_all(self, shares: Many[Share]) -> list[int]:
+    def prefill_batch(self, shares: Many[PrefillShare]) -> list[int]:
         if self.faults.site == "prefill":
             self._strike([seq for seq, _ in shares], [self._chunk(*share) for share in shares])
         self.faults.require_device()
-        return self._engine.prefill_all(shares)
+        return self._engine.prefill_batch(shares)
 
-    def decode(self, rows: Many[Sequence]) -> list[Drawn]:
+    def decode(self, rows: Many[Sequence]) -> list[SampledToken]:
         if self.faults.site == "decode":
             self._strike(rows, [range(len(row.ids), len(row.ids) + 1) for row in rows])
         self.faults.require_device()
         return self._engine.decode(rows)
 
-    def sound(self) -> bool:
-        return not self.faults.device_lost and self._engine.sound()
+    def device_works(self) -> bool:
+        return not self.faults.device_lost and self._engine.device_works()
 
     def _chunk(self, seq: Sequence, budget: int) -> range:
         count = max(0, min(budget, self._engine.chunk, seq.length - 1 - seq.prefilled))
@@ -75,14 +75,14 @@ class FaultyEngine:
         try:
             self.faults.strike()
         except Struck as error:
-            raise RowFailed(rows[number], str(error)) from None
+            raise SequenceFailed(rows[number], str(error)) from None
 
 
 def open_source(
     config: ModelConfig,
     faults: Faults,
     counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
-) -> Source:
+) -> ModelSource:
     """`factory.open_source`; the counting engine is wrapped when a fault is armed."""
 
     def faulty(settings: Counting, context: int) -> CountingEngine:
@@ -96,7 +96,7 @@ class FaultyGeneration(Generation):
 
     faults = NO_FAULTS
 
-    def commit(self, drawn: Drawn, eos: frozenset[int], now: float) -> Delta:
+    def commit(self, drawn: SampledToken, eos: frozenset[int], now: float) -> Delta:
         delta = super().commit(drawn, eos, now)
         ends = delta.end is not None and self.faults.site == "end"
         if ends and self.faults.victim([self.sequence.prompt], [range(0)]) is not None:

@@ -1,4 +1,4 @@
-// Copies a block of the pool to another, sixteen bytes a thread.
+// Copies a block of the pool to another, 16 bytes a thread.
 long at = (long)blockIdx.x * blockDim.x + threadIdx.x;
 if (at < COUNT) {
   uint4* const all = (uint4*)pool;

@@ -1,4 +1,4 @@
-// Puts fresh lines at their slots of the pool.
+// Writes the fresh tokens into their slots of the pool.
 long at = (long)blockIdx.x * blockDim.x + threadIdx.x;
 if (at < (long)slots_shape[0] * HEADS * SIZE) {
   int d = at % SIZE, head = (at / SIZE) % HEADS;

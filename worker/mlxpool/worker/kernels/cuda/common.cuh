@@ -7,7 +7,7 @@ __device__ inline void down(float x, float* to) { *to = x; }
 __device__ inline void down(float x, __half* to) { *to = __float2half(x); }
 __device__ inline void down(float x, __nv_bfloat16* to) { *to = __float2bfloat16(x); }
 template <typename N, int COUNT> struct alignas(sizeof(N) * COUNT) Some { N n[COUNT]; };
-// silu(gate) * beside, rounded as the single steps round.
+// silu(gate) * beside, rounded like the separate operations.
 template <typename N> __device__ inline float gated(float gate, float beside, N rounded) {
   down(gate, &rounded);
   gate = up(rounded);

@@ -1,5 +1,5 @@
-// The numbers that an affine quantised weight stands for. A thread makes eight that lie side by side:
-// whatever their bits, they are as many bytes of the weight, and of one group.
+// Dequantises an affine weight. A thread makes eight neighbouring numbers at a time: they take BITS
+// bytes of the weight and belong to one group.
 const long count = (long)scales_shape[0] * scales_shape[1] * (GROUP / 8);
 const long first = (long)blockIdx.x * blockDim.x * TIMES + threadIdx.x;
 const unsigned char* const bytes = (const unsigned char*)weight;

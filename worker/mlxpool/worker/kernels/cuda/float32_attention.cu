@@ -1,7 +1,7 @@
-// Attention for one token of each row in float32, without tensor cores. One thread block for each row,
-// key head and part of the row. Each warp takes UNROLL tokens at a time, each lane E numbers of every
-// head; then the warps' results are weighed together. The part that has the row's last token writes
-// it first.
+// Attention of one token of each row in float32, without tensor cores. One thread block for each row,
+// key head and part of the row. A warp reads UNROLL tokens at a time, a lane E numbers of each head;
+// then the results of the warps are combined by their softmax weights. The part with the last token
+// of the row writes that token first.
 constexpr int E = SIZE / 32;
 const int row = blockIdx.x, head = blockIdx.y, part = blockIdx.z;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

@@ -1,14 +1,15 @@
-// One token for each row where all heads read the same line of a token, and its first RANK numbers are
-// the value (MLA): the token's line is written, and the row is read up to it. A thread block has one
-// row, EACH of its heads and one part of the row. Lines come through shared memory, TILE at a time and
-// STAGES - 1 times ahead. For scores a warp has eight heads or more and eight lines; then each warp
-// weighs its own numbers of all lines. Which token and which number stands where in the matrices is
-// free as long as both sides agree: a thread reads numbers that lie side by side, each in another bank.
+// Attention of one token of each row over latent vectors (MLA, here "lines"): all heads read the same
+// line of a token, and its first RANK numbers are the value. Writes the token's line and reads the row
+// up to it. A thread block has one row, EACH of its heads and one part of the row. Lines come through
+// shared memory, TILE at a time and STAGES - 1 tiles ahead. For scores a warp has eight heads or more
+// and eight lines; then each warp sums its own numbers of all lines. The order of tokens and numbers in
+// the matrices is free as long as both operands agree, so a thread reads neighbouring numbers, and the
+// threads of a warp read different banks.
 constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr int SETS = EACH <= 16 ? 1 : 2, ROWS = 16 * SETS, TILE = 64 / SETS, DEEP = TILE / 16;
-constexpr int STRIDE = LINE + 16, SCORES = TILE + 4;  // numbers of a line, and of scores, with a gap
-constexpr int OWN = RANK / WARPS, WIDE = OWN / 8;  // numbers that a warp weighs, and a thread reads
-constexpr float NEVER = -1e30f;
+constexpr int STRIDE = LINE + 16, SCORES = TILE + 4;  // numbers of a line and of scores, with unused ones
+constexpr int OWN = RANK / WARPS, WIDE = OWN / 8;  // numbers that a warp sums, and that a thread reads
+constexpr float MASKED = -1e30f;
 using Piece = Some<unsigned, 4>;
 using ValuePart = Some<unsigned, WIDE / 2>;
 extern __shared__ uint4 space[];
@@ -19,7 +20,7 @@ float* const scores = (float*)(asked + ROWS * STRIDE);  // [ROWS][SCORES]
 const int row = blockIdx.x, heads_from = blockIdx.y * EACH, part = blockIdx.z;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quarter = lane & 3;
 const int position = positions[row], length = position + 1, across = table_shape[1];
-const int count = PARTED ? gridDim.z : 1;  // parts of a row
+const int count = PARTED ? gridDim.z : 1;  // parts of the row
 const int each = PARTED ? ((length + count - 1) / count + TILE - 1) / TILE * TILE : length;
 const int first = part * each, last = min(length, first + each);
 const int* blocks = (const int*)table + (long)row * across;
@@ -27,17 +28,17 @@ auto place = [&](int token) -> N* {
   return (N*)pool + ((long)blocks[token / BLOCK] * BLOCK + token % BLOCK) * LINE;
 };
 auto fetch = [&](int tile) {
-  constexpr int PIECES = LINE / 8;  // sixteens of bytes
+  constexpr int PIECES = LINE / 8;  // of 16 bytes
   const int token = first + tile * TILE;
   if (token < last)
     for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
       const int at = i / PIECES, piece = i % PIECES;
-      copy(shared_at(lines + ((tile % STAGES) * TILE + at) * STRIDE + piece * 8),
+      copy(shared_address(lines + ((tile % STAGES) * TILE + at) * STRIDE + piece * 8),
            place(min(token + at, last - 1)) + piece * 8);
     }
-  copies_asked();
+  commit_copies();
 };
-// Thread blocks of other heads write the same.
+// The thread blocks of other heads write the same line.
 if (first < length && last == length)
   for (int d = threadIdx.x; d < LINE; d += THREADS)
     place(position)[d] = ((const N*)fresh)[(long)row * LINE + d];
@@ -54,18 +55,18 @@ float most[SETS][2], total[SETS][2], sum[SETS][WIDE][4];
 #pragma unroll
 for (int set = 0; set < SETS; set++) {
   #pragma unroll
-  for (int half = 0; half < 2; half++) { most[set][half] = NEVER; total[set][half] = 0; }
+  for (int half = 0; half < 2; half++) { most[set][half] = MASKED; total[set][half] = 0; }
   #pragma unroll
   for (int j = 0; j < WIDE; j++) sum[set][j][0] = sum[set][j][1] = sum[set][j][2] = sum[set][j][3] = 0;
 }
-// Where a thread's eight numbers of sixty-four lie, the first time and the second.
+// The index of a thread's eight numbers of 64, for the first and the second product.
 auto numbers = [&](int sixteen) -> int { return quarter / 2 * 32 + sixteen * 16 + quarter % 2 * 8; };
 #pragma unroll 1
 for (int tile = 0; first + tile * TILE < last; tile++) {
   const int token = first + tile * TILE;
   const N* const here = lines + tile % STAGES * TILE * STRIDE;
-  copies_arrived_but<STAGES - 2>();
-  __syncthreads();  // and nobody reads any more what the next lines and scores are put upon
+  wait_copies<STAGES - 2>();
+  __syncthreads();  // all threads have read what the next lines and scores overwrite
   fetch(tile + STAGES - 1);
   {
     const int set = warp % SETS, eight = warp / SETS;
@@ -88,7 +89,7 @@ for (int tile = 0; first + tile * TILE < last; tile++) {
     for (int i = 0; i < 4; i++) {
       const int at = eight * 8 + 2 * quarter + i % 2;
       scores[(set * 16 + line + i / 2 * 8) * SCORES + at]
-          = token + at < last ? (score[0][i] + score[1][i]) * SCALE * 1.4426950408889634f : NEVER;
+          = token + at < last ? (score[0][i] + score[1][i]) * SCALE * 1.4426950408889634f : MASKED;
     }
   }
   __syncthreads();
@@ -141,12 +142,12 @@ for (int tile = 0; first + tile * TILE < last; tile++) {
     }
   }
 }
-copies_arrived_but<0>();
+wait_copies<0>();
 
 const long mine = (long)row * gridDim.y + blockIdx.y;
 constexpr int QUERIES = EACH, NUMBERS = RANK, WHOLE = QUERIES * (NUMBERS + 2);
 float* const parts = (float*)partial + mine * count * WHOLE;  // see part_sums.cuh
-auto least = [](int) -> float { return NEVER; };
+auto least = [](int) -> float { return MASKED; };
 auto sunk = [](int, float) -> float { return 0; };
 auto to = [&](int i) -> N* {
   const int head = heads_from + i / RANK;

@@ -1,11 +1,11 @@
-// Products of few lines with an affine weight of 4 bits, out [LINES, OUT] = x [LINES, IN] numbers
-// [OUT, IN]^T, as matmul_small.cu has them: a weight is read once and becomes numbers in registers. A
-// thread block has TILES * 16 of its rows, half of them gates where products are gated; its warps take
-// 128 columns each in turn and add up what they found. A thread reads 32 numbers of a row at a time.
-// In one word lie eight; the first goes with the fifth and so on, on both sides of the product.
+// Products of few tokens ("lines") with an affine 4-bit weight, out [LINES, OUT] = x [LINES, IN]
+// W [OUT, IN]^T, as in matmul_small.cu: a weight is read once and dequantised in registers. A thread
+// block has TILES * 16 rows of the weight, half of them gates where products are gated; its warps
+// multiply 128 columns each in turn and add up their sums. A thread reads 32 numbers of a row at a
+// time. A word has eight; the first pairs with the fifth and so on, in both operands.
 constexpr int COLUMNS = WARPS * 128, THREADS = WARPS * 32;
-constexpr int EACH = GATED ? TILES * 8 : TILES * 16;  // numbers of a line out of a thread block
-constexpr int SCALES = 128 / GROUP;  // of a row and a warp's columns
+constexpr int EACH = GATED ? TILES * 8 : TILES * 16;  // results of a thread block for a line
+constexpr int SCALES = 128 / GROUP;  // of a row in a warp's columns
 const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / (GATED ? 2 : 1);
 extern __shared__ uint4 space[];  // [STAGES][TILES * 2][THREADS] words, then scales, or sums
 N* const all_scales = (N*)(space + STAGES * TILES * 2 * THREADS);
@@ -22,16 +22,16 @@ auto fetch = [&](int step) {
     const long some = (long)step * WARPS + warp;
     #pragma unroll
     for (int i = 0; i < TILES * 2; i++)
-      copy(shared_at(space + (step % STAGES * TILES * 2 + i) * THREADS + threadIdx.x),
+      copy(shared_address(space + (step % STAGES * TILES * 2 + i) * THREADS + threadIdx.x),
            (const char*)weight + (row_of(i / 2) + line + i % 2 * 8) * (IN / 2) + some * 64
                + quarter * 16);
     #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
-      copy_few<SCALES * 2>(shared_at(scales_at(step, tile) + lane * SCALES),
+      copy_bytes<SCALES * 2>(shared_address(scales_at(step, tile) + lane * SCALES),
                            (lane < 16 ? scales : biases)
                                + (row_of(tile) + lane % 16) * (IN / GROUP) + some * SCALES);
   }
-  copies_asked();
+  commit_copies();
 };
 float sum[TILES][SETS][4] = {};
 #pragma unroll
@@ -65,7 +65,7 @@ for (int step = 0; step < IN / COLUMNS; step++) {
                    __byte_perm(some.y, some.w, 0x5410), __byte_perm(some.y, some.w, 0x7632)};
     }
   ask(min(step + 1, IN / COLUMNS - 1));
-  copies_arrived_but<STAGES - 1>();
+  wait_copies<STAGES - 1>();
   __syncwarp();
   #pragma unroll
   for (int tile = 0; tile < TILES; tile++) {
@@ -74,15 +74,15 @@ for (int step = 0; step < IN / COLUMNS; step++) {
     const unsigned low[4] = {low4.x, low4.y, low4.z, low4.w};
     const unsigned high[4] = {high4.x, high4.y, high4.z, high4.w};
     const N* const factors = scales_at(step, tile) + line * SCALES + quarter * 32 / GROUP;
-    const auto low_scale = twice(factors[0]), high_scale = twice(factors[8 * SCALES]);
-    const auto low_bias = twice(factors[16 * SCALES]), high_bias = twice(factors[24 * SCALES]);
+    const auto low_scale = both_halves(factors[0]), high_scale = both_halves(factors[8 * SCALES]);
+    const auto low_bias = both_halves(factors[16 * SCALES]), high_bias = both_halves(factors[24 * SCALES]);
     #pragma unroll
     for (int j = 0; j < 4; j++) {
       unsigned a[2][4];
       #pragma unroll
       for (int p = 0; p < 4; p++) {
-        a[p / 2][p % 2 * 2] = fours(low[j] >> 4 * p, low_scale, low_bias);
-        a[p / 2][p % 2 * 2 + 1] = fours(high[j] >> 4 * p, high_scale, high_bias);
+        a[p / 2][p % 2 * 2] = dequantised_pair(low[j] >> 4 * p, low_scale, low_bias);
+        a[p / 2][p % 2 * 2 + 1] = dequantised_pair(high[j] >> 4 * p, high_scale, high_bias);
       }
       #pragma unroll
       for (int set = 0; set < SETS; set++) {
@@ -93,4 +93,4 @@ for (int step = 0; step < IN / COLUMNS; step++) {
   }
   __syncwarp();
 }
-copies_arrived_but<0>();
+wait_copies<0>();

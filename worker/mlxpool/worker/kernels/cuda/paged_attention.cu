@@ -1,15 +1,15 @@
-// One token for each row over a pool of blocks: its query and key are turned, its key and value are
-// written, and the row is read up to it. Or TOKENS that follow each other in one row, whose keys and
-// values are there already. A thread block has one row, one key head and one part of the row; each of
-// its warps takes TILE tokens at a time through the tensor cores. The queries that share the key head
-// are the rows of the first matrix. Which number of a head stands at which place of the matrices is
-// free as long as both sides agree: a thread reads numbers that lie side by side.
-constexpr int ASKED = GROUP * TOKENS;  // token by token
+// Attention of one token of each row over a block pool: rotates its query and key, writes its key and
+// value, and reads the row up to it. Or of TOKENS consecutive tokens of one row, whose keys and values
+// are in the pool already. A thread block has one row, one key head and one part of the row; each of its
+// warps multiplies TILE tokens at a time in the tensor cores. The queries of the key head are the rows
+// of the first operand. The order of a head's numbers in the matrices is free as long as both operands
+// agree, so a thread reads neighbouring numbers.
+constexpr int ASKED = GROUP * TOKENS;  // queries, token by token
 constexpr int TILE = 16, ROWS = ASKED <= 8 ? 8 : 16, SETS = ROWS / 8, HALF = TURNED / 2;
 constexpr int THREADS = WARPS * 32;
 constexpr int KEY_EACH = SIZE % 32 ? 4 : 8, KEY_CHUNKS = SIZE / (4 * KEY_EACH);
 constexpr int VALUE_EACH = SIZE % 32 ? 2 : SIZE % 64 ? 4 : 8, VALUE_CHUNKS = SIZE / (8 * VALUE_EACH);
-constexpr float NEVER = -1e30f;
+constexpr float MASKED = -1e30f;
 using KeyPart = Some<unsigned, KEY_EACH / 2>;
 using ValuePart = Some<unsigned, VALUE_EACH / 2>;
 __shared__ alignas(16) N asked[ROWS][SIZE];
@@ -21,7 +21,7 @@ const int position = positions[row], across = table_shape[1];
 int length = position + 1;
 #pragma unroll
 for (int t = 1; t < TOKENS; t++) length = max(length, positions[row + t] + 1);
-const int count = PARTED ? gridDim.z : 1;  // parts of a row
+const int count = PARTED ? gridDim.z : 1;  // parts of the row
 auto since = [&](int last) -> int { return WINDOW > 0 ? max(0, last + 1 - WINDOW) : 0; };
 const int from = since(position) / TILE * TILE;
 const int each = PARTED ? ((length - from + count - 1) / count + TILE - 1) / TILE * TILE : length;
@@ -30,8 +30,8 @@ const int* blocks = (const int*)table + (long)row * across;
 auto place = [&](int token) -> long {
   return (((long)blocks[token / BLOCK] * HEADS + head) * BLOCK + token % BLOCK) * SIZE;
 };
-// Keys and values of a warp's tile come as near as the second cache, while there is something to do.
-// Where there are many thread blocks, they wait for theirs in turn anyway.
+// Prefetches keys and values of a warp's tile into the second-level cache. With many thread blocks it
+// is not needed: while some wait for memory, others compute.
 auto ask = [&](int token) {
   constexpr int LINES = TILE * SIZE * 2 / 128;
   if (WARPS > 4 && token < last) {
@@ -43,7 +43,7 @@ auto ask = [&](int token) {
     }
   }
 };
-// Turns a head into `to`: a thread has two numbers that turn together, or two that stay.
+// Rotates a head into `to`: a thread has a pair of numbers that rotates, or two that stay unchanged.
 auto turn = [&](const N* numbers, long stride, int row, int i, N* to) {
   const bool turns_it = i < HALF;
   const int one = !turns_it ? 2 * i : TRADITIONAL ? 2 * i : i;
@@ -100,10 +100,10 @@ for (int set = 0; set < SETS; set++)
     for (int i = 0; i < KEY_EACH / 2; i++) query[set][c][i] = some.n[i];
   }
 float most[SETS], total[SETS], sum[SIZE / 8][4];
-int begin[SETS], end[SETS];  // of what a query sees
+int begin[SETS], end[SETS];  // the tokens that a query sees
 #pragma unroll
 for (int set = 0; set < SETS; set++) {
-  most[set] = NEVER;
+  most[set] = MASKED;
   total[set] = 0;
   const int at = TOKENS > 1 ? positions[row + min((line + 8 * set) / GROUP, TOKENS - 1)] : position;
   begin[set] = since(at);
@@ -159,7 +159,7 @@ for (int token = first + warp * TILE; token < last; token += STRIDE) {
         float& one = score[n][2 * set + i];
         const int here = token + n * 8 + 2 * quarter + i;
         const bool seen = here < end[set] && here >= begin[set];
-        one = seen ? one * SCALE * 1.4426950408889634f : NEVER;
+        one = seen ? one * SCALE * 1.4426950408889634f : MASKED;
         top = fmaxf(top, one);
       }
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
@@ -205,12 +205,12 @@ for (int set = 0; set < SETS; set++) {
               = sum[c * VALUE_EACH + j][2 * set + i];
 }
 __syncthreads();
-// What a query's sink takes of the softmax, and its score; all scores are of base 2 here.
+// A query's sink: its term of the softmax sum, and its score; all scores are of base 2 here.
 auto sunk = [&](int g, float top) -> float {
   return SINKS ? exp2f(sinks[head * GROUP + g % GROUP] * 1.4426950408889634f - top) : 0.f;
 };
 auto least = [&](int g) -> float {
-  return SINKS ? sinks[head * GROUP + g % GROUP] * 1.4426950408889634f : NEVER;
+  return SINKS ? sinks[head * GROUP + g % GROUP] * 1.4426950408889634f : MASKED;
 };
 auto to = [&](int i) -> N* {
   const int g = i / SIZE;
@@ -223,7 +223,7 @@ float* const parts = (float*)partial + mine * count * WHOLE;  // see part_sums.c
 #pragma unroll 1
 for (int i = threadIdx.x; i < ASKED * SIZE; i += THREADS) {
   const int g = i / SIZE, d = i % SIZE;
-  float top = PARTED ? NEVER : least(g);
+  float top = PARTED ? MASKED : least(g);
   for (int w = 0; w < WARPS; w++) top = fmaxf(top, warp_most[w][g]);
   float numbers = 0, all = 0;
   for (int w = 0; w < WARPS; w++) {

@@ -1,6 +1,6 @@
-// The end of paged_attention.cu and latent_attention.cu. A part has found, for each of QUERIES, NUMBERS sums, behind all
-// of these their greatest scores, then their totals. The last of a row's parts to come adds them up and
-// leaves the counter as it was; `to` is where a number goes, null: it is nobody's.
+// The end of paged_attention.cu and latent_attention.cu. A part of a row has stored NUMBERS sums for
+// each of QUERIES, then the greatest score of each, then the total of each. The part that finishes last
+// adds up all parts and resets the counter. `to` returns the address of a result; null: unused.
 if (PARTED) {
   __shared__ int before;
   __threadfence();

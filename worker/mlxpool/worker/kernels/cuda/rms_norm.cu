@@ -1,4 +1,4 @@
-// Adds two lines of SIZE numbers and norms the sum by its root mean square; one line a thread block.
+// Adds two vectors of SIZE numbers and divides the sum by its root mean square; one vector a block.
 constexpr int EACH = 8;
 const long line = (long)blockIdx.x * SIZE;
 const int at = threadIdx.x * EACH;

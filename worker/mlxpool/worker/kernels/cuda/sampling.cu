@@ -1,17 +1,17 @@
-// Draws a token of each row's SIZE logits: sampler.py in one pass of a thread block over its row,
-// or a few. Masses are whole numbers, so that the order of their sums does not matter. What has to
-// be looked at often is listed first; where the list has too little room, the whole row is.
-constexpr int ROOM = 4096, FINE = 128;  // FINE: buckets for each unit of a scaled logit
+// Samples a token of each row's SIZE logits as sampler.py does, in one or a few passes of a thread
+// block over its row. Masses are integers, so that the order of their sums does not matter. Candidates
+// that are read often are collected in a list first; when they do not fit, the whole row is read.
+constexpr int CAPACITY = 4096, FINE = 128;  // FINE: buckets for each unit of a scaled logit
 constexpr float MASS = 1099511627776.f;  // of the most likely token
 using Big = unsigned long long;
-__shared__ Big space[ROOM], sums[32];
+__shared__ Big space[CAPACITY], sums[32];
 __shared__ unsigned listed_count;
 __shared__ int bucket_found;
 __shared__ Big mass_above;
 
 const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 const N* const numbers = (const N*)logits + (long)row * SIZE;
-// Whole numbers in the order of the floats, and back.
+// Integers in the order of the floats, and back.
 auto ordered = [](float x) -> unsigned {
   unsigned bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -39,10 +39,11 @@ auto greatest = [&](Big mine) -> Big {
   for (int w = 0; w < THREADS / 32; w++) all = max(all, sums[w]);
   return all;
 };
-// A number and its place, greatest first, then the first of equal ones.
+// A number and its index as one key: greater numbers first, then lower indices.
 auto ranked = [&](float x, int i) -> Big { return (Big)ordered(x) << 32 | (unsigned)~i; };
 
-// Every number of the row and its place; EACH lie side by side for a thread. No zero has a sign.
+// Calls `work` for each number of the row and its index; a thread reads EACH neighbours at a time. Adding
+// 0 removes the sign of zeros.
 constexpr int EACH = SIZE % 8 ? 1 : 8;
 auto sweep = [&](auto work) {
   #pragma unroll 2
@@ -78,7 +79,7 @@ auto each = [&](auto work) {
     sweep([&](float x, int i) { work(ordered(x), i); });
   }
 };
-// Lists what `wanted` says, if there is room.
+// Collects the candidates that `wanted` accepts in the list, if they fit.
 auto collect = [&](auto wanted) {
   __syncthreads();
   if (threadIdx.x == 0) listed_count = 0;
@@ -87,20 +88,20 @@ auto collect = [&](auto wanted) {
     const unsigned key = ordered(x);
     if (wanted(key)) {
       unsigned at = atomicAdd(&listed_count, 1u);
-      if (at < ROOM) list[at] = make_uint2(key, i);
+      if (at < CAPACITY) list[at] = make_uint2(key, i);
     }
   });
   __syncthreads();
   count = listed_count;
-  listed = count <= ROOM;
+  listed = count <= CAPACITY;
 };
 auto scaled = [&](unsigned key) -> float { return (plain(key) - top) / heat; };
 auto mass = [&](unsigned key) -> Big { return (Big)(expf(scaled(key)) * MASS); };
 
-unsigned least = 0;  // key of what is kept
+unsigned least = 0;  // the least key that is kept
 const int k = top_ks[row];
 if (k > 0) {
-  // k threads have seen something as great as `least`: so has the row.
+  // k threads have a number not below `least`, so the row has k of them.
   const unsigned seen = own >> 32;
   for (unsigned bit = 1u << 31; bit > 0; bit >>= 1)
     if (__syncthreads_count(seen >= (least | bit)) >= k) least |= bit;
@@ -119,9 +120,9 @@ if (p < 1) {
   const unsigned bound = least;
   const bool whole = !listed;
   if (whole)
-    for (int i = threadIdx.x; i < ROOM; i += THREADS) space[i] = 0;
+    for (int i = threadIdx.x; i < CAPACITY; i += THREADS) space[i] = 0;
   __syncthreads();
-  auto bucket = [&](unsigned key) -> int { return min((int)(-scaled(key) * FINE), ROOM - 1); };
+  auto bucket = [&](unsigned key) -> int { return min((int)(-scaled(key) * FINE), CAPACITY - 1); };
   each([&](unsigned key, int) {
     if (key < bound) return;
     Big one = mass(key);
@@ -130,8 +131,8 @@ if (p < 1) {
   });
   const double enough = (double)p * (double)total(found);
   if (whole) {
-    // The bucket in which the mass is reached, and what lies above it.
-    constexpr int OWN = ROOM / THREADS;
+    // The bucket in which the mass is reached, and the mass above it.
+    constexpr int OWN = CAPACITY / THREADS;
     Big mine = 0;
     for (int i = 0; i < OWN; i++) mine += space[threadIdx.x * OWN + i];
     Big upto = mine;
@@ -142,7 +143,7 @@ if (p < 1) {
     }
     __syncthreads();
     if (lane == 31) sums[warp] = upto;
-    if (threadIdx.x == 0) bucket_found = ROOM - 1, mass_above = 0;
+    if (threadIdx.x == 0) bucket_found = CAPACITY - 1, mass_above = 0;
     __syncthreads();
     Big before = upto - mine;
     for (int w = 0; w < warp; w++) before += sums[w];
@@ -158,7 +159,7 @@ if (p < 1) {
     collect([&](unsigned key) { return key >= bound && bucket(key) == wanted; });
     if (!listed) above = 0;
   }
-  // Invariant: above `high` lies less mass than enough, above `low` not.
+  // Invariant: the mass above `high` is less than `enough`, the mass above `low` is not.
   unsigned low = 0, high = best >> 32;
   while (high - low > 1) {
     const unsigned middle = low + (high - low) / 2;
@@ -170,14 +171,14 @@ if (p < 1) {
   if (whole) listed = false;
 }
 const float min_p = min_ps[row];
-// SplitMix64 of the draw's number in the stream of its seed is the key of its noise.
+// The key of the noise is SplitMix64 of the position in the stream of the seed.
 Big z = ((Big)seeds[2 * row] << 32 | seeds[2 * row + 1])
         + 0x9E3779B97F4A7C15ull * (Big)(positions[row] + 1);
 z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
 z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
 z ^= z >> 31;
 const unsigned first_key = z >> 32, second_key = (unsigned)z;
-// The noise that MLX's gumbel gives place i of SIZE: Threefry in 20 rounds, two places at a time.
+// The noise of MLX's gumbel at index i of SIZE: Threefry in 20 rounds, for two indices at a time.
 auto noise = [&](int i) -> float {
   constexpr int FRONT = SIZE / 2 + SIZE % 2;
   const bool back = i >= FRONT;

@@ -1,5 +1,6 @@
-// The end of matmul_small.cu and matmul_4bit.cu: what the warps of a thread block found is added up and goes out,
-// EACH numbers of a line. Of a line that is NORMED they know the squares, too; `beside` is ADDED last.
+// The end of matmul_small.cu and matmul_4bit.cu: adds up the sums of the warps of a thread block and
+// writes EACH results of a line. NORMED: also divides by the RMS, from the warps' sums of squares.
+// `beside` is ADDED last.
 __syncthreads();
 constexpr int WHOLE = SETS * 8 + 1;
 float* const found = (float*)space;  // [WARPS][TILES * 16][WHOLE]

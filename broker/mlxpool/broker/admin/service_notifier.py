@@ -1,0 +1,97 @@
+"""Messages to a service manager: systemd's notify protocol, over the datagram socket it names.
+
+Only the broker's loop calls `on_turn`, in each turn: a loop that hangs sends no watchdog message,
+whatever other threads still do.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, MutableMapping
+
+from mlxpool.common.closing import Closing
+
+log = logging.getLogger("mlxpool.broker")
+
+SOCKET, WATCHDOG, WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
+STATUS_INTERVAL = 10.0  # seconds, for a status that has changed
+
+
+class ServiceNotifier(Closing):
+    """Does nothing where no service manager asked for messages."""
+
+    def __init__(self, address: str = "", watchdog: float = 0.0) -> None:
+        """`address` is a path, or "@" and an abstract name; `watchdog` is seconds, 0: none."""
+        self._socket: socket.socket | None = None
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        if address:
+            kind = socket.SOCK_DGRAM | getattr(socket, "SOCK_CLOEXEC", 0)
+            self._socket = socket.socket(socket.AF_UNIX, kind)
+            self._socket.setblocking(False)
+        # Half of the time tolerates one late turn.
+        self._watchdog_interval = watchdog / 2 if watchdog and address else math.inf
+        self._watchdog_at = self._status_at = 0.0  # at once
+        self._status = ""
+
+    @classmethod
+    def from_environment(
+        cls, environment: MutableMapping[str, str] | None = None
+    ) -> ServiceNotifier:
+        """As the variables say; they are removed, since workers are not the service."""
+        given = os.environ if environment is None else environment
+        address = given.pop(SOCKET, "")
+        microseconds, pid = given.pop(WATCHDOG, ""), given.pop(WATCHDOG_PID, "")
+        if address and address[0] not in "/@":
+            log.warning("no such service manager", extra={"socket": address})
+            return cls()
+        ours = not pid or pid == str(os.getpid())
+        asked = ours and microseconds.isascii() and microseconds.isdecimal()
+        return cls(address, int(microseconds) / 1e6 if asked else 0.0)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a service manager asked for messages."""
+        return self._socket is not None
+
+    def ready(self) -> None:
+        """The broker serves, or has read its settings anew."""
+        self._send("READY=1")
+
+    def reloading(self) -> None:
+        """The broker reads its settings; `ready` follows, also when that fails."""
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def stopping(self) -> None:
+        self._send("STOPPING=1")
+
+    def on_turn(self, status: Callable[[], str], now: float) -> None:
+        """Send what is due; `status` is called when it is time for a new status."""
+        if now >= self._watchdog_at and self._watchdog_interval < math.inf:
+            self._watchdog_at = now + self._watchdog_interval
+            self._send("WATCHDOG=1")
+        if now >= self._status_at and self._socket is not None:
+            self._status_at = now + STATUS_INTERVAL
+            if (text := status()) != self._status:
+                self._status = text
+                self._send(f"STATUS={text}")
+
+    def next_wake(self) -> float:
+        """When `on_turn` has to be called at the latest; infinity without a watchdog."""
+        return self._watchdog_at if self._watchdog_interval < math.inf else math.inf
+
+    def _send(self, text: str) -> None:
+        if self._socket is None:
+            return
+        try:
+            self._socket.sendto(text.encode(), self._address)
+        except OSError as error:  # it is gone, or its buffer is full; the next message is due soon
+            log.debug("service manager not told", extra={"what": text, "why": str(error)})
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

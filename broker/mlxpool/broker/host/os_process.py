@@ -1,0 +1,90 @@
+"""Facts about processes and the machine, read from the operating system.
+
+A function that Linux alone supports has a portable twin. None raises for a process that has ended:
+it returns the value for `unknown`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+
+LINUX = sys.platform == "linux"
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def run_queue_wait_ns(pid: int, thread: int) -> int:
+    """Nanoseconds that a thread was ready to run and had no CPU; 0: unknown."""
+    if not LINUX or not thread:
+        return 0
+    text = _read(f"/proc/{pid}/task/{thread}/schedstat").split()
+    return int(text[1]) if len(text) > 1 else 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped the process."""
+    if LINUX:
+        return _read(f"/proc/{pid}/stat").rpartition(")")[2].strip()[:1] in ("T", "t")
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of the process; 0: unknown."""
+    if LINUX:
+        text = _read(f"/proc/{pid}/statm").split()
+        return int(text[1]) * _PAGE_BYTES if len(text) > 1 else 0
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def start_time(pid: int) -> float | None:
+    """When the process began; with its pid it identifies a process. None: unknown."""
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return None
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has killed for memory, in our control group and in the machine."""
+    if not LINUX:
+        return 0
+    return sum(_oom_kills_in(path) for path in (*_memory_event_files(), Path("/proc/vmstat")))
+
+
+def _memory_event_files() -> list[Path]:
+    files = []
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files.append(Path(f"/sys/fs/cgroup{path}/memory.events"))
+        elif "memory" in controllers.split(","):
+            files.append(Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control"))
+    return files
+
+
+def _oom_kills_in(path: Path) -> int:
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(" ")
+        if name == "oom_kill" and value.strip().isdigit():
+            return int(value)
+    return 0
+
+
+def machine_memory_bytes() -> int:
+    return int(psutil.virtual_memory().total)
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text("ascii", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,236 @@
+"""The peers of one ROUTER: a number for each connection, and a bounded queue for each full one.
+
+libzmq's POLLOUT says only that *some* peer can be written to, so a full peer is tried again at its
+next frame or when the loop calls `retry`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from mlxpool.broker.transport.descriptors import inode_of, shut_down
+from mlxpool.common.protocol.frames import MAX_PARTS
+
+MAX_SKIPPED_PARTS = 1024  # read in one call of a message with more parts than the protocol allows
+MAX_BACKLOG = 16 * 1024 * 1024  # bytes queued here for one peer, beyond what libzmq holds
+
+Authorize = Callable[[str], str]  # the user id of a handshake -> the owner; "": not on this socket
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """One connection; `number` is never used again."""
+
+    name: bytes  # the routing id that the ROUTER gave it
+    number: int
+    heard_at: float
+    owner: str
+    descriptor: int = -1  # of our end while the connection lives; -1: unknown
+    inode: int = -1  # of that descriptor, whose number may be reused before we hear of its end
+    user: str = ""  # the user id that the handshake gave it, on sockets with authorization
+    admitted: bool = True  # whether its newest message was authorized
+    gone: bool = False  # nothing can be sent to it; what it sent before may still be unread
+    backlog: deque[list[bytes]] = field(default_factory=deque)
+    backlog_bytes: int = 0
+
+
+class Peers:
+    """Owned by the broker's thread, like its socket."""
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        authorize: Authorize | None = None,
+        *,
+        keep_gone: bool = False,
+    ) -> None:
+        """With `authorize` the sender of every message is checked by its handshake's user id.
+
+        `keep_gone`: a peer found gone keeps its number until `forget`, so that its last messages
+        are still attributed to it; else it is forgotten at once.
+        """
+        self.socket = socket
+        self.authorize = authorize
+        self.keep_gone = keep_gone
+        self.by_name: dict[bytes, Peer] = {}
+        self.by_number: dict[int, Peer] = {}
+        self._by_descriptor: dict[int, Peer] = {}
+        self.full: set[int] = set()  # numbers of peers with a backlog
+        self._overflowed = 0  # the number that was last forgotten for its backlog
+        self._skipping: tuple[Peer, list[bytes]] | None = None  # a message with too many parts
+        self._count = 0
+
+    def receive(self, now: float) -> tuple[Peer, list[bytes]] | None:
+        """The next message and its sender; None when there is none.
+
+        Also None while a message has so many parts that it takes several calls to read past them.
+        """
+        if self._skipping is not None:
+            return self._skip()
+        socket = self.socket
+        try:
+            name = socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        peer = self.by_name.get(name)
+        if peer is None or self.authorize is not None:  # only a frame has the connection's data
+            frame = socket.recv(copy=False)
+            peer = self._sender(name, peer, frame, now)
+            parts = [frame.bytes]
+        else:
+            parts = [socket.recv()]
+        peer.heard_at = now
+        while socket.getsockopt(zmq.RCVMORE):
+            if len(parts) > MAX_PARTS:
+                self._skipping = peer, parts
+                return self._skip()
+            parts.append(socket.recv())
+        return peer, parts
+
+    def _skip(self) -> tuple[Peer, list[bytes]] | None:
+        """Drop surplus parts: a message may have millions, and other peers wait."""
+        for _ in range(MAX_SKIPPED_PARTS):
+            if not self.socket.getsockopt(zmq.RCVMORE):
+                message, self._skipping = self._skipping, None
+                return message
+            self.socket.recv()
+        return None
+
+    def _sender(self, name: bytes, known: Peer | None, frame: zmq.Frame, now: float) -> Peer:
+        """A peer may take over the routing id of another: then it counts as a new connection."""
+        if self.authorize is None:
+            return known or self._register(name, frame, now)
+        user = _user(frame)
+        if known is not None and known.user != user:
+            self.forget(known.number)
+            known = None
+        peer = known or self._register(name, frame, now)
+        owner = self.authorize(user)
+        peer.user, peer.admitted, peer.owner = user, bool(owner), owner or peer.owner
+        return peer
+
+    def _register(self, name: bytes, frame: zmq.Frame, now: float) -> Peer:
+        self._count += 1
+        descriptor = _descriptor(frame)
+        peer = Peer(name, self._count, now, _owner(frame), descriptor, inode_of(descriptor))
+        self.by_name[name] = self.by_number[peer.number] = peer
+        before = self._by_descriptor.get(peer.descriptor)
+        if before is not None:  # its connection has ended, else the descriptor were not free
+            before.descriptor = -1
+        if peer.descriptor >= 0:
+            self._by_descriptor[peer.descriptor] = peer
+        return peer
+
+    def send(self, number: int, parts: list[bytes]) -> bool:
+        """Send or queue; False when the peer is gone or has more than MAX_BACKLOG waiting."""
+        peer = self.by_number.get(number)
+        if peer is None:
+            return False
+        if not peer.backlog:
+            sent = self._try(peer, parts)
+            if sent is not None:
+                return sent
+        return self._queue(peer, parts)
+
+    def _try(self, peer: Peer, parts: list[bytes]) -> bool | None:
+        """True: sent; False: the peer is gone; None: the peer is full."""
+        try:
+            self.socket.send_multipart([peer.name, *parts], zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._mark_gone(peer)
+            return False
+        peer.gone = False
+        return True
+
+    def _mark_gone(self, peer: Peer) -> None:
+        if not self.keep_gone:
+            self.forget(peer.number)
+            return
+        peer.gone = True
+        peer.backlog.clear()
+        peer.backlog_bytes = 0
+        self.full.discard(peer.number)
+
+    def _queue(self, peer: Peer, parts: list[bytes]) -> bool:
+        peer.backlog.append(parts)
+        peer.backlog_bytes += sum(map(len, parts))
+        self.full.add(peer.number)
+        if peer.backlog_bytes > MAX_BACKLOG:
+            self._overflowed = peer.number
+            self.forget(peer.number)
+            return False
+        return True
+
+    def overflowed(self, number: int) -> bool:
+        """Whether the last failed `send` failed because this peer's backlog was too large."""
+        return number == self._overflowed
+
+    def retry(self) -> list[int]:
+        """Try every full peer again; returns the numbers of those that turned out to be gone."""
+        gone = []
+        for number in sorted(self.full):
+            peer = self.by_number[number]
+            while peer.backlog:
+                sent = self._try(peer, peer.backlog[0])
+                if sent is None:
+                    break
+                if sent is False:
+                    gone.append(number)
+                    break
+                peer.backlog_bytes -= sum(map(len, peer.backlog.popleft()))
+            if not peer.backlog:
+                self.full.discard(number)
+        return gone
+
+    def forget(self, number: int) -> None:
+        """Drop what is known of a connection; a later message on it makes a new number."""
+        peer = self.by_number.pop(number, None)
+        if peer is not None:
+            del self.by_name[peer.name]
+            if self._by_descriptor.get(peer.descriptor) is peer:
+                del self._by_descriptor[peer.descriptor]
+            self.full.discard(number)
+
+    def disconnect(self, peer: Peer) -> None:
+        """End its connection, and drop what was not read of it."""
+        self.forget(peer.number)
+        shut_down(peer.descriptor, peer.inode)
+
+    def disconnect_user(self, user: str) -> None:
+        """End every connection whose handshake had this user id."""
+        for peer in list(self.by_number.values()):
+            if peer.user == user:
+                self.disconnect(peer)
+
+
+def _owner(frame: zmq.Frame) -> str:
+    """`uid:N` by the kernel's credentials on ipc, else `host:` and the peer's address."""
+    try:
+        address = str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return "unknown"
+    if address.startswith("localhost:"):
+        return f"uid:{address.split(':')[1]}"
+    return f"host:{address}"
+
+
+def _user(frame: zmq.Frame) -> str:
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1

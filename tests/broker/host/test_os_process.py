@@ -1,0 +1,90 @@
+"""What the kernel knows of a process, and the twins for where Linux is missing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxpool.broker.host import os_process
+from support.pool import until
+
+NOBODY = 2**22 + 1  # above every pid
+
+
+@pytest.fixture(params=[True, False], ids=["linux", "portable"])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    linux = bool(request.param)
+    monkeypatch.setattr(os_process, "LINUX", linux and os_process.LINUX)
+    return linux
+
+
+@pytest.fixture
+def child() -> Iterator[int]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process.pid
+        process.kill()
+
+
+def test_memory_of_a_process(anywhere: bool) -> None:
+    assert os_process.resident_bytes(os.getpid()) > 1_000_000
+    assert os_process.resident_bytes(NOBODY) == 0
+
+
+def test_a_stopped_process(anywhere: bool, child: int) -> None:
+    assert not os_process.is_stopped(child)
+    os.kill(child, signal.SIGSTOP)
+    until(lambda: os_process.is_stopped(child), "it is stopped")
+    os.kill(child, signal.SIGCONT)
+    until(lambda: not os_process.is_stopped(child), "it goes on")
+    assert not os_process.is_stopped(NOBODY)
+
+
+def test_waiting_for_a_processor(anywhere: bool) -> None:
+    """Two busy threads on one processor cannot both run."""
+    me = os.getpid()
+    assert os_process.run_queue_wait_ns(me, 0) == 0
+    assert os_process.run_queue_wait_ns(NOBODY, NOBODY) == 0
+    before = os_process.run_queue_wait_ns(me, threading.get_native_id())
+    if not anywhere or not os_process.LINUX:
+        assert before == 0
+        return
+    burn = [sys.executable, "-c", "while True: pass"]
+    allowed = os.sched_getaffinity(0)
+    one = {min(allowed)}
+    with subprocess.Popen(burn) as burner:
+        try:
+            os.sched_setaffinity(burner.pid, one)
+            os.sched_setaffinity(0, one)
+            until(
+                lambda: os_process.run_queue_wait_ns(me, threading.get_native_id()) > before,
+                "the wait is counted",
+            )
+        finally:
+            os.sched_setaffinity(0, allowed)
+            burner.kill()
+
+
+def test_when_a_process_began(child: int) -> None:
+    began = os_process.start_time(child)
+    assert began is not None and began == os_process.start_time(child)
+    assert os_process.start_time(NOBODY) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("low 0\noom 3\noom_kill 2\n", 2), ("oom_kill_disable 0\n", 0), ("", 0)]
+)
+def test_the_kernels_count_of_kills_for_memory(tmp_path: Path, text: str, count: int) -> None:
+    (tmp_path / "memory.events").write_text(text)
+    assert os_process._oom_kills_in(tmp_path / "memory.events") == count
+
+
+def test_kills_for_memory_are_counted(anywhere: bool) -> None:
+    assert os_process.oom_kills() >= 0
+    assert os_process.machine_memory_bytes() > 0

@@ -1,0 +1,202 @@
+"""Rows in slabs keep what was written while others come and go; one product reads many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
+from mlxpool.worker.attention.slab_batch import SlabRunner, slab_accesses  # noqa: E402
+from mlxpool.worker.attention.slabs import SLAB_BLOCKS, SlabRow, Slabs  # noqa: E402
+from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
+from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE  # noqa: E402
+
+SHAPE = RowShape((KeyValueSpec(2, 4, 4),) * 2, mx.float32, 3000)
+DRAW = np.random.default_rng(0)
+
+
+def some(tokens: int, heads: int = 2) -> Any:
+    """Returns keys or values [1, KV, n, D]."""
+    return mx.array(DRAW.standard_normal((1, heads, tokens, 4), dtype=np.float32))
+
+
+def append(rows: tuple[SlabRow, RowCache], tokens: int) -> None:
+    """Writes the same new tokens into rows of both kinds."""
+    for layer in range(len(SHAPE.caches)):
+        keys, values = some(tokens), some(tokens)
+        for row in rows:
+            row.write(layer, keys, values)
+    for row in rows:
+        row.advance(tokens)
+        mx.eval(row.arrays())
+
+
+def same(one: SlabRow, other: RowCache) -> bool:
+    assert one.offset == other.offset
+    return one.offset == 0 or all(
+        mx.array_equal(a, b).item()
+        for layer in range(len(SHAPE.caches))
+        for a, b in zip(
+            one.part(layer, 0, one.offset), other.part(layer, 0, one.offset), strict=True
+        )
+    )
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.integers(0, 3), st.sampled_from(["append", "trim", "release"]), st.integers(0, 900)
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(OPERATIONS)
+def test_rows_hold_what_was_written_whatever_others_do(
+    operations: list[tuple[int, str, int]],
+) -> None:
+    slabs = Slabs(SHAPE, 3)
+    rows = [(SlabRow(slabs), RowCache(SHAPE)) for _ in range(4)]
+    for number, what, tokens in operations:
+        one, other = rows[number]
+        if what == "append" and 0 < tokens <= SHAPE.capacity - one.offset:
+            append((one, other), tokens)
+        elif what == "trim":
+            one.trim(tokens)
+            other.trim(tokens)
+        elif what == "release":
+            one.release()
+            other.release()
+        assert all(same(*pair) for pair in rows)
+    held = sum(row.nbytes for row, _ in rows)
+    used = {(id(slab), block) for row, _ in rows for slab, block in row.table}
+    assert held == len(used) * BLOCK_SIZE * SHAPE.token_bytes <= slabs.nbytes
+    for one, _ in rows:
+        one.release()
+    assert slabs.nbytes == 0
+
+
+def test_an_empty_row_is_filled_by_parts_in_one_copy() -> None:
+    slabs = Slabs(SHAPE, 3)
+    other, row, whole = SlabRow(slabs), SlabRow(slabs), RowCache(SHAPE)
+    other.reserve(BLOCK_SIZE)
+    sizes = (100, 300, BLOCK_SIZE, 1)
+    for layer in range(len(SHAPE.caches)):
+        parts = [(some(tokens), some(tokens)) for tokens in sizes]
+        mx.eval(parts)
+        row.put(layer, parts, 0)
+        whole.put(layer, parts, 0)
+    row.advance(sum(sizes))
+    whole.advance(sum(sizes))
+    assert len(row.table) == 3 and same(row, whole)
+
+
+def test_what_was_given_back_is_used_first() -> None:
+    slabs = Slabs(SHAPE)
+    first, second = SlabRow(slabs), SlabRow(slabs)
+    first.reserve(3 * BLOCK_SIZE)
+    second.reserve(BLOCK_SIZE)
+    first.trim(0)
+    second.reserve(2 * BLOCK_SIZE)
+    assert [block for _, block in second.table] == [3, 0]
+    assert slabs.nbytes == SLAB_BLOCKS * BLOCK_SIZE * SHAPE.token_bytes
+
+
+def test_a_row_refuses_more_than_its_capacity() -> None:
+    with pytest.raises(ValueError, match="3000 tokens was asked to hold 3001"):
+        SlabRow(Slabs(SHAPE)).reserve(3001)
+
+
+def test_blocks_of_others_are_read_over_unless_they_are_the_most() -> None:
+    slabs = Slabs(SHAPE)
+    rows = [SlabRow(slabs) for _ in range(3)]
+    for row, tokens in zip(rows, (300, 1500, 300), strict=True):
+        row.reserve(tokens + 1)
+        row.offset = tokens
+    ((_, whole),) = slab_accesses(rows)
+    assert (whole.first, whole.last, whole.listed) == (0, 10, False)
+    assert whole.owner == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2] and whole.width == BLOCK_SIZE
+    assert whole.fill == [256, 45, 256, 256, 256, 256, 256, 221, 256, 45]
+    ((_, apart),) = slab_accesses([rows[0], rows[2]])
+    assert apart.listed and apart.blocks == [0, 1, 8, 9]
+
+
+class Attention:
+    """A model of attention only: logits [R, heads * D] of random queries, keys and values."""
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+        self.table = mx.array(DRAW.standard_normal((50, heads * 4), dtype=np.float32))
+
+    def __call__(self, tokens: Any, step: Any) -> Any:
+        x = self.table[tokens].reshape(-1, self.heads, 4)
+        for layer in range(len(SHAPE.caches)):
+            x = x + step.attend(layer, x, x[:, :2], x[:, -2:], ScoreParams(0.5))
+        return x.reshape(x.shape[0], -1)
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize(
+    "lengths",
+    [[5], [5, 9, 200], [255, 256, 257], [1, 700, 40, 1500], [256] * 9 + [2600]],
+)
+@pytest.mark.parametrize("limit", [1, 4, SLAB_BLOCKS])
+def test_a_batch_gives_what_each_row_gives_alone(
+    heads: int, lengths: list[int], limit: int
+) -> None:
+    slabs, model = Slabs(SHAPE, limit), Attention(heads)
+    pairs = [(SlabRow(slabs), RowCache(SHAPE)) for _ in lengths]
+    for pair, tokens in zip(pairs, lengths, strict=True):
+        append(pair, tokens)
+    batch, order = SlabRunner(model), np.argsort(lengths)[::-1].tolist()
+    for chosen in (order, order[: len(order) // 2 + 1], order):
+        ids = mx.array(DRAW.integers(0, 50, len(chosen)))
+        got = batch([pairs[line][0] for line in chosen], ids)
+        wanted = [alone(model, pairs[line][1], ids[i : i + 1]) for i, line in enumerate(chosen)]
+        assert mx.allclose(got, mx.concatenate(wanted), rtol=1e-4, atol=1e-5).item()
+    assert all(same_nearly(*pair) for pair in pairs)
+
+
+def test_few_compiled_passes_are_kept_and_all_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slabs, model = Slabs(SHAPE), Attention(2)
+    row, other = SlabRow(slabs), RowCache(SHAPE)
+    append((row, other), 250)
+    batch, kinds = SlabRunner(model), set()
+    monkeypatch.setattr(batch._pass, "_max_passes", 2)
+    for tokens in (1, 60, 300, 300, 1, 1):  # into another block or width, but for the last
+        append((row, other), tokens)
+        ids = mx.array([tokens % 50])
+        got = batch([row], ids)
+        assert mx.allclose(got, alone(model, other, ids), rtol=1e-4, atol=1e-5).item()
+        kinds |= set(batch._pass._passes)
+        assert len(batch._pass._passes) <= 2
+    assert len(kinds) > 2
+
+
+def alone(model: Callable[..., Any], row: RowCache, token: Any) -> Any:
+    step = RowBatch([RowSpan(row, 1)], logits=True)
+    out = model(token, step)
+    step.done()
+    return out
+
+
+def same_nearly(one: SlabRow, other: RowCache) -> bool:
+    assert one.offset == other.offset
+    return all(
+        mx.allclose(a, b, rtol=1e-4, atol=1e-5).item()
+        for layer in range(len(SHAPE.caches))
+        for a, b in zip(
+            one.part(layer, 0, one.offset), other.part(layer, 0, one.offset), strict=True
+        )
+    )

@@ -1,0 +1,134 @@
+"""Dot-product attention of one row, by MLX's fused kernel or in single operations."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlxpool.worker.attention import softmax
+from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.cache_specs import LatentSpec
+
+FUSED_HEAD_SIZES = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
+MAX_SCORES = 2**25  # scores (heads * queries * keys) that a GPU holds at a time
+# Query-key pairs of one head that a CPU holds at a time: as many as its cache has room for.
+MAX_CPU_PAIRS = 2**16
+MIN_CPU_QUERIES = 8  # of a part; with fewer a CPU's matrix products are slow
+# Parts of a chunk at most: MLX begins the next ones before the first has ended.
+MAX_PARTS_IN_FLIGHT = 6
+
+
+def causal_attention(
+    q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0
+) -> mx.array:
+    """Attends causally in one row.
+
+    q [n, H, D], keys [1, KV, L, D], values [1, KV, L, V] -> [n, H, V]. The
+    queries belong to the last n of the L tokens. Without a fused kernel a long chunk is computed in
+    parts, one after the other, which bounds the scores in memory.
+    """
+    length, count = keys.shape[2], q.shape[0]
+    most = count if _fused(q, values, scores) else _queries_per_part(length, q.shape[1])
+    parts: list[mx.array] = []
+    for start in range(0, count, most):
+        some = q[start : start + most]
+        end = length - count + start + some.shape[0]
+        if parts:
+            some, *_ = mx.depends([some], [parts[-1]])
+        visible = keys[:, :, :end], values[:, :, :end]
+        parts.append(_attend_part(some, *visible, scores, window))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+
+
+def _queries_per_part(length: int, heads: int) -> int:
+    """Returns the queries of one part."""
+    most = max(1, MAX_SCORES // (length * heads))
+    return most if _on_gpu() else min(most, max(MIN_CPU_QUERIES, MAX_CPU_PAIRS // length))
+
+
+def pairs_in_memory(shape: RowShape, pairs: int) -> int:
+    """Returns how many of the query-key `pairs` of a step have scores in memory at once."""
+    if _on_gpu() or any(isinstance(one, LatentSpec) for one in shape.caches):
+        return pairs  # keys and values expanded from a latent cache grow with the tokens
+    return min(pairs, MAX_PARTS_IN_FLIGHT * max(MAX_CPU_PAIRS, MIN_CPU_QUERIES * shape.capacity))
+
+
+def _on_gpu() -> bool:
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def _fused(q: mx.array, values: mx.array, scores: ScoreParams) -> bool:
+    """Returns whether MLX's fused GPU kernel computes it, which never stores the scores."""
+    size = q.shape[-1]
+    return (
+        _on_gpu() and not scores.softcap and size == values.shape[-1] and size in FUSED_HEAD_SIZES
+    )
+
+
+def _attend_part(
+    q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int
+) -> mx.array:
+    queries = heads_first(q)
+    mask = _mask(q.shape[0], keys.shape[2], window)
+    if scores.softcap or not _on_gpu():
+        out = unfused_attention(
+            queries, keys, values, scores, _mask_array(mask, q.shape[0], keys.shape[2])
+        )
+    else:
+        out = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scores.scale, mask=mask, sinks=scores.sinks
+        )
+    return out.squeeze(0).transpose(1, 0, 2)  # `out[0]` would copy the array
+
+
+def _mask(count: int, length: int, window: int) -> mx.array | str | None:
+    """Returns the mask of the last `count` of `length` tokens, or the name that MLX has for it."""
+    if window and length > window:
+        ends = mx.arange(length - count, length)[:, None]
+        places = mx.arange(length)[None]
+        return (places <= ends) & (places > ends - window)
+    return "causal" if count > 1 else None
+
+
+def _mask_array(mask: mx.array | str | None, count: int, length: int) -> mx.array | None:
+    """Returns a mask of `_mask` as an array."""
+    if isinstance(mask, str):
+        return mx.arange(length)[None] <= mx.arange(length - count, length)[:, None]
+    return mask
+
+
+def unfused_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scores: ScoreParams,
+    visible: mx.array | None,
+) -> mx.array:
+    """Attention in single operations, for parameters that no kernel supports.
+
+    queries [B, H, n, D], keys [B, KV, L, D], values [B, KV, L, V] -> [B, H, n, V]. A query attends
+    to the keys where `visible` [B or 1, 1, 1, n, L] is true; None: to all.
+    """
+    batch, heads, count, size = queries.shape
+    pairs, length = keys.shape[1], keys.shape[2]
+    grouped = (queries * scores.scale).reshape(batch, pairs, -1, size)
+    found = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32)
+    found = apply_softcap(found.reshape(batch, pairs, -1, count, length), scores.softcap)
+    if visible is not None:
+        found = found + mx.where(visible, 0.0, -mx.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.astype(mx.float32).reshape(1, pairs, -1, 1, 1)
+        beside = mx.broadcast_to(sinks, (*found.shape[:-1], 1))
+        found = mx.concatenate([found, beside], axis=-1)
+    out = softmax.softmax_average(found.reshape(batch, pairs, -1, found.shape[-1]), values)
+    return out.reshape(batch, heads, count, -1)
+
+
+def apply_softcap(scores: mx.array, cap: float) -> mx.array:
+    """Returns cap * tanh(scores / cap), or the scores unchanged when `cap` is 0."""
+    return mx.tanh(scores / cap) * cap if cap else scores
+
+
+def heads_first(x: mx.array) -> mx.array:
+    """Returns x [n, H, D] as [1, H, n, D]."""
+    return x.transpose(1, 0, 2)[None]

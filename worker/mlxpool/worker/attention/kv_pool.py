@@ -1,0 +1,198 @@
+"""Keys and values on CUDA: a pool of blocks that rows and the prefix cache share.
+
+A row is a block table (prefix/shared_blocks.py). On a GPU our kernels write and read the pool;
+elsewhere, and for what they do not support, MLX's operations do the same more slowly, which is how
+the pool is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.kernels import block_write, paged_attention
+from mlxpool.worker.layers.cache_specs import KeyValueSpec, LatentSpec
+from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockStore
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
+
+
+class KVPool:
+    """The memory of all blocks.
+
+    `arrays`: for each layer keys and values, or latent vectors: [blocks, heads, BLOCK_SIZE, size].
+    """
+
+    def __init__(
+        self, shape: RowShape, blocks: int, *, in_place: bool, reads: bool = False
+    ) -> None:
+        """Allocates `blocks` blocks and one more, `spare`, that padding tokens write into.
+
+        `in_place`: our kernels write the pool; `reads`: they also read it.
+        """
+        self.shape = replace(shape, keeps_all=True)
+        self.blocks = self.spare = blocks
+        self.in_place, self.reads = in_place, reads
+        self.arrived = mx.zeros((paged_attention.FULL_GPU_BLOCKS,), dtype=mx.int32)
+        self.renew()
+
+    def renew(self) -> None:
+        """Replaces the arrays by zeros."""
+        self.arrays: list[Arrays] = []  # frees the old arrays first
+        self.arrays = [self._zeros(cache) for cache in self.shape.caches]
+        self.pending: list[mx.array] = []  # results of writes in place that were not evaluated yet
+        mx.eval(self.arrays)
+
+    def _zeros(self, cache: object) -> Arrays:
+        match cache:
+            case LatentSpec(dim, _):
+                shapes = [(1, dim)]
+            case KeyValueSpec(heads, key_dim, value_dim, _):
+                shapes = [(heads, key_dim), (heads, value_dim)]
+            case _:
+                raise TypeError(f"a pool of blocks has no place for {cache}")
+        return tuple(
+            mx.zeros((self.blocks + 1, heads, BLOCK_SIZE, size), dtype=self.shape.dtype)
+            for heads, size in shapes
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes."""
+        return sum(array.nbytes for arrays in self.arrays for array in arrays)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies one block in all layers; waits for the copy."""
+        if self.in_place:
+            mx.eval(self.written())  # in one eval no kernel may write what another reads
+            blocks = mx.array([source, target], dtype=mx.int32)
+            self.pending += [
+                block_write.copy_block(array, blocks) for arrays in self.arrays for array in arrays
+            ]
+        else:
+            for arrays in self.arrays:
+                for array in arrays:
+                    array[target] = array[source]
+        mx.eval(self.written())
+
+    def written(self) -> list[mx.array]:
+        """Returns the arrays whose evaluation completes all writes so far."""
+        pending, self.pending = self.pending, []
+        return pending or [array for arrays in self.arrays for array in arrays]
+
+    def write(self, layer: int, fresh: Arrays, slots: mx.array, table: mx.array) -> mx.array:
+        """Writes arrays [n, heads, size] into slots [n] of a layer.
+
+        Returns `table`, on which readers of the written tokens must depend, see worker/kernels.
+        """
+        for array, new in zip(self.arrays[layer], fresh, strict=True):
+            if self.in_place:
+                done = block_write.write_tokens(array, new, slots)
+                self.pending.append(done)
+                table = table + done
+            else:
+                array[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = new.astype(array.dtype)
+        return table
+
+
+def gather_blocks(arrays: Arrays, table: mx.array) -> Arrays:
+    """Returns the blocks of tables [R, B] as arrays [R, heads, B * BLOCK_SIZE, size]."""
+    found = []
+    for array in arrays:
+        _, heads, _, size = array.shape
+        blocks = array[table].swapaxes(1, 2)
+        found.append(blocks.reshape(table.shape[0], heads, -1, size))
+    return tuple(found)
+
+
+class PagedRow(BlockRow):
+    """The block table of one sequence; has the methods of RowCache."""
+
+    __slots__ = ("_place", "_store", "pool")
+
+    def __init__(self, pool: KVPool, store: PagedStore) -> None:
+        super().__init__(store.block_bytes)
+        self.pool = pool
+        self._store = store
+        self._place: tuple[tuple[int, int], mx.array, mx.array] | None = None
+
+    @property
+    def shape(self) -> RowShape:
+        return self.pool.shape
+
+    def reserve(self, tokens: int) -> None:
+        """Allocates blocks for `tokens` tokens; copies a shared block that is written into.
+
+        Raises ValueError above the capacity, OutOfMemory without a free block.
+        """
+        if tokens > self.shape.capacity:
+            raise ValueError(
+                f"a row of {self.shape.capacity} tokens was asked to hold {tokens}; "
+                "the caller has to end a sequence at the context"
+            )
+        self._store.reserve(self, tokens)
+
+    def write(self, layer: int, *new: mx.array) -> Arrays:
+        """Writes arrays [1, heads, n, size] after `offset` tokens.
+
+        Returns them and the tokens that the first of them sees.
+        """
+        end, window = self.offset + new[0].shape[2], self.shape.window(layer)
+        slots, table = self._placed(end)
+        fresh = tuple(array.squeeze(0).swapaxes(0, 1) for array in new)
+        table = self.pool.write(layer, fresh, slots, table)
+        if self.offset == 0:
+            return tuple(array.astype(self.shape.dtype) for array in new)
+        start = max(0, self.offset + 1 - window) if window else 0
+        first = start // BLOCK_SIZE
+        seen = gather_blocks(self.pool.arrays[layer], table[:, first:])
+        return tuple(
+            array[:, :, start - first * BLOCK_SIZE : end - first * BLOCK_SIZE] for array in seen
+        )
+
+    def _placed(self, end: int) -> tuple[mx.array, mx.array]:
+        """Returns the slots of tokens [offset, end) and the block table [1, B] up to `end`."""
+        if self._place is None or self._place[0] != (self.offset, end):
+            self.reserve(end)
+            slots = [self.slot(at) for at in range(self.offset, end)]
+            table = [self.table[: blocks_for(end)]]
+            arrays = mx.array(slots, dtype=mx.int32), mx.array(table, dtype=mx.int32)
+            self._place = ((self.offset, end), *arrays)
+        return self._place[1:]
+
+    def slot(self, token: int) -> int:
+        """Returns the slot of a token: its token number in the pool."""
+        return self.table[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE
+
+    def advance(self, count: int) -> None:
+        """Records that `count` more tokens are written in each layer."""
+        self.offset += count
+        self._place = None
+
+    def trim(self, to: int) -> None:
+        """Removes the tokens from `to` on, if there are any."""
+        self._place = None
+        self._store.rewind(self, max(to, 0))
+
+    def release(self) -> None:
+        """Frees all blocks."""
+        self._place = None
+        self._store.release(self)
+
+    def arrays(self) -> list[mx.array]:
+        """Returns the arrays whose evaluation completes all writes."""
+        return self.pool.written()
+
+
+class PagedStore(BlockStore):
+    """The prefix-cache store of paged rows."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.block_bytes = BLOCK_SIZE * pool.shape.token_bytes
+        super().__init__(BlockPool(pool.blocks), BLOCK_SIZE, self.block_bytes, pool.copy)
+        self._memory = pool
+
+    def new_row(self) -> PagedRow:
+        """See Store."""
+        return PagedRow(self._memory, self)

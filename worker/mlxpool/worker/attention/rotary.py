@@ -1,0 +1,124 @@
+"""Rotary position embedding of the tokens of one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels.paged_attention import RopeTables
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.interface import Rope
+
+# Below, MLX's CUDA kernel fails past 64 tokens: its thread blocks are too deep.
+MIN_KERNEL_DIMS = 32
+
+
+class RotaryEmbedding:
+    """Rotates queries and keys by the positions [T] of their tokens.
+
+    `start` is the first position where the positions are consecutive. A GPU has a kernel for it; on
+    the CPU cosines and sines are computed once for all layers of a step.
+    """
+
+    def __init__(self, positions: mx.array, start: int | None = None) -> None:
+        self._positions, self._start = positions, start
+        self._tables: dict[Rope, tuple[mx.array, mx.array]] = {}
+        self._wide: dict[Rope, tuple[mx.array, mx.array]] = {}
+        self._fused = mx.default_device().type == mx.DeviceType.gpu
+
+    def __call__(self, x: mx.array, rope: Rope) -> mx.array:
+        """Returns x [T, H, D] rotated; dimensions from `rope.dims` on stay unchanged."""
+        fused = self._fused and rope.dims >= MIN_KERNEL_DIMS
+        return self._by_kernel(x, rope) if fused else self._by_table(x, rope)
+
+    def turns(self, rope: Rope) -> RopeTables:
+        """Returns the tables for a kernel that rotates by itself."""
+        cosines, sines = self._table(rope)
+        return RopeTables(cosines, sines, rope.traditional)
+
+    def _by_kernel(self, x: mx.array, rope: Rope) -> mx.array:
+        freqs = None if rope.freqs is None else mx.array(rope.freqs)
+        if rope.gain != 1.0:
+            gain = mx.where(mx.arange(x.shape[-1]) < rope.dims, rope.gain, 1.0)
+            x = x * gain.astype(x.dtype)
+        together = self._start is not None
+        rotated = mx.fast.rope(
+            x.swapaxes(0, 1)[None] if together else x[:, :, None, :],
+            rope.dims,
+            traditional=rope.traditional,
+            base=None if freqs is not None else rope.base,
+            scale=rope.scale,
+            offset=self._positions if self._start is None else self._start,
+            freqs=freqs,
+        )
+        return rotated.squeeze(0).swapaxes(0, 1) if together else rotated[:, :, 0, :]
+
+    def _by_table(self, x: mx.array, rope: Rope) -> mx.array:
+        turned = x[..., : rope.dims]
+        if rope.traditional:
+            cos, sin = self._table(rope)
+            a, b = turned[..., ::2], turned[..., 1::2]
+            pairs = [a * cos - b * sin, b * cos + a * sin]
+            out = mx.stack(pairs, axis=-1).reshape(turned.shape)
+        else:
+            a, b = mx.split(turned, 2, axis=-1)
+            cos, sin = self._halves(rope)
+            out = turned * cos + mx.concatenate([b, a], axis=-1) * sin
+        if rope.dims == x.shape[-1]:
+            return out.astype(x.dtype)
+        return mx.concatenate([out.astype(x.dtype), x[..., rope.dims :]], axis=-1)
+
+    def _halves(self, rope: Rope) -> tuple[mx.array, mx.array]:
+        """Returns factors [T, 1, dims] of a number and of its partner in the other half."""
+        if rope not in self._wide:
+            cos, sin = self._table(rope)
+            self._wide[rope] = (
+                mx.concatenate([cos, cos], axis=-1),
+                mx.concatenate([-sin, sin], axis=-1),
+            )
+        return self._wide[rope]
+
+    def _table(self, rope: Rope) -> tuple[mx.array, mx.array]:
+        """Returns cosines and sines [T, 1, dims / 2] in float32."""
+        if rope not in self._tables:
+            if rope.freqs is None:
+                steps = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
+                turns = mx.exp(-steps * math.log(rope.base))
+            else:
+                turns = 1 / mx.array(rope.freqs)
+            angles = self._positions.astype(mx.float32)[:, None] * rope.scale * turns
+            cos, sin = mx.cos(angles) * rope.gain, mx.sin(angles) * rope.gain
+            self._tables[rope] = cos[:, None], sin[:, None]
+        return self._tables[rope]
+
+
+class RotateThenAttend:
+    """Base of the ForwardBatch classes that rotate first and attend afterwards."""
+
+    def rope(self, x: mx.array, rope: Rope) -> mx.array:
+        """See ForwardBatch."""
+        raise NotImplementedError
+
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
+        """See ForwardBatch."""
+        raise NotImplementedError
+
+    def rotate_and_attend(
+        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
+    ) -> mx.array:
+        """See ForwardBatch."""
+        q, k = split_queries_keys([self.rope(one, rope) for one in asked], v)
+        return self.attend(layer, q, k, v, scores)
+
+
+def split_queries_keys(asked: Sequence[mx.array], v: mx.array) -> tuple[mx.array, mx.array]:
+    """Returns the queries and keys in `asked`, see ForwardBatch.rotate_and_attend."""
+    if len(asked) == 1:
+        queries = asked[0].shape[1] - v.shape[1]
+        return asked[0][:, :queries], asked[0][:, queries:]
+    q, k = asked
+    return q, k

@@ -1,0 +1,194 @@
+"""Keys and values on the CPU: blocks of tokens in a few large arrays.
+
+So one matrix product attends for many rows of any lengths. A slab has SLAB_BLOCKS blocks in every
+layer. The blocks of a row may be anywhere; freed blocks are reused, and blocks are never moved.
+Slabs without used blocks are freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import groupby
+
+import mlx.core as mx
+
+from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.layers.cache_specs import KeyValueSpec
+from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
+
+SLAB_BLOCKS = 16  # blocks of a slab; more leave more unused, fewer need more products for a step
+
+
+@dataclass(eq=False, slots=True)
+class Slab:
+    """`keys` and `values` of each layer: [KV, blocks * BLOCK_SIZE, D].
+
+    A slab has the only references to its arrays, so that MLX writes them in place. Unused tokens
+    are finite numbers.
+    """
+
+    keys: list[mx.array]
+    values: list[mx.array]
+    free_blocks: list[int]  # a heap: the lowest block first, so that used blocks are neighbours
+
+    @classmethod
+    def empty(cls, shape: RowShape, blocks: int) -> Slab:
+        """Returns a slab without used blocks."""
+        caches = [cache for cache in shape.caches if isinstance(cache, KeyValueSpec)]
+        assert len(caches) == len(shape.caches), "slabs are for layers that keep every token"
+
+        def zeros(heads: int, size: int) -> mx.array:
+            return mx.zeros((heads, blocks * BLOCK_SIZE, size), dtype=shape.dtype)
+
+        keys = [zeros(cache.heads, cache.key_dim) for cache in caches]
+        values = [zeros(cache.heads, cache.value_dim) for cache in caches]
+        return cls(keys, values, list(range(blocks)))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (*self.keys, *self.values))
+
+
+class Slabs:
+    """The slabs of a model; each has `limit` blocks."""
+
+    def __init__(self, shape: RowShape, limit: int = SLAB_BLOCKS) -> None:
+        self.shape = shape
+        self._blocks = max(1, limit)
+        self._slabs: list[Slab] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes, used or not."""
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def allocate(self) -> tuple[Slab, int]:
+        """Returns a free block: its slab and its number there."""
+        slab = next((slab for slab in self._slabs if slab.free_blocks), None)
+        if slab is None:
+            slab = Slab.empty(self.shape, self._blocks)
+            self._slabs.append(slab)
+        return slab, heappop(slab.free_blocks)
+
+    def free_block(self, slab: Slab, block: int) -> None:
+        """Frees a block, and its slab when it was the last."""
+        heappush(slab.free_blocks, block)
+        if len(slab.free_blocks) == self._blocks and slab in self._slabs:
+            self._slabs.remove(slab)
+
+    def invalidate(self) -> None:
+        """Drops all slabs after a failed pass; rows keep theirs until they release them."""
+        self._slabs.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Neighbouring tokens of a row that are also neighbours in a slab."""
+
+    slab: Slab
+    start: int  # token number in the slab
+    count: int
+
+
+@dataclass(eq=False)
+class SlabRow:
+    """The blocks of one sequence; has the methods of RowCache."""
+
+    slabs: Slabs
+    offset: int = 0  # tokens that every layer holds once the step in flight is done
+    table: list[tuple[Slab, int]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> RowShape:
+        return self.slabs.shape
+
+    def reserve(self, tokens: int) -> None:
+        """Allocates blocks for `tokens` tokens in all. Raises ValueError above the capacity."""
+        if tokens > self.slabs.shape.capacity:
+            raise ValueError(
+                f"a row of {self.slabs.shape.capacity} tokens was asked to hold {tokens}; "
+                "the caller has to end a sequence at the context"
+            )
+        while len(self.table) < blocks_for(tokens):
+            self.table.append(self.slabs.allocate())
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Writes keys, values [1, KV, n, D] after `offset` tokens; returns all tokens."""
+        end = self.offset + keys.shape[2]
+        self._place(layer, self.offset, keys, values)
+        return self.part(layer, 0, end)
+
+    def part(self, layer: int, start: int, end: int) -> tuple[mx.array, mx.array]:
+        """Returns keys and values [1, KV, end - start, D] of tokens [start, end)."""
+        runs = list(self._runs(start, end))
+        return (
+            _joined([run.slab.keys[layer][:, run.start : run.start + run.count] for run in runs]),
+            _joined([run.slab.values[layer][:, run.start : run.start + run.count] for run in runs]),
+        )
+
+    def put(self, layer: int, parts: Sequence[tuple[mx.array, ...]], room: int) -> None:
+        """Copies parts into an empty row, see RowCache.put."""
+        assert self.offset == 0, "only an empty row is filled"
+        start = 0
+        for keys, values in parts:
+            self._place(layer, start, keys, values)
+            start += keys.shape[2]
+
+    def advance(self, count: int) -> None:
+        """Records that `count` more tokens are written in each layer."""
+        self.offset += count
+
+    def trim(self, to: int) -> None:
+        """Removes the tokens from `to` on, if there are any."""
+        self.offset = min(self.offset, max(to, 0))
+        self._keep_blocks(blocks_for(self.offset))
+
+    def release(self) -> None:
+        """Frees all blocks."""
+        self.offset = 0
+        self._keep_blocks(0)
+
+    def arrays(self) -> list[mx.array]:
+        """Returns all arrays with blocks of the row, to evaluate them together."""
+        slabs = {id(slab): slab for slab, _ in self.table}.values()
+        return [array for slab in slabs for array in (*slab.keys, *slab.values)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its blocks, including unused tokens."""
+        return len(self.table) * BLOCK_SIZE * self.slabs.shape.token_bytes
+
+    def place(self) -> tuple[Slab, int]:
+        """Returns the place of the next token: its slab and the token number there."""
+        slab, block = self.table[self.offset // BLOCK_SIZE]
+        return slab, block * BLOCK_SIZE + self.offset % BLOCK_SIZE
+
+    def _place(self, layer: int, start: int, keys: mx.array, values: mx.array) -> None:
+        """Writes keys, values [1, KV, n, D] from token `start` on into its blocks."""
+        end = start + keys.shape[2]
+        self.reserve(end)
+        done = 0
+        for run in self._runs(start, end):
+            part = slice(done, done + run.count)
+            place = slice(run.start, run.start + run.count)
+            run.slab.keys[layer][:, place] = keys[0, :, part]
+            run.slab.values[layer][:, place] = values[0, :, part]
+            done += run.count
+
+    def _keep_blocks(self, keep: int) -> None:
+        while len(self.table) > keep:
+            self.slabs.free_block(*self.table.pop())
+
+    def _runs(self, start: int, end: int) -> Iterator[TokenRun]:
+        blocks = range(start // BLOCK_SIZE, blocks_for(end))
+        for _, group in groupby(blocks, lambda at: (id(self.table[at][0]), self.table[at][1] - at)):
+            found = list(group)
+            slab, block = self.table[found[0]]
+            low, high = max(start, found[0] * BLOCK_SIZE), min(end, (found[-1] + 1) * BLOCK_SIZE)
+            yield TokenRun(slab, (block - found[0]) * BLOCK_SIZE + low, high - low)
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1))[None]
