@@ -56,7 +56,7 @@ class Calls:
         check_admits(self._state, model, name)
         registry.check_available(model, now, name)
         call = Call(event.id, event.link, event.attempt, event.message)
-        if self._move(model, call):
+        if self._redirect(model, call):
             return
         self._check_bounds(model, call)
         model.calls.append(call)
@@ -64,23 +64,23 @@ class Calls:
         self.forward(model)
         self._pool.update_idle_timer(model, now)
 
-    def _move(self, model: Model, again: Call) -> bool:
-        """Whether a call was known: then its answer goes to where it was sent from now.
+    def _redirect(self, model: Model, resent: Call) -> bool:
+        """Whether a call was known before: then its answer goes to the link of this sending.
 
         Raises DuplicateId if its id is that of another call.
         """
-        if again.id in self._state.calls:
-            call, epoch = self._state.calls[again.id]
-            if not call.same_as(again.message):
-                raise DuplicateId(f"another call with the id {again.id.hex()} is under way")
-            self._state.calls[again.id] = (_moved(call, again), epoch)
+        if resent.id in self._state.calls:
+            call, epoch = self._state.calls[resent.id]
+            if not call.same_as(resent.message):
+                raise DuplicateId(f"another call with the id {resent.id.hex()} is under way")
+            self._state.calls[resent.id] = (_redirected(call, resent), epoch)
             return True
         others = (m for m in self._state.registry.models.values() if m is not model)
-        if any(call.id == again.id for other in others for call in other.calls):
-            raise DuplicateId(f"another call with the id {again.id.hex()} is waiting")
+        if any(call.id == resent.id for other in others for call in other.calls):
+            raise DuplicateId(f"another call with the id {resent.id.hex()} is waiting")
         for index, call in enumerate(model.calls):
-            if call.id == again.id:
-                model.calls[index] = _moved(call, again)
+            if call.id == resent.id:
+                model.calls[index] = _redirected(call, resent)
                 return True
         return False
 
@@ -137,5 +137,5 @@ class Calls:
         self._outbox.send(call.link, Failed.of(error), call.id, call.attempt)
 
 
-def _moved(call: Call, again: Call) -> Call:
-    return replace(call, link=again.link, attempt=again.attempt)
+def _redirected(call: Call, resent: Call) -> Call:
+    return replace(call, link=resent.link, attempt=resent.attempt)

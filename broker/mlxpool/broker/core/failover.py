@@ -43,7 +43,7 @@ class Failover:
         prefill = sample.look.request
         if self._pool.condemn(worker, cause, at_once=sample.stopped):
             if own:
-                self.note_repeated_fault(worker, prefill)
+                self.mark_if_ended_by_suspect(worker, prefill)
             self.move_work(worker, cause, now, own=own, prefill=prefill)
             self.serve_elsewhere(worker, now)
 
@@ -83,14 +83,14 @@ class Failover:
         leased = (r for r, n in found if r is not None and r.run.leased_by(worker.epoch, n))
         return sorted(leased, key=lambda r: r.arrival)
 
-    def note_repeated_fault(self, worker: Worker, prefill: bytes | None) -> None:
-        """Note whether the request to blame for a worker's end has ended another one before.
+    def mark_if_ended_by_suspect(self, worker: Worker, prefill: bytes | None) -> None:
+        """Mark a worker whose end is charged to a request that has ended another one before.
 
-        Such an end says nothing new about the model: a few of them would open its breaker.
+        Such an end says nothing about the model: a few of them would open its breaker.
         """
         lost = self.running(worker)
         shares = blame.shares(lost, prefill) if lost else {}
-        worker.at_fault_before |= any(
+        worker.ended_by_suspect |= any(
             request.run.charge >= blame.SUSPECT_CHARGE and shares[request.id] >= 1
             for request in lost
         )

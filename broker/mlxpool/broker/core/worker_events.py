@@ -124,7 +124,7 @@ class WorkerEvents:
         state, slot = self._state, self._state.registry.slots[event.slot]
         own = event.own and not (slot.worker is not None and slot.worker.said_bye)
         if own and slot.worker is not None:
-            self._failover.note_repeated_fault(slot.worker, event.prefill)
+            self._failover.mark_if_ended_by_suspect(slot.worker, event.prefill)
         worker = self._pool.exited(slot, event.cause, now, own=own)
         if worker is None:
             return

@@ -127,7 +127,7 @@ class WorkerPool:
             self.stop(worker, why)
 
     def give_up(self, model: Model) -> None:
-        """All that waited for the model was answered. A pinned one is tried again nevertheless."""
+        """End the demand for an unavailable model. A pinned one is tried again nevertheless."""
         if not model.config.pin:
             self._end_demand(model, "give up")
 
@@ -239,8 +239,9 @@ class WorkerPool:
     def exited(self, slot: Slot, cause: str, now: float, *, own: bool) -> Worker | None:
         """The process of a slot is gone: free the slot, count the failure, plan the restart.
 
-        A worker that did not end by itself (`own`) delays the next one but opens no breaker. The
-        end of one that a request with an earlier end to blame had (`at_fault_before`) counts not.
+        A worker that did not end by itself (`own`) delays the next one but opens no breaker. An
+        end by a request that had ended another worker (`ended_by_suspect`) is no failure of its
+        model.
         """
         worker = slot.worker
         if worker is None:
@@ -256,7 +257,7 @@ class WorkerPool:
         commanded = was in LEAVING
         if worker.proven:
             model.failures = 0
-        elif not commanded and not worker.at_fault_before:
+        elif not commanded and not worker.ended_by_suspect:
             most = model.failures + 1 if own else self._state.config.restart_limit - 1
             model.failures = max(model.failures, min(model.failures + 1, most))
         if not commanded:
