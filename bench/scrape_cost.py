@@ -37,18 +37,14 @@ from mlxpool.broker.core.core import Core
 from mlxpool.broker.metrics.histograms import Frozen, Histogram
 from mlxpool.broker.telemetry import snapshot
 from mlxpool.broker.telemetry.metric_table import FAMILIES
-from mlxpool.broker.telemetry.prometheus import Writer
+from mlxpool.broker.telemetry.prometheus import PrometheusWriter
 from mlxpool.broker.telemetry.snapshot import Snapshot
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from support.pool import Pool
-
-ABOUT = {
-    "state": "ready", "uptime_s": 1.0, "links": 1, "front_shut": 0, "turned_out": 0,
-    "descriptors": 1024,
-}  # fmt: skip
+from support.snapshots import BROKER
 
 
 def make_core(models: int, values: int = 200) -> Core:
@@ -80,7 +76,7 @@ class PeerCollector(Collector):
             for labels, value in family.rows(self.snapshot):
                 assert not isinstance(value, Frozen)
                 numbers = value if isinstance(value, Sequence) else (value,)
-                for last, number in zip(family.over or (None,), numbers, strict=True):
+                for last, number in zip(family.last_label_values or (None,), numbers, strict=True):
                     plain.add_metric(labels if last is None else (*labels, last), number)
             yield plain
 
@@ -115,14 +111,14 @@ def timed(work: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def costs(models: int, rounds: int) -> list[tuple[str, str]]:
-    core, writer = make_core(models), Writer()
-    taken = snapshot.take(core.state, ABOUT, 0.0, 1.0)
+    core, writer = make_core(models), PrometheusWriter()
+    taken = snapshot.take(core.state, BROKER, 0.0, 1.0)
     registry = CollectorRegistry()
     registry.register(PeerCollector(taken))
     body = writer.text(taken)
     changed = [replace_histograms(taken) for _ in range(rounds + 1)]
     rows = [
-        ("the loop's part, ms", timed(lambda: snapshot.take(core.state, ABOUT, 0.0, 1.0), rounds)),
+        ("the loop's part, ms", timed(lambda: snapshot.take(core.state, BROKER, 0.0, 1.0), rounds)),
         ("the text, every histogram new, ms", timed(lambda: writer.text(changed.pop()), rounds)),
         ("the text, nothing new, ms", timed(lambda: writer.text(taken), rounds)),
         (

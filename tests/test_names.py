@@ -70,7 +70,7 @@ HEAVY = {"mlx", "tokenizers", "numpy", "jinja2", "safetensors", "torch"}
 
 
 @pytest.mark.parametrize(
-    "module", ["mlxpool.client", "mlxpool.broker.edge.loop", "mlxpool.cli.main"]
+    "module", ["mlxpool.client", "mlxpool.broker.edge.broker", "mlxpool.cli.main"]
 )
 def test_an_import_without_the_heavy_libraries(module: str) -> None:
     names = imported(module)

@@ -18,7 +18,7 @@ import pytest
 from chaos.harness import LIMITS, Chaos, model
 from chaos.raw_zmtp import GREETING, LONG, MORE, RawZmtp, frame, message, ready
 from chaos.storm import free_port
-from mlxpool.broker.edge.peers import SKIP
+from mlxpool.broker.transport.peers import MAX_SKIPPED_PARTS
 from mlxpool.common.protocol import deltas, frames, kinds, token_ids
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
@@ -215,13 +215,13 @@ def test_excess_parts_are_read_in_pieces(tmp_path: Path) -> None:
     """The loop serves other peers between two pieces; tested without a broker, to count them."""
     import zmq
 
-    from mlxpool.broker.edge.peers import Peers
+    from mlxpool.broker.transport.peers import Peers
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = sockets.router(context, "tcp://127.0.0.1:*")
     dealer = sockets.dealer(context, router.getsockopt_string(zmq.LAST_ENDPOINT))
     try:
-        dealer.send_multipart([b"x"] * (3 * SKIP))
+        dealer.send_multipart([b"x"] * (3 * MAX_SKIPPED_PARTS))
         dealer.send_multipart([b"next"])
         peers, got = Peers(router), []
         for calls in itertools.count(1):

@@ -14,10 +14,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from mlxpool.broker.telemetry.stats import stats
+from mlxpool.broker.telemetry.stats import pool_stats
 from mlxpool.common.config.bounds import host_port
 from mlxpool.common.config.loading import load
 from mlxpool.common.config.schema import PoolConfig
+from support import snapshots
 from support.command_lines import parsed
 from support.core_harness import Story
 
@@ -233,7 +234,7 @@ def test_policies_and_budgets_select_existing_pods() -> None:
 
 def test_the_scaling_figure_is_one_of_the_stats() -> None:
     (trigger,) = named("ScaledObject", "mlxpool-worker-demo")["spec"]["triggers"]
-    value: Any = stats(Story().core.state, 0.0)
+    value: Any = pool_stats(snapshots.of(Story()))
     for key in trigger["metadata"]["valueLocation"].split("."):
         value = value[key]
     assert value == 0

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from mlxpool.broker.admin.reload import Reloader
-from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import OverQuota, UnknownModel
 from support.bystander import Bystander
 from support.pool import Pool, until
@@ -62,21 +57,6 @@ def test_a_reload_changes_all_settings_beside_a_stream(tmp_path: Path) -> None:
         until(lambda: pool.worker("extra/0")["state"] == "none", "its worker has ended")
         assert "extra" not in [model["name"] for model in pool.ask("models")["models"]]
         bystander.check_unaffected()
-
-
-def test_a_reload_without_the_brokers_key_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A file that is read while it is being written may look so."""
-    broker: Any = SimpleNamespace(
-        config=PoolConfig(secret_key=tmp_path / "broker.key"),
-        notify=SimpleNamespace(reloading=lambda: None),
-    )
-    read = threading.Event()
-    reloader = Reloader(broker, PoolConfig, read.set)
-    assert reloader.begin() and read.wait(60)
-    assert reloader._found is None
-    assert "not reloaded: nothing has changed" in caplog.text
 
 
 def test_a_removed_model_finishes_its_requests_and_can_be_added_again(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.http import server as web
-from mlxpool.broker.http.server import Web
+from mlxpool.broker.http.server import HttpServer
 from support import snapshots
 from support.chromium import Chromium
 from support.core_harness import Story
@@ -171,19 +170,18 @@ def test_a_broker_that_is_killed_and_restarted(browser: Chromium, tmp_path: Path
     browser.console_messages()  # the browser told of the refused connections
 
 
-def test_a_broker_whose_loop_is_stuck(browser: Chromium, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_whose_loop_is_stuck(browser: Chromium) -> None:
     """Its HTTP threads still answer, and report it."""
-    with Web("127.0.0.1:0") as server, Loop(server, snapshots.of(Story())) as loop:
+    with HttpServer("127.0.0.1:0") as server, Loop(server, snapshots.of(Story())) as loop:
         browser.open(server.url)
         browser.wait_for_text("#state", "ready")
-        monkeypatch.setattr(web, "FRESH", 0.0)
-        monkeypatch.setattr(web, "PATIENCE", 0.2)
+        server.latest.fresh, server.latest.max_wait = 0.0, 0.2
         loop.turning = False
         browser.wait_for_text(
             ALARM, "No figures from the broker (the broker's loop has not answered"
         )
         browser.wait_for_text("#state", "no answer")
-        monkeypatch.setattr(web, "PATIENCE", 60.0)
+        server.latest.max_wait = 60.0
         loop.turning = True
         browser.wait_for_text("#state", "ready")
     browser.console_messages()  # the browser told of the status 503

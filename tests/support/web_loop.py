@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from select import select
 
-from mlxpool.broker.http.server import Web
+from mlxpool.broker.http.server import HttpServer
 from mlxpool.broker.telemetry.snapshot import Snapshot
 from mlxpool.common.closing import Closing
 
@@ -13,7 +13,7 @@ from mlxpool.common.closing import Closing
 class Loop(Closing):
     """Hands over a snapshot at each wake-up while `turning` is true."""
 
-    def __init__(self, server: Web, snapshot: Snapshot) -> None:
+    def __init__(self, server: HttpServer, snapshot: Snapshot) -> None:
         self.server, self.snapshot = server, snapshot
         self.left = 0
         self.turning = True
@@ -22,11 +22,11 @@ class Loop(Closing):
         self.thread.start()
 
     def _run(self) -> None:
-        bell = self.server.desk.bell
+        waker = self.server.latest.waker
         while not self.over:
-            if select([bell], [], [], 0.01)[0] and self.turning:
+            if select([waker], [], [], 0.01)[0] and self.turning:
                 self.left += 1
-                self.server.desk.leave(self.snapshot)
+                self.server.latest.put(self.snapshot)
 
     def close(self) -> None:
         self.over = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mlxpool.broker.edge.loop import Broker
+from mlxpool.broker.edge.broker import Broker
 from mlxpool.common import logs
 from mlxpool.common.config import loading
 

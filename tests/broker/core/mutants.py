@@ -163,8 +163,8 @@ MUTANTS = (
     ),
     _broker(
         "a worker that is found gone has not said its last words",
-        "edge/peers",
-        "        if not self.to_the_last:\n",
+        "transport/peers",
+        "        if not self.keep_gone:\n",
         "        if True:\n",
     ),
     _broker(
@@ -256,8 +256,8 @@ MUTANTS = (
     ),
     Mutant(
         "a kill from outside is taken for its own",
-        "broker/mlxpool/broker/processes/supervisor.py",
-        "    own = code >= 0 or -code in _OWN\n",
+        "broker/mlxpool/broker/processes/exits.py",
+        "    own = code >= 0 or -code in _FAULTS\n",
         "    own = True\n",
     ),
     Mutant(

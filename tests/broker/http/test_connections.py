@@ -1,4 +1,4 @@
-"""Who of the HTTP server's connections gives way to whom."""
+"""Which connection of the HTTP server is shut down to make room."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from mlxpool.broker.http.connections import AT_ONCE, LONGEST, Stage, Visits
+from mlxpool.broker.http.connections import MAX_CONNECTIONS, MAX_SECONDS, Connections, Stage
 
 
 class Guest:
@@ -31,20 +31,20 @@ class Guest:
 def guests() -> Iterator[list[Guest]]:
     """One more than there is room for."""
     with ExitStack() as stack:
-        made = [Guest() for _ in range(AT_ONCE + 1)]
+        made = [Guest() for _ in range(MAX_CONNECTIONS + 1)]
         for guest in made:
             stack.enter_context(guest.inner)
             stack.enter_context(guest.outer)
         yield made
 
 
-def full(guests: list[Guest], *stages: Stage) -> Visits:
+def full(guests: list[Guest], *stages: Stage) -> Connections:
     """All but the last have come, a second apart, and are so far; the rest as the last named."""
-    visits = Visits()
+    connections = Connections()
     for place, guest in enumerate(guests[:-1]):
-        assert visits.enter(guest.inner, float(place))
-        visits.turn(guest.inner, stages[min(place, len(stages) - 1)])
-    return visits
+        assert connections.add(guest.inner, float(place))
+        connections.set_stage(guest.inner, stages[min(place, len(stages) - 1)])
+    return connections
 
 
 def shut(guests: list[Guest]) -> list[int]:
@@ -52,60 +52,60 @@ def shut(guests: list[Guest]) -> list[int]:
 
 
 def test_there_is_room_for_some(guests: list[Guest]) -> None:
-    assert len(full(guests, Stage.ASKING)) == AT_ONCE
+    assert len(full(guests, Stage.REQUEST)) == MAX_CONNECTIONS
     assert shut(guests) == []
 
 
 @pytest.mark.parametrize(
     ("stages", "gives_way"),
     [
-        ((Stage.ASKING,), 0),
-        ((Stage.TAKING,), 0),
-        ((Stage.MAKING, Stage.ASKING), 1),
-        ((Stage.MAKING, Stage.TAKING), 1),
-        ((Stage.TAKING, Stage.MAKING, Stage.ASKING), 2),
-        ((Stage.MAKING, Stage.MAKING, Stage.TAKING, Stage.MAKING), 2),
+        ((Stage.REQUEST,), 0),
+        ((Stage.SENDING,), 0),
+        ((Stage.ANSWER, Stage.REQUEST), 1),
+        ((Stage.ANSWER, Stage.SENDING), 1),
+        ((Stage.SENDING, Stage.ANSWER, Stage.REQUEST), 2),
+        ((Stage.ANSWER, Stage.ANSWER, Stage.SENDING, Stage.ANSWER), 2),
     ],
 )
 def test_the_oldest_idle_one_gives_way(
     guests: list[Guest], stages: tuple[Stage, ...], gives_way: int
 ) -> None:
-    visits = full(guests, *stages)
-    assert visits.enter(guests[-1].inner, 9.0)
+    connections = full(guests, *stages)
+    assert connections.add(guests[-1].inner, 9.0)
     assert shut(guests) == [gives_way]
-    assert len(visits) == AT_ONCE
+    assert len(connections) == MAX_CONNECTIONS
 
 
 def test_nobody_gives_way_who_waits_for_us(guests: list[Guest]) -> None:
-    visits = full(guests, Stage.MAKING)
-    assert not visits.enter(guests[-1].inner, 9.0)
+    connections = full(guests, Stage.ANSWER)
+    assert not connections.add(guests[-1].inner, 9.0)
     assert shut(guests) == []
 
 
 def test_one_that_leaves_makes_room(guests: list[Guest]) -> None:
-    visits = full(guests, Stage.MAKING)
-    visits.leave(guests[3].inner)
-    assert visits.enter(guests[-1].inner, 9.0)
+    connections = full(guests, Stage.ANSWER)
+    connections.remove(guests[3].inner)
+    assert connections.add(guests[-1].inner, 9.0)
     assert shut(guests) == []
 
 
 def test_time_is_up_for_those_that_came_first(guests: list[Guest]) -> None:
-    visits = full(guests, Stage.ASKING, Stage.MAKING, Stage.TAKING)
-    visits.hurry(2.5 + LONGEST)
+    connections = full(guests, Stage.REQUEST, Stage.ANSWER, Stage.SENDING)
+    connections.shut_down_overdue(2.5 + MAX_SECONDS)
     assert shut(guests) == [0, 1, 2]
-    assert len(visits) == AT_ONCE - 3
+    assert len(connections) == MAX_CONNECTIONS - 3
 
 
 def test_what_was_shut_is_known_no_more(guests: list[Guest]) -> None:
-    visits = full(guests, Stage.ASKING)
-    visits.hurry(1e9)
+    connections = full(guests, Stage.REQUEST)
+    connections.shut_down_overdue(1e9)
     for guest in guests:
-        visits.turn(guest.inner, Stage.TAKING)
-        visits.leave(guest.inner)
-    assert len(visits) == 0
+        connections.set_stage(guest.inner, Stage.SENDING)
+        connections.remove(guest.inner)
+    assert len(connections) == 0
 
 
 def test_a_peer_that_went_first(guests: list[Guest]) -> None:
-    visits = full(guests, Stage.ASKING)
+    connections = full(guests, Stage.REQUEST)
     guests[0].inner.close()
-    assert visits.enter(guests[-1].inner, 9.0)
+    assert connections.add(guests[-1].inner, 9.0)

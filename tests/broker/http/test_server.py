@@ -1,4 +1,4 @@
-"""The broker's HTTP threads, with a loop of our own behind the desk."""
+"""The broker's HTTP server, with a loop of the test in place of the broker's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from select import select
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlxpool.broker.http import connections
-from mlxpool.broker.http import server as web
-from mlxpool.broker.http.connections import Stage
-from mlxpool.broker.http.server import Web
+from mlxpool.broker.http import routes
+from mlxpool.broker.http.connections import MAX_CONNECTIONS, Stage
+from mlxpool.broker.http.server import SWITCH_INTERVAL, HttpServer
 from mlxpool.broker.http.status_page import PAGE
-from mlxpool.broker.telemetry import history
+from mlxpool.broker.telemetry.stats import stats
 from mlxpool.common.config.bounds import ConfigError, host_port
 from mlxpool.common.config.loading import load
 from support import snapshots
@@ -33,20 +32,19 @@ from support.web_loop import Loop
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+def server() -> Iterator[HttpServer]:
     """Asks the loop for nothing by itself."""
-    monkeypatch.setattr(history, "STEP", 3600.0)
-    with Web("127.0.0.1:0") as running:
+    with HttpServer("127.0.0.1:0", history_interval=3600.0) as running:
         yield running
 
 
 @pytest.fixture
-def loop(server: Web, story: Story) -> Iterator[Loop]:
+def loop(server: HttpServer, story: Story) -> Iterator[Loop]:
     with Loop(server, snapshots.of(story)) as running:
         yield running
 
 
-def get(server: Web, path: str, method: str = "GET") -> tuple[int, str, str]:
+def get(server: HttpServer, path: str, method: str = "GET") -> tuple[int, str, str]:
     """Status, content type, body."""
     request = urllib.request.Request(server.url + path, method=method)
     try:
@@ -57,26 +55,26 @@ def get(server: Web, path: str, method: str = "GET") -> tuple[int, str, str]:
             return error.code, error.headers["Content-Type"], error.read().decode()
 
 
-def test_metrics(server: Web, loop: Loop) -> None:
+def test_metrics(server: HttpServer, loop: Loop) -> None:
     status, kind, text = get(server, "/metrics")
     assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
     assert "mlxpool_build_info" in {m.name for m in text_string_to_metric_families(text)}
 
 
-def test_stats_are_those_of_the_admin(server: Web, loop: Loop) -> None:
+def test_stats_are_those_of_the_admin(server: HttpServer, loop: Loop) -> None:
     status, kind, text = get(server, "/stats")
     assert (status, kind) == (200, "application/json")
-    assert json.loads(text) == loop.snapshot.stats
+    assert json.loads(text) == stats(loop.snapshot)
 
 
-def test_health(server: Web, loop: Loop) -> None:
+def test_health(server: HttpServer, loop: Loop) -> None:
     assert get(server, "/healthz")[::2] == (200, "ok\n")
     assert get(server, "/readyz")[::2] == (200, "ready\n")
 
 
 @pytest.mark.parametrize("state", ["draining", "stopping"])
 def test_a_broker_that_drains_is_healthy_and_not_ready(
-    server: Web, story: Story, state: str
+    server: HttpServer, story: Story, state: str
 ) -> None:
     with Loop(server, snapshots.of(story, state=state)):
         assert get(server, "/healthz")[0] == 200
@@ -84,7 +82,7 @@ def test_a_broker_that_drains_is_healthy_and_not_ready(
         assert get(server, "/metrics")[0] == 200
 
 
-def test_not_ready_while_no_model_can_be_had(server: Web, story: Story) -> None:
+def test_not_ready_while_no_model_can_be_had(server: HttpServer, story: Story) -> None:
     taken = snapshots.of(story)
     models = tuple(replace(each, available=False, state="broken") for each in taken.models)
     with Loop(server, replace(taken, models=models)):
@@ -93,108 +91,101 @@ def test_not_ready_while_no_model_can_be_had(server: Web, story: Story) -> None:
     assert text == "no model can be had: m is broken, other is broken\n"
 
 
-def test_a_path_that_is_not_there(server: Web, loop: Loop) -> None:
+def test_a_path_that_is_not_there(server: HttpServer, loop: Loop) -> None:
     status, _, text = get(server, "/metric")
     assert status == 404
     assert "'/metric'" in text and "/, /metrics, /healthz, /readyz, /stats, /status.json" in text
     assert loop.left == 0, "the loop was bothered"
 
 
-def test_a_query_is_no_part_of_the_path(server: Web, loop: Loop) -> None:
+def test_a_query_is_no_part_of_the_path(server: HttpServer, loop: Loop) -> None:
     assert get(server, "/healthz?verbose=1")[0] == 200
 
 
-def test_head_has_no_body(server: Web, loop: Loop) -> None:
+def test_head_has_no_body(server: HttpServer, loop: Loop) -> None:
     status, kind, text = get(server, "/metrics", "HEAD")
     assert (status, text) == (200, "")
     assert kind.startswith("text/plain")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-def test_nothing_can_be_changed(server: Web, loop: Loop, method: str) -> None:
+def test_nothing_can_be_changed(server: HttpServer, loop: Loop, method: str) -> None:
     assert get(server, "/metrics", method)[0] == 501
     assert loop.left == 0
 
 
-def test_many_scrapes_are_little_work_for_the_loop(
-    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(web, "FRESH", 3600.0)
+def test_many_scrapes_are_little_work_for_the_loop(server: HttpServer, loop: Loop) -> None:
+    server.latest.fresh = 3600.0
     for _ in range(20):
         assert get(server, "/metrics")[0] == 200
     assert loop.left == 1
 
 
-def test_an_old_snapshot_is_not_given_out(
-    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(web, "FRESH", 0.0)
+def test_an_old_snapshot_is_not_given_out(server: HttpServer, loop: Loop) -> None:
+    server.latest.fresh = 0.0
     for count in (1, 2, 3):
         assert get(server, "/metrics")[0] == 200
         assert loop.left == count
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/stats", "/status.json"])
-def test_a_loop_that_is_stuck_is_told(
-    server: Web, loop: Loop, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(web, "FRESH", 0.0)
-    monkeypatch.setattr(web, "PATIENCE", 0.05)
+def test_a_loop_that_is_stuck_is_told(server: HttpServer, loop: Loop, path: str) -> None:
+    server.latest.fresh = 0.0
+    server.latest.max_wait = 0.05
     loop.turning = False
     status, _, text = get(server, path)
     assert (status, text) == (503, "the broker's loop has not answered for 0.05 s\n")
-    monkeypatch.setattr(web, "PATIENCE", 60.0)
+    server.latest.max_wait = 60.0
     loop.turning = True
     assert get(server, path)[0] == 200
 
 
-def connect(server: Web, said: bytes = b"") -> socket.socket:
+def connect(server: HttpServer, said: bytes = b"") -> socket.socket:
     """A connection that has sent so much, in no hurry for more."""
     peer = socket.create_connection(host_port(server.url.removeprefix("http://")), timeout=60)
     peer.sendall(said)
     return peer
 
 
-def test_a_crowd_that_says_nothing_keeps_nobody_out(server: Web, loop: Loop) -> None:
+def test_a_crowd_that_says_nothing_keeps_nobody_out(server: HttpServer, loop: Loop) -> None:
     with ExitStack() as silent:
-        crowd = [silent.enter_context(connect(server)) for _ in range(3 * connections.AT_ONCE)]
+        crowd = [silent.enter_context(connect(server)) for _ in range(3 * MAX_CONNECTIONS)]
         for path in ("/healthz", "/metrics", "/healthz"):
             assert get(server, path)[0] == 200
         assert crowd[0].recv(1) == b"", "the oldest was shut"
 
 
-def test_a_crowd_that_says_too_little_keeps_nobody_out(server: Web, loop: Loop) -> None:
+def test_a_crowd_that_says_too_little_keeps_nobody_out(server: HttpServer, loop: Loop) -> None:
     with ExitStack() as slow:
-        for _ in range(2 * connections.AT_ONCE):
+        for _ in range(2 * MAX_CONNECTIONS):
             slow.enter_context(connect(server, b"GET /healthz HTTP/1.0\r\nX-Slow: "))
         assert get(server, "/healthz")[0] == 200
 
 
 def test_who_takes_no_answer_gives_way(
-    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
+    server: HttpServer, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer larger than the buffers of a connection, which nobody reads."""
     answer = (HTTPStatus.OK, "text/plain", bytes(32 * 1024 * 1024))
-    monkeypatch.setitem(web.PATHS, "/metrics", lambda server, snapshot: answer)
+    monkeypatch.setitem(routes.PATHS, "/metrics", lambda renderers, snapshot: answer)
     with ExitStack() as greedy:
-        for _ in range(2 * connections.AT_ONCE):
+        for _ in range(2 * MAX_CONNECTIONS):
             greedy.enter_context(connect(server, b"GET /metrics HTTP/1.0\r\n\r\n"))
         assert get(server, "/healthz")[0] == 200
 
 
 def test_while_all_wait_for_the_loop_a_further_one_is_turned_away(
-    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
+    server: HttpServer, loop: Loop
 ) -> None:
     """They end by themselves, in PATIENCE."""
-    monkeypatch.setattr(web, "PATIENCE", 60.0)
+    server.latest.max_wait = 60.0
     loop.turning = False
     with ExitStack() as waiting:
         peers = [
             waiting.enter_context(connect(server, b"GET /stats HTTP/1.0\r\n\r\n"))
-            for _ in range(connections.AT_ONCE)
+            for _ in range(MAX_CONNECTIONS)
         ]
-        open_now = server._server.visits._open
-        until(lambda: [v.stage for v in open_now.values()].count(Stage.MAKING) == len(peers), "all")
+        until(lambda: server.connections.count(Stage.ANSWER) == len(peers), "all wait")
         with connect(server) as further:
             assert further.recv(1) == b""
         loop.turning = True
@@ -202,16 +193,14 @@ def test_while_all_wait_for_the_loop_a_further_one_is_turned_away(
             assert peer.makefile("rb").readline() == b"HTTP/1.0 200 OK\r\n"
 
 
-def test_a_slow_connection_has_its_time(
-    server: Web, loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "LONGEST", 0.0)
+def test_a_slow_connection_has_its_time(server: HttpServer, loop: Loop) -> None:
+    server.connections.max_seconds = 0.0
     with connect(server, b"GET /hea") as peer:
         assert peer.recv(1) == b""
-    until(lambda: not len(server._server.visits), "it is counted no more")
+    until(lambda: not len(server.connections), "it is counted no more")
 
 
-def test_the_page(server: Web, loop: Loop) -> None:
+def test_the_page(server: HttpServer, loop: Loop) -> None:
     with urllib.request.urlopen(server.url, timeout=60) as answer:
         assert answer.read() == PAGE
         policy = answer.headers["Content-Security-Policy"]
@@ -219,31 +208,32 @@ def test_the_page(server: Web, loop: Loop) -> None:
     assert loop.left == 0, "the loop was bothered"
 
 
-def test_the_page_is_there_while_the_loop_is_stuck(server: Web, loop: Loop) -> None:
+def test_the_page_is_there_while_the_loop_is_stuck(server: HttpServer, loop: Loop) -> None:
     loop.turning = False
     assert get(server, "/")[0] == 200
 
 
-def test_what_the_page_shows(server: Web, loop: Loop) -> None:
+def test_what_the_page_shows(server: HttpServer, loop: Loop) -> None:
     status, kind, text = get(server, "/status.json")
     assert (status, kind) == (200, "application/json")
     assert [model["name"] for model in json.loads(text)["models"]] == ["m", "other"]
 
 
-def test_the_past_is_noted_while_nobody_looks(
-    story: Story, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(history, "STEP", 0.01)
-    with Web("127.0.0.1:0") as server, Loop(server, snapshots.of(story)):
-        until(lambda: len(server._server.past.points) > 2, "points")
+def test_the_past_is_noted_while_nobody_looks(story: Story) -> None:
+    with (
+        HttpServer("127.0.0.1:0", history_interval=0.01) as server,
+        Loop(server, snapshots.of(story)),
+    ):
+        until(lambda: len(server.history.points) > 2, "points")
 
 
-def test_the_past_goes_on_after_a_stuck_loop(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "STEP", 0.01)
-    monkeypatch.setattr(web, "PATIENCE", 0.01)
-    monkeypatch.setattr(web, "FRESH", 0.0)
-    with Web("127.0.0.1:0") as server, Loop(server, snapshots.of(story)) as loop:
-        points = server._server.past.points
+def test_the_past_goes_on_after_a_stuck_loop(story: Story) -> None:
+    with (
+        HttpServer("127.0.0.1:0", history_interval=0.01) as server,
+        Loop(server, snapshots.of(story)) as loop,
+    ):
+        server.latest.max_wait, server.latest.fresh = 0.01, 0.0
+        points = server.history.points
         until(lambda: len(points) > 2, "points")
         loop.turning = False
         assert get(server, "/healthz")[0] == 503
@@ -252,17 +242,19 @@ def test_the_past_goes_on_after_a_stuck_loop(story: Story, monkeypatch: pytest.M
         until(lambda: len(points) > before, "further points")
 
 
-def test_an_end_waits_for_no_loop(server: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_waits_for_no_loop(server: HttpServer) -> None:
     """The loop itself ends it, so nobody answers any more."""
-    monkeypatch.setattr(web, "PATIENCE", 3600.0)
+    server.latest.max_wait = 3600.0
     with connect(server, b"GET /stats HTTP/1.0\r\n\r\n") as peer:
-        until(lambda: server.desk.bell in select([server.desk.bell], [], [], 0)[0], "it waits")
+        until(
+            lambda: server.latest.waker in select([server.latest.waker], [], [], 0)[0], "it waits"
+        )
         server.close()
         assert peer.makefile("rb").read().endswith(b"the broker is ending\n")
 
 
 @pytest.mark.parametrize("junk", [b"\r\n\r\n", b"\x16\x03\x01\x00", b"GET\r\n\r\n", b"x" * 70_000])
-def test_junk_harms_nobody(server: Web, loop: Loop, junk: bytes) -> None:
+def test_junk_harms_nobody(server: HttpServer, loop: Loop, junk: bytes) -> None:
     host, port = host_port(server.url.removeprefix("http://"))
     with socket.create_connection((host, port)) as peer:
         peer.sendall(junk)
@@ -273,14 +265,14 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(OSError, match=f"cannot listen on {address}: .* another port"):
-            Web(address)
+            HttpServer(address)
 
 
 def test_it_leaves_nothing_behind(story: Story) -> None:
     before = sys.getswitchinterval()
-    with Web("127.0.0.1:0") as server:
+    with HttpServer("127.0.0.1:0") as server:
         url = server.url
-        assert sys.getswitchinterval() == pytest.approx(web.SWITCH)
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL)
     assert sys.getswitchinterval() == before
     assert not {"web", "past"} & {thread.name for thread in threading.enumerate()}
     with pytest.raises(urllib.error.URLError, match="refused"):

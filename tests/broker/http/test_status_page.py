@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from mlxpool.broker.http.status_page import PAGE, POLICY, policy
+from mlxpool.broker.http.status_page import PAGE, POLICY, content_security_policy
 
 TEXT = PAGE.decode()
 
@@ -71,7 +71,7 @@ def test_the_policy_allows_nothing_else() -> None:
 
 def test_a_second_script_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="unpack"):
-        policy(PAGE + b"<script>1</script>")
+        content_security_policy(PAGE + b"<script>1</script>")
 
 
 def test_every_element_that_the_script_asks_for_is_there() -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.processes.supervisor import DUMPS, Child, End, Supervisor, end_of
+from mlxpool.broker.processes.exits import WorkerExit, exit_of
+from mlxpool.broker.processes.supervisor import KEPT_DUMPS, Child, Supervisor
 from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
 from mlxpool.common.progress import PHASES, Look
 from support.pool import until
@@ -74,8 +75,8 @@ def nursery(
 
 
 def gone(child: Child, patience: float = PATIENCE) -> bool:
-    """Whether `watch` becomes readable in time."""
-    return bool(select.select([child.watch], [], [], patience)[0])
+    """Whether `exit_descriptor` becomes readable in time."""
+    return bool(select.select([child.exit_descriptor], [], [], patience)[0])
 
 
 def test_a_kill_is_noticed(nursery: Nursery) -> None:
@@ -83,7 +84,7 @@ def test_a_kill_is_noticed(nursery: Nursery) -> None:
     assert not gone(child, 0.05)
     os.kill(child.process.pid, signal.SIGKILL)
     assert gone(child)
-    assert nursery.supervisor.reap("m/0") == End("killed by SIGKILL", False, None)
+    assert nursery.supervisor.reap("m/0") == WorkerExit("killed by SIGKILL", False, None)
     assert nursery.supervisor.children == {}
 
 
@@ -97,11 +98,11 @@ def test_an_exit_is_noticed(nursery: Nursery) -> None:
 @pytest.mark.parametrize(("deed", "by_itself"), [("sys.exit(3)", True), ("os.abort()", False)])
 def test_an_end_by_itself_is_told_from_others(nursery: Nursery, deed: str, by_itself: bool) -> None:
     child = nursery.start(f"import os, sys; print('up', flush=True); sys.stdin.read(); {deed}")
-    assert not nursery.supervisor.left_by_itself("m/0")
+    assert not nursery.supervisor.exited_by_itself("m/0")
     assert child.process.stdin is not None
     child.process.stdin.close()
     os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
-    assert nursery.supervisor.left_by_itself("m/0") == by_itself
+    assert nursery.supervisor.exited_by_itself("m/0") == by_itself
     nursery.supervisor.reap("m/0")
 
 
@@ -117,9 +118,9 @@ def test_nothing_of_a_reaped_child_is_left_open(nursery: Nursery) -> None:
 def test_sigterm_is_enough_for_most(nursery: Nursery) -> None:
     child = nursery.start()
     nursery.supervisor.stop("m/0", now=100.0)
-    assert nursery.supervisor.due(106.9)
+    assert nursery.supervisor.observation_due(106.9)
     assert nursery.supervisor.next_wake() == 107.0
-    nursery.supervisor.poll(now=106.9)
+    nursery.supervisor.kill_overdue(now=106.9)
     assert gone(child)
     assert nursery.supervisor.reap("m/0").cause == "stopped"
     assert child.process.returncode == -signal.SIGTERM
@@ -130,9 +131,9 @@ def test_sigkill_follows_for_the_deaf(nursery: Nursery) -> None:
     child = nursery.start(DEAF)
     nursery.supervisor.stop("m/0", now=100.0)
     nursery.supervisor.stop("m/0", now=105.0)
-    nursery.supervisor.poll(now=106.9)
+    nursery.supervisor.kill_overdue(now=106.9)
     assert not gone(child, 0.2)
-    nursery.supervisor.poll(now=107.0)
+    nursery.supervisor.kill_overdue(now=107.0)
     assert gone(child)
     nursery.supervisor.reap("m/0")
     assert child.process.returncode == -signal.SIGKILL
@@ -140,11 +141,11 @@ def test_sigkill_follows_for_the_deaf(nursery: Nursery) -> None:
 
 def test_to_stop_what_is_not_there_is_nothing(nursery: Nursery) -> None:
     nursery.supervisor.stop("m/0", now=1.0)
-    nursery.supervisor.poll(now=1.0)
+    nursery.supervisor.kill_overdue(now=1.0)
     child = nursery.start("pass")
     assert gone(child)
     nursery.supervisor.stop("m/0", now=1.0)  # it has ended, and was not reaped yet
-    nursery.supervisor.poll(now=99.0)
+    nursery.supervisor.kill_overdue(now=99.0)
 
 
 def test_close_ends_everybody_at_once(nursery: Nursery) -> None:
@@ -241,9 +242,9 @@ def test_nobody_of_a_dead_workers_group_is_left(nursery: Nursery) -> None:
 def test_survivors_of_an_earlier_broker_are_swept(nursery: Nursery) -> None:
     child = nursery.start()
     later = Supervisor(nursery.config, "ipc:///back")
-    assert later.sweep() == [child.process.pid]
+    assert later.records.kill_survivors() == [child.process.pid]
     assert gone(child)
-    assert later.sweep() == []
+    assert later.records.kill_survivors() == []
 
 
 def test_a_pid_that_is_another_process_by_now_is_left_alone(nursery: Nursery) -> None:
@@ -252,20 +253,20 @@ def test_a_pid_that_is_another_process_by_now_is_left_alone(nursery: Nursery) ->
     known = json.loads(record.read_text())
     record.write_text(json.dumps({**known, "start_time": known["start_time"] - 1}))
     (nursery.folder / "workers" / "broken.json").write_text("{")
-    assert Supervisor(nursery.config, "ipc:///back").sweep() == []
+    assert Supervisor(nursery.config, "ipc:///back").records.kill_survivors() == []
     assert not gone(child, 0.05)
     assert list((nursery.folder / "workers").iterdir()) == []
 
 
 def test_what_can_be_seen_of_a_child(nursery: Nursery) -> None:
     child = nursery.start()
-    sample = nursery.supervisor.look("m/0")
+    sample = nursery.supervisor.observe("m/0")
     assert sample.look.phase == "boot" and not sample.stopped and sample.rss > 0
     child.block.write("phase", PHASES.index("prefill"))
     child.block.write_request(bytes(range(16)))
     os.kill(child.process.pid, signal.SIGSTOP)
-    until(lambda: nursery.supervisor.look("m/0").stopped, "it is seen as stopped")
-    assert nursery.supervisor.look("m/0").look.phase == "prefill"
+    until(lambda: nursery.supervisor.observe("m/0").stopped, "it is seen as stopped")
+    assert nursery.supervisor.observe("m/0").look.phase == "prefill"
     child.process.kill()
     assert gone(child)
     assert nursery.supervisor.reap("m/0").prefill == bytes(range(16))
@@ -281,16 +282,16 @@ DUMPER = (
 
 def test_stacks_are_kept_of_those_who_were_asked(nursery: Nursery) -> None:
     supervisor = nursery.supervisor
-    for number in range(DUMPS + 2):
+    for number in range(KEPT_DUMPS + 2):
         child = nursery.start(DUMPER)
-        supervisor.dump("m/0")
+        supervisor.dump_stacks("m/0")
         until(partial(has_content, child.dump_path), "the stacks are written")
         assert supervisor.last_dump("m/0") == child.dump_path
         assert "most recent call first" in child.dump_path.read_text()
         child.process.kill()
         assert gone(child)
         supervisor.reap("m/0")
-        assert len(list((nursery.folder / "logs").glob("*.stacks"))) == min(number + 1, DUMPS)
+        assert len(list((nursery.folder / "logs").glob("*.stacks"))) == min(number + 1, KEPT_DUMPS)
     quiet = nursery.start(slot="m/1")
     quiet.process.kill()
     assert gone(quiet)
@@ -334,7 +335,7 @@ def test_causes_in_words_and_whom_they_speak_against(
     code: int, commanded: bool, out_of_memory: bool, words: str, own: bool
 ) -> None:
     look = Look(request=bytes(range(16)))
-    assert end_of(code, commanded, out_of_memory, look) == End(words, own, look.request)
+    assert exit_of(code, commanded, out_of_memory, look) == WorkerExit(words, own, look.request)
 
 
 def test_each_slot_has_files_of_its_own(nursery: Nursery) -> None:

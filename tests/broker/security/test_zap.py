@@ -1,4 +1,4 @@
-"""What the ZAP handler answers, question by question."""
+"""What the ZAP handler answers to each request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zmq
 from zmq.utils import z85
 
 from mlxpool.broker.security.keyring import Keyring
-from mlxpool.broker.security.zap import Zap
+from mlxpool.broker.security.zap import ZapHandler
 from mlxpool.common.config.schema import KeyConfig
 from mlxpool.common.transport import keys
 
@@ -23,16 +23,16 @@ def refused() -> list[int]:
 
 
 @pytest.fixture
-def zap(refused: list[int]) -> Iterator[Zap]:
+def zap(refused: list[int]) -> Iterator[ZapHandler]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     ring = Keyring({"alice": KeyConfig("client", ALICE)})
-    handler = Zap(context, ring, lambda: refused.append(1))
+    handler = ZapHandler(context, ring, lambda: refused.append(1))
     yield handler
     handler.close()
     context.term()
 
 
-def question(domain: bytes, mechanism: bytes, *credentials: bytes) -> list[bytes]:
+def request(domain: bytes, mechanism: bytes, *credentials: bytes) -> list[bytes]:
     address = b"localhost:7:8:9" if mechanism == b"NULL" else b"10.0.0.1"
     return [b"1.0", b"1", domain, address, b"", mechanism, *credentials]
 
@@ -52,29 +52,29 @@ def question(domain: bytes, mechanism: bytes, *credentials: bytes) -> list[bytes
     ids=["client", "worker", "admin", "nowhere", "stranger", "password", "ticket", "ipc"],
 )
 def test_who_may_come_in(
-    zap: Zap,
+    zap: ZapHandler,
     refused: list[int],
     domain: bytes,
     mechanism: bytes,
     credentials: list[bytes],
     user: str,
 ) -> None:
-    assert zap.judge(question(domain, mechanism, *credentials), 1.0) == user
+    assert zap.user_id(request(domain, mechanism, *credentials), 1.0) == user
     assert len(refused) == (not user)
 
 
-def test_another_version_is_refused(zap: Zap) -> None:
-    assert zap.judge([b"2.0", *question(b"client", b"CURVE", RAW)[1:]], 1.0) == ""
+def test_another_version_is_refused(zap: ZapHandler) -> None:
+    assert zap.user_id([b"2.0", *request(b"client", b"CURVE", RAW)[1:]], 1.0) == ""
 
 
-def test_it_answers_over_its_socket_and_goes_on_after_nonsense(zap: Zap) -> None:
+def test_it_answers_over_its_socket_and_goes_on_after_nonsense(zap: ZapHandler) -> None:
     asker: zmq.Socket[bytes] = zap.socket.context.socket(zmq.REQ)
     asker.connect("inproc://zeromq.zap.01")
     for sent, status in (
-        (question(b"client", b"CURVE", RAW), b"200"),
+        (request(b"client", b"CURVE", RAW), b"200"),
         ([b"1.0"], b"400"),
         ([b"x", b"y", b"z"], b"400"),
-        (question(b"client", b"CURVE", bytes(32)), b"400"),
+        (request(b"client", b"CURVE", bytes(32)), b"400"),
     ):
         asker.send_multipart(sent)
         assert zap.socket.poll(60_000)
@@ -86,10 +86,10 @@ def test_it_answers_over_its_socket_and_goes_on_after_nonsense(zap: Zap) -> None
 
 
 def test_a_flood_of_refusals_is_one_line_a_second(
-    zap: Zap, caplog: pytest.LogCaptureFixture
+    zap: ZapHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     for tenth in range(25):
-        zap.judge(question(b"client", b"CURVE", bytes(32)), 1 + tenth / 10)
+        zap.user_id(request(b"client", b"CURVE", bytes(32)), 1 + tenth / 10)
     lines = [r for r in caplog.records if "refused" in r.message]
     assert len(lines) == 3
     assert [line.__dict__["untold"] for line in lines] == [0, 9, 9]

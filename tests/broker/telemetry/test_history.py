@@ -1,4 +1,4 @@
-"""The ring of the last minutes."""
+"""The bounded history behind the status page."""
 
 from __future__ import annotations
 
@@ -8,30 +8,38 @@ from hypothesis import strategies as st
 
 from mlxpool.broker.metrics.histograms import FIRST_TOKEN, Histogram
 from mlxpool.broker.telemetry import history
-from mlxpool.broker.telemetry.history import COLUMN, COLUMNS, POINTS, Column, Past, quantile, recent
+from mlxpool.broker.telemetry.history import (
+    COLUMN_SECONDS,
+    MAX_COLUMNS,
+    MAX_POINTS,
+    RateColumn,
+    RecentHistory,
+    quantile,
+    recent_rates,
+)
 from support import snapshots
 from support.core_harness import Story
 
 
-def noted(story: Story, *seconds: float) -> Past:
-    """The figures as they are now, at these times."""
-    ring = Past()
+def recorded(story: Story, *seconds: float) -> RecentHistory:
+    """The snapshot of now, recorded at these times."""
+    ring = RecentHistory()
     for at in seconds:
-        ring.note(snapshots.of(story), at)
+        ring.record(snapshots.of(story), at)
     return ring
 
 
 def test_tokens_a_second(story: Story) -> None:
     worker, request = story.running()
     worker.tokens(request, 3)
-    ring = noted(story, 10.0)
+    ring = recorded(story, 10.0)
     assert not ring.points, "nothing to compare with"
     worker.tokens(request, 8)
-    ring.note(snapshots.of(story), 14.0)
-    ring.note(snapshots.of(story), 16.0)
+    ring.record(snapshots.of(story), 14.0)
+    ring.record(snapshots.of(story), 16.0)
     busy, idle = ring.points
-    assert (busy.made, busy.seconds, busy.rate) == ({"m": 8}, 4.0, 2.0)
-    assert (idle.made, idle.rate) == ({}, 0.0)
+    assert (busy.tokens, busy.seconds, busy.rate) == ({"m": 8}, 4.0, 2.0)
+    assert (idle.tokens, idle.rate) == ({}, 0.0)
 
 
 def test_what_is_there(story: Story) -> None:
@@ -39,70 +47,70 @@ def test_what_is_there(story: Story) -> None:
     story.generate()
     story.generate()
     worker.beat(memory={"active": 600, "rss": 900})
-    (now,) = noted(story, 10.0, 12.0).points
+    (now,) = recorded(story, 10.0, 12.0).points
     assert (now.running, now.waiting, now.memory) == (1, 2, 900)
 
 
 def test_memory_of_a_device_of_its_own(story: Story) -> None:
     worker, _ = story.running()
     worker.beat(memory={"active": 6000, "rss": 900})
-    assert noted(story, 10.0, 12.0).points[0].memory == 6000
+    assert recorded(story, 10.0, 12.0).points[0].memory == 6000
 
 
 def test_the_time_to_the_first_token_is_that_of_the_last_minute(story: Story) -> None:
     worker = story.ready_worker()
-    ring = noted(story, 0.0)
+    ring = recorded(story, 0.0)
     request = story.generate()
     story.later(0.3)
     worker.tokens(request, facts={"prompt_tokens": 5})
-    for place in range(1, history.RECENT + 2):
-        ring.note(snapshots.of(story), place * history.STEP)
+    for place in range(1, history.QUANTILE_POINTS + 2):
+        ring.record(snapshots.of(story), place * history.POINT_INTERVAL)
     medians = [each.median for each in ring.points]
     assert medians[0] is not None and 0.25 < medians[0] < 0.5
-    assert medians == [medians[0]] * history.RECENT + [None]
-    assert ring.points[0].slow is not None and ring.points[0].slow > medians[0]
+    assert medians == [medians[0]] * history.QUANTILE_POINTS + [None]
+    assert ring.points[0].p95 is not None and ring.points[0].p95 > medians[0]
 
 
 def test_it_does_not_grow(story: Story) -> None:
-    ring = noted(story, *range(POINTS + 50))
-    assert len(ring.points) == POINTS
-    assert ring.points[-1].at == POINTS + 49
+    ring = recorded(story, *range(MAX_POINTS + 50))
+    assert len(ring.points) == MAX_POINTS
+    assert ring.points[-1].at == MAX_POINTS + 49
 
 
 def test_a_clock_that_stands_makes_no_point(story: Story) -> None:
-    assert len(noted(story, 1.0, 1.0, 3.0).points) == 1
+    assert len(recorded(story, 1.0, 1.0, 3.0).points) == 1
 
 
-def columns(*points: tuple[float, str, int]) -> list[Column]:
+def columns(*points: tuple[float, str, int]) -> list[RateColumn]:
     """Of points two seconds long: when, which model, how many tokens."""
-    ring = Past()
+    ring = RecentHistory()
     for at, name, made in points:
-        ring._into_column(at, 2.0, {name: made})
+        ring.add_to_column(at, 2.0, {name: made})
     return list(ring.columns)
 
 
 def test_columns_begin_at_fixed_times() -> None:
     found = columns((1001.0, "m", 10), (1003.0, "m", 30), (1011.0, "m", 10))
     for now in (1012.0, 1019.9):
-        plot = recent(found, "m", now)
-        assert plot == [None] * (COLUMNS - 2) + [10.0, 5.0]
-    assert recent(found, "m", 1020.0)[-3:] == [10.0, 5.0, None]
+        plot = recent_rates(found, "m", now)
+        assert plot == [None] * (MAX_COLUMNS - 2) + [10.0, 5.0]
+    assert recent_rates(found, "m", 1020.0)[-3:] == [10.0, 5.0, None]
 
 
 def test_columns_of_a_model_that_paused_and_of_the_too_old() -> None:
-    late = COLUMN * COLUMNS
+    late = COLUMN_SECONDS * MAX_COLUMNS
     found = columns((1.0, "m", 2), (late + 1, "other", 4))
-    assert recent(found, "m", late + 2) == []
-    assert recent(found, "other", late + 2)[-1] == 2.0
+    assert recent_rates(found, "m", late + 2) == []
+    assert recent_rates(found, "other", late + 2)[-1] == 2.0
     found = columns((1.0, "m", 2), (late + 1, "other", 4), (late + 3, "m", 2))
-    assert recent(found, "m", late + 4)[-1] == 0.5
-    assert recent(found, "other", late + 4)[-1] == 1.0
-    assert recent(found, "nobody", late + 4) == []
+    assert recent_rates(found, "m", late + 4)[-1] == 0.5
+    assert recent_rates(found, "other", late + 4)[-1] == 1.0
+    assert recent_rates(found, "nobody", late + 4) == []
 
 
 def test_columns_do_not_grow() -> None:
-    found = columns(*((COLUMN * place, "m", 1) for place in range(2 * COLUMNS)))
-    assert len(found) == COLUMNS
+    found = columns(*((COLUMN_SECONDS * place, "m", 1) for place in range(2 * MAX_COLUMNS)))
+    assert len(found) == MAX_COLUMNS
 
 
 def test_no_quantile_of_nothing() -> None:

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlxpool.broker.telemetry.metric_table import FAMILIES, HISTOGRAM
-from mlxpool.broker.telemetry.prometheus import Writer
+from mlxpool.broker.telemetry.prometheus import PrometheusWriter
 from support import snapshots
 from support.core_harness import Story, model
 
@@ -20,8 +20,8 @@ BEAT = {
 }
 
 
-def read(story: Story, writer: Writer | None = None, **about: Any) -> dict[str, Metric]:
-    text = (writer or Writer()).text(snapshots.of(story, **about)).decode()
+def read(story: Story, writer: PrometheusWriter | None = None, **about: Any) -> dict[str, Metric]:
+    text = (writer or PrometheusWriter()).text(snapshots.of(story, **about)).decode()
     assert text.endswith("\n")
     return {metric.name: metric for metric in text_string_to_metric_families(text)}
 
@@ -122,7 +122,7 @@ def test_the_states_are_all_there_and_one_holds(story: Story) -> None:
 def test_what_happens_to_requests_adds_no_series(story: Story) -> None:
     """Labels are models, slots and codes: neither owners nor ids nor what a worker says."""
     busy(story)
-    writer = Writer()
+    writer = PrometheusWriter()
     before = {name: len(metric.samples) for name, metric in read(story, writer).items()}
     worker = story.workers["m/0"]
     for number in range(20):
@@ -156,7 +156,7 @@ def test_the_name_of_a_model_may_be_anything(name: str) -> None:
 
 def test_a_writer_says_what_is_new(story: Story) -> None:
     busy(story)
-    writer = Writer()
+    writer = PrometheusWriter()
     first = read(story, writer)
     worker = story.workers["m/0"]
     for request in list(worker.runs):

@@ -6,23 +6,23 @@ import json
 from dataclasses import replace
 
 from mlxpool.broker.http.status_page import PAGE
-from mlxpool.broker.telemetry.history import COLUMNS, POINTS, STEP, Past
-from mlxpool.broker.telemetry.status import SHOWN, status
+from mlxpool.broker.telemetry.history import MAX_COLUMNS, MAX_POINTS, POINT_INTERVAL, RecentHistory
+from mlxpool.broker.telemetry.status import MAX_ROWS, status
 from mlxpool.common.config.model_names import MAX_NAME
 from support import snapshots
 from support.core_harness import START, Story, model
 
-MOST = 100_000  # bytes of the page and its first figures
+MAX_PAGE_BYTES = 100_000  # bytes of the page and its first figures
 
 
 def test_a_pool_at_work(story: Story) -> None:
     worker, request = story.running(sequences=1)
     story.generate()
-    past = Past()
-    past.note(snapshots.of(story), START)
+    past = RecentHistory()
+    past.record(snapshots.of(story), START)
     worker.tokens(request, 6)
     worker.beat(phase="decode", memory={"weights": 600, "kv": 100, "rss": 900, "limit": 1000})
-    past.note(snapshots.of(story), START + 2)
+    past.record(snapshots.of(story), START + 2)
     told = status(snapshots.of(story, pid=7), past, START + 3)
     assert told["broker"] == {"state": "ready", "pid": 7, "uptime_s": 1.5, "links": 2}
     assert (told["requests"]["live"], told["tokens"]) == (2, 6)
@@ -47,7 +47,7 @@ def test_a_pool_at_work(story: Story) -> None:
 def test_a_worker_that_ended(story: Story) -> None:
     worker, _ = story.running()
     worker.die(cause="killed by SIGKILL")
-    (row,) = status(snapshots.of(story), Past(), START)["workers"]
+    (row,) = status(snapshots.of(story), RecentHistory(), START)["workers"]
     assert row["last_exit"].startswith("killed by SIGKILL")
     assert (row["state"], row["running"], row["memory"]) == ("none", 0, {})
 
@@ -57,13 +57,13 @@ def test_errors_are_not_the_ends_that_somebody_asked_for(story: Story) -> None:
     worker.end(story.generate())
     worker.fail(story.generate())
     story.cancel(story.generate())
-    row = status(snapshots.of(story), Past(), START)["models"][0]
+    row = status(snapshots.of(story), RecentHistory(), START)["models"][0]
     assert (row["accepted"], row["failed"]) == (3, 1)
 
 
 def test_nothing_of_a_request_is_told(story: Story) -> None:
     _, request = story.running(prompt="a secret")
-    told = json.dumps(status(snapshots.of(story, run_dir="/where"), Past(), START))
+    told = json.dumps(status(snapshots.of(story, run_dir="/where"), RecentHistory(), START))
     for kept in ("a secret", request.hex(), "uid:1", "/where"):
         assert kept not in told
 
@@ -74,9 +74,9 @@ def test_of_many_those_in_trouble_and_those_at_work_are_shown(story: Story) -> N
     rows[150] = replace(rows[150], state="broken")
     rows[160] = replace(rows[160], state="ready", running=1)
     rows[170] = replace(rows[170], state="ready")
-    told = status(replace(taken, models=tuple(rows)), Past(), START)
+    told = status(replace(taken, models=tuple(rows)), RecentHistory(), START)
     names = [row["name"] for row in told["models"]]
-    assert len(names) == SHOWN and told["models_hidden"] == 200 - SHOWN
+    assert len(names) == MAX_ROWS and told["models_hidden"] == 200 - MAX_ROWS
     assert names == sorted(names)
     assert {"m150", "m160", "m170", "m000"} <= set(names)
 
@@ -85,17 +85,17 @@ def test_the_page_stays_small_however_large_the_pool_is() -> None:
     """Every model at work for ten minutes, under the longest of names."""
     names = [f"{place:0{MAX_NAME}}" for place in range(500)]
     story = Story({name: model() for name in names})
-    taken, past = snapshots.of(story), Past()
-    for place in range(POINTS + 1):
+    taken, past = snapshots.of(story), RecentHistory()
+    for place in range(MAX_POINTS + 1):
         counts = {"tokens": 1_234_567 * place, "accepted": 10**7}
-        past.note(
+        past.record(
             replace(
                 taken,
                 models=tuple(replace(each, counts=counts, running=123) for each in taken.models),
             ),
-            place * STEP,
+            place * POINT_INTERVAL,
         )
-    told = status(taken, past, POINTS * STEP)
-    assert len(told["models"][0]["recent"]) == COLUMNS
+    told = status(taken, past, MAX_POINTS * POINT_INTERVAL)
+    assert len(told["models"][0]["recent"]) == MAX_COLUMNS
     size = len(json.dumps(told, separators=(",", ":"))) + len(PAGE)
-    assert size <= MOST, size
+    assert size <= MAX_PAGE_BYTES, size

@@ -1,4 +1,4 @@
-"""What operators ask over the admin socket: commands, subscriptions, reload.
+"""What operators ask over the admin socket: commands, subscriptions to figures, reloads.
 
-Also what a service manager is told.
+Also the messages to a service manager.
 """

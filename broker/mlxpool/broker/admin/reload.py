@@ -1,7 +1,7 @@
 """SIGHUP and `mlxpool reload`: models, limits and keys are read anew while streams go on.
 
-The file is read on a thread of its own, for a disk may be slow; what it says is compared with what
-holds and applied on the broker's thread. A file with a fault changes nothing.
+The file is read on a thread, since a disk may be slow; the new settings are compared with those in
+force and applied on the broker's thread. A file with an error changes nothing.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from mlxpool.broker.edge.startup import footprints, memory, places, without_workers
+from mlxpool.broker.admin.service_notifier import ServiceNotifier
+from mlxpool.broker.catalogue.files import all_locations, all_weights_bytes
+from mlxpool.broker.host.memory import memory_limit_bytes
 from mlxpool.broker.interface import events as ev
+from mlxpool.broker.interface.ports import Perform
+from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.security.keyring import KEY
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
-
-if TYPE_CHECKING:
-    from mlxpool.broker.edge.loop import Broker
+from mlxpool.common.transport.waker import Waker
 
 log = logging.getLogger("mlxpool.broker")
 
@@ -28,7 +30,7 @@ NO_KEY = (
     " read while it was written? Write another one and mv it into its place"
 )
 
-FIXED = (  # what sockets, folders and threads were made with: a restart is needed to change it
+FIXED = (  # sockets, folders and threads were made with these: only a restart changes them
     "run_dir",
     "front",
     "back",
@@ -41,22 +43,38 @@ FIXED = (  # what sockets, folders and threads were made with: a restart is need
 )
 
 
+class CurrentSettings:
+    """The settings in force; a reload replaces them."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+
+
+def without_local_workers(config: PoolConfig) -> PoolConfig:
+    """The settings of a broker that starts no worker and scans no models folder.
+
+    Its models are served by workers that dial in.
+    """
+    models = {name: replace(model, replicas=0) for name, model in config.models.items()}
+    return replace(config, models=models, models_dir=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What new settings mean for a broker that runs. `config` is what holds from now on."""
+    """What new settings mean for a running broker. `config` is in force from now on."""
 
     config: PoolConfig
-    fixed: tuple[str, ...]  # settings that changed in vain
+    fixed: tuple[str, ...]  # settings that changed without effect
     limits: tuple[str, ...]  # settings of [pool] that changed
     added: tuple[str, ...]  # models
     gone: tuple[str, ...]
     changed: tuple[str, ...]
-    keys: tuple[str, ...]  # names of keys that came, went or changed
+    keys: tuple[str, ...]  # names of keys that were added, removed or changed
 
 
 def compare(old: PoolConfig, new: PoolConfig) -> Change:
     """Pure."""
-    differ = [
+    differing = [
         name
         for name in PoolConfig.__dataclass_fields__
         if name not in ("models", "keys") and getattr(old, name) != getattr(new, name)
@@ -65,8 +83,8 @@ def compare(old: PoolConfig, new: PoolConfig) -> Change:
     both = old.models.keys() & new.models.keys()
     return Change(
         replace(new, **kept),
-        fixed=tuple(name for name in differ if name in FIXED),
-        limits=tuple(name for name in differ if name not in FIXED),
+        fixed=tuple(name for name in differing if name in FIXED),
+        limits=tuple(name for name in differing if name not in FIXED),
         added=tuple(name for name in new.models if name not in old.models),
         gone=tuple(name for name in old.models if name not in new.models),
         changed=tuple(n for n in new.models if n in both and old.models[n] != new.models[n]),
@@ -79,30 +97,53 @@ def compare(old: PoolConfig, new: PoolConfig) -> Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Reread:
-    """New settings, and what the disk says of their models."""
+class NewSettings:
+    """The settings as they were read, and what the disk tells of their models."""
 
     config: PoolConfig
-    needs: Mapping[str, int]
-    places: Mapping[str, str]
+    weights: Mapping[str, int]  # bytes
+    locations: Mapping[str, str]
+
+
+class Target(Protocol):
+    """What a reload changes beside the core."""
+
+    def model_of(self, name: str) -> str:
+        """The model that a name is served by."""
+
+    def use(self, config: PoolConfig) -> dict[str, str]:
+        """Put limits and keys in force; returns the keys that are revoked, public -> name."""
+
+    def use_models(self, models: Mapping[str, ModelConfig]) -> None:
+        """The settings name these models now."""
+
+    def disconnect_user(self, user: str, now: float) -> None:
+        """End every connection whose handshake had this user id."""
 
 
 class Reloader:
-    """All but `_read` belongs to the broker's thread."""
+    """All but `_read` runs on the broker's thread. `waker` is readable when `apply` is due."""
 
     def __init__(
         self,
-        broker: Broker,
+        settings: CurrentSettings,
         reread: Callable[[], PoolConfig] | None,
-        ring: Callable[[], object],
+        target: Target,
+        perform: Perform,
+        notifier: ServiceNotifier,
+        counters: Counters,
     ) -> None:
-        """`ring` has the broker call `take`."""
-        self.broker = broker
+        """`reread` reads the settings, on another thread."""
+        self.waker = Waker()
+        self._settings = settings
         self._reread = reread
-        self._ring = ring
-        self._found: Reread | None = None
+        self._target = target
+        self._perform = perform
+        self._notifier = notifier
+        self._counters = counters
+        self._read_settings: NewSettings | None = None
         self._thread: threading.Thread | None = None
-        self._again = False  # somebody asked while the file was being read
+        self._again = False  # another reload was asked for while the file was being read
 
     def begin(self) -> bool:
         """Read the settings; False when there is nothing to read them from."""
@@ -112,7 +153,7 @@ class Reloader:
         if self._thread is not None:
             self._again = True
             return True
-        self.broker.notify.reloading()
+        self._notifier.reloading()
         self._thread = threading.Thread(
             target=self._read, args=(self._reread,), name="reload", daemon=True
         )
@@ -120,81 +161,75 @@ class Reloader:
         return True
 
     def _read(self, reread: Callable[[], PoolConfig]) -> None:
+        before = self._settings.config
         try:
             config = reread()
-            if self.broker.config.secret_key and not config.secret_key:
+            if before.secret_key and not config.secret_key:
                 raise ConfigError(NO_KEY)
-            if not self.broker.config.local_workers:
-                config = without_workers(config)
-            self._found = Reread(config, footprints(config), places(config))
+            if not before.local_workers:
+                config = without_local_workers(config)
+            self._read_settings = NewSettings(
+                config, all_weights_bytes(config), all_locations(config)
+            )
         except (ValueError, OSError) as error:  # ConfigError among them
             log.error("not reloaded: nothing has changed", extra={"why": str(error)})
         except Exception:
             log.exception("not reloaded: nothing has changed")
-        try:
-            self._ring()
-        except OSError:  # the broker has ended meanwhile
-            pass
+        self.waker.wake()
 
-    def take(self, now: float) -> None:
-        """The file was read: apply what it says."""
+    def apply(self, now: float) -> None:
+        """The file was read: put its settings in force."""
+        self.waker.drain()
         if self._thread is not None:
             self._thread.join()
-        found, self._found, self._thread = self._found, None, None
+        new, self._read_settings, self._thread = self._read_settings, None, None
         try:
-            if found is not None:
-                self._apply(found, now)
+            if new is not None:
+                self._apply(new, now)
         except Exception:  # a bug of ours costs one reload, never the pool
-            self.broker.core.state.counters.internal_errors += 1
+            self._counters.internal_errors += 1
             log.exception("not reloaded as a whole")
-        self.broker.notify.ready()
+        self._notifier.ready()
         if self._again:
             self._again = False
             self.begin()
 
-    def _apply(self, found: Reread, now: float) -> None:
-        broker, change = self.broker, compare(self.broker.config, found.config)
+    def _apply(self, new: NewSettings, now: float) -> None:
+        change = compare(self._settings.config, new.config)
         if change.fixed:
             log.warning("a restart is needed for some settings", extra={"settings": change.fixed})
-        self._use(change.config, now)
+        config = self._settings.config = change.config
+        self._apply_limits(config, now)
         for name in change.gone:
-            broker.perform(ev.ModelGone(name, broker.config.drain_grace), now)
+            self._perform(ev.ModelGone(name, config.drain_grace), now)
         for name in (*change.added, *change.changed):
-            config, place = change.config.models[name], found.places[name]
-            broker.perform(self._event(name, config, place, found.needs[name], change), now)
-        if broker.config.local_workers:
-            broker.library.reload(change.config.models)
+            self._perform(self._model_event(name, new, change), now)
+        if config.local_workers:
+            self._target.use_models(config.models)
         for name in change.added:
-            if change.config.models[name].pin:
-                broker.perform(ev.Load(broker.core.state.registry.model(name).name), now)
+            if config.models[name].pin:
+                self._perform(ev.Load(self._target.model_of(name)), now)
         shown = {k: getattr(change, k) for k in ("limits", "added", "gone", "changed", "keys")}
         log.info("reloaded", extra={k: v for k, v in shown.items() if v})
 
-    def _use(self, config: PoolConfig, now: float) -> None:
-        """All but the models; keys that are no more are cut off."""
-        broker = self.broker
-        broker.config = broker.supervisor.config = config
-        broker.perform(ev.Reload(config, memory(config)), now)
-        for public, name in broker.entrance.keyring.replace(config.keys).items():
-            self._revoke(public, name, now)
+    def _apply_limits(self, config: PoolConfig, now: float) -> None:
+        """Put all but the models in force, and end what revoked keys have."""
+        revoked = self._target.use(config)
+        self._perform(ev.Reload(config, memory_limit_bytes(config)), now)
+        for public, name in revoked.items():
+            log.warning("key revoked", extra={"key": name, "public": public})
+            self._perform(ev.Revoked(f"{KEY}{name}"), now)
+            self._target.disconnect_user(f"{KEY}{public}", now)
 
-    def _revoke(self, public: str, name: str, now: float) -> None:
-        broker = self.broker
-        log.warning("key revoked", extra={"key": name, "public": public})
-        broker.perform(ev.Revoked(f"{KEY}{name}"), now)
-        broker.dial_in.revoked(public, now)
-        for peers in (broker.front, broker.back, broker.admin.peers):
-            for peer in list(peers.by_number.values()):
-                if peer.user == f"{KEY}{public}":
-                    broker.turn_out(peers, peer)
-
-    def _event(
-        self, name: str, config: ModelConfig, place: str, need: int, change: Change
-    ) -> ev.Event:
+    def _model_event(self, name: str, new: NewSettings, change: Change) -> ev.Event:
+        model, location = change.config.models[name], new.locations[name]
+        weights = new.weights[name]
         if name in change.changed:
-            return ev.ModelChanged(name, config, place, need, self.broker.config.drain_grace)
-        return ev.ModelFound(name, config, place, need)
+            grace = change.config.drain_grace
+            return ev.ModelChanged(name, model, location, weights, grace)
+        return ev.ModelFound(name, model, location, weights)
 
     def close(self) -> None:
-        """What is still being read is of no interest."""
+        """The result of a reading under way is dropped."""
         self._again, self._reread = False, None
+        self.waker.close()

@@ -1,7 +1,7 @@
-"""Who is told the pool's figures once a second, until they stop asking.
+"""Connections that get the pool's figures once a second, until they stop asking.
 
-A watcher asks again before its lease ends, so one that froze or went away costs a few frames.
-Nothing is reckoned while nobody watches.
+A subscriber asks again before its lease ends, so one that froze or went away costs a few frames.
+Without subscribers no snapshot is taken.
 """
 
 from __future__ import annotations
@@ -9,83 +9,93 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from mlxpool.broker.edge.peers import Peers
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.frames import Header
 
-PERIOD = 1.0  # seconds between two pictures
-LEASE = 5.0  # seconds for which one question is answered
-MOST = 64  # watchers; operations are few
+INTERVAL = 1.0  # seconds between two updates
+LEASE = 5.0  # seconds for which one request is answered
+MAX_SUBSCRIBERS = 64
 
-Picture = Callable[[float], Mapping[str, Any]]
+
+class Connections(Protocol):
+    """The part of transport.peers.Peers that is used."""
+
+    @property
+    def full(self) -> set[int]: ...
+
+    def send(self, number: int, parts: list[bytes]) -> bool: ...
+
+    def forget(self, number: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
-class Watcher:
-    """One connection; `id` is that of its newest question."""
+class Subscription:
+    """One connection; `id` is that of its newest request."""
 
     id: bytes | None
     until: float
 
 
-class Watchers:
-    """Owned by the broker's loop, like the socket behind `peers`."""
+class Subscriptions:
+    """Owned by the broker's thread."""
 
-    def __init__(self, peers: Peers, picture: Picture) -> None:
-        self._peers = peers
-        self._picture = picture
-        self._of: dict[int, Watcher] = {}  # by number of the connection
+    def __init__(
+        self, connections: Connections, figures: Callable[[float], Mapping[str, Any]]
+    ) -> None:
+        """`figures` makes the body of an update."""
+        self._connections = connections
+        self._figures = figures
+        self._by_number: dict[int, Subscription] = {}  # by number of the connection
         self._due = math.inf
         self._count = 0
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._by_number)
 
     def __contains__(self, number: int) -> bool:
-        return number in self._of
+        return number in self._by_number
 
-    def takes(self, number: int) -> bool:
-        """Whether this connection may watch: it does already, or there is room."""
-        return number in self._of or len(self._of) < MOST
+    def accepts(self, number: int) -> bool:
+        """Whether this connection may subscribe: it has done so already, or there is room."""
+        return number in self._by_number or len(self._by_number) < MAX_SUBSCRIBERS
 
-    def admit(self, number: int, ident: bytes | None, now: float) -> None:
-        """Tell this connection at once, then each second until its lease ends."""
-        known = number in self._of
-        self._of[number] = Watcher(ident, now + LEASE)
-        self._due = min(self._due, now + PERIOD)
+    def renew(self, number: int, request_id: bytes | None, now: float) -> None:
+        """Begin or prolong a subscription; a new one gets its first update at once."""
+        known = number in self._by_number
+        self._by_number[number] = Subscription(request_id, now + LEASE)
+        self._due = min(self._due, now + INTERVAL)
         if not known:
-            self._tell(number, self._picture(now))
+            self._send(number, self._figures(now))
 
     def next_wake(self) -> float:
-        """When there is something to do; infinite while nobody watches."""
+        """When an update or the end of a lease is due; infinity without subscribers."""
         return self._due
 
-    def serve(self, now: float) -> None:
-        """Send the picture that is due."""
+    def send_due(self, now: float) -> None:
+        """Send the update that is due to all."""
         if now < self._due:
             return
-        for number in [n for n, watcher in self._of.items() if watcher.until <= now]:
-            self._end(number)
-        if not self._of:
+        for number in [n for n, one in self._by_number.items() if one.until <= now]:
+            del self._by_number[number]
+            self._connections.forget(number)
+        if not self._by_number:
             self._due = math.inf
             return
-        self._due = now + PERIOD
-        picture = self._picture(now)
-        for number in list(self._of):
-            self._tell(number, picture)
+        self._due = now + INTERVAL
+        figures = self._figures(now)
+        for number in list(self._by_number):
+            self._send(number, figures)
 
-    def _tell(self, number: int, picture: Mapping[str, Any]) -> None:
-        """Who has not read the last picture gets none: they are not worth keeping."""
-        if number in self._peers.full:
+    def _send(self, number: int, figures: Mapping[str, Any]) -> None:
+        """A connection with a backlog is skipped: old updates are not worth queueing."""
+        if number in self._connections.full:
             return
         self._count += 1
-        header = Header(kinds.WATCH, self._of[number].id)
-        body = {"seq": self._count, **picture}
-        if not self._peers.send(number, frames.encode(header, body, max_body=frames.MAX_BLOB)):
-            self._of.pop(number, None)
-
-    def _end(self, number: int) -> None:
-        del self._of[number]
-        self._peers.forget(number)
+        header = Header(kinds.WATCH, self._by_number[number].id)
+        body = {"seq": self._count, **figures}
+        if not self._connections.send(
+            number, frames.encode(header, body, max_body=frames.MAX_BLOB)
+        ):
+            self._by_number.pop(number, None)

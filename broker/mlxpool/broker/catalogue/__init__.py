@@ -1,4 +1,4 @@
-"""Finds models on the disk and has their files read by short-lived processes of the worker's code.
+"""Finds model folders on the disk and reads what they hold, on a thread and in a child process.
 
-What they say reaches the core as events.
+A slow disk delays no stream, and nothing in a model's files can harm the broker.
 """

@@ -1,4 +1,4 @@
-"""Sockets, timers and signals around the core: one loop on one thread.
+"""The broker's process: one loop on one thread around the pure core.
 
-It makes events of messages and performs the core's actions.
+Messages become events for the core, and its actions are performed. `broker` builds all parts.
 """

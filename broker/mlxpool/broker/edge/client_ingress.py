@@ -1,77 +1,119 @@
-"""What clients send: read, paid for, made an event of, or answered with what is wrong with it."""
+"""Turns frames of clients into events, within their quotas; answers what is no valid message."""
 
 from __future__ import annotations
 
 import secrets
+import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
-from mlxpool.broker.admin.commands import COMMANDS
-from mlxpool.broker.edge.peers import Peer
+from mlxpool.broker.admin.commands import HANDLERS
 from mlxpool.broker.interface import client_events
 from mlxpool.broker.interface import events as ev
+from mlxpool.broker.interface.ports import Perform
+from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.requests.quotas import Rates, milliseconds
+from mlxpool.broker.transport.peers import Peer, Peers
+from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import BadRequest, OverQuota, PoolError
 from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol.content import encoded
 from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.to_client import Failed
 
-if TYPE_CHECKING:
-    from mlxpool.broker.edge.loop import Broker
-
+MAX_MESSAGES = 256  # read from the socket before the others are read
+MAX_SECONDS = 0.001  # the same: a flood of clients must not delay the frames of workers
 SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, cancel
 
+AfterScan = Callable[[Callable[[float], None], float], None]
 
-class FromClients:
-    """Part of the edge: owned by the broker's one thread."""
 
-    def __init__(self, broker: Broker) -> None:
-        self.broker = broker
-        self.bytes = Rates()  # that clients send
+class ClientIngress:
+    """Owned by the broker's thread."""
 
-    def take(self, peer: Peer, parts: list[bytes], now: float) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        perform: Perform,
+        counters: Counters,
+        *,
+        boot: int,
+        settings: Callable[[], PoolConfig],
+        is_live: Callable[[bytes], bool],
+        after_scan: AfterScan,
+    ) -> None:
+        """`is_live`: whether a request with this id is live.
+
+        `after_scan` calls its argument when the models on the disk are known.
+        """
+        self._peers = peers
+        self._perform = perform
+        self._counters = counters
+        self._boot = boot
+        self._settings = settings
+        self._is_live = is_live
+        self._after_scan = after_scan
+        self._bytes = Rates()  # that each owner sends
+
+    def read(self, now: float) -> None:
+        """Handle what waits, at most MAX_MESSAGES, for at most MAX_SECONDS."""
+        end = time.monotonic() + MAX_SECONDS
+        for _ in range(MAX_MESSAGES):
+            received = self._peers.receive(now)
+            if received is None:
+                break
+            self.on_message(*received, now)
+            if time.monotonic() >= end:
+                break
+
+    def on_message(self, peer: Peer, parts: list[bytes], now: float) -> None:
         if not peer.admitted:
-            self.broker.turn_away(self.broker.front, peer)
+            self._counters.auth_failures += 1
+            self._peers.disconnect(peer)
             return
-        if self.broker.config.quota_bytes and not self._affords(peer, parts, now):
+        if self._settings().quota_bytes and not self._check_quota(peer, parts, now):
             return
         try:
             message = frames.decode(parts)
             event = self._event(peer, message)
         except frames.Garbage as garbage:
-            self.broker.core.state.counters.bad_frames += 1
-            self._complain(peer, garbage.error, garbage.about, None, now)
+            self._counters.bad_frames += 1
+            self._refuse(peer, garbage.error, garbage.about, 0, now)
         except PoolError as error:
-            self.broker.core.state.counters.bad_frames += 1
-            self._complain(peer, error, message.header.id, message, now)
+            self._counters.bad_frames += 1
+            self._refuse(peer, error, message.header.id, message.header.attempt, now)
         else:
             if isinstance(event, ev.ListModels):
-                self.broker.library.after_look(partial(self.broker.perform, event), now)
+                self._after_scan(partial(self._perform, event), now)
             else:
-                self.broker.perform(event, now)
+                self._perform(event, now)
 
-    def _affords(self, peer: Peer, parts: list[bytes], now: float) -> bool:
-        """Whether it may send so many bytes; if not, that was answered. Nothing but the header of
-        a message that is too much is decoded. What only keeps streams going passes for long.
+    def _check_quota(self, peer: Peer, parts: list[bytes], now: float) -> bool:
+        """Whether the owner may send so many bytes; if not, that was answered.
+
+        Only the header of a message over the quota is decoded. Small messages pass until the owner
+        has its maximal debt; then everything is dropped without an answer.
         """
-        limit, size = self.broker.config.quota_bytes, sum(map(len, parts))
-        wait, broke = (ask(peer.owner, limit, now) for ask in (self.bytes.wait, self.bytes.broke))
-        self.bytes.spend(peer.owner, size, limit, now)
+        limit, size, owner = self._settings().quota_bytes, sum(map(len, parts)), peer.owner
+        wait = self._bytes.wait(owner, limit, now)
+        broke = self._bytes.broke(owner, limit, now)
+        self._bytes.spend(owner, size, limit, now)
         if not wait or (size <= SMALL and not broke):
             return True
         if not broke:
             error = OverQuota(
-                f"{peer.owner} sends more than {limit} bytes a second (quota_bytes), {size} more"
+                f"{owner} sends more than {limit} bytes a second (quota_bytes), {size} more"
                 " are too many now; send less, or wait",
-                details={"owner": peer.owner, "value": size, "bound": limit},
+                details={"owner": owner, "value": size, "bound": limit},
                 retry_after_ms=milliseconds(wait),
             )
-            header = frames.header_of(parts)
-            message = None if header is None else Message(header, {}, ())
-            self.broker.core.state.counters.rejected[error.code] += 1
-            self._complain(peer, error, None if header is None else header.id, message, now)
+            self._counters.rejected[error.code] += 1
+            header = frames.header_of(parts) or Header("")
+            self._refuse(peer, error, header.id, header.attempt, now)
         return False
 
     def _event(self, peer: Peer, message: Message) -> ev.Event:
+        """Raises BadRequest."""
         header, body, kind, link = message.header, message.body, message.kind, peer.number
         if kind == kinds.ACK:
             return client_events.ack(link, body)
@@ -88,7 +130,7 @@ class FromClients:
             return ev.ListModels(link, header.id, header.attempt)
         if kind in (kinds.TOKENIZE, kinds.DETOKENIZE):
             return client_events.tokenizer_call(link, header, body, message.blobs)
-        if kind in COMMANDS:
+        if kind in HANDLERS:
             raise BadRequest(
                 f"{kind!r} is an operator's command, and this endpoint is for clients: use the"
                 " broker's run directory (--run-dir), or an endpoint of `admin` with an admin's key"
@@ -96,18 +138,11 @@ class FromClients:
             )
         raise BadRequest(f"a client cannot send the kind {kind!r:.40}")
 
-    def _complain(
-        self,
-        peer: Peer,
-        error: PoolError,
-        about: bytes | None,
-        message: Message | None,
-        now: float,
+    def _refuse(
+        self, peer: Peer, error: PoolError, about: bytes | None, attempt: int, now: float
     ) -> None:
-        """Say what is wrong; it ends no stream that is live."""
-        self.broker.perform(ev.Heard(peer.number), now)
-        live = about is None or about in self.broker.core.state.requests
-        attempt = message.header.attempt if message is not None else 0
-        header = Header(kinds.ERROR, None if live else about, self.broker.boot, attempt)
-        body = {**error.body(), "about": about}
-        self.broker.front.send(peer.number, frames.encode(header, body))
+        """Answer with an error; it ends no live stream."""
+        self._perform(ev.Heard(peer.number), now)
+        id = None if about is None or self._is_live(about) else about
+        parts = encoded(Failed.about(error, about), id, self._boot, attempt)
+        self._peers.send(peer.number, parts)

@@ -1,86 +1,118 @@
-"""Does what the core decided: sends, starts, stops, notes."""
+"""Performs the core's actions: sends messages, starts and stops workers, writes log lines."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from mlxpool.broker.edge import trace
 from mlxpool.broker.interface import actions as act
 from mlxpool.broker.interface import events as ev
+from mlxpool.broker.interface.ports import Perform
+from mlxpool.broker.metrics.counters import Counters
+from mlxpool.broker.transport.peers import Peers
+from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.protocol import frames
-
-if TYPE_CHECKING:
-    from mlxpool.broker.edge.loop import Broker
+from mlxpool.common.trace import History
 
 log = logging.getLogger("mlxpool.broker")
-requests_log = logging.getLogger("mlxpool.request")  # one line for each that ends
+requests_log = logging.getLogger("mlxpool.request")  # one line for each request that ends
+
+
+class Core(Protocol):
+    def handle(self, event: ev.Event, now: float) -> Sequence[act.Action]: ...
+
+    def pending(self) -> Sequence[act.Action]:
+        """What was decided so far for an event that raised an exception."""
+
+
+class Workers(Protocol):
+    def start(self, slot: str, model: str, now: float) -> None: ...
+
+    def stop(self, slot: str, now: float, *, at_once: bool) -> None: ...
+
+    def dump_stacks(self, slot: str) -> None: ...
+
+
+class Executor:
+    """Owned by the broker's thread. `bind` it before the first event."""
+
+    def __init__(self, core: Core, counters: Counters, history: History) -> None:
+        self._core = core
+        self._counters = counters
+        self._history = history
+        self._actions: Actions | None = None
+
+    def bind(self, actions: Actions) -> None:
+        """Perform actions with this object, whose parts need `perform` themselves."""
+        self._actions = actions
+
+    def perform(self, event: ev.Event, now: float) -> None:
+        """Let the core handle an event, then perform its actions in order."""
+        if self._history.on:
+            trace.of_event(self._history, event)
+        try:
+            actions = self._core.handle(event, now)
+        except Exception:  # a bug of ours costs one event, never the pool
+            self._counters.internal_errors += 1
+            log.exception("the core failed", extra={"on": type(event).__name__})
+            actions = self._core.pending()  # its state holds what it had decided so far
+        assert self._actions is not None
+        for action in actions:
+            if self._history.on:
+                trace.of_action(self._history, action)
+            try:
+                PERFORM[type(action)](self._actions, action, now)
+            except Exception:
+                self._counters.internal_errors += 1
+                log.exception("an action failed", extra={"action": type(action).__name__})
 
 
 class Actions:
-    """Part of the edge: owned by the broker's one thread."""
+    """One method for each kind of action."""
 
-    def __init__(self, broker: Broker) -> None:
-        self.broker = broker
-
-    def perform(self, event: ev.Event, now: float) -> None:
-        """Let the core decide, then do what it decided, in order."""
-        if self.broker.history.on:
-            trace.of_event(self.broker.history, event)
-        try:
-            actions = self.broker.core.handle(event, now)
-        except Exception:  # a bug of ours costs one event, never the pool
-            self.broker.core.state.counters.internal_errors += 1
-            log.exception("the core failed", extra={"on": type(event).__name__})
-            actions = self.broker.core.outbox.actions  # what it had decided is in its books already
-        for action in actions:
-            if self.broker.history.on:
-                trace.of_action(self.broker.history, action)
-            try:
-                PERFORM[type(action)](self, action, now)
-            except Exception:
-                self.broker.core.state.counters.internal_errors += 1
-                log.exception("an action failed", extra={"action": type(action).__name__})
+    def __init__(
+        self,
+        front: Peers,
+        sessions: WorkerSessions,
+        workers: Workers,
+        perform: Perform,
+        stop_pool: Callable[[float], None],
+    ) -> None:
+        self._front = front
+        self._sessions = sessions
+        self._workers = workers
+        self._perform = perform
+        self._stop_pool = stop_pool
 
     def to_client(self, action: act.ToClient, now: float) -> None:
         parts = frames.encode(action.header, action.message.body(), action.message.blobs())
-        if not self.broker.front.send(action.link, parts):
-            self.perform(ev.LinkLost(action.link), now)
+        if not self._front.send(action.link, parts):
+            self._perform(ev.LinkLost(action.link), now)
 
     def to_worker(self, action: act.ToWorker, now: float) -> None:
-        number = self.broker.from_workers.peers.get(action.slot)
-        if number is not None:
-            body, blobs = action.message.body(), action.message.blobs()
-            parts = frames.encode(action.header, body, blobs, max_body=frames.MAX_BACK_BODY)
-            if not self.broker.back.send(number, parts) and self.broker.back.overflowed(number):
-                self.stop_worker(act.StopWorker(action.slot), now)  # it takes nothing any more
-            # Else the connection is gone: the worker says hello again, or the judge notices.
+        if self._sessions.connection(action.slot) is None:
+            return  # the worker says `hello` again, or is judged hung
+        body, blobs = action.message.body(), action.message.blobs()
+        parts = frames.encode(action.header, body, blobs, max_body=frames.MAX_BACK_BODY)
+        if not self._sessions.send(action.slot, parts):  # it receives nothing any more
+            self._workers.stop(action.slot, now, at_once=False)
 
     def start_worker(self, action: act.StartWorker, now: float) -> None:
-        try:
-            model = self.broker.core.state.registry.models[action.model].config
-            child = self.broker.supervisor.start(action.slot, action.model, model)
-        except OSError as error:
-            why = f"cannot start the worker of {action.model!r}: {error}"
-            log.error("worker not started", extra={"slot": action.slot, "why": str(error)})
-            self.perform(ev.SpawnFailed(action.slot, why), now)
-            return
-        self.broker.from_workers.watch(child)
-        self.perform(ev.Spawned(action.slot, child.process.pid), now)
+        self._workers.start(action.slot, action.model, now)
 
     def stop_worker(self, action: act.StopWorker, now: float) -> None:
-        if not self.broker.dial_in.stop(action.slot, now):
-            self.broker.supervisor.stop(action.slot, now, at_once=action.at_once)
+        self._workers.stop(action.slot, now, at_once=action.at_once)
 
     def forget_link(self, action: act.ForgetLink, now: float) -> None:
-        self.broker.front.forget(action.link)
+        self._front.forget(action.link)
 
     def dump_stacks(self, action: act.DumpStacks, now: float) -> None:
-        self.broker.supervisor.dump(action.slot)
+        self._workers.dump_stacks(action.slot)
 
     def stop_pool(self, action: act.StopPool, now: float) -> None:
-        self.broker.stop(now, final=False)
+        self._stop_pool(now)
 
     def note(self, action: act.Note, now: float) -> None:
         logger = requests_log if action.event == "request" else log

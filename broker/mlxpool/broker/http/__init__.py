@@ -1,4 +1,4 @@
-"""The HTTP server for metrics and the status page, on a thread of its own.
+"""The HTTP server for metrics, health and the status page, on threads of its own.
 
 It reads snapshots and never touches the core.
 """

@@ -1,7 +1,7 @@
-"""The open connections of the HTTP server: few, none for long, and the idle give way to new ones.
+"""The open connections of the HTTP server: few, short-lived; idle ones make room for new ones.
 
-Invariant: at most AT_ONCE are counted. One that is shut is counted no more; its thread meets the
-end of the socket at once and closes it.
+Invariant: at most MAX_CONNECTIONS are counted. One that was shut down is not counted any more; its
+thread sees the end of the socket at once and closes it.
 """
 
 from __future__ import annotations
@@ -11,78 +11,85 @@ import threading
 from dataclasses import dataclass
 from enum import Enum
 
-AT_ONCE = 8  # connections; each is a descriptor that clients cannot have
-LONGEST = 5.0  # seconds from the first byte of a request to the last of its answer
+MAX_CONNECTIONS = 8  # each takes a descriptor that clients cannot have
+MAX_SECONDS = 5.0  # from the first byte of a request to the last of its answer
 
 
 class Stage(Enum):
     """What a connection waits for."""
 
-    ASKING = "the peer's request"
-    MAKING = "our answer"
-    TAKING = "the peer to take it"
+    REQUEST = "the peer's request"
+    ANSWER = "our answer"
+    SENDING = "the peer to receive the answer"
 
 
-# Who waits for a slow peer gives way before who waits for us: that one ends by itself.
-GIVES_WAY = (Stage.ASKING, Stage.TAKING)
+# One that waits for its peer is shut down before one that waits for us: that one ends by itself.
+IDLE_STAGES = (Stage.REQUEST, Stage.SENDING)
 
 
 @dataclass(eq=False, slots=True)
-class Visit:
-    """One connection; `since` is when it came, in seconds."""
+class Connection:
+    """`since` is when it was accepted, in seconds."""
 
     socket: socket.socket
     since: float
-    stage: Stage = Stage.ASKING
+    stage: Stage = Stage.REQUEST
 
 
-class Visits:
+class Connections:
     """All that are open, the oldest first. Every method may be called from any thread."""
 
     def __init__(self) -> None:
-        self._open: dict[socket.socket, Visit] = {}
+        self.max_seconds = MAX_SECONDS
+        self._open: dict[socket.socket, Connection] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def enter(self, connection: socket.socket, now: float) -> bool:
-        """Let it in, in the place of the oldest that waits for its peer. False: no place."""
+    def count(self, stage: Stage) -> int:
+        """How many are in this stage."""
         with self._lock:
-            if len(self._open) >= AT_ONCE:
-                if (oldest := self._idle()) is None:
+            return sum(connection.stage is stage for connection in self._open.values())
+
+    def add(self, accepted: socket.socket, now: float) -> bool:
+        """Count it, in place of the oldest idle one if need be. False: there is no room."""
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                if (oldest := self._oldest_idle()) is None:
                     return False
-                self._shut(oldest)
-            self._open[connection] = Visit(connection, now)
+                self._shut_down(oldest)
+            self._open[accepted] = Connection(accepted, now)
             return True
 
-    def turn(self, connection: socket.socket, stage: Stage) -> None:
-        """It has come so far; nothing, when it was shut meanwhile."""
+    def set_stage(self, accepted: socket.socket, stage: Stage) -> None:
+        """Nothing, if it was shut down meanwhile."""
         with self._lock:
-            if (visit := self._open.get(connection)) is not None:
-                visit.stage = stage
+            if (connection := self._open.get(accepted)) is not None:
+                connection.stage = stage
 
-    def leave(self, connection: socket.socket) -> None:
+    def remove(self, accepted: socket.socket) -> None:
         """It has ended."""
         with self._lock:
-            self._open.pop(connection, None)
+            self._open.pop(accepted, None)
 
-    def hurry(self, now: float) -> None:
-        """Shut those that have been here for LONGEST."""
+    def shut_down_overdue(self, now: float) -> None:
+        """End those that have been open for `max_seconds`."""
         with self._lock:
-            for visit in [v for v in self._open.values() if now - v.since > LONGEST]:
-                self._shut(visit)
+            overdue = [c for c in self._open.values() if now - c.since > self.max_seconds]
+            for connection in overdue:
+                self._shut_down(connection)
 
-    def _idle(self) -> Visit | None:
-        for stage in GIVES_WAY:
-            for visit in self._open.values():
-                if visit.stage is stage:
-                    return visit
+    def _oldest_idle(self) -> Connection | None:
+        for stage in IDLE_STAGES:
+            for connection in self._open.values():
+                if connection.stage is stage:
+                    return connection
         return None
 
-    def _shut(self, visit: Visit) -> None:
-        del self._open[visit.socket]
+    def _shut_down(self, connection: Connection) -> None:
+        del self._open[connection.socket]
         try:
-            visit.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the peer was quicker
+            connection.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the peer closed it meanwhile
             pass

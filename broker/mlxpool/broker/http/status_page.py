@@ -1,4 +1,4 @@
-"""The status page: one file that asks for nothing but `status.json`, and may do nothing else."""
+"""The status page: one file that requests nothing but `status.json`, and may do nothing else."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 PAGE = Path(__file__).with_name("page.html").read_bytes()
 
 
-def policy(page: bytes) -> str:
-    """The Content-Security-Policy under which only the page's own script and style count."""
+def content_security_policy(page: bytes) -> str:
+    """The Content-Security-Policy that allows only the page's own script and style."""
     script, style = (_hash(page, tag) for tag in (b"script", b"style"))
     return (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self';"
@@ -20,9 +20,9 @@ def policy(page: bytes) -> str:
 
 
 def _hash(page: bytes, tag: bytes) -> str:
-    """Of the one element of this kind, as browsers reckon it."""
+    """Of the one element with this tag, as browsers compute it."""
     (text,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
 
 
-POLICY = policy(PAGE)
+POLICY = content_security_policy(PAGE)

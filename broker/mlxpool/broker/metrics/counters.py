@@ -6,7 +6,7 @@ The conservation law: accepted = done + failed + cancelled + live.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlxpool.broker.metrics.histograms import Figures
 from mlxpool.broker.requests.request import Request
@@ -64,3 +64,8 @@ class Counters:
         self.prompt_tokens += run.prompt_tokens
         self.queue_s += max(0.0, (run.assigned_at or now) - request.accepted_at)
         self.total_s += now - request.accepted_at
+
+    def copy(self) -> Counters:
+        """The values of now, without those of single models."""
+        rejected, failures = Counter(self.rejected), Counter(self.failures)
+        return replace(self, rejected=rejected, failures=failures, models={})

@@ -1,4 +1,4 @@
-"""Worker processes: started, watched and ended by a supervisor, here or on another machine.
+"""Worker processes: a supervisor starts, observes and ends those of this machine.
 
-Also what is read of them from the operating system.
+Workers of other supervisors dial in; `remote_supervisor` is what runs on their machine.
 """

@@ -1,7 +1,7 @@
 """Finds OpenBLAS for workers on a Linux CPU.
 
-MLX's Linux wheel links the reference BLAS, which OpenBLAS beats some thirty times in float32. Both
-export the same names, so it is enough to load OpenBLAS first.
+MLX's Linux wheel links the reference BLAS, which is some thirty times slower in float32. Both
+export the same symbols, so it is enough to load OpenBLAS first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMES = (
 
 
 def find() -> Path | None:
-    """The library file: $MLXPOOL_OPENBLAS ("" turns the search off), else the usual places."""
+    """The library file: $MLXPOOL_OPENBLAS ("": none), else in the usual folders."""
     named = os.environ.get("MLXPOOL_OPENBLAS")
     if named is not None:
         return Path(named) if named and Path(named).is_file() else None
@@ -36,7 +36,7 @@ def find() -> Path | None:
 
 
 def preload() -> dict[str, str]:
-    """The environment that puts OpenBLAS in front; empty where there is none to be had."""
+    """The environment variables that load OpenBLAS first; empty where it was not found."""
     library = find() if sys.platform == "linux" else None
     if library is None:
         return {}

@@ -1,8 +1,8 @@
-"""Workers that dialled in: which connection fills which slot, and what is seen of them.
+"""Workers that dialled in: which connection fills which slot, and what their beats say.
 
-Another supervisor starts and ends their processes. To the broker such a worker is its connection:
-when that is gone, or its beats and progress say that it hangs, it is cut off, fenced, and its
-streams go on elsewhere. A worker that was cut off dials again and is new.
+Their processes belong to another supervisor. To the broker such a worker is its connection: when
+that ends, or beats and progress show a hang, the worker is fenced and its streams are resumed on
+another. One that was fenced dials again and is new.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import zmq
 from mlxpool.broker.interface.events import Sample
 from mlxpool.common.config.model_names import fault_of_name
 from mlxpool.common.progress import PHASES, Look
-from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.to_broker import Beat, ProgressSample
+from mlxpool.common.protocol.to_broker import Beat, Hello, ProgressSample
 
-MOST = 4096  # workers
-TICK = 0.5  # seconds between two looks
+OBSERVE_INTERVAL = 0.5  # seconds
 
 
 @dataclass(eq=False, slots=True)
-class Remote:
-    """One worker. `token` opens its next connection, so that nobody else takes its slot."""
+class RemoteSlot:
+    """One worker. Its next connection needs `token`, so that nobody else takes its slot."""
 
     slot: str
     model: str
@@ -35,17 +33,17 @@ class Remote:
     token: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
-class Remotes:
-    """Lives in the broker's one thread."""
+class RemoteSlots:
+    """Owned by the broker's thread."""
 
     def __init__(self, back: zmq.Socket[bytes]) -> None:
-        self.by_slot: dict[str, Remote] = {}
-        self.look_at = 0.0
+        self.by_slot: dict[str, RemoteSlot] = {}
+        self._observe_at = 0.0
         self._back = back
         self.monitor: zmq.Socket[bytes] = back.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
-    def known(self, number: int, token: str) -> Remote | None:
-        """The worker that says hello again, on the same connection or with its newest token."""
+    def find(self, number: int, token: str) -> RemoteSlot | None:
+        """The worker that says `hello` again, on the same connection or with its newest token."""
         for remote in self.by_slot.values():
             if remote.number == number or secrets.compare_digest(
                 remote.token.encode(), token.encode()
@@ -53,56 +51,49 @@ class Remotes:
                 return remote
         return None
 
-    def add(self, slot: str, model: str, number: int) -> Remote:
-        """A worker fills this slot."""
-        self.by_slot[slot] = remote = Remote(slot, model, number)
+    def fill(self, slot: str, model: str, number: int) -> RemoteSlot:
+        """A worker on this connection fills the slot."""
+        self.by_slot[slot] = remote = RemoteSlot(slot, model, number)
         return remote
 
-    def cut_off(self) -> list[int]:
+    def disconnected(self) -> set[int]:
         """Our ends (descriptors) of the connections that have ended since the last call."""
-        ended = []
+        ended = set()
         try:
             while True:
                 _, descriptor = struct.unpack("=hi", self.monitor.recv_multipart(zmq.NOBLOCK)[0])
-                ended.append(descriptor)
+                ended.add(descriptor)
         except zmq.Again:
             return ended
 
-    def due(self, now: float) -> Iterator[Remote]:
-        """The workers to look at, if it is time."""
-        if self.by_slot and now >= self.look_at:
-            self.look_at = now + TICK
+    def due(self, now: float) -> Iterator[RemoteSlot]:
+        """The workers to observe, if it is time."""
+        if self.by_slot and now >= self._observe_at:
+            self._observe_at = now + OBSERVE_INTERVAL
             yield from list(self.by_slot.values())
 
     def next_wake(self) -> float:
-        return self.look_at if self.by_slot else math.inf
+        return self._observe_at if self.by_slot else math.inf
 
     def close(self) -> None:
-        """Before its socket is closed."""
+        """Close the monitor; call it before the back socket is closed."""
         self._back.disable_monitor()
         self.monitor.close()
 
 
-def model_of(message: Message) -> str | None:
-    """The model that a `hello` names without a slot; None when it does not, or by a bad name."""
-    name = message.body.get("model")
-    if message.body.get("slot") or not isinstance(name, str) or fault_of_name(name) is not None:
-        return None
-    return name
+def model_of(hello: Hello) -> str | None:
+    """The model that a `hello` without a slot serves; None when its name is missing or bad."""
+    name = hello.model
+    return None if hello.slot or name is None or fault_of_name(name) is not None else name
 
 
 def sample_of(beat: Beat) -> Sample:
-    """What a beat tells of a worker that cannot be sampled from outside. Pure.
-
-    A worker that has not said its phase counts as in `load`.
-    """
+    """A beat in place of an observation from outside. Pure. Without a phase it is loading."""
     phase = "load" if beat.phase is None else beat.phase
     if phase not in PHASES:
         return Sample(Look("decode"))
-    look = beat.look or ProgressSample()
-    return Sample(
-        Look(
-            phase, 0, beat.progress, look.tokens, look.fresh, look.usual_token_ns,
-            look.usual_step_ns,
-        )
-    )  # fmt: skip
+    step = beat.look or ProgressSample()
+    look = Look(
+        phase, 0, beat.progress, step.tokens, step.fresh, step.usual_token_ns, step.usual_step_ns
+    )
+    return Sample(look)

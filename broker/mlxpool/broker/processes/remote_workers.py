@@ -1,71 +1,104 @@
-"""Lets workers of other supervisors in, looks at them, and notices when they are gone."""
+"""Admits workers of other supervisors, observes them by their beats, and notices their ends."""
 
 from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
-from mlxpool.broker.edge.memory_guard import cut
-from mlxpool.broker.edge.peers import Peer
 from mlxpool.broker.interface import events as ev
-from mlxpool.broker.processes.remote_slots import MOST, TICK, Remotes, model_of, sample_of
+from mlxpool.broker.interface.ports import Perform
+from mlxpool.broker.processes.remote_slots import (
+    OBSERVE_INTERVAL,
+    RemoteSlots,
+    model_of,
+    sample_of,
+)
 from mlxpool.broker.security.keyring import KEY, UID
+from mlxpool.broker.transport.descriptors import shut_down
+from mlxpool.broker.transport.peers import Peer
+from mlxpool.broker.transport.worker_sessions import WorkerSessions
+from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.errors import BadRequest, ModelUnavailable, Unauthorized
-from mlxpool.common.protocol import frames, kinds
-from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.content import encoded
 from mlxpool.common.protocol.to_broker import Hello
-
-if TYPE_CHECKING:
-    from mlxpool.broker.edge.loop import Broker
+from mlxpool.common.protocol.to_worker import Stop
 
 log = logging.getLogger("mlxpool.broker")
 
-NAMES = 10_000  # models that there may be before workers bring no more
-DRY = 64  # turns of reading, at most, before a worker's end is told
+MAX_REMOTE_WORKERS = 4096
+MAX_MODELS = 10_000  # names, above which a worker may bring no new one
 
 
-class DialIn:
-    """Part of the edge: owned by the broker's one thread."""
+class Pool(Protocol):
+    """What the core knows of its slots and models."""
 
-    def __init__(self, broker: Broker) -> None:
-        self.broker = broker
-        self.remotes = Remotes(broker.back.socket)
+    def worker(self, slot: str) -> Worker | None: ...
 
-    def hello(self, peer: Peer, message: Message, now: float) -> None:
-        """A worker without a slot of ours introduced itself. Raises PoolError when it may not."""
-        broker, name = self.broker, model_of(message)
-        if name is None:
+    def remote_slot_for(self, model: str) -> str:
+        """The name of the slot that the next remote worker of this model fills."""
+
+    def knows_model(self, name: str) -> bool: ...
+
+    def model_count(self) -> int: ...
+
+
+class RemoteWorkers:
+    """Owned by the broker's thread."""
+
+    def __init__(
+        self,
+        sessions: WorkerSessions,
+        pool: Pool,
+        perform: Perform,
+        *,
+        read_pending: Callable[[float], None],
+        stopping: Callable[[], bool],
+        local_workers: bool,
+    ) -> None:
+        """`read_pending` handles what waits on the back socket; `stopping`: the broker ends."""
+        self.slots = RemoteSlots(sessions.peers.socket)
+        self._sessions = sessions
+        self._pool = pool
+        self._perform = perform
+        self._read_pending = read_pending
+        self._stopping = stopping
+        self._local_workers = local_workers
+
+    def admit(self, peer: Peer, hello: Hello, now: float) -> None:
+        """A worker without a slot of ours said `hello`. Raises PoolError when it is refused."""
+        model = model_of(hello)
+        if model is None:
             raise Unauthorized("no slot of this broker has this token")
-        self._check_may(peer)
-        self._check_room(name)
-        known = self.remotes.known(peer.number, str(message.body.get("token")))
-        if known is not None and known.model != name:
+        self._check_authorized(peer)
+        self._check_limits(model)
+        known = self.slots.find(peer.number, hello.token)
+        if known is not None and known.model != model:
             raise BadRequest(f"this connection serves {known.model!r} already; use another")
-        parsed = Hello.parse(message.body)
         if known is not None:
-            self._lay_down(known.slot, peer.number)
-            remote = self.remotes.add(known.slot, name, peer.number)
-            event: ev.Event = ev.WorkerHello(remote.slot, parsed, remote.token)
+            slot = known.slot
+            remote = self.slots.fill(slot, model, peer.number)
+            event: ev.Event = ev.WorkerHello(slot, hello, remote.token)
         else:
-            slot_name = broker.core.state.registry.remote_slot_name(name)
-            remote = self.remotes.add(slot_name, name, peer.number)
-            event = ev.WorkerDialled(remote.slot, name, parsed, remote.token)
-        broker.from_workers.peers[remote.slot] = peer.number
-        broker.perform(event, now)
-        slot = broker.core.state.registry.slots.get(remote.slot)
-        if slot is None or slot.worker is None:
-            self.remotes.by_slot.pop(remote.slot, None)
-            self._lay_down(remote.slot, peer.number)
+            slot = self._pool.remote_slot_for(model)
+            remote = self.slots.fill(slot, model, peer.number)
+            event = ev.WorkerDialled(slot, model, hello, remote.token)
+        self._sessions.open(slot, peer.number)
+        self._perform(event, now)
+        worker = self._pool.worker(slot)
+        if worker is None:
+            self.slots.by_slot.pop(slot, None)
+            self._sessions.release(slot)
         else:
-            broker.from_workers.epochs[peer.number] = slot.worker.epoch
+            self._sessions.welcome(peer.number, worker.epoch)
 
-    def _check_may(self, peer: Peer) -> None:
-        """A worker's key lets it in; on ipc our own user, if this broker starts none itself."""
+    def _check_authorized(self, peer: Peer) -> None:
+        """A worker's key admits it; on ipc our own user, if this broker starts no workers."""
         if peer.user.startswith(KEY) and peer.admitted:
             return
-        if self.broker.config.local_workers:
+        if self._local_workers:
             raise Unauthorized(
                 "this broker starts its own workers and takes no other without a key: dial a tcp"
                 " endpoint of `back` with a worker's key, or run `mlxpool broker` in its place"
@@ -76,71 +109,62 @@ class DialIn:
                 f" {peer.owner}; dial a tcp endpoint of `back` with a worker's key"
             )
 
-    def _check_room(self, name: str) -> None:
-        known = self.broker.core.state.registry.names.known
-        if len(self.remotes.by_slot) >= MOST:
-            raise ModelUnavailable(f"{MOST} workers have dialled in, as many as there may be")
-        if name not in known and len(known) >= NAMES:
-            raise ModelUnavailable(f"there are {NAMES} models, as many as there may be")
+    def _check_limits(self, model: str) -> None:
+        if len(self.slots.by_slot) >= MAX_REMOTE_WORKERS:
+            raise ModelUnavailable(
+                f"{MAX_REMOTE_WORKERS} workers have dialled in, as many as there may be"
+            )
+        if not self._pool.knows_model(model) and self._pool.model_count() >= MAX_MODELS:
+            raise ModelUnavailable(f"there are {MAX_MODELS} models, as many as there may be")
 
-    def _lay_down(self, slot: str, fresh: int = 0) -> Peer | None:
-        """The slot's connection counts no more; returns its peer, if it is another than `fresh`."""
-        number = self.broker.from_workers.peers.pop(slot, 0)
-        self.broker.from_workers.epochs.pop(number, None)
-        peer = self.broker.back.by_number.get(number)
-        if peer is None or number == fresh:
-            return None
-        self.broker.back.forget(number)
-        return peer
-
-    # ---- the end of one ------------------------------------------------------------------------
+    # ---- ends ----------------------------------------------------------------------------------
 
     def stop(self, slot: str, now: float) -> bool:
-        """Ask it to go, and be done with it: it is fenced. False for a worker of ours.
+        """Ask the slot's worker to leave, and fence it. False for a worker that is not remote.
 
-        One that did not end its work is asked to come again. When the broker itself goes, nobody
-        is asked: the workers wait for the next one.
+        One that was replaced or was not dismissed is asked to come again. When the broker itself
+        ends, nobody is asked: the workers wait for the next broker.
         """
-        if slot not in self.remotes.by_slot:
+        if slot not in self.slots.by_slot:
             return False
-        worker = self.broker.core.state.registry.slots[slot].worker
-        if worker is not None and not self.broker.stopping:
+        worker = self._pool.worker(slot)
+        if worker is not None and not self._stopping():
             again = worker.replace or worker.state is not WorkerState.STOPPING
-            parts = frames.encode(Header(kinds.STOP, None, worker.epoch), {"again": again})
-            self.broker.back.send(self.broker.from_workers.peers[slot], parts)
-        self._ended(slot, "stopped", now)
+            self._sessions.send(slot, encoded(Stop(again=again), epoch=worker.epoch))
+        self._end(slot, "stopped", now)
         return True
 
-    def _ended(self, slot: str, cause: str, now: float, *, hang_up: bool = False) -> None:
-        if self.remotes.by_slot.pop(slot, None) is None:
+    def _end(self, slot: str, cause: str, now: float, *, disconnect: bool = False) -> None:
+        if self.slots.by_slot.pop(slot, None) is None:
             return
-        peer = self._lay_down(slot)
-        if hang_up and peer is not None:
-            cut(peer.descriptor, peer.inode)
-        self.broker.perform(ev.WorkerExited(slot, cause), now)
+        peer = self._sessions.close(slot)
+        if disconnect and peer is not None:
+            shut_down(peer.descriptor, peer.inode)
+        self._perform(ev.WorkerExited(slot, cause), now)
 
-    def somebody_left(self, now: float) -> None:
-        """Connections have ended: what came on them is read before their workers are lost."""
-        ended = set(self.remotes.cut_off())
-        here = self.broker.back.by_number
-        for remote in list(self.remotes.by_slot.values()):
-            peer = here.get(remote.number)
+    def on_disconnected(self, now: float) -> None:
+        """Connections have ended; what they carried is read before their workers count as lost."""
+        ended = self.slots.disconnected()
+        peers = self._sessions.peers.by_number
+        for remote in list(self.slots.by_slot.values()):
+            peer = peers.get(remote.number)
             if peer is None or peer.gone or peer.descriptor in ended:
-                self.broker.from_workers.read_all(DRY, now)
-                self._ended(remote.slot, "its connection ended", now)
+                self._read_pending(now)
+                self._end(remote.slot, "its connection ended", now)
 
-    def revoked(self, public: str, now: float) -> None:
-        """Workers with this key are cut off, at once."""
-        for remote in list(self.remotes.by_slot.values()):
-            peer = self.broker.back.by_number.get(remote.number)
-            if peer is not None and peer.user == f"{KEY}{public}":
-                self._ended(remote.slot, "its key was revoked", now, hang_up=True)
+    def revoke(self, user: str, now: float) -> None:
+        """Disconnect the workers whose handshake had this user id."""
+        for remote in list(self.slots.by_slot.values()):
+            peer = self._sessions.peers.by_number.get(remote.number)
+            if peer is not None and peer.user == user:
+                self._end(remote.slot, "its key was revoked", now, disconnect=True)
 
-    # ---- between -------------------------------------------------------------------------------
+    # ---- observation ---------------------------------------------------------------------------
 
-    def watch(self, now: float) -> None:
+    def observe(self, now: float) -> None:
         """Have the core judge them by their beats."""
-        for remote in self.remotes.due(now):
-            worker = self.broker.core.state.registry.slots[remote.slot].worker
+        for remote in self.slots.due(now):
+            worker = self._pool.worker(remote.slot)
             if worker is not None:
-                self.broker.perform(ev.Looked(remote.slot, sample_of(worker.beat), TICK), now)
+                sample = sample_of(worker.beat)
+                self._perform(ev.Looked(remote.slot, sample, OBSERVE_INTERVAL), now)

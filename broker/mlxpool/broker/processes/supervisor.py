@@ -1,8 +1,10 @@
-"""Starts worker processes, looks at them, notices their end, ends them: SIGTERM, then SIGKILL."""
+"""Starts the worker processes of this machine, observes them, ends them and collects their exits.
+
+They are ended by SIGTERM and, after `stop_grace`, SIGKILL.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -11,69 +13,64 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from mlxpool.broker.host import os_process
 from mlxpool.broker.interface.events import Sample
-from mlxpool.broker.processes import system
 from mlxpool.broker.processes.blas import preload
+from mlxpool.broker.processes.exits import WorkerExit, exit_of
+from mlxpool.broker.processes.records import WorkerRecords, file_stem, kill_group
 from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
-from mlxpool.common.progress import Block, Look
+from mlxpool.common.progress import Block
 
-AGAIN = 1.0  # seconds between two SIGKILLs to a process that the kernel has not let go of
-TICK = 0.5  # seconds between two looks
-RECORD = 4096  # characters of a worker's record that are read
-DUMPS = 3  # files with stacks kept of each slot
-_OWN = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+KILL_INTERVAL = 1.0  # seconds between SIGKILLs to a process that the kernel has not ended yet
+OBSERVE_INTERVAL = 0.5  # seconds
+KEPT_DUMPS = 3  # files with stacks, of each slot
 
 
 @dataclass(eq=False, slots=True)
 class Child:
-    """A running worker. `watch` becomes readable when its process is gone."""
+    """A running worker. `exit_descriptor` becomes readable when its process has ended."""
 
     slot: str
     token: str
     process: subprocess.Popen[bytes]
-    watch: int
+    exit_descriptor: int
     block: Block
     dump_path: Path
     oom_kills: int = 0  # the kernel's count when it was started
     kill_at: float = 0.0  # when SIGKILL follows; 0: not being stopped
     commanded: bool = False
     dumped: bool = False
-    used_token: str = ""  # opened the newest connection; counts until `welcome` has surely come
+    used_token: str = ""  # opened the newest connection; valid until `welcome` has surely arrived
 
-    def opens(self, token: str) -> bool:
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def accepts(self, token: str) -> bool:
         """Whether a `hello` with this token is the worker's.
 
-        The token before the newest counts too: the `welcome` with the newest may have been lost.
+        The token before the newest is valid too: the `welcome` with the newest may be lost.
         """
-        known = (self.token, self.used_token or self.token)
-        return any(secrets.compare_digest(each.encode(), token.encode()) for each in known)
+        valid = (self.token, self.used_token or self.token)
+        return any(secrets.compare_digest(each.encode(), token.encode()) for each in valid)
 
     def renew(self, token: str) -> None:
-        """A connection was opened: the next needs a new token."""
+        """A connection was opened with `token`: the next one needs a new token."""
         if token == self.token or not self.used_token:
             self.used_token, self.token = token, secrets.token_hex(16)
 
 
 @dataclass(frozen=True, slots=True)
-class Dial:
-    """How a worker gets to a broker elsewhere; the fields are those of WorkerConfig."""
+class DialSettings:
+    """How a worker reaches a broker elsewhere; the fields are those of WorkerConfig."""
 
     server_key: str = ""
     key: str = ""
-    orphan_grace: float = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """How a worker ended. `own`: by itself, not by a signal from outside."""
-
-    cause: str
-    own: bool
-    prefill: bytes | None
+    orphan_grace: float = 60.0  # seconds
 
 
 class Supervisor:
-    """Owns the child processes. Lives in the broker's one thread."""
+    """Owns the child processes. Used by one thread."""
 
     def __init__(
         self,
@@ -81,38 +78,42 @@ class Supervisor:
         endpoint: str,
         *,
         portable: bool = False,
-        dial: Dial | None = None,
+        dial: DialSettings | None = None,
     ) -> None:
-        """With `dial` the workers are those of a broker elsewhere, and write where we do."""
+        """With `dial` the workers serve a broker elsewhere, and log to our standard error.
+
+        `portable`: watch a pipe that the child holds, also where there are pidfds.
+        """
         self.config = config
         self.endpoint = endpoint
         self.dial = dial
         self.portable = portable or not hasattr(os, "pidfd_open")
-        self.children: dict[str, Child] = {}
-        self.started: dict[str, int] = {}  # slot -> workers it has had
-        self.look_at = 0.0
+        self.children: dict[str, Child] = {}  # by slot
+        self.records = WorkerRecords(config.run_dir)
+        self._started: dict[str, int] = {}  # slot -> workers it has had
+        self._observe_at = 0.0
 
     # ---- start ---------------------------------------------------------------------------------
 
     def start(self, slot: str, name: str, model: ModelConfig) -> Child:
         """Start the worker of a slot. Raises OSError when it or its files cannot be made."""
-        opened: list[int] = []
+        for_child: list[int] = []
         try:
-            return self._start(slot, name, model, opened)
+            return self._start(slot, name, model, for_child)
         finally:
-            for descriptor in opened:
+            for descriptor in for_child:
                 os.close(descriptor)
 
-    def _start(self, slot: str, name: str, model: ModelConfig, opened: list[int]) -> Child:
-        """`opened` collects what only the child needs."""
-        opened.append(log := self._log(slot))
-        number = self.started.get(slot, 0)
+    def _start(self, slot: str, name: str, model: ModelConfig, for_child: list[int]) -> Child:
+        """`for_child` collects the descriptors that only the child needs."""
+        for_child.append(log := self._open_log(slot))
+        number = self._started.get(slot, 0)
         dump_path = self._dump_path(slot, number)
-        opened.append(dump := os.open(dump_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+        for_child.append(dump := os.open(dump_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
         block, block_fd = Block.make()
-        opened.append(block_fd)
+        for_child.append(block_fd)
         closed_at_exit, held_by_child = os.pipe()
-        opened.append(held_by_child)
+        for_child.append(held_by_child)
         token = secrets.token_hex(16)
         settings = WorkerConfig(
             self.endpoint,
@@ -141,91 +142,67 @@ class Supervisor:
             os.close(closed_at_exit)
             block.close()
             raise
-        watch = closed_at_exit
+        exit_descriptor = closed_at_exit
         if not self.portable:
             os.close(closed_at_exit)
-            watch = _pidfd(process)
-        self.started[slot] = number + 1
-        self._remember(slot, process.pid)
-        oom = system.oom_kills()
-        child = Child(slot, token, process, watch, block, dump_path, oom_kills=oom)
+            exit_descriptor = _pidfd(process)
+        self._started[slot] = number + 1
+        self.records.add(slot, process.pid)
+        oom = os_process.oom_kills()
+        child = Child(slot, token, process, exit_descriptor, block, dump_path, oom_kills=oom)
         self.children[slot] = child
         return child
 
-    def _log(self, slot: str) -> int:
+    def _open_log(self, slot: str) -> int:
         if self.dial is not None:
             return os.dup(sys.stderr.fileno())
         path = self.log_path(slot)
-        keep = b""
         if path.exists() and path.stat().st_size > self.config.worker_log_bytes:
             with path.open("rb") as file:
                 file.seek(-self.config.worker_log_bytes // 2, os.SEEK_END)
-                keep = file.read()
-            path.write_bytes(keep)
+                newest = file.read()
+            path.write_bytes(newest)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def log_path(self, slot: str) -> Path:
-        """Where a slot's workers write what they have to say."""
-        return self.config.run_dir / "logs" / f"{_file(slot)}.log"
+        """The file to which a slot's workers log."""
+        return self.config.run_dir / "logs" / f"{file_stem(slot)}.log"
 
     def _dump_path(self, slot: str, number: int) -> Path:
-        return self.config.run_dir / "logs" / f"{_file(slot)}.{number % DUMPS}.stacks"
+        return self.config.run_dir / "logs" / f"{file_stem(slot)}.{number % KEPT_DUMPS}.stacks"
 
-    # ---- survivors of an earlier broker --------------------------------------------------------
+    # ---- observe -------------------------------------------------------------------------------
 
-    def _record(self, slot: str) -> Path:
-        return self.config.run_dir / "workers" / f"{_file(slot)}.json"
+    def accepts(self, slot: str, token: str) -> str | None:
+        """The token for the worker's next connection, if `token` opens this one."""
+        child = self.children.get(slot)
+        if child is None or not child.accepts(token):
+            return None
+        child.renew(token)
+        return child.token
 
-    def _remember(self, slot: str, pid: int) -> None:
-        record = self._record(slot)
-        try:
-            record.parent.mkdir(mode=0o700, exist_ok=True)
-            record.write_text(json.dumps({"pid": pid, "start_time": system.start_time(pid)}))
-        except OSError:
-            pass  # a full disk must not keep a worker from starting
-
-    def sweep(self) -> list[int]:
-        """End workers that an earlier broker of this run directory left behind; returns their pids.
-
-        A pid counts only together with its start time: another process may have it by now.
-        """
-        ended = []
-        for record in sorted((self.config.run_dir / "workers").glob("*.json")):
-            try:
-                with record.open() as file:
-                    known = json.loads(file.read(RECORD))
-                pid, began = int(known["pid"]), known["start_time"]
-            except (OSError, ValueError, KeyError, TypeError):
-                pid, began = 0, None
-            if pid > 1 and began is not None and system.start_time(pid) == began:
-                _kill_group(pid)
-                ended.append(pid)
-            record.unlink(missing_ok=True)
-        return ended
-
-    # ---- look ----------------------------------------------------------------------------------
-
-    def due(self, now: float) -> bool:
-        """Whether it is time to look at the children again."""
-        if not self.children or now < self.look_at:
+    def observation_due(self, now: float) -> bool:
+        """Whether it is time to observe the children again."""
+        if not self.children or now < self._observe_at:
             return False
-        self.look_at = now + TICK
+        self._observe_at = now + OBSERVE_INTERVAL
         return True
 
-    def look(self, slot: str) -> Sample:
-        """What can be seen of a child from outside."""
+    def observe(self, slot: str) -> Sample:
+        """The state of a child as it is seen from outside."""
         child = self.children[slot]
         pid, look = child.process.pid, child.block.read()
         return Sample(
             look,
-            system.stopped(pid),
-            system.run_queue_wait_ns(pid, look.compute_tid or pid),  # at first there is one thread
-            system.run_queue_wait_ns(pid, look.edge_tid or pid),
-            system.resident(pid),
+            os_process.is_stopped(pid),
+            # Before it has named its threads it has one.
+            os_process.run_queue_wait_ns(pid, look.compute_tid or pid),
+            os_process.run_queue_wait_ns(pid, look.edge_tid or pid),
+            os_process.resident_bytes(pid),
         )
 
-    def dump(self, slot: str) -> None:
-        """Have it write where its threads are; `last_dump` finds it."""
+    def dump_stacks(self, slot: str) -> None:
+        """Ask the worker to write the stacks of its threads; `last_dump` finds the file."""
         child = self.children.get(slot)
         if child is not None:
             child.dumped = True
@@ -235,7 +212,7 @@ class Supervisor:
         """The newest file with stacks of a slot's workers."""
         found = [
             path
-            for number in range(DUMPS)
+            for number in range(KEPT_DUMPS)
             if (path := self._dump_path(slot, number)).exists() and path.stat().st_size
         ]
         return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
@@ -243,65 +220,60 @@ class Supervisor:
     # ---- end -----------------------------------------------------------------------------------
 
     def stop(self, slot: str, now: float, *, at_once: bool = False) -> None:
-        """Ask the worker to end; `poll` kills it after `stop_grace`, or `at_once`."""
+        """Send SIGTERM; `kill_overdue` sends SIGKILL after `stop_grace`, or `at_once`."""
         child = self.children.get(slot)
         if child is not None and not child.kill_at:
             child.commanded = True
             child.kill_at = now if at_once else now + self.config.stop_grace
             self._signal(child, signal.SIGTERM)
 
-    def poll(self, now: float) -> None:
-        """Kill what did not end in time."""
+    def kill_overdue(self, now: float) -> None:
+        """Kill the workers that did not end in time."""
         for child in self.children.values():
             if child.kill_at and now >= child.kill_at:
-                child.kill_at = now + AGAIN
+                child.kill_at = now + KILL_INTERVAL
                 self._signal(child, signal.SIGKILL, group=True)
 
     def next_wake(self) -> float:
-        """When `poll` or `look` is due."""
+        """When `kill_overdue` or an observation is due."""
         kills = min((c.kill_at for c in self.children.values() if c.kill_at), default=float("inf"))
-        return min(kills, self.look_at) if self.children else kills
+        return min(kills, self._observe_at) if self.children else kills
 
     def _signal(self, child: Child, number: int, *, group: bool = False) -> None:
-        # Not waited for before `reap`, so its pid is its own: no other process can be hit.
+        # It is waited for in `reap` only, so until then no other process can have its pid.
         if child.process.returncode is None:
             (os.killpg if group else os.kill)(child.process.pid, number)
 
-    def left_by_itself(self, slot: str) -> bool:
-        """Whether an ended worker, not yet collected, was ended by no signal; only Linux tells."""
+    def exited_by_itself(self, slot: str) -> bool:
+        """Whether an ended worker, not yet reaped, was ended by no signal; only Linux tells."""
         if sys.platform != "linux":
             return False
         flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
         end = os.waitid(os.P_PID, self.children[slot].process.pid, flags)
         return end is not None and end.si_code == os.CLD_EXITED
 
-    def reap(self, slot: str) -> End:
-        """Collect an ended worker and all of its group; says how it ended."""
+    def reap(self, slot: str) -> WorkerExit:
+        """Collect an ended worker and kill what is left of its process group."""
         child = self.children.pop(slot)
-        _kill_group(child.process.pid)  # not yet waited for: the group is still its own
+        kill_group(child.process.pid)  # not yet waited for, so the group is still its own
         code = child.process.wait()
-        os.close(child.watch)
+        os.close(child.exit_descriptor)
         if child.process.stdin is not None:
             child.process.stdin.close()
         look = child.block.read()
         child.block.close()
         if not child.dumped:
             child.dump_path.unlink(missing_ok=True)
-        self._record(slot).unlink(missing_ok=True)
-        return end_of(code, child.commanded, system.oom_kills() > child.oom_kills, look)
+        self.records.remove(slot)
+        out_of_memory = os_process.oom_kills() > child.oom_kills
+        return exit_of(code, child.commanded, out_of_memory, look)
 
     def close(self) -> None:
-        """End every worker, at once and for good."""
+        """Kill and reap every worker."""
         for child in self.children.values():
             self._signal(child, signal.SIGKILL, group=True)
         for slot in list(self.children):
             self.reap(slot)
-
-
-def _file(slot: str) -> str:
-    """Another for each slot, also where names have slashes: org/name/0 -> org%2Fname-0."""
-    name, _, number = slot.rpartition("/")
-    return f"{name.replace('%', '%25').replace('/', '%2F')}-{number}"
 
 
 def _environment(settings: WorkerConfig) -> dict[str, str]:
@@ -313,37 +285,10 @@ def _environment(settings: WorkerConfig) -> dict[str, str]:
     }
 
 
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass  # nobody is left in it
-
-
 def _pidfd(process: subprocess.Popen[bytes]) -> int:
     try:
         return os.pidfd_open(process.pid)
-    except OSError:  # a process that nobody watches must not live
+    except OSError:  # a process that is not watched must not live
         process.kill()
         process.wait()
         raise
-
-
-def end_of(code: int, commanded: bool, out_of_memory: bool, look: Look) -> End:
-    """An exit code in words and whom it speaks against."""
-    if commanded:
-        return End("stopped", False, look.request)
-    if code == -signal.SIGKILL and out_of_memory:
-        return End("killed by the kernel: out of memory", True, look.request)
-    own = code >= 0 or -code in _OWN
-    return End(cause_of(code), own, look.request)
-
-
-def cause_of(code: int) -> str:
-    """An exit code in words: `exit code 3`, `killed by SIGSEGV`."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

@@ -1,1 +1,1 @@
-"""Who may come in, as what, and how much of it."""
+"""Who may connect, in which role: keys, the allow-list, and libzmq's authentication handler."""

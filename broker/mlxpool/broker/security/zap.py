@@ -1,6 +1,6 @@
-"""Answers libzmq's question whether a connection may come in (ZAP, RFC 27). Never blocks.
+"""Answers libzmq's requests whether a connection is allowed (ZAP, RFC 27). Never blocks.
 
-It is bound before any endpoint is. The domain of a connection is the role that its endpoint takes.
+It is bound before any endpoint is. The domain of a request is the role that the endpoint is for.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from mlxpool.broker.security.keyring import KEY, UID, Keyring
 log = logging.getLogger("mlxpool.broker")
 
 ADDRESS = "inproc://zeromq.zap.01"
-AT_ONCE = 64  # questions answered before streams get their turn
-QUIET = 1.0  # seconds between two lines about refusals: a flood of them must not fill the disk
+MAX_PER_TURN = 64  # requests answered before streams are served again
+LOG_INTERVAL = 1.0  # seconds between two lines about refusals: a flood must not fill the disk
 VERSION = b"1.0"
-FIELDS = 6  # of a question at least
+MIN_FIELDS = 6  # of a request
 
 
-class Zap:
-    """Owned by the broker's one thread."""
+class ZapHandler:
+    """Owned by the broker's thread."""
 
     def __init__(
         self,
@@ -36,48 +36,48 @@ class Zap:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(ADDRESS)
-        self._silent_until = 0.0
-        self._untold = 0
+        self._quiet_until = 0.0
+        self._not_logged = 0
 
     def serve(self, now: float) -> None:
-        """Answer what waits."""
-        for _ in range(AT_ONCE):
+        """Answer the requests that wait."""
+        for _ in range(MAX_PER_TURN):
             try:
-                question = self.socket.recv_multipart(zmq.NOBLOCK)
+                request = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            number = question[1] if len(question) > 1 else b""
-            user = self.judge(question, now) if len(question) >= FIELDS else ""
+            number = request[1] if len(request) > 1 else b""
+            user = self.user_id(request, now) if len(request) >= MIN_FIELDS else ""
             verdict = (b"200", b"OK") if user else (b"400", b"refused")
             self.socket.send_multipart([VERSION, number, *verdict, user.encode(), b""])
 
-    def judge(self, question: list[bytes], now: float) -> str:
-        """The id that its messages will carry; "": it may not come in."""
-        version, _, domain, address, _, mechanism, *credentials = question
+    def user_id(self, request: list[bytes], now: float) -> str:
+        """The user id that the connection's messages will carry; "": it is refused."""
+        version, _, domain, address, _, mechanism, *credentials = request
         if version != VERSION:
             return ""
         if mechanism == b"NULL":
-            # With a secret key all tcp is CURVE: this came on ipc, in a folder that is ours alone;
-            # the address is localhost:UID:GID:PID where the kernel tells.
+            # With a secret key all tcp is CURVE, so this came on ipc, in a folder of our user; the
+            # address is localhost:UID:GID:PID where the kernel gives credentials.
             uid = address.decode("latin-1").split(":")[1:2]
             return f"{UID}{uid[0] if uid else 'unknown'}"
         public = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else ""
         role = domain.decode("latin-1")
         if public and self.keyring.name(public, role) is not None:
             return f"{KEY}{public}"
-        self._refused(public, role, address.decode("latin-1"), now)
+        self._log_refusal(public, role, address.decode("latin-1"), now)
         return ""
 
-    def _refused(self, public: str, role: str, address: str, now: float) -> None:
+    def _log_refusal(self, public: str, role: str, address: str, now: float) -> None:
         self.on_refusal()
-        if now < self._silent_until:
-            self._untold += 1
+        if now < self._quiet_until:
+            self._not_logged += 1
             return
-        self._silent_until = now + QUIET
-        what = {"key": public, "as": role, "address": address, "untold": self._untold}
-        log.warning("connection refused: its key is not in the allow-list", extra=what)
-        self._untold = 0
+        self._quiet_until = now + LOG_INTERVAL
+        fields = {"key": public, "as": role, "address": address, "untold": self._not_logged}
+        log.warning("connection refused: its key is not in the allow-list", extra=fields)
+        self._not_logged = 0
 
     def close(self) -> None:
-        """After the sockets that ask it."""
+        """Call it after the sockets that use it were closed."""
         self.socket.close()

@@ -1,4 +1,4 @@
-"""What operators see: one snapshot of the pool and what is rendered from it.
+"""One snapshot of the pool, and what renders it: stats, ps, top, the status page, Prometheus.
 
-Read only; it changes nothing in the core.
+It only reads: nothing here changes the core.
 """

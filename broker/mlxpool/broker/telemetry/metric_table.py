@@ -1,32 +1,32 @@
 """The broker's metrics: one table of every name, its labels and where its values are.
 
+To add a metric: record it in metrics/ (counters.py or histograms.py), and add its line here.
+
 Names and buckets are vLLM's, with `mlxpool_` for `vllm:` and `model` for `model_name`
-(docs/operate.md has both side by side). The values of a label are few and known beforehand: models,
-slots, states, kinds, codes; never an id, an owner or a process.
+(docs/operate.md has both side by side). A label has few values, known beforehand: models, slots,
+states, kinds, codes; never an id, an owner or a process.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import zmq
 
+from mlxpool.broker.host import os_process
 from mlxpool.broker.metrics.histograms import OTHER, Frozen
-from mlxpool.broker.processes import system
-from mlxpool.broker.telemetry.snapshot import ModelView, Snapshot, WorkerView
+from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot, WorkerSnapshot
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.errors import BY_CODE
 
 REASONS = ("stop", "length", "cancelled")
 BROKER_STATES = ("ready", "draining", "stopping")
 MODEL_STATES = ("cold", "starting", "ready", "draining", "drained", "failed", "broken")
-WORKER_STATES = tuple(
-    dict.fromkeys(state.shown for state in WorkerState if state is not WorkerState.LOST)
-)
+WORKER_STATES = tuple(dict.fromkeys(s.shown for s in WorkerState if s is not WorkerState.LOST))
 CODES = tuple(BY_CODE)
 FAILURES = (*CODES, OTHER)
 MEMORY = ("weights", "kv", "prefix", "active", "cache", "peak", "rss")
@@ -38,9 +38,9 @@ GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric. `rows` is called by the thread that answers, never by the loop.
+    """One metric family. `rows` is called by a thread of the HTTP server, never by the loop.
 
-    `over` are the values of its last label when each row has a number for all of them.
+    `last_label_values` are those of its last label when each row has a number for all of them.
     """
 
     name: str
@@ -48,28 +48,21 @@ class Family:
     help: str
     labels: tuple[str, ...]
     rows: Callable[[Snapshot], Rows]
-    over: tuple[str, ...] = ()
+    last_label_values: tuple[str, ...] = ()
 
     def series(self) -> tuple[str, ...]:
-        """The names that a query may use."""
+        """The series names that a query may use."""
         if self.kind != HISTOGRAM:
             return (self.name,)
         return tuple(f"{self.name}_{end}" for end in ("bucket", "sum", "count"))
 
 
-def _pool(*path: str) -> Callable[[Snapshot], Rows]:
-    """One value of the admin's `stats`."""
-
-    def rows(snapshot: Snapshot) -> Rows:
-        value = snapshot.stats
-        for key in path:
-            value = value[key]
-        yield (), float(value)  # type: ignore[arg-type]
-
-    return rows
+def _pool(value: Callable[[Snapshot], float]) -> Callable[[Snapshot], Rows]:
+    """One value of the whole pool."""
+    return lambda snapshot: [((), float(value(snapshot)))]
 
 
-def _model(value: Callable[[ModelView], Value]) -> Callable[[Snapshot], Rows]:
+def _model(value: Callable[[ModelSnapshot], Value]) -> Callable[[Snapshot], Rows]:
     return lambda snapshot: (((model.name,), value(model)) for model in snapshot.models)
 
 
@@ -83,24 +76,24 @@ def _histogram(key: str) -> Callable[[Snapshot], Rows]:
     )
 
 
-def _worker(value: Callable[[WorkerView], int]) -> Callable[[Snapshot], Rows]:
+def _worker(value: Callable[[WorkerSnapshot], int]) -> Callable[[Snapshot], Rows]:
     return lambda snapshot: (((w.model, w.slot), value(w)) for w in snapshot.workers)
 
 
-def _beat(value: Callable[[WorkerView], int | None]) -> Callable[[Snapshot], Rows]:
-    """As `_worker`; None is left out."""
+def _beat(value: Callable[[WorkerSnapshot], int | None]) -> Callable[[Snapshot], Rows]:
+    """As `_worker`; a worker whose value is None has no row."""
 
     def rows(snapshot: Snapshot) -> Rows:
         for worker in snapshot.workers:
-            said = value(worker)
-            if said is not None:
-                yield (worker.model, worker.slot), said
+            number = value(worker)
+            if number is not None:
+                yield (worker.model, worker.slot), number
 
     return rows
 
 
 def _outcomes(names: tuple[str, ...]) -> Callable[[Snapshot], Rows]:
-    """All of them once the model was asked for, so that the first one shows in a rate."""
+    """A model's counts of ends, zeros included once it was requested: a rate needs them."""
     return lambda snapshot: (
         ((model.name,), [model.outcomes.get(name, 0) for name in names])
         for model in snapshot.models
@@ -109,12 +102,11 @@ def _outcomes(names: tuple[str, ...]) -> Callable[[Snapshot], Rows]:
 
 
 def _rejected(snapshot: Snapshot) -> Rows:
-    rejected: Mapping[str, int] = snapshot.stats["rejected"]
-    yield (), [rejected.get(code, 0) for code in CODES]
+    yield (), [snapshot.counters.rejected.get(code, 0) for code in CODES]
 
 
 def _broker_states(snapshot: Snapshot) -> Rows:
-    yield (), [int(snapshot.state == state) for state in BROKER_STATES]
+    yield (), [int(snapshot.broker.state == state) for state in BROKER_STATES]
 
 
 def _model_states(snapshot: Snapshot) -> Rows:
@@ -132,23 +124,22 @@ def _worker_states(snapshot: Snapshot) -> Rows:
 
 
 def _memory(snapshot: Snapshot) -> Rows:
-    return (
-        ((worker.model, worker.slot, kind), worker.memory[kind])
-        for worker in snapshot.workers
-        for kind in MEMORY
-        if kind in worker.memory
-    )
+    for worker in snapshot.workers:
+        memory = worker.memory
+        for kind in MEMORY:
+            if kind in memory:
+                yield (worker.model, worker.slot, kind), memory[kind]
 
 
 def _kv_usage(snapshot: Snapshot) -> Rows:
     for worker in snapshot.workers:
         memory = worker.memory
-        room = memory.get("limit", 0) - memory.get("weights", 0)
-        if room > 0 and "kv" in memory:
-            yield (worker.model, worker.slot), memory["kv"] / room
+        for_sequences = memory.get("limit", 0) - memory.get("weights", 0)
+        if for_sequences > 0 and "kv" in memory:
+            yield (worker.model, worker.slot), memory["kv"] / for_sequences
 
 
-def _queries(worker: WorkerView) -> int | None:
+def _queries(worker: WorkerSnapshot) -> int | None:
     prefix = worker.prefix
     return prefix.get("hits", 0) + prefix.get("misses", 0) if prefix else None
 
@@ -162,7 +153,6 @@ def _version() -> str:
 
 VERSION = _version()
 _BUILD = (VERSION, platform.python_version(), zmq.__version__, zmq.zmq_version())
-_MODEL, _WORKER = ("model",), ("model", "worker")
 
 
 def _process(value: Callable[[], float]) -> Callable[[Snapshot], Rows]:
@@ -182,37 +172,38 @@ BROKER = (
     Family("mlxpool_broker_state", GAUGE, "1 for the state it is in",
            ("state",), _broker_states, BROKER_STATES),
     Family("mlxpool_broker_uptime_seconds", GAUGE, "Since the broker's start",
-           (), _pool("broker", "uptime_s")),
+           (), _pool(lambda s: s.broker.uptime_s)),
     Family("mlxpool_broker_loop_lag_seconds", GAUGE,
            "Longest time that the loop read nothing, in the last 15 to 30 s",
-           (), lambda snapshot: [((), snapshot.lag)]),
-    Family("mlxpool_links", GAUGE, "Connections of clients", (), _pool("broker", "links")),
+           (), _pool(lambda s: s.lag)),
+    Family("mlxpool_links", GAUGE, "Connections of clients", (), _pool(lambda s: s.broker.links)),
     Family("mlxpool_links_lost_total", COUNTER, "Connections lost with streams on them",
-           (), _pool("links", "lost")),
+           (), _pool(lambda s: s.counters.links_lost)),
     Family("mlxpool_front_shut_total", COUNTER,
            "Times nobody was let in, for want of descriptors or memory",
-           (), _pool("broker", "front_shut")),
+           (), _pool(lambda s: s.broker.front_shut)),
     Family("mlxpool_turned_out_total", COUNTER, "Connections cut because they filled the memory",
-           (), _pool("broker", "turned_out")),
-    Family("mlxpool_bad_frames_total", COUNTER, "What was no message", (), _pool("frames", "bad")),
+           (), _pool(lambda s: s.broker.turned_out)),
+    Family("mlxpool_bad_frames_total", COUNTER, "What was no message",
+           (), _pool(lambda s: s.counters.bad_frames)),
     Family("mlxpool_fenced_total", COUNTER, "Frames of workers whose epoch or run does not count",
-           (), _pool("frames", "fenced")),
+           (), _pool(lambda s: s.counters.fenced)),
     Family("mlxpool_auth_failures_total", COUNTER, "Workers that came without a valid token",
-           (), _pool("auth_failures")),
+           (), _pool(lambda s: s.counters.auth_failures)),
     Family("mlxpool_internal_errors_total", COUNTER, "Events that met a bug of the broker",
-           (), _pool("internal_errors")),
+           (), _pool(lambda s: s.counters.internal_errors)),
     Family("mlxpool_poisoned_requests", GAUGE, "Requests that are refused as poison",
-           (), _pool("poisoned")),
+           (), _pool(lambda s: s.sizes["poisoned"])),
     Family("mlxpool_requests_rejected_total", COUNTER, "Requests that were not accepted",
            ("error",), _rejected, CODES),
     Family("process_resident_memory_bytes", GAUGE, "Memory of the broker",
-           (), _process(lambda: system.resident(os.getpid()))),
+           (), _process(lambda: os_process.resident_bytes(os.getpid()))),
     Family("process_cpu_seconds_total", COUNTER, "Processor time of the broker",
            (), _process(_cpu_seconds)),
     Family("process_open_fds", GAUGE, "Descriptors the broker has open",
            (), _process(lambda: len(os.listdir("/dev/fd")))),
     Family("process_max_fds", GAUGE, "Descriptors the broker may have open",
-           (), _pool("broker", "descriptors")),
+           (), _pool(lambda s: s.broker.descriptors)),
 )  # fmt: skip
 
 REQUESTS = (

@@ -1,137 +1,220 @@
-"""What the broker's loop hands to other threads: figures of one moment, which nobody changes."""
+"""One snapshot of the pool, taken on the broker's thread and rendered by everything that reports.
+
+Invariant: nothing in a snapshot changes after it was taken, so other threads may read it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.broker.core.state import State
+from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.metrics.histograms import Figures, Frozen, Histogram
+from mlxpool.broker.models import listing as model_listing
 from mlxpool.broker.models.model import Model
-from mlxpool.broker.telemetry.stats import stats
+from mlxpool.broker.models.registry import Registry
 from mlxpool.broker.workers.slot import Slot
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.common.protocol.to_broker import Beat
 
-WORD = 20  # characters of a phase, which a worker says of itself
+MAX_PHASE_CHARS = 20  # of a phase, which is a worker's own word
+_NO_FIGURES = Figures()  # of a model that was never requested
 
 
 @dataclass(frozen=True, slots=True)
-class ModelView:
-    """`histograms` is empty until the model's first request: models nobody asks for cost little."""
+class BrokerInfo:
+    """The broker's own row; the fields are the keys of `broker` in `ps` and `stats`."""
+
+    pid: int
+    boot: int
+    state: str  # ready | draining | stopping
+    uptime_s: float
+    run_dir: str
+    local_workers: bool
+    links: int  # connections of clients
+    front_shut: int  # times the front was unbound
+    turned_out: int  # connections ended because memory was short
+    descriptors: int  # that this process may have
+    endpoints: Mapping[str, list[str]]  # beside those of the run directory
+    metrics: str | None  # the URL of the HTTP server
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSnapshot:
+    """One model. `histograms` is empty until its first request, so that unused models are cheap."""
 
     name: str
     state: str
     available: bool  # a request for it would be accepted
+    used: bool  # it has workers or waiting requests, or had a request
     waiting: int
     waiting_bytes: int
     running: int  # requests that workers have
     workers: Mapping[str, int]  # by state
-    counts: Mapping[str, int]
+    counts: Mapping[str, int]  # the integer counters of metrics.histograms.Figures, by name
     outcomes: Mapping[str, int]
     histograms: Mapping[str, Frozen]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerView:
-    """A slot: its restarts, and what the last beat of its worker said. Times are seconds."""
+class WorkerSnapshot:
+    """A slot, and its worker where it has one. Times are seconds.
+
+    Without a worker `state` is "none", and all that only a worker has is None, 0 or empty.
+    """
 
     slot: str
     model: str
-    state: str  # "none": nobody fills it
-    phase: str
-    running: int  # requests the broker has given to it
-    uptime: float
     restarts: int
     last_exit: str
-    memory: Mapping[str, int]  # bytes; empty without a beat
-    prefix: Mapping[str, int]
+    state: str = "none"
+    pid: int | None = None
+    epoch: int | None = None
+    running: int = 0  # requests the broker has given to it
+    tokens: int = 0  # received from it
+    uptime: float = 0.0
+    load_s: float | None = None  # from its start until it was ready
+    beat_age: float = 0.0  # since its last beat, or its start
+    progress_age: float = 0.0  # since its progress counter moved
+    suspect: bool = False
+    cause: str = ""  # why it is suspect, or why we ended it
+    remote: bool = False
+    host: str | None = None
+    context: int | None = None
+    beat: Beat | None = None  # the last one, or an empty one; None: there is no worker
 
     @property
-    def taken(self) -> int:
-        """Bytes. What is resident lacks a device of its own, `active` lacks other memory."""
-        return max(self.memory.get("active", 0), self.memory.get("rss", 0))
+    def phase(self) -> str:
+        return "" if self.beat is None else (self.beat.phase or "boot")[:MAX_PHASE_CHARS]
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes, by kind; empty without a beat."""
+        return {} if self.beat is None else _integers(self.beat.memory)
+
+    @property
+    def prefix(self) -> dict[str, int]:
+        """Counters of its prefix cache, by name; empty without a beat."""
+        return {} if self.beat is None else _integers(self.beat.prefix)
+
+    @property
+    def memory_used(self) -> int:
+        """Bytes. The resident set lacks device memory, `active` lacks memory outside MLX."""
+        memory = self.memory
+        return max(memory.get("active", 0), memory.get("rss", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`stats` is what the admin's `stats` answers; `lag` is seconds."""
-
-    stats: Mapping[str, Any]
-    models: tuple[ModelView, ...]
-    workers: tuple[WorkerView, ...]
-    lag: float
+    broker: BrokerInfo
+    counters: Counters  # a copy
+    sizes: Mapping[str, int]  # entries of each map of the core
+    models: tuple[ModelSnapshot, ...]
+    workers: tuple[WorkerSnapshot, ...]
+    lag: float  # seconds, see loop_lag
     memory_limit: int  # bytes that all workers may take together
-
-    @property
-    def state(self) -> str:
-        return str(self.stats["broker"]["state"])
+    listing: tuple[Mapping[str, Any], ...] = ()  # a row for each name, with its path
 
 
-def take(state: State, about: Mapping[str, Any], lag: float, now: float) -> Snapshot:
-    """The figures of now; `about` is the broker's own line."""
-    models = state.registry.models.values()
-    slots = state.registry.slots.values()
+def take(
+    state: State, broker: BrokerInfo, lag: float, now: float, *, listing: bool = False
+) -> Snapshot:
+    """The pool as it is now; with `listing` also the rows of models that only `ps` renders."""
+    registry = state.registry
+    slots = registry.slots.values()
     return Snapshot(
-        {"broker": about, **stats(state, now)},
-        tuple(_model(state, model, now) for model in models),
+        broker,
+        state.counters.copy(),
+        _sizes(state),
+        tuple(_model(state, model, now) for model in registry.models.values()),
         tuple(_worker(slot, now) for slot in slots if slot.worker or slot.last_exit),
         lag,
-        state.registry.memory,
+        registry.memory,
+        tuple(_listing(registry, now)) if listing else (),
     )
 
 
-def _model(state: State, model: Model, now: float) -> ModelView:
-    figures = state.counters.of(model.name)
-    open_to_all = state.admits and model.admits
-    return ModelView(
+def _sizes(state: State) -> dict[str, int]:
+    """An idle pool has entries only of tombstones and poison, and the timers that end them."""
+    workers = [worker for model in state.registry.models.values() for worker in model.workers]
+    return {
+        "requests": len(state.requests),
+        "links": len(state.links),
+        "asked": len(state.calls),
+        "tombstones": len(state.tombstones),
+        "poisoned": len(state.quarantine),
+        "timers": len(state.timers),
+        "epochs": len(state.workers),
+        "places": sum(len(worker.leases) for worker in workers),
+        "prefixes": sum(len(worker.prefixes) for worker in workers),
+    }
+
+
+def _listing(registry: Registry, now: float) -> Iterable[Mapping[str, Any]]:
+    known = registry.names.known
+    rows = model_listing.rows(registry, now)
+    return ({"path": known[row["name"]].config.path, **row} for row in rows)
+
+
+def _model(state: State, model: Model, now: float) -> ModelSnapshot:
+    figures = state.counters.models.get(model.name, _NO_FIGURES)
+    admits = state.admits and model.admits
+    return ModelSnapshot(
         model.name,
         model.shown_state,
-        open_to_all and state.registry.unavailable(model, now) is None,
+        admits and state.registry.unavailable(model, now) is None,
+        bool(model.workers or model.queue or model.name in state.counters.models),
         len(model.queue),
         model.queue.bytes,
         sum(len(worker.leases) for worker in model.workers),
         Counter(worker.state.shown for worker in model.workers),
-        {
-            "accepted": figures.accepted,
-            "resumed": figures.resumed,
-            "tokens": figures.tokens,
-            "prompt_tokens": figures.prompt_tokens,
-        },
+        {name: value for name, value in vars(figures).items() if type(value) is int},
         dict(figures.outcomes),
-        _frozen(figures) if figures.accepted else {},
+        _histograms(figures) if figures.accepted else {},
     )
 
 
-def _frozen(figures: Figures) -> dict[str, Frozen]:
+def _histograms(figures: Figures) -> dict[str, Frozen]:
     return {
         name: value.frozen() for name, value in vars(figures).items() if type(value) is Histogram
     }
 
 
-def _worker(slot: Slot, now: float) -> WorkerView:
+def _worker(slot: Slot, now: float) -> WorkerSnapshot:
     worker = slot.worker
     if worker is None:
-        return WorkerView(
-            slot.name, slot.model, "none", "", 0, 0.0, slot.restarts, slot.last_exit, {}, {}
-        )
-    beat = worker.beat
-    return WorkerView(
+        return WorkerSnapshot(slot.name, slot.model, slot.restarts, slot.last_exit)
+    hello = worker.hello
+    return WorkerSnapshot(
         slot.name,
         slot.model,
-        worker.state.shown,
-        (beat.phase or "boot")[:WORD],
-        len(worker.leases),
-        now - worker.started_at,
         slot.restarts,
         slot.last_exit,
-        _integers(beat.memory),
-        _integers(beat.prefix),
+        worker.state.shown,
+        worker.pid,
+        worker.epoch,
+        running=len(worker.leases),
+        tokens=worker.tokens,
+        uptime=now - worker.started_at,
+        load_s=_load_seconds(worker),
+        beat_age=max(0.0, now - (worker.beat_at or worker.started_at)),
+        progress_age=worker.watch.still,
+        suspect=bool(worker.suspect_since),
+        cause=worker.cause or worker.suspicion,
+        remote=worker.remote,
+        host=None if hello is None else hello.host,
+        context=None if hello is None else hello.context,
+        beat=worker.beat,
     )
 
 
-def _integers(value: object) -> dict[str, int]:
-    """What a worker says of itself is not ours to trust."""
-    if not isinstance(value, Mapping):
-        return {}
-    return {str(key): each for key, each in value.items() if type(each) is int}
+def _load_seconds(worker: Worker) -> float | None:
+    return worker.ready_at - worker.started_at if worker.ready_at else None
+
+
+def _integers(values: Mapping[str, Any]) -> dict[str, int]:
+    """Without values of other types, which a worker might send."""
+    return {str(key): each for key, each in values.items() if type(each) is int}

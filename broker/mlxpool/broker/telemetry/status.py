@@ -5,39 +5,51 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from mlxpool.broker.telemetry.history import COLUMN, STEP, Past, Point, recent
+from mlxpool.broker.telemetry.history import (
+    COLUMN_SECONDS,
+    POINT_INTERVAL,
+    Point,
+    RecentHistory,
+    recent_rates,
+)
 from mlxpool.broker.telemetry.metric_table import VERSION
-from mlxpool.broker.telemetry.snapshot import ModelView, Snapshot, WorkerView
+from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot, WorkerSnapshot
+from mlxpool.broker.telemetry.stats import pool_stats
 
-SHOWN = 40  # models, and workers: the page stays small however large the pool is
-TROUBLE = ("failed", "broken", "suspect", "condemned")
-ASLEEP = ("cold", "drained", "none")
+MAX_ROWS = 40  # of models and of workers: the page stays small however large the pool is
+FAULTY = ("failed", "broken", "suspect", "condemned")
+INACTIVE = ("cold", "drained", "none")
 MEMORY = ("weights", "kv", "prefix", "limit")
 
-Row = TypeVar("Row", ModelView, WorkerView)
+Row = TypeVar("Row", ModelSnapshot, WorkerSnapshot)
 
 
-def status(snapshot: Snapshot, past: Past, now: float) -> dict[str, Any]:
-    """Times are seconds, memory is bytes, rates a second's; `now` is on the clock of `past`."""
-    points = list(past.points)
-    columns = list(past.columns)
+def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, Any]:
+    """Seconds, bytes, and rates a second; `now` is on the clock of `history`."""
+    points = list(history.points)
+    columns = list(history.columns)
     last = points[-1].rates if points else {}
-    models = _first(snapshot.models, lambda model: model.running + model.waiting)
-    workers = _first(snapshot.workers, lambda worker: worker.running)
-    broker = snapshot.stats["broker"]
+    models = _most_relevant(snapshot.models, lambda model: model.running + model.waiting)
+    workers = _most_relevant(snapshot.workers, lambda worker: worker.running)
+    broker, pool = snapshot.broker, pool_stats(snapshot)
     return {
-        "broker": {key: broker.get(key) for key in ("state", "pid", "uptime_s", "links")},
+        "broker": {
+            "state": broker.state,
+            "pid": broker.pid,
+            "uptime_s": broker.uptime_s,
+            "links": broker.links,
+        },
         "version": VERSION,
         "lag_s": round(snapshot.lag, 4),
-        "requests": snapshot.stats["requests"],
-        "resumed": snapshot.stats["resumed"],
-        "tokens": snapshot.stats["tokens"]["generated"],
+        "requests": pool["requests"],
+        "resumed": pool["resumed"],
+        "tokens": pool["tokens"]["generated"],
         "memory_limit": snapshot.memory_limit,
-        "step_s": STEP,
-        "column_s": COLUMN,
+        "step_s": POINT_INTERVAL,
+        "column_s": COLUMN_SECONDS,
         "past": _past(points, now),
         "models": [
-            _model(model, last.get(model.name, 0.0), recent(columns, model.name, now))
+            _model(model, last.get(model.name, 0.0), recent_rates(columns, model.name, now))
             for model in models
         ],
         "models_hidden": len(snapshot.models) - len(models),
@@ -46,21 +58,21 @@ def status(snapshot: Snapshot, past: Past, now: float) -> dict[str, Any]:
     }
 
 
-def _first(rows: Sequence[Row], load: Callable[[Row], int]) -> list[Row]:
-    """At most SHOWN, in their order: those in trouble first, then by load, the sleeping last."""
-    if len(rows) <= SHOWN:
+def _most_relevant(rows: Sequence[Row], load: Callable[[Row], int]) -> list[Row]:
+    """At most MAX_ROWS, in their order: faulty ones first, then by load, inactive ones last."""
+    if len(rows) <= MAX_ROWS:
         return list(rows)
 
-    def rank(place: int) -> tuple[bool, bool, int, int]:
-        row = rows[place]
-        return row.state not in TROUBLE, row.state in ASLEEP, -load(row), place
+    def rank(index: int) -> tuple[bool, bool, int, int]:
+        row = rows[index]
+        return row.state not in FAULTY, row.state in INACTIVE, -load(row), index
 
-    chosen = sorted(range(len(rows)), key=rank)[:SHOWN]
-    return [rows[place] for place in sorted(chosen)]
+    chosen = sorted(range(len(rows)), key=rank)[:MAX_ROWS]
+    return [rows[index] for index in sorted(chosen)]
 
 
 def _past(points: Sequence[Point], now: float) -> dict[str, list[float | None]]:
-    """One list for each figure, the oldest first."""
+    """One list for each figure, the oldest point first."""
     return {
         "age_s": [round(now - point.at, 1) for point in points],
         "tokens_s": [round(point.rate, 1) for point in points],
@@ -68,7 +80,7 @@ def _past(points: Sequence[Point], now: float) -> dict[str, list[float | None]]:
         "waiting": [point.waiting for point in points],
         "memory": [point.memory for point in points],
         "median_s": [_rounded(point.median, 4) for point in points],
-        "slow_s": [_rounded(point.slow, 4) for point in points],
+        "slow_s": [_rounded(point.p95, 4) for point in points],
     }
 
 
@@ -76,24 +88,25 @@ def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def _model(model: ModelView, rate: float, made: Sequence[float | None]) -> dict[str, Any]:
-    ends = model.outcomes
-    done = sum(ends.get(reason, 0) for reason in ("stop", "length"))
-    cancelled = ends.get("cancelled", 0)
+def _model(model: ModelSnapshot, rate: float, recent: Sequence[float | None]) -> dict[str, Any]:
+    outcomes = model.outcomes
+    done = sum(outcomes.get(reason, 0) for reason in ("stop", "length"))
+    cancelled = outcomes.get("cancelled", 0)
     return {
         "name": model.name,
         "state": model.state,
         "running": model.running,
         "waiting": model.waiting,
         "accepted": model.counts["accepted"],
-        "failed": sum(ends.values()) - done - cancelled,
+        "failed": sum(outcomes.values()) - done - cancelled,
         "tokens": model.counts["tokens"],
         "now": round(rate, 1),
-        "recent": [_rounded(each, 1) for each in made],
+        "recent": [_rounded(each, 1) for each in recent],
     }
 
 
-def _worker(worker: WorkerView) -> dict[str, Any]:
+def _worker(worker: WorkerSnapshot) -> dict[str, Any]:
+    memory = worker.memory
     return {
         "slot": worker.slot,
         "model": worker.model,
@@ -103,6 +116,6 @@ def _worker(worker: WorkerView) -> dict[str, Any]:
         "uptime_s": round(worker.uptime, 1),
         "restarts": worker.restarts,
         "last_exit": worker.last_exit,
-        "taken": worker.taken,
-        "memory": {kind: worker.memory[kind] for kind in MEMORY if kind in worker.memory},
+        "taken": worker.memory_used,
+        "memory": {kind: memory[kind] for kind in MEMORY if kind in memory},
     }

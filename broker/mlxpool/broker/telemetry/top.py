@@ -1,50 +1,42 @@
-"""What `mlxpool top` is drawn from: the moment's figures of what is in use, counters beside them.
+"""The updates from which `mlxpool top` is drawn: models and workers in use, and the counters.
 
-Rates are the reader's: it has two pictures, and knows what lies between them.
+The reader computes rates from two updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from mlxpool.broker.core.state import State
-from mlxpool.broker.metrics.histograms import Figures, Histogram
-from mlxpool.broker.models.model import Model
-from mlxpool.broker.telemetry import stats
+from mlxpool.broker.metrics.histograms import FIRST_TOKEN, Frozen, Histogram
+from mlxpool.broker.telemetry.ps import worker_row
+from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot
+from mlxpool.broker.telemetry.stats import pool_stats
 
-NOTHING = Figures()  # of a model that nobody has asked for
+_EMPTY = Histogram(FIRST_TOKEN).frozen()
 
 
-def take(state: State, about: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Workers, and models that have or had work; `about` is the broker's own line."""
-    used = [model for model in state.registry.models.values() if _in_use(state, model)]
+def top(snapshot: Snapshot) -> dict[str, Any]:
     return {
-        "broker": about,
-        "stats": stats.stats(state, now),
-        "models": [_model(state, model) for model in used],
-        "workers": stats.workers(state, now),
+        "broker": asdict(snapshot.broker),
+        "stats": pool_stats(snapshot),
+        "models": [_model_row(model) for model in snapshot.models if model.used],
+        "workers": [worker_row(worker) for worker in snapshot.workers],
     }
 
 
-def _in_use(state: State, model: Model) -> bool:
-    return bool(model.workers or model.queue or model.name in state.counters.models)
-
-
-def _model(state: State, model: Model) -> dict[str, Any]:
-    figures = state.counters.models.get(model.name, NOTHING)
+def _model_row(model: ModelSnapshot) -> dict[str, Any]:
     return {
         "name": model.name,
-        "state": model.shown_state,
-        "waiting": len(model.queue),
-        "running": sum(len(worker.leases) for worker in model.workers),
-        "accepted": figures.accepted,
-        "tokens": figures.tokens,
-        "first_token": _histogram(figures.first_token),
+        "state": model.state,
+        "waiting": model.waiting,
+        "running": model.running,
+        "accepted": model.counts["accepted"],
+        "tokens": model.counts["tokens"],
+        "first_token": _histogram(model.histograms.get("first_token", _EMPTY)),
     }
 
 
-def _histogram(histogram: Histogram) -> dict[str, Any]:
-    """`counts[i]` are those above bound i-1 and up to bound i, seconds; the last has no bound."""
-    frozen = histogram.frozen()
-    return {"bounds": list(frozen.bounds), "counts": list(frozen.counts)}
+def _histogram(histogram: Frozen) -> dict[str, Any]:
+    """`counts[i]` counts values above bound i-1 and up to bound i, seconds; the last is open."""
+    return {"bounds": list(histogram.bounds), "counts": list(histogram.counts)}

@@ -30,7 +30,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     # Here and not above: only this command needs the broker's code.
-    from mlxpool.broker.edge.loop import Broker
+    from mlxpool.broker.edge.broker import Broker
     from mlxpool.common import logs
 
     settings = settings_of(options)

@@ -40,8 +40,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Supervise one worker until the broker sends it away, or SIGTERM."""
     # Here and not above: only this command needs that code.
-    from mlxpool.broker.processes.remote_supervisor import Outpost
-    from mlxpool.broker.processes.supervisor import Dial
+    from mlxpool.broker.processes.remote_supervisor import RemoteSupervisor
+    from mlxpool.broker.processes.supervisor import DialSettings
     from mlxpool.common import logs
     from mlxpool.common.config.loading import check_run_dir
 
@@ -57,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
     if options.orphan_grace < 0:
         raise ValueError(f"--orphan-grace must be 0 or more, got {options.orphan_grace:g}")
     logs.set_up(json_lines=config.log_format == "json")
-    dial = Dial(target.server_key or "", target.key or "", options.orphan_grace)
+    dial = DialSettings(target.server_key or "", target.key or "", options.orphan_grace)
     check_run_dir(config.run_dir)
     # A folder of its own: a broker in the run directory deletes the files that it does not know.
     own = replace(config, run_dir=config.run_dir / "remote")
-    return Outpost(own, target.endpoint_of("back"), options.name, model, dial).run()
+    return RemoteSupervisor(own, target.endpoint_of("back"), options.name, model, dial).run()

@@ -1,24 +1,24 @@
-"""The peers of one ROUTER: a number for each connection, a bounded queue for each that is full.
+"""The peers of one ROUTER: a number for each connection, and a bounded queue for each full one.
 
 libzmq's POLLOUT says only that *some* peer can be written to, so a full peer is tried again at its
-next frame or when the loop asks for it.
+next frame or when the loop calls `retry`.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
 
+from mlxpool.broker.transport.descriptors import inode_of, shut_down
 from mlxpool.common.protocol.frames import MAX_PARTS
 
-SKIP = 1024  # parts read in one go of a message with more than the protocol has
+MAX_SKIPPED_PARTS = 1024  # read in one call of a message with more parts than the protocol allows
 MAX_BACKLOG = 16 * 1024 * 1024  # bytes queued here for one peer, beyond what libzmq holds
 
-Gate = Callable[[str], str]  # the id that a handshake gave -> the owner; "": nobody for this socket
+Authorize = Callable[[str], str]  # the user id of a handshake -> the owner; "": not on this socket
 
 
 @dataclass(eq=False, slots=True)
@@ -29,43 +29,47 @@ class Peer:
     number: int
     heard_at: float
     owner: str
-    descriptor: int = -1  # of our end, as long as the connection lives; -1: unknown
-    inode: int = -1  # of that descriptor, whose number may be another's before we hear of its end
-    user: str = ""  # the id that the handshake gave it, where one is asked for
-    admitted: bool = True  # whether its newest message counts
+    descriptor: int = -1  # of our end while the connection lives; -1: unknown
+    inode: int = -1  # of that descriptor, whose number may be reused before we hear of its end
+    user: str = ""  # the user id that the handshake gave it, on sockets with authorization
+    admitted: bool = True  # whether its newest message was authorized
     gone: bool = False  # nothing can be sent to it; what it sent before may still be unread
     backlog: deque[list[bytes]] = field(default_factory=deque)
     backlog_bytes: int = 0
 
 
 class Peers:
-    """Owned by the broker's one I/O thread, like its socket."""
+    """Owned by the broker's thread, like its socket."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], gate: Gate | None = None, *, to_the_last: bool = False
+        self,
+        socket: zmq.Socket[bytes],
+        authorize: Authorize | None = None,
+        *,
+        keep_gone: bool = False,
     ) -> None:
-        """With a `gate` every message says whose it is, by the handshake of its connection.
+        """With `authorize` the sender of every message is checked by its handshake's user id.
 
-        `to_the_last`: who is found gone keeps its number until `forget`, so that its last messages
-        are still its own; else it is forgotten at once.
+        `keep_gone`: a peer found gone keeps its number until `forget`, so that its last messages
+        are still attributed to it; else it is forgotten at once.
         """
         self.socket = socket
-        self.gate = gate
-        self.to_the_last = to_the_last
+        self.authorize = authorize
+        self.keep_gone = keep_gone
         self.by_name: dict[bytes, Peer] = {}
         self.by_number: dict[int, Peer] = {}
         self._by_descriptor: dict[int, Peer] = {}
-        self.full: set[int] = set()  # numbers with a backlog
-        self._overflow = 0  # the newest number given up for its backlog
-        self._long: tuple[Peer, list[bytes]] | None = None  # too many parts, not all read yet
+        self.full: set[int] = set()  # numbers of peers with a backlog
+        self._overflowed = 0  # the number that was last forgotten for its backlog
+        self._skipping: tuple[Peer, list[bytes]] | None = None  # a message with too many parts
         self._count = 0
 
     def receive(self, now: float) -> tuple[Peer, list[bytes]] | None:
-        """The next message that is there, and whose it is; None when there is none.
+        """The next message and its sender; None when there is none.
 
-        None, too, while a message has so many parts that it takes several calls to read past them.
+        Also None while a message has so many parts that it takes several calls to read past them.
         """
-        if self._long is not None:
+        if self._skipping is not None:
             return self._skip()
         socket = self.socket
         try:
@@ -73,7 +77,7 @@ class Peers:
         except zmq.Again:
             return None
         peer = self.by_name.get(name)
-        if peer is None or self.gate is not None:  # only a frame knows whence it came
+        if peer is None or self.authorize is not None:  # only a frame has the connection's data
             frame = socket.recv(copy=False)
             peer = self._sender(name, peer, frame, now)
             parts = [frame.bytes]
@@ -82,40 +86,40 @@ class Peers:
         peer.heard_at = now
         while socket.getsockopt(zmq.RCVMORE):
             if len(parts) > MAX_PARTS:
-                self._long = peer, parts
+                self._skipping = peer, parts
                 return self._skip()
             parts.append(socket.recv())
         return peer, parts
 
     def _skip(self) -> tuple[Peer, list[bytes]] | None:
-        """Read past parts that are too many: a message may have millions, and others wait."""
-        for _ in range(SKIP):
+        """Drop surplus parts: a message may have millions, and other peers wait."""
+        for _ in range(MAX_SKIPPED_PARTS):
             if not self.socket.getsockopt(zmq.RCVMORE):
-                whole, self._long = self._long, None
-                return whole
+                message, self._skipping = self._skipping, None
+                return message
             self.socket.recv()
         return None
 
     def _sender(self, name: bytes, known: Peer | None, frame: zmq.Frame, now: float) -> Peer:
-        """Names of connections are what peers say they are: who has taken one over is new here."""
-        if self.gate is None:
-            return known or self._meet(name, frame, now)
+        """A peer may take over the routing id of another: then it counts as a new connection."""
+        if self.authorize is None:
+            return known or self._register(name, frame, now)
         user = _user(frame)
         if known is not None and known.user != user:
             self.forget(known.number)
             known = None
-        peer = known or self._meet(name, frame, now)
-        owner = self.gate(user)
+        peer = known or self._register(name, frame, now)
+        owner = self.authorize(user)
         peer.user, peer.admitted, peer.owner = user, bool(owner), owner or peer.owner
         return peer
 
-    def _meet(self, name: bytes, frame: zmq.Frame, now: float) -> Peer:
+    def _register(self, name: bytes, frame: zmq.Frame, now: float) -> Peer:
         self._count += 1
         descriptor = _descriptor(frame)
         peer = Peer(name, self._count, now, _owner(frame), descriptor, inode_of(descriptor))
         self.by_name[name] = self.by_number[peer.number] = peer
         before = self._by_descriptor.get(peer.descriptor)
-        if before is not None:  # its connection has ended, or the number would not be free
+        if before is not None:  # its connection has ended, else the descriptor were not free
             before.descriptor = -1
         if peer.descriptor >= 0:
             self._by_descriptor[peer.descriptor] = peer
@@ -133,7 +137,7 @@ class Peers:
         return self._queue(peer, parts)
 
     def _try(self, peer: Peer, parts: list[bytes]) -> bool | None:
-        """True sent, False gone, None full."""
+        """True: sent; False: the peer is gone; None: the peer is full."""
         try:
             self.socket.send_multipart([peer.name, *parts], zmq.NOBLOCK)
         except zmq.Again:
@@ -141,13 +145,13 @@ class Peers:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._lost(peer)
+            self._mark_gone(peer)
             return False
         peer.gone = False
         return True
 
-    def _lost(self, peer: Peer) -> None:
-        if not self.to_the_last:
+    def _mark_gone(self, peer: Peer) -> None:
+        if not self.keep_gone:
             self.forget(peer.number)
             return
         peer.gone = True
@@ -160,14 +164,14 @@ class Peers:
         peer.backlog_bytes += sum(map(len, parts))
         self.full.add(peer.number)
         if peer.backlog_bytes > MAX_BACKLOG:
-            self._overflow = peer.number
+            self._overflowed = peer.number
             self.forget(peer.number)
             return False
         return True
 
     def overflowed(self, number: int) -> bool:
-        """Whether it was just now given up for taking nothing any more, not for being gone."""
-        return number == self._overflow
+        """Whether the last failed `send` failed because this peer's backlog was too large."""
+        return number == self._overflowed
 
     def retry(self) -> list[int]:
         """Try every full peer again; returns the numbers of those that turned out to be gone."""
@@ -195,17 +199,20 @@ class Peers:
                 del self._by_descriptor[peer.descriptor]
             self.full.discard(number)
 
+    def disconnect(self, peer: Peer) -> None:
+        """End its connection, and drop what was not read of it."""
+        self.forget(peer.number)
+        shut_down(peer.descriptor, peer.inode)
 
-def inode_of(descriptor: int) -> int:
-    """What tells a descriptor from another one of its number; -1: there is none."""
-    try:
-        return os.fstat(descriptor).st_ino if descriptor >= 0 else -1
-    except OSError:
-        return -1
+    def disconnect_user(self, user: str) -> None:
+        """End every connection whose handshake had this user id."""
+        for peer in list(self.by_number.values()):
+            if peer.user == user:
+                self.disconnect(peer)
 
 
 def _owner(frame: zmq.Frame) -> str:
-    """Who the peer is by the kernel's word on ipc (uid), else by its address's host."""
+    """`uid:N` by the kernel's credentials on ipc, else `host:` and the peer's address."""
     try:
         address = str(frame.get("Peer-Address"))
     except zmq.ZMQError:

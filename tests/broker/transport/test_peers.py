@@ -9,16 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import zmq
 
-from mlxpool.broker.edge import peers as module
-from mlxpool.broker.edge.loop import Broker
-from mlxpool.broker.edge.peers import Peer, Peers
-from mlxpool.broker.edge.worker_ingress import FromWorkers
+from mlxpool.broker.transport import peers as module
+from mlxpool.broker.transport.peers import Peer, Peers
+from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.transport import sockets
 
 PATIENCE = 30  # seconds
@@ -27,11 +24,11 @@ PATIENCE = 30  # seconds
 class Wire:
     """A ROUTER and the DEALERs that talk to it, in one process."""
 
-    def __init__(self, folder: Path, *, to_the_last: bool = False) -> None:
+    def __init__(self, folder: Path, *, keep_gone: bool = False) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoint = sockets.ipc(folder, "t")
         self.router = sockets.router(self.context, self.endpoint)
-        self.peers = Peers(self.router, to_the_last=to_the_last)
+        self.peers = Peers(self.router, keep_gone=keep_gone)
         self.dealers: list[zmq.Socket[bytes]] = []
 
     def dealer(self, receive_limit: int = 0, name: bytes = b"") -> zmq.Socket[bytes]:
@@ -64,9 +61,9 @@ class Wire:
 
 
 @contextmanager
-def made(*, to_the_last: bool = False) -> Iterator[Wire]:
+def made(*, keep_gone: bool = False) -> Iterator[Wire]:
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # short: its path has to fit
-        wires = Wire(Path(folder), to_the_last=to_the_last)
+        wires = Wire(Path(folder), keep_gone=keep_gone)
         try:
             yield wires
         finally:
@@ -123,19 +120,19 @@ def test_a_peer_that_closed_is_reported_gone_and_forgotten(wires: Wire) -> None:
     assert wires.peers.send(peer.number, [b"x"]) is False
 
 
-@pytest.mark.parametrize("to_the_last", [False, True])
-def test_the_last_messages_of_who_was_found_gone(to_the_last: bool) -> None:
+@pytest.mark.parametrize("keep_gone", [False, True])
+def test_the_last_messages_of_who_was_found_gone(keep_gone: bool) -> None:
     """A worker that is sent work after its end has said before how it ended."""
-    with made(to_the_last=to_the_last) as wires:
+    with made(keep_gone=keep_gone) as wires:
         dealer = wires.dealer()
         peer = wires.met(dealer)
         for _ in range(3):
             dealer.send_multipart([b"last"])
         dealer.close(linger=PATIENCE * 1000)
         until(lambda: not wires.peers.send(peer.number, [b"x"]))
-        assert peer.gone == to_the_last
+        assert peer.gone == keep_gone
         for _ in range(3):
-            assert (wires.next()[0].number == peer.number) == to_the_last
+            assert (wires.next()[0].number == peer.number) == keep_gone
         assert not wires.peers.send(peer.number, [b"x"])
         wires.peers.forget(peer.number)
         assert peer.number not in wires.peers.by_number
@@ -198,9 +195,9 @@ def test_a_backlog_is_bounded(wires: Wire, monkeypatch: pytest.MonkeyPatch) -> N
     assert wires.peers.retry() == []
 
 
-@pytest.mark.parametrize("to_the_last", [False, True])
-def test_a_full_peer_that_goes_is_reported_by_the_retry(to_the_last: bool) -> None:
-    with made(to_the_last=to_the_last) as wires:
+@pytest.mark.parametrize("keep_gone", [False, True])
+def test_a_full_peer_that_goes_is_reported_by_the_retry(keep_gone: bool) -> None:
+    with made(keep_gone=keep_gone) as wires:
         dealer = wires.dealer(receive_limit=2)
         peer = wires.met(dealer)
         fill(wires, peer)
@@ -214,29 +211,12 @@ def test_a_full_peer_that_goes_is_reported_by_the_retry(to_the_last: bool) -> No
 
         until(told)
         assert gone == [peer.number]
-        assert not wires.peers.full and list(wires.peers.by_number) == gone * to_the_last
-        assert wires.peers.retry() == [] and not peer.backlog_bytes * to_the_last
-
-
-def test_only_a_worker_found_gone_is_remembered() -> None:
-    """Until its end is told; others of the workers' socket that have gone are swept."""
-    with made(to_the_last=True) as wires:
-        dealers = [wires.dealer() for _ in range(3)]
-        worker, stranger, alive = (wires.met(dealer) for dealer in dealers)
-        for dealer, peer in zip(dealers[:2], (worker, stranger), strict=True):
-            dealer.close(linger=0)
-            until(partial(gone, wires, peer))
-        workers = FromWorkers(cast(Broker, SimpleNamespace(back=wires.peers)))
-        workers.peers["m/0"] = worker.number
-        workers.sweep()
-        assert list(wires.peers.by_number) == [worker.number, alive.number]
-        del workers.peers["m/0"]
-        workers.sweep()
-        assert list(wires.peers.by_number) == [alive.number]
+        assert not wires.peers.full and list(wires.peers.by_number) == gone * keep_gone
+        assert wires.peers.retry() == [] and not peer.backlog_bytes * keep_gone
 
 
 def test_who_comes_back_by_its_name_is_not_gone() -> None:
-    with made(to_the_last=True) as wires:
+    with made(keep_gone=True) as wires:
         for _ in range(2):
             dealer = wires.dealer(name=b"own")
             peer = wires.met(dealer)
@@ -245,3 +225,20 @@ def test_who_comes_back_by_its_name_is_not_gone() -> None:
             dealer.close(linger=0)
             until(partial(gone, wires, peer))
             assert peer.gone
+
+
+def test_only_a_worker_found_gone_is_remembered() -> None:
+    """Until its end is told; others of the workers' socket that have gone are swept."""
+    with made(keep_gone=True) as wires:
+        dealers = [wires.dealer() for _ in range(3)]
+        worker, stranger, alive = (wires.met(dealer) for dealer in dealers)
+        for dealer, peer in zip(dealers[:2], (worker, stranger), strict=True):
+            dealer.close(linger=0)
+            until(partial(gone, wires, peer))
+        sessions = WorkerSessions(wires.peers)
+        sessions.open("m/0", worker.number)
+        sessions.sweep()
+        assert list(wires.peers.by_number) == [worker.number, alive.number]
+        sessions.release("m/0")
+        sessions.sweep()
+        assert list(wires.peers.by_number) == [alive.number]

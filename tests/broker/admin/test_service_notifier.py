@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.admin.systemd import STATUS_EVERY, Notify
+from mlxpool.broker.admin.service_notifier import STATUS_INTERVAL, ServiceNotifier
 from support.notify_socket import NotifySocket
 
 
@@ -26,7 +26,7 @@ def ours(manager: NotifySocket, **more: str) -> dict[str, str]:
 
 
 def test_each_word(manager: NotifySocket) -> None:
-    with Notify.from_environment(ours(manager)) as notify:
+    with ServiceNotifier.from_environment(ours(manager)) as notify:
         notify.ready()
         notify.stopping()
         assert manager.received() == ["READY=1", "STOPPING=1"]
@@ -38,21 +38,21 @@ def test_each_word(manager: NotifySocket) -> None:
 
 
 def test_a_watchdog_at_half_its_time(manager: NotifySocket) -> None:
-    with Notify.from_environment(ours(manager, WATCHDOG_USEC="30000000")) as notify:
+    with ServiceNotifier.from_environment(ours(manager, WATCHDOG_USEC="30000000")) as notify:
         for now, pings in ((100.0, 1), (114.9, 0), (115.0, 1), (129.9, 0), (140.0, 1), (150.0, 0)):
-            notify.turned(str, now)
+            notify.on_turn(str, now)
             assert manager.received() == ["WATCHDOG=1"] * pings, now
         assert notify.next_wake() == 155.0
 
 
 def test_the_loop_need_not_wait_for_the_first(manager: NotifySocket) -> None:
-    with Notify.from_environment(ours(manager, WATCHDOG_USEC="1000000")) as notify:
+    with ServiceNotifier.from_environment(ours(manager, WATCHDOG_USEC="1000000")) as notify:
         assert notify.next_wake() == 0.0
 
 
 def test_no_watchdog_unless_asked(manager: NotifySocket) -> None:
-    with Notify.from_environment(ours(manager)) as notify:
-        notify.turned(str, 100.0)
+    with ServiceNotifier.from_environment(ours(manager)) as notify:
+        notify.on_turn(str, 100.0)
         assert manager.received() == []
         assert notify.next_wake() == float("inf")
 
@@ -63,30 +63,30 @@ def test_a_watchdog_of_another_process_is_not_ours(
 ) -> None:
     pid = str(os.getpid()) if pid == "ours" else pid
     asked = ours(manager, WATCHDOG_USEC="2000000", WATCHDOG_PID=pid)
-    with Notify.from_environment(asked) as notify:
-        notify.turned(str, 100.0)
+    with ServiceNotifier.from_environment(asked) as notify:
+        notify.on_turn(str, 100.0)
         assert len(manager.received()) == pings
 
 
 @pytest.mark.parametrize("time", ["soon", "-5", "1e6", "²", ""])
 def test_a_time_that_is_none(manager: NotifySocket, time: str) -> None:
-    with Notify.from_environment(ours(manager, WATCHDOG_USEC=time)) as notify:
-        notify.turned(str, 100.0)
+    with ServiceNotifier.from_environment(ours(manager, WATCHDOG_USEC=time)) as notify:
+        notify.on_turn(str, 100.0)
         assert manager.received() == []
 
 
 def test_a_status_when_it_has_changed(manager: NotifySocket) -> None:
-    with Notify.from_environment(ours(manager)) as notify:
-        notify.turned(lambda: "one", 100.0)
-        notify.turned(lambda: "too soon", 101.0)
-        notify.turned(lambda: "one", 100.0 + STATUS_EVERY)
-        notify.turned(lambda: "two", 100.0 + 2 * STATUS_EVERY)
+    with ServiceNotifier.from_environment(ours(manager)) as notify:
+        notify.on_turn(lambda: "one", 100.0)
+        notify.on_turn(lambda: "too soon", 101.0)
+        notify.on_turn(lambda: "one", 100.0 + STATUS_INTERVAL)
+        notify.on_turn(lambda: "two", 100.0 + 2 * STATUS_INTERVAL)
         assert manager.received() == ["STATUS=one", "STATUS=two"]
 
 
 def test_the_variables_are_gone() -> None:
     environment = {"NOTIFY_SOCKET": "/x", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "1", "HOME": "/"}
-    Notify.from_environment(environment).close()
+    ServiceNotifier.from_environment(environment).close()
     assert environment == {"HOME": "/"}
 
 
@@ -94,34 +94,34 @@ def test_without_a_manager_it_is_silent() -> None:
     def never() -> str:
         raise AssertionError("nobody reads it")
 
-    with Notify.from_environment({"WATCHDOG_USEC": "1000000"}) as notify:
+    with ServiceNotifier.from_environment({"WATCHDOG_USEC": "1000000"}) as notify:
         notify.ready()
-        notify.turned(never, 100.0)
+        notify.on_turn(never, 100.0)
         assert notify.next_wake() == float("inf")
 
 
 def test_a_manager_that_is_gone_harms_nobody(manager: NotifySocket) -> None:
-    with Notify.from_environment(ours(manager, WATCHDOG_USEC="1000000")) as notify:
+    with ServiceNotifier.from_environment(ours(manager, WATCHDOG_USEC="1000000")) as notify:
         manager.close()
         notify.ready()
-        notify.turned(lambda: "here", 100.0)
+        notify.on_turn(lambda: "here", 100.0)
 
 
 def test_a_manager_that_does_not_read_blocks_nobody(manager: NotifySocket) -> None:
-    with Notify.from_environment(ours(manager, WATCHDOG_USEC="2")) as notify:
+    with ServiceNotifier.from_environment(ours(manager, WATCHDOG_USEC="2")) as notify:
         for turn in range(10_000):
-            notify.turned(str, float(turn))
+            notify.on_turn(str, float(turn))
         assert 0 < len(manager.received()) < 10_000
 
 
 def test_a_socket_of_another_kind_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    with Notify.from_environment({"NOTIFY_SOCKET": "vsock:2:1234"}) as notify:
+    with ServiceNotifier.from_environment({"NOTIFY_SOCKET": "vsock:2:1234"}) as notify:
         notify.ready()
     assert "no such service manager" in caplog.text
-    assert notify._socket is None
+    assert not notify.enabled
 
 
 def test_it_is_a_socket_that_no_child_has(manager: NotifySocket) -> None:
-    with Notify.from_environment(ours(manager)) as notify:
+    with ServiceNotifier.from_environment(ours(manager)) as notify:
         assert isinstance(notify._socket, socket.socket)
         assert not notify._socket.get_inheritable()

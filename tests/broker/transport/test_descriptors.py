@@ -1,12 +1,11 @@
-"""Connections are ended by their descriptors, whose numbers are given out again."""
+"""Connections are ended by their descriptors, whose numbers are reused."""
 
 from __future__ import annotations
 
 import socket
 from pathlib import Path
 
-from mlxpool.broker.edge.memory_guard import cut
-from mlxpool.broker.edge.peers import inode_of
+from mlxpool.broker.transport.descriptors import inode_of, shut_down
 
 
 def test_a_descriptor_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> None:
@@ -19,15 +18,15 @@ def test_a_descriptor_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> N
         peer.connect(path)
         ours, _ = listener.accept()
         with ours:
-            cut(ours.fileno(), gone)
+            shut_down(ours.fileno(), gone)
             ours.sendall(b"x")
             assert peer.recv(1) == b"x"
-            cut(ours.fileno(), inode_of(ours.fileno()))
+            shut_down(ours.fileno(), inode_of(ours.fileno()))
             assert peer.recv(1) == b""
 
 
 def test_what_is_no_connection_is_left_alone(tmp_path: Path) -> None:
-    cut(-1, inode_of(-1))
+    shut_down(-1, inode_of(-1))
     with (tmp_path / "file").open("w") as file:
-        cut(file.fileno(), inode_of(file.fileno()))
+        shut_down(file.fileno(), inode_of(file.fileno()))
         file.write("x")

@@ -1,6 +1,7 @@
-"""What the kernel knows of a process: one small function each, with a twin where Linux is missing.
+"""Facts about processes and the machine, read from the operating system.
 
-None of them raises for a process that is gone: then they know nothing.
+A function that Linux alone supports has a portable twin. None raises for a process that has ended:
+it returns the value for `unknown`.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from pathlib import Path
 import psutil
 
 LINUX = sys.platform == "linux"
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def run_queue_wait_ns(pid: int, thread: int) -> int:
-    """Nanoseconds that a thread was ready to run and did not get a CPU; 0 where unknown."""
+    """Nanoseconds that a thread was ready to run and had no CPU; 0: unknown."""
     if not LINUX or not thread:
         return 0
     text = _read(f"/proc/{pid}/task/{thread}/schedstat").split()
     return int(text[1]) if len(text) > 1 else 0
 
 
-def stopped(pid: int) -> bool:
-    """Whether a signal or a debugger holds the process."""
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped the process."""
     if LINUX:
         return _read(f"/proc/{pid}/stat").rpartition(")")[2].strip()[:1] in ("T", "t")
     try:
@@ -33,11 +34,11 @@ def stopped(pid: int) -> bool:
         return False
 
 
-def resident(pid: int) -> int:
-    """Bytes of memory that the process holds; 0 where unknown."""
+def resident_bytes(pid: int) -> int:
+    """Resident memory of the process; 0: unknown."""
     if LINUX:
         text = _read(f"/proc/{pid}/statm").split()
-        return int(text[1]) * _PAGE if len(text) > 1 else 0
+        return int(text[1]) * _PAGE_BYTES if len(text) > 1 else 0
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
@@ -45,7 +46,7 @@ def resident(pid: int) -> int:
 
 
 def start_time(pid: int) -> float | None:
-    """When the process began; together with its pid it names a process for ever."""
+    """When the process began; with its pid it identifies a process. None: unknown."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:
@@ -56,10 +57,10 @@ def oom_kills() -> int:
     """Processes that the kernel has killed for memory, in our control group and in the machine."""
     if not LINUX:
         return 0
-    return sum(_counter(path) for path in (*_memory_events(), Path("/proc/vmstat")))
+    return sum(_oom_kills_in(path) for path in (*_memory_event_files(), Path("/proc/vmstat")))
 
 
-def _memory_events() -> list[Path]:
+def _memory_event_files() -> list[Path]:
     files = []
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -70,7 +71,7 @@ def _memory_events() -> list[Path]:
     return files
 
 
-def _counter(path: Path) -> int:
+def _oom_kills_in(path: Path) -> int:
     for line in _read(path).splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.strip().isdigit():
@@ -78,8 +79,7 @@ def _counter(path: Path) -> int:
     return 0
 
 
-def memory_of_machine() -> int:
-    """Bytes."""
+def machine_memory_bytes() -> int:
     return int(psutil.virtual_memory().total)
 
 

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.telemetry.lag import WINDOW, Lag
+from mlxpool.broker.telemetry.loop_lag import WINDOW, LoopLag
 
 
 def test_the_longest_turn_counts() -> None:
-    lag = Lag()
+    lag = LoopLag()
     for seconds in (0.1, 0.5, 0.2):
-        lag.note(seconds, 100.0)
+        lag.record(seconds, 100.0)
     assert lag.worst(100.0) == 0.5
 
 
 def test_it_is_told_for_one_window_and_forgotten_after_two() -> None:
-    lag = Lag()
-    lag.note(0.5, 100.0)
-    lag.note(0.1, 100.0 + WINDOW)
+    lag = LoopLag()
+    lag.record(0.5, 100.0)
+    lag.record(0.1, 100.0 + WINDOW)
     assert lag.worst(100.0 + WINDOW) == 0.5
     assert lag.worst(100.0 + 2 * WINDOW) == 0.1
 
 
 def test_nobody_who_asks_late_hears_of_long_ago() -> None:
-    lag = Lag()
-    lag.note(0.5, 100.0)
+    lag = LoopLag()
+    lag.record(0.5, 100.0)
     assert lag.worst(100.0 + 10 * WINDOW) == 0.0
 
 
 def test_asking_changes_nothing() -> None:
-    lag = Lag()
-    lag.note(0.5, 100.0)
+    lag = LoopLag()
+    lag.record(0.5, 100.0)
     assert [lag.worst(101.0) for _ in range(3)] == [0.5] * 3

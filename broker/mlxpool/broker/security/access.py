@@ -1,4 +1,4 @@
-"""The broker's own key, the allow-list, and the ZAP handler: what the sockets are made with."""
+"""The broker's own key, the allow-list and the ZAP handler: what the sockets are made with."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable
 
 import zmq
 
-from mlxpool.broker.edge.peers import Gate
 from mlxpool.broker.security.keyring import Keyring
-from mlxpool.broker.security.zap import Zap
+from mlxpool.broker.security.zap import ZapHandler
+from mlxpool.broker.transport.peers import Authorize
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.transport import keys
 
 log = logging.getLogger("mlxpool.broker")
 
-ROLES = {"front": "client", "back": "worker", "admin": "admin"}
+ROLES = {"front": "client", "back": "worker", "admin": "admin"}  # by socket
 
 
-class Entrance:
-    """Without a secret key it lets everything be as it is on ipc and on the loopback."""
+class AccessControl:
+    """Without a secret key it checks nothing: sockets are on ipc and the loopback alone."""
 
     def __init__(
         self,
@@ -32,15 +32,15 @@ class Entrance:
         self.keyring = Keyring(config.keys)
         if config.keys and self.key is None:
             log.warning("keys are listed, but without secret_key nobody is asked for one")
-        self.zap = Zap(context, self.keyring, on_refusal) if self.key else None
+        self.zap = ZapHandler(context, self.keyring, on_refusal) if self.key else None
 
     def domain(self, socket: str) -> str:
-        """The ZAP domain of one of the pool's sockets; "" when nobody is asked."""
+        """The ZAP domain of one of the pool's sockets; "": its peers are not authenticated."""
         return ROLES[socket] if self.key else ""
 
-    def gate(self, socket: str) -> Gate | None:
-        """Who a message's sender is; None when every connection counts."""
-        return self.keyring.gate(ROLES[socket]) if self.key else None
+    def authorize(self, socket: str) -> Authorize | None:
+        """Finds the owner of a message's sender; None when every connection is allowed."""
+        return self.keyring.authorize(ROLES[socket]) if self.key else None
 
     def close(self) -> None:
         if self.zap is not None:

@@ -1,0 +1,97 @@
+"""The admin socket: one answer for each command, and updates for subscribers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from mlxpool.broker.admin.commands import Commands
+from mlxpool.broker.admin.subscriptions import Subscriptions
+from mlxpool.broker.metrics.counters import Counters
+from mlxpool.broker.transport.peers import Peers
+from mlxpool.common.errors import Internal, PoolError
+from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol.content import encoded
+from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.to_client import Failed
+
+log = logging.getLogger("mlxpool.broker")
+
+MAX_PER_TURN = 64  # messages answered before the other sockets are read
+
+AfterScan = Callable[[Callable[[float], None], float], None]
+
+
+class AdminServer:
+    """A message is answered by one of the same kind or `error`; `watch` by many."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        commands: Commands,
+        figures: Callable[[float], Mapping[str, Any]],
+        after_scan: AfterScan,
+        counters: Counters,
+    ) -> None:
+        """`after_scan` calls its argument when the models on the disk are known."""
+        self.peers = peers
+        self.subscriptions = Subscriptions(peers, figures)
+        self._commands = commands
+        self._after_scan = after_scan
+        self._counters = counters
+
+    def serve(self, now: float) -> None:
+        """Answer what waits on the socket."""
+        for _ in range(MAX_PER_TURN):
+            received = self.peers.receive(now)
+            if received is None:
+                return
+            peer, parts = received
+            if peer.admitted:
+                self._on_message(peer.number, parts, now)
+            else:
+                self._counters.auth_failures += 1
+                self.peers.disconnect(peer)
+
+    def _on_message(self, number: int, parts: list[bytes], now: float) -> None:
+        try:
+            message = frames.decode(parts)
+        except frames.Garbage as garbage:
+            self._send(number, encoded(Failed.of(garbage.error)))
+            return
+        if message.kind == kinds.WATCH and self.subscriptions.accepts(number):
+            self._guarded(partial(self.subscriptions.renew, number, message.header.id), now)
+        elif message.kind == kinds.MODELS:
+            self._after_scan(partial(self._answer, number, message), now)
+        else:
+            self._answer(number, message, now)
+
+    def _answer(self, number: int, message: Message, now: float) -> None:
+        id = message.header.id
+        try:
+            body = self._commands.handle(message, now)
+            parts = frames.encode(Header(message.kind, id), body, max_body=frames.MAX_BLOB)
+        except PoolError as refused:
+            parts = encoded(Failed.of(refused), id)
+        except Exception as bug:  # a bug in a command must not end the pool
+            self._counters.internal_errors += 1
+            parts = encoded(Failed.of(Internal(f"the admin command failed: {bug!r:.200}")), id)
+        self._send(number, parts)
+
+    def _send(self, number: int, parts: list[bytes]) -> None:
+        self.peers.send(number, parts)
+        if number not in self.subscriptions:
+            self.peers.forget(number)
+
+    def send_updates(self, now: float) -> None:
+        """Send subscribers the update that is due."""
+        self._guarded(self.subscriptions.send_due, now)
+
+    def _guarded(self, step: Callable[[float], None], now: float) -> None:
+        try:
+            step(now)
+        except Exception:  # a bug in the figures must not end the pool
+            self._counters.internal_errors += 1
+            log.exception("a picture failed")

@@ -1,0 +1,65 @@
+"""What the files of a model tell without being read: their location, size and changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlxpool.common.config.model_names import outside_target
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
+
+BUILTIN = "builtin:"
+
+Fingerprints = tuple[tuple[str, int, int], ...]  # name, time and size of each file
+
+
+def weights_bytes(model: ModelConfig) -> int:
+    """Bytes of the model's weights on the disk; 0 where they cannot be seen."""
+    folder = Path(model.path)
+    if model.path.startswith(BUILTIN) or not folder.is_dir():
+        return model.counting.load_bytes
+    try:
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    except OSError:  # a broken link; the worker reports it
+        return 0
+
+
+def all_weights_bytes(config: PoolConfig) -> dict[str, int]:
+    """The least memory of one worker of each model, in bytes, as far as the disk tells."""
+    return {name: weights_bytes(model) for name, model in config.models.items()}
+
+
+def location(model: ModelConfig) -> str:
+    """The folder that all links lead to, or the reference; "" if nothing may share its worker.
+
+    That is a model without files, and one that is refused for a link out of the models folder.
+    """
+    if model.path == f"{BUILTIN}counting" or (
+        model.within and outside_target(Path(model.path), Path(model.within)) is not None
+    ):
+        return ""
+    try:
+        return str(Path(model.path).resolve()) if Path(model.path).exists() else model.path
+    except (OSError, RuntimeError):
+        return model.path
+
+
+def all_locations(config: PoolConfig) -> dict[str, str]:
+    """The location of each model: names with the same one may share workers."""
+    return {name: location(model) for name, model in config.models.items()}
+
+
+def fingerprints(path: Path) -> Fingerprints:
+    """Names, times and sizes of the files at `path`; () where nothing can be seen."""
+    try:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+    except OSError:
+        return ()
+    return tuple(found for file in files if (found := _fingerprint(file)) is not None)
+
+
+def _fingerprint(file: Path) -> tuple[str, int, int] | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return file.name, status.st_mtime_ns, status.st_size

@@ -1,0 +1,275 @@
+"""Builds the parts of a broker, wires them, and runs its loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mlxpool.broker.admin.commands import Commands
+from mlxpool.broker.admin.reload import CurrentSettings, Reloader, without_local_workers
+from mlxpool.broker.admin.server import AdminServer
+from mlxpool.broker.admin.service_notifier import ServiceNotifier
+from mlxpool.broker.catalogue.catalogue import Catalogue
+from mlxpool.broker.catalogue.files import BUILTIN, all_locations, all_weights_bytes
+from mlxpool.broker.core.core import Core
+from mlxpool.broker.edge.client_ingress import ClientIngress
+from mlxpool.broker.edge.core_view import CoreView
+from mlxpool.broker.edge.endpoints import Endpoints
+from mlxpool.broker.edge.executor import Actions, Executor
+from mlxpool.broker.edge.idle_peers import IdlePeers
+from mlxpool.broker.edge.lifecycle import Lifecycle
+from mlxpool.broker.edge.loop import Loop, Priority
+from mlxpool.broker.edge.operations import AdminOperations, ReloadTarget
+from mlxpool.broker.edge.reporting import Reporter
+from mlxpool.broker.edge.signals import Signals
+from mlxpool.broker.edge.startup import lock, raise_descriptor_limit
+from mlxpool.broker.edge.worker_handshake import WorkerHandshake
+from mlxpool.broker.edge.worker_ingress import WorkerIngress
+from mlxpool.broker.edge.worker_processes import WorkerProcesses
+from mlxpool.broker.host.memory import memory_limit_bytes
+from mlxpool.broker.interface import events as ev
+from mlxpool.broker.processes.remote_workers import RemoteWorkers
+from mlxpool.broker.processes.supervisor import Supervisor
+from mlxpool.broker.telemetry.loop_lag import LoopLag
+from mlxpool.broker.telemetry.top import top
+from mlxpool.broker.transport.memory_guard import MemoryGuard
+from mlxpool.broker.transport.worker_sessions import WorkerSessions
+from mlxpool.common.config.loading import check_run_dir
+from mlxpool.common.config.schema import PoolConfig
+from mlxpool.common.trace import History
+
+if TYPE_CHECKING:
+    from mlxpool.broker.http.server import HttpServer
+
+log = logging.getLogger("mlxpool.broker")
+
+RETRY_INTERVAL = 0.01  # seconds until a full peer is tried again
+MAX_READ_ROUNDS = 64  # of the back socket, before the end of a remote worker is reported
+
+
+class Broker:
+    """Build it, `run` it; it ends at SIGTERM, SIGINT or the admin's `stop`."""
+
+    def __init__(self, config: PoolConfig, reread: Callable[[], PoolConfig] | None = None) -> None:
+        """`reread` reads the settings anew for a reload; without it they stay as they are."""
+        check_run_dir(config.run_dir)
+        self.notifier = ServiceNotifier.from_environment()
+        if not config.local_workers:
+            config = without_local_workers(config)
+        descriptors = raise_descriptor_limit()
+        self.settings = CurrentSettings(config)
+        self._lock = lock(config.run_dir)
+        self.http = _http_server(config.metrics) if config.metrics else None
+        self.boot = secrets.randbits(63) or 1
+        self._started_at = time.monotonic()
+        self.core = Core(
+            config,
+            self.boot,
+            all_weights_bytes(config),
+            memory_limit_bytes(config),
+            all_locations(config),
+        )
+        self.view = CoreView(self.core)
+        self.counters = self.core.state.counters
+        self.executor = Executor(self.view, self.counters, History("broker"))
+        self.perform = self.executor.perform
+        self.lifecycle = Lifecycle(self.perform, self.notifier)
+        self.endpoints = Endpoints(config, descriptors, self._count_refusal)
+        self.lag = LoopLag()
+        self.loop = Loop(self.lag, lambda late, now: self.perform(ev.Late(late), now))
+        # Models that other supervisors serve have no files here.
+        scanned = config if config.local_workers else replace(config, models={})
+        self.catalogue = Catalogue(scanned, self.perform)
+        self._build_workers(config)
+        self._build_clients()
+        self._build_operations(reread)
+        self._add_to_loop()
+        for pid in self.supervisor.records.kill_survivors():
+            log.warning("ended a worker of an earlier broker", extra={"pid": pid})
+
+    def _count_refusal(self) -> None:
+        self.counters.auth_failures += 1
+
+    def _current(self) -> PoolConfig:
+        return self.settings.config
+
+    def _build_workers(self, config: PoolConfig) -> None:
+        perform, view = self.perform, self.view
+        self.sessions = sessions = WorkerSessions(self.endpoints.back)
+        self.supervisor = Supervisor(config, self.endpoints.ipc("back"))
+        self.remote_workers = RemoteWorkers(
+            sessions,
+            view,
+            perform,
+            read_pending=lambda now: self.worker_ingress.read_all(MAX_READ_ROUNDS, now),
+            stopping=lambda: self.lifecycle.stopping,
+            local_workers=config.local_workers,
+        )
+        handshake = WorkerHandshake(
+            sessions, self.supervisor, self.remote_workers, view.worker, perform, self.counters
+        )
+        self.worker_ingress = WorkerIngress(sessions, handshake.on_hello, perform, self.counters)
+        self.worker_processes = WorkerProcesses(
+            self.supervisor,
+            sessions,
+            view,
+            perform,
+            self.loop,
+            read_pending=self.worker_ingress.read,
+            stop_remote=self.remote_workers.stop,
+        )
+
+    def _build_clients(self) -> None:
+        front = self.endpoints.front
+        self.client_ingress = ClientIngress(
+            front,
+            self.perform,
+            self.counters,
+            boot=self.boot,
+            settings=self._current,
+            is_live=self.view.is_live,
+            after_scan=self.catalogue.after_scan,
+        )
+        self.guard = MemoryGuard(self.endpoints.listener, front, self.view)
+        self.idle_peers = IdlePeers(front, self.sessions, self.view.has_link)
+        self.executor.bind(
+            Actions(
+                front,
+                self.sessions,
+                self.worker_processes,
+                self.perform,
+                stop_pool=lambda now: self.lifecycle.stop(now, final=False),
+            )
+        )
+
+    def _build_operations(self, reread: Callable[[], PoolConfig] | None) -> None:
+        self.reporter = reporter = Reporter(
+            self.core,
+            self.lifecycle,
+            self.lag,
+            boot=self.boot,
+            started_at=self._started_at,
+            settings=self._current,
+            front=self.endpoints.front,
+            listener=self.endpoints.listener,
+            guard=self.guard,
+            endpoints=self.endpoints.bound,
+            metrics_url=None if self.http is None else self.http.url,
+        )
+        target = ReloadTarget(
+            self.view, self.supervisor, self.endpoints, self.remote_workers, self.catalogue
+        )
+        self.reloader = Reloader(
+            self.settings, reread, target, self.perform, self.notifier, self.counters
+        )
+        operations = AdminOperations(
+            reporter, self.supervisor, self.lifecycle, self.settings, self.reloader.begin
+        )
+        self.admin = AdminServer(
+            self.endpoints.admin,
+            Commands(self.view, operations, self.perform),
+            lambda now: top(reporter.snapshot(now)),
+            self.catalogue.after_scan,
+            self.counters,
+        )
+        self.signals = Signals(self.lifecycle, self.supervisor.close, self.reloader.begin)
+
+    # ---- the loop ------------------------------------------------------------------------------
+
+    def _add_to_loop(self) -> None:
+        loop, endpoints, remote = self.loop, self.endpoints, self.remote_workers
+        add_source, add_task = loop.add_source, loop.add_task
+        listener, zap = endpoints.listener, endpoints.access.zap
+        add_source(listener.monitor, listener.on_accepted, Priority.LISTENER)
+        add_source(endpoints.back.socket, self.worker_ingress.read, Priority.WORKERS)
+        add_source(remote.slots.monitor, remote.on_disconnected, Priority.WORKER_EXITS)
+        add_source(endpoints.front.socket, self.client_ingress.read, Priority.CLIENTS)
+        if zap is not None:
+            add_source(zap.socket, zap.serve)
+        add_source(endpoints.admin.socket, self.admin.serve)
+        add_source(self.signals.waker, self.signals.handle)
+        add_source(self.reloader.waker, self.reloader.apply)
+        add_source(self.catalogue.waker, self.catalogue.on_results)
+        if self.http is not None:
+            add_source(self.http.latest.waker, self._put_snapshot)
+        add_task(self.catalogue.answer_waiting, self.catalogue.next_wake)
+        add_task(self._wake_core, self.core.next_wake)
+        add_task(self.worker_processes.observe, self.supervisor.next_wake)
+        add_task(remote.observe, remote.slots.next_wake)
+        add_task(listener.check, listener.next_wake)
+        add_task(self.guard.check, self.guard.next_wake)
+        add_task(self._retry_full_peers, self._next_retry)
+        add_task(self.admin.send_updates, self.admin.subscriptions.next_wake)
+        add_task(self.idle_peers.sweep, self.idle_peers.next_wake)
+        add_task(self._notify, self.notifier.next_wake)
+
+    def _wake_core(self, now: float) -> None:
+        if self.core.next_wake() <= now:
+            self.perform(ev.Wake(), now)
+
+    def _put_snapshot(self, now: float) -> None:
+        assert self.http is not None
+        self.http.latest.put(self.reporter.snapshot(now))
+
+    def _retry_full_peers(self, now: float) -> None:
+        self.endpoints.back.retry()
+        for number in self.endpoints.front.retry():
+            self.perform(ev.LinkLost(number), now)
+
+    def _next_retry(self) -> float:
+        full = self.endpoints.front.full or self.endpoints.back.full
+        return time.monotonic() + RETRY_INTERVAL if full else math.inf
+
+    def _notify(self, now: float) -> None:
+        self.notifier.on_turn(self.reporter.status, now)
+
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until told to stop; `ready` is called when the signals are handled."""
+        try:
+            with self.signals.installed():
+                run_dir = self.settings.config.run_dir
+                log.info("broker ready", extra={"run_dir": run_dir, "pid": os.getpid()})
+                ready()
+                self.notifier.ready()
+                self._start()
+                while not (self.lifecycle.stopping and not self.supervisor.children):
+                    self.loop.turn()
+        finally:
+            self.close()
+
+    def _start(self) -> None:
+        """Start the catalogue and the workers of pinned models."""
+        config = self.settings.config
+        # Built-in models are inspected only when somebody asks for the list.
+        own = any(not model.path.startswith(BUILTIN) for model in config.models.values())
+        self.catalogue.start(scan=config.local_workers and own)
+        for name, model in config.models.items():
+            if model.pin:
+                self.perform(ev.Load(self.view.model(name).name), time.monotonic())
+
+    def close(self) -> None:
+        """Free everything: child processes, threads, sockets, the lock."""
+        self.reloader.close()
+        self.catalogue.close()
+        self.supervisor.close()
+        if self.http is not None:
+            self.http.close()
+        self.remote_workers.slots.close()
+        self.endpoints.close()
+        self.signals.waker.close()
+        os.close(self._lock)
+        self.notifier.close()
+        log.info("broker stopped")
+
+
+def _http_server(address: str) -> HttpServer:
+    # Not imported above: without it a broker starts faster after the end of the one before.
+    from mlxpool.broker.http.server import HttpServer
+
+    return HttpServer(address)

@@ -1,0 +1,66 @@
+"""The broker's three sockets, front, back and admin, with their access control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import zmq
+
+from mlxpool.broker.security.access import AccessControl
+from mlxpool.broker.transport.listener import Listener, backlog_of
+from mlxpool.broker.transport.peers import Peers
+from mlxpool.common.closing import Closing
+from mlxpool.common.config.schema import PoolConfig
+from mlxpool.common.transport import sockets
+
+NAMES = ("front", "back", "admin")  # of the ipc files in the run directory
+
+
+class Endpoints(Closing):
+    """Bound from its construction on. Raises OSError naming an endpoint, and BadKey."""
+
+    def __init__(
+        self, config: PoolConfig, descriptors: int, on_refusal: Callable[[], None]
+    ) -> None:
+        """`descriptors` is how many this process may have."""
+        self._run_dir = config.run_dir
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.access = AccessControl(config, self._context, on_refusal)
+        self._unlink()
+        self.bound: dict[str, list[str]] = {}  # of back and admin, beside the run directory's
+        # The exit of a worker is reported by its process or its connection's end, not by a send.
+        self.back = self._peers("back", config.back, sockets.BACKLOG, keep_gone=True)
+        self.admin = self._peers("admin", config.admin, sockets.BACKLOG)
+        self.front = self._peers("front", (), backlog_of(descriptors))
+        self.listener = Listener(self.front.socket, self.ipc("front"), descriptors, self.access.key)
+        for endpoint in config.front:
+            self.listener.bind(endpoint)
+
+    def ipc(self, name: str) -> str:
+        """The endpoint of a socket in the run directory."""
+        return sockets.ipc(self._run_dir, name)
+
+    def _peers(
+        self, name: str, further: tuple[str, ...], backlog: int, *, keep_gone: bool = False
+    ) -> Peers:
+        domain = self.access.domain(name)
+        socket = sockets.router(self._context, self.ipc(name), backlog=backlog, domain=domain)
+        self.bound[name] = [sockets.bind(socket, each, self.access.key) for each in further]
+        return Peers(socket, self.access.authorize(name), keep_gone=keep_gone)
+
+    def disconnect_user(self, user: str) -> None:
+        """End every connection whose handshake had this user id."""
+        for peers in (self.front, self.back, self.admin):
+            peers.disconnect_user(user)
+
+    def _unlink(self) -> None:
+        for name in NAMES:
+            (self._run_dir / f"{name}.ipc").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.listener.close()
+        for peers in (self.front, self.back, self.admin):
+            peers.socket.close()
+        self.access.close()
+        self._context.term()
+        self._unlink()

@@ -1,0 +1,81 @@
+"""What the broker reports of itself and of the pool: snapshots, and a line for service managers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+from mlxpool.broker.core.core import Core
+from mlxpool.broker.edge.core_view import CoreView
+from mlxpool.broker.edge.lifecycle import Lifecycle
+from mlxpool.broker.telemetry import snapshot
+from mlxpool.broker.telemetry.loop_lag import LoopLag
+from mlxpool.broker.telemetry.snapshot import BrokerInfo, Snapshot
+from mlxpool.broker.transport.listener import Listener
+from mlxpool.broker.transport.memory_guard import MemoryGuard
+from mlxpool.broker.transport.peers import Peers
+from mlxpool.common.config.schema import PoolConfig
+
+
+class Reporter:
+    """Owned by the broker's thread."""
+
+    def __init__(
+        self,
+        core: Core,
+        lifecycle: Lifecycle,
+        lag: LoopLag,
+        *,
+        boot: int,
+        started_at: float,
+        settings: Callable[[], PoolConfig],
+        front: Peers,
+        listener: Listener,
+        guard: MemoryGuard,
+        endpoints: Mapping[str, list[str]],
+        metrics_url: str | None,
+    ) -> None:
+        """`endpoints` are those of back and admin beside the run directory's."""
+        self._core = core
+        self._view = CoreView(core)
+        self._lifecycle = lifecycle
+        self._lag = lag
+        self._boot = boot
+        self._started_at = started_at
+        self._settings = settings
+        self._front = front
+        self._listener = listener
+        self._guard = guard
+        self._endpoints = endpoints
+        self._metrics_url = metrics_url
+
+    def snapshot(self, now: float, *, listing: bool = False) -> Snapshot:
+        """With `listing` also the rows of models that `ps` shows."""
+        broker, lag = self._broker(now), self._lag.worst(now)
+        return snapshot.take(self._core.state, broker, lag, now, listing=listing)
+
+    def status(self) -> str:
+        """A line for the service manager."""
+        return f"{self._state()}: {self._view.summary()}"
+
+    def _state(self) -> str:
+        if self._lifecycle.stopping:
+            return "stopping"
+        return "ready" if self._view.admits else "draining"
+
+    def _broker(self, now: float) -> BrokerInfo:
+        config = self._settings()
+        return BrokerInfo(
+            pid=os.getpid(),
+            boot=self._boot,
+            state=self._state(),
+            uptime_s=round(now - self._started_at, 3),
+            run_dir=str(config.run_dir),
+            local_workers=config.local_workers,
+            links=len(self._front.by_number),
+            front_shut=self._listener.times_unbound,
+            turned_out=self._guard.disconnected,
+            descriptors=self._listener.limit,
+            endpoints={**self._endpoints, "front": self._listener.endpoints[1:]},
+            metrics=self._metrics_url,
+        )

@@ -1,0 +1,154 @@
+"""Workers as processes: performs their starts and stops, and reports their samples and exits.
+
+Invariant: everything that a worker sent before its end is handled before its exit is reported.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+from mlxpool.broker.edge.loop import Priority
+from mlxpool.broker.interface import events as ev
+from mlxpool.broker.interface.ports import Perform
+from mlxpool.broker.processes.exits import WorkerExit
+from mlxpool.broker.processes.supervisor import OBSERVE_INTERVAL
+from mlxpool.broker.transport.worker_sessions import WorkerSessions
+from mlxpool.common.config.schema import ModelConfig
+
+log = logging.getLogger("mlxpool.broker")
+
+MAX_DELAY = 0.25  # seconds by which frames of workers may delay the report of an exit
+
+
+class Child(Protocol):
+    """The part of processes.supervisor.Child that is used."""
+
+    @property
+    def slot(self) -> str: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def exit_descriptor(self) -> int: ...
+
+
+class Supervisor(Protocol):
+    """The part of processes.supervisor.Supervisor that is used."""
+
+    @property
+    def children(self) -> Mapping[str, Child]: ...
+
+    def start(self, slot: str, name: str, model: ModelConfig) -> Child: ...
+
+    def stop(self, slot: str, now: float, *, at_once: bool = False) -> None: ...
+
+    def kill_overdue(self, now: float) -> None: ...
+
+    def observation_due(self, now: float) -> bool: ...
+
+    def observe(self, slot: str) -> ev.Sample: ...
+
+    def dump_stacks(self, slot: str) -> None: ...
+
+    def exited_by_itself(self, slot: str) -> bool: ...
+
+    def reap(self, slot: str) -> WorkerExit: ...
+
+
+class Pool(Protocol):
+    """What the core knows of models and workers."""
+
+    def model_config(self, model: str) -> ModelConfig: ...
+
+    def has_explained_end(self, epoch: int) -> bool:
+        """Whether the worker of this epoch has sent `bye`, or is fenced and need not."""
+
+
+class Sources(Protocol):
+    """The part of edge.loop.Loop that is used."""
+
+    def add_source(
+        self, source: int, handle: Callable[[float], object], priority: Priority
+    ) -> None: ...
+
+    def remove_source(self, descriptor: int) -> None: ...
+
+
+class WorkerProcesses:
+    """Owned by the broker's thread."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        sessions: WorkerSessions,
+        pool: Pool,
+        perform: Perform,
+        sources: Sources,
+        *,
+        read_pending: Callable[[float], bool],
+        stop_remote: Callable[[str, float], bool],
+    ) -> None:
+        """`read_pending` handles frames of workers and says whether it has handled all.
+
+        `stop_remote` stops the worker of a slot; False if its process is one of ours.
+        """
+        self._supervisor = supervisor
+        self._sessions = sessions
+        self._pool = pool
+        self._perform = perform
+        self._sources = sources
+        self._read_pending = read_pending
+        self._stop_remote = stop_remote
+        self._exited_at: dict[str, float] = {}  # slot -> when its exit was noticed
+
+    def start(self, slot: str, model: str, now: float) -> None:
+        try:
+            child = self._supervisor.start(slot, model, self._pool.model_config(model))
+        except OSError as error:
+            why = f"cannot start the worker of {model!r}: {error}"
+            log.error("worker not started", extra={"slot": slot, "why": str(error)})
+            self._perform(ev.SpawnFailed(slot, why), now)
+            return
+        handle = partial(self.on_exit, child)
+        self._sources.add_source(child.exit_descriptor, handle, Priority.WORKER_EXITS)
+        self._perform(ev.Spawned(slot, child.pid), now)
+
+    def stop(self, slot: str, now: float, *, at_once: bool) -> None:
+        if not self._stop_remote(slot, now):
+            self._supervisor.stop(slot, now, at_once=at_once)
+
+    def dump_stacks(self, slot: str) -> None:
+        self._supervisor.dump_stacks(slot)
+
+    def observe(self, now: float) -> None:
+        """Kill those that did not end in time, and have the core judge the others."""
+        self._supervisor.kill_overdue(now)
+        if self._supervisor.observation_due(now):
+            for slot in list(self._supervisor.children):
+                sample = self._supervisor.observe(slot)
+                self._perform(ev.Looked(slot, sample, OBSERVE_INTERVAL), now)
+
+    def on_exit(self, child: Child, now: float) -> None:
+        """A child has ended: report it when its frames were handled, or after MAX_DELAY."""
+        slot = child.slot
+        noticed = self._exited_at.setdefault(slot, now)
+        complete = self._read_pending(now) and self._has_explained_end(slot)
+        if not complete and now - noticed < MAX_DELAY:
+            return  # the descriptor stays readable: the next turn continues
+        del self._exited_at[slot]
+        self._sources.remove_source(child.exit_descriptor)
+        worker_exit = self._supervisor.reap(slot)
+        self._sessions.close(slot)
+        event = ev.WorkerExited(slot, worker_exit.cause, worker_exit.own, worker_exit.prefill)
+        self._perform(event, now)
+
+    def _has_explained_end(self, slot: str) -> bool:
+        """A worker that exits by itself says why, and its exit may be seen before its message."""
+        epoch = self._sessions.epoch_of_slot(slot)
+        if epoch is None or self._pool.has_explained_end(epoch):
+            return True
+        return not self._supervisor.exited_by_itself(slot)

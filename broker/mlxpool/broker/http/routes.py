@@ -1,0 +1,81 @@
+"""What each path of the HTTP server answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from time import monotonic
+
+from mlxpool.broker.http.status_page import PAGE, POLICY
+from mlxpool.broker.telemetry.history import RecentHistory
+from mlxpool.broker.telemetry.prometheus import CONTENT_TYPE, PrometheusWriter
+from mlxpool.broker.telemetry.snapshot import Snapshot
+from mlxpool.broker.telemetry.stats import stats
+from mlxpool.broker.telemetry.status import status
+
+Answer = tuple[HTTPStatus, str, bytes]  # status, content type, body
+
+TEXT = "text/plain; charset=utf-8"
+HOME = "/"  # the status page: it is served, and says so, also when the loop does not answer
+HOME_ANSWER: Answer = (HTTPStatus.OK, "text/html; charset=utf-8", PAGE)
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class Renderers:
+    """What answers share between requests. Used by all threads of the server."""
+
+    def __init__(self) -> None:
+        self.history = RecentHistory()
+        self._writer = PrometheusWriter()
+        self._writing = threading.Lock()  # its cache is for one thread at a time
+
+    def prometheus(self, snapshot: Snapshot) -> bytes:
+        with self._writing:
+            return self._writer.text(snapshot)
+
+
+def _metrics(renderers: Renderers, snapshot: Snapshot) -> Answer:
+    return HTTPStatus.OK, CONTENT_TYPE, renderers.prometheus(snapshot)
+
+
+def _stats(renderers: Renderers, snapshot: Snapshot) -> Answer:
+    """What `mlxpool stats --json` prints."""
+    return HTTPStatus.OK, "application/json", json.dumps(stats(snapshot)).encode() + b"\n"
+
+
+def _healthz(renderers: Renderers, snapshot: Snapshot) -> Answer:
+    """A snapshot shows that the loop runs."""
+    return HTTPStatus.OK, TEXT, b"ok\n"
+
+
+def _readyz(renderers: Renderers, snapshot: Snapshot) -> Answer:
+    """Whether a request would be accepted; a cold model is started by it."""
+    if snapshot.broker.state != "ready":
+        return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"{snapshot.broker.state}\n".encode()
+    if not any(model.available for model in snapshot.models):
+        states = ", ".join(f"{model.name} is {model.state}" for model in snapshot.models)
+        return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"no model can be had: {states}\n".encode()
+    return HTTPStatus.OK, TEXT, b"ready\n"
+
+
+def _status_json(renderers: Renderers, snapshot: Snapshot) -> Answer:
+    """What the status page shows."""
+    body = json.dumps(status(snapshot, renderers.history, monotonic()), separators=(",", ":"))
+    return HTTPStatus.OK, "application/json", body.encode()
+
+
+PATHS: dict[str, Callable[[Renderers, Snapshot], Answer]] = {
+    "/metrics": _metrics,
+    "/healthz": _healthz,
+    "/readyz": _readyz,
+    "/stats": _stats,
+    "/status.json": _status_json,
+}

@@ -1,0 +1,66 @@
+"""Files that name the running workers, so that the next broker can end those left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from mlxpool.broker.host import os_process
+
+MAX_RECORD_CHARS = 4096  # of a record that are read
+
+
+def file_stem(slot: str) -> str:
+    """A distinct file name for each slot, also where names have slashes: org/m/0 -> org%2Fm-0."""
+    name, _, number = slot.rpartition("/")
+    return f"{name.replace('%', '%25').replace('/', '%2F')}-{number}"
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL to every process of the group that `pid` leads."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # the group is empty
+
+
+class WorkerRecords:
+    """One JSON file for each running worker: its pid and start time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "workers"
+
+    def _path(self, slot: str) -> Path:
+        return self._folder / f"{file_stem(slot)}.json"
+
+    def add(self, slot: str, pid: int) -> None:
+        path = self._path(slot)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.write_text(json.dumps({"pid": pid, "start_time": os_process.start_time(pid)}))
+        except OSError:
+            pass  # a full disk must not prevent a start
+
+    def remove(self, slot: str) -> None:
+        self._path(slot).unlink(missing_ok=True)
+
+    def kill_survivors(self) -> list[int]:
+        """End the recorded workers of an earlier broker; returns their pids.
+
+        A pid counts only together with its start time: another process may have it by now.
+        """
+        ended = []
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                with path.open() as file:
+                    record = json.loads(file.read(MAX_RECORD_CHARS))
+                pid, began = int(record["pid"]), record["start_time"]
+            except (OSError, ValueError, KeyError, TypeError):
+                pid, began = 0, None
+            if pid > 1 and began is not None and os_process.start_time(pid) == began:
+                kill_group(pid)
+                ended.append(pid)
+            path.unlink(missing_ok=True)
+        return ended

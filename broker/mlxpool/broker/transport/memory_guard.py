@@ -1,0 +1,119 @@
+"""Ends connections of clients that fill the broker's memory with messages they never finish.
+
+libzmq bounds neither the parts nor the bytes of an unfinished message (MAXMSGSIZE is for one part)
+and reports none of them. But a client with live streams pings every second, and nothing else can
+come from a peer in the middle of a message. So when more memory is used than requests and backlogs
+explain, connections without a recent whole message are ended; if that does not help, all are, and
+the front stays unbound until the remaining memory is known. Honest clients redial and send their
+requests again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import socket
+from typing import Protocol
+
+from mlxpool.broker.host import os_process
+from mlxpool.broker.transport.descriptors import accepted
+from mlxpool.broker.transport.listener import Listener
+from mlxpool.broker.transport.peers import Peers
+
+log = logging.getLogger("mlxpool.broker")
+
+MAX_UNEXPLAINED = 512 * 1024 * 1024  # bytes
+CHECK_INTERVAL = 0.25  # seconds
+SETTLE_TIME = 0.5  # seconds until memory of ended connections is freed; shorter than the unbinding
+RECENT = 2.0  # seconds within which a client with live streams has sent a whole message
+OVERHEAD = 2  # memory of a message in Python, in multiples of its bytes
+
+
+class LiveStreams(Protocol):
+    """What the core knows of its clients."""
+
+    def bytes_held(self) -> int:
+        """Payloads and tokens of all live requests, and ids of tokens not acknowledged."""
+
+    def links_heard(self, since: float) -> list[int]:
+        """Numbers of the connections with live streams that sent a message after `since`."""
+
+
+class MemoryGuard:
+    """Owned by the broker's thread. Only memory is guarded; the loop shares out its time."""
+
+    def __init__(self, listener: Listener, front: Peers, streams: LiveStreams) -> None:
+        self.listener = listener
+        self.front = front
+        self.streams = streams
+        self.disconnected = 0  # connections so far
+        self._check_at = 0.0
+        self._floor = 0  # bytes that remained when nobody was connected
+        self._strikes = 0
+
+    def next_wake(self) -> float:
+        """When `check` is due."""
+        return self._check_at
+
+    def check(self, now: float) -> None:
+        """End connections if a check is due and memory is short."""
+        if now < self._check_at:
+            return
+        self._check_at = now + CHECK_INTERVAL
+        if self._strikes:
+            _trim_heap()  # so that the memory of ended connections is not counted
+        used = os_process.resident_bytes(os.getpid()) - self._floor
+        if self._strikes < 2 and (
+            used < MAX_UNEXPLAINED or used - self._explained() < MAX_UNEXPLAINED
+        ):
+            self._strikes = 0
+            return
+        self._check_at = now + SETTLE_TIME
+        self._strikes += 1
+        if self._strikes == 1:
+            self._disconnect_except(self._active(now), used)
+        elif self._strikes == 2:
+            self.listener.unbind_now(now)
+            self._disconnect_except(set(), used)
+        else:
+            self._set_floor(used - self._explained())
+
+    def _set_floor(self, left: int) -> None:
+        """Nobody is connected: `left` is what the C library keeps, and is tolerated from now on.
+
+        At most MAX_UNEXPLAINED, since some of it may be unread messages of ended connections.
+        """
+        self._floor = min(MAX_UNEXPLAINED, max(0, self._floor + left - MAX_UNEXPLAINED // 2))
+        self._strikes = 0
+
+    def _explained(self) -> int:
+        """Bytes that requests and backlogs may take at most."""
+        backlogs = sum(self.front.by_number[number].backlog_bytes for number in self.front.full)
+        return OVERHEAD * (self.streams.bytes_held() + backlogs)
+
+    def _active(self, now: float) -> set[int]:
+        """Descriptors of clients with live streams that are not in the middle of a message."""
+        return {
+            peer.descriptor
+            for number in self.streams.links_heard(now - RECENT)
+            if (peer := self.front.by_number.get(number)) is not None
+        }
+
+    def _disconnect_except(self, spared: set[int], used: int) -> None:
+        count = 0
+        for descriptor, connection in accepted(set(self.listener.endpoints)):
+            if descriptor not in spared:
+                with contextlib.suppress(OSError):  # the peer closed it meanwhile
+                    connection.shutdown(socket.SHUT_RDWR)
+                    count += 1
+        self.disconnected += count
+        log.warning("turned peers out: memory is short", extra={"peers": count, "bytes": used})
+
+
+def _trim_heap() -> None:
+    """Return free memory of the C library to the operating system, where it can."""
+    if os_process.LINUX:
+        with contextlib.suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)

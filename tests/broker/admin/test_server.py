@@ -1,0 +1,205 @@
+"""The admin socket: what is answered, to whom updates go, and what a bug in it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpool.broker.admin.commands import Commands
+from mlxpool.broker.admin.server import AdminServer
+from mlxpool.broker.admin.subscriptions import MAX_SUBSCRIBERS
+from mlxpool.broker.edge.core_view import CoreView
+from mlxpool.broker.interface import events as ev
+from mlxpool.broker.telemetry.snapshot import Snapshot
+from mlxpool.broker.transport.peers import Peer
+from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol.frames import Header, Message
+from support import snapshots
+from support.core_harness import Story
+from support.fake_peers import FakePeers
+from support.pool import Pool
+from support.raw_peer import RawPeer
+
+ID = bytes(16)
+
+
+class FakeOperations:
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.can_reload = True
+        self.stopped_at: list[float] = []
+
+    def snapshot(self, now: float, *, listing: bool = False) -> Snapshot:
+        return snapshots.of(self.story)
+
+    def last_dump(self, slot: str) -> Path | None:
+        return None
+
+    def reload(self) -> bool:
+        return self.can_reload
+
+    def stop(self, now: float) -> None:
+        self.stopped_at.append(now)
+
+    def drain_grace(self) -> float:
+        return 30.0
+
+
+class Admin:
+    """A server over the core of a story."""
+
+    def __init__(self, story: Story) -> None:
+        self.story, self.peers = story, FakePeers()
+        self.operations = FakeOperations(story)
+        self.events: list[ev.Event] = []
+        self.figures: Mapping[str, Any] | Exception = {}
+        commands = Commands(
+            CoreView(story.core), self.operations, lambda event, now: self.events.append(event)
+        )
+        self.server = AdminServer(
+            self.peers,
+            commands,
+            self._figures,
+            lambda answer, now: answer(now),
+            story.core.state.counters,
+        )
+
+    def _figures(self, now: float) -> Mapping[str, Any]:
+        if isinstance(self.figures, Exception):
+            raise self.figures
+        return self.figures
+
+    def send(self, parts: list[bytes], number: int = 1, *, admitted: bool = True) -> None:
+        peer = Peer(b"name", number, 0.0, "uid:1", admitted=admitted)
+        self.peers.incoming.append((peer, parts))
+        self.server.serve(1.0)
+
+    def ask(self, kind: str, number: int = 1, id: bytes | None = ID, **body: Any) -> Message:
+        """The one answer to a command."""
+        self.send(frames.encode(Header(kind, id), body), number)
+        ((to, answer),) = self.peers.sent
+        self.peers.sent.clear()
+        assert to == number
+        return answer
+
+    def refused(self, kind: str, **body: Any) -> str:
+        """The message of the error that answers a command."""
+        answer = self.ask(kind, **body)
+        assert answer.kind == kinds.ERROR and not self.events
+        return str(answer.body["message"])
+
+
+@pytest.fixture
+def admin(story: Story) -> Admin:
+    return Admin(story)
+
+
+def test_an_answer_has_the_kind_and_the_id_of_its_command(admin: Admin) -> None:
+    answer = admin.ask("stats")
+    assert (answer.kind, answer.header.id) == ("stats", ID)
+    assert answer.body["requests"]["live"] == 0
+    assert admin.peers.forgotten == [1], "the connection takes no memory any more"
+
+
+def test_what_is_no_message_is_answered(admin: Admin) -> None:
+    admin.send([b"\x00"])
+    ((_, answer),) = admin.peers.sent
+    assert (answer.kind, answer.body["code"]) == (kinds.ERROR, "bad_request")
+
+
+def test_a_peer_whose_key_is_not_allowed_gets_no_answer(admin: Admin) -> None:
+    admin.send(frames.encode(Header("stop", ID), {}), admitted=False)
+    assert not admin.peers.sent and not admin.operations.stopped_at
+    assert admin.story.core.state.counters.auth_failures == 1
+
+
+def test_commands_become_events(admin: Admin) -> None:
+    for kind, body, event in (
+        ("load", {"model": "m"}, ev.Load("m")),
+        ("unload", {"model": "m"}, ev.Unload("m")),
+        ("drain", {}, ev.Drain(None, None, 30.0)),
+        ("drain", {"model": "m", "timeout_ms": 0}, ev.Drain(None, "m", 0.0)),
+        ("restart", {"slot": "m/0"}, ev.Restart("m/0")),
+        ("cancel", {}, ev.Cancel(None, None, ID)),
+    ):
+        assert admin.ask(kind, **body).kind == kind
+        assert admin.events == [event]
+        admin.events.clear()
+    assert admin.ask("stop").body == {"state": "stopping"}
+    assert admin.operations.stopped_at == [1.0]
+    assert admin.ask("reload").body == {"state": "reloading"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        ("fly", {}, "unknown admin command 'fly'; known: ps, stats, watch, models, requests,"),
+        ("load", {"model": 5}, "load: model must be a name"),
+        ("load", {"model": "n"}, "there is no model 'n'"),
+        ("drain", {"slot": "m/0", "model": "m"}, "drain: give slot or model, not both"),
+        ("drain", {"slot": 5}, "drain: there is no slot 5; known: m/0"),
+        ("drain", {"slot": "m/0"}, "m/0 has no worker to drain"),
+        ("drain", {"timeout_ms": -1}, "drain: timeout_ms must be from 0 to 86400000, got -1"),
+        ("drain", {"timeout_ms": True}, "timeout_ms must be from 0 to 86400000, got True"),
+        ("restart", {}, "restart: there is no slot None; known: m/0"),
+    ],
+)
+def test_bad_commands_are_refused_with_the_reason(
+    admin: Admin, kind: str, body: dict[str, Any], words: str
+) -> None:
+    assert words in admin.refused(kind, **body)
+
+
+def test_what_cannot_be_reloaded(admin: Admin) -> None:
+    admin.operations.can_reload = False
+    assert "not started from settings that can be read again" in admin.refused("reload")
+
+
+def test_a_bug_in_a_command_costs_one_answer(admin: Admin) -> None:
+    admin.operations.drain_grace = lambda: 1 // 0  # type: ignore[method-assign]
+    assert admin.refused("drain").startswith("the admin command failed: ZeroDivisionError")
+    assert admin.story.core.state.counters.internal_errors == 1
+
+
+# ---- subscriptions -------------------------------------------------------------------------------
+
+
+def test_one_subscriber_too_many_is_refused(admin: Admin) -> None:
+    for number in range(100, 100 + MAX_SUBSCRIBERS):
+        assert admin.ask(kinds.WATCH, number).kind == kinds.WATCH
+    refused = admin.ask(kinds.WATCH)
+    assert refused.body["code"] == "queue_full" and refused.body["retry_after_ms"] == 5000
+
+
+def test_figures_that_fail_end_nothing(admin: Admin, caplog: pytest.LogCaptureFixture) -> None:
+    admin.figures = ValueError("no figures")
+    admin.send(frames.encode(Header(kinds.WATCH, ID), {}))
+    assert admin.story.core.state.counters.internal_errors == 1
+    assert "a picture failed" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool")) as running:
+        yield running
+
+
+def test_updates_of_a_running_pool(pool: Pool) -> None:
+    with pool.client() as client:
+        client.generate("counting", "x", max_tokens=3)
+    with RawPeer(pool.run_dir, "admin") as peer:
+        peer.say(Header(kinds.WATCH, ID))
+        first, second = peer.receive(), peer.receive()
+        assert first.header == second.header == Header(kinds.WATCH, ID)
+        assert first.body["seq"] < second.body["seq"]
+        model = next(m for m in first.body["models"] if m["name"] == "counting")
+        assert (model["accepted"], model["tokens"]) == (1, 3)
+        assert sum(model["first_token"]["counts"]) == 1
+        assert first.body["workers"][0]["tokens"] == 3
+        peer.say(Header("stats", ID))
+        peer.receive_kind("stats")  # other commands are answered on the same connection
+        peer.say(Header(kinds.WATCH, ID))
+        assert peer.receive_kind(kinds.WATCH).body["seq"] > second.body["seq"]

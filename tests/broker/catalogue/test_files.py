@@ -1,0 +1,45 @@
+"""What the files of a model tell without being read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlxpool.broker.catalogue.files import fingerprints, location, weights_bytes
+from mlxpool.common.config.schema import ModelConfig
+from support.model_inspection import model_folder
+
+
+def test_fingerprints(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "m")
+    first = fingerprints(model)
+    assert [name for name, _, _ in first] == ["config.json"]
+    (model / "config.json").write_text("{ }")
+    assert fingerprints(model) != first
+    (model / "gone").symlink_to(tmp_path / "nothing")
+    assert [name for name, _, _ in fingerprints(model)] == ["config.json"]
+    assert fingerprints(tmp_path / "nothing") == ()
+    assert [name for name, _, _ in fingerprints(model / "config.json")] == ["config.json"]
+
+
+def test_locations_and_weights(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "m")
+    (tmp_path / "link").symlink_to(model)
+    (model / "gone.safetensors").symlink_to(tmp_path / "nothing")
+    for path in (model, tmp_path / "link"):
+        assert location(ModelConfig(path=str(path))) == str(model.resolve())
+    assert location(ModelConfig(path="org/name")) == "org/name"
+    assert location(ModelConfig(path="builtin:demo")) == "builtin:demo"
+    assert location(ModelConfig(path="builtin:counting")) == ""
+    assert weights_bytes(ModelConfig(path=str(model))) == 0
+
+
+def test_a_model_that_a_link_takes_from_elsewhere_has_its_own_location(tmp_path: Path) -> None:
+    """Else a name that is refused would be served by the workers of one that is allowed."""
+    border, outside = tmp_path / "models", model_folder(tmp_path / "outside")
+    inside = model_folder(border / "inside")
+    (border / "linked").symlink_to(outside)
+    (border / "again").symlink_to(inside)
+    (model_folder(border / "part") / "model.safetensors").symlink_to(outside / "config.json")
+    names = ("linked", "part", "inside", "again")
+    found = [location(ModelConfig(str(border / name), within=str(border))) for name in names]
+    assert found == ["", "", str(inside.resolve()), str(inside.resolve())]

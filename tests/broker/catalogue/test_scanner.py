@@ -1,0 +1,170 @@
+"""The scanner finds models and has them inspected, and nothing that it meets delays the broker."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpool.broker.catalogue.scanner import Scanner
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
+from support.model_inspection import model_folder, program
+from support.pool import until
+
+
+@dataclass
+class Reports:
+    """What a scanner has said."""
+
+    found: list[tuple[Any, ...]] = field(default_factory=list)
+    described: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    scanned: threading.Event = field(default_factory=threading.Event)
+
+
+Start = Callable[..., tuple[Scanner, Reports]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a scanner over some models."""
+    started: list[Scanner] = []
+
+    def begin(
+        models: Mapping[str, str], command: tuple[str, ...] | None = None, **settings: Any
+    ) -> tuple[Scanner, Reports]:
+        reports, fresh = Reports(), settings.pop("fresh", 0.0)
+        max_seconds = settings.pop("max_seconds", 60.0)
+        specs = {name: ModelConfig(path=path) for name, path in models.items()}
+        scanner = Scanner(
+            PoolConfig(run_dir=Path("/nowhere"), models=specs, **settings),
+            lambda *found: reports.found.append(found),
+            lambda name, about: reports.described.append((name, about)),
+            reports.scanned.set,
+            program() if command is None else command,
+            max_seconds,
+            fresh,
+        )
+        started.append(scanner)
+        scanner.start()
+        return scanner, reports
+
+    yield begin
+    for scanner in started:
+        scanner.close()
+        scanner.join(60)
+        assert not scanner.is_alive()
+
+
+def scan(scanner: Scanner, reports: Reports) -> None:
+    """One more scan."""
+    reports.scanned.clear()
+    number = scanner.request_scan()
+    assert reports.scanned.wait(60)
+    assert scanner.done == number
+
+
+def test_each_model_is_inspected_once_until_its_files_change(start: Start, tmp_path: Path) -> None:
+    one, two = model_folder(tmp_path / "one"), model_folder(tmp_path / "two")
+    scanner, reports = start({"one": str(one), "two": str(two)})
+    scan(scanner, reports)
+    assert reports.described == [
+        ("one", {"digest": "d-one", "problems": []}),
+        ("two", {"digest": "d-two", "problems": []}),
+    ]
+    scan(scanner, reports)
+    assert len(reports.described) == 2
+    os.utime(two / "config.json", ns=(1, 1))
+    scan(scanner, reports)
+    assert [name for name, _ in reports.described[2:]] == ["two"]
+
+
+def test_a_folder_that_comes_later(start: Start, tmp_path: Path) -> None:
+    model_folder(tmp_path / "old")
+    models = {"old": str(tmp_path / "old")}
+    scanner, reports = start(models, models_dir=tmp_path)
+    scan(scanner, reports)
+    new = model_folder(tmp_path / "org" / "new")
+    (new / "model.safetensors").write_bytes(bytes(100))
+    scan(scanner, reports)
+    config = ModelConfig(path=str(new), within=str(tmp_path))
+    assert reports.found == [("org/new", config, str(new), 100)]
+    assert [name for name, _ in reports.described] == ["old", "org/new"]
+
+
+def test_a_folder_that_comes_while_others_are_inspected(start: Start, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        model_folder(tmp_path / name)
+    wait = f"while not __import__('os').path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    models = {name: str(tmp_path / name) for name in ("a", "b")}
+    scanner, reports = start(models, program(wait), models_dir=tmp_path)
+    first = scanner.request_scan()
+    until(lambda: scanner.begun == first, "the scan has begun")
+    model_folder(tmp_path / "new")
+    assert scanner.request_scan() == first + 1, "the scan under way may have passed the folder"
+    (tmp_path / "go").touch()
+    until(lambda: scanner.done == first + 1, "the second scan is done")
+    assert [name for name, *_ in reports.found] == ["new"]
+    assert sorted(name for name, _ in reports.described) == ["a", "b", "new"]
+
+
+def test_a_models_folder_that_is_gone(start: Start, tmp_path: Path) -> None:
+    scanner, reports = start({}, models_dir=tmp_path / "gone")
+    scan(scanner, reports)
+    assert reports.found == []
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        "asked['name'] == 'bad' and sys.exit(3)",
+        "asked['name'] == 'bad' and print('{', flush=True)",
+    ],
+)
+def test_a_model_that_ends_the_process_costs_no_other(
+    start: Start, tmp_path: Path, deed: str
+) -> None:
+    models = {name: str(model_folder(tmp_path / name)) for name in ("first", "bad", "last")}
+    scanner, reports = start(models, program(deed))
+    scan(scanner, reports)
+    described = dict(reports.described)
+    assert list(described) == ["first", "bad", "last"]
+    assert "ended while it did" in described["bad"]["problems"][0]
+    assert described["first"]["problems"] == described["last"]["problems"] == []
+
+
+def test_a_disk_that_hangs(start: Start, tmp_path: Path) -> None:
+    models = {name: str(model_folder(tmp_path / name)) for name in ("one", "two")}
+    scanner, reports = start(models, program("__import__('time').sleep(600)"), max_seconds=0.1)
+    scan(scanner, reports)
+    for _, about in reports.described:
+        assert about["problems"] == ["its files could not be read in 0.1 s"]
+    assert [name for name, _ in reports.described] == ["one", "two"]
+
+
+def test_a_process_that_cannot_be_started(start: Start, tmp_path: Path) -> None:
+    models = {"m": str(model_folder(tmp_path / "m"))}
+    scanner, reports = start(models, (str(tmp_path / "nothing"),))
+    scan(scanner, reports)
+    ((_, about),) = reports.described
+    assert "no process could be started" in about["problems"][0]
+
+
+def test_close_ends_a_process_that_hangs(start: Start, tmp_path: Path) -> None:
+    models = {"m": str(model_folder(tmp_path / "m"))}
+    scanner, _ = start(models, program("__import__('time').sleep(600)"))
+    scanner.request_scan()
+    until(lambda: scanner.inspecting, "the process was started")
+    scanner.close()
+    scanner.join(60)
+    assert not scanner.is_alive()
+
+
+def test_a_fresh_scan_is_not_repeated(start: Start) -> None:
+    scanner, reports = start({}, fresh=3600.0)
+    scan(scanner, reports)
+    assert scanner.request_scan() == scanner.done

@@ -1,0 +1,70 @@
+"""The order of a turn, its waiting, and what it reports when it is late."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mlxpool.broker.edge import loop as module
+from mlxpool.broker.edge.loop import Loop, Priority
+from mlxpool.broker.telemetry.loop_lag import LoopLag
+
+
+@pytest.fixture
+def late() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def loop(late: list[float]) -> Loop:
+    return Loop(LoopLag(), lambda seconds, now: late.append(seconds))
+
+
+@pytest.fixture
+def pipes() -> Iterator[list[tuple[int, int]]]:
+    made = [os.pipe() for _ in range(3)]
+    yield made
+    for pair in made:
+        for descriptor in pair:
+            os.close(descriptor)
+
+
+def test_sources_by_priority_then_tasks(loop: Loop, pipes: list[tuple[int, int]]) -> None:
+    calls: list[str] = []
+    priorities = (Priority.CLIENTS, Priority.WORKERS, Priority.WORKER_EXITS)
+    for (reader, writer), priority in zip(pipes, priorities, strict=True):
+        loop.add_source(reader, lambda now, name=priority.name: calls.append(name), priority)
+        os.write(writer, b"x")
+    loop.add_task(lambda now: calls.append("task"))
+    loop.turn()
+    assert calls == ["WORKERS", "WORKER_EXITS", "CLIENTS", "task"]
+    calls.clear()
+    os.read(pipes[0][0], 1)
+    loop.remove_source(pipes[1][0])
+    loop.turn()
+    assert calls == ["WORKER_EXITS", "task"]
+
+
+def test_it_waits_for_the_first_task_that_is_due(loop: Loop, pipes: list[tuple[int, int]]) -> None:
+    begun = time.monotonic()
+    loop.add_source(pipes[0][0], lambda now: None)
+    loop.add_task(lambda now: None, lambda: begun + 0.05)
+    loop.add_task(lambda now: None, lambda: math.inf)
+    loop.turn()
+    assert 0.05 <= time.monotonic() - begun < 30
+
+
+def test_a_late_turn_is_reported_before_anything_is_handled(
+    loop: Loop, late: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LATE", 0.02)
+    seen: list[int] = []
+    loop.add_task(lambda now: seen.append(len(late)), time.monotonic)
+    loop.turn()
+    time.sleep(0.1)
+    loop.turn()
+    assert seen[-1] == 1 and late[-1] > 0.05

@@ -1,0 +1,192 @@
+"""A worker's exit and its last message arrive on different ways; both count, in either order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from mlxpool.broker.edge.loop import Priority
+from mlxpool.broker.edge.worker_processes import MAX_DELAY, WorkerProcesses
+from mlxpool.broker.interface import events as ev
+from mlxpool.broker.processes.exits import WorkerExit
+from mlxpool.broker.processes.supervisor import OBSERVE_INTERVAL
+from mlxpool.broker.transport.worker_sessions import WorkerSessions
+from mlxpool.broker.workers.liveness import Sample
+from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.progress import Look
+from support.fake_peers import FakePeers
+
+SLOT, NUMBER, EPOCH = "m/0", 3, 5
+
+
+@dataclass
+class FakeChild:
+    slot: str = SLOT
+    pid: int = 77
+    exit_descriptor: int = 7
+
+
+class FakeSupervisor:
+    """Its workers can be started and reaped once; `error` is raised in place of a start."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, FakeChild] = {}
+        self.by_itself = True
+        self.error: OSError | None = None
+        self.stopped: list[tuple[str, bool]] = []
+
+    @property
+    def children(self) -> Mapping[str, FakeChild]:
+        return self.running
+
+    def start(self, slot: str, name: str, model: ModelConfig) -> FakeChild:
+        if self.error is not None:
+            raise self.error
+        self.running[slot] = FakeChild(slot)
+        return self.running[slot]
+
+    def stop(self, slot: str, now: float, *, at_once: bool = False) -> None:
+        self.stopped.append((slot, at_once))
+
+    def kill_overdue(self, now: float) -> None: ...
+
+    def observation_due(self, now: float) -> bool:
+        return True
+
+    def observe(self, slot: str) -> Sample:
+        return Sample(Look("idle"))
+
+    def dump_stacks(self, slot: str) -> None: ...
+
+    def exited_by_itself(self, slot: str) -> bool:
+        return self.by_itself
+
+    def reap(self, slot: str) -> WorkerExit:
+        del self.running[slot]
+        return WorkerExit("exit code 1", True, None)
+
+
+class FakePool:
+    """What the core would know. `explained`: the worker has said `bye`."""
+
+    explained = False
+
+    def model_config(self, model: str) -> ModelConfig:
+        return ModelConfig()
+
+    def has_explained_end(self, epoch: int) -> bool:
+        assert epoch == EPOCH
+        return self.explained
+
+
+class FakeLoop:
+    def __init__(self) -> None:
+        self.handlers: dict[int, Callable[[float], object]] = {}
+
+    def add_source(
+        self, source: int, handle: Callable[[float], object], priority: Priority
+    ) -> None:
+        assert priority is Priority.WORKER_EXITS
+        self.handlers[source] = handle
+
+    def remove_source(self, descriptor: int) -> None:
+        del self.handlers[descriptor]
+
+
+class Workers:
+    """One worker that was welcomed. `on_read` is called at each read of the back socket."""
+
+    def __init__(self) -> None:
+        self.supervisor, self.pool, self.loop = FakeSupervisor(), FakePool(), FakeLoop()
+        self.events: list[ev.Event] = []
+        self.remote: set[str] = set()
+        self.on_read: Callable[[], bool] = lambda: True
+        self.sessions = WorkerSessions(FakePeers())
+        self.processes = WorkerProcesses(
+            self.supervisor,
+            self.sessions,
+            self.pool,
+            lambda event, now: self.events.append(event),
+            self.loop,
+            read_pending=lambda now: self.on_read(),
+            stop_remote=lambda slot, now: slot in self.remote,
+        )
+        self.processes.start(SLOT, "m", 0.0)
+        self.sessions.open(SLOT, NUMBER)
+        self.sessions.welcome(NUMBER, EPOCH)
+        assert self.events == [ev.Spawned(SLOT, 77)]
+        self.events.clear()
+
+    def exit(self, now: float) -> bool:
+        """Its descriptor is readable in this turn; returns whether the exit was reported."""
+        self.loop.handlers[7](now)
+        return bool(self.events)
+
+
+@pytest.fixture
+def workers() -> Workers:
+    return Workers()
+
+
+EXITED = ev.WorkerExited(SLOT, "exit code 1", own=True)
+
+
+def test_a_worker_that_exits_by_itself_has_time_for_its_last_message(workers: Workers) -> None:
+    assert not workers.exit(0.0)
+    workers.pool.explained = True
+    assert workers.exit(0.01)
+    assert workers.events == [EXITED]
+    assert not workers.loop.handlers and workers.sessions.connection(SLOT) is None
+
+
+def test_one_that_was_killed_sends_no_last_message(workers: Workers) -> None:
+    workers.supervisor.by_itself = False
+    assert workers.exit(0.0)
+
+
+def test_the_last_message_may_be_read_in_the_same_turn(workers: Workers) -> None:
+    def read() -> bool:
+        workers.pool.explained = True
+        return True
+
+    workers.on_read = read
+    assert workers.exit(0.0)
+
+
+def test_an_exit_waits_until_all_frames_are_handled(workers: Workers) -> None:
+    workers.pool.explained = True
+    workers.on_read = lambda: False
+    assert not workers.exit(0.0)
+    workers.on_read = lambda: True
+    assert workers.exit(0.01)
+
+
+def test_but_not_for_ever(workers: Workers) -> None:
+    assert not workers.exit(0.0)
+    assert not workers.exit(MAX_DELAY / 2)
+    assert workers.exit(MAX_DELAY)
+
+
+def test_a_worker_without_a_session_is_reported_at_once(workers: Workers) -> None:
+    workers.sessions.release(SLOT)
+    assert workers.exit(0.0)
+
+
+def test_a_start_that_fails_is_reported(workers: Workers) -> None:
+    workers.supervisor.error = OSError("no room")
+    workers.processes.start("m/1", "m", 0.0)
+    assert workers.events == [ev.SpawnFailed("m/1", "cannot start the worker of 'm': no room")]
+
+
+def test_the_worker_of_another_supervisor_is_not_stopped_by_ours(workers: Workers) -> None:
+    workers.remote.add("r/0")
+    workers.processes.stop("r/0", 0.0, at_once=True)
+    workers.processes.stop(SLOT, 0.0, at_once=True)
+    assert workers.supervisor.stopped == [(SLOT, True)]
+
+
+def test_the_core_judges_each_observed_worker(workers: Workers) -> None:
+    workers.processes.observe(1.0)
+    assert workers.events == [ev.Looked(SLOT, Sample(Look("idle")), OBSERVE_INTERVAL)]

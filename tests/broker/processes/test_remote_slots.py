@@ -1,0 +1,33 @@
+"""Beats of remote workers in place of observations from outside."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpool.broker.processes.remote_slots import sample_of
+from mlxpool.common.progress import Look
+from mlxpool.common.protocol.to_broker import Beat
+
+
+def test_a_beat_is_a_look() -> None:
+    beat = {"phase": "prefill", "progress": 3, "look": [512, False, 1000, 2000]}
+    assert sample_of(Beat.parse(beat)).look == Look("prefill", 0, 3, 512, False, 1000, 2000)
+
+
+def test_before_the_first_beat_it_loads() -> None:
+    assert sample_of(Beat()).look.phase == "load"
+
+
+@pytest.mark.parametrize(
+    "beat",
+    [
+        {"phase": "holiday"},
+        {"phase": 7, "progress": 1},
+        {"phase": "decode", "progress": "x"},
+        {"phase": "decode", "look": "x"},
+        {"phase": "decode", "look": [1, 2]},
+        {"phase": ["decode"]},
+    ],
+)
+def test_a_strange_beat_harms_nobody(beat: dict[str, object]) -> None:
+    assert sample_of(Beat.parse(beat)).look.count == 0 or beat.get("progress")

@@ -1,0 +1,60 @@
+"""Rates: bursts, debts and owners that are dropped."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpool.broker.requests.quotas import MAX_DEBT, MAX_OWNERS, Rates
+
+
+def test_a_seconds_worth_is_free_and_the_rest_has_to_wait() -> None:
+    rates = Rates()
+    assert rates.wait("a", 10, 0.0) == 0
+    rates.spend("a", 10, 10, 0.0)
+    assert rates.wait("a", 10, 0.0) > 0
+    assert rates.wait("a", 10, 0.1) == 0
+    assert rates.wait("b", 10, 0.0) == 0, "another owner has an account of his own"
+
+
+def test_one_large_message_passes_and_is_paid_for_afterwards() -> None:
+    rates = Rates()
+    rates.spend("a", 35, 10, 0.0)
+    assert rates.wait("a", 10, 0.0) == pytest.approx(2.5)
+    assert rates.wait("a", 10, 2.6) == 0
+
+
+def test_a_debt_has_an_end() -> None:
+    rates = Rates()
+    rates.spend("a", 10**9, 10, 0.0)
+    assert rates.broke("a", 10, 0.0)
+    assert rates.wait("a", 10, 0.0) == MAX_DEBT
+    assert not rates.broke("a", 10, 0.1)
+
+
+def test_no_limit_is_no_limit() -> None:
+    rates = Rates()
+    rates.spend("a", 10**9, 0, 0.0)
+    assert rates.wait("a", 0, 0.0) == 0
+    assert not rates.broke("a", 0, 0.0)
+
+
+def test_who_owes_nothing_is_forgotten() -> None:
+    rates = Rates()
+    for number in range(MAX_OWNERS):
+        rates.spend(f"o{number}", 1, 10, float(number))
+    rates.spend("last", 1, 10, MAX_OWNERS + 5.0)
+    assert len(rates) < MAX_OWNERS
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 50)), max_size=60))
+def test_nobody_gets_more_than_his_rate(spendings: list[tuple[float, int]]) -> None:
+    """What passes is at most a burst, what the time allows, and the last message's excess."""
+    limit, now, passed, largest, rates = 20, 0.0, 0, 0, Rates()
+    for pause, amount in spendings:
+        now += pause
+        if not rates.wait("a", limit, now):
+            rates.spend("a", amount, limit, now)
+            passed, largest = passed + amount, max(largest, amount)
+    assert passed <= limit * (1 + now) + largest + 1e-6

@@ -1,0 +1,48 @@
+"""The allow-list: keys, roles and what a new list revokes."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpool.broker.security.keyring import Keyring
+from mlxpool.common.config.schema import KeyConfig
+
+ALICE, BOB = "a" * 40, "b" * 40
+
+
+def test_a_key_counts_in_its_role_alone() -> None:
+    ring = Keyring({"alice": KeyConfig("client", ALICE), "hand": KeyConfig("worker", BOB)})
+    assert ring.owner(f"key:{ALICE}", "client") == "key:alice"
+    assert ring.owner(f"key:{BOB}", "worker") == "key:hand"
+    for user, role in (
+        (f"key:{ALICE}", "worker"),
+        (f"key:{ALICE}", "admin"),
+        (f"key:{BOB}", "client"),
+        (f"key:{'c' * 40}", "client"),
+        (ALICE, "client"),
+        ("key:", ""),
+        ("", "client"),
+        ("", ""),
+    ):
+        assert ring.owner(user, role) == "", (user, role)
+
+
+def test_who_is_on_this_machine_is_who_the_kernel_says() -> None:
+    assert Keyring({}).owner("uid:7", "client") == "uid:7"
+
+
+@pytest.mark.parametrize(
+    ("after", "revoked"),
+    [
+        ({"alice": KeyConfig("client", ALICE)}, {}),
+        ({}, {ALICE: "alice"}),
+        ({"alice": KeyConfig("worker", ALICE)}, {ALICE: "alice"}),
+        ({"alice": KeyConfig("client", BOB)}, {ALICE: "alice"}),
+        ({"other": KeyConfig("client", ALICE)}, {ALICE: "alice"}),
+        ({"alice": KeyConfig("client", ALICE), "bob": KeyConfig("client", BOB)}, {}),
+    ],
+)
+def test_what_a_new_list_revokes(after: dict[str, KeyConfig], revoked: dict[str, str]) -> None:
+    ring = Keyring({"alice": KeyConfig("client", ALICE)})
+    assert ring.replace(after) == revoked
+    assert ring.replace(after) == {}

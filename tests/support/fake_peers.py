@@ -1,0 +1,33 @@
+"""Peers without a socket, for tests: they record what they are sent."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from mlxpool.broker.transport.peers import Peer, Peers
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.frames import Message
+
+
+class FakePeers(Peers):
+    """Peers in `dead` are gone, those in `full` read nothing; `incoming` waits to be received."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Message]] = []
+        self.dead: set[int] = set()
+        self.full = set()
+        self.forgotten: list[int] = []
+        self.by_number = {}
+        self.incoming: deque[tuple[Peer, list[bytes]]] = deque()
+
+    def receive(self, now: float) -> tuple[Peer, list[bytes]] | None:
+        return self.incoming.popleft() if self.incoming else None
+
+    def send(self, number: int, parts: list[bytes]) -> bool:
+        if number in self.dead:
+            return False
+        self.sent.append((number, frames.decode(parts, max_body=frames.MAX_BLOB)))
+        return True
+
+    def forget(self, number: int) -> None:
+        self.forgotten.append(number)
