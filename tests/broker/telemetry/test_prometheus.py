@@ -9,8 +9,9 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlxpool.broker.telemetry.metric_table import FAMILIES, HISTOGRAM
+from mlxpool.broker.telemetry.metric_table import FAMILIES, HISTOGRAM, WORKER_STATES
 from mlxpool.broker.telemetry.prometheus import PrometheusWriter
+from mlxpool.broker.workers.worker_states import WorkerState
 from support import snapshots
 from support.core_harness import Story, model
 
@@ -117,6 +118,11 @@ def test_the_states_are_all_there_and_one_holds(story: Story) -> None:
     metrics = read(story, state="draining")
     states = {s.labels["state"]: s.value for s in metrics["mlxpool_broker_state"].samples}
     assert states == {"ready": 0, "draining": 1, "stopping": 0}
+
+
+def test_every_shown_state_of_a_worker_has_a_series() -> None:
+    shown = {state.shown for state in WorkerState if state is not WorkerState.LOST}
+    assert set(WORKER_STATES) == shown
 
 
 def test_what_happens_to_requests_adds_no_series(story: Story) -> None:

@@ -20,13 +20,12 @@ import zmq
 from mlxpool.broker.host import os_process
 from mlxpool.broker.metrics.histograms import OTHER, Frozen
 from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot, WorkerSnapshot
-from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.errors import BY_CODE
 
 REASONS = ("stop", "length", "cancelled")
 BROKER_STATES = ("ready", "draining", "stopping")
 MODEL_STATES = ("cold", "starting", "ready", "draining", "drained", "failed", "broken")
-WORKER_STATES = tuple(dict.fromkeys(s.shown for s in WorkerState if s is not WorkerState.LOST))
+WORKER_STATES = ("starting", "loading", "ready", "suspect", "condemned", "draining")
 CODES = tuple(BY_CODE)
 FAILURES = (*CODES, OTHER)
 MEMORY = ("weights", "kv", "prefix", "active", "cache", "peak", "rss")
