@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -33,11 +34,15 @@ def pipes() -> Iterator[list[tuple[int, int]]]:
             os.close(descriptor)
 
 
+def _append(calls: list[str], name: str, now: float) -> None:
+    calls.append(name)
+
+
 def test_sources_by_priority_then_tasks(loop: Loop, pipes: list[tuple[int, int]]) -> None:
     calls: list[str] = []
     priorities = (Priority.CLIENTS, Priority.WORKERS, Priority.WORKER_EXITS)
     for (reader, writer), priority in zip(pipes, priorities, strict=True):
-        loop.add_source(reader, lambda now, name=priority.name: calls.append(name), priority)
+        loop.add_source(reader, partial(_append, calls, priority.name), priority)
         os.write(writer, b"x")
     loop.add_task(lambda now: calls.append("task"))
     loop.turn()
