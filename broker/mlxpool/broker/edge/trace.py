@@ -1,4 +1,4 @@
-"""What the broker writes into its history: events in, actions out, without texts."""
+"""The broker's lines in the history file: events and actions, without prompts or texts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mlxpool.common.trace import History
 
 
 def of_event(history: History, event: ev.Event) -> None:
-    """Lines for what happened."""
+    """Write the line of an event."""
     write = _EVENTS.get(type(event))
     if write is not None:
         write(history, event)
 
 
 def of_action(history: History, action: act.Action) -> None:
-    """Lines for what was decided."""
+    """Write the line of an action."""
     if isinstance(action, act.ToClient):
         _to_client(history, action)
     elif isinstance(action, act.ToWorker) and action.header.kind == kinds.WORK:

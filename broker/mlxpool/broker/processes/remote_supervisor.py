@@ -11,7 +11,6 @@ import math
 import os
 import select
 import signal
-import socket
 import time
 
 from mlxpool.broker.processes.supervisor import (
@@ -25,6 +24,7 @@ from mlxpool.broker.workers.restart_delay import restart_delay
 from mlxpool.common.config.loading import check_run_dir
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.exit_codes import AGAIN, ALONE, REFUSED, STOPPED
+from mlxpool.common.transport.waker import Waker
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -48,8 +48,7 @@ class RemoteSupervisor:
         self._started_at = 0.0
         self._watch = Watch()
         self._end_signals = 0
-        self._signals, self._signal_writer = socket.socketpair()
-        self._signals.setblocking(False)
+        self._waker = Waker()
 
     def run(self) -> int:
         """Keep the worker running; returns the exit code of this process."""
@@ -66,11 +65,10 @@ class RemoteSupervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._supervisor.close()
-            self._signals.close()
-            self._signal_writer.close()
+            self._waker.close()
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._signal_writer.send(bytes([number]))
+        self._waker.wake(number)
 
     def _turn(self) -> int | None:
         """Wait for one thing and handle it; returns the exit code when there is nothing left."""
@@ -93,13 +91,13 @@ class RemoteSupervisor:
     def _wait(self, child: Child | None, now: float) -> bool:
         """Until the worker has ended (True), a signal arrived, or something is due."""
         poll = select.poll()
-        poll.register(self._signals, select.POLLIN)
+        poll.register(self._waker, select.POLLIN)
         if child is not None:
             poll.register(child.exit_descriptor, select.POLLIN | select.POLLHUP)
         due = self._supervisor.next_wake() if child is not None else self._start_at
         ready = {number for number, _ in poll.poll(max(0, math.ceil((due - now) * 1000)))}
-        if self._signals.fileno() in ready:
-            self._stop(len(self._signals.recv(64)))
+        if self._waker.fileno() in ready:
+            self._stop(len(self._waker.drain()))
         return child is not None and child.exit_descriptor in ready
 
     def _stop(self, signals: int) -> None:
