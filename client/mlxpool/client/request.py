@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from mlxpool.client.stream import StreamState
-from mlxpool.common.errors import BadRequest
+from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.options import REQUEST_KEYS
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.content import Content
@@ -114,6 +114,15 @@ class Question(Generic[Answer]):
     id: bytes
     content: Content
     read: Callable[[Message], Answer]
+
+    def answer(self, reply: Message | PoolError) -> Answer | PoolError:
+        """The answer in a reply, or the error that the caller has to raise."""
+        if isinstance(reply, PoolError):
+            return reply
+        try:
+            return self.read(reply)
+        except (PoolError, KeyError, TypeError, ValueError) as error:
+            return Internal(f"the answer to {self.content.kind} cannot be read: {error!r}")
 
 
 def list_models() -> Question[list[dict[str, Any]]]:

@@ -13,11 +13,10 @@ from mlxpool.client.dealer import Dealer
 from mlxpool.client.request import Question
 from mlxpool.client.retry import Pace
 from mlxpool.client.session import OpenStream, Session
-from mlxpool.common.errors import BrokerLost, Internal, PoolError
+from mlxpool.common.errors import BrokerLost, PoolError
 from mlxpool.common.paths import default_run_dir
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.content import encoded
-from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.to_broker import GenerateDraft
 from mlxpool.common.trace import History
 from mlxpool.common.transport import sockets
@@ -67,12 +66,14 @@ class Connection:
         ident, kind = question.id, question.content.kind
         parts = encoded(question.content, ident)
 
-        def deliver(reply: Message | PoolError) -> None:
-            answer = _read(question, reply)
-            on_reply(answer)
-
         def command(session: Session) -> None:
-            session.calls.ask(ident, kind, parts, deliver, session.timer.now)
+            session.calls.ask(
+                ident,
+                kind,
+                parts,
+                lambda reply: on_reply(question.answer(reply)),
+                session.timer.now,
+            )
             if kind == kinds.CANCEL:
                 session.cancel_asked(ident)
 
@@ -118,12 +119,3 @@ class Connection:
         self._thread = threading.Thread(target=session.run, name="mlxpool", daemon=True)
         self._thread.start()
         return session
-
-
-def _read(question: Question[Answer], reply: Message | PoolError) -> Answer | PoolError:
-    if isinstance(reply, PoolError):
-        return reply
-    try:
-        return question.read(reply)
-    except (PoolError, KeyError, TypeError, ValueError) as error:
-        return Internal(f"the answer to {question.content.kind} cannot be read: {error!r}")

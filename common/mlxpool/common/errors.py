@@ -1,4 +1,4 @@
-"""Every error a stream, a call or a start can end with, and its code on the wire.
+"""The errors with which a stream, a call or a start can end, and their codes on the wire.
 
     PoolError
     ├── ClientFault            the request cannot succeed as it was sent
@@ -23,7 +23,8 @@
         ├── Draining                 draining              (retryable)
         └── Internal                 internal
 
-`retryable` says whether sending the same request again can help; `retry_after_ms` when.
+`retryable` says whether the same request can succeed later; `retry_after_ms` says when.
+To add an error, add its class here and its row to docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -34,16 +35,13 @@ from typing import Any
 MAX_MESSAGE = 2000  # characters
 
 
-def sendable(words: str) -> str:
-    """As an error's message travels: a part of what quotes a long value, and always Unicode.
-
-    The name of a file on a disk need not be.
-    """
-    return words[:MAX_MESSAGE].encode(errors="backslashreplace").decode()[:MAX_MESSAGE]
+def sendable(text: str) -> str:
+    """A message cut to MAX_MESSAGE characters, and in valid Unicode, which a file's name may not be."""
+    return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()[:MAX_MESSAGE]
 
 
 class PoolError(Exception):
-    """Base of all errors that travel; `str(error)` is the message."""
+    """Base of the errors that the wire protocol carries; `str(error)` is the message."""
 
     code: str = "internal"
     retryable: bool = False
@@ -75,11 +73,11 @@ class PoolError(Exception):
 
 
 class ClientFault(PoolError):
-    """The sender has to change something."""
+    """The request cannot succeed as it was sent."""
 
 
 class PoolFault(PoolError):
-    """Nothing was wrong with the request."""
+    """The pool could not do it this time; nothing is wrong with the request."""
 
 
 class BadRequest(ClientFault):
@@ -184,7 +182,7 @@ def from_body(body: Mapping[str, Any]) -> PoolError:
         details=body.get("details") if isinstance(body.get("details"), dict) else None,
         retry_after_ms=retry_after if isinstance(retry_after, int) else None,
     )
-    if kind is PoolError:  # a code of a later version: what the sender said of it still holds
+    if kind is PoolError:  # a code of a later version: keep what its sender says
         error.code = str(body.get("code"))
         error.retryable = body.get("retryable") is True
     return error

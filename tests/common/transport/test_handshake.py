@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from mlxpool.common.transport.handshake import TRIES, Handshake
+from mlxpool.common.transport.handshake import HOPELESS_FAILURES, Handshake
 
-BROKEN_OFF = TRIES + 2
+BROKEN_OFF = HOPELESS_FAILURES + 2
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Which endpoints a broker may bind, and when they need CURVE. Pure."""
+"""Which endpoints a broker may bind, and which of them need CURVE. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LOOPBACK = re.compile(r"tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5}|\*
 
 
 def fault(endpoint: str, *, secured: bool, local: bool) -> str | None:
-    """Why it cannot be bound, in words; None when it can.
+    """Why an endpoint may not be bound, as the end of an error message; None if it may.
 
     `secured`: there is a secret key, so every tcp endpoint speaks CURVE. `local`: plain tcp is
     allowed on the loopback.

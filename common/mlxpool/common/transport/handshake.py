@@ -1,7 +1,7 @@
-"""What the monitor of a dialling socket tells: that it is connected, or why it never will be.
+"""Reads the monitor of a connecting socket: whether it is connected, or why it cannot be.
 
-A broker that refuses a key says so, and libzmq then dials no more. Other failures, such as a wrong
-server key, look like a connection that breaks: libzmq redials, and only time tells.
+A broker that refuses a key says so, and libzmq then connects no more. Other failures, such as a
+wrong server key, look like a connection that breaks: libzmq connects again and again.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-TRIES = 3  # a broker that is just ending may break one or two
-_SHOWN = 8  # characters of a public key: enough to tell it from others
+HOPELESS_FAILURES = 3  # in a row; a broker that is just ending may break one or two
+_KEY_PREFIX = 8  # characters of a public key that tell it from others
 
 
 class Handshake:
-    """Belongs to the thread of its socket. `monitor` is readable when there is news."""
+    """The state of a socket's handshake; belongs to its thread. `monitor` is readable on a change."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], endpoint: str, credentials: Credentials | None = None
     ) -> None:
         self.endpoint = endpoint
         self.credentials = credentials
-        self.refusal = ""  # why nothing more comes of this socket
-        self.trouble = ""  # why the newest try failed, which a later one need not
-        self.failures = 0  # tries in a row that failed
+        self.refusal = ""  # why this socket will never be connected; "": it may be
+        self.trouble = ""  # why the newest attempt failed; a later one may succeed
+        self.failures = 0  # failed attempts in a row
         self._socket = socket
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
 
     def succeeded(self) -> bool:
-        """Read the news; whether a connection has come about since the last call."""
+        """Read the monitor; whether a handshake succeeded since the last call."""
         found = False
         try:
             while True:
@@ -51,7 +51,7 @@ class Handshake:
             self.refusal, self.trouble, self.failures = "", "", 0
             return True
         if self.endpoint.startswith("ipc:") and event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return False  # keys have no part in it; a broker without descriptors breaks it off so
+            return False  # ipc has no keys; a broker without free descriptors closes it like this
         self.failures += 1
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refusal = self.trouble = refused(self.endpoint, self.credentials)
@@ -61,29 +61,29 @@ class Handshake:
 
     @property
     def hopeless(self) -> bool:
-        """Whether who has never been let in need not try any longer."""
-        return bool(self.refusal) or self.failures >= TRIES
+        """Whether a client that was never connected should stop trying."""
+        return bool(self.refusal) or self.failures >= HOPELESS_FAILURES
 
     def close(self) -> None:
-        """Stop watching; before the socket is closed."""
+        """Close the monitor; has to be called before the socket is closed."""
         self._socket.disable_monitor()
         self.monitor.close()
 
 
 def refused(endpoint: str, credentials: Credentials | None) -> str:
-    """What to tell somebody whose key was refused."""
+    """The error message for a refused key."""
     if credentials is None:
         return f"the broker at {endpoint} refuses this user"
     own = credentials.own
     return (
         f"the broker at {endpoint} refuses the key {own.name!r} ({own.role},"
-        f" {own.public[:_SHOWN]}…): it is not in the allow-list, was revoked, or its role is not"
+        f" {own.public[:_KEY_PREFIX]}…): it is not in the allow-list, was revoked, or its role is not"
         f" for this endpoint; add it to the broker's config as {section(own.name)} and reload that"
     )
 
 
 def failed(endpoint: str, credentials: Credentials | None) -> str:
-    """What to tell somebody who cannot agree with what is there on how to speak."""
+    """The error message for a handshake that fails without a refusal."""
     if credentials is None:
         return (
             f"what listens at {endpoint} takes no connection without a key;"
@@ -91,6 +91,6 @@ def failed(endpoint: str, credentials: Credentials | None) -> str:
         )
     return (
         f"what listens at {endpoint} does not answer to the server key"
-        f" {credentials.server[:_SHOWN]}… (key {credentials.own.name!r}): it is not that broker's"
+        f" {credentials.server[:_KEY_PREFIX]}… (key {credentials.own.name!r}): it is not that broker's"
         " public key, or the endpoint is no CURVE endpoint of a broker"
     )

@@ -1,6 +1,6 @@
-"""CURVE keys: made, kept in files that only their owner can read, and read again.
+"""CURVE keys: makes them, writes them to files that only their owner can read, reads them.
 
-A secret key is named by the path of its file, everywhere; a public key may also stand as text.
+A secret key is always given as the path of its file, a public key as text or as a path.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 import zmq
 
 ROLES = ("client", "worker", "admin", "server")
-PEERS = ROLES[:-1]  # those that an allow-list can name
+PEERS = ROLES[:-1]  # roles that an allow-list can name
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 PUBLIC = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # 32 bytes in Z85
-LARGEST = 4096  # bytes of a key file
+MAX_FILE = 4096  # bytes of a key file
 
 
 class BadKey(ValueError):
@@ -35,12 +35,12 @@ class KeyPair:
 
 
 def default_folder() -> Path:
-    """Where `mlxpool keygen` puts keys."""
+    """The folder to which `mlxpool keygen` writes keys."""
     return Path.home() / ".mlxpool" / "keys"
 
 
 def make(name: str, role: str) -> KeyPair:
-    """A new pair. Raises BadKey for a name that cannot be a file's, and for an unknown role."""
+    """A new pair. Raises BadKey for a name that no file can have, and for an unknown role."""
     if not NAME.fullmatch(name):
         raise BadKey(
             f"a key's name has letters, digits, dots, dashes and underlines, at most 64;"
@@ -49,16 +49,15 @@ def make(name: str, role: str) -> KeyPair:
     if role not in ROLES:
         raise BadKey(f"the role is {role!r:.40}, must be of {ROLES}")
     public, secret = zmq.curve_keypair()
-    while public.startswith(b"-"):  # a command line takes it for a flag
+    while public.startswith(b"-"):  # a command line would take it for a flag
         public, secret = zmq.curve_keypair()
     return KeyPair(name, role, public.decode(), secret.decode())
 
 
 def write(pair: KeyPair, folder: Path) -> Path:
-    """Write NAME.key, 0600, in a folder that is 0700 if it is made here. Returns its path.
+    """Write NAME.key, mode 0600, to a folder that is made with mode 0700. Returns its path.
 
-    Raises BadKey when there is such a file already, for a key is never overwritten, and when it
-    cannot be written.
+    Raises BadKey if the file exists, for a key is never overwritten, or cannot be written.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{pair.name}.key"
@@ -68,7 +67,7 @@ def write(pair: KeyPair, folder: Path) -> Path:
         raise BadKey(f"there is a key {path} already; give another name, or move it away") from None
     try:
         with os.fdopen(descriptor, "w") as file:
-            os.fchmod(descriptor, 0o600)  # whatever the umask left out
+            os.fchmod(descriptor, 0o600)  # the umask may have taken bits away
             file.write(
                 f'name = "{pair.name}"\nrole = "{pair.role}"\n'
                 f'public = "{pair.public}"\nsecret = "{pair.secret}"\n'
@@ -80,19 +79,19 @@ def write(pair: KeyPair, folder: Path) -> Path:
 
 
 def section(name: str) -> str:
-    """The head of its table in the broker's config."""
+    """The section of a key in the broker's config."""
     return f'[keys."{name}"]' if "." in name else f"[keys.{name}]"
 
 
 def read(path: Path, role: str = "") -> KeyPair:
-    """The pair of a key file; `role` is the one it has to have, "" for any.
+    """Read the pair of a key file, which must have this role; "": any.
 
-    Raises BadKey naming the file, and its mode when others can read it.
+    Raises BadKey naming the file, and its mode if others can read it.
     """
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read(LARGEST)
+            text = file.read(MAX_FILE)
     except OSError as error:
         raise BadKey(f"cannot read the key {path}: {error.strerror}") from None
     if mode & 0o077:
@@ -111,7 +110,7 @@ def read(path: Path, role: str = "") -> KeyPair:
 
 def _parse(path: Path, text: bytes) -> KeyPair:
     try:
-        import tomllib  # here and not above: only who has a key pays for it
+        import tomllib  # here and not above: its import takes time, and few have a key
 
         table = tomllib.loads(text.decode("utf-8"))
         pair = KeyPair(*(str(table[key]) for key in ("name", "role", "public", "secret")))
@@ -130,15 +129,12 @@ def _belongs(pair: KeyPair) -> bool:
 
 
 def public_of(text: str) -> str:
-    """A public key that is given as text, or by the path of a file that holds just it.
-
-    Raises BadKey.
-    """
+    """The public key that a text is, or that the file of this path holds. Raises BadKey."""
     if PUBLIC.fullmatch(text):
         return text
     try:
         with Path(text).expanduser().open() as file:
-            found = file.read(LARGEST).strip()
+            found = file.read(MAX_FILE).strip()
     except (OSError, ValueError):
         raise BadKey(
             f"{text!r:.80} is neither a public key of 40 characters nor a file that can be read"
@@ -153,14 +149,17 @@ def public_of(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What one who dials over CURVE needs: the broker's public key and a pair of his own."""
+    """The keys of a CURVE connection: the broker's public key, and the own pair."""
 
     server: str
     own: KeyPair
 
     @classmethod
     def of(cls, server_key: str | None, key: str | Path | None) -> Credentials | None:
-        """None when neither is given. Raises BadKey when only one is, or one cannot be used."""
+        """The credentials of two arguments; None without both.
+
+        Raises BadKey if only one is given, or one cannot be used.
+        """
         if not server_key and not key:
             return None
         if not key:

@@ -1,6 +1,6 @@
-"""The only maker of ZeroMQ sockets: high-water marks, linger, reconnects, limits on sizes.
+"""Makes every ZeroMQ socket: high-water marks, linger, reconnects, limits on sizes.
 
-Why each option has its value stands in docs/protocol.md (Sockets).
+docs/protocol.md (Sockets) says why each option has its value.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import zmq
 from mlxpool.common.protocol.frames import MAX_FRAME
 from mlxpool.common.transport.keys import Credentials, KeyPair
 
-HIGH_WATER = 1000  # messages for each peer; never 0, which would be without bound
-LINGER_MS = 2000  # finite, so that the end of a process never hangs; > 0, so that terminals leave
-KEEPALIVE = {  # seconds, and how often
+HIGH_WATER = 1000  # messages for each peer; 0 would be without a bound
+LINGER_MS = 2000  # finite, so that no process hangs at its end; above 0, so that terminals are sent
+KEEPALIVE = {  # intervals in seconds; CNT is a number of probes
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 30,
     zmq.TCP_KEEPALIVE_INTVL: 10,
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
-BACKLOG = 100
+BACKLOG = 100  # connections that may wait to be accepted
 MAX_PATH = 107  # bytes of a Unix socket's path
 
 
@@ -36,10 +36,10 @@ def router(
     """A bound ROUTER that reports unknown and full peers instead of dropping silently.
 
     It has no heartbeats: libzmq aborts the process when one meets a peer that went while its input
-    was full (libzmq#4364). On tcp the kernel frees the descriptors of hosts that vanished. So many
-    connections as `backlog` may wait to be accepted, all at once if the process was stopped. With a
-    `domain` the context's ZAP handler is asked about every connection and has to be there before.
-    Raises OSError naming the endpoint when it cannot be bound.
+    was full (libzmq#4364). On tcp the kernel frees the descriptors of hosts that vanished. Up to
+    `backlog` connections wait to be accepted; they come all at once to a process that was stopped.
+    With a `domain` the context's ZAP handler is asked about every connection; it has to run before.
+    Raises OSError naming the endpoint if it cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
     _common(socket)
@@ -60,9 +60,9 @@ def router(
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str, key: KeyPair | None = None) -> str:
-    """Bind one more endpoint; with a `key`, tcp speaks CURVE. Raises OSError naming it.
+    """Bind one more endpoint; with a `key`, tcp speaks CURVE.
 
-    Returns it as it is, with the port that was free where none was named.
+    Returns the endpoint with the port that was bound. Raises OSError naming the endpoint.
     """
     before = os.umask(0o077)
     secure = key is not None and endpoint.startswith("tcp:")
@@ -83,7 +83,10 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, key: KeyPair | None = None) -
 def dealer(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, credentials: Credentials | None = None
 ) -> zmq.Socket[bytes]:
-    """A connecting DEALER that redials until it is refused. Raises OSError for a bad endpoint."""
+    """A connecting DEALER that reconnects until it is refused.
+
+    Raises OSError for a malformed endpoint.
+    """
     socket = context.socket(zmq.DEALER)
     _common(socket)
     for option, value in KEEPALIVE.items():
