@@ -36,7 +36,7 @@ MAX_MESSAGE = 2000  # characters
 
 
 def sendable(text: str) -> str:
-    """A message cut to MAX_MESSAGE characters, and in valid Unicode, which a file's name may not be."""
+    """A message cut to MAX_MESSAGE characters, in valid Unicode: file names need not be that."""
     return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()[:MAX_MESSAGE]
 
 

@@ -19,11 +19,11 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 HOPELESS_FAILURES = 3  # in a row; a broker that is just ending may break one or two
-_KEY_PREFIX = 8  # characters of a public key that tell it from others
+_SHORT = 8  # characters of a public key that tell it from others
 
 
 class Handshake:
-    """The state of a socket's handshake; belongs to its thread. `monitor` is readable on a change."""
+    """A socket's handshake; belongs to the socket's thread. `monitor` is readable on a change."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], endpoint: str, credentials: Credentials | None = None
@@ -77,7 +77,7 @@ def refused(endpoint: str, credentials: Credentials | None) -> str:
     own = credentials.own
     return (
         f"the broker at {endpoint} refuses the key {own.name!r} ({own.role},"
-        f" {own.public[:_KEY_PREFIX]}…): it is not in the allow-list, was revoked, or its role is not"
+        f" {own.public[:_SHORT]}…): it is not in the allow-list, was revoked, or its role is not"
         f" for this endpoint; add it to the broker's config as {section(own.name)} and reload that"
     )
 
@@ -91,6 +91,6 @@ def failed(endpoint: str, credentials: Credentials | None) -> str:
         )
     return (
         f"what listens at {endpoint} does not answer to the server key"
-        f" {credentials.server[:_KEY_PREFIX]}… (key {credentials.own.name!r}): it is not that broker's"
+        f" {credentials.server[:_SHORT]}… (key {credentials.own.name!r}): it is not that broker's"
         " public key, or the endpoint is no CURVE endpoint of a broker"
     )
