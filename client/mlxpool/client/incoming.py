@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mlxpool.common.checks import mapping
 from mlxpool.common.protocol import deltas, kinds
-from mlxpool.common.protocol.fields import mapping
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import Accepted, Done, Failed

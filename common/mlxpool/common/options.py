@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, TypedDict, get_type_hints
 
+from mlxpool.common.checks import is_integer, is_number, shown
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol.fields import is_integer, is_number, shown
 
 MAX_STOPS = 64
 MAX_STOP_BYTES = 1024

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol.fields import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096

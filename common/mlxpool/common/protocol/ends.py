@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxpool.common.protocol.fields import mapping
+from mlxpool.common.checks import mapping
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxpool.common.checks import integer, is_integer, is_number
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_SEED
-from mlxpool.common.protocol.fields import integer, is_integer, is_number
 from mlxpool.common.protocol.token_ids import ID_WIDTH, count_of
 
 MAX_COUNT = 2**31

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import msgpack
 
+from mlxpool.common.checks import flag, integer, mapping, natural, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.content import Content
 from mlxpool.common.protocol.deltas import Delta, pack_deltas, unpack_deltas
-from mlxpool.common.protocol.fields import flag, integer, mapping, natural, text
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.prompts import Prompt, blobs_of_prompt, parse_prompt
 from mlxpool.common.protocol.resume import Resume

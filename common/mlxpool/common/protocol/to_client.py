@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from mlxpool.common.checks import mapping
 from mlxpool.common.errors import PoolError, from_body
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.content import Content
 from mlxpool.common.protocol.deltas import Delta, pack_deltas
-from mlxpool.common.protocol.fields import mapping
 from mlxpool.common.protocol.token_ids import count_of
 
 

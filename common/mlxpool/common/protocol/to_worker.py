@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from mlxpool.common.checks import is_integer, is_number
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import Options
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.content import Content
-from mlxpool.common.protocol.fields import is_integer, is_number
 from mlxpool.common.protocol.prompts import (
     ChatPrompt,
     PackedPrompt,
