@@ -30,9 +30,7 @@ class Row:
     waiting: int = 0  # requests in the queue of its model
     rate: float | None = None  # tokens a second
     first_token: float | None = None  # seconds; the median of its model
-    kv: float | None = (
-        None  # share of the memory beside the weights that keys and values take, 0 to 1
-    )
+    kv: float | None = None  # 0 to 1: keys and values, of the memory that weights leave
     memory: int | None = None  # bytes that MLX holds
     restarts: int = 0
     up: float | None = None  # seconds

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
+from mlxpool.client.open_stream import OpenStream
 from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
-from mlxpool.client.session import OpenStream
 from mlxpool.client.stream import Delta, Result, StreamState
 from mlxpool.client.transport import Connection
 from mlxpool.common.errors import PoolError

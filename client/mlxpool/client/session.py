@@ -1,6 +1,6 @@
 """The thread of a connection: reads the socket, serves every stream and call, sends again.
 
-Everything here belongs to that thread, except the fields of `OpenStream` that say otherwise.
+Everything here belongs to that thread, except what says otherwise.
 """
 
 from __future__ import annotations
@@ -14,46 +14,18 @@ from collections.abc import Callable
 from mlxpool.client.calls import Calls
 from mlxpool.client.dealer import Dealer
 from mlxpool.client.incoming import Frame, frame_of_row, parse_frame
-from mlxpool.client.request import deadline_of, resumed
-from mlxpool.client.retry import Action, Pace, Peer, SilenceTimer, StreamRetry
-from mlxpool.client.stream import Delta, StreamState
+from mlxpool.client.open_stream import OpenStream
+from mlxpool.client.request import resumed
+from mlxpool.client.retry import Action, Pace, Peer, SilenceTimer
+from mlxpool.client.stream import Delta
 from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized, from_body
 from mlxpool.common.protocol import frames, kinds
 from mlxpool.common.protocol.content import Content, encoded
 from mlxpool.common.protocol.deltas import unpack_deltas
 from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.to_broker import Ack, Cancel, GenerateDraft, Ping
+from mlxpool.common.protocol.to_broker import Ack, Cancel, Ping
 from mlxpool.common.protocol.to_client import Failed
 from mlxpool.common.trace import History
-
-
-class OpenStream:
-    """A stream on the connection: its state, its retries and where its deltas go."""
-
-    def __init__(
-        self, state: StreamState, on_delta: Callable[[Delta], None], on_end: Callable[[], None]
-    ) -> None:
-        """The callbacks run on the connection's thread and must not wait."""
-        self.state = state
-        self.on_delta = on_delta
-        self.on_end = on_end
-        self.retry = StreamRetry(state, Pace())
-        self.draft: GenerateDraft | None = None  # as it was sent first
-        self.deadline: float | None = None  # the user's own, in monotonic seconds
-        self.read = 0  # ids that the reader has taken; written by its thread alone
-        self.acked = 0  # ids of which the broker knows that they arrived
-
-    def begin(self, draft: GenerateDraft, pace: Pace) -> None:
-        """Set what is sent; before the first sending."""
-        seconds = deadline_of(draft)
-        self.draft = draft
-        self.deadline = None if seconds is None else time.monotonic() + seconds
-        durable = draft.settings.get("durable") is not False
-        self.retry = StreamRetry(self.state, pace, durable)
-
-    def left(self) -> float | None:
-        """Seconds to the user's deadline; None without one."""
-        return None if self.deadline is None else self.deadline - time.monotonic()
 
 
 class Session:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from mlxpool.client.dealer import Dealer
+from mlxpool.client.open_stream import OpenStream
 from mlxpool.client.request import Question
 from mlxpool.client.retry import Pace
-from mlxpool.client.session import OpenStream, Session
+from mlxpool.client.session import Session
 from mlxpool.common.errors import BrokerLost, PoolError
 from mlxpool.common.paths import default_run_dir
 from mlxpool.common.protocol import kinds

@@ -1,0 +1,72 @@
+"""Imports of the product: no two modules import each other, directly or through others."""
+
+from __future__ import annotations
+
+import ast
+import re
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("bench", "broker", "client", "common", "gateway", "worker")
+PACKAGES = (*SOURCES, "cli")  # the command line lies beside the client
+
+
+MAX_FILES = 24  # modules of one folder
+
+
+def cycle_in(graph: grimp.ImportGraph) -> list[str]:
+    """The modules of one import cycle, or none."""
+    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    try:
+        TopologicalSorter(imported).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    """Every import of the product, those for type checkers and inside functions included."""
+    first, *others = (f"mlxpool.{name}" for name in PACKAGES)
+    return grimp.build_graph(first, *others, cache_dir=None)
+
+
+def test_the_graph_has_every_module(graph: grimp.ImportGraph) -> None:
+    files = [path for folder in SOURCES for path in (ROOT / folder / "mlxpool").rglob("*.py")]
+    assert len(graph.modules) == len(files)
+
+
+def test_no_module_imports_itself_through_others(graph: grimp.ImportGraph) -> None:
+    assert cycle_in(graph) == []
+
+
+def test_a_cycle_is_found() -> None:
+    graph = grimp.ImportGraph()
+    for one, other in (("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")):
+        graph.add_import(importer=one, imported=other)
+    assert set(cycle_in(graph)) == {"a", "b", "c"}
+
+
+def packages() -> list[Path]:
+    return [path.parent for folder in SOURCES for path in (ROOT / folder).rglob("__init__.py")]
+
+
+@pytest.mark.parametrize("folder", packages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_package_is_small_and_says_what_it_is_for(folder: Path) -> None:
+    """It has at most MAX_FILES modules, and a docstring with a sentence."""
+    assert len(list(folder.glob("*.py"))) <= MAX_FILES
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8")))
+    assert doc is not None
+    assert re.search(r"\.(\s|$)", doc)  # a sentence at least
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """A folder without `__init__` would be a namespace that says nothing."""
+    for folder in SOURCES:
+        for path in (ROOT / folder / "mlxpool").rglob("*.py"):
+            assert (path.parent / "__init__.py").exists(), path
