@@ -178,14 +178,14 @@ def random_checkpoint(path: Path) -> Path:
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import mlx.core as mx
 
-    from mlxpool.worker.prompt.tokenizer import Text
+    from mlxpool.worker.prompt.tokenizer import ChatTokenizer
     from mlxpool.worker.weights.inspect import inspect
     from mlxpool.worker.weights.load import load
 
     loaded = load(inspect(folder), deterministic=arguments.deterministic)
     mx.random.seed(1)
     conditions = Conditions(loaded, arguments.tokens)
-    text = Text.from_folder(loaded.folder)
+    text = ChatTokenizer.from_folder(loaded.folder)
     found = [conditions.alone(prompt) for prompt in prompts(arguments.requests, text)]
     runs: dict[str, Callable[[list[Reference]], list[list[int]]]] = {
         "again alone": lambda every: [conditions.alone(one.prompt).ids for one in every],

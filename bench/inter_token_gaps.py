@@ -30,7 +30,7 @@ from mlxpool.bench import report
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, PoolError
 from mlxpool.worker.prompt.chat_template.limits import RENDERER_NICENESS
-from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
@@ -145,7 +145,7 @@ def preparation_times(rounds: int) -> dict[str, list[float]]:
 
     Other threads and the template process do the rest without the interpreter lock.
     """
-    text = Text.from_folder(inspect(folder_files(DEMO)))
+    text = ChatTokenizer.from_folder(inspect(folder_files(DEMO)))
     text.warm_up()
     large = large_text(random.Random(0))
     chat = [{"role": "user", "content": large}]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mlxpool.common.progress import PHASES, Block, Look
+from mlxpool.common.progress import PHASES, Block, ProgressReading
 
 REQUEST = bytes(range(16))
 
@@ -20,7 +20,7 @@ def test_a_reading_has_the_written_words() -> None:
     block.write("phase", PHASES.index("prefill"))
     block.write_request(REQUEST)
     look = block.read()
-    assert look == Look(
+    assert look == ProgressReading(
         "prefill", count=7, tokens=2048, fresh=True, usual_step_ns=5, request=REQUEST
     )
     block.write_request(None)
@@ -30,7 +30,7 @@ def test_a_reading_has_the_written_words() -> None:
 
 def test_an_unwritten_block_reads_as_defaults() -> None:
     block = Block.private()
-    assert block.read() == Look()
+    assert block.read() == ProgressReading()
     block.close()
 
 
@@ -56,7 +56,7 @@ block.write_request(bytes(range(16)))
 def test_another_process_writes_it(monkeypatch: pytest.MonkeyPatch, linux: bool) -> None:
     if not linux:
         monkeypatch.setattr("mlxpool.common.progress.sys.platform", "elsewhere")
-    block, descriptor = Block.make()
+    block, descriptor = Block.create()
     try:
         subprocess.run(
             [sys.executable, "-c", WRITER, str(descriptor)], pass_fds=[descriptor], check=True

@@ -23,7 +23,7 @@ from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
-from mlxpool.common.progress import Look
+from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol import deltas, kinds
 from mlxpool.common.protocol import frames as wire
 from mlxpool.common.protocol.deltas import Delta
@@ -180,11 +180,13 @@ class FakeWorker:
         runs = [[request, self.runs.pop(request).attempt] for request in named]
         return self.story.do(make.handed_back(self.epoch, runs))
 
-    def look(self, look: Look | None = None, **sample: Any) -> list[act.Action]:
+    def look(self, look: ProgressReading | None = None, **sample: Any) -> list[act.Action]:
         """The supervisor looks at it, as it does every second."""
-        return self.story.do(ev.Looked(self.slot, Sample(look or Look("idle"), **sample), 1.0))
+        return self.story.do(
+            ev.Looked(self.slot, Sample(look or ProgressReading("idle"), **sample), 1.0)
+        )
 
-    def watched(self, seconds: int, look: Look, **sample: Any) -> None:
+    def watched(self, seconds: int, look: ProgressReading, **sample: Any) -> None:
         """So many seconds of looks that all see the same; all others are heard all the while."""
         for _ in range(seconds):
             for link in list(self.story.core.state.links):

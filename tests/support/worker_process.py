@@ -46,7 +46,7 @@ class WorkerProcess(Closing):
         self._folder = tempfile.TemporaryDirectory(prefix="mlxpool-")
         endpoint = sockets.ipc(Path(self._folder.name), "back")
         self.router = sockets.router(self.worker_context, endpoint)
-        self.block, block_fd = Block.make()
+        self.block, block_fd = Block.create()
         self.dump = tmp_path / "dump"
         dump_fd = os.open(self.dump, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.config = WorkerConfig(

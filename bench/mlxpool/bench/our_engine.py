@@ -16,7 +16,7 @@ from mlxpool.worker.attention.layouts import PagedLayout
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine import backend
 from mlxpool.worker.engine.engine import ModelEngine
-from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.sequence import Sequence as EngineSequence
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
@@ -53,9 +53,9 @@ class OurEngine:
         self.model, self.dtype = self._loaded.model, self._loaded.dtype
 
     @cached_property
-    def text(self) -> Text:
+    def text(self) -> ChatTokenizer:
         """The folder's tokenizer."""
-        return Text.from_folder(self._loaded.folder)
+        return ChatTokenizer.from_folder(self._loaded.folder)
 
     @property
     def token_bytes(self) -> int:

@@ -38,7 +38,7 @@ SIZE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ProgressReading:
     """One reading of a block; the fields are its words, see above."""
 
     phase: str = "boot"
@@ -62,7 +62,7 @@ class Block:
         self._words = memoryview(memory).cast("Q")
 
     @classmethod
-    def make(cls) -> tuple[Block, int]:
+    def create(cls) -> tuple[Block, int]:
         """A new block, and the descriptor that the worker inherits. Raises OSError."""
         descriptor = _anonymous_file()
         try:
@@ -94,11 +94,11 @@ class Block:
         self.write("request_high", int.from_bytes(high, "big"))
         self.write("request_low", int.from_bytes(low, "big"))
 
-    def read(self) -> Look:
+    def read(self) -> ProgressReading:
         """The words as they are now. A block that was never written reads as the default values."""
         words = dict(zip(_WORDS, self._words[: len(_WORDS)].tolist(), strict=True))
         request = b"".join(words[f"request_{half}"].to_bytes(8, "big") for half in ("high", "low"))
-        return Look(
+        return ProgressReading(
             PHASES[words["phase"] % len(PHASES)],
             words["since_ns"],
             words["count"],

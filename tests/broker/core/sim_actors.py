@@ -17,7 +17,7 @@ from mlxpool.client.request import resumed
 from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BrokerLost, from_body
-from mlxpool.common.progress import Look
+from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol import deltas, kinds
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header, Message
@@ -173,7 +173,7 @@ class Worker:
         phase = "load" if not self.ready else "idle"
         if self.runs or self.over or (self.hung and self.ready):
             phase = "prefill" if reads else "decode"
-        look = Look(phase, 0, self.count, request=reads, edge_ns=self.edge)
+        look = ProgressReading(phase, 0, self.count, request=reads, edge_ns=self.edge)
         return Sample(look, stopped=now < self.frozen_until)
 
 

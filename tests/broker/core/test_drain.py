@@ -6,7 +6,7 @@ from mlxpool.broker.interface import events as ev
 from mlxpool.broker.models import listing
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker_states import WorkerState
-from mlxpool.common.progress import Look
+from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import core_events as make
@@ -153,7 +153,7 @@ def test_a_hung_worker_is_condemned_though_it_drains(story: Story) -> None:
     worker, request = story.running()
     worker.tokens(request, 1)
     drain(story, grace=100)
-    worker.watched(11, Look("decode", count=4))
+    worker.watched(11, ProgressReading("decode", count=4))
     worker.assert_is(WorkerState.CONDEMNED)
     assert story.request(request).state is RequestState.QUEUED
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.broker.workers.worker_states import WorkerState
-from mlxpool.common.progress import Look
+from mlxpool.common.progress import ProgressReading
 from support import core_events as make
 from support.core_harness import (
     FakeWorker,
@@ -202,7 +202,7 @@ def test_nor_does_the_second_hang_by_one_request(story: Story) -> None:
     model = story.core.state.registry.models["m"]
     for n, request in enumerate(requests, 1):
         for _ in range(2):
-            worker.watched(21, Look("prefill", request=request, count=5))
+            worker.watched(21, ProgressReading("prefill", request=request, count=5))
             worker.die("killed by SIGKILL")
             assert model.failures == n
             worker = story.ready_worker(sequences=2)
@@ -234,7 +234,7 @@ def test_poison_in_a_pass_of_many_prompts_ends_alone(places: tuple[int, ...]) ->
 
 def test_a_hang_charges_what_was_in_prefill(story: Story) -> None:
     worker, (a, b) = company(story, 2)
-    worker.watched(21, Look("prefill", request=a, count=5))
+    worker.watched(21, ProgressReading("prefill", request=a, count=5))
     assert worker.state is WorkerState.CONDEMNED
     assert [charge(story, r) for r in (a, b)] == [1, 0]
 

@@ -17,7 +17,7 @@ from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import FENCED, WorkerState
-from mlxpool.common.progress import Look
+from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import core_events as make
@@ -294,14 +294,14 @@ class Pool(RuleBasedStateMachine):
             return
         worker.moves += 1
         prefill = max(worker.runs, default=None) if phase == "prefill" else None
-        worker.watched(seconds, Look(phase, count=worker.moves, request=prefill))
+        worker.watched(seconds, ProgressReading(phase, count=worker.moves, request=prefill))
 
     @rule(replica=replicas)
     def move_again(self, replica: int) -> None:
         worker = self.pick(replica)
         if worker is not None:
             worker.moves += 1
-            worker.look(Look("decode", count=worker.moves))
+            worker.look(ProgressReading("decode", count=worker.moves))
 
     # ---- time and operations -----------------------------------------------------------------
 

@@ -29,7 +29,7 @@ import pytest
 
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.interface import events as ev
-from mlxpool.common.progress import Look
+from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.token_ids import pack_ids
@@ -167,7 +167,7 @@ class Play:
 
     def stands_still(self, worker: FakeWorker, rest: str, words: list[str]) -> None:
         reads = self.reads(words)
-        look = Look("prefill" if reads else "decode", count=9, request=reads)
+        look = ProgressReading("prefill" if reads else "decode", count=9, request=reads)
         worker.watched(int(words[words.index("for") + 1]), look)
 
     def dies(self, worker: FakeWorker, rest: str, words: list[str]) -> None:

@@ -15,7 +15,7 @@ from mlxpool.broker.processes.exits import WorkerExit
 from mlxpool.broker.processes.supervisor import OBSERVE_INTERVAL
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.config.schema import ModelConfig
-from mlxpool.common.progress import Look
+from mlxpool.common.progress import ProgressReading
 from support.fake_peers import FakePeers
 
 SLOT, NUMBER, EPOCH = "m/0", 3, 5
@@ -56,7 +56,7 @@ class FakeSupervisor:
         return True
 
     def observe(self, slot: str) -> Sample:
-        return Sample(Look("idle"))
+        return Sample(ProgressReading("idle"))
 
     def dump_stacks(self, slot: str) -> None: ...
 
@@ -189,4 +189,4 @@ def test_the_worker_of_another_supervisor_is_not_stopped_by_ours(workers: Worker
 
 def test_the_core_judges_each_observed_worker(workers: Workers) -> None:
     workers.processes.observe(1.0)
-    assert workers.events == [ev.Looked(SLOT, Sample(Look("idle")), OBSERVE_INTERVAL)]
+    assert workers.events == [ev.Looked(SLOT, Sample(ProgressReading("idle")), OBSERVE_INTERVAL)]

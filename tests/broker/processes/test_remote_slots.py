@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.broker.processes.remote_slots import sample_of
-from mlxpool.common.progress import Look
+from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol.to_broker import Beat
 
 
 def test_a_beat_is_a_look() -> None:
     beat = {"phase": "prefill", "progress": 3, "look": [512, False, 1000, 2000]}
-    assert sample_of(Beat.parse(beat)).look == Look("prefill", 0, 3, 512, False, 1000, 2000)
+    assert sample_of(Beat.parse(beat)).look == ProgressReading(
+        "prefill", 0, 3, 512, False, 1000, 2000
+    )
 
 
 def test_before_the_first_beat_it_loads() -> None:

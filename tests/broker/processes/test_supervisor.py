@@ -19,7 +19,7 @@ import pytest
 from mlxpool.broker.processes.exits import WorkerExit, exit_of
 from mlxpool.broker.processes.supervisor import KEPT_DUMPS, Child, Supervisor
 from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
-from mlxpool.common.progress import PHASES, Look
+from mlxpool.common.progress import PHASES, ProgressReading
 from support.pool import until
 
 PATIENCE = 30.0  # seconds
@@ -334,7 +334,7 @@ def test_without_pidfd_the_portable_twin_is_taken(
 def test_causes_in_words_and_whom_they_speak_against(
     code: int, commanded: bool, out_of_memory: bool, words: str, own: bool
 ) -> None:
-    look = Look(request=bytes(range(16)))
+    look = ProgressReading(request=bytes(range(16)))
     assert exit_of(code, commanded, out_of_memory, look) == WorkerExit(words, own, look.request)
 
 

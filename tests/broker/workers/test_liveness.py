@@ -12,7 +12,7 @@ from mlxpool.broker.interface.events import Sample
 from mlxpool.broker.workers.liveness import Watch, judge, limit_of
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.schema import PoolConfig
-from mlxpool.common.progress import Look
+from mlxpool.common.progress import ProgressReading
 from support.core_harness import (
     Story,
     model,
@@ -30,35 +30,35 @@ def watched(looks: list[tuple[float, Sample]], beats: bool = True, tick: float =
     return watch
 
 
-def still(seconds: int, look: Look, **sample: Any) -> Watch:
+def still(seconds: int, look: ProgressReading, **sample: Any) -> Watch:
     return watched([(100.0 + n, Sample(look, **sample)) for n in range(seconds + 1)])
 
 
 @pytest.mark.parametrize(
     ("look", "limit"),
     [
-        (Look("boot"), 60),
-        (Look("load"), 60),
-        (Look("unload"), 60),
-        (Look("prefill", tokens=100), 10),
-        (Look("prefill", tokens=2000, usual_token_ns=1_000_000), 80),
-        (Look("prefill", tokens=10, usual_token_ns=1_000_000), 10),
-        (Look("decode"), 5),
-        (Look("decode", usual_step_ns=SECOND), 40),
-        (Look("decode", usual_step_ns=1000), 5),
-        (Look("decode", fresh=True), 120),
-        (Look("prefill", fresh=True), 120),
-        (Look("decode", fresh=True, usual_step_ns=10 * SECOND), 400),
-        (Look("idle"), math.inf),
-        (Look("blocked"), math.inf),
+        (ProgressReading("boot"), 60),
+        (ProgressReading("load"), 60),
+        (ProgressReading("unload"), 60),
+        (ProgressReading("prefill", tokens=100), 10),
+        (ProgressReading("prefill", tokens=2000, usual_token_ns=1_000_000), 80),
+        (ProgressReading("prefill", tokens=10, usual_token_ns=1_000_000), 10),
+        (ProgressReading("decode"), 5),
+        (ProgressReading("decode", usual_step_ns=SECOND), 40),
+        (ProgressReading("decode", usual_step_ns=1000), 5),
+        (ProgressReading("decode", fresh=True), 120),
+        (ProgressReading("prefill", fresh=True), 120),
+        (ProgressReading("decode", fresh=True, usual_step_ns=10 * SECOND), 400),
+        (ProgressReading("idle"), math.inf),
+        (ProgressReading("blocked"), math.inf),
     ],
 )
-def test_each_phase_has_its_limit(look: Look, limit: float) -> None:
+def test_each_phase_has_its_limit(look: ProgressReading, limit: float) -> None:
     assert limit_of(look, CONFIG) == limit
 
 
 def test_two_strikes_in_decode() -> None:
-    look = Look("decode", count=3)
+    look = ProgressReading("decode", count=3)
     for seconds, suspect, hung in ((4, False, False), (5, True, False), (9, True, False)):
         verdict = judge(still(seconds, look), CONFIG, welcomed=True)
         assert (verdict.suspect, verdict.hung) == (suspect, hung)
@@ -68,21 +68,27 @@ def test_two_strikes_in_decode() -> None:
 
 
 def test_any_movement_begins_again() -> None:
-    moving = [(100.0 + n, Sample(Look("decode", count=n))) for n in range(30)]
+    moving = [(100.0 + n, Sample(ProgressReading("decode", count=n))) for n in range(30)]
     assert watched(moving).still == 0
-    phases = [(100.0, Sample(Look("prefill"))), (104.0, Sample(Look("decode")))]
+    phases = [
+        (100.0, Sample(ProgressReading("prefill"))),
+        (104.0, Sample(ProgressReading("decode"))),
+    ]
     assert watched(phases, tick=9).still == 0
-    since = [(100.0, Sample(Look("decode"))), (104.0, Sample(Look("decode", since_ns=5)))]
+    since = [
+        (100.0, Sample(ProgressReading("decode"))),
+        (104.0, Sample(ProgressReading("decode", since_ns=5))),
+    ]
     assert watched(since, tick=9).still == 0
 
 
 def test_idle_and_blocked_may_rest() -> None:
     for phase in ("idle", "blocked"):
-        assert not judge(still(10_000, Look(phase)), CONFIG, welcomed=True).suspect
+        assert not judge(still(10_000, ProgressReading(phase)), CONFIG, welcomed=True).suspect
 
 
 def test_time_on_the_run_queue_does_not_count() -> None:
-    look = Look("decode", count=3)
+    look = ProgressReading("decode", count=3)
     starved = [
         (100.0 + n, Sample(look, compute_wait_ns=int(n * 0.95 * SECOND))) for n in range(101)
     ]
@@ -93,46 +99,52 @@ def test_time_on_the_run_queue_does_not_count() -> None:
 
 def test_a_wait_counts_when_it_is_over_for_the_time_it_took() -> None:
     """The kernel adds a wait to its count only at its end, many looks after its beginning."""
-    look = Look("boot")
+    look = ProgressReading("boot")
     waited = [(100.0 + n, Sample(look, compute_wait_ns=(n // 10) * 10 * SECOND)) for n in range(41)]
     assert watched(waited).still == 0.0
     assert max(watched(waited[: n + 1]).still for n in range(41)) == 9.0
 
 
 def test_a_gap_between_two_looks_counts_for_two_ticks_at_most() -> None:
-    look = Sample(Look("decode", count=3))
+    look = Sample(ProgressReading("decode", count=3))
     assert watched([(100.0, look), (101.0, look), (4000.0, look)]).still == 3.0
 
 
 def test_silence_is_a_cause_of_its_own() -> None:
-    looks = [(100.0 + n, Sample(Look("idle", edge_ns=n))) for n in range(21)]
+    looks = [(100.0 + n, Sample(ProgressReading("idle", edge_ns=n))) for n in range(21)]
     verdict = judge(watched(looks, beats=False), CONFIG, welcomed=True)
     assert verdict.hung and not verdict.own, "its edge turns: the connection is to blame"
     assert verdict.cause == "no beat for 20.0 s"
     stuck = judge(
-        watched([(t, Sample(Look("idle"))) for t, _ in looks], False), CONFIG, welcomed=True
+        watched([(t, Sample(ProgressReading("idle"))) for t, _ in looks], False),
+        CONFIG,
+        welcomed=True,
     )
     assert stuck.hung and stuck.own
 
 
 def test_before_its_welcome_it_owes_no_beats() -> None:
-    looks = [(100.0 + n, Sample(Look("load", count=n))) for n in range(300)]
+    looks = [(100.0 + n, Sample(ProgressReading("load", count=n))) for n in range(300)]
     assert not judge(watched(looks, beats=False), CONFIG, welcomed=False).suspect
 
 
 def test_waiting_for_a_cpu_is_no_silence() -> None:
-    looks = [(100.0 + n, Sample(Look("idle"), edge_wait_ns=n * SECOND)) for n in range(100)]
+    looks = [
+        (100.0 + n, Sample(ProgressReading("idle"), edge_wait_ns=n * SECOND)) for n in range(100)
+    ]
     assert not judge(watched(looks, beats=False), CONFIG, welcomed=True).suspect
 
 
 def test_stopped_by_a_signal_is_nobodys_fault() -> None:
-    verdict = judge(still(10, Look("decode", count=3), stopped=True), CONFIG, welcomed=True)
+    verdict = judge(
+        still(10, ProgressReading("decode", count=3), stopped=True), CONFIG, welcomed=True
+    )
     assert verdict.hung and not verdict.own and not verdict.dump
     assert "stopped by a signal (SIGSTOP) for 10.0 s" in verdict.cause
 
 
 def test_more_memory_than_its_limit_ends_it_at_once() -> None:
-    watch = still(1, Look("decode"), rss=5 * 10**9)
+    watch = still(1, ProgressReading("decode"), rss=5 * 10**9)
     assert not judge(watch, CONFIG, welcomed=True).hung
     assert not judge(watch, CONFIG, welcomed=True, memory_limit=5 * 10**9).hung
     verdict = judge(watch, CONFIG, welcomed=True, memory_limit=4 * 10**9)
@@ -142,7 +154,7 @@ def test_more_memory_than_its_limit_ends_it_at_once() -> None:
 
 def test_the_worse_of_two_ages_is_told() -> None:
     """9 s without progress of 5 is worse than 9 s without a beat of 10."""
-    looks = [(100.0 + n, Sample(Look("decode", count=1))) for n in range(10)]
+    looks = [(100.0 + n, Sample(ProgressReading("decode", count=1))) for n in range(10)]
     verdict = judge(watched(looks, beats=False), CONFIG, welcomed=True)
     assert verdict.cause.startswith("hung in decode")
 
@@ -152,7 +164,7 @@ def test_the_worse_of_two_ages_is_told() -> None:
 
 def test_a_suspect_gets_no_work_and_may_recover(story: Story) -> None:
     worker, request = story.running()
-    look = Look("decode", count=7)
+    look = ProgressReading("decode", count=7)
     worker.watched(6, look)
     worker.assert_is(WorkerState.SUSPECT)
     assert worker.dumps == 1
@@ -160,7 +172,7 @@ def test_a_suspect_gets_no_work_and_may_recover(story: Story) -> None:
     assert fresh not in worker.runs
     worker.watched(3, look)
     assert worker.dumps == 1, "one dump for one suspicion"
-    worker.look(Look("decode", count=8))
+    worker.look(ProgressReading("decode", count=8))
     worker.assert_is(WorkerState.READY)
     assert set(worker.runs) == {request, fresh}
     worker.watched(6, look)
@@ -170,10 +182,10 @@ def test_a_suspect_gets_no_work_and_may_recover(story: Story) -> None:
 def test_a_hung_worker_is_condemned_and_its_cause_told(story: Story) -> None:
     worker, request = story.running()
     worker.tokens(request, 2)
-    worker.watched(11, Look("decode", count=7))
+    worker.watched(11, ProgressReading("decode", count=7))
     worker.assert_is(WorkerState.CONDEMNED)
     assert worker.stopped
-    assert worker.look(Look("decode", count=8)) == [], "what it does now does not count"
+    assert worker.look(ProgressReading("decode", count=8)) == [], "what it does now does not count"
     assert worker.beat() == [], "and it is not heard"
     worker.die("killed by SIGKILL")
     assert story.core.state.registry.slots["m/0"].last_exit == "hung in decode for 10.0 s"
@@ -184,7 +196,7 @@ def test_a_hung_worker_is_condemned_and_its_cause_told(story: Story) -> None:
 
 def test_a_frozen_broker_condemns_nobody(story: Story) -> None:
     worker, _ = story.running()
-    look = Look("decode", count=7)
+    look = ProgressReading("decode", count=7)
     worker.watched(2, look)
     story.now += 3600
     worker.look(look)
@@ -209,9 +221,9 @@ def test_a_frozen_broker_forgives_silent_clients(story: Story) -> None:
 def test_a_hang_in_load_has_the_limit_of_loads(story: Story) -> None:
     request = story.generate()
     worker = story.workers["m/0"].hello()
-    worker.watched(100, Look("load", count=1))
+    worker.watched(100, ProgressReading("load", count=1))
     worker.assert_is(WorkerState.LOADING)
-    worker.watched(21, Look("load", count=1))
+    worker.watched(21, ProgressReading("load", count=1))
     worker.assert_is(WorkerState.CONDEMNED)
     worker.die("killed by SIGKILL")
     assert "hung in load" in story.core.state.registry.slots["m/0"].last_exit
@@ -221,7 +233,7 @@ def test_a_hang_in_load_has_the_limit_of_loads(story: Story) -> None:
 def test_a_worker_beyond_its_memory_limit(story: Story) -> None:
     story = Story({"m": model(memory_limit=1000)})
     worker, request = story.running()
-    worker.look(Look("decode", count=1), rss=1001)
+    worker.look(ProgressReading("decode", count=1), rss=1001)
     worker.assert_is(WorkerState.CONDEMNED)
     assert story.request(request).run.charge == 1.0
     worker.die("killed by SIGKILL")
@@ -230,11 +242,11 @@ def test_a_worker_beyond_its_memory_limit(story: Story) -> None:
 
 def test_a_stopped_worker_charges_nobody(story: Story) -> None:
     worker, request = story.running()
-    worker.watched(11, Look("decode", count=7), stopped=True)
+    worker.watched(11, ProgressReading("decode", count=7), stopped=True)
     worker.assert_is(WorkerState.CONDEMNED)
     assert worker.dumps == 0
     assert story.request(request).run.charge == 0
 
 
 def test_a_look_at_an_empty_slot_is_nothing(story: Story) -> None:
-    assert story.do(ev.Looked("m/0", Sample(Look()), 1.0)) == []
+    assert story.do(ev.Looked("m/0", Sample(ProgressReading()), 1.0)) == []

@@ -20,7 +20,7 @@ from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
-from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
@@ -52,11 +52,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def text(loaded: LoadedModel) -> Text:
-    return Text.from_folder(loaded.folder)
+def text(loaded: LoadedModel) -> ChatTokenizer:
+    return ChatTokenizer.from_folder(loaded.folder)
 
 
-def engine_of(loaded: LoadedModel, text: Text, **settings: Any) -> ModelEngine:
+def engine_of(loaded: LoadedModel, text: ChatTokenizer, **settings: Any) -> ModelEngine:
     return ModelEngine(loaded, text, **{"lookahead": False, **settings})
 
 
@@ -91,7 +91,7 @@ def ids_of(engine: ModelEngine, seq: Sequence, steps: int = STEPS) -> list[int]:
 _answers: dict[tuple[tuple[int, ...], str], list[int]] = {}
 
 
-def afresh(loaded: LoadedModel, text: Text, seq: Sequence) -> list[int]:
+def afresh(loaded: LoadedModel, text: ChatTokenizer, seq: Sequence) -> list[int]:
     """Returns the answer of a new engine."""
     key = seq.prompt, str(seq.options)
     if key not in _answers:
@@ -101,7 +101,9 @@ def afresh(loaded: LoadedModel, text: Text, seq: Sequence) -> list[int]:
 
 
 @AHEAD
-def test_goes_on_from_a_restore_point(loaded: LoadedModel, text: Text, lookahead: bool) -> None:
+def test_goes_on_from_a_restore_point(
+    loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
+) -> None:
     engine, prompt = engine_of(loaded, text, lookahead=lookahead), prompt_of(40)
     ids_of(engine, sequence(prompt, restore_at=25))
     other = sequence((*prompt[:33], 1, 2, 3))
@@ -111,7 +113,7 @@ def test_goes_on_from_a_restore_point(loaded: LoadedModel, text: Text, lookahead
 
 @AHEAD
 def test_the_place_where_prompts_part_becomes_one(
-    loaded: LoadedModel, text: Text, lookahead: bool
+    loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, prompt = engine_of(loaded, text, lookahead=lookahead), prompt_of(40)
     found = []
@@ -123,7 +125,7 @@ def test_the_place_where_prompts_part_becomes_one(
 
 
 def test_long_prompts_have_restore_points_on_their_way(
-    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 16)
     engine, prompt = engine_of(loaded, text), prompt_of(75)
@@ -137,7 +139,7 @@ def test_long_prompts_have_restore_points_on_their_way(
 
 @AHEAD
 def test_a_cancelled_prefill_keeps_its_part(
-    loaded: LoadedModel, text: Text, lookahead: bool
+    loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, cancelled = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
     engine.admit(cancelled)
@@ -150,7 +152,7 @@ def test_a_cancelled_prefill_keeps_its_part(
 
 @AHEAD
 def test_the_next_turn_goes_on_from_the_answer(
-    loaded: LoadedModel, text: Text, lookahead: bool
+    loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, seq = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     prefill(engine, seq)
@@ -165,7 +167,7 @@ def test_the_next_turn_goes_on_from_the_answer(
 @pytest.mark.parametrize("raw", MIXTURE, ids=str)
 @pytest.mark.parametrize("prefix", prefix_cache.MODES)
 def test_preemption_changes_no_token(
-    loaded: LoadedModel, text: Text, prefix: str, raw: dict[str, Any], lookahead: bool
+    loaded: LoadedModel, text: ChatTokenizer, prefix: str, raw: dict[str, Any], lookahead: bool
 ) -> None:
     engine = engine_of(loaded, text, prefix=prefix, lookahead=lookahead)
     seq = sequence(prompt_of(21), **raw)
@@ -184,7 +186,9 @@ def test_preemption_changes_no_token(
 
 @AHEAD
 @pytest.mark.parametrize("had", [1, 5])
-def test_a_resume_continues(loaded: LoadedModel, text: Text, had: int, lookahead: bool) -> None:
+def test_a_resume_continues(
+    loaded: LoadedModel, text: ChatTokenizer, had: int, lookahead: bool
+) -> None:
     seq = sequence(prompt_of(21), **MIXTURE[1])
     expected = afresh(loaded, text, seq)
     seq.ids += expected[:had]
@@ -193,7 +197,7 @@ def test_a_resume_continues(loaded: LoadedModel, text: Text, had: int, lookahead
 
 @AHEAD
 def test_a_token_that_is_not_taken_is_drawn_again(
-    loaded: LoadedModel, text: Text, lookahead: bool
+    loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, seq = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     prefill(engine, seq)
@@ -205,7 +209,7 @@ def test_a_token_that_is_not_taken_is_drawn_again(
 
 @AHEAD
 def test_a_row_that_fails_costs_its_neighbours_nothing(
-    loaded: LoadedModel, text: Text, lookahead: bool, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: ChatTokenizer, lookahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(loaded, text, lookahead=lookahead)
     rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
@@ -230,7 +234,7 @@ def test_a_row_that_fails_costs_its_neighbours_nothing(
 
 
 def test_a_step_that_fails_half_way_leaves_nothing_of_it(
-    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, hit, beside = engine_of(loaded, text), sequence(prompt_of(20)), sequence(prompt_of(30))
     for seq in (hit, beside):
@@ -260,7 +264,7 @@ def one_state(loaded: LoadedModel) -> int:
     )
 
 
-def test_a_budget_below_a_state_keeps_nothing(loaded: LoadedModel, text: Text) -> None:
+def test_a_budget_below_a_state_keeps_nothing(loaded: LoadedModel, text: ChatTokenizer) -> None:
     state = one_state(loaded)
     token = sum(cache.token_bytes(4) for cache in loaded.folder.plan.caches)
     for budget, cached in ((state, 0), (state + 19 * token, 0), (state + 40 * token, 19)):
@@ -273,7 +277,7 @@ def test_a_budget_below_a_state_keeps_nothing(loaded: LoadedModel, text: Text) -
         assert engine.memory().prefix <= budget
 
 
-def test_what_a_row_may_take_is_reserved(loaded: LoadedModel, text: Text) -> None:
+def test_what_a_row_may_take_is_reserved(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine, seq = engine_of(loaded, text), sequence(prompt_of(20))
     prefill(engine, seq)
     decode(engine, [seq], 4)
@@ -286,7 +290,7 @@ def test_what_a_row_may_take_is_reserved(loaded: LoadedModel, text: Text) -> Non
     assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
 
 
-def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: Text) -> None:
+def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine = engine_of(loaded, text)
     engine.warm_up()
     assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
@@ -367,7 +371,7 @@ class Crowd:
 @AHEAD
 @pytest.mark.parametrize(("seed", "prefix"), [(1, "tree"), (2, "tree"), (3, "single")])
 def test_a_crowd_in_any_order(
-    loaded: LoadedModel, text: Text, seed: int, prefix: str, lookahead: bool
+    loaded: LoadedModel, text: ChatTokenizer, seed: int, prefix: str, lookahead: bool
 ) -> None:
     budget = 6 * one_state(loaded) if seed == 2 else 0
     engine = engine_of(loaded, text, prefix=prefix, lookahead=lookahead, prefix_bytes=budget)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mlxpool.common.progress import PHASES, Block, Look
+from mlxpool.common.progress import PHASES, Block, ProgressReading
 from mlxpool.worker.compute.progress import Progress
 
 ID = bytes(range(16))
@@ -27,7 +27,7 @@ class Scene:
     def __init__(self) -> None:
         self.clock = Clock()
         self.nudges = 0
-        reader, descriptor = Block.make()
+        reader, descriptor = Block.create()
         self.reader = reader
         self.progress = Progress(self._nudge, self.clock, Block.open(descriptor))
         os.close(descriptor)
@@ -35,15 +35,15 @@ class Scene:
     def _nudge(self) -> None:
         self.nudges += 1
 
-    def look(self) -> Look:
+    def look(self) -> ProgressReading:
         return self.reader.read()
 
-    def prefill(self, tokens: int, seconds: float) -> Look:
+    def prefill(self, tokens: int, seconds: float) -> ProgressReading:
         with self.progress.prefilling(ID, tokens):
             self.clock.now += seconds
             return self.look()
 
-    def decode(self, rows: int, seconds: float) -> Look:
+    def decode(self, rows: int, seconds: float) -> ProgressReading:
         with self.progress.decoding(rows):
             self.clock.now += seconds
             return self.look()
@@ -51,7 +51,7 @@ class Scene:
 
 def test_the_block_holds_each_phase_and_its_start() -> None:
     scene = Scene()
-    assert scene.look() == Look("boot", 100 * 10**9)
+    assert scene.look() == ProgressReading("boot", 100 * 10**9)
     for number, phase in enumerate(PHASES[1:], 1):
         scene.clock.now += 1.5
         scene.progress.enter(phase)

@@ -26,7 +26,7 @@ from mlxpool.worker.attention.layouts import SlabLayout  # noqa: E402
 from mlxpool.worker.engine import backend  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
-from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
@@ -53,7 +53,7 @@ def source_of(
 
     def open_source(config: ModelConfig) -> ModelSource:
         found = inspect(folder)
-        text = Text.from_folder(found)
+        text = ChatTokenizer.from_folder(found)
 
         def build(on_progress: object) -> Engine:
             loaded = load(found, deterministic=deterministic)
@@ -174,7 +174,7 @@ def test_a_device_works_while_it_computes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
 ) -> None:
     loaded = load(inspect(folder), deterministic=False)
-    engine = ModelEngine(loaded, Text.from_folder(loaded.folder), blocks=40)
+    engine = ModelEngine(loaded, ChatTokenizer.from_folder(loaded.folder), blocks=40)
     assert engine.device_works()
 
     def numbers(count: int) -> Any:

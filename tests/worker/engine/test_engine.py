@@ -25,7 +25,7 @@ from mlxpool.worker.engine.base import HEAP_GROWTH  # noqa: E402
 from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.interface import Engine  # noqa: E402
 from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
-from mlxpool.worker.prompt.tokenizer import Text  # noqa: E402
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -48,12 +48,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def text(loaded: LoadedModel) -> Text:
-    return Text.from_folder(loaded.folder)
+def text(loaded: LoadedModel) -> ChatTokenizer:
+    return ChatTokenizer.from_folder(loaded.folder)
 
 
 @pytest.fixture
-def engine(loaded: LoadedModel, text: Text) -> ModelEngine:
+def engine(loaded: LoadedModel, text: ChatTokenizer) -> ModelEngine:
     return ModelEngine(loaded, text)
 
 
@@ -103,7 +103,7 @@ def ids_of(engine: ModelEngine, seq: Sequence, steps: int = 30) -> list[int]:
     return seq.ids
 
 
-def test_is_an_engine(engine: ModelEngine, loaded: LoadedModel, text: Text) -> None:
+def test_is_an_engine(engine: ModelEngine, loaded: LoadedModel, text: ChatTokenizer) -> None:
     checked: Engine = engine
     assert (checked.context, checked.vocab_size, checked.chunk) == (512, 264, 512)
     assert (checked.eos, checked.piece(104)) == (frozenset({EOS}), b"h")
@@ -112,7 +112,7 @@ def test_is_an_engine(engine: ModelEngine, loaded: LoadedModel, text: Text) -> N
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64, 2048])
-def test_chunks_change_no_token(loaded: LoadedModel, text: Text, budget: int) -> None:
+def test_chunks_change_no_token(loaded: LoadedModel, text: ChatTokenizer, budget: int) -> None:
     prompt = prompt_of(100)
     expected = ids_of(ModelEngine(loaded, text), sequence(prompt))
     engine, seq = ModelEngine(loaded, text), sequence(prompt)
@@ -131,7 +131,9 @@ def test_a_prompt_of_one_token_needs_no_prefill(engine: ModelEngine) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_company_changes_no_token(loaded: LoadedModel, text: Text, lookahead: bool) -> None:
+def test_company_changes_no_token(
+    loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
+) -> None:
     expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq) for seq in mixture()]
     engine, rows = ModelEngine(loaded, text, lookahead=lookahead), mixture()
     for seq in rows:
@@ -140,7 +142,9 @@ def test_company_changes_no_token(loaded: LoadedModel, text: Text, lookahead: bo
     assert [seq.ids for seq in rows] == expected
 
 
-def test_lookahead_gives_the_same_log_probabilities(loaded: LoadedModel, text: Text) -> None:
+def test_lookahead_gives_the_same_log_probabilities(
+    loaded: LoadedModel, text: ChatTokenizer
+) -> None:
     def logprobs(lookahead: bool) -> list[Any]:
         engine, rows = ModelEngine(loaded, text, lookahead=lookahead), mixture()[3:]
         for seq in rows:
@@ -172,7 +176,7 @@ def staggered(engine: ModelEngine) -> list[list[int]]:
     return [seq.ids for seq in rows]
 
 
-def test_rows_that_come_and_go(loaded: LoadedModel, text: Text) -> None:
+def test_rows_that_come_and_go(loaded: LoadedModel, text: ChatTokenizer) -> None:
     expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq, 14) for seq in mixture()]
     for lookahead in (False, True):
         assert staggered(ModelEngine(loaded, text, lookahead=lookahead)) == expected
@@ -180,7 +184,7 @@ def test_rows_that_come_and_go(loaded: LoadedModel, text: Text) -> None:
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_resume_continues_as_if_nothing_happened(
-    loaded: LoadedModel, text: Text, lookahead: bool
+    loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     for salt in range(len(MIXTURE)):
         expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
@@ -193,7 +197,7 @@ def test_a_resume_continues_as_if_nothing_happened(
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_cancelled_prefill_keeps_its_part(
-    loaded: LoadedModel, text: Text, lookahead: bool
+    loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(47)))
     engine, cancelled = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
@@ -207,7 +211,7 @@ def test_a_cancelled_prefill_keeps_its_part(
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_cancelled_completion_serves_the_next_turn(
-    loaded: LoadedModel, text: Text, lookahead: bool
+    loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     prefill(engine, seq)
@@ -222,7 +226,7 @@ def test_a_cancelled_completion_serves_the_next_turn(
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_token_that_is_not_taken_is_drawn_again(
-    loaded: LoadedModel, text: Text, lookahead: bool
+    loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     prefill(engine, seq)
@@ -232,7 +236,7 @@ def test_a_token_that_is_not_taken_is_drawn_again(
     assert seq.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(20)))
 
 
-def test_an_end_of_sequence_that_is_not_appended(loaded: LoadedModel, text: Text) -> None:
+def test_an_end_of_sequence_that_is_not_appended(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine, seq = ModelEngine(loaded, text, lookahead=True), sequence(prompt_of(20))
     prefill(engine, seq)
     decode(engine, [seq], 5)
@@ -245,7 +249,7 @@ def test_an_end_of_sequence_that_is_not_appended(loaded: LoadedModel, text: Text
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_context_of_16(loaded: LoadedModel, text: Text, lookahead: bool) -> None:
+def test_a_context_of_16(loaded: LoadedModel, text: ChatTokenizer, lookahead: bool) -> None:
     engine = ModelEngine(loaded, text, context=16, lookahead=lookahead)
     seq = sequence(prompt_of(10), max_tokens=6)
     assert prefill(engine, seq) == [9]
@@ -266,7 +270,7 @@ def test_release_is_for_every_phase(engine: ModelEngine) -> None:
     assert engine.memory().kv == 0
 
 
-def test_memory_tells_rows_from_prefixes(loaded: LoadedModel, text: Text) -> None:
+def test_memory_tells_rows_from_prefixes(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine = ModelEngine(loaded, text, layout="slabs", blocks=200)
     seq = sequence(prompt_of(300))
     prefill(engine, seq)
@@ -293,7 +297,7 @@ def transient(engine: ModelEngine, seq: Sequence) -> int:
     return int(mx.get_peak_memory() - before)
 
 
-def test_no_step_copies_the_cache(loaded: LoadedModel, text: Text) -> None:
+def test_no_step_copies_the_cache(loaded: LoadedModel, text: ChatTokenizer) -> None:
     """The activation memory of a decode step does not grow with the allocated cache."""
     needs, sizes = [], []
     for blocks in (4, 256):
@@ -311,7 +315,7 @@ def test_no_step_copies_the_cache(loaded: LoadedModel, text: Text) -> None:
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
-    loaded: LoadedModel, text: Text, layout: str, lookahead: bool
+    loaded: LoadedModel, text: ChatTokenizer, layout: str, lookahead: bool
 ) -> None:
     """With lookahead its token in flight belongs to the released row."""
     for prefix in ("tree", "off"):
@@ -334,7 +338,7 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
 
 
 def test_capacity_is_what_the_limit_leaves(
-    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         backend, "non_mlx_bytes", lambda: 0
@@ -354,7 +358,7 @@ def test_capacity_is_what_the_limit_leaves(
 
 
 def test_a_pool_leaves_room_for_what_a_step_needs(
-    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool is allocated at once, and again when the activation memory is known."""
     monkeypatch.setattr(backend, "non_mlx_bytes", lambda: 0)
@@ -373,7 +377,7 @@ def test_a_pool_leaves_room_for_what_a_step_needs(
 
 
 def test_what_the_process_takes_beside_mlx_is_kept_from_the_rows(
-    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live, freed = 2**26, 2**25
 
@@ -417,7 +421,7 @@ def test_the_heap_is_trimmed_now_and_then_on_a_cpu(
 
 
 def test_a_capacity_that_shrinks_takes_from_the_prefix_cache(
-    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = 0
     monkeypatch.setattr(backend, "non_mlx_bytes", lambda: outside)
@@ -431,7 +435,7 @@ def test_a_capacity_that_shrinks_takes_from_the_prefix_cache(
 
 
 def test_a_limit_that_is_too_small_is_told_with_all_that_is_taken(
-    loaded: LoadedModel, text: Text
+    loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
     engine = ModelEngine(loaded, text, limit=1000, layout="slabs")
     with pytest.raises(ModelLoadFailed) as caught:
@@ -444,7 +448,7 @@ def test_a_limit_that_is_too_small_is_told_with_all_that_is_taken(
     assert parts[-1] == engine._layout.spare > 0
 
 
-def test_the_prefix_cache_leaves_room_for_rows(loaded: LoadedModel, text: Text) -> None:
+def test_the_prefix_cache_leaves_room_for_rows(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine = ModelEngine(loaded, text, blocks=18, layout="slabs")
     slabs = slabs_of(engine)
     for salt in range(30):
@@ -454,7 +458,7 @@ def test_the_prefix_cache_leaves_room_for_rows(loaded: LoadedModel, text: Text) 
     assert engine.prefix_blocks() > 0
 
 
-def test_what_a_running_row_began_from_goes_last(loaded: LoadedModel, text: Text) -> None:
+def test_what_a_running_row_began_from_goes_last(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine = ModelEngine(loaded, text)
     ids_of(engine, sequence(prompt_of(300)), 3)
     expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(300)))
@@ -468,7 +472,9 @@ def test_what_a_running_row_began_from_goes_last(loaded: LoadedModel, text: Text
     assert row.ids == expected and engine.memory().prefix > 0
 
 
-def test_few_blocks_leave_some_for_the_prefix_cache(loaded: LoadedModel, text: Text) -> None:
+def test_few_blocks_leave_some_for_the_prefix_cache(
+    loaded: LoadedModel, text: ChatTokenizer
+) -> None:
     engine = ModelEngine(loaded, text, blocks=4)  # fewer than those of a slab
     first, beside = sequence(prompt_of(300)), sequence(prompt_of(10))
     prefill(engine, beside)
@@ -476,7 +482,7 @@ def test_few_blocks_leave_some_for_the_prefix_cache(loaded: LoadedModel, text: T
     assert engine.prefix_blocks() == 2 and engine._bytes_left() == 3 * engine._block_bytes
 
 
-def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: Text) -> None:
+def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: ChatTokenizer) -> None:
     for context in (4, 16, None):
         engine = ModelEngine(loaded, text, context=context, layout="slabs")
         moves: list[int] = []
@@ -499,7 +505,7 @@ def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
 
 
 def test_a_step_that_fails_half_way_leaves_nothing_of_it(
-    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, hit, beside = (
         ModelEngine(loaded, text, layout="slabs"),
@@ -527,7 +533,7 @@ def test_a_step_that_fails_half_way_leaves_nothing_of_it(
 
 
 def test_where_rows_are_apart_a_failed_step_hits_its_own_alone(
-    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ModelEngine(loaded, text, layout="rows", lookahead=False)
     hit, beside = sequence(prompt_of(20)), sequence(prompt_of(90))

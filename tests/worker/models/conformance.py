@@ -23,7 +23,7 @@ from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
 from mlxpool.worker.engine.engine import ModelEngine
 from mlxpool.worker.layers.cache_specs import RecurrentSpec
-from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import LoadedModel, load
@@ -117,8 +117,8 @@ class Checked:
         return load(inspect(self.path))
 
     @cached_property
-    def text(self) -> Text:
-        return Text.from_folder(self.loaded.folder)
+    def text(self) -> ChatTokenizer:
+        return ChatTokenizer.from_folder(self.loaded.folder)
 
     def engine(self, prefix: str = "tree") -> ModelEngine:
         return ModelEngine(self.loaded, self.text, prefix=prefix, lookahead=False)

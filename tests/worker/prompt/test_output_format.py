@@ -11,7 +11,7 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.worker.prompt.chat_template.output_format import chat_format, opens_thinking
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
-from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import inspect
 from support.worker_checkpoints import write_checkpoint
 
@@ -68,7 +68,7 @@ def test_think_is_refused_without_a_template_variable(think: Any, words: str) ->
 
 def test_the_prompt_reports_that_it_ends_in_thinking(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tokenizer_config={"chat_template": SWITCH})
-    text = Text.from_folder(inspect(tmp_path))
+    text = ChatTokenizer.from_folder(inspect(tmp_path))
     assert text.chat(USER, None, 0.0).thinks
     assert not text.chat(USER, None, 0.0, think=False).thinks
     with pytest.raises(BadRequest, match="think must be true, false or one of low, medium, high"):

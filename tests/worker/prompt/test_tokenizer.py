@@ -20,7 +20,7 @@ from mlxpool.worker.process.prepare import prepare
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 from mlxpool.worker.prompt.interface import Opened
-from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import inspect
 from support import worker_tokenizers as zoo
 from support.worker_checkpoints import BOS, EOS, write_checkpoint, write_json
@@ -34,7 +34,7 @@ def good(tmp_path: Path) -> Path:
 
 
 def test_text_round_trip_and_template(good: Path) -> None:
-    text = Text.from_folder(inspect(good))
+    text = ChatTokenizer.from_folder(inspect(good))
     assert text.decode(text.encode("né<|user|>")) == "né<|user|>"
     assert text.encode("a</s>") == [ord("a"), EOS]
     assert text.chat(HI, None, 0.0).ids == text.encode("<|user|>hi<|assistant|>")
@@ -43,13 +43,13 @@ def test_text_round_trip_and_template(good: Path) -> None:
 
 def test_text_that_is_not_unicode(good: Path) -> None:
     with pytest.raises(BadRequest, match="not valid Unicode"):
-        Text.from_folder(inspect(good)).encode("\ud800")
+        ChatTokenizer.from_folder(inspect(good)).encode("\ud800")
 
 
 def test_a_broken_tokenizer(good: Path) -> None:
     (good / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(ModelLoadFailed, match=r"tokenizer\.json cannot be read"):
-        Text.from_folder(inspect(good))
+        ChatTokenizer.from_folder(inspect(good))
 
 
 @pytest.mark.parametrize("processor", [False, True])
@@ -58,7 +58,7 @@ def test_a_prompt_begins_with_bos_once(tmp_path: Path, processor: bool, add_bos:
     path = write_checkpoint(tmp_path, tokenizer_config={"add_bos_token": add_bos})
     if processor:
         _add_post_processor(path)
-    text = Text.from_folder(inspect(path))
+    text = ChatTokenizer.from_folder(inspect(path))
     begins = add_bos if add_bos is not None else processor
     assert text.encode("a") == ([BOS, 97] if begins else [97])
     assert text.encode("<s>a") == [BOS, 97]
@@ -89,7 +89,7 @@ TALK = [*HI, {"role": "assistant", "content": "né"}, {"role": "user", "content"
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_where_the_generation_prompt_begins(tmp_path: Path, add_bos: bool) -> None:
     path = write_checkpoint(tmp_path, tokenizer_config={"add_bos_token": add_bos})
-    text = Text.from_folder(inspect(path))
+    text = ChatTokenizer.from_folder(inspect(path))
     prompt = text.chat(TALK, None, 0.0)
     assert prompt.restore_at == len(prompt.ids) - 1
     assert text.piece(prompt.ids[prompt.restore_at]) == b"<|assistant|>"
@@ -109,13 +109,13 @@ def test_where_the_generation_prompt_begins(tmp_path: Path, add_bos: bool) -> No
 )
 def test_an_unknown_generation_prompt_is_0(tmp_path: Path, template: str) -> None:
     path = write_checkpoint(tmp_path, tokenizer_config={"chat_template": template})
-    assert Text.from_folder(inspect(path)).chat(HI, None, 0.0).restore_at == 0
+    assert ChatTokenizer.from_folder(inspect(path)).chat(HI, None, 0.0).restore_at == 0
 
 
 def test_a_token_across_the_boundary_is_not_counted() -> None:
     tokenizer = zoo.sentencepiece()
     source = "{{ messages[0].content }}{% if add_generation_prompt %}e fox{% endif %}"
-    text = Text(tokenizer, ChatTemplates({"default": Template(source)}))
+    text = ChatTokenizer(tokenizer, ChatTemplates({"default": Template(source)}))
     prompt = text.chat([{"role": "user", "content": " th"}], None, 0.0)
     assert text.decode(prompt.ids[: prompt.restore_at]).strip() in ("", "th")
 
@@ -123,7 +123,7 @@ def test_a_token_across_the_boundary_is_not_counted() -> None:
 def test_a_generation_prompt_that_begins_with_plain_text() -> None:
     """Its ids alone differ from the last ids of the whole, because alone it begins a text."""
     source = "{{ messages[0].content }}{% if add_generation_prompt %} fox{% endif %}"
-    text = Text(zoo.sentencepiece(), ChatTemplates({"default": Template(source)}))
+    text = ChatTokenizer(zoo.sentencepiece(), ChatTemplates({"default": Template(source)}))
     prompt = text.chat([{"role": "user", "content": "the"}], None, 0.0)
     assert 0 < prompt.restore_at < len(prompt.ids)
     assert text.decode(prompt.ids[: prompt.restore_at]) == "the"
@@ -136,7 +136,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_ids_are_listed(tmp_path
     path = write_checkpoint(
         tmp_path, tokenizer_config={"add_bos_token": True, "chat_template": "x"}
     )
-    text = Text.from_folder(inspect(path))
+    text = ChatTokenizer.from_folder(inspect(path))
     sizes: list[int] = []
     assert text.encode("abc", sizes.append) == [BOS, *b"abc"]
     assert text.encode("<s>abc", sizes.append) == [BOS, *b"abc"]
@@ -151,7 +151,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_ids_are_listed(tmp_path
 
 
 def test_warm_up_starts_the_renderer_process(tmp_path: Path) -> None:
-    text = Text.from_folder(inspect(write_checkpoint(tmp_path)))
+    text = ChatTokenizer.from_folder(inspect(write_checkpoint(tmp_path)))
     before = len(psutil.Process().children())
     text.warm_up()
     assert len(psutil.Process().children()) == before + 1
@@ -166,8 +166,8 @@ def test_the_tokenizers_threads_have_a_lower_priority(good: Path) -> None:
 import contextlib, os
 from pathlib import Path
 from mlxpool.worker.weights.inspect import inspect
-from mlxpool.worker.prompt.tokenizer import Text
-text = Text.from_folder(inspect(Path({str(good)!r})))
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+text = ChatTokenizer.from_folder(inspect(Path({str(good)!r})))
 before = set(os.listdir("/proc/self/task"))
 text.warm_up()
 new = set(os.listdir("/proc/self/task")) - before
@@ -181,7 +181,7 @@ assert nice == {{min(os.nice(0) + 10, 19)}}, nice
 
 
 def test_long_texts_are_encoded_by_these_threads(good: Path) -> None:
-    text = Text.from_folder(inspect(good))
+    text = ChatTokenizer.from_folder(inspect(good))
     text.encode("a")
     own, all_ = time.thread_time(), time.process_time()
     text.encode("né<|user|>" * 20_000)
@@ -193,12 +193,12 @@ def test_a_chat_begins_with_bos_once(tmp_path: Path) -> None:
     for template in ("{{ messages[0].content }}", "{{ bos_token }}{{ messages[0].content }}"):
         settings = {"add_bos_token": True, "chat_template": template}
         path = write_checkpoint(tmp_path, tokenizer_config=settings)
-        assert Text.from_folder(inspect(path)).chat(HI, None, 0.0).ids == [BOS, *b"hi"]
+        assert ChatTokenizer.from_folder(inspect(path)).chat(HI, None, 0.0).ids == [BOS, *b"hi"]
 
 
 def test_tools_reach_the_template(tmp_path: Path) -> None:
     settings = {"chat_template": "{% for t in tools %}{{ t.function.name }}{% endfor %}"}
-    text = Text.from_folder(inspect(write_checkpoint(tmp_path, tokenizer_config=settings)))
+    text = ChatTokenizer.from_folder(inspect(write_checkpoint(tmp_path, tokenizer_config=settings)))
     tools = [{"type": "function", "function": {"name": "clock"}}]
     assert text.chat(HI, tools, 0.0).ids == list(b"clock")
     with pytest.raises(BadRequest, match=r"tools\[0\] must be a map, got 5"):
@@ -211,29 +211,29 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, vocab_size=255)
     with pytest.raises(ModelLoadFailed, match=r"ids up to 255, the model has rows for 255"):
-        Text.from_folder(inspect(path))
+        ChatTokenizer.from_folder(inspect(path))
 
 
 def test_an_added_token_that_prompts_have_needs_a_row(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, vocab_size=259)
     with pytest.raises(ModelLoadFailed, match=r"'<\|assistant\|>' \(id 259\).* rows for 259 ids"):
-        Text.from_folder(inspect(path))
+        ChatTokenizer.from_folder(inspect(path))
     add_bos = {"add_bos_token": True, "chat_template": "x"}
     path = write_checkpoint(tmp_path, vocab_size=256, tokenizer_config=add_bos)
     with pytest.raises(ModelLoadFailed, match=r"'<s>' \(id 256\)"):
-        Text.from_folder(inspect(path))
+        ChatTokenizer.from_folder(inspect(path))
 
 
 def test_an_added_token_that_only_texts_may_have_is_accepted(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, vocab_size=257, tokenizer_config={"chat_template": "x"})
-    text = Text.from_folder(inspect(path))
+    text = ChatTokenizer.from_folder(inspect(path))
     opened = Opened("digest", 64, 257, text)
     with pytest.raises(BadRequest, match="prompt: token id 257 is not below 257"):
         prepare(opened, (bytes(16), 1), Work.parse({"prompt": "a</s>"}, ()), 0.0, 0.0)
 
 
 def test_fewer_ids_than_rows_are_fine(tmp_path: Path) -> None:
-    text = Text.from_folder(inspect(write_checkpoint(tmp_path, vocab_size=500)))
+    text = ChatTokenizer.from_folder(inspect(write_checkpoint(tmp_path, vocab_size=500)))
     assert (text.piece(499), text.decode([97, 499, 98])) == (b"", "ab")
 
 
@@ -246,7 +246,7 @@ def test_other_families_from_a_folder(tmp_path: Path, make: Callable[[], Tokeniz
     path = write_checkpoint(tmp_path, vocab_size=tokenizer.get_vocab_size())
     tokenizer.save(str(path / "tokenizer.json"))
     write_json(path / "tokenizer_config.json", {})
-    text = Text.from_folder(inspect(path))
+    text = ChatTokenizer.from_folder(inspect(path))
     ids = text.encode("the fox")
     assert ids == tokenizer.encode("the fox", add_special_tokens=False).ids or text.prefix
     begin = "[CLS] " if make is zoo.word_piece else ""
@@ -257,4 +257,4 @@ def test_an_unsupported_decoder_fails_the_load(good: Path) -> None:
     raw = json.loads((good / "tokenizer.json").read_text())
     write_json(good / "tokenizer.json", {**raw, "decoder": {"type": "BPEDecoder", "suffix": "w"}})
     with pytest.raises(ModelLoadFailed, match="decoder has a step that is not supported"):
-        Text.from_folder(inspect(good))
+        ChatTokenizer.from_folder(inspect(good))

@@ -25,7 +25,7 @@ from mlxpool.worker.prompt.chat_template import renderer
 from mlxpool.worker.prompt.chat_template.renderer import Renderer
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import DEFAULT, ChatTemplates
-from mlxpool.worker.prompt.tokenizer import LONG_TEXT, Text
+from mlxpool.worker.prompt.tokenizer import LONG_TEXT, ChatTokenizer
 from mlxpool.worker.system import cpu_threads
 from mlxpool.worker.system.cpu_threads import CpuThreads, CpuUse, thread_count
 from mlxpool.worker.weights.files import folder_files
@@ -378,7 +378,7 @@ def counting_spared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_long_texts_spare_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = Text.from_folder(inspect(folder_files(write_checkpoint(tmp_path))))
+    text = ChatTokenizer.from_folder(inspect(folder_files(write_checkpoint(tmp_path))))
     with counting_spared(monkeypatch) as heard:
         text.encode("short")
         assert heard == []

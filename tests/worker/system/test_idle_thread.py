@@ -14,7 +14,7 @@ import pytest
 from mlxpool.worker.prompt.chat_template.renderer import Renderer
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import DEFAULT, ChatTemplates
-from mlxpool.worker.prompt.tokenizer import LONG_TEXT, Text
+from mlxpool.worker.prompt.tokenizer import LONG_TEXT, ChatTokenizer
 from mlxpool.worker.system.idle_thread import become_idle_class, run_idle
 from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.inspect import inspect
@@ -63,7 +63,7 @@ def test_a_long_text_has_the_same_ids_with_and_without_the_idle_class(
 ) -> None:
     if not left:
         monkeypatch.setattr(sys, "platform", "darwin")
-    text = Text.from_folder(inspect(folder_files(write_checkpoint(tmp_path))))
+    text = ChatTokenizer.from_folder(inspect(folder_files(write_checkpoint(tmp_path))))
     short = "né<|user|> x"
     ids = text.encode(short)
     prefix = len(text.prefix)

@@ -12,7 +12,7 @@ import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.quantisation import QuantLayout
-from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import find_files
 from mlxpool.worker.weights.ollama_store import MODEL
@@ -50,7 +50,7 @@ def test_a_stored_model_equals_its_folder(folder: Path, store: Store) -> None:
     assert there.path == manifest
     assert there.match.weights == here.match.weights
     assert (there.context, there.eos_ids, there.bos_token) == (512, here.eos_ids, "<s>")
-    text = Text.from_folder(there)
+    text = ChatTokenizer.from_folder(there)
     asked = text.chat([{"role": "user", "content": "hi"}], None, 0.0)
     assert text.decode(asked.ids) == "<|user|>hi<|assistant|>"
     assert "model.layers.0.self_attn.q_proj.bias" in there.tensors

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.errors import PoolError
-from mlxpool.common.progress import Look
+from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol import to_broker
 from mlxpool.common.protocol.deltas import Delta
 
@@ -196,7 +196,7 @@ class WorkerExited:
 class Sample:
     """A process as its supervisor sees it. Waits are nanoseconds spent runnable but not run."""
 
-    look: Look
+    look: ProgressReading
     stopped: bool = False  # by a signal
     compute_wait_ns: int = 0
     edge_wait_ns: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from mlxpool.common.progress import Look
+from mlxpool.common.progress import ProgressReading
 
 # Signals that a process brings on itself.
 _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -23,7 +23,7 @@ class WorkerExit:
     prefill: bytes | None
 
 
-def exit_of(code: int, commanded: bool, out_of_memory: bool, look: Look) -> WorkerExit:
+def exit_of(code: int, commanded: bool, out_of_memory: bool, look: ProgressReading) -> WorkerExit:
     """`code` as Popen gives it, negative for a signal; `look` is the last progress."""
     if commanded:
         return WorkerExit("stopped", False, look.request)

@@ -17,7 +17,7 @@ import zmq
 
 from mlxpool.broker.interface.events import Sample
 from mlxpool.common.config.model_names import fault_of_name
-from mlxpool.common.progress import PHASES, Look
+from mlxpool.common.progress import PHASES, ProgressReading
 from mlxpool.common.protocol.to_broker import Beat, Hello, ProgressSample
 
 OBSERVE_INTERVAL = 0.5  # seconds
@@ -91,9 +91,9 @@ def sample_of(beat: Beat) -> Sample:
     """A beat in place of an observation from outside. Pure. Without a phase it is loading."""
     phase = "load" if beat.phase is None else beat.phase
     if phase not in PHASES:
-        return Sample(Look("decode"))
+        return Sample(ProgressReading("decode"))
     step = beat.look or ProgressSample()
-    look = Look(
+    look = ProgressReading(
         phase, 0, beat.progress, step.tokens, step.fresh, step.usual_token_ns, step.usual_step_ns
     )
     return Sample(look)

@@ -110,7 +110,7 @@ class Supervisor:
         number = self._started.get(slot, 0)
         dump_path = self._dump_path(slot, number)
         for_child.append(dump := os.open(dump_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
-        block, block_fd = Block.make()
+        block, block_fd = Block.create()
         for_child.append(block_fd)
         closed_at_exit, held_by_child = os.pipe()
         for_child.append(held_by_child)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from mlxpool.broker.interface.events import Sample
 from mlxpool.common.config.schema import PoolConfig
-from mlxpool.common.progress import Look
+from mlxpool.common.progress import ProgressReading
 
 USUAL_FACTOR = 40  # times the usual duration is past the limit
 EDGE_FRESH = 2.0  # seconds: an edge thread that moved so lately is alive
@@ -42,7 +42,7 @@ class Watch:
     """Ages in running seconds: since the compute thread moved, a beat came, the edge moved."""
 
     at: float = 0.0  # time of the last sample; 0: there was none
-    sample: Sample = field(default_factory=lambda: Sample(Look()))
+    sample: Sample = field(default_factory=lambda: Sample(ProgressReading()))
     beat_at: float = 0.0
     still: float = 0.0
     silent: float = 0.0
@@ -67,11 +67,11 @@ def _running_time(gap: float, wait_before: int, wait_now: int) -> float:
     return gap - max(0, wait_now - wait_before) / 1e9
 
 
-def _progress(look: Look) -> tuple[str, int, int]:
+def _progress(look: ProgressReading) -> tuple[str, int, int]:
     return look.phase, look.since_ns, look.count
 
 
-def limit_of(look: Look, config: PoolConfig) -> float:
+def limit_of(look: ProgressReading, config: PoolConfig) -> float:
     """Seconds without progress before a worker is suspect; infinity where it may rest."""
     if look.phase in ("idle", "blocked"):
         return math.inf

@@ -1,6 +1,6 @@
 """Finds all problems of a model's files, where `inspect` raises the first.
 
-Invariant: the error of `inspect` or `Text.from_folder` is always among them.
+Invariant: the error of `inspect` or `ChatTokenizer.from_folder` is always among them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlxpool.common.errors import ModelLoadFailed, sendable
 from mlxpool.worker import models
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
-from mlxpool.worker.prompt.tokenizer import Text, check_vocabulary, read_tokenizer
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer, check_vocabulary, read_tokenizer
 from mlxpool.worker.weights import match
 from mlxpool.worker.weights.files import (
     ModelFiles,
@@ -70,7 +70,7 @@ def find_problems(location: Path | ModelFiles) -> tuple[ModelFolder | None, list
         _check_files(location, problems)
     else:
         _check_text(folder.files, folder.path, folder.plan, problems)
-        problems.attempt(Text.from_folder, folder)
+        problems.attempt(ChatTokenizer.from_folder, folder)
     return folder, list(problems.found)
 
 

@@ -19,7 +19,7 @@ from mlxpool.worker.engine import backend
 from mlxpool.worker.engine.interface import MemoryUse, PrefillShare
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.store import PrefixRow
-from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, block_capacity
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.weights.inspect import ModelFolder
@@ -68,7 +68,7 @@ class RowEngine(ABC, Generic[R]):
     def __init__(
         self,
         folder: ModelFolder,
-        text: Text | None,
+        text: ChatTokenizer | None,
         *,
         weights: int,
         context: int | None,
@@ -83,7 +83,7 @@ class RowEngine(ABC, Generic[R]):
         self.eos = folder.eos_ids
         self.chunk = min(backend.prefill_chunk(), self.context)
         self.digest = versions.digest_of(folder.digest)
-        self._text = text or Text.from_folder(folder)
+        self._text = text or ChatTokenizer.from_folder(folder)
         self._weights = weights
         self._limit = backend.memory_limit(limit)
         self._prefix_bytes = prefix_bytes or default_prefix_cache_bytes(self._limit, weights)

@@ -28,7 +28,7 @@ from mlxpool.worker.engine.interface import PrefillShare
 from mlxpool.worker.engine.step_output import Rows, StepOutput, select_rows
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
-from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import SamplingBatch
 from mlxpool.worker.sampling.sequences import last_token, penalty_history, sampled_tokens
@@ -57,7 +57,7 @@ class ModelEngine(RowEngine[CacheRow]):
     def __init__(
         self,
         loaded: LoadedModel,
-        text: Text | None = None,
+        text: ChatTokenizer | None = None,
         *,
         context: int | None = None,
         prefix: str = "tree",

@@ -13,7 +13,7 @@ from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.interface import Engine
 from mlxpool.worker.prompt.interface import Opened
-from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import COUNTING, locate, open_files
@@ -59,7 +59,7 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
     folder = inspect(files)
     if config.deterministic:
         require_deterministic(folder)
-    text = Text.from_folder(folder)
+    text = ChatTokenizer.from_folder(folder)
     context = min(folder.context, config.context or folder.context)
 
     def load(on_progress: OnProgress) -> Engine:

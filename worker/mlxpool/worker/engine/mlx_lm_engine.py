@@ -21,7 +21,7 @@ from mlxpool.worker.engine.base import RowEngine
 from mlxpool.worker.engine.mlx_lm_cache import MlxLmRow, class_name, flatten
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.row_copies import RowStore
-from mlxpool.worker.prompt.tokenizer import Text
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.sequences import last_token, sample_request, sampled_tokens
 from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, activation_bytes, blocks_for
@@ -81,7 +81,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         self,
         model: Any,
         folder: ModelFolder,
-        text: Text | None = None,
+        text: ChatTokenizer | None = None,
         *,
         context: int | None = None,
         prefix: str = "tree",

@@ -30,7 +30,7 @@ _PREFIX_PROBE = 256  # characters whose ids tell whether a text begins with `pre
 _MAX_NAMED = 3  # tokens named in an error that could list thousands
 
 
-class Text:
+class ChatTokenizer:
     """A model's tokenizer and chat templates.
 
     `prefix` holds the ids that begin every prompt: usually the begin-of-sequence token, or nothing.
@@ -46,7 +46,7 @@ class Text:
         self.prefix = tuple(prefix)
 
     @classmethod
-    def from_folder(cls, folder: ModelFolder) -> Text:
+    def from_folder(cls, folder: ModelFolder) -> ChatTokenizer:
         """Raises ModelLoadFailed when the tokenizer or a template cannot be used with the model."""
         tokenizer = read_tokenizer(folder.files / "tokenizer.json")
         prefix = _prefix(tokenizer, folder.bos_token, folder.add_bos)
