@@ -13,7 +13,7 @@ from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.errors import BadRequest, PoolError
 from mlxpool.common.protocol import frames, kinds, to_broker
 from mlxpool.common.protocol.content import encoded
-from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.deltas import Delta, unpack_deltas
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.to_worker import Who
 
@@ -108,7 +108,7 @@ class WorkerIngress:
             return None
         body, request_id = message.body, message.header.id or b""
         if message.kind == kinds.DELTAS:
-            return ev.WorkerDeltas(epoch, to_broker.WorkerDeltas.parse(message).rows)
+            return ev.WorkerDeltas(epoch, unpack_deltas(message))
         if message.kind == kinds.BEAT:
             return ev.WorkerBeat(epoch, to_broker.Beat.parse(body))
         if message.kind == kinds.CREDIT:

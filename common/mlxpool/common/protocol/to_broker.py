@@ -14,8 +14,7 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.content import Content
-from mlxpool.common.protocol.deltas import Delta, join_ids, pack_rows, unpack_deltas
-from mlxpool.common.protocol.frames import Message
+from mlxpool.common.protocol.deltas import Delta, join_ids, pack_rows
 from mlxpool.common.protocol.prompts import Prompt, blobs_of_prompt, parse_prompt
 from mlxpool.common.protocol.resume import Resume
 
@@ -349,11 +348,6 @@ class WorkerDeltas(Content):
 
     def blobs(self) -> tuple[bytes, ...]:
         return (join_ids(self.rows),)
-
-    @classmethod
-    def parse(cls, message: Message) -> WorkerDeltas:
-        """Raises BadRequest for a malformed row."""
-        return cls(unpack_deltas(message))
 
 
 @dataclass(frozen=True, slots=True)
