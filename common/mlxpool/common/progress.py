@@ -55,7 +55,7 @@ class ProgressReading:
 
 
 class Block:
-    """A mapped block. The broker creates it by `make`, the worker maps it by `open`."""
+    """A mapped block. The broker creates it by `create`, the worker maps it by `open`."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory

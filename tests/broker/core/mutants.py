@@ -50,7 +50,7 @@ MUTANTS = (
         "a terminal obeys a shut window",
         "core/delivery",
         _SEND_END,
-        "        if reader.window_open:\n    " + _SEND_END,
+        "        if reader.sent - reader.acked < reader.window:\n    " + _SEND_END,
     ),
     _broker("a terminal is sent twice", "core/delivery", _SEND_END, 2 * _SEND_END),
     _broker(

@@ -130,6 +130,9 @@ def test_illegal_moves_of_a_model(state: ModelState, event: str, _: None) -> Non
         (ModelState.WANTED, [WorkerState.CONDEMNED], 1, "draining"),
         (ModelState.FAILED, [], 1, "failed"),
         (ModelState.BROKEN, [], 5, "broken"),
+        (ModelState.BROKEN, [], 0, "cold"),  # a replica has served meanwhile
+        (ModelState.WANTED, [], 5, "broken"),  # its probe waits for memory
+        (ModelState.COLD, [], 5, "broken"),  # it was drained and opened again
         (ModelState.DRAINING, [WorkerState.READY], 0, "draining"),
         (ModelState.DRAINED, [], 5, "drained"),
     ],
@@ -137,7 +140,14 @@ def test_illegal_moves_of_a_model(state: ModelState, event: str, _: None) -> Non
 def test_the_state_of_a_model_that_operators_see(
     state: ModelState, workers: list[WorkerState], failures: int, shown: str
 ) -> None:
-    assert lifecycle.shown_state(state, workers, failures) == shown
+    found = lifecycle.shown_state(
+        state,
+        workers,
+        load_failed=state is ModelState.FAILED,
+        failures=failures,
+        restart_limit=5,
+    )
+    assert found == shown
 
 
 def test_every_worker_that_lives_can_exit() -> None:

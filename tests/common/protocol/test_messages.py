@@ -80,6 +80,11 @@ def test_work_travels(prompt: Prompt) -> None:
     assert to_worker.count_of_resume(message.body) == 3
 
 
+def test_empty_facts_state_nothing() -> None:
+    """The facts of the first worker hold, as if the client had sent none."""
+    assert Resume.from_client({"count": 0, "facts": {}}, []) == Resume()
+
+
 def test_work_without_a_resume_begins_with_an_empty_one() -> None:
     message = received(to_worker.Work(TextPrompt("a"), Options()))
     assert "resume" not in message.body and "suspect" not in message.body

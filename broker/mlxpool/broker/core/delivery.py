@@ -157,7 +157,7 @@ class Delivery:
         state.timers.clear(request.id)
         self._links.detach(request)
         self._ended.add_tombstone(request, now)
-        outcome = terminal.reason if isinstance(terminal, Done) else terminal.code
+        outcome = str(terminal.reason) if isinstance(terminal, Done) else terminal.code
         state.counters.end(request, outcome, now)
         cached = terminal.usage.get("cached_tokens") if isinstance(terminal, Done) else None
         self._outbox.add(Note("info", "request", _log_fields(request, outcome, cached, now)))

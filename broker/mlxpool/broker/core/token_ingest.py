@@ -95,7 +95,7 @@ class TokenIngest:
         self, request: Request, row: Delta, touched: dict[bytes, Request], now: float
     ) -> None:
         run, reader = request.run, request.reader
-        if row.facts is not None:
+        if row.facts:
             facts = Facts.from_worker(row.facts)
             run.facts = run.facts or facts
             run.prompt_tokens = facts.prompt_tokens or 0

@@ -56,10 +56,22 @@ TRANSITIONS: dict[ModelState, dict[str, ModelState]] = {
 }  # fmt: skip
 ADMITTING = frozenset({_C, _W, _F, _B})
 DEMANDED = frozenset({_W, _DRAINING})
+FAILING = frozenset({_F, _B})
 
 
-def shown_state(state: ModelState, workers: Collection[WorkerState], failures: int) -> str:
-    """cold | starting | ready | draining | drained | failed | broken, as operators see it."""
+def shown_state(
+    state: ModelState,
+    workers: Collection[WorkerState],
+    *,
+    load_failed: bool,
+    failures: int,
+    restart_limit: int,
+) -> str:
+    """cold | starting | ready | draining | drained | failed | broken, as operators see it.
+
+    The failures of a model without workers are shown whatever its state: a model that was drained
+    and opened again is as broken as before.
+    """
     if state not in ADMITTING:
         return "draining" if workers else "drained"
     if any(each in SERVING for each in workers):
@@ -68,6 +80,8 @@ def shown_state(state: ModelState, workers: Collection[WorkerState], failures: i
         return "starting"
     if workers:
         return "draining"
-    if state is _W:
-        return "starting" if failures else "cold"
-    return state.value
+    if load_failed:
+        return "failed"
+    if failures >= restart_limit:
+        return "broken"
+    return "starting" if state is _W and failures else "cold"

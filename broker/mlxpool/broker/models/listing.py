@@ -28,7 +28,8 @@ def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
     known, model = registry.names.known[name], registry.model(name)
-    trouble, state = registry.unavailable(model, now, name), model.shown_state
+    trouble = registry.unavailable(model, now, name)
+    state = model.shown_state(registry.restart_limit)
     if state == "cold" and known.fault is not None:
         state = "failed"
     about, workers = known.about, model.workers

@@ -80,7 +80,12 @@ class Model:
         at_rest = self.state is ModelState.COLD and not self.failures
         return at_rest and not self.workers and not self.busy
 
-    @property
-    def shown_state(self) -> str:
-        """Its state as operators see it."""
-        return shown_state(self.state, [worker.state for worker in self.workers], self.failures)
+    def shown_state(self, restart_limit: int) -> str:
+        """Its state as operators see it; `restart_limit` failures in a row open the breaker."""
+        return shown_state(
+            self.state,
+            [worker.state for worker in self.workers],
+            load_failed=self.last_error is not None,
+            failures=self.failures,
+            restart_limit=restart_limit,
+        )

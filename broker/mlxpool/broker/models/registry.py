@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from mlxpool.broker.models.aliases import SHARED_SETTINGS, Names
+from mlxpool.broker.models.lifecycle import FAILING
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.workers.slot import Slot
 from mlxpool.broker.workers.worker import Worker
@@ -77,7 +78,10 @@ class Registry:
             known.about = {}
             model.floor = model.need = config.memory_limit or need
             model.failures, model.retry_at, model.last_error = 0, 0.0, None
+            failed = model.state in FAILING
             model.move("mended")
+            if failed and config.pin:
+                model.move("want")
         self._separate(model.name)
         self._fit_slots(model)
         kept = model.local_slots

@@ -18,14 +18,11 @@ class Reader:
 
     link: int
     attempt: int  # the client's sending that the messages answer
-    window: int  # ids that may be sent and not acknowledged
+    # Nothing is sent while so many ids are sent and not acknowledged; a chunk may go past it.
+    window: int
     batch: bool  # deltas of a step are merged with those of other streams on this link
     sent: int = 0
     acked: int = 0
     unread: deque[Chunk] = field(default_factory=deque)
     unread_bytes: int = 0
     blocked_since: float = 0.0  # the window is full and output waits behind it; 0: it is not
-
-    @property
-    def window_open(self) -> bool:
-        return self.sent - self.acked < self.window

@@ -164,7 +164,7 @@ def _model(state: State, model: Model, now: float) -> ModelSnapshot:
     admits = state.admits and model.admits
     return ModelSnapshot(
         model.name,
-        model.shown_state,
+        model.shown_state(state.registry.restart_limit),
         admits and state.registry.unavailable(model, now) is None,
         bool(model.workers or model.queue or model.name in state.counters.models),
         len(model.queue),

@@ -135,6 +135,8 @@ class Resume:
         ids = blobs[0] if blobs else b""
         if len(blobs) > 1 or len(ids) != ID_WIDTH * count:
             raise BadRequest(f"resume.count is {count}, its blob has {len(ids) / ID_WIDTH:g} ids")
+        if facts is not None and not facts.raw:
+            facts = None  # an empty map states nothing: those of the first worker hold
         return cls(ids, facts, seed, resumes)
 
     @classmethod

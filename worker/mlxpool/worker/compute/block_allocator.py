@@ -48,9 +48,9 @@ class BlockAllocator:
         return failed
 
     def admit(self, max_rows: int, admit: Callable[[Sequence], list[Delta]]) -> list[Delta]:
-        """Call `admit` for the waiting sequences that fit, as long as there are fewer rows.
+        """Call `admit` for waiting sequences that fit into memory, until `max_rows` run.
 
-        Returns the rows that came of it.
+        Returns the deltas that `admit` returned.
         """
         rows: list[Delta] = []
         for sequence in next_admissions(self._generations.sequences(), max_rows):

@@ -12,7 +12,7 @@ from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes in use; `active`, `cache` and `peak` are MLX's, the others are parts of `active`."""
+    """Bytes in use: MLX's figures, and what `weights`, `kv` and `prefix` take of `active`."""
 
     weights: int = 0
     kv: int = 0  # rows of running sequences

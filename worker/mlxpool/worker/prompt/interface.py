@@ -28,8 +28,9 @@ def any_size(size: int) -> None:
 
 
 class TextModel(Protocol):
-    """Tokenizer and chat templates of a model; called by the edge's threads only.
+    """Tokenizer and chat templates of a model.
 
+    The thread that prepares requests calls it; the compute thread calls `piece` alone.
     To make a long list of ids holds the interpreter lock for milliseconds, so `fits` is called with
     its length before it is made.
     """
