@@ -54,7 +54,7 @@ def test_inspect_describes_a_folder(good: Path) -> None:
 def test_inspect_imports_no_mlx(good: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from mlxpool.worker.weights.inspect import inspect; "
-        "from mlxpool.worker.prompt.tokenizer import Text; "
+        "from mlxpool.worker.prompt.tokenizer import ChatTokenizer; "
         "ChatTokenizer.from_folder(inspect(Path(sys.argv[1]))); "
         "assert not [name for name in sys.modules if name.split('.')[0] == 'mlx']"
     )
