@@ -46,9 +46,11 @@ def build(config: WorkerConfig) -> Edge:
     from mlxpool.common.transport.waker import Waker
     from mlxpool.worker.compute.progress import Progress
     from mlxpool.worker.compute.thread import Compute
+    from mlxpool.worker.preparation.service import service_of
     from mlxpool.worker.process.edge import Edge
     from mlxpool.worker.process.link import Link
     from mlxpool.worker.process.mailbox import Mailbox
+    from mlxpool.worker.process.prepare import Preparer
     from mlxpool.worker.testing.faults import faults_of
     from mlxpool.worker.testing.faulty_engine import begin_with, open_source
     from mlxpool.worker.testing.faulty_link import FaultyLink, FaultyPreparer
@@ -59,15 +61,19 @@ def build(config: WorkerConfig) -> Edge:
     progress = Progress(mailbox.waker.wake, block=block)
     credentials = Credentials.of(config.server_key, config.key)
     faults = faults_of(config, history)
+    make_service = partial(
+        service_of, prepare_limit=config.prepare_limit, memory_limit=config.model.memory_limit
+    )
     if not faults.site:
         link = Link(config.endpoint, config.token, history, credentials)
         compute = Compute(config, progress, mailbox.post)
-        return Edge(config, history, mailbox, progress, link, compute)
+        preparer = partial(Preparer, make_service=make_service)
+        return Edge(config, history, mailbox, progress, link, compute, preparer)
     faulty_link = FaultyLink(config.endpoint, config.token, history, credentials, faults)
     compute = Compute(
         config, progress, mailbox.post, partial(open_source, faults=faults), begin_with(faults)
     )
-    make_preparer = partial(FaultyPreparer, faulty_link)
+    make_preparer = partial(FaultyPreparer, faulty_link, make_service=make_service)
     return Edge(config, history, mailbox, progress, faulty_link, compute, make_preparer)
 
 

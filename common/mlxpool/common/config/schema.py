@@ -177,6 +177,8 @@ class PoolConfig:
     step_limit: Annotated[Seconds, Within(0.1, 10**6)] = 5.0
     # in the first step of a new shape.
     fresh_limit: Annotated[Seconds, Within(0.1, 10**6)] = 120.0
+    # Processor time of the tokenizer for one request, plus 1 s for each 100,000 characters.
+    prepare_limit: Annotated[Seconds, Within(0.1, 10**6)] = 5.0
     # A larger log of a worker is cut to half of this at its next start.
     worker_log_bytes: Annotated[Bytes, Within(1024, 2**50)] = 8 * 1024 * 1024
     log_format: Annotated[str, OneOf(("text", "json"))] = "text"
@@ -203,6 +205,7 @@ class WorkerConfig:
     server_key: str = ""  # the broker's public key; "": no CURVE
     key: str = ""  # the file of its own key
     orphan_grace: float = 60.0  # seconds without a broker until the worker ends
+    prepare_limit: float = 5.0  # processor seconds, see PoolConfig
 
     def to_environment(self) -> str:
         """The value of WORKER_VARIABLE."""

@@ -86,7 +86,8 @@ class Work(Content):
     """A run: the prompt, checked options, the seed, and what a resumed stream brings along.
 
     `deadline_ms` is what is left of the request's time. `suspect`: the request may have ended a
-    worker, so its prompt is read in a pass of its own.
+    worker, so its prompt is read in a pass of its own. Requests of several owners are prepared in
+    turn.
     """
 
     kind: ClassVar[str] = kinds.WORK
@@ -96,6 +97,7 @@ class Work(Content):
     deadline_ms: float | None = None
     resume: Resume | None = None
     suspect: bool = False
+    owner: str = ""
 
     def body(self) -> dict[str, Any]:
         body = {
@@ -104,6 +106,8 @@ class Work(Content):
             "seed": self.seed,
             "deadline_ms": self.deadline_ms,
         }
+        if self.owner:
+            body["owner"] = self.owner
         if self.suspect:
             body["suspect"] = True
         if self.resume is not None:
@@ -125,6 +129,7 @@ class Work(Content):
             _deadline(body.get("deadline_ms")),
             Resume.from_broker(body.get("resume"), behind),
             bool(body.get("suspect")),
+            _owner(body),
         )
 
 
@@ -134,16 +139,22 @@ class Tokenize:
 
     kind: ClassVar[str] = kinds.TOKENIZE
     text: str | bytes
+    owner: str = ""
+
+    @property
+    def size(self) -> int:
+        """Characters or bytes."""
+        return len(self.text)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Tokenize:
         """Raises BadRequest without a text."""
         text = body.get("text")
         if text is True and blobs:
-            return cls(blobs[0])
+            return cls(blobs[0], _owner(body))
         if not isinstance(text, str):
             raise BadRequest("tokenize: text must be a string, or true with a blob")
-        return cls(text)
+        return cls(text, _owner(body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +163,22 @@ class Detokenize:
 
     kind: ClassVar[str] = kinds.DETOKENIZE
     packed: bytes
+    owner: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.packed)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Detokenize:
-        return cls(b"".join(blobs[:1]))
+        return cls(b"".join(blobs[:1]), _owner(body))
+
+
+def _owner(body: Mapping[str, Any]) -> str:
+    """Of the request; "" from a broker that does not tell."""
+    owner = body.get("owner")
+    return owner if isinstance(owner, str) else ""
 
 
 def count_of_resume(body: Mapping[str, Any]) -> int:

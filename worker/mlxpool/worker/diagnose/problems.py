@@ -166,4 +166,4 @@ def _check_text(files: ModelFiles, where: Path, plan: ModelPlan | None, problems
 def _tokenizer(files: ModelFiles, where: Path) -> Tokenizer:
     require_tokenizer(where, files)
     read_json(files / "tokenizer.json")
-    return read_tokenizer(files / "tokenizer.json")
+    return read_tokenizer(files / "tokenizer.json")[0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -20,7 +20,7 @@ from mlxpool.common.config.schema import Counting
 from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.engine.interface import MemoryUse, PrefillShare
-from mlxpool.worker.prompt.interface import Fits, Prompt, any_size
+from mlxpool.worker.prompt.interface import RenderedChat
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -135,15 +135,12 @@ class CountingEngine:
 
 
 class CountingText:
-    """The tokenizer of the counting model: an id is a byte."""
+    """The tokenizer of the counting model: an id is a byte. It has no chat template."""
 
-    def warm_up(self) -> None:
-        """Does nothing."""
+    max_bytes_per_token: int | None = None  # its prompts are cheap to encode
 
-    def encode(self, text: str, fits: Fits = any_size) -> list[int]:
-        data = text.encode("utf-8", "surrogatepass")
-        fits(len(data))
-        return list(data)
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "surrogatepass"))
 
     def decode(self, ids: Seq[int]) -> str:
         return b"".join(map(piece, ids)).decode()
@@ -151,14 +148,16 @@ class CountingText:
     def piece(self, token: int) -> bytes:
         return piece(token)
 
-    def chat(
+    def render(
         self,
-        messages: Seq[dict[str, Any]],
-        tools: object,
+        messages: Seq[Mapping[str, Any]],
+        tools: Seq[Mapping[str, Any]],
         now: float,
-        fits: Fits = any_size,
-        think: object = None,
-    ) -> Prompt:
+        think: bool | str | None,
+    ) -> RenderedChat:
         """Writes one line for each message; the model has no thoughts."""
         lines = [f"{m['role']}: {joined(m.get('content'))}\n" for m in messages]
-        return Prompt(self.encode("".join(lines), fits))
+        return RenderedChat("".join(lines))
+
+    def restore_at(self, text: str, messages_end: int, ids: Seq[int]) -> int:
+        return 0

@@ -99,7 +99,9 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
         )
         return ModelEngine(loaded, text, **settings)
 
-    opened = Opened(versions.digest_of(folder.digest), context, folder.plan.vocab_size, text)
+    opened = Opened(
+        versions.digest_of(folder.digest), context, folder.plan.vocab_size, text, text.source
+    )
     return ModelSource(opened, load, config.sequences)
 
 

@@ -21,7 +21,7 @@ from mlxpool.common.errors import PoolError, TooLarge, from_body
 from mlxpool.common.exit_codes import AGAIN, ALONE, REFUSED
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.to_broker import Bye, Hello, TokenizerAnswer
+from mlxpool.common.protocol.to_broker import Beat, Bye, Hello, TokenizerAnswer
 from mlxpool.common.protocol.to_worker import Detokenize, Stop, Tokenize, Welcome
 from mlxpool.common.trace import History
 from mlxpool.worker.compute.messages import Loaded, Rows, Unusable
@@ -51,7 +51,7 @@ class Edge:
         progress: Progress,
         link: Link,
         compute: Compute,
-        make_preparer: MakePreparer = Preparer,
+        make_preparer: MakePreparer,
     ) -> None:
         """`compute` posts to `mailbox`; the thread of `make_preparer` starts with the model."""
         self.config = config
@@ -100,8 +100,12 @@ class Edge:
             self._check_link()
         self._leave_if_unusable(now)
         if self.link.epoch and self.heartbeat.is_due(now):
-            self.link.send(self.heartbeat.beat(now, self.runs.preparing))
+            self.link.send(self._beat(now))
         self.link.flush()
+
+    def _beat(self, now: float) -> Beat:
+        memory = 0 if self._preparer is None else self._preparer.load.memory
+        return self.heartbeat.beat(now, self.runs.preparing, memory)
 
     def _timeout_ms(self) -> int:
         now = monotonic()

@@ -28,8 +28,11 @@ class Heartbeat:
     def is_due(self, now: float) -> bool:
         return now >= self.next_at or self._progress.phase != self._phase
 
-    def beat(self, now: float, preparing: int) -> Beat:
-        """The beat that is sent now; `preparing` runs wait for the compute thread."""
+    def beat(self, now: float, preparing: int, prepare_memory: int = 0) -> Beat:
+        """The beat that is sent now; `preparing` runs wait for the compute thread.
+
+        `prepare_memory`: resident bytes of the processes that prepare requests.
+        """
         progress = self._progress
         self._phase, self.next_at = progress.phase, now + BEAT_INTERVAL
         return Beat(
@@ -41,7 +44,11 @@ class Heartbeat:
             running=progress.running,
             waiting=progress.waiting + preparing,
             layout=progress.layout,
-            memory={**progress.memory, "rss": self._process.memory_info().rss},
+            memory={
+                **progress.memory,
+                "rss": self._process.memory_info().rss,
+                "prepare": prepare_memory,
+            },
             prefix=progress.prefix,
             look=self._sample() if self._with_sample else None,
         )

@@ -1,33 +1,34 @@
-"""The preparer thread: renders and tokenises prompts, so that neither the main thread nor a step
-waits for it.
+"""Prepares requests for the compute thread: from `work` to a sequence, or to the request's error.
+
+What takes long is done by the processes of worker/preparation.
 """
 
 from __future__ import annotations
 
 import math
-import queue
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from time import monotonic
 
-from mlxpool.common.errors import BadRequest, ContextExceeded, Internal, PoolError, TooLarge
+from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.options import Options
-from mlxpool.common.protocol import prompts
-from mlxpool.common.protocol.frames import MAX_BLOB, MAX_BODY
-from mlxpool.common.protocol.prompts import ChatPrompt, TextPrompt
-from mlxpool.common.protocol.resume import Facts, Resume
+from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
+from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, TextPrompt
+from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_broker import TokenizerAnswer
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work
-from mlxpool.common.protocol.token_ids import ID_WIDTH, count_of, pack_ids, unpack_ids
+from mlxpool.common.protocol.token_ids import count_of, unpack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey
+from mlxpool.worker.preparation.jobs import Decode, Decoded, Encode, Encoded, Job, Render, Result
+from mlxpool.worker.preparation.queue import Waiting
+from mlxpool.worker.preparation.service import Deliver, Load, Service
 from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.prompt.interface import Fits, Opened, Prompt
+from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_tokens
 from mlxpool.worker.scheduling.sequence import Sequence
-
-MAX_ANSWER_TEXT = MAX_BODY - 1024  # bytes of text in an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,67 +50,131 @@ class Answer:
     fence: int = 0
 
 
-class Preparer(threading.Thread):
-    """Takes work by `prepare` and `answer`, and posts one result for each call, in order."""
+Finish = Callable[[Result], Prepared | Answer]
+MakeService = Callable[[Opened, Deliver], Service]
 
-    def __init__(self, opened: Opened, post: Callable[[Prepared | Answer], None]) -> None:
-        super().__init__(name="prepare", daemon=True)
+
+class Preparer:
+    """Posts one `Prepared` for each `prepare`, one `Answer` for each `answer`, in any order."""
+
+    def __init__(
+        self,
+        opened: Opened,
+        post: Callable[[Prepared | Answer], None],
+        make_service: MakeService,
+    ) -> None:
         self.opened = opened
         self._post = post
-        self._inbox: queue.SimpleQueue[Callable[[], Prepared | Answer]] = queue.SimpleQueue()
+        self._service = make_service(opened, self._deliver)
+        self._finish: dict[Hashable, Finish] = {}  # by key, of what is not posted yet
+        self._calls = count()
+
+    def start(self) -> None:
+        self._service.start()
+
+    @property
+    def load(self) -> Load:
+        """What waits and runs."""
+        return self._service.load
 
     def prepare(self, key: RunKey, work: Work, fence: int = 0) -> None:
-        """Enqueue the preparation of a run. Posts a `Prepared`."""
-        self._inbox.put(partial(self._prepared, key, work, monotonic(), fence))
+        """Begin a preparation. Raises BadRequest, and ContextExceeded if it cannot fit."""
+        received = monotonic()
+        left = math.inf if work.deadline_ms is None else work.deadline_ms / 1000
+        now = began_at(work, time.time())
+        job = job_of(self.opened, work, now)
+        admit = partial(admit_of, self.opened, key, work, received, received + left, now)
+
+        def finish(result: Result) -> Prepared:
+            try:
+                if isinstance(result, PoolError):
+                    return Prepared(key, None, result, fence)
+                assert isinstance(result, Encoded)
+                return Prepared(key, admit(result), fence=fence)
+            except PoolError as error:
+                return Prepared(key, None, error, fence)
+            except Exception as error:
+                failed = Internal(f"the prompt could not be read: {error!r}")
+                return Prepared(key, None, failed, fence)
+
+        self._finish[key] = finish
+        if isinstance(job, Encoded):
+            self._service.submit_result(key, job)
+        else:
+            waiting = Waiting(key, work.owner, work.prompt.size, job, received + left)
+            self._service.submit(waiting)
 
     def answer(self, id: bytes | None, call: Tokenize | Detokenize, fence: int = 0) -> None:
-        """Enqueue a tokenizer call. Posts an `Answer`."""
-        self._inbox.put(partial(self._answer, id, call, fence))
+        """Begin a tokenizer call."""
+        key = ("call", next(self._calls))
+        job: Job = Encode(call.text) if isinstance(call, Tokenize) else self._decode(call)
+        self._finish[key] = lambda result: Answer(id, answer_of(result), fence)
+        self._service.submit(Waiting(key, call.owner, call.size, job))
 
-    def run(self) -> None:
-        self.opened.text.warm_up()
-        while True:
-            self._post(self._inbox.get()())
+    def _decode(self, call: Detokenize) -> Decode:
+        return Decode(call.packed, self.opened.vocab_size)
 
-    def _prepared(self, key: RunKey, work: Work, received: float, fence: int) -> Prepared:
-        try:
-            admit = prepare(self.opened, key, work, received, time.time())
-            return Prepared(key, admit, fence=fence)
-        except PoolError as error:
-            return Prepared(key, None, error, fence)
-        except Exception as error:
-            failed = Internal(f"the prompt could not be read: {error!r}")
-            return Prepared(key, None, failed, fence)
+    def cancel(self, key: RunKey) -> None:
+        """End a preparation; its `Prepared` follows unless it was posted already."""
+        self._service.cancel(key)
 
-    def _answer(self, id: bytes | None, call: Tokenize | Detokenize, fence: int) -> Answer:
-        try:
-            if isinstance(call, Tokenize):
-                return Answer(id, _tokenize(self.opened, call), fence)
-            return Answer(id, _detokenize(self.opened, call), fence)
-        except PoolError as error:
-            return Answer(id, TokenizerAnswer(error.body()), fence)
-        except Exception as error:
-            failed = Internal(f"{call.kind} failed: {error!r}")
-            return Answer(id, TokenizerAnswer(failed.body()), fence)
+    def drop_all(self) -> None:
+        """End all preparations without a `Prepared` or an `Answer`."""
+        self._finish.clear()
+        self._service.cancel_all()
+
+    def _deliver(self, key: Hashable, result: Result) -> None:
+        finish = self._finish.pop(key, None)
+        if finish is not None:
+            self._post(finish(result))
 
 
-def prepare(opened: Opened, key: RunKey, work: Work, received: float, now: float) -> Admit:
-    """The prepared run. Raises BadRequest, or ContextExceeded with the numbers.
+def began_at(work: Work, now: float) -> float:
+    """What chat templates call the time: a resume keeps the time at which its stream began."""
+    known = None if work.resume is None else work.resume.facts
+    return now if known is None or known.now is None else known.now
 
-    `received` is monotonic seconds, `now` what chat templates call the time unless the run is a
-    resume: that one keeps the facts it began with. The ids of a resume are replayed here, to keep
-    that work away from the compute thread.
+
+def job_of(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
+    """What has to be done before the prompt's ids are known; Encoded if they are.
+
+    Raises BadRequest and ContextExceeded for what can be refused before.
     """
-    resume = work.resume or Resume()
-    known = resume.facts or Facts()
-    ids = unpack_ids(resume.ids)
-    now = now if known.now is None else known.now
-    context = _context(opened, known)
-    prompt = _prompt(opened, work.prompt, now, context)
-    _check_ids(opened, ids, "resume")
+    context = _context(opened, _facts(work))
     _check_biases(opened, work.options)
-    _compare(known, opened.digest, len(prompt.ids))
-    max_tokens = _max_tokens(known, context - len(prompt.ids), work.options.max_tokens)
+    prompt = work.prompt
+    if isinstance(prompt, ChatPrompt):
+        messages, tools = check_messages(prompt.messages), check_tools(prompt.tools)
+        return Render(messages, tools, check_think(prompt.think), now, context)
+    if isinstance(prompt, PackedPrompt) and prompt.key == "tokens":
+        check_tokens(count_of(prompt.blob), context)
+        return Encoded(prompt.blob)
+    check_bytes(prompt.size, opened.text.max_bytes_per_token, context)
+    return Encode(prompt.text if isinstance(prompt, TextPrompt) else prompt.blob, context)
+
+
+def admit_of(
+    opened: Opened,
+    key: RunKey,
+    work: Work,
+    received: float,
+    deadline: float,
+    now: float,
+    prompt: Encoded,
+) -> Admit:
+    """The run of a prompt whose ids are known. Raises BadRequest, or ContextExceeded.
+
+    `received` and `deadline` are monotonic seconds, `now` is that of `job_of`. The ids of a resume
+    are replayed here, to keep that work away from the compute thread.
+    """
+    known, ids = _facts(work), unpack_ids(b"" if work.resume is None else work.resume.ids)
+    context = _context(opened, known)
+    prompt_ids = unpack_ids(prompt.packed)
+    check_tokens(len(prompt_ids), context)
+    check_ids(prompt_ids, opened.vocab_size, "prompt")
+    check_ids(ids, opened.vocab_size, "resume")
+    _compare(known, opened.digest, len(prompt_ids))
+    max_tokens = _max_tokens(known, context - len(prompt_ids), work.options.max_tokens)
     if len(ids) > max_tokens:
         raise BadRequest(f"resume has {len(ids)} ids, max_tokens is {max_tokens}")
     detokenizer = Detokenizer(opened.text.piece, work.options.stop)
@@ -117,7 +182,7 @@ def prepare(opened: Opened, key: RunKey, work: Work, received: float, now: float
     sequence = Sequence(
         id=key[0],
         attempt=key[1],
-        prompt=tuple(prompt.ids),
+        prompt=tuple(prompt_ids),
         options=work.options,
         seed=work.seed,
         max_tokens=max_tokens,
@@ -125,55 +190,13 @@ def prepare(opened: Opened, key: RunKey, work: Work, received: float, now: float
         suspect=work.suspect,
         restore_at=prompt.restore_at,
     )
-    facts = Facts(opened.digest, context, max_tokens, len(prompt.ids), now, prompt.thinks)
-    left = math.inf if work.deadline_ms is None else work.deadline_ms / 1000
-    return Admit(sequence, facts, detokenizer, received, received + left)
+    facts = Facts(opened.digest, context, max_tokens, len(prompt_ids), now, prompt.thinks)
+    return Admit(sequence, facts, detokenizer, received, deadline)
 
 
-def _prompt(opened: Opened, prompt: prompts.Prompt, now: float, context: int) -> Prompt:
-    fits = partial(_check_size, context)
-    found = _token_ids(opened, prompt, now, fits)
-    fits(len(found.ids))
-    _check_ids(opened, found.ids, "prompt")
-    return found
-
-
-def _check_size(context: int, size: int) -> None:
-    if not size:
-        raise BadRequest("the prompt is empty: it has no tokens")
-    if size >= context:
-        raise ContextExceeded(
-            f"the prompt has {size} tokens, the context of the model is {context};"
-            " shorten the prompt",
-            details={"prompt_tokens": size, "context": context},
-        )
-
-
-def _token_ids(opened: Opened, prompt: prompts.Prompt, now: float, fits: Fits) -> Prompt:
-    if isinstance(prompt, ChatPrompt):
-        return opened.text.chat(prompt.messages, prompt.tools, now, fits, prompt.think)
-    if isinstance(prompt, TextPrompt):
-        return Prompt(opened.text.encode(prompt.text, fits))
-    if prompt.key == "prompt":
-        return Prompt(opened.text.encode(_decoded(prompt.blob), fits))
-    fits(count_of(prompt.blob))
-    return Prompt(unpack_ids(prompt.blob))
-
-
-def _decoded(blob: bytes) -> str:
-    try:
-        return blob.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadRequest(f"the prompt is not UTF-8: {error}") from None
-
-
-def _check_ids(opened: Opened, ids: list[int], what: str) -> None:
-    largest = max(ids, default=0)
-    if largest >= opened.vocab_size:
-        raise BadRequest(
-            f"{what}: token id {largest} is not below {opened.vocab_size}, the size of the"
-            " vocabulary"
-        )
+def _facts(work: Work) -> Facts:
+    """The facts with which a resumed stream began; none for a new one."""
+    return (None if work.resume is None else work.resume.facts) or Facts()
 
 
 def _check_biases(opened: Opened, options: Options) -> None:
@@ -216,18 +239,11 @@ def _compare(known: Facts, digest: str, prompt_tokens: int) -> None:
             )
 
 
-def _tokenize(opened: Opened, call: Tokenize) -> TokenizerAnswer:
-    ids = opened.text.encode(call.text if isinstance(call.text, str) else _decoded(call.text))
-    if ID_WIDTH * len(ids) > MAX_BLOB:
-        raise TooLarge(f"tokenize: {len(ids)} ids do not fit an answer of {MAX_BLOB} bytes")
-    return TokenizerAnswer({"n": len(ids)}, (pack_ids(ids),))
-
-
-def _detokenize(opened: Opened, call: Detokenize) -> TokenizerAnswer:
-    ids = unpack_ids(call.packed)
-    _check_ids(opened, ids, "detokenize")
-    text = opened.text.decode(ids)
-    size = len(text.encode("utf-8", "replace"))
-    if size > MAX_ANSWER_TEXT:
-        raise TooLarge(f"detokenize: the text has {size} bytes, an answer holds {MAX_ANSWER_TEXT}")
-    return TokenizerAnswer({"text": text})
+def answer_of(result: Result) -> TokenizerAnswer:
+    """The answer to a tokenizer call."""
+    if isinstance(result, Encoded):
+        return TokenizerAnswer({"n": count_of(result.packed)}, (result.packed,))
+    if isinstance(result, Decoded):
+        return TokenizerAnswer({"text": result.text})
+    assert isinstance(result, PoolError)
+    return TokenizerAnswer(result.body())

@@ -83,6 +83,8 @@ class Runs:
         """Forget all runs: the broker has given them to another worker, or will do so."""
         self.fence += 1
         self.live.clear()
+        if self._preparer is not None:
+            self._preparer.drop_all()
         self._compute(DropAll(self.fence))
 
     def work(self, message: Message, key: RunKey) -> None:
@@ -112,6 +114,8 @@ class Runs:
             self._compute(Drop(key))
         else:
             run.state = RunState.CANCELLED
+            assert self._preparer is not None
+            self._preparer.cancel(key)
 
     def drain(self) -> None:
         """Stop all runs and take no more; `handed_back` follows from the compute thread."""
@@ -144,6 +148,8 @@ class Runs:
             self._end(key, _CANCELLED)
         self._yield(sorted(self.live))
         self.live.clear()
+        if self._preparer is not None:
+            self._preparer.drop_all()
 
     # ---- to the broker -------------------------------------------------------------------------
 

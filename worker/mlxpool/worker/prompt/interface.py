@@ -1,59 +1,75 @@
-"""What request preparation needs to know of a model: its text functions, its limits. No MLX."""
+"""What the preparation of requests needs to know of a model: its text functions, its limits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """The token ids of one prompt.
+class RenderedChat:
+    """A chat as text; `messages_end` characters of it precede the generation prompt, 0: unknown.
 
-    `restore_at` counts the ids before the generation prompt, where a later conversation may branch
-    off; 0: unknown. `thinks`: the prompt ends inside the model's thoughts.
+    `thinks`: the text ends inside the model's thoughts.
     """
 
-    ids: list[int]
-    restore_at: int = 0
+    text: str
+    messages_end: int = 0
     thinks: bool = False
-
-
-Fits = Callable[[int], None]  # is given the number of ids of a prompt; raises if there are too many
-
-
-def any_size(size: int) -> None:
-    """Accepts every prompt."""
 
 
 class TextModel(Protocol):
     """Tokenizer and chat templates of a model.
 
-    The thread that prepares requests calls it; the compute thread calls `piece` alone.
-    To make a long list of ids holds the interpreter lock for milliseconds, so `fits` is called with
-    its length before it is made.
+    Only `piece` is called by the compute thread. The other methods run in processes with bounds,
+    see worker/preparation: they may take any time and memory.
     """
 
-    def warm_up(self) -> None:
-        """Runs tokenizer and templates once, in the thread that prepares prompts."""
-
-    def encode(self, text: str, fits: Fits = any_size) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
+    max_bytes_per_token: int | None  # of text; None: not known, see size_bound
 
     def piece(self, token: int) -> bytes: ...
 
-    def chat(
-        self, messages: Any, tools: Any, now: float, fits: Fits = any_size, think: Any = None
-    ) -> Prompt: ...
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        now: float,
+        think: bool | str | None,
+    ) -> RenderedChat: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """What another process needs to prepare requests of a model, see ChatTokenizer.from_source.
+
+    `sha256`: of the file `tokenizer`. `templates`: sources of chat templates by name; `tokens`:
+    special tokens by the name that templates use. `max_bytes_per_token`: see size_bound.
+    """
+
+    tokenizer: str
+    sha256: str
+    prefix: Sequence[int]
+    templates: Mapping[str, str]
+    tokens: Mapping[str, str]
+    max_bytes_per_token: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The model's folder was checked; its weights are not loaded yet."""
+    """The model's folder was checked; its weights are not loaded yet.
+
+    `source`: what another process needs to run `text`; None for one of our own code.
+    """
 
     digest: str
     context: int
     vocab_size: int
     text: TextModel
+    source: TextSource | None = None

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-import threading
-from collections.abc import Sequence
-from functools import partial
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
-from mlxpool.common.errors import BadRequest, Internal, ModelLoadFailed
-from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
-from mlxpool.worker.prompt.chat_template.limits import RENDERER_NICENESS
+from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.worker.prompt.chat_template.output_format import opens_thinking
-from mlxpool.worker.prompt.chat_template.renderer import RenderedChat, Renderer
+from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
-from mlxpool.worker.prompt.interface import Fits, Prompt, any_size
+from mlxpool.worker.prompt.interface import RenderedChat, TextSource
+from mlxpool.worker.prompt.size_bound import max_bytes_per_token
 from mlxpool.worker.prompt.token_bytes import TokenBytes
-from mlxpool.worker.system.cpu_threads import process_cpu_threads
-from mlxpool.worker.system.idle_thread import run_idle
 from mlxpool.worker.weights.inspect import ModelFolder
+from mlxpool.worker.weights.json_files import read_file
 
-LONG_TEXT = 16 * 1024  # characters; encoding so many takes more than a few milliseconds
-IDLE_TIMEOUT = 1.0  # seconds that a SCHED_IDLE thread may take for a long text
 _PREFIX_PROBE = 256  # characters whose ids tell whether a text begins with `prefix`
 _MAX_NAMED = 3  # tokens named in an error that could list thousands
 
@@ -33,47 +28,53 @@ _MAX_NAMED = 3  # tokens named in an error that could list thousands
 class ChatTokenizer:
     """A model's tokenizer and chat templates.
 
-    `prefix` holds the ids that begin every prompt: usually the begin-of-sequence token, or nothing.
+    `source.prefix` holds the ids that begin every prompt: usually the begin-of-sequence token, or
+    nothing.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, chat: ChatTemplates, prefix: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplates, source: TextSource) -> None:
         """Raises ModelLoadFailed for a decoder that is not supported."""
+        self.source = source
+        self.prefix = tuple(source.prefix)
+        self.max_bytes_per_token = source.max_bytes_per_token
+        self._chat = chat
         self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer)
-        self._renderer = Renderer(chat)
-        self.prefix = tuple(prefix)
 
     @classmethod
     def from_folder(cls, folder: ModelFolder) -> ChatTokenizer:
         """Raises ModelLoadFailed when the tokenizer or a template cannot be used with the model."""
-        tokenizer = read_tokenizer(folder.files / "tokenizer.json")
+        file = folder.files / "tokenizer.json"
+        tokenizer, data = read_tokenizer(file)
         prefix = _prefix(tokenizer, folder.bos_token, folder.add_bos)
         chat = ChatTemplates.from_folder(folder.files)
         check_vocabulary(tokenizer, folder.plan.vocab_size, prefix, chat)
-        return cls(tokenizer, chat, prefix)
+        source = TextSource(
+            str(file),
+            hashlib.sha256(data).hexdigest(),
+            prefix,
+            {name: template.source for name, template in chat.templates.items()},
+            chat.tokens,
+            max_bytes_per_token(json.loads(data)),
+        )
+        return cls(tokenizer, chat, source)
 
-    def warm_up(self) -> None:
-        """Start the renderer process and the tokenizer's threads.
+    @classmethod
+    def from_source(cls, source: TextSource) -> ChatTokenizer:
+        """The same in another process. Raises ModelLoadFailed for a file that has changed."""
+        tokenizer, data = read_tokenizer(Path(source.tokenizer))
+        if hashlib.sha256(data).hexdigest() != source.sha256:
+            raise ModelLoadFailed(f"{source.tokenizer} has changed since the model was loaded")
+        templates = {name: Template(text) for name, text in source.templates.items()}
+        return cls(tokenizer, ChatTemplates(templates, source.tokens), source)
 
-        Called by the thread that will render chats, see Renderer.
-        """
-        with contextlib.suppress(Internal):  # the first chat tries again and raises it
-            self._renderer.start()
-        starter = threading.Thread(target=_start_threads, args=[self._tokenizer])
-        starter.start()
-        starter.join()
-
-    def encode(self, text: str, fits: Fits = any_size) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """The ids of a prompt, which begin with `prefix`: it is added unless the text has it.
 
         Special tokens written out in the text become special ids. Raises BadRequest for text that
-        is not Unicode, and what `fits` raises.
+        is not Unicode.
         """
-        missing, encoding = self._missing(text), self._encoding(text)
-        fits(len(missing) + len(encoding))
-        return [*missing, *encoding.ids]
+        return [*self._missing(text), *self._ids(text)]
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token appends to a text that has begun; b"" for an unknown id."""
@@ -83,91 +84,68 @@ class ChatTokenizer:
         """The text of these ids; bytes that are not UTF-8 become U+FFFD."""
         return self._token_bytes.whole(ids)
 
-    def chat(
+    def render(
         self,
-        messages: object,
-        tools: object,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
         now: float,
-        fits: Fits = any_size,
-        think: object = None,
-    ) -> Prompt:
-        """The prompt of a chat.
+        think: bool | str | None,
+    ) -> RenderedChat:
+        """The text of a chat. Raises BadRequest, see ChatTemplates.render.
 
-        Raises BadRequest, see `check_messages` and `Renderer.render`, and what `fits` raises.
+        A template may take any time and memory: call it in a process that has bounds.
         """
-        chat = self._renderer.render(
-            check_messages(messages), check_tools(tools), now, check_think(think)
-        )
-        ids = self.encode(chat.text, fits)
-        restore_at = self._restore_at(chat, ids) if chat.messages_end else 0
-        return Prompt(ids, restore_at, opens_thinking(chat.text))
+        text = self._chat.render(messages, tools, now=now, think=think)
+        bare = ""
+        if self._chat.prompts_generation(bool(tools)):
+            with contextlib.suppress(BadRequest):  # where it ends is only a hint
+                bare = self._chat.render(
+                    messages, tools, now=now, think=think, add_generation_prompt=False
+                )
+        ends = len(bare) if text.startswith(bare) and len(bare) < len(text) else 0
+        return RenderedChat(text, ends, opens_thinking(text))
 
-    def _restore_at(self, chat: RenderedChat, ids: list[int]) -> int:
-        """How many ids precede the generation prompt; an id that spans its begin is not counted.
+    def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int:
+        """How many of the text's ids precede the generation prompt, which begins at the character
+        `messages_end`; an id that spans its begin is not counted.
 
         The generation prompt mostly begins with a special token, and then its ids are the last ones
         of the prompt. Only otherwise the character offsets of every token are computed, which takes
         as long as encoding the text.
         """
-        last = self._encoding(chat.text[chat.messages_end :]).ids
-        if ids[-len(last) :] == last:
+        last = self._ids(text[messages_end:])
+        if list(ids[-len(last) :]) == last:
             return len(ids) - len(last)
-        (encoding,) = self._tokenizer.encode_batch([chat.text], add_special_tokens=False)
-        at = encoding.char_to_token(chat.messages_end)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        at = encoding.char_to_token(messages_end)
         return len(ids) - len(encoding) + at if at else 0
 
-    def _encoding(self, text: str) -> Encoding:
-        """The encoding without character offsets: freeing these holds the interpreter for long.
-
-        The library encodes a batch of one in the calling thread, and a batch of two in threads of
-        its own, see `_start_threads`.
-        """
-        if len(text) >= LONG_TEXT:
-            with process_cpu_threads().spare_core():
-                batch = run_idle(partial(self._batch, [text]), IDLE_TIMEOUT)
-                return self._encode_in_library_threads(text) if batch is None else batch[0]
-        return self._encode_in_library_threads(text)
-
-    def _encode_in_library_threads(self, text: str) -> Encoding:
+    def _ids(self, text: str) -> list[int]:
+        """The ids of a text without `prefix`; without character offsets, which is faster."""
         try:
-            encoding, _ = self._batch([text, ""])
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except (TypeError, UnicodeError) as error:
             raise BadRequest(f"the prompt is not valid Unicode text: {error}") from error
-        return encoding
-
-    def _batch(self, texts: list[str]) -> list[Encoding]:
-        return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        ids: list[int] = encoding.ids
+        return ids
 
     def _missing(self, text: str) -> tuple[int, ...]:
         """The ids to prepend so that the text begins with `prefix` once."""
         size = len(self.prefix)
-        begin = self._encoding(text[:_PREFIX_PROBE]).ids[:size] if size else []
+        begin = self._ids(text[:_PREFIX_PROBE])[:size] if size else []
         return () if tuple(begin) == self.prefix else self.prefix
 
 
-def _start_threads(tokenizer: Tokenizer) -> None:
-    """Encode a first batch, which starts the library's threads.
-
-    On Linux they inherit the nice value of the calling thread, so that a long prompt gives way to
-    the model's steps. They never hold the interpreter lock.
-    """
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(
-            os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + RENDERER_NICENESS
-        )
-    tokenizer.encode_batch_fast(["a", "b"])
-
-
-def read_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. Raises ModelLoadFailed naming an unreadable file."""
+def read_tokenizer(file: Path) -> tuple[Tokenizer, bytes]:
+    """The tokenizer of a tokenizer.json, and the file. Raises ModelLoadFailed naming the file."""
+    data = read_file(file)
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelLoadFailed(f"{file} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
+    return tokenizer, data
 
 
 def check_vocabulary(

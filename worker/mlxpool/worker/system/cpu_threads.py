@@ -5,7 +5,7 @@ waiting thread offers its core to any runnable thread, gets it back a time slice
 product waits for all threads. On two cores and beside one busy thread, even of the lowest priority,
 a step takes five times as long as alone; with one OpenBLAS thread it takes not twice as long.
 
-Long work of this process announces itself before it begins, see `CpuThreads.spare_core`. The
+Long work that this process starts is announced, see `CpuThreads.begin_long_work`. The
 processor time of other processes, other workers first of all, is sampled while steps run.
 """
 
@@ -16,14 +16,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-STEP_WAIT = 0.05  # seconds that long work waits at most for the running step to end
 SAMPLE_INTERVAL = 0.1  # seconds between two samples of the processor time
 SAMPLE_LIFE = 2.0  # seconds; after a rest, an older sample says nothing about the present
 SAMPLES_TO_GROW = 5  # samples in a row that find more free cores, before steps use them
@@ -96,7 +94,7 @@ def thread_count(maximum: int, cores: int, before: CpuUse, after: CpuUse) -> int
 class CpuThreads:
     """Sets the number of BLAS threads before each step.
 
-    One thread computes and calls `begin_step` and `end_steps`; any other may ask for a core.
+    One thread computes and calls `begin_step` and `end_steps`; any other may announce long work.
     """
 
     def __init__(
@@ -115,12 +113,10 @@ class CpuThreads:
         self._sample_due = 0.0 if self._read_use else math.inf
         self._fitting = self._usual  # threads that leave other processes their cores
         self._growing_samples = 0  # samples in a row that found more free cores
-        self._lock = threading.Lock()
-        self._long_works = 0  # threads of this process with long work
+        self._lock = threading.Lock()  # of `_long_works`
+        self._long_works = 0  # that run now
         self._reduced_now = False  # the next product uses `_reduced` threads at most
         self._stepping = False
-        self._settled = threading.Event()  # the asked-for number is set, or no step is running
-        self._settled.set()
 
     def begin_step(self, now: float) -> None:
         """Call before a step; `now` in monotonic seconds."""
@@ -130,32 +126,22 @@ class CpuThreads:
             self._take_sample(now)
         elif self._stepping and self._reduced_now == bool(self._long_works):
             return
-        with self._lock:
-            self._stepping = True
-            self._apply()
+        self._stepping = True
+        self._apply()
 
     def end_steps(self) -> None:
         """Call when no step follows until the next `begin_step`."""
-        with self._lock:
-            self._stepping = False
-            self._settled.set()
+        self._stepping = False
 
-    @contextmanager
-    def spare_core(self) -> Iterator[None]:
-        """Steps leave one core free meanwhile. Waits for the running step, STEP_WAIT at most."""
-        if self._reduced >= self._usual:
-            yield
-            return
+    def begin_long_work(self) -> None:
+        """From the next step on, steps leave one core free, until `end_long_work`."""
         with self._lock:
             self._long_works += 1
-            if self._stepping and not self._reduced_now:
-                self._settled.clear()
-        try:
-            self._settled.wait(STEP_WAIT)
-            yield
-        finally:
-            with self._lock:
-                self._long_works -= 1
+
+    def end_long_work(self) -> None:
+        """The long work of one `begin_long_work` is done."""
+        with self._lock:
+            self._long_works -= 1
 
     def _take_sample(self, now: float) -> None:
         assert self._read_use is not None
@@ -177,7 +163,6 @@ class CpuThreads:
         count = min(self._fitting, self._reduced) if self._reduced_now else self._fitting
         if self._threads is not None and count != self._threads.count():
             self._threads.set(count)
-        self._settled.set()
 
 
 @cache

@@ -26,10 +26,15 @@ def die_with_parent() -> None:
     The state of stdin shows whether it has. The parent's pid does not: a broker may be process 1
     of a container.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    kill_with_parent()
     if _hung_up(STDIN):
         os._exit(1)
+
+
+def kill_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _hung_up(descriptor: int) -> bool:

@@ -16,7 +16,7 @@ from mlxpool.common.trace import History
 from mlxpool.common.transport.keys import Credentials
 from mlxpool.worker.compute.messages import RunKey
 from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.prepare import Answer, Prepared, Preparer
+from mlxpool.worker.process.prepare import Answer, MakeService, Prepared, Preparer
 from mlxpool.worker.prompt.interface import Opened
 from mlxpool.worker.testing.faults import FRAME_FAULTS, Faults
 
@@ -97,9 +97,13 @@ class FaultyPreparer(Preparer):
     """Marks the runs that faults concern, and injects the faults of the site `accept`."""
 
     def __init__(
-        self, link: FaultyLink, opened: Opened, post: Callable[[Prepared | Answer], None]
+        self,
+        link: FaultyLink,
+        opened: Opened,
+        post: Callable[[Prepared | Answer], None],
+        make_service: MakeService,
     ) -> None:
-        super().__init__(opened, post)
+        super().__init__(opened, post, make_service)
         self._link = link
 
     def prepare(self, key: RunKey, work: Work, fence: int = 0) -> None:

@@ -1,8 +1,8 @@
 """One chat template: compiled in a sandbox, rendered to text.
 
 A template is untrusted input. It runs in jinja2's immutable sandbox and sees plain data only. The
-renderer process bounds its time and memory, see renderer.py. The worker itself only compiles
-templates, so compiling must not evaluate any expression of a template.
+process that renders it has bounds of time and memory, see worker/preparation. The worker itself
+only compiles templates, so compiling must not evaluate any expression of a template.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.worker.prompt.chat_template.limits import MAX_RENDERER_MEMORY
 
+MAX_MEMORY = 2**30  # bytes of address space that the process may take to render a chat
 _FILE = "<template>"  # the file name that jinja2 gives to a template without one
 
 
@@ -148,7 +148,7 @@ def _raise_exception(message: object) -> NoReturn:
 
 def _message_of(error: Exception) -> str:
     if isinstance(error, MemoryError):
-        return f"it takes more than {MAX_RENDERER_MEMORY} bytes of memory"
+        return f"it takes more than {MAX_MEMORY} bytes of memory"
     return str(error) or type(error).__name__
 
 

@@ -1,0 +1,86 @@
+"""`python -m mlxpool.worker.preparation.fork_server`: loads a tokenizer once and forks lanes.
+
+Its stdin is one end of a socket pair; lanes.py in the worker holds the other. A lane starts within
+milliseconds and shares the tokenizer's memory, so ending one in the middle of a job is cheap. This
+process has one thread, so that forking is safe.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import sys
+import traceback
+from typing import Any
+
+from mlxpool.worker.system.parent_death import STDIN, die_with_parent, kill_with_parent
+
+NICENESS = 10  # so that lanes give way to the threads that decode
+REQUEST = struct.Struct("!ci")  # one of the three below, and the pid of a lane
+FORK = b"f"  # reply: the pid of a new lane, which serves the descriptor sent along
+REAP = b"r"  # of a lane that has closed its connection; reply: its exit code, below 0 for a signal
+KILL = b"k"  # reply: 0, at once
+REPLY = struct.Struct("!i")
+
+
+def main() -> int:
+    """Fork and end lanes until the worker closes the connection. Returns the exit code."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal concerns the broker
+    os.nice(NICENESS)
+    from mlxpool.worker.preparation.jobs import receive  # imports what takes long
+    from mlxpool.worker.prompt.interface import TextSource
+    from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+
+    with socket.socket(fileno=os.dup(STDIN)) as worker:
+        first: dict[str, Any] | None = next(receive(worker), None)
+        if first is None:
+            return 0
+        limit = float(first.pop("prepare_limit"))
+        text = ChatTokenizer.from_source(TextSource(**first))
+        worker.sendall(REPLY.pack(os.getpid()))
+        killed: set[int] = set()  # lanes to reap: one of the lowest priority takes long to end
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(worker, REQUEST.size, 1)
+            if not data:
+                return 0
+            what, pid = REQUEST.unpack(data)
+            if what == FORK:
+                reply = _fork(worker, descriptors[0], text, limit)
+            elif what == REAP:
+                reply = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            else:
+                os.kill(pid, signal.SIGKILL)  # until it is reaped, no other process has this pid
+                killed.add(pid)
+                reply = 0
+            worker.sendall(REPLY.pack(reply))
+            killed = {one for one in killed if not os.waitpid(one, os.WNOHANG)[0]}
+
+
+def _fork(worker: socket.socket, descriptor: int, text: Any, limit: float) -> int:
+    """Start a lane that serves this descriptor. Returns its pid."""
+    pid = os.fork()
+    if pid:
+        os.close(descriptor)
+        return pid
+    code = 1
+    try:
+        worker.close()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), STDIN)  # the worker's socket
+        kill_with_parent()
+        from mlxpool.worker.preparation.lane import serve
+
+        with socket.socket(fileno=descriptor) as connection:
+            serve(connection, text, limit)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

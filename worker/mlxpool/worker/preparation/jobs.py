@@ -1,0 +1,196 @@
+"""What a lane is asked to do and what it answers, and how both travel: as msgpack maps.
+
+Unpacking a message runs no code of the sender: chat templates are untrusted.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from mlxpool.common.errors import BadRequest, Internal, PoolError, TooLarge, from_body
+from mlxpool.common.protocol.frames import MAX_BLOB, MAX_BODY
+from mlxpool.common.protocol.token_ids import ID_WIDTH, pack_ids, unpack_ids
+from mlxpool.worker.preparation.limits import SHORT_TEXT
+from mlxpool.worker.prompt.interface import RenderedChat, TextModel
+from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_tokens
+
+MAX_ANSWER_TEXT = MAX_BODY - 1024  # bytes of text in an answer
+BIG_INT = 1  # the msgpack extension type of an integer beyond 64 bits, which JSON may have
+READ_BYTES = 2**20  # of one system call
+
+
+@dataclass(frozen=True, slots=True)
+class Render:
+    """Render a chat, and encode the text unless it is long. `now`: seconds since 1970.
+
+    `context`: see Encode.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+    think: bool | str | None
+    now: float
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Encode a text, or its UTF-8. `context`: the bound of its tokens; 0: those of an answer.
+
+    `messages_end`, `thinks`: see RenderedChat.
+    """
+
+    text: str | bytes
+    context: int = 0
+    messages_end: int = 0
+    thinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Turn packed ids into text. `vocab_size`: ids must be below."""
+
+    packed: bytes
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The packed ids of a prompt. `restore_at` counts those before the generation prompt, where a
+    later conversation may branch off; 0: unknown. `thinks`: see RenderedChat.
+    """
+
+    packed: bytes
+    restore_at: int = 0
+    thinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    text: str
+
+
+Job = Render | Encode | Decode
+Result = Encoded | RenderedChat | Decoded | PoolError
+
+_KINDS = (Render, Encode, Decode, Encoded, RenderedChat, Decoded)
+_BY_NAME: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
+
+
+# ---- performing a job --------------------------------------------------------------------------
+
+
+def perform(text: TextModel, job: Job) -> Result:
+    """The result of a job. What it raises is an error of its request alone.
+
+    A RenderedChat is a chat whose text is long: it is encoded as a job of its own.
+    """
+    try:
+        if isinstance(job, Render):
+            return _render(text, job)
+        if isinstance(job, Encode):
+            return _encode(text, job)
+        return _decode(text, job)
+    except PoolError as error:
+        return error
+    except Exception as error:
+        return Internal(f"the prompt could not be read: {error!r}")
+
+
+def _render(text: TextModel, job: Render) -> RenderedChat | Encoded:
+    chat = text.render(job.messages, job.tools, job.now, job.think)
+    if len(chat.text) > MAX_BLOB:
+        raise BadRequest(f"the chat has {len(chat.text)} characters, at most {MAX_BLOB} are taken")
+    if len(chat.text) > SHORT_TEXT:
+        return chat
+    return _encode(text, Encode(chat.text, job.context, chat.messages_end, chat.thinks))
+
+
+def _encode(text: TextModel, job: Encode) -> Encoded:
+    words = job.text if isinstance(job.text, str) else _decoded(job.text)
+    if job.context:
+        check_bytes(len(words), text.max_bytes_per_token, job.context)
+    ids = text.encode(words)
+    if job.context:
+        check_tokens(len(ids), job.context)
+    elif ID_WIDTH * len(ids) > MAX_BLOB:
+        raise TooLarge(f"tokenize: {len(ids)} ids do not fit an answer of {MAX_BLOB} bytes")
+    restore_at = text.restore_at(words, job.messages_end, ids) if job.messages_end else 0
+    return Encoded(pack_ids(ids), restore_at, job.thinks)
+
+
+def _decoded(blob: bytes) -> str:
+    try:
+        return blob.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the prompt is not UTF-8: {error}") from None
+
+
+def _decode(text: TextModel, job: Decode) -> Decoded:
+    ids = unpack_ids(job.packed)
+    check_ids(ids, job.vocab_size, "detokenize")
+    found = text.decode(ids)
+    size = len(found.encode("utf-8", "replace"))
+    if size > MAX_ANSWER_TEXT:
+        raise TooLarge(f"detokenize: the text has {size} bytes, an answer holds {MAX_ANSWER_TEXT}")
+    return Decoded(found)
+
+
+# ---- messages ----------------------------------------------------------------------------------
+
+
+def pack(message: Job | Result) -> bytes:
+    """One message. Lone surrogates and integers of any size survive the transport."""
+    if isinstance(message, PoolError):
+        fields: Mapping[str, Any] = {"error": message.body()}
+    else:
+        names = type(message).__slots__
+        fields = {"kind": type(message).__name__, **{one: getattr(message, one) for one in names}}
+    return pack_map(fields)
+
+
+def unpack(fields: dict[str, Any]) -> Any:
+    """The job or result of a message that was received."""
+    if "error" in fields:
+        return from_body(fields["error"])
+    return _BY_NAME[fields.pop("kind")](**fields)
+
+
+def pack_map(fields: Mapping[str, Any]) -> bytes:
+    data: bytes = msgpack.packb(fields, default=_pack_big_int, unicode_errors="surrogatepass")
+    return data
+
+
+class Unpacker:
+    """The maps in a stream of bytes, see `pack_map`."""
+
+    def __init__(self) -> None:
+        self._unpacker = msgpack.Unpacker(
+            ext_hook=_unpack_big_int, unicode_errors="surrogatepass", max_buffer_size=2**31 - 1
+        )
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        self._unpacker.feed(data)
+        yield from self._unpacker
+
+
+def receive(connection: socket.socket) -> Iterator[dict[str, Any]]:
+    """The maps as they arrive, until the peer closes the connection."""
+    unpacker = Unpacker()
+    while data := connection.recv(READ_BYTES):
+        yield from unpacker.feed(data)
+
+
+def _pack_big_int(value: object) -> msgpack.ExtType:
+    if not isinstance(value, int):
+        raise TypeError(f"a chat cannot hold {type(value).__name__}")
+    return msgpack.ExtType(BIG_INT, str(value).encode())
+
+
+def _unpack_big_int(code: int, data: bytes) -> int:
+    return int(data)

@@ -1,0 +1,144 @@
+"""A lane: a child of the fork server that performs jobs, one after the other.
+
+The kernel ends a lane whose job takes too long, by the default action of a timer's signal, which
+also works inside native code: SIGALRM for a chat template, SIGPROF (processor time) for the
+tokenizer. A template that takes too much memory gets an exception, a tokenizer ends by SIGABRT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlxpool.worker.preparation.jobs import pack, perform, receive, unpack
+from mlxpool.worker.preparation.limits import (
+    ENCODE_MEMORY,
+    RENDER_TIMEOUT,
+    SHORT_TEXT,
+    SHORT_TIME,
+    encode_limit,
+)
+from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
+from mlxpool.worker.prompt.interface import RenderedChat, TextModel
+from mlxpool.worker.system.idle_class import become_idle_class
+
+OOM_SCORE = 500  # the kernel ends a lane before its worker when memory runs out
+
+
+def serve(worker: socket.socket, text: TextModel, prepare_limit: float) -> None:
+    """Perform jobs until the worker closes the connection or one job was long.
+
+    After a long job the process ends: it cannot leave SCHED_IDLE, and it returns its memory so.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+    bounded = BoundedText(text, prepare_limit)
+    with contextlib.suppress(ConnectionError):
+        for fields in receive(worker):
+            worker.sendall(pack(perform(bounded, unpack(fields))))
+            if bounded.worn:
+                return
+
+
+class BoundedText:
+    """A TextModel whose calls have limits of time and memory. `worn`: one of them was long."""
+
+    def __init__(self, text: TextModel, prepare_limit: float) -> None:
+        """`prepare_limit`: see encode_limit."""
+        self._text = text
+        self._prepare_limit = prepare_limit
+        self._base = _address_space()
+        self.worn = False
+        self.max_bytes_per_token = text.max_bytes_per_token
+        signal.signal(signal.SIGPROF, self._lower_priority)
+
+    def _lower_priority(self, number: int = 0, frame: object = None) -> None:
+        become_idle_class()
+        self.worn = True
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        now: float,
+        think: bool | str | None,
+    ) -> RenderedChat:
+        """See TextModel; lowers its priority after SHORT_TIME."""
+        with (
+            _memory_limit(self._base + MAX_MEMORY),
+            _timer(signal.ITIMER_REAL, RENDER_TIMEOUT),
+            _timer(signal.ITIMER_PROF, SHORT_TIME),
+        ):
+            return self._text.render(messages, tools, now, think)
+
+    def piece(self, token: int) -> bytes:
+        """See TextModel."""
+        return self._text.piece(token)
+
+    def encode(self, text: str) -> list[int]:
+        """See TextModel."""
+        with self._native(len(text)):
+            return self._text.encode(text)
+
+    def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int:
+        """See TextModel."""
+        with self._native(len(text)):
+            return self._text.restore_at(text, messages_end, ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See TextModel."""
+        with self._native(len(ids)):
+            return self._text.decode(ids)
+
+    @contextmanager
+    def _native(self, size: int) -> Iterator[None]:
+        """The bounds of the tokenizer for a text of `size` characters."""
+        if size > SHORT_TEXT and not self.worn:
+            self._lower_priority()
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        try:
+            with (
+                _memory_limit(self._base + ENCODE_MEMORY),
+                _timer(signal.ITIMER_PROF, encode_limit(size, self._prepare_limit)),
+            ):
+                yield
+        finally:
+            signal.signal(signal.SIGPROF, self._lower_priority)
+
+
+@contextmanager
+def _timer(which: int, seconds: float) -> Iterator[None]:
+    signal.setitimer(which, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(which, 0)
+
+
+@contextmanager
+def _memory_limit(address_space: int) -> Iterator[None]:
+    """Bound the process's address space meanwhile, where the system can (not on macOS)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (address_space, hard))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+
+
+def _address_space() -> int:
+    """Bytes of address space that this process has; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,208 @@
+"""The worker's side of the fork server and of its lanes. Used by one thread.
+
+The kernel ends the processes with the thread that started them, so it must live as long as the
+worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from dataclasses import asdict
+
+import psutil
+
+from mlxpool.common.errors import Internal
+from mlxpool.worker.preparation import fork_server
+from mlxpool.worker.preparation.fork_server import FORK, KILL, REAP, REPLY, REQUEST
+from mlxpool.worker.preparation.jobs import (
+    READ_BYTES,
+    Job,
+    Result,
+    Unpacker,
+    pack,
+    pack_map,
+    unpack,
+)
+from mlxpool.worker.prompt.interface import TextSource
+
+START_TIMEOUT = 60.0  # seconds for the fork server to start, and for each of its replies
+MAX_STARTS = 2  # a server that was ended from outside is started again
+_LEFT_OUT = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES")  # the preloaded BLAS takes memory for nothing
+
+
+class LaneEnded(Exception):
+    """The process of a lane has closed its connection."""
+
+
+class ForkServer:
+    """The process that forks lanes, started when it is needed."""
+
+    def __init__(self, source: TextSource, prepare_limit: float) -> None:
+        """`prepare_limit`: processor seconds, see encode_limit."""
+        self._first = pack_map({**asdict(source), "prepare_limit": prepare_limit})
+        self._process: _ServerProcess | None = None
+
+    def fork(self) -> Lane:
+        """A new lane. Raises Internal when there is none to be had."""
+        why = ""
+        for _ in range(MAX_STARTS):
+            try:
+                if self._process is None:
+                    self._process = _ServerProcess(self._first)
+                return self._process.fork(self)
+            except OSError as error:
+                why = f"{type(error).__name__}: {error}"
+                self.close()
+        raise Internal(f"no process could be started to prepare the request: {why}")
+
+    def reap(self, pid: int) -> int:
+        """The exit code of a lane that has closed its connection, below 0 for a signal."""
+        return self._ask(REAP, pid, -signal.SIGKILL)  # lanes end with their server
+
+    def kill(self, pid: int) -> None:
+        """End a lane, without waiting for its end."""
+        self._ask(KILL, pid, 0)
+
+    def _ask(self, what: bytes, pid: int, otherwise: int) -> int:
+        try:
+            return otherwise if self._process is None else self._process.ask(what, pid)
+        except OSError:
+            self.close()
+            return otherwise
+
+    def close(self) -> None:
+        """End the server, and with it its lanes."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+    def memory(self) -> int:
+        """Resident bytes, which lanes share; 0 when it does not run."""
+        return 0 if self._process is None else _resident(self._process.pid)
+
+
+class _ServerProcess:
+    """The process and this side's end of its socket. Its methods raise OSError."""
+
+    def __init__(self, first: bytes) -> None:
+        self._socket, child_end = socket.socketpair()
+        environment = {name: text for name, text in os.environ.items() if name not in _LEFT_OUT}
+        environment["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
+        try:
+            with child_end:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", fork_server.__name__],
+                    stdin=child_end.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    env=environment,
+                )
+        except OSError:
+            self._socket.close()
+            raise
+        self.pid = process.pid
+        self.close = weakref.finalize(self, _end, process, self._socket)
+        self._socket.settimeout(START_TIMEOUT)
+        self._socket.sendall(first)
+        self._reply()
+
+    def fork(self, server: ForkServer) -> Lane:
+        """A new lane of this process."""
+        own, lanes = socket.socketpair()
+        try:
+            with lanes:
+                return Lane(self.ask(FORK, 0, [lanes.fileno()]), own, server)
+        except OSError:
+            own.close()
+            raise
+
+    def ask(self, what: bytes, pid: int, descriptors: list[int] | None = None) -> int:
+        """The server's reply to one request."""
+        socket.send_fds(self._socket, [REQUEST.pack(what, pid)], descriptors or [])
+        return self._reply()
+
+    def _reply(self) -> int:
+        data = self._socket.recv(REPLY.size, socket.MSG_WAITALL)
+        if len(data) < REPLY.size:
+            raise ConnectionResetError("it ended")
+        number: int = REPLY.unpack(data)[0]
+        return number
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    process.kill()
+    process.wait()
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:  # it has ended
+        return 0
+
+
+class Lane:
+    """One lane, which performs one job at a time. Its socket never blocks."""
+
+    def __init__(self, pid: int, connection: socket.socket, server: ForkServer) -> None:
+        self.pid = pid
+        self._socket = connection
+        self._socket.setblocking(False)
+        self._server = server
+        self._unpacker = Unpacker()
+        self._unsent = memoryview(b"")
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def begin(self, job: Job) -> None:
+        """Send a job; while `has_unsent`, `flush` has to send more of it."""
+        self._unsent = memoryview(pack(job))
+        self.flush()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def flush(self) -> None:
+        """Send what the socket takes now."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has ended, which `result` reports
+            self._unsent = memoryview(b"")
+
+    def result(self) -> Result | None:
+        """The result, None while it is not complete. Raises LaneEnded."""
+        with contextlib.suppress(BlockingIOError):
+            try:
+                while data := self._socket.recv(READ_BYTES):
+                    for fields in self._unpacker.feed(data):
+                        found: Result = unpack(fields)
+                        return found
+            except ConnectionError:
+                pass
+            raise LaneEnded
+        return None
+
+    def kill(self) -> None:
+        """End the process."""
+        self._socket.close()
+        self._server.kill(self.pid)
+
+    def reap(self) -> int:
+        """The exit code of the process, which has closed the connection."""
+        self._socket.close()
+        return self._server.reap(self.pid)
+
+    def memory(self) -> int:
+        """Resident bytes, those shared with the server included."""
+        return _resident(self.pid)

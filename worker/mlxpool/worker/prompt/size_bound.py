@@ -1,0 +1,129 @@
+"""How many tokens a text has at least, from its bytes alone: refuses what cannot fit at once.
+
+A text of n bytes has at least n / b tokens, if no token stands for more than b bytes and the
+tokenizer leaves no byte out. `max_bytes_per_token` finds b for tokenizers of which that is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mlxpool.common.errors import BadRequest, ContextExceeded
+
+# NFC makes at most three bytes of text one byte: it composes nine bytes of Hangul letters to three.
+NFC_SHRINKS = 3
+_BYTES = 256
+_DROPS_NOTHING = {"ByteLevel", "Digits", "Metaspace", "Split", "Punctuation"}
+
+
+def max_bytes_per_token(tokenizer: Mapping[str, Any]) -> int | None:
+    """The bytes of text that one token stands for at most; None: not known.
+
+    `tokenizer` is the content of tokenizer.json.
+    """
+    factor = _shrinking(tokenizer.get("normalizer"))
+    added = tokenizer.get("added_tokens") or []
+    if (
+        factor is None
+        or not _keeps_all(tokenizer.get("pre_tokenizer"))
+        or any(token.get("lstrip") or token.get("rstrip") for token in added)  # take in any spaces
+    ):
+        return None
+    longest = _longest_token(tokenizer)
+    written = max((len(token.get("content", "").encode()) for token in added), default=0)
+    return None if longest is None else max(longest, written) * factor
+
+
+def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
+    """By which factor the normalizer shortens a text at most; None: not known."""
+    factor = 1
+    for step in _flat(normalizer, "normalizers"):
+        kind = step.get("type")
+        if kind == "NFC":
+            factor *= NFC_SHRINKS
+        elif kind == "Replace":
+            pattern = (step.get("pattern") or {}).get("String")
+            content = step.get("content")
+            if not isinstance(pattern, str) or not isinstance(content, str):
+                return None
+            if len(content.encode()) < len(pattern.encode()):
+                return None
+        elif kind not in ("ByteLevel", "Prepend"):
+            return None
+    return factor
+
+
+def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    """Whether every character of a text is in one of the pieces that it is split into."""
+    return all(
+        step.get("type") in _DROPS_NOTHING and step.get("behavior") != "Removed"
+        for step in _flat(pre_tokenizer, "pretokenizers")
+    )
+
+
+def _longest_token(tokenizer: Mapping[str, Any]) -> int | None:
+    """Bytes of the longest token; None for a model that does not have a token for each byte."""
+    model = tokenizer.get("model") or {}
+    vocab = model.get("vocab")
+    if model.get("type", "BPE") != "BPE" or not isinstance(vocab, Mapping):
+        return None
+    if model.get("byte_fallback"):
+        known = all(f"<0x{byte:02X}>" in vocab for byte in range(_BYTES))
+        return max(len(token.encode()) for token in vocab) if known else None
+    steps = [
+        *_flat(tokenizer.get("pre_tokenizer"), "pretokenizers"),
+        *_flat(tokenizer.get("normalizer"), "normalizers"),
+    ]
+    if not any(step.get("type") == "ByteLevel" for step in steps):
+        return None
+    known = sum(len(token) == 1 for token in vocab) >= _BYTES  # a character stands for a byte
+    return max(map(len, vocab)) if known else None
+
+
+def _flat(part: Mapping[str, Any] | None, inner: str) -> Iterator[Mapping[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, those of sequences in it included."""
+    if part is None:
+        return
+    if part.get("type") != "Sequence":
+        yield part
+        return
+    for nested in part.get(inner) or []:
+        yield from _flat(nested, inner)
+
+
+def check_bytes(size: int, max_bytes: int | None, context: int) -> None:
+    """Raises ContextExceeded for a text of at least `size` bytes that has too many tokens in any
+    case.
+    """
+    if max_bytes is None:
+        return
+    least = -(-size // max_bytes)
+    if least >= context:
+        raise ContextExceeded(
+            f"the prompt has {size} bytes, which are at least {least} tokens (a token of this model"
+            f" is at most {max_bytes} bytes long), the context of the model is {context}; shorten"
+            " the prompt",
+            details={"prompt_bytes": size, "prompt_tokens_at_least": least, "context": context},
+        )
+
+
+def check_tokens(count: int, context: int) -> None:
+    """Raises BadRequest for an empty prompt, ContextExceeded for one that leaves no token free."""
+    if not count:
+        raise BadRequest("the prompt is empty: it has no tokens")
+    if count >= context:
+        raise ContextExceeded(
+            f"the prompt has {count} tokens, the context of the model is {context};"
+            " shorten the prompt",
+            details={"prompt_tokens": count, "context": context},
+        )
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, what: str) -> None:
+    """Raises BadRequest for an id that the model has no row for; `what` names the ids."""
+    largest = max(ids, default=0)
+    if largest >= vocab_size:
+        raise BadRequest(
+            f"{what}: token id {largest} is not below {vocab_size}, the size of the vocabulary"
+        )
