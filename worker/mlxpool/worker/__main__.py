@@ -46,11 +46,11 @@ def build(config: WorkerConfig) -> Edge:
     from mlxpool.common.transport.waker import Waker
     from mlxpool.worker.compute.progress import Progress
     from mlxpool.worker.compute.thread import Compute
-    from mlxpool.worker.preparation.service import service_of
+    from mlxpool.worker.preparation.limits import Limits
     from mlxpool.worker.process.edge import Edge
     from mlxpool.worker.process.link import Link
     from mlxpool.worker.process.mailbox import Mailbox
-    from mlxpool.worker.process.prepare import Preparer
+    from mlxpool.worker.process.prepare import Preparer, service_of
     from mlxpool.worker.testing.faults import faults_of
     from mlxpool.worker.testing.faulty_engine import begin_with, open_source
     from mlxpool.worker.testing.faulty_link import FaultyLink, FaultyPreparer
@@ -61,9 +61,8 @@ def build(config: WorkerConfig) -> Edge:
     progress = Progress(mailbox.waker.wake, block=block)
     credentials = Credentials.of(config.server_key, config.key)
     faults = faults_of(config, history)
-    make_service = partial(
-        service_of, prepare_limit=config.prepare_limit, memory_limit=config.model.memory_limit
-    )
+    limits = Limits(tokenize=config.prepare_limit)
+    make_service = partial(service_of, limits=limits, memory_limit=config.model.memory_limit)
     if not faults.site:
         link = Link(config.endpoint, config.token, history, credentials)
         compute = Compute(config, progress, mailbox.post)

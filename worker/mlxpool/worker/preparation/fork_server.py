@@ -13,9 +13,13 @@ import socket
 import struct
 import sys
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxpool.worker.system.parent_death import STDIN, die_with_parent, kill_with_parent
+
+if TYPE_CHECKING:
+    from mlxpool.worker.preparation.limits import Limits
+    from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 
 NICENESS = 10  # so that lanes give way to the threads that decode
 REQUEST = struct.Struct("!ci")  # one of the three below, and the pid of a lane
@@ -31,6 +35,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal concerns the broker
     os.nice(NICENESS)
     from mlxpool.worker.preparation.jobs import receive  # imports what takes long
+    from mlxpool.worker.preparation.limits import Limits
     from mlxpool.worker.prompt.interface import TextSource
     from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 
@@ -38,7 +43,7 @@ def main() -> int:
         first: dict[str, Any] | None = next(receive(worker), None)
         if first is None:
             return 0
-        limit = float(first.pop("prepare_limit"))
+        limits = Limits(**first.pop("limits"))
         text = ChatTokenizer.from_source(TextSource(**first))
         worker.sendall(REPLY.pack(os.getpid()))
         killed: set[int] = set()  # lanes to reap: one of the lowest priority takes long to end
@@ -48,7 +53,7 @@ def main() -> int:
                 return 0
             what, pid = REQUEST.unpack(data)
             if what == FORK:
-                reply = _fork(worker, descriptors[0], text, limit)
+                reply = _fork(worker, descriptors[0], text, limits)
             elif what == REAP:
                 reply = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             else:
@@ -59,7 +64,7 @@ def main() -> int:
             killed = {one for one in killed if not os.waitpid(one, os.WNOHANG)[0]}
 
 
-def _fork(worker: socket.socket, descriptor: int, text: Any, limit: float) -> int:
+def _fork(worker: socket.socket, descriptor: int, text: ChatTokenizer, limits: Limits) -> int:
     """Start a lane that serves this descriptor. Returns its pid."""
     pid = os.fork()
     if pid:
@@ -73,7 +78,7 @@ def _fork(worker: socket.socket, descriptor: int, text: Any, limit: float) -> in
         from mlxpool.worker.preparation.lane import serve
 
         with socket.socket(fileno=descriptor) as connection:
-            serve(connection, text, limit)
+            serve(connection, text, limits)
         code = 0
     except BaseException:
         traceback.print_exc()

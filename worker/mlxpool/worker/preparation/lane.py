@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.worker.preparation.jobs import pack, perform, receive, unpack
-from mlxpool.worker.preparation.limits import (
-    ENCODE_MEMORY,
-    RENDER_TIMEOUT,
-    SHORT_TEXT,
-    SHORT_TIME,
-    encode_limit,
-)
+from mlxpool.worker.preparation.limits import ENCODE_MEMORY, SHORT_TEXT, SHORT_TIME, Limits
 from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
 from mlxpool.worker.prompt.interface import RenderedChat, TextModel
 from mlxpool.worker.system.idle_class import become_idle_class
@@ -32,14 +26,14 @@ from mlxpool.worker.system.idle_class import become_idle_class
 OOM_SCORE = 500  # the kernel ends a lane before its worker when memory runs out
 
 
-def serve(worker: socket.socket, text: TextModel, prepare_limit: float) -> None:
+def serve(worker: socket.socket, text: TextModel, limits: Limits) -> None:
     """Perform jobs until the worker closes the connection or one job was long.
 
     After a long job the process ends: it cannot leave SCHED_IDLE, and it returns its memory so.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
-    bounded = BoundedText(text, prepare_limit)
+    bounded = BoundedText(text, limits)
     with contextlib.suppress(ConnectionError):
         for fields in receive(worker):
             worker.sendall(pack(perform(bounded, unpack(fields))))
@@ -50,10 +44,9 @@ def serve(worker: socket.socket, text: TextModel, prepare_limit: float) -> None:
 class BoundedText:
     """A TextModel whose calls have limits of time and memory. `worn`: one of them was long."""
 
-    def __init__(self, text: TextModel, prepare_limit: float) -> None:
-        """`prepare_limit`: see encode_limit."""
+    def __init__(self, text: TextModel, limits: Limits) -> None:
         self._text = text
-        self._prepare_limit = prepare_limit
+        self._limits = limits
         self._base = _address_space()
         self.worn = False
         self.max_bytes_per_token = text.max_bytes_per_token
@@ -73,7 +66,7 @@ class BoundedText:
         """See TextModel; lowers its priority after SHORT_TIME."""
         with (
             _memory_limit(self._base + MAX_MEMORY),
-            _timer(signal.ITIMER_REAL, RENDER_TIMEOUT),
+            _timer(signal.ITIMER_REAL, self._limits.render),
             _timer(signal.ITIMER_PROF, SHORT_TIME),
         ):
             return self._text.render(messages, tools, now, think)
@@ -106,7 +99,7 @@ class BoundedText:
         try:
             with (
                 _memory_limit(self._base + ENCODE_MEMORY),
-                _timer(signal.ITIMER_PROF, encode_limit(size, self._prepare_limit)),
+                _timer(signal.ITIMER_PROF, self._limits.encoding(size)),
             ):
                 yield
         finally:

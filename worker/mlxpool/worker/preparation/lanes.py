@@ -29,6 +29,7 @@ from mlxpool.worker.preparation.jobs import (
     pack_map,
     unpack,
 )
+from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.prompt.interface import TextSource
 
 START_TIMEOUT = 60.0  # seconds for the fork server to start, and for each of its replies
@@ -43,9 +44,9 @@ class LaneEnded(Exception):
 class ForkServer:
     """The process that forks lanes, started when it is needed."""
 
-    def __init__(self, source: TextSource, prepare_limit: float) -> None:
-        """`prepare_limit`: processor seconds, see encode_limit."""
-        self._first = pack_map({**asdict(source), "prepare_limit": prepare_limit})
+    def __init__(self, source: TextSource, limits: Limits) -> None:
+        self.limits = limits
+        self._first = pack_map({**asdict(source), "limits": asdict(limits)})
         self._process: _ServerProcess | None = None
 
     def fork(self) -> Lane:

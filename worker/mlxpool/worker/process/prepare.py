@@ -23,12 +23,16 @@ from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work
 from mlxpool.common.protocol.token_ids import count_of, unpack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey
 from mlxpool.worker.preparation.jobs import Decode, Decoded, Encode, Encoded, Job, Render, Result
+from mlxpool.worker.preparation.lane_service import LaneService
+from mlxpool.worker.preparation.lanes import ForkServer
+from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.preparation.queue import Waiting
-from mlxpool.worker.preparation.service import Deliver, Load, Service
+from mlxpool.worker.preparation.service import Deliver, InlineService, Load, Service
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.interface import Opened
 from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_tokens
 from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.system.cpu_threads import process_cpu_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,19 @@ class Answer:
 
 Finish = Callable[[Result], Prepared | Answer]
 MakeService = Callable[[Opened, Deliver], Service]
+
+
+def service_of(
+    opened: Opened, deliver: Deliver, *, limits: Limits, memory_limit: int = 0
+) -> Service:
+    """The service for a model: with processes, unless its text functions are our own code.
+
+    `memory_limit`: bytes of the worker and these processes together; 0: no limit.
+    """
+    if opened.source is None:
+        return InlineService(opened.text, deliver)
+    server = ForkServer(opened.source, limits)
+    return LaneService(server, deliver, process_cpu_threads(), memory_limit)
 
 
 class Preparer:

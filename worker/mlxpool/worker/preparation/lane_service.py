@@ -1,0 +1,299 @@
+"""The thread that gives jobs to lanes: fair between owners, short ones beside long ones."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import selectors
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic
+
+import psutil
+
+from mlxpool.common.errors import Internal
+from mlxpool.common.transport.waker import Waker
+from mlxpool.worker.preparation.errors import (
+    CANCELLED,
+    ended_too_often,
+    error_of_exit,
+    late,
+    too_much_memory,
+)
+from mlxpool.worker.preparation.jobs import Result
+from mlxpool.worker.preparation.lanes import ForkServer, Lane, LaneEnded
+from mlxpool.worker.preparation.limits import MAX_LANES, SHORT_TEXT, SHORT_TIME
+from mlxpool.worker.preparation.queue import FairQueue, Waiting
+from mlxpool.worker.preparation.service import Deliver, Load, encoding_of
+from mlxpool.worker.prompt.interface import RenderedChat
+from mlxpool.worker.system.cpu_threads import CpuThreads
+
+MAX_TRIES = 2  # when a lane was ended from outside, its job is not to blame
+MEMORY_INTERVAL = 0.1  # seconds between two readings of what lanes take while one has a long job
+
+
+@dataclass(eq=False, slots=True)
+class Running:
+    """A job in a lane. `long`: short jobs do not wait for it. `tries`: lanes it was given to."""
+
+    waiting: Waiting
+    lane: Lane
+    began: float
+    long: bool
+    tries: int
+
+
+class LaneService(threading.Thread):
+    """Performs submitted jobs in lanes; `deliver` is called in this thread, once for each job.
+
+    At most one job of a long text runs at a time, and one that is short. A short one that takes
+    longer than SHORT_TIME becomes a long one, so that the next does not wait for it.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer,
+        deliver: Deliver,
+        cpu_threads: CpuThreads,
+        memory_limit: int = 0,
+    ) -> None:
+        """`memory_limit`: bytes of the worker and these processes together; 0: no limit."""
+        super().__init__(name="prepare", daemon=True)
+        self._server = server
+        self._deliver = deliver
+        self._cpu_threads = cpu_threads
+        self._memory_limit = memory_limit
+        self._worker = psutil.Process()
+        self._waker = Waker()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._short, self._long = FairQueue(), FairQueue()
+        self._running: dict[Hashable, Running] = {}
+        self._idle: Lane | None = None  # for the next short job
+        self._watch_at = math.inf  # when memory is looked at again
+        self._closing = False
+        self.load = Load()
+
+    # ---- any thread ----------------------------------------------------------------------------
+
+    def submit(self, waiting: Waiting) -> None:
+        """See Service."""
+        self._command(partial(self._add, waiting))
+
+    def submit_result(self, key: Hashable, result: Result) -> None:
+        """See Service."""
+        self._command(partial(self._deliver, key, result))
+
+    def cancel(self, key: Hashable) -> None:
+        """See Service."""
+        self._command(partial(self._end, key, CANCELLED))
+
+    def cancel_all(self) -> None:
+        """See Service."""
+        self._command(self._end_all)
+
+    def close(self) -> None:
+        """End the thread and its processes. For tests: a worker's end ends them as well."""
+        self._command(self._close)
+        self.join()
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        self._waker.wake()
+
+    # ---- the loop ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until the process ends."""
+        self._selector.register(self._waker, selectors.EVENT_READ, self._waker.drain)
+        with contextlib.suppress(Internal):  # the first job tries again and gets the error
+            self._idle = self._new_lane()
+        while not self._closing:
+            for key, _ in self._selector.select(self._timeout(monotonic())):
+                key.data()
+            self.turn(monotonic())
+
+    def turn(self, now: float) -> None:
+        """Obey commands, end what is late, fill the lanes; `now` in monotonic seconds."""
+        while not self._commands.empty():
+            self._commands.get()()
+        if self._closing:
+            return
+        for waiting in [*self._short.expired(now), *self._long.expired(now)]:
+            self._deliver(waiting.key, late(waiting.size))
+        for one in list(self._running.values()):
+            if now >= one.waiting.deadline:
+                self._end(one.waiting.key, late(one.waiting.size))
+            elif not one.long and now >= one.began + SHORT_TIME and self._has_free_lane:
+                self._become_long(one)
+        self._fill(now)
+        if now >= self._watch_at:
+            self._watch_memory(now)
+        self.load = replace(
+            self.load,
+            waiting=len(self._short) + len(self._long),
+            running=len(self._running),
+            bytes=self._short.bytes
+            + self._long.bytes
+            + sum(one.waiting.size for one in self._running.values()),
+        )
+
+    def _timeout(self, now: float) -> float | None:
+        """Seconds until something is due; None: nothing is."""
+        due = min(self._watch_at, self._short.next_deadline(), self._long.next_deadline())
+        for one in self._running.values():
+            due = min(due, one.waiting.deadline)
+            if not one.long and self._has_free_lane:
+                due = min(due, one.began + SHORT_TIME)
+        return None if due == math.inf else max(0.0, due - now)
+
+    # ---- jobs ----------------------------------------------------------------------------------
+
+    @property
+    def _has_free_lane(self) -> bool:
+        return len(self._running) < MAX_LANES
+
+    def _add(self, waiting: Waiting) -> None:
+        (self._short if waiting.size <= SHORT_TEXT else self._long).add(waiting)
+
+    def _fill(self, now: float) -> None:
+        """Give the next short and the next long job to a lane, unless such a one runs."""
+        running = self._running.values()
+        while len(self._short) and self._has_free_lane and all(one.long for one in running):
+            self._start(self._short.take(), now)
+        while (
+            len(self._long)
+            and self._has_free_lane
+            and all(one.waiting.size <= SHORT_TEXT for one in running)
+        ):
+            self._start(self._long.take(), now)
+
+    def _start(self, waiting: Waiting, now: float, tries: int = 1) -> None:
+        """Give a job to a lane, or its error to its owner."""
+        long = waiting.size > SHORT_TEXT
+        lane = None
+        if not long:
+            lane, self._idle = self._idle, None
+        try:
+            lane = lane or self._new_lane()
+        except Internal as error:
+            self._deliver(waiting.key, error)
+            return
+        one = self._running[waiting.key] = Running(waiting, lane, now, False, tries)
+        if long:
+            self._become_long(one)
+        lane.begin(waiting.job)
+        self._watch(lane)
+
+    def _become_long(self, one: Running) -> None:
+        one.long = True
+        self._cpu_threads.begin_long_work()
+        self._watch_at = min(self._watch_at, monotonic())
+
+    def _end(self, key: Hashable, result: Result) -> None:
+        """End a job before its result is there; one that has its result already is left alone."""
+        one = self._running.get(key)
+        if one is not None:
+            self._kill(one.lane)
+            self._remove(one)
+        elif self._short.remove(key) is None and self._long.remove(key) is None:
+            return
+        self._deliver(key, result)
+
+    def _end_all(self) -> None:
+        self._short.clear()
+        self._long.clear()
+        for one in list(self._running.values()):
+            self._kill(one.lane)
+            self._remove(one)
+
+    def _close(self) -> None:
+        self._closing = True
+        self._end_all()
+        if self._idle is not None:
+            self._kill(self._idle)
+            self._idle = None
+        self._server.close()
+        self._selector.close()
+        self._waker.close()
+
+    def _remove(self, one: Running) -> None:
+        del self._running[one.waiting.key]
+        if one.long:
+            self._cpu_threads.end_long_work()
+
+    # ---- lanes ---------------------------------------------------------------------------------
+
+    def _new_lane(self) -> Lane:
+        lane = self._server.fork()
+        self._selector.register(lane, selectors.EVENT_READ, partial(self._on_lane, lane))
+        return lane
+
+    def _watch(self, lane: Lane) -> None:
+        """Wait for what the lane does next."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if lane.has_unsent else 0)
+        self._selector.modify(lane, events, partial(self._on_lane, lane))
+
+    def _kill(self, lane: Lane) -> None:
+        self._selector.unregister(lane)
+        lane.kill()
+
+    def _on_lane(self, lane: Lane) -> None:
+        """A lane has something to read, can take more, or has ended."""
+        one = next((one for one in self._running.values() if one.lane is lane), None)
+        if lane.has_unsent:
+            lane.flush()
+            self._watch(lane)
+        try:
+            result = lane.result()
+        except LaneEnded:
+            self._selector.unregister(lane)
+            code = lane.reap()
+            if lane is self._idle:
+                self._idle = None
+            if one is not None:
+                self._remove(one)
+                self._on_end(one, code)
+            return
+        if one is not None and result is not None:
+            self._on_result(one, result)
+
+    def _on_result(self, one: Running, result: Result) -> None:
+        self._remove(one)
+        if one.long or self._idle is not None:
+            self._kill(one.lane)
+        else:
+            self._idle = one.lane
+        if isinstance(result, RenderedChat):  # its text is long, so encoding it is a job by itself
+            self._long.add(encoding_of(one.waiting, result))
+        else:
+            self._deliver(one.waiting.key, result)
+
+    def _on_end(self, one: Running, code: int) -> None:
+        """A lane has ended instead of answering."""
+        error = error_of_exit(code, one.waiting.size, self._server.limits)
+        if error is not None:
+            self._deliver(one.waiting.key, error)
+        elif one.tries < MAX_TRIES:
+            self._start(one.waiting, monotonic(), one.tries + 1)
+        else:
+            self._deliver(one.waiting.key, ended_too_often(one.tries, code))
+
+    def _watch_memory(self, now: float) -> None:
+        """Measure all processes; end the largest lane when they exceed the limit."""
+        shared = self._server.memory()
+        extra = {one: max(0, one.lane.memory() - shared) for one in self._running.values()}
+        memory = shared + sum(extra.values())
+        self.load = replace(self.load, memory=memory)
+        self._watch_at = now + MEMORY_INTERVAL if self._running else math.inf
+        if self._memory_limit and extra:
+            total = self._worker.memory_info().rss + memory
+            if total > self._memory_limit:
+                largest = max(extra, key=lambda one: extra[one])
+                error = too_much_memory(
+                    largest.waiting.size, extra[largest], total, self._memory_limit
+                )
+                self._end(largest.waiting.key, error)
