@@ -73,7 +73,9 @@ def _fork(worker: socket.socket, descriptor: int, text: ChatTokenizer, limits: L
     code = 1
     try:
         worker.close()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), STDIN)  # the worker's socket
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, STDIN)  # in place of the worker's socket
+        os.close(nothing)
         kill_with_parent()
         from mlxpool.worker.preparation.lane import serve
 

@@ -126,6 +126,10 @@ class ChatTokenizer:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except (TypeError, UnicodeError) as error:
             raise BadRequest(f"the prompt is not valid Unicode text: {error}") from error
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise BadRequest(f"the tokenizer of this model fails with this text: {error}") from None
         ids: list[int] = encoding.ids
         return ids
 
@@ -136,12 +140,21 @@ class ChatTokenizer:
         return () if tuple(begin) == self.prefix else self.prefix
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether it is a panic of native code, which is no Exception: a pattern of a tokenizer that
+    needs too many tries, for one.
+    """
+    return type(error).__name__ == "PanicException"
+
+
 def read_tokenizer(file: Path) -> tuple[Tokenizer, bytes]:
     """The tokenizer of a tokenizer.json, and the file. Raises ModelLoadFailed naming the file."""
     data = read_file(file)
     try:
         tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # tokenizers raises bare Exception
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise ModelLoadFailed(f"{file} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,0 +1,441 @@
+"""Lanes: results, limits, cancels, fairness, and that a job harms no other one."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import psutil
+import pytest
+
+from mlxpool.common.errors import BadRequest, DeadlineExceeded, Internal, OutOfMemory, PoolError
+from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
+from mlxpool.worker.preparation import fork_server, lane_service
+from mlxpool.worker.preparation.errors import CANCELLED
+from mlxpool.worker.preparation.jobs import Decode, Decoded, Encode, Encoded, Job, Render, Result
+from mlxpool.worker.preparation.lane_service import LaneService
+from mlxpool.worker.preparation.lanes import ForkServer
+from mlxpool.worker.preparation.limits import SHORT_TEXT, Limits
+from mlxpool.worker.preparation.queue import Waiting
+from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.system.cpu_threads import CpuThreads
+from mlxpool.worker.weights.inspect import inspect
+from support.pool import PATIENCE, gone, until
+from support.worker_checkpoints import write_checkpoint, write_json
+
+CONTEXT = 10**6
+CHAT = [{"role": "user", "content": "hi \ud800 \U0001f600", "extra": [b"\0", 2**99]}]
+TWO = CHAT * 2  # the templates of these tests misbehave with two messages
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TWICE = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}"
+BLOCKS = (
+    "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+    "{% macro g(n) %}{% if n %}{% call f() %}{{ g(n - 1) }}{% endcall %}{% endif %}{% endmacro %}"
+    "{{ g(30) }}"
+)
+RECURSIVE = (
+    "{% for a in [1, 1] recursive %}{% if loop.depth < 30 %}{{ loop([1, 1]) }}{% endif %}"
+    "{% endfor %}"
+)
+# A pattern whose matcher tries every way to divide a row of x: 13 ms for 20 of them.
+SLOW_PATTERN = r"(?:x+x+)+y"
+SLOW = ("x" * 20 + " ") * 700  # a short text that takes some 9 s
+LONG = SLOW * 2
+PANICS = "x" * 60  # the matcher gives up after its own limit, by a panic
+linux = pytest.mark.skipif(sys.platform != "linux", reason="a feature of Linux")
+
+
+class Lanes:
+    """A service, and the results that it has delivered."""
+
+    def __init__(self, folder: Path, limits: Limits | None = None, memory_limit: int = 0) -> None:
+        source = ChatTokenizer.from_folder(inspect(folder)).source
+        self.results: queue.SimpleQueue[tuple[Hashable, Result]] = queue.SimpleQueue()
+        server = ForkServer(source, limits or Limits(render=PATIENCE, tokenize=PATIENCE))
+        threads = CpuThreads(None, 1)
+        self.service = LaneService(
+            server, lambda key, result: self.results.put((key, result)), threads, memory_limit
+        )
+        self.service.start()
+        self._key = 0
+
+    def submit(
+        self, key: Hashable, job: Job, owner: str = "", deadline: float = float("inf")
+    ) -> None:
+        size = len(job.text) if isinstance(job, Encode) else 1
+        self.service.submit(Waiting(key, owner, size, job, deadline))
+
+    def next(self) -> tuple[Hashable, Result]:
+        return self.results.get(timeout=PATIENCE)
+
+    def do(self, job: Job) -> Result:
+        """The result of one job, while no other one runs."""
+        self._key += 1
+        self.submit(self._key, job)
+        key, result = self.next()
+        assert key == self._key
+        return result
+
+    def text(self, messages: Any = CHAT, tools: Any = ()) -> str:
+        """A rendered chat, from its ids, which are bytes here."""
+        result = self.do(Render(messages, tools, None, 0.0, CONTEXT))
+        assert isinstance(result, Encoded), result
+        return bytes(unpack_ids(result.packed)).decode()
+
+    def error(self, job: Job) -> PoolError:
+        result = self.do(job)
+        assert isinstance(result, PoolError), result
+        return result
+
+
+Make = Callable[..., Lanes]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Lanes] = []
+
+    def one(template: str = "ok", *, split: str = "", **options: Any) -> Lanes:
+        folder = tmp_path / str(len(made))
+        write_checkpoint(folder, tokenizer_config={"chat_template": template})
+        if split:
+            raw = json.loads((folder / "tokenizer.json").read_text())
+            by_regex = {
+                "type": "Split",
+                "pattern": {"Regex": split},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+            both = {"type": "Sequence", "pretokenizers": [by_regex, raw["pre_tokenizer"]]}
+            write_json(folder / "tokenizer.json", {**raw, "pre_tokenizer": both})
+        made.append(Lanes(folder, **options))
+        return made[-1]
+
+    yield one
+    for lanes in made:
+        lanes.service.close()
+
+
+def servers() -> list[psutil.Process]:
+    """The fork servers of this process."""
+    found = psutil.Process().children()
+    return [one for one in found if fork_server.__name__ in " ".join(one.cmdline())]
+
+
+def lanes_of(server: psutil.Process) -> list[psutil.Process]:
+    return [one for one in server.children() if one.status() != psutil.STATUS_ZOMBIE]
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def test_texts_are_encoded_and_decoded(make: Make) -> None:
+    lanes = make()
+    assert lanes.do(Encode("né")) == Encoded(pack_ids(list(b"n\xc3\xa9")))
+    assert lanes.do(Encode("né".encode())) == Encoded(pack_ids(list(b"n\xc3\xa9")))
+    assert lanes.do(Decode(pack_ids(list(b"n\xc3\xa9")), 264)) == Decoded("né")
+    assert "below 264" in lanes.error(Decode(pack_ids([264]), 264)).message
+    assert "not UTF-8" in lanes.error(Encode(b"\xff")).message
+    assert "not valid Unicode" in lanes.error(Encode("\ud800")).message
+
+
+def test_a_chat_is_rendered_and_encoded(make: Make) -> None:
+    lanes = make("{{ bos_token[1] }}{{ strftime_now('%Y') }}{{ messages[0].content[:2] }}")
+    assert lanes.text() == "s1970hi"
+
+
+def test_the_ids_before_the_generation_prompt_are_counted(make: Make) -> None:
+    lanes = make("{{ tools | length }}é{% if add_generation_prompt %}><think>{% endif %}")
+    result = lanes.do(Render(CHAT, [{}], None, 0.0, CONTEXT))
+    assert result == Encoded(pack_ids(list("1é><think>".encode())), restore_at=3, thinks=True)
+
+
+def test_a_long_chat_is_encoded_whole(make: Make) -> None:
+    large = [{"role": "user", "content": "é" * SHORT_TEXT}]
+    assert make("{{ messages[0].content }}").text(large) == "é" * SHORT_TEXT
+
+
+def test_a_prompt_over_the_context_is_refused_without_being_encoded(make: Make) -> None:
+    lanes = make(split=SLOW_PATTERN)
+    error = lanes.error(Encode(SLOW, context=10))
+    assert error.code == "context_exceeded"
+    assert error.details["prompt_bytes"] == len(SLOW) and error.details["context"] == 10
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('no pets') }}", "refused the messages: no pets"),
+        ("a\n{{ 1 / 0 }}", "failed at line 2: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        pytest.param(
+            "\n{{ 'x' * 2**31 }}", f"line 2: it takes more than {MAX_MEMORY} bytes", marks=linux
+        ),
+        ("{{ 'x' * 5000000 }}", "5000000 characters, at most 4194304"),
+    ],
+)
+def test_a_failed_chat_is_a_bad_request_and_harms_nothing(
+    make: Make, source: str, words: str
+) -> None:
+    lanes = make(f"{{% if messages | length > 1 %}}{source}{{% else %}}ok{{% endif %}}")
+    assert lanes.text() == "ok"
+    error = lanes.error(Render(TWO, [], None, 0.0, CONTEXT))
+    assert isinstance(error, BadRequest) and words in error.message
+    assert lanes.text() == "ok"
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source",
+    [LOOP, TWICE, BLOCKS, RECURSIVE, "{{ (8 + messages | length) ** (10 ** 9) }}"],
+    ids=["loops", "macros", "called blocks", "recursive loops", "one expression"],
+)
+def test_a_template_without_end_is_stopped(make: Make, source: str) -> None:
+    template = f"{{% if messages | length > 1 %}}{source}{{% endif %}}ok"
+    lanes = make(template, limits=Limits(render=1.0))
+    assert lanes.text() == "ok"
+    error = lanes.error(Render(TWO, [], None, 0.0, CONTEXT))
+    assert isinstance(error, BadRequest)
+    assert error.message == "the chat template was not done after 1 s: it was stopped"
+    assert lanes.text() == "ok"
+
+
+def test_both_renderings_of_a_chat_share_the_limit(make: Make) -> None:
+    template = f"{{% if not add_generation_prompt %}}{LOOP}{{% endif %}}ok"
+    lanes = make(template, limits=Limits(render=0.3))
+    assert "not done" in lanes.error(Render(CHAT, [], None, 0.0, CONTEXT)).message
+
+
+def test_the_default_limits() -> None:
+    assert Limits() == Limits(render=2.0, tokenize=5.0)
+    assert Limits().encoding(4_000_000) == 45.0
+
+
+def test_a_tokenizer_without_end_is_stopped(make: Make) -> None:
+    lanes = make(split=SLOW_PATTERN, limits=Limits(tokenize=0.2))
+    error = lanes.error(Encode(SLOW))
+    assert isinstance(error, BadRequest)
+    assert f"not done with {len(SLOW)} bytes" in error.message and "prepare_limit" in error.message
+    assert lanes.text() == "ok"
+
+
+def test_a_panic_of_the_tokenizer_is_a_bad_request(make: Make) -> None:
+    """It is no Exception in Python; once it ended the thread that prepared requests."""
+    lanes = make(split=SLOW_PATTERN)
+    error = lanes.error(Encode(PANICS))
+    assert isinstance(error, BadRequest) and "fails with this text" in error.message
+    assert lanes.text() == "ok"
+
+
+def test_a_hang_delays_no_other_request(make: Make) -> None:
+    lanes = make(split=SLOW_PATTERN)
+    for number in range(lane_service.MAX_LANES - 1):
+        lanes.submit(("hang", number), Encode(SLOW))
+    lanes.submit("short", Encode("a"))
+    assert lanes.next() == ("short", Encoded(pack_ids(list(b"a"))))
+    for number in range(lane_service.MAX_LANES - 1):
+        lanes.service.cancel(("hang", number))
+        assert lanes.next() == (("hang", number), CANCELLED)
+
+
+@linux
+def test_a_text_that_takes_too_much_memory_is_a_bad_request(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = make()
+    error = lanes.error(Encode("\u1234" * (4 << 20)))  # 12 MiB: three times what a message holds
+    assert isinstance(error, BadRequest) and "bytes of memory" in error.message
+    assert lanes.text() == "ok"
+
+
+def test_a_text_over_the_memory_limit_of_the_worker_ends_alone(make: Make) -> None:
+    lanes = make(memory_limit=1)
+    lanes.submit("large", Encode("ab " * 10**6))
+    key, error = lanes.next()
+    assert key == "large" and isinstance(error, OutOfMemory)
+    assert error.details["bound"] == 1 and error.details["prompt_bytes"] == 3 * 10**6
+
+
+# ---- order, cancels, deadlines -------------------------------------------------------------------
+
+
+def test_short_jobs_pass_long_ones_and_owners_take_turns(make: Make) -> None:
+    lanes = make(split=SLOW_PATTERN)
+    long = "a b " * SHORT_TEXT
+    lanes.submit("hang", Encode(LONG))
+    until(lambda: lanes.service.load.running == 1, "the hang runs")
+    for owner in ("x", "y"):
+        for number in range(2):
+            lanes.submit((owner, number), Encode(long), owner)
+    lanes.submit("short", Encode("a"))
+    assert lanes.next()[0] == "short"
+    lanes.service.cancel("hang")
+    assert lanes.next() == ("hang", CANCELLED)
+    assert [lanes.next()[0] for _ in range(4)] == [("x", 0), ("y", 0), ("x", 1), ("y", 1)]
+
+
+def test_a_cancel_ends_what_waits_and_what_runs(make: Make) -> None:
+    lanes = make(split=SLOW_PATTERN)
+    lanes.submit("runs", Encode(LONG))
+    lanes.submit("waits", Encode(LONG))
+    until(lambda: lanes.service.load.running == 1, "the first runs")
+    assert lanes.service.load.waiting == 1 and lanes.service.load.bytes == 2 * len(LONG)
+    lanes.service.cancel("waits")
+    assert lanes.next() == ("waits", CANCELLED)
+    lanes.service.cancel("runs")
+    assert lanes.next() == ("runs", CANCELLED)
+    lanes.service.cancel("runs")  # it has its result
+    lanes.service.cancel("unknown")
+    assert lanes.text() == "ok"
+    assert lanes.service.load.running == lanes.service.load.bytes == 0
+
+
+def test_cancel_all_delivers_nothing(make: Make) -> None:
+    lanes = make(split=SLOW_PATTERN)
+    lanes.submit("runs", Encode(LONG))
+    lanes.submit("waits", Encode("a" * SHORT_TEXT * 2))
+    lanes.service.cancel_all()
+    lanes.service.submit_result("later", Decoded("x"))
+    assert lanes.next() == ("later", Decoded("x"))
+
+
+def test_a_deadline_ends_what_waits_and_what_runs(make: Make) -> None:
+    lanes = make(split=SLOW_PATTERN)
+    lanes.submit("runs", Encode(LONG), deadline=monotonic() + 0.2)
+    lanes.submit("waits", Encode(LONG), deadline=monotonic() + 0.1)
+    for key in ("waits", "runs"):
+        name, error = lanes.next()
+        assert name == key and isinstance(error, DeadlineExceeded)
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("which", ["server", "lane"])
+def test_a_process_killed_from_outside_is_replaced(make: Make, number: int, which: str) -> None:
+    lanes = make()
+    assert lanes.text() == "ok"
+    (server,) = servers()
+    (lane,) = lanes_of(server)
+    (server if which == "server" else lane).send_signal(number)
+    assert lanes.text() == "ok"
+    until(lambda: gone(lane), "the lane has ended")
+
+
+def test_a_job_whose_lanes_are_killed_is_tried_twice(make: Make) -> None:
+    lanes = make(split=SLOW_PATTERN)
+    lanes.submit("victim", Encode(LONG))
+    for _ in range(lane_service.MAX_TRIES):
+        until(lambda: bool(busy_lanes()), "a lane is at work")
+        (lane,) = busy_lanes()
+        lane.kill()
+        until(lambda: gone(lane), "it has ended")  # noqa: B023
+    key, error = lanes.next()
+    assert key == "victim" and isinstance(error, BadRequest)
+    assert error.message == "preparing the request ended its process 2 times, with code -9"
+
+
+def busy_lanes() -> list[psutil.Process]:
+    found = []
+    for server in servers():
+        for lane in lanes_of(server):
+            try:
+                if lane.cpu_times().user > 0.1:
+                    found.append(lane)
+            except psutil.NoSuchProcess:
+                pass
+    return found
+
+
+@pytest.mark.parametrize("program", [shutil.which("false"), "/nowhere"])
+def test_a_server_that_cannot_start_is_an_internal_error(
+    make: Make, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    error = make().error(Encode("a"))
+    assert isinstance(error, Internal) and "no process could be started" in error.message
+
+
+def test_closing_leaves_no_process_and_no_descriptor(make: Make) -> None:
+    first = make()
+    assert first.text() == "ok"  # what Python opens once is open now
+    before = psutil.Process().num_fds()
+    second = make(split=SLOW_PATTERN)
+    second.submit("hang", Encode(SLOW))
+    until(lambda: second.service.load.running == 1, "it runs")
+    started = [*servers(), *(lane for server in servers() for lane in lanes_of(server))]
+    second.service.close()
+    until(lambda: psutil.Process().num_fds() == before, "descriptors are closed")
+    until(lambda: sum(not gone(one) for one in started) == 2, "its processes have ended")
+
+
+def test_lanes_inherit_no_descriptor_and_have_a_lower_priority(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "")
+    lanes = make()
+    assert lanes.text() == "ok"
+    (server,) = servers()
+    (lane,) = lanes_of(server)
+    assert server.nice() == lane.nice() == min(os.nice(0) + fork_server.NICENESS, 19)
+    assert "LD_PRELOAD" not in server.environ()
+    assert server.num_fds() == 4  # the three of every process, and its socket once more
+    assert lane.num_fds() == 4  # the three, and its own socket
+
+
+@linux
+def test_long_work_runs_in_the_idle_class(make: Make) -> None:
+    lanes = make(split=SLOW_PATTERN)
+    lanes.submit("long", Encode(LONG))
+    until(lambda: bool(busy_lanes()), "a lane is at work")
+    assert os.sched_getscheduler(busy_lanes()[0].pid) == os.SCHED_IDLE
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in an endless template"])
+@linux
+def test_all_processes_end_with_the_worker(tmp_path: Path, busy: bool) -> None:
+    folder = write_checkpoint(tmp_path / "model", tokenizer_config={"chat_template": LOOP})
+    script = tmp_path / "worker.py"
+    job = f"Render([{{}}], [], None, 0.0, {CONTEXT})" if busy else 'Encode("a")'
+    script.write_text(
+        f"""
+from pathlib import Path
+from mlxpool.worker.preparation.jobs import Encode, Render
+from mlxpool.worker.preparation.lane_service import LaneService
+from mlxpool.worker.preparation.lanes import ForkServer
+from mlxpool.worker.preparation.limits import Limits
+from mlxpool.worker.preparation.queue import Waiting
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.system.cpu_threads import CpuThreads
+from mlxpool.worker.weights.inspect import inspect
+source = ChatTokenizer.from_folder(inspect(Path({str(folder)!r}))).source
+done = lambda key, result: print("ready", flush=True)
+service = LaneService(ForkServer(source, Limits(render=1000)), done, CpuThreads(None, 1))
+service.start()
+service.submit(Waiting(1, "", 1, Encode("a")))
+service.submit(Waiting(2, "", 1, {job}))
+input()
+"""
+    )
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        try:
+            assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
+            found = psutil.Process(worker.pid).children(recursive=True)
+            assert len(found) >= 2
+        finally:
+            worker.kill()
+    until(lambda: all(gone(one) for one in found), "they have ended")
