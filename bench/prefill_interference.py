@@ -119,8 +119,8 @@ class ComputeHarness:
         found: list[Arrival] = []
         while True:
             at, mail = self.mail.get()
-            self.compute.outbox.acknowledge()
-            rows = [Arrival(at, row.id[0], row.end is not None) for row in mail.rows]
+            self.compute.delta_queue.acknowledge()
+            rows = [Arrival(at, row.id[0], row.end is not None) for row in mail.deltas]
             found += rows
             if any(map(wanted, rows)):
                 return found

@@ -15,13 +15,13 @@ from mlxpool.common.options import Options
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.token_ids import unpack_ids
-from mlxpool.worker.compute.messages import Admit, Drop, Loaded, Outbound, Rows
+from mlxpool.worker.compute.messages import Admit, Drop, Loaded, Outbound, StepDeltas
+from mlxpool.worker.compute.model_source import ModelSource
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.thread import Compute
 from mlxpool.worker.engine.counting_engine import CountingEngine, piece
-from mlxpool.worker.engine.factory import ModelSource
 from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.testing.faults import Faults
 from mlxpool.worker.testing.faulty_engine import begin_with, open_source
@@ -103,9 +103,9 @@ class ComputeHarness:
 
     def rows(self) -> Iterator[Delta]:
         while True:
-            yield from self.next(Rows).rows
+            yield from self.next(StepDeltas).deltas
             if self.release:
-                self.compute.outbox.acknowledge()
+                self.compute.delta_queue.acknowledge()
 
     def until_ended(self, names: set[int]) -> dict[int, list[Delta]]:
         """All rows until these sequences have ended."""

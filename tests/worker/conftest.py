@@ -25,7 +25,7 @@ def small_on_a_gpu(on_cuda: bool) -> Iterator[None]:
         if on_cuda:
             processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
             patch.setattr(
-                "mlxpool.worker.engine.backend.DEFAULT_MEMORY_SHARE", min(0.02, 0.14 / processes)
+                "mlxpool.worker.kernels.device.DEFAULT_MEMORY_SHARE", min(0.02, 0.14 / processes)
             )
         yield
 

@@ -16,7 +16,7 @@ else:
 from mlxpool.worker.attention import dot_product
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
-from mlxpool.worker.layers.cache_specs import LatentSpec
+from mlxpool.worker.caches.specs import LatentSpec
 from mlxpool.worker.layers.linear import MultiLinear
 from mlxpool.worker.layers.mla import MAX_DECOMPRESSED, LatentAttentionProjections, LatentDims
 

@@ -18,7 +18,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
@@ -218,7 +218,7 @@ def test_a_row_that_fails_costs_its_neighbours_nothing(
     decode(engine, rows, 3)
     draw, drawn = sampler.sample_batch, 0
 
-    def damaged(logits: Any, *others: Any) -> sampler.SamplerOutput:
+    def damaged(logits: Any, *others: Any) -> Any:
         nonlocal drawn
         drawn += 1
         return draw(mx.where(mx.arange(3)[:, None] == 1, mx.nan, logits), *others)

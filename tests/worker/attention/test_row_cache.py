@@ -14,14 +14,14 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.worker.attention.dot_product import causal_attention  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
-from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
-from mlxpool.worker.layers.cache_specs import (  # noqa: E402
+from mlxpool.worker.caches.specs import (  # noqa: E402
     CacheSpec,
     KeyValueSpec,
     LatentSpec,
     RecurrentSpec,
     window_capacity,
 )
+from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 
 CHUNK = 40
 

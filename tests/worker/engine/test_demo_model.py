@@ -11,9 +11,9 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-import mlxpool.worker.engine.factory
+import mlxpool.worker.compute.model_source
 
-DEMO = Path(mlxpool.worker.engine.factory.__file__).parents[1] / "demo"
+DEMO = Path(mlxpool.worker.compute.model_source.__file__).parents[1] / "demo"
 FILES = {
     "LICENSE-PSF.txt",
     "README.md",

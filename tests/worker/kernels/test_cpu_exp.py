@@ -9,7 +9,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core")
 
-from mlxpool.worker.attention import softmax  # noqa: E402
+from mlxpool.worker.attention.dot_product import softmax_average  # noqa: E402
 from mlxpool.worker.kernels import cpu_exp  # noqa: E402
 from mlxpool.worker.kernels.cpu_exp import MIN_ARGUMENT, MIN_SIZE  # noqa: E402
 
@@ -81,7 +81,7 @@ def test_averages_are_those_of_the_softmax(beside: int) -> None:
     values = draw.normal(size=(2, 3, 50, 8)).astype(np.float32)
     shares = np.exp(scores.astype(np.float64) - scores.max(-1, keepdims=True))
     exact = (shares / shares.sum(-1, keepdims=True))[..., :50] @ values
-    got = np.array(softmax.softmax_average(mx.array(scores), mx.array(values)))
+    got = np.array(softmax_average(mx.array(scores), mx.array(values)))
     assert np.abs(got - exact).max() < 1e-5
 
 

@@ -32,10 +32,10 @@ from mlxpool.worker.kernels import (  # noqa: E402
 )
 from mlxpool.worker.kernels.matmul_small import FusedOps  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
-from mlxpool.worker.layers.interface import Rope  # noqa: E402
+from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.sampling.batch import SamplingBatch  # noqa: E402
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE  # noqa: E402
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -154,7 +154,7 @@ class Rows:
     def __init__(self, pairs: int, size: int, dtype: Any, lengths: Sequence[int] = LENGTHS) -> None:
         count = len(lengths)
         blocks = count * WIDTH
-        shape = (blocks, pairs, BLOCK_SIZE, size)
+        shape = (blocks, pairs, KV_BLOCK_TOKENS, size)
         self.pools = [mx.full(shape, float("nan"), dtype=dtype) for _ in "kv"]
         self.table = mx.random.permutation(blocks).reshape(count, WIDTH).astype(mx.int32)
         self.fresh = [mx.random.normal((count, pairs, size)).astype(dtype) for _ in "kv"]
@@ -165,7 +165,10 @@ class Rows:
             old = [mx.random.normal((length - 1, pairs, size)).astype(dtype) for _ in "kv"]
             if length > 1:
                 places = mx.arange(length - 1)
-                slots = self.table[row][places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+                slots = (
+                    self.table[row][places // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS
+                    + places % KV_BLOCK_TOKENS
+                )
                 for pool, one in zip(self.pools, old, strict=True):
                     mx.eval(block_write.write_tokens(pool, one, slots.astype(mx.int32)))
             self.old.append(old)
@@ -177,8 +180,8 @@ class Rows:
     def written(self, row: int) -> list[Any]:
         """Returns the new key and value in the pool."""
         at = LENGTHS[row] - 1
-        block = self.table[row, at // BLOCK_SIZE]
-        return [_numbers(pool[block, :, at % BLOCK_SIZE]) for pool in self.pools]
+        block = self.table[row, at // KV_BLOCK_TOKENS]
+        return [_numbers(pool[block, :, at % KV_BLOCK_TOKENS]) for pool in self.pools]
 
 
 def _numbers(array: Any) -> Any:
@@ -320,7 +323,7 @@ def test_tokens_of_a_row_read_it_together(
         positions = mx.concatenate([slots[:real], mx.zeros((nobody,))]).astype(mx.int32)
         for pool, old in zip(rows.pools, rows.fresh, strict=True):
             at = before + real - 1  # the last of the row's tokens is there, too
-            slot = rows.table[0, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+            slot = rows.table[0, at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS
             mx.eval(block_write.write_tokens(pool, old, slot[None].astype(mx.int32)))
         keys, values = (
             np.concatenate([_numbers(old), _numbers(new[0])[None]])

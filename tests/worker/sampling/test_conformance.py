@@ -15,9 +15,10 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.common.protocol.resume import Facts  # noqa: E402
-from mlxpool.worker.compute.generation import Generation  # noqa: E402
+from mlxpool.worker.compute.generations import Generation  # noqa: E402
 from mlxpool.worker.prompt.detokenizer import Detokenizer  # noqa: E402
-from mlxpool.worker.sampling.sampler import SampleRequest, sample  # noqa: E402
+from mlxpool.worker.sampling.batch import SampleRequest  # noqa: E402
+from mlxpool.worker.sampling.sampler import sample  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob  # noqa: E402
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}

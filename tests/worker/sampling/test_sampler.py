@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.sampling.sampler import NO_TOKEN, SampleRequest, noise_key, sample  # noqa: E402
+from mlxpool.worker.sampling.batch import NO_TOKEN, SampleRequest  # noqa: E402
+from mlxpool.worker.sampling.sampler import noise_key, sample  # noqa: E402
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 

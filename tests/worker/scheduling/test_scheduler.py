@@ -6,8 +6,8 @@ import pytest
 
 from mlxpool.common.options import Options
 from mlxpool.worker.scheduling import scheduler
-from mlxpool.worker.scheduling.block_manager import (
-    BLOCK_SIZE,
+from mlxpool.worker.scheduling.kv_blocks import (
+    KV_BLOCK_TOKENS,
     activation_bytes,
     block_capacity,
     blocks_for_step,
@@ -118,11 +118,11 @@ def test_running_streams_are_held_up_for_a_moment_only(
 
 
 def test_a_row_grows_before_its_step_and_never_beyond_its_end() -> None:
-    row = sequence(Phase.DECODE, BLOCK_SIZE - 2, blocks=1, max_tokens=10)
+    row = sequence(Phase.DECODE, KV_BLOCK_TOKENS - 2, blocks=1, max_tokens=10)
     assert scheduler.needing_blocks([row]) == []
     row.ids.append(1)
     assert scheduler.needing_blocks([row]) == [row] and blocks_for_step(row) == 2
-    last = sequence(Phase.DECODE, BLOCK_SIZE - 1, blocks=1, max_tokens=1)
+    last = sequence(Phase.DECODE, KV_BLOCK_TOKENS - 1, blocks=1, max_tokens=1)
     assert scheduler.needing_blocks([last]) == []
 
 

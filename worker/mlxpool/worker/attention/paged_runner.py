@@ -16,7 +16,7 @@ from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 from mlxpool.worker.kernels.paged_attention import parts_for
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.prefix.shared_blocks import BlockRow
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 CHUNK_WIDTHS = (16, 48, 128)  # tokens of the passes over a chunk of one row
 MIN_BATCH_WIDTH = 64  # tokens of the smallest pass over chunks of several rows
@@ -219,8 +219,13 @@ def _packed_places(
     places = Numbers("i", offsets)
     places.extend([0] * nobody)
     at = zip(rows, offsets, strict=True)
-    places.extend([row.table[to // BLOCK_SIZE] * BLOCK_SIZE + to % BLOCK_SIZE for row, to in at])
-    places.extend([spare * BLOCK_SIZE] * nobody)
+    places.extend(
+        [
+            row.table[to // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + to % KV_BLOCK_TOKENS
+            for row, to in at
+        ]
+    )
+    places.extend([spare * KV_BLOCK_TOKENS] * nobody)
     padding = [spare] * width
     for row in rows:
         places.extend(row.table[:width])

@@ -12,7 +12,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlxpool.worker.layers.cache_specs import (
+from mlxpool.worker.caches.specs import (
     ROLLBACK_STEPS,
     CacheSpec,
     KeyValueSpec,
@@ -20,9 +20,9 @@ from mlxpool.worker.layers.cache_specs import (
     RecurrentSpec,
     window_capacity,
 )
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
-ROW_GROWTH = BLOCK_SIZE  # tokens
+ROW_GROWTH = KV_BLOCK_TOKENS  # tokens
 Arrays = tuple[mx.array, ...]
 
 

@@ -24,7 +24,7 @@ from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work
 from mlxpool.common.protocol.token_ids import ID_WIDTH, count_of, pack_ids, unpack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey
 from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.prompt.interface import Fits, Opened, Prompt
+from mlxpool.worker.prompt.text_model import Fits, Opened, Prompt
 from mlxpool.worker.scheduling.sequence import Sequence
 
 MAX_ANSWER_TEXT = MAX_BODY - 1024  # bytes of text in an answer
@@ -32,7 +32,7 @@ MAX_ANSWER_TEXT = MAX_BODY - 1024  # bytes of text in an answer
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run for the compute thread, or the error that it ends with. `fence`: see `Rows`."""
+    """A run for the compute thread, or the error that it ends with. `fence`: see StepDeltas."""
 
     key: RunKey
     admit: Admit | None
@@ -42,7 +42,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to the `tokenize` or `detokenize` of a request. `fence`: see `Rows`."""
+    """The answer to the `tokenize` or `detokenize` of a request. `fence`: see StepDeltas."""
 
     id: bytes | None
     content: TokenizerAnswer
@@ -122,7 +122,7 @@ def prepare(opened: Opened, key: RunKey, work: Work, received: float, now: float
         seed=work.seed,
         max_tokens=max_tokens,
         ids=ids,
-        suspect=work.suspect,
+        prefill_alone=work.suspect,
         restore_at=prompt.restore_at,
     )
     facts = Facts(opened.digest, context, max_tokens, len(prompt.ids), now, prompt.thinks)

@@ -18,7 +18,7 @@ from mlxpool.worker.prompt.chat_template.limits import RENDERER_NICENESS
 from mlxpool.worker.prompt.chat_template.output_format import opens_thinking
 from mlxpool.worker.prompt.chat_template.renderer import RenderedChat, Renderer
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
-from mlxpool.worker.prompt.interface import Fits, Prompt, any_size
+from mlxpool.worker.prompt.text_model import Fits, Prompt, any_size
 from mlxpool.worker.prompt.token_bytes import TokenBytes
 from mlxpool.worker.system.cpu_threads import process_cpu_threads
 from mlxpool.worker.system.idle_thread import run_idle

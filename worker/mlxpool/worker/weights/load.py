@@ -17,8 +17,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.derived_weights import DerivedWeights
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.layers.quantisation import FLOAT_DTYPES, GLOBAL_SCALES
-from mlxpool.worker.weights.inspect import ModelFolder
-from mlxpool.worker.weights.memory_estimate import dequantised_growth
+from mlxpool.worker.weights.inspect import ModelFolder, dequantised_growth
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def load(
     """Reads the weights layer by layer, calls `on_progress` after each, and builds the model.
 
     `dequantise` turns quantised weights into dense ones now, see
-    memory_estimate.dequantises_at_load; `deterministic` implies it.
+    scheduling.memory_estimate.dequantises_at_load; `deterministic` implies it.
 
     Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or do not have
     the digests by which a store names them.

@@ -19,12 +19,12 @@ from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.layouts import LAYOUTS, PagedLayout, SlabLayout  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.attention.slabs import Slabs  # noqa: E402
-from mlxpool.worker.engine import backend  # noqa: E402
-from mlxpool.worker.engine import engine as engine_module  # noqa: E402
-from mlxpool.worker.engine.base import HEAP_GROWTH  # noqa: E402
-from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.interface import Engine  # noqa: E402
-from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.engine import model_engine as engine_module  # noqa: E402
+from mlxpool.worker.engine.engine import Engine  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.row_engine import HEAP_GROWTH  # noqa: E402
+from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
@@ -340,9 +340,8 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
 def test_capacity_is_what_the_limit_leaves(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        backend, "non_mlx_bytes", lambda: 0
-    )  # what other tests leave in the heap varies
+    # What other tests leave in the heap varies.
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)
     block = 256 * 2 * 2 * 8 * 4 * 2
     small, large = (
         ModelEngine(loaded, text, limit=size * 2**30, layout=GROWING) for size in (2, 4)
@@ -361,9 +360,11 @@ def test_a_pool_leaves_room_for_what_a_step_needs(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool is allocated at once, and again when the activation memory is known."""
-    monkeypatch.setattr(backend, "non_mlx_bytes", lambda: 0)
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)
     limit = 2**26
-    engine = ModelEngine(loaded, text, layout="pool", sequences=2, prefix_bytes=2**30, limit=limit)
+    engine = ModelEngine(
+        loaded, text, layout="pool", max_sequences=2, prefix_bytes=2**30, limit=limit
+    )
     before = engine._layout.blocks
     outside = mx.get_active_memory() - before * engine._block_bytes
     engine.warm_up()
@@ -385,8 +386,8 @@ def test_what_the_process_takes_beside_mlx_is_kept_from_the_rows(
         nonlocal freed
         freed = 0
 
-    monkeypatch.setattr(backend, "non_mlx_bytes", lambda: live + freed)
-    monkeypatch.setattr(backend, "trim_heap", trim)
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: live + freed)
+    monkeypatch.setattr(device, "trim_heap", trim)
     engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
     engine.warm_up()
     blocks = engine.blocks
@@ -411,8 +412,8 @@ def test_the_heap_is_trimmed_now_and_then_on_a_cpu(
 ) -> None:
     calls: list[None] = []
     monkeypatch.setattr(engine_module, "CLEAR_INTERVAL", 3)
-    monkeypatch.setattr(backend, "on_gpu", lambda: on_gpu)
-    monkeypatch.setattr(backend, "trim_heap", lambda: calls.append(None))
+    monkeypatch.setattr(device, "on_gpu", lambda: on_gpu)
+    monkeypatch.setattr(device, "trim_heap", lambda: calls.append(None))
     seq = sequence(prompt_of(10))
     prefill(engine, seq)
     decode(engine, [seq], 8)
@@ -424,7 +425,7 @@ def test_a_capacity_that_shrinks_takes_from_the_prefix_cache(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = 0
-    monkeypatch.setattr(backend, "non_mlx_bytes", lambda: outside)
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: outside)
     engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
     for salt in range(3):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)

@@ -18,8 +18,8 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
-from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.layers.cache_kinds import (  # noqa: E402
+from mlxpool.worker.attention.row_copies import LayerStates, RowStore  # noqa: E402
+from mlxpool.worker.caches.kinds import (  # noqa: E402
     CacheKind,
     FullCache,
     StateCache,
@@ -27,10 +27,10 @@ from mlxpool.worker.layers.cache_kinds import (  # noqa: E402
     can_rewind,
     lowest_rewind,
 )
-from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
 from mlxpool.worker.prefix.cache import TreeCache  # noqa: E402
-from mlxpool.worker.prefix.row_copies import LayerStates, RowStore  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence as Seq  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402

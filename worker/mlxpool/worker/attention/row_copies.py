@@ -12,7 +12,7 @@ from typing import Generic, TypeVar, cast
 
 import mlx.core as mx
 
-from mlxpool.worker.layers.cache_kinds import (
+from mlxpool.worker.caches.kinds import (
     CacheKind,
     FullCache,
     LayeredRow,

@@ -20,12 +20,12 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.config.schema import ModelConfig  # noqa: E402
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.caches.kinds import FullCache, StateCache  # noqa: E402
+from mlxpool.worker.compute import model_source  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402
-from mlxpool.worker.engine import factory  # noqa: E402
 from mlxpool.worker.engine.description import quantisation  # noqa: E402
-from mlxpool.worker.engine.interface import Engine  # noqa: E402
-from mlxpool.worker.engine.mlx_lm_engine import MlxLmEngine, load  # noqa: E402
-from mlxpool.worker.layers.cache_kinds import FullCache, StateCache  # noqa: E402
+from mlxpool.worker.engine.engine import Engine  # noqa: E402
+from mlxpool.worker.mlx_lm.engine import MlxLmEngine, load  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.weights import mlx_lm_models  # noqa: E402
@@ -346,21 +346,21 @@ def test_quantised_by_mlx_lm_in_words(
 def test_the_catalogue_opens_it_and_limits_stay(checked: dict[str, Checked]) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     path = str(checked["phi3"].folder.path)
-    source = factory.open_source(ModelConfig(path=path, context=100))
+    source = model_source.open_source(ModelConfig(path=path, context=100))
     seen: list[tuple[int, int]] = []
     engine = source.load(lambda tensors, size: seen.append((tensors, size)))
     assert isinstance(engine, MlxLmEngine) and engine.context == source.opened.context == 100
     assert seen[-1][1] == engine.memory().weights
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
     with pytest.raises(ModelLoadFailed, match=r"deterministic = true is not built for .*'phi3'"):
-        factory.open_source(ModelConfig(path=path, deterministic=True))
+        model_source.open_source(ModelConfig(path=path, deterministic=True))
 
 
 def test_importing_mlx_lm_lowers_no_limit() -> None:
     """Runs in a new process, because here it may be imported already."""
     code = (
         "import resource; before = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
-        "from mlxpool.worker.engine.mlx_lm_engine import open_file_limit_kept\n"
+        "from mlxpool.worker.mlx_lm.engine import open_file_limit_kept\n"
         "with open_file_limit_kept():\n    import mlx_lm\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == before\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))\n"

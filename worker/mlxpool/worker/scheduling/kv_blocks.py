@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from mlxpool.worker.scheduling.sequence import Sequence
 
-BLOCK_SIZE = 256  # tokens of a block
+KV_BLOCK_TOKENS = 256  # tokens of a block
 LOOKAHEAD = 2  # tokens that a step may write after a sequence: the next one and one in flight
 
 
 def blocks_for(tokens: int) -> int:
     """Returns the blocks that hold `tokens` tokens."""
-    return -(-tokens // BLOCK_SIZE)
+    return -(-tokens // KV_BLOCK_TOKENS)
 
 
 def promise_blocks(seq: Sequence, capacity: int) -> None:
