@@ -51,7 +51,7 @@ def test_a_failed_row_ends_its_own_request_only() -> None:
 def entering(harness: ComputeHarness, prompts: dict[int, str], count: int = 5) -> None:
     """Admit all of them while another prompt is read."""
     harness.admit(99, prompt="y" * 2001, count=1)
-    until(lambda: harness.progress.in_prefill is not None, "prefill has begun")
+    until(lambda: harness.progress.prefilling_request is not None, "prefill has begun")
     for name, prompt in prompts.items():
         harness.admit(name, prompt=prompt, count=count)
 
@@ -129,7 +129,7 @@ def test_joint_passes_stop_after_repeated_failures(
 def test_a_cancel_between_two_prefill_chunks() -> None:
     harness = ComputeHarness(prefill_us=200).ready()
     harness.admit(1, prompt="y" * 90_000)  # 18 s
-    until(lambda: harness.progress.in_prefill is not None, "prefill has begun")
+    until(lambda: harness.progress.prefilling_request is not None, "prefill has begun")
     harness.compute.send(Drop((bytes([1] * 16), 1)))
     assert end_of(harness.until_ended({1})[1])["reason"] == "cancelled"
 

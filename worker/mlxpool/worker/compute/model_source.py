@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from mlxpool.common.config.schema import Counting, ModelConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
@@ -25,6 +25,16 @@ NO_BACK_END = (
 )
 
 OnProgress = Callable[[int, int], None]
+
+
+class EngineSettings(TypedDict):
+    """Arguments of both engines of MLX, see ModelEngine."""
+
+    context: int
+    prefix: str
+    prefix_bytes: int
+    max_sequences: int
+    limit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
         if config.deterministic:
             require_deterministic(folder, on_gpu=device.on_gpu())
         device.keep_large_arrays_off_heap()
-        settings: dict[str, Any] = {
+        settings: EngineSettings = {
             "context": context,
             "prefix": config.prefix_cache,
             "prefix_bytes": config.prefix_bytes,

@@ -67,7 +67,7 @@ class Heartbeat:
             phase=progress.phase,
             phase_age_ms=round((now - progress.since) * 1000),
             progress=progress.count,
-            prefill=progress.in_prefill,
+            prefill=progress.prefilling_request,
             step_ms=progress.step_ms,
             running=progress.running,
             waiting=progress.waiting + preparing,
