@@ -101,7 +101,7 @@ def afresh(loaded: LoadedModel, text: ChatTokenizer, seq: Sequence) -> list[int]
 
 
 @AHEAD
-def test_goes_on_from_a_restore_point(
+def test_a_prompt_continues_from_a_restore_point(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, prompt = engine_of(loaded, text, lookahead=lookahead), prompt_of(40)
@@ -112,7 +112,7 @@ def test_goes_on_from_a_restore_point(
 
 
 @AHEAD
-def test_the_place_where_prompts_part_becomes_one(
+def test_a_restore_point_is_made_where_prompts_diverge(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, prompt = engine_of(loaded, text, lookahead=lookahead), prompt_of(40)
@@ -124,7 +124,7 @@ def test_the_place_where_prompts_part_becomes_one(
     assert found == [0, 0, 30]
 
 
-def test_long_prompts_have_restore_points_on_their_way(
+def test_long_prompts_have_restore_points_at_intervals(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 16)
@@ -138,7 +138,7 @@ def test_long_prompts_have_restore_points_on_their_way(
 
 
 @AHEAD
-def test_a_cancelled_prefill_keeps_its_part(
+def test_the_computed_part_of_a_cancelled_prefill_is_kept(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, cancelled = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
@@ -151,7 +151,7 @@ def test_a_cancelled_prefill_keeps_its_part(
 
 
 @AHEAD
-def test_the_next_turn_goes_on_from_the_answer(
+def test_the_next_turn_continues_from_the_answer(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, seq = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
@@ -186,7 +186,7 @@ def test_preemption_changes_no_token(
 
 @AHEAD
 @pytest.mark.parametrize("had", [1, 5])
-def test_a_resume_continues(
+def test_a_resume_gives_the_same_tokens(
     loaded: LoadedModel, text: ChatTokenizer, had: int, lookahead: bool
 ) -> None:
     seq = sequence(prompt_of(21), **MIXTURE[1])
@@ -196,7 +196,7 @@ def test_a_resume_continues(
 
 
 @AHEAD
-def test_a_token_that_is_not_taken_is_drawn_again(
+def test_a_token_that_is_not_appended_is_sampled_again(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, seq = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
@@ -208,7 +208,7 @@ def test_a_token_that_is_not_taken_is_drawn_again(
 
 
 @AHEAD
-def test_a_row_that_fails_costs_its_neighbours_nothing(
+def test_a_failed_row_does_not_change_other_rows(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(loaded, text, lookahead=lookahead)
@@ -233,7 +233,7 @@ def test_a_row_that_fails_costs_its_neighbours_nothing(
     assert [seq.ids for seq in rows] == [afresh(loaded, text, seq) for seq in rows]
 
 
-def test_a_step_that_fails_half_way_leaves_nothing_of_it(
+def test_a_failed_step_leaves_nothing_behind(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, hit, beside = engine_of(loaded, text), sequence(prompt_of(20)), sequence(prompt_of(30))
@@ -264,7 +264,9 @@ def one_state(loaded: LoadedModel) -> int:
     )
 
 
-def test_a_budget_below_a_state_keeps_nothing(loaded: LoadedModel, text: ChatTokenizer) -> None:
+def test_a_budget_smaller_than_a_snapshot_keeps_nothing(
+    loaded: LoadedModel, text: ChatTokenizer
+) -> None:
     state = one_state(loaded)
     token = sum(cache.token_bytes(4) for cache in loaded.folder.plan.caches)
     for budget, cached in ((state, 0), (state + 19 * token, 0), (state + 40 * token, 19)):
@@ -277,7 +279,7 @@ def test_a_budget_below_a_state_keeps_nothing(loaded: LoadedModel, text: ChatTok
         assert engine.memory().prefix <= budget
 
 
-def test_what_a_row_may_take_is_reserved(loaded: LoadedModel, text: ChatTokenizer) -> None:
+def test_a_row_stays_within_its_reserved_bytes(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine, seq = engine_of(loaded, text), sequence(prompt_of(20))
     prefill(engine, seq)
     decode(engine, [seq], 4)
@@ -370,7 +372,7 @@ class Crowd:
 
 @AHEAD
 @pytest.mark.parametrize(("seed", "prefix"), [(1, "tree"), (2, "tree"), (3, "single")])
-def test_a_crowd_in_any_order(
+def test_requests_in_random_order_get_the_right_tokens(
     loaded: LoadedModel, text: ChatTokenizer, seed: int, prefix: str, lookahead: bool
 ) -> None:
     budget = 6 * one_state(loaded) if seed == 2 else 0

@@ -61,7 +61,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(OPERATIONS)
-def test_rows_hold_what_was_written_whatever_others_do(
+def test_rows_return_what_was_written_whatever_other_rows_do(
     operations: list[tuple[int, str, int]],
 ) -> None:
     slabs = Slabs(SHAPE, 3)
@@ -85,7 +85,7 @@ def test_rows_hold_what_was_written_whatever_others_do(
     assert slabs.nbytes == 0
 
 
-def test_an_empty_row_is_filled_by_parts_in_one_copy() -> None:
+def test_an_empty_row_is_filled_from_parts() -> None:
     slabs = Slabs(SHAPE, 3)
     other, row, whole = SlabRow(slabs), SlabRow(slabs), RowCache(SHAPE)
     other.reserve(KV_BLOCK_TOKENS)
@@ -100,7 +100,7 @@ def test_an_empty_row_is_filled_by_parts_in_one_copy() -> None:
     assert len(row.table) == 3 and same(row, whole)
 
 
-def test_what_was_given_back_is_used_first() -> None:
+def test_freed_blocks_are_used_first() -> None:
     slabs = Slabs(SHAPE)
     first, second = SlabRow(slabs), SlabRow(slabs)
     first.reserve(3 * KV_BLOCK_TOKENS)
@@ -116,7 +116,7 @@ def test_a_row_refuses_more_than_its_capacity() -> None:
         SlabRow(Slabs(SHAPE)).reserve(3001)
 
 
-def test_blocks_of_others_are_read_over_unless_they_are_the_most() -> None:
+def test_a_range_of_blocks_is_read_unless_most_are_of_other_rows() -> None:
     slabs = Slabs(SHAPE)
     rows = [SlabRow(slabs) for _ in range(3)]
     for row, tokens in zip(rows, (300, 1500, 300), strict=True):
@@ -150,7 +150,7 @@ class Attention:
     [[5], [5, 9, 200], [255, 256, 257], [1, 700, 40, 1500], [256] * 9 + [2600]],
 )
 @pytest.mark.parametrize("limit", [1, 4, SLAB_BLOCKS])
-def test_a_batch_gives_what_each_row_gives_alone(
+def test_a_batch_gives_the_logits_of_each_row_alone(
     heads: int, lengths: list[int], limit: int
 ) -> None:
     slabs, model = Slabs(SHAPE, limit), Attention(heads)
@@ -166,7 +166,7 @@ def test_a_batch_gives_what_each_row_gives_alone(
     assert all(same_nearly(*pair) for pair in pairs)
 
 
-def test_few_compiled_passes_are_kept_and_all_give_the_same(
+def test_few_compiled_passes_are_kept_and_give_the_same_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slabs, model = Slabs(SHAPE), Attention(2)

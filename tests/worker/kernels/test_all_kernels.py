@@ -118,7 +118,7 @@ def drawn(engine: ModelEngine, called: set[str], *, fused: bool) -> list[list[Sa
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_kernel_in_an_engine_changes_nothing(
+def test_kernels_do_not_change_the_tokens_of_an_engine(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logprobs equal those of float32 but for rounding, while the tokens before are equal."""

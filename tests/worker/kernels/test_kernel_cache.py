@@ -93,11 +93,11 @@ def lay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[C
     kernel_cache.build_key.cache_clear()
 
 
-def test_the_text_is_mlxs_to_a_letter() -> None:
+def test_the_kernel_code_equals_that_of_mlx() -> None:
     assert kernel_cache.kernel_code(TEXT, KINDS, OUTPUTS) == CODE
 
 
-def test_the_hash_is_that_of_gnus_library(tmp_path: Path) -> None:
+def test_the_hash_equals_std_hash_of_libstdcxx(tmp_path: Path) -> None:
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("a C++ compiler is not installed, whose std::hash this is compared with")
@@ -112,7 +112,7 @@ def test_the_hash_is_that_of_gnus_library(tmp_path: Path) -> None:
         assert kernel_cache.string_hash(text) == theirs(text, size)
 
 
-def test_machine_code_is_laid_once(lay: Callable[[Compiled], None], tmp_path: Path) -> None:
+def test_machine_code_is_stored_once(lay: Callable[[Compiled], None], tmp_path: Path) -> None:
     compiler = Compiled()
     lay(compiler)
     lay(compiler)  # another process
@@ -126,7 +126,7 @@ def test_machine_code_is_laid_once(lay: Callable[[Compiled], None], tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", ["txt gone", "ptx gone", "ptx empty", "txt of another"])
-def test_what_is_damaged_is_laid_again(
+def test_a_damaged_file_is_stored_again(
     lay: Callable[[Compiled], None], tmp_path: Path, damage: str
 ) -> None:
     lay(Compiled())
@@ -139,7 +139,7 @@ def test_what_is_damaged_is_laid_again(
     assert compiler.asked == [CODE] and path.read_bytes() == whole
 
 
-def test_an_upgrade_in_place_lays_nothing_under_the_old_name(
+def test_after_an_upgrade_in_place_nothing_is_stored_under_the_old_name(
     lay: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel_cache.build_key()
@@ -149,7 +149,7 @@ def test_an_upgrade_in_place_lays_nothing_under_the_old_name(
     assert compiler.asked == [CODE] and list((tmp_path / "cache").iterdir()) == []
 
 
-def test_where_nothing_can_be_written_nothing_is_compiled(
+def test_without_write_access_nothing_is_compiled(
     lay: Callable[[Compiled], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)
@@ -166,7 +166,7 @@ def test_where_nothing_can_be_written_nothing_is_compiled(
         ({}, "/tmp/mlx/VERSION/ptx"),
     ],
 )
-def test_the_folder_is_mlxs(
+def test_the_folder_is_that_of_mlx(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], where: str
 ) -> None:
     for name in ("MLX_PTX_CACHE_DIR", "TMPDIR", "TMP", "TEMP", "TEMPDIR"):
@@ -182,7 +182,7 @@ def test_the_folder_is_mlxs(
 @pytest.mark.parametrize(
     "error", [RuntimeError("no such type"), AttributeError("nvrtcGetCUBIN"), OSError("gone")]
 )
-def test_where_nothing_can_be_compiled_mlx_compiles(
+def test_mlx_compiles_where_we_cannot(
     lay: Callable[[Compiled], None],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -195,7 +195,7 @@ def test_where_nothing_can_be_compiled_mlx_compiles(
     assert len(caplog.records) == 1
 
 
-def test_a_file_is_whole_or_not_there(
+def test_a_file_is_complete_or_absent(
     lay: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:
@@ -206,14 +206,16 @@ def test_a_file_is_whole_or_not_there(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_costs_nothing(
+def test_a_folder_that_cannot_be_made_raises_nothing(
     lay: Callable[[Compiled], None], tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_text("a file")
     lay(Compiled())
 
 
-def test_other_texts_have_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_build_key_changes_with_kernels_and_mlx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = kernel_cache.build_key()
     for path in kernel_cache.CUDA_FOLDER.glob("*.cu*"):
         shutil.copy(path, tmp_path)
@@ -230,7 +232,7 @@ def test_other_texts_have_other_names(tmp_path: Path, monkeypatch: pytest.Monkey
     kernel_cache.build_key.cache_clear()
 
 
-def test_nvidias_compiler_takes_a_kernel_and_says_what_is_wrong(
+def test_nvidias_compiler_compiles_a_kernel_and_reports_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if simt.nvidia() is None:
@@ -259,7 +261,7 @@ def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
         assert kernel_cache._compiler.__wrapped__() is None
 
 
-def test_an_unknown_mlx_compiles_by_itself(
+def test_an_unknown_version_of_mlx_compiles_by_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernel_cache, "_architecture", lambda: "sm_90a")
@@ -275,7 +277,7 @@ def test_an_unknown_mlx_compiles_by_itself(
     assert kernel_cache._compiler.__wrapped__() is None
 
 
-def test_headers_are_found_beside_mlx_or_where_the_system_has_them(
+def test_headers_are_found_beside_mlx_or_in_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "include").mkdir()
@@ -288,7 +290,7 @@ def test_headers_are_found_beside_mlx_or_where_the_system_has_them(
 
 
 @pytest.mark.skipif(not ON_GPU, reason="MLX has no CUDA GPU here")
-def test_mlx_reads_what_lies_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlx_reads_the_stored_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX fails on a stored file that is no machine code, so it reads these files."""
     x = mx.ones((1, 96), mx.bfloat16)
     laid: list[Path] = []

@@ -63,7 +63,7 @@ def cases(few: Iterable[Any], more: Iterable[Any]) -> list[Any]:
     return [*few, *(one for one in more if ON_GPU and one not in few)]
 
 
-def test_constants_are_declared_in_c() -> None:
+def test_constants_are_declared_in_cuda() -> None:
     found = kernel_builder.declarations({"A": 3, "B": True, "C": 0.125, "N": mx.bfloat16})
     assert found == (
         "constexpr int A = 3;\nconstexpr bool B = true;\nconstexpr float C = 0.125f;\n"
@@ -71,7 +71,7 @@ def test_constants_are_declared_in_c() -> None:
     )
 
 
-def test_a_kernel_is_named_by_its_file() -> None:
+def test_the_text_of_a_kernel_includes_its_file() -> None:
     names, file = kernel_builder.source_text("rms_norm", ["x", "y"]).splitlines()
     assert (names.strip(), Path(file.split('"')[1]).name) == ("//", "rms_norm.cu")
     assert kernel_builder.source_text("paged_attention", ["q", "table"]).startswith(
@@ -82,7 +82,7 @@ def test_a_kernel_is_named_by_its_file() -> None:
         assert text.count("{") == text.count("}") > 0
 
 
-def test_how_rows_are_parted() -> None:
+def test_rows_are_divided_into_parts() -> None:
     assert paged_attention.parts_for(1, 64) == 1
     assert paged_attention.parts_for(8, 2000) == 8
     assert paged_attention.parts_for(512, 100_000) == 1
@@ -98,7 +98,7 @@ def test_how_rows_are_parted() -> None:
     ]
 
 
-def test_how_a_weight_is_cut() -> None:
+def test_weights_are_divided_among_warps_tiles_and_splits() -> None:
     warps = [kernel_builder.warps_of(columns // 32, 16) for columns in (32, 96, 256, 2048, 14336)]
     assert warps == [1, 1, 2, 16, 16]
     assert [kernel_builder.warps_of(columns // 128, 8) for columns in (128, 2048, 14336)] == [
@@ -115,7 +115,7 @@ def test_how_a_weight_is_cut() -> None:
     assert matmul_tiled.splits_of(128, 128) == 2
 
 
-def test_what_the_kernels_serve() -> None:
+def test_shapes_and_dtypes_that_kernels_support() -> None:
     assert paged_attention.supports(32, 8, 128, 128, mx.bfloat16)
     assert not paged_attention.supports(32, 8, 128, 128, mx.float32)
     assert not paged_attention.supports(34, 2, 128, 128, mx.bfloat16)
@@ -133,7 +133,7 @@ def test_what_the_kernels_serve() -> None:
     assert not matmul_small.supports(8, 2050, 4096, mx.bfloat16)
 
 
-def test_a_kernel_that_fails_is_told_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_fails_is_logged_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
     def fails() -> bool:
         raise RuntimeError("no such instruction")
 
@@ -251,7 +251,7 @@ FEW = [
     ("size", "group", "dtype", "rope", "window", "sinks"),
     cases(FEW, [(*case, *seen) for case in CASES for seen in SEEN]),
 )
-def test_the_kernel_is_attention(
+def test_the_attention_kernel_equals_float64(
     size: int, group: int, dtype: str, rope: str, window: int, sinks: bool
 ) -> None:
     """Compares with float64, for lengths around all boundaries, with NaN in unused memory."""
@@ -303,7 +303,7 @@ CHUNKS = [
 @pytest.mark.parametrize(
     ("size", "group", "count", "dtype", "window", "sinks"), cases(CHUNKS[:3], CHUNKS)
 )
-def test_tokens_of_a_row_read_it_together(
+def test_tokens_of_one_row_share_a_matrix_in_the_attention_kernel(
     size: int, group: int, count: int, dtype: str, window: int, sinks: bool
 ) -> None:
     """After many and few tokens, with padding at the end."""
@@ -351,7 +351,7 @@ def test_tokens_of_a_row_read_it_together(
         itertools.product(float32_attention.HEAD_SIZES, (1, 4, 7), (1, 8), (0, 100)),
     ),
 )
-def test_the_kernel_without_tensor_cores_is_attention(
+def test_the_float32_attention_kernel_equals_float64(
     size: int, group: int, parts: int, window: int
 ) -> None:
     mx.random.seed(size + group)
@@ -388,7 +388,9 @@ LINES = [
 
 @runs
 @pytest.mark.parametrize(("size", "rank", "heads", "dtype"), cases(LINES[:2], LINES))
-def test_the_kernel_reads_lines_of_all_heads(size: int, rank: int, heads: int, dtype: str) -> None:
+def test_the_latent_attention_kernel_equals_float64(
+    size: int, rank: int, heads: int, dtype: str
+) -> None:
     """Compares with float64; the value is the first numbers of the key."""
     kind = getattr(mx, dtype)
     mx.random.seed(size + heads)
@@ -414,7 +416,7 @@ def test_the_kernel_reads_lines_of_all_heads(size: int, rank: int, heads: int, d
 @runs
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("size", cases([2880], [8, 256, 2048, 4096, 8192]))
-def test_the_kernel_adds_and_norms(size: int, dtype: str) -> None:
+def test_the_norm_kernel_adds_and_norms(size: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
     x, y = (mx.random.normal((5, size)).astype(kind) for _ in range(2))
     weight = mx.random.normal((size,)).astype(kind)
@@ -436,7 +438,7 @@ SIZES = [(32, 32), (64, 128), (96, 64), (2048, 1024), (4096, 256), (14336, 512)]
         [(*size, dtype) for size in SIZES for dtype in ("float16", "bfloat16")],
     ),
 )
-def test_the_kernels_multiply_lines(columns: int, rows: int, dtype: str) -> None:
+def test_the_matmul_kernels_equal_float64(columns: int, rows: int, dtype: str) -> None:
     """Up to sixteen tokens, and more with split columns."""
     kind = getattr(mx, dtype)
     weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
@@ -455,7 +457,7 @@ def test_the_kernels_multiply_lines(columns: int, rows: int, dtype: str) -> None
 
 @runs
 @pytest.mark.parametrize(("columns", "rows"), cases([(96, 64), (640, 128)], SIZES))
-def test_products_of_few_lines_norm_them_and_add(columns: int, rows: int) -> None:
+def test_the_small_matmul_kernel_fuses_norm_and_addition(columns: int, rows: int) -> None:
     """Vectors of very different RMS, one of them below the norm's epsilon."""
     weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
     gain = (1 + 0.5 * mx.random.normal((columns,))).astype(mx.bfloat16)
@@ -494,7 +496,7 @@ FOURS = itertools.product([(128, 64), (2048, 1024), (14336, 256)], matmul_4bit.G
         [(*size, group, dtype) for size, group, dtype in FOURS],
     ),
 )
-def test_the_kernel_multiplies_with_four_bits(
+def test_the_4_bit_matmul_kernel_equals_float64(
     columns: int, rows: int, group: int, dtype: str
 ) -> None:
     kind = getattr(mx, dtype)
@@ -530,7 +532,7 @@ def test_the_kernel_multiplies_with_four_bits(
         itertools.product([2, 3, 4, 5, 6, 8], [32, 64, 128], HALVES),
     ),
 )
-def test_the_kernel_opens_weights(bits: int, group: int, dtype: str) -> None:
+def test_the_dequantise_kernel_equals_mlx(bits: int, group: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
     numbers = mx.random.normal((33, 3 * group)).astype(kind)
     weight, scales, biases = mx.quantize(numbers, group_size=group, bits=bits)
@@ -572,7 +574,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
         itertools.product([3, 257, 5000, 128_256], [0.0, 1.0, 8.0], ["float32", "bfloat16"]),
     ),
 )
-def test_the_kernel_draws_what_the_slow_way_draws(size: int, spread: float, dtype: str) -> None:
+def test_the_sampling_kernel_samples_the_same_tokens(size: int, spread: float, dtype: str) -> None:
     """Samples the same tokens, except for near-ties."""
     picked = random.Random(size)
     rows = [Options.parse(picked.choice(OPTIONS)) for _ in range(64)]
@@ -590,7 +592,7 @@ def test_the_kernel_draws_what_the_slow_way_draws(size: int, spread: float, dtyp
 
 
 @runs
-def test_the_kernel_tells_of_logits_that_are_no_numbers() -> None:
+def test_the_sampling_kernel_reports_logits_that_are_no_numbers() -> None:
     logits = mx.zeros((4, 500))
     logits[0, 3] = float("nan")
     logits[1, 499] = float("inf")
