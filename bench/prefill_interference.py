@@ -120,9 +120,9 @@ class ComputeHarness:
         while True:
             at, mail = self.mail.get()
             self.compute.delta_queue.acknowledge()
-            rows = [Arrival(at, row.id[0], row.end is not None) for row in mail.deltas]
-            found += rows
-            if any(map(wanted, rows)):
+            arrived = [Arrival(at, one.id[0], one.end is not None) for one in mail.deltas]
+            found += arrived
+            if any(map(wanted, arrived)):
                 return found
 
     def until_all(self, names: Sequence[int]) -> None:

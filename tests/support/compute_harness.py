@@ -101,30 +101,30 @@ class ComputeHarness:
         """A cancel."""
         self.compute.send(Drop((bytes([name] * 16), 1)))
 
-    def rows(self) -> Iterator[Delta]:
+    def deltas(self) -> Iterator[Delta]:
         while True:
             yield from self.next(StepDeltas).deltas
             if self.release:
                 self.compute.delta_queue.acknowledge()
 
     def until_ended(self, names: set[int]) -> dict[int, list[Delta]]:
-        """All rows until these sequences have ended."""
+        """All deltas until these sequences have ended."""
         found: dict[int, list[Delta]] = {}
         left = set(names)
-        for row in self.rows():
-            found.setdefault(row.id[0], []).append(row)
-            if row.end is not None:
-                left.discard(row.id[0])
+        for delta in self.deltas():
+            found.setdefault(delta.id[0], []).append(delta)
+            if delta.end is not None:
+                left.discard(delta.id[0])
             if not left:
                 return found
         raise AssertionError
 
 
-def ids_of(rows: list[Delta]) -> list[int]:
-    return [token for row in rows for token in unpack_ids(row.ids)]
+def ids_of(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in unpack_ids(delta.ids)]
 
 
-def end_of(rows: list[Delta]) -> dict[str, Any]:
-    assert [row.end is not None for row in rows] == [False] * (len(rows) - 1) + [True]
-    assert rows[-1].end is not None
-    return rows[-1].end
+def end_of(deltas: list[Delta]) -> dict[str, Any]:
+    assert [delta.end is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert deltas[-1].end is not None
+    return deltas[-1].end

@@ -75,7 +75,7 @@ class KindsRow:
         view = held[:, :, start - first : end - first]
         return view, -view
 
-    def put(self, layer: int, parts: Sequence[Arrays], room: int) -> None:
+    def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
         assert layer not in self.layers and self.offset == 0
         for keys, values in parts:
             assert mx.array_equal(keys, -values)

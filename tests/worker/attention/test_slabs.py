@@ -166,14 +166,11 @@ def test_a_batch_gives_the_logits_of_each_row_alone(
     assert all(same_nearly(*pair) for pair in pairs)
 
 
-def test_few_compiled_passes_are_kept_and_give_the_same_logits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_few_compiled_passes_are_kept_and_give_the_same_logits() -> None:
     slabs, model = Slabs(SHAPE), Attention(2)
     row, other = SlabRow(slabs), RowCache(SHAPE)
     append((row, other), 250)
-    batch, kinds = SlabRunner(model), set()
-    monkeypatch.setattr(batch._pass, "_max_passes", 2)
+    batch, kinds = SlabRunner(model, max_passes=2), set()
     for tokens in (1, 60, 300, 300, 1, 1):  # into another block or width, but for the last
         append((row, other), tokens)
         ids = mx.array([tokens % 50])

@@ -33,10 +33,10 @@ def test_each_of_many_sequences_gets_its_tokens_and_its_facts_once() -> None:
     for name in range(20):
         harness.admit(name, count=name + 1)
     found = harness.until_ended(set(range(20)))
-    for name, rows in found.items():
-        assert ids_of(rows) == expected_ids("x", name, name + 1)
-        assert [row.facts is not None for row in rows] == [True] + [False] * (len(rows) - 1)
-        assert end_of(rows)["reason"] == "length"
+    for name, deltas in found.items():
+        assert ids_of(deltas) == expected_ids("x", name, name + 1)
+        assert [delta.facts is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
+        assert end_of(deltas)["reason"] == "length"
 
 
 def test_a_failed_row_ends_its_own_request_only() -> None:
@@ -175,14 +175,14 @@ def test_a_resume_at_any_position_gives_the_same_text() -> None:
     assert end_of(whole)["reason"] == "stop" and len(taken) == 22
     for k in range(len(taken) + 1):
         harness.resume(1, taken[:k], count=30, stop=stop)
-        rows = harness.until_ended({1})[1]
-        assert taken[:k] + ids_of(rows) == taken
-        had = "".join(row.text for row in whole[:k])
-        assert had + _text(rows) == _text(whole)
+        deltas = harness.until_ended({1})[1]
+        assert taken[:k] + ids_of(deltas) == taken
+        had = "".join(delta.text for delta in whole[:k])
+        assert had + _text(deltas) == _text(whole)
 
 
-def _text(rows: list[Delta]) -> str:
-    return "".join(row.text for row in rows) + str(end_of(rows)["text"])
+def _text(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas) + str(end_of(deltas)["text"])
 
 
 def test_dropped_runs_send_no_rows_and_later_rows_have_the_new_fence() -> None:
@@ -194,12 +194,12 @@ def test_dropped_runs_send_no_rows_and_later_rows_have_the_new_fence() -> None:
     mail = harness.next(StepDeltas)
     while mail.fence == 0:
         mail = harness.next(StepDeltas)
-    rows = list(mail.deltas)
-    while rows[-1].end is None:
+    deltas = list(mail.deltas)
+    while deltas[-1].end is None:
         mail = harness.next(StepDeltas)
         assert mail.fence == 5
-        rows += mail.deltas
-    assert ids_of(rows) == expected_ids("x", 1, 3)
+        deltas += mail.deltas
+    assert ids_of(deltas) == expected_ids("x", 1, 3)
 
 
 def test_handed_back_runs_send_no_end_and_no_later_row() -> None:
@@ -210,12 +210,12 @@ def test_handed_back_runs_send_no_end_and_no_later_row() -> None:
     harness.compute.send(HandBack())
     mail = harness.mail.get(timeout=PATIENCE)
     while isinstance(mail, StepDeltas):
-        assert all(row.end is None for row in mail.deltas)
+        assert all(delta.end is None for delta in mail.deltas)
         mail = harness.mail.get(timeout=PATIENCE)
     assert isinstance(mail, HandedBack)
     harness.admit(3, count=1)
-    (row,) = harness.next(StepDeltas).deltas
-    assert row.id[0] == 3
+    (delta,) = harness.next(StepDeltas).deltas
+    assert delta.id[0] == 3
 
 
 def test_a_token_that_cannot_be_committed_ends_its_own_stream_only(
@@ -299,10 +299,10 @@ def test_rows_that_outgrow_the_memory_are_preempted_and_readmitted() -> None:
     for name in range(4):
         harness.admit(name, count=3 * KV_BLOCK_TOKENS + 7 * name)
     found = harness.until_ended(set(range(4)))
-    for name, rows in found.items():
-        assert ids_of(rows) == expected_ids("x", name, 3 * KV_BLOCK_TOKENS + 7 * name)
-        assert end_of(rows)["reason"] == "length"
-        assert [row.facts is not None for row in rows] == [True] + [False] * (len(rows) - 1)
+    for name, deltas in found.items():
+        assert ids_of(deltas) == expected_ids("x", name, 3 * KV_BLOCK_TOKENS + 7 * name)
+        assert end_of(deltas)["reason"] == "length"
+        assert [delta.facts is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
     assert harness.progress.preemptions >= 2
     assert Narrow.engines[-1].most >= 5 and Narrow.engines[-1].left == 0
 
@@ -325,9 +325,9 @@ def test_a_prompt_beyond_the_capacity_is_refused_with_the_numbers() -> None:
 def test_a_single_row_that_fills_the_memory_ends_with_the_numbers() -> None:
     harness = ComputeHarness(engine=Narrow).ready()
     harness.admit(1, count=7 * KV_BLOCK_TOKENS)
-    rows = harness.until_ended({1})[1]
-    assert end_of(rows)["code"] == "out_of_memory"
-    assert len(ids_of(rows)) >= 6 * KV_BLOCK_TOKENS - 3
+    deltas = harness.until_ended({1})[1]
+    assert end_of(deltas)["code"] == "out_of_memory"
+    assert len(ids_of(deltas)) >= 6 * KV_BLOCK_TOKENS - 3
     harness.admit(2, count=3)
     assert end_of(harness.until_ended({2})[2])["reason"] == "length"
 
@@ -416,7 +416,7 @@ def losing(monkeypatch: pytest.MonkeyPatch, place: str, **settings: Any) -> Comp
 def test_a_lost_device_ends_no_request(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     harness = losing(monkeypatch, place)
     while isinstance(mail := harness.mail.get(timeout=PATIENCE), StepDeltas):
-        assert all(row.end is None or row.id[0] == 99 for row in mail.deltas)
+        assert all(delta.end is None or delta.id[0] == 99 for delta in mail.deltas)
         harness.compute.delta_queue.acknowledge()
     assert isinstance(mail, Unusable)
     message = "the device is lost: RuntimeError: unspecified launch failure"
@@ -446,7 +446,7 @@ def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
     changes = {"error": OutOfMemory("too long")} if known else {"well": True}
     harness = losing(monkeypatch, place, **changes)
     found = harness.until_ended({1, 2, 3})
-    codes = {name: end_of(rows).get("code") for name, rows in found.items()}
+    codes = {name: end_of(deltas).get("code") for name, deltas in found.items()}
     hit = {"decode": {1, 2, 3}, "joint": set()}.get(place, {2})
     wanted = "out_of_memory" if known else "internal"
     assert {name for name in (1, 2, 3) if codes[name] == wanted} == hit

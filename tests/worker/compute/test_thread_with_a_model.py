@@ -108,8 +108,8 @@ def test_preemption_does_not_change_tokens(folder: Path, deterministic: bool, pr
             same_but_for_ties(found[name], expected[name])
 
 
-def same_but_for_ties(rows: list[Any], wanted: list[Any]) -> None:
-    for one, other in zip(rows, wanted, strict=True):
+def same_but_for_ties(found: list[Any], wanted: list[Any]) -> None:
+    for one, other in zip(found, wanted, strict=True):
         if one.ids != other.ids:
             first, second = other.logprobs[0]["top"]
             assert first["logprob"] - second["logprob"] < TIE
@@ -208,7 +208,7 @@ def test_a_lost_device_ends_the_worker_and_no_request(
     failing.place = place
     harness.admit(2, prompt_of(size), 500, **GREEDY)
     while isinstance(mail := harness.mail.get(timeout=PATIENCE), StepDeltas):
-        assert all(row.end is None for row in mail.deltas)
+        assert all(delta.end is None for delta in mail.deltas)
     assert isinstance(mail, Unusable)
     assert "the device is lost: RuntimeError: [malloc]" in mail.error.message
 
@@ -235,8 +235,8 @@ def test_sizes_that_just_fit(
     harness = ComputeHarness(source=source_of(folder, blocks=9, **settings)).ready()
     for _ in range(2):
         admit(harness, 2, size, count)
-        rows = harness.until_ended({2})[2]
-        assert end_of(rows)["reason"] == "length" and len(ids_of(rows)) == count
+        deltas = harness.until_ended({2})[2]
+        assert end_of(deltas)["reason"] == "length" and len(ids_of(deltas)) == count
     assert harness.progress.preemptions == 0
 
 
@@ -311,8 +311,8 @@ def test_many_cancels_deadlines_and_prefix_hits_in_little_memory(folder: Path, p
         if draw.random() < 0.3:
             harness.drop(draw.choice([name, max(1, name - 3)]))
     found = harness.until_ended(set(range(1, 101)))
-    for rows in found.values():
-        end = end_of(rows)
+    for deltas in found.values():
+        end = end_of(deltas)
         assert end.get("reason") in ("length", "cancelled") or end["code"] == "deadline_exceeded"
     until(lambda: harness.progress.phase == "idle", "it is idle")
     engine = Books.last

@@ -129,11 +129,10 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
         changes = {**changes, "quantization": {"group_size": 64, "bits": 4}}
     folder = inspect(write_checkpoint(tmp_path, weights=halved(weights), **changes))
     plain = drawn(ModelEngine(load(folder), layout="rows", lookahead=False), set(), fused=False)
-    monkeypatch.setattr("mlxpool.worker.weights.load._dtype", lambda folder: mx.bfloat16)
-    loaded = load(folder)
+    loaded = load(folder, dtype=mx.bfloat16)
     machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
     with machine as called:
-        monkeypatch.setattr(layouts, "_writes_in_place", lambda shape, on_gpu: True)
+        monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
         engine = ModelEngine(loaded, layout="pool", lookahead=False, blocks=30)
         assert engine.layout == "pool, own kernels"
         ours = drawn(engine, called, fused="latent_attention" not in expected)

@@ -74,7 +74,7 @@ class Compiled:
 
 
 @pytest.fixture
-def lay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Compiled], None]]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Compiled], None]]:
     """Stores the machine code of TEXT from a given compiler in the folder `cache`."""
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "cache"))
     kernel_cache.build_key.cache_clear()
@@ -112,10 +112,10 @@ def test_the_hash_equals_std_hash_of_libstdcxx(tmp_path: Path) -> None:
         assert kernel_cache.string_hash(text) == theirs(text, size)
 
 
-def test_machine_code_is_stored_once(lay: Callable[[Compiled], None], tmp_path: Path) -> None:
+def test_machine_code_is_stored_once(store: Callable[[Compiled], None], tmp_path: Path) -> None:
     compiler = Compiled()
-    lay(compiler)
-    lay(compiler)  # another process
+    store(compiler)
+    store(compiler)  # another process
     assert compiler.asked == [CODE]
     name = f"custom_kernel_mlxpool_add_{kernel_cache.string_hash(CODE.encode()):x}"
     files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
@@ -127,34 +127,34 @@ def test_machine_code_is_stored_once(lay: Callable[[Compiled], None], tmp_path: 
 
 @pytest.mark.parametrize("damage", ["txt gone", "ptx gone", "ptx empty", "txt of another"])
 def test_a_damaged_file_is_stored_again(
-    lay: Callable[[Compiled], None], tmp_path: Path, damage: str
+    store: Callable[[Compiled], None], tmp_path: Path, damage: str
 ) -> None:
-    lay(Compiled())
+    store(Compiled())
     kind, how = damage.split(" ", 1)
     (path,) = (tmp_path / "cache").glob(f"*.{kind}")
     whole = path.read_bytes()
     path.unlink() if how == "gone" else path.write_bytes(b"" if how == "empty" else b"# 0\n")
     compiler = Compiled()
-    lay(compiler)
+    store(compiler)
     assert compiler.asked == [CODE] and path.read_bytes() == whole
 
 
 def test_after_an_upgrade_in_place_nothing_is_stored_under_the_old_name(
-    lay: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel_cache.build_key()
-    monkeypatch.setattr(kernel_cache, "_texts", lambda: "those of tomorrow")
+    monkeypatch.setattr(kernel_cache, "_texts", lambda: "other texts")
     compiler = Compiled()
-    lay(compiler)
+    store(compiler)
     assert compiler.asked == [CODE] and list((tmp_path / "cache").iterdir()) == []
 
 
 def test_without_write_access_nothing_is_compiled(
-    lay: Callable[[Compiled], None], monkeypatch: pytest.MonkeyPatch
+    store: Callable[[Compiled], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)
     compiler = Compiled()
-    lay(compiler)
+    store(compiler)
     assert compiler.asked == []
 
 
@@ -183,34 +183,34 @@ def test_the_folder_is_that_of_mlx(
     "error", [RuntimeError("no such type"), AttributeError("nvrtcGetCUBIN"), OSError("gone")]
 )
 def test_mlx_compiles_where_we_cannot(
-    lay: Callable[[Compiled], None],
+    store: Callable[[Compiled], None],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     error: Exception,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        lay(Compiled(error))
+        store(Compiled(error))
     assert list((tmp_path / "cache").iterdir()) == []
     assert f"MLX compiles our kernel mlxpool_add by itself: {error}" in caplog.text
     assert len(caplog.records) == 1
 
 
 def test_a_file_is_complete_or_absent(
-    lay: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    lay(Compiled())
+    store(Compiled())
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_raises_nothing(
-    lay: Callable[[Compiled], None], tmp_path: Path
+    store: Callable[[Compiled], None], tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_text("a file")
-    lay(Compiled())
+    store(Compiled())
 
 
 def test_the_build_key_changes_with_kernels_and_mlx(
@@ -293,16 +293,16 @@ def test_headers_are_found_beside_mlx_or_in_the_system(
 def test_mlx_reads_the_stored_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX fails on a stored file that is no machine code, so it reads these files."""
     x = mx.ones((1, 96), mx.bfloat16)
-    laid: list[Path] = []
+    stored: list[Path] = []
     write = kernel_cache._write
 
     def spoiled(path: Path, code: bytes, *names: str) -> None:
         write(path, b"nonsense", *names)
-        laid.append(path)
+        stored.append(path)
 
     monkeypatch.setattr(kernel_cache, "_write", spoiled)
     with pytest.raises(RuntimeError, match="Failed to load compiled custom_kernel_mlxpool_norm"):
         mx.eval(rms_norm.add_norm(x, x, x[0], 0.0009765625))
-    for path in laid:
+    for path in stored:
         path.unlink()
-    assert laid
+    assert stored

@@ -77,7 +77,7 @@ PROMPT = [int(token) for token in np.random.default_rng(7).integers(0, 256, 37)]
 
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxpool.worker.weights.load._dtype", lambda folder: mx.float32)
+    monkeypatch.setattr("mlxpool.worker.weights.load.device_dtype", lambda folder: mx.float32)
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None
 
 
 def test_the_demo_model_equals_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxpool.worker.weights.load._dtype", lambda folder: mx.float32)
+    monkeypatch.setattr("mlxpool.worker.weights.load.device_dtype", lambda folder: mx.float32)
     demo = Path(models.__file__).parent.parent / "demo"
     if not (demo / "config.json").is_file():
         pytest.skip("the demo model is not built yet")

@@ -13,7 +13,7 @@ from mlxpool.worker.kernels.score_params import ScoreParams
 
 FUSED_HEAD_SIZES = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
 MAX_SCORES = 2**25  # scores (heads * queries * keys) that a GPU holds at a time
-# Query-key pairs of one head that a CPU holds at a time: as many as its cache has room for.
+# Query-key pairs of one head that a CPU holds at a time: as many as fit into its cache.
 MAX_CPU_PAIRS = 2**16
 MIN_CPU_QUERIES = 8  # of a part; with fewer a CPU's matrix products are slow
 # Parts of a chunk at most: MLX begins the next ones before the first has ended.

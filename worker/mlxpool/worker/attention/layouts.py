@@ -1,4 +1,7 @@
-"""The layouts of rows in memory: arrays of their own, slabs, or blocks of a pool."""
+"""The layouts of rows in memory: arrays of their own, slabs, or blocks of a pool.
+
+Memory is allocated in blocks of KV_BLOCK_TOKENS tokens, see scheduling/kv_blocks.py.
+"""
 
 from __future__ import annotations
 
@@ -260,7 +263,7 @@ def choose_layout(
         name = "rows"
         if shape.all_full_attention and not on_gpu:
             name = "slabs"
-        elif not deterministic and _writes_in_place(shape, on_gpu):
+        elif not deterministic and writes_in_place(shape, on_gpu):
             name = "pool" if not shape.has_windows or kernels_read(shape) else "rows"
     return name, replace(shape, keeps_all=name == "pool")
 
@@ -270,12 +273,13 @@ def make_layout(
 ) -> Layout:
     """Makes the layout of this name; a pool has `blocks` blocks."""
     if name == "pool":
-        in_place = _writes_in_place(shape, on_gpu)
+        in_place = writes_in_place(shape, on_gpu)
         return PagedLayout(shape, model, blocks, deterministic=deterministic, in_place=in_place)
     return (SlabLayout if name == "slabs" else Layout)(shape, model, deterministic=deterministic)
 
 
-def _writes_in_place(shape: RowShape, on_gpu: bool) -> bool:
+def writes_in_place(shape: RowShape, on_gpu: bool) -> bool:
+    """Returns whether our kernels write new tokens into the blocks of a pool."""
     return shape.fits_blocks and on_gpu and mx.cuda.is_available() and kernels_write(shape)
 
 

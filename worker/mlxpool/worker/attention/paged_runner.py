@@ -215,9 +215,9 @@ def _packed_places(
     They are positions [lines], slots [lines] and block tables [lines, width] of the new tokens, and
     the tokens that get logits. The host builds it in each step, so the work for a row is minimal.
     """
-    nobody = lines - len(rows)
+    padding_rows = lines - len(rows)
     places = Numbers("i", offsets)
-    places.extend([0] * nobody)
+    places.extend([0] * padding_rows)
     at = zip(rows, offsets, strict=True)
     places.extend(
         [
@@ -225,12 +225,12 @@ def _packed_places(
             for row, to in at
         ]
     )
-    places.extend([spare * KV_BLOCK_TOKENS] * nobody)
+    places.extend([spare * KV_BLOCK_TOKENS] * padding_rows)
     padding = [spare] * width
     for row in rows:
         places.extend(row.table[:width])
         places.extend(padding[len(row.table) :])
-    for _ in range(nobody):
+    for _ in range(padding_rows):
         places.extend(padding)
     places.extend(last)
     return mx.array(memoryview(places))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlxpool.worker.attention.dot_product import apply_softcap, softmax_average, softmax_terms
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.attention.slabs import Slab, SlabRow
-from mlxpool.worker.kernels.compiled_passes import CompiledPasses
+from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
 from mlxpool.worker.layers.model_plan import Model
@@ -210,9 +210,9 @@ def _read(array: mx.array, reading: _SlabArrays) -> mx.array:
 class SlabRunner:
     """Runs compiled decode passes of a model over rows in slabs."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, max_passes: int = MAX_PASSES) -> None:
         self._model = model
-        self._pass = CompiledPasses(self._one_pass)
+        self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
 
     def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> mx.array:
         """Returns logits [R, vocabulary] of one token `ids` [R] for each row; advances the rows."""

@@ -128,7 +128,7 @@ class SlabRow:
             _joined([run.slab.values[layer][:, run.start : run.start + run.count] for run in runs]),
         )
 
-    def put(self, layer: int, parts: Sequence[tuple[mx.array, ...]], room: int) -> None:
+    def put(self, layer: int, parts: Sequence[tuple[mx.array, ...]], capacity: int) -> None:
         """Copies parts into an empty row, see RowCache.put."""
         assert self.offset == 0, "only an empty row is filled"
         start = 0

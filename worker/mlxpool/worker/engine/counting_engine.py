@@ -20,7 +20,7 @@ from mlxpool.common.config.schema import Counting
 from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.engine.engine import MemoryUse, PrefillShare
-from mlxpool.worker.prompt.text_model import Fits, Prompt, any_size
+from mlxpool.worker.prompt.text_model import EncodedPrompt, Fits, any_size
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -159,7 +159,7 @@ class CountingText:
         now: float,
         fits: Fits = any_size,
         think: object = None,
-    ) -> Prompt:
+    ) -> EncodedPrompt:
         """Writes one line for each message; the model has no thoughts."""
         lines = [f"{m['role']}: {joined(m.get('content'))}\n" for m in messages]
-        return Prompt(self.encode("".join(lines), fits))
+        return EncodedPrompt(self.encode("".join(lines), fits))

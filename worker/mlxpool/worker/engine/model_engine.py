@@ -260,8 +260,8 @@ class ModelEngine(RowEngine[CacheRow]):
 
     def _warm_up_decode(self, on_progress: Callable[[], None]) -> None:
         """Computes a decode step of each batch size that fits, and one with every option."""
-        room = self._layout.blocks if self._layout.holds_prefixes else self._max_sequences
-        plain = [_dummy_sequence(1) for _ in range(min(self._max_sequences, room))]
+        most = self._layout.blocks if self._layout.holds_prefixes else self._max_sequences
+        plain = [_dummy_sequence(1) for _ in range(min(self._max_sequences, most))]
         for rows in ([_dummy_sequence(1, ALL_OPTIONS)], plain):
             for seq in rows:
                 self._rows[seq] = self._layout.store.new_row()
@@ -275,8 +275,8 @@ class ModelEngine(RowEngine[CacheRow]):
     def _capacity(self) -> int:
         if self._fixed_blocks is not None:
             return self._fixed_blocks
-        room = self._blocks_in_budget(self._layout.spare)
-        return min(room, self._layout.blocks) if self._layout.holds_prefixes else room
+        blocks = self._blocks_in_budget(self._layout.spare)
+        return min(blocks, self._layout.blocks) if self._layout.holds_prefixes else blocks
 
     def _too_few_blocks(self, spare: int = 0) -> str:
         return super()._too_few_blocks(self._layout.spare)

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-from mlxpool.worker.caches.specs import (
-    CacheSpec,
-)
+from mlxpool.worker.caches.specs import CacheSpec
 from mlxpool.worker.layers.layer_types import (
     ForwardBatch,
     LayerBuilder,

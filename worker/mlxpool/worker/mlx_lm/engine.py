@@ -28,7 +28,7 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_byte
 from mlxpool.worker.scheduling.scheduler import pair_budget
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.weights.inspect import ModelFolder
-from mlxpool.worker.weights.load import Progress
+from mlxpool.worker.weights.load import OnProgress
 from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of, features_of
 
 TENSORS_PER_REPORT = 16  # tensors that are read between two progress reports
@@ -49,7 +49,7 @@ def open_file_limit_kept() -> Iterator[None]:
         resource.setrlimit = setrlimit
 
 
-def load(folder: ModelFolder, on_progress: Progress = lambda tensors, size: None) -> Any:
+def load(folder: ModelFolder, on_progress: OnProgress = lambda tensors, size: None) -> Any:
     """Loads mlx-lm's model with its weights, in float32 on the CPU.
 
     Raises ModelLoadFailed with mlx-lm's message.

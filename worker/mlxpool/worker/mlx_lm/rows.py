@@ -58,7 +58,7 @@ class MlxLmRow:
         cache = flatten(self.caches)[layer]
         return cache.keys[..., start:end, :], cache.values[..., start:end, :]
 
-    def put(self, layer: int, parts: Sequence[Arrays], room: int) -> None:
+    def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
         """Writes parts from `part` into the KVCache of an empty row; the cache grows by itself."""
         cache = flatten(self.caches)[layer]
         keys, values = (mx.concatenate(list(side), axis=2) for side in zip(*parts, strict=True))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 HASH_THREADS = 4  # that verify digests
-Progress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
+OnProgress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +40,23 @@ class LoadedModel:
 
 def load(
     folder: ModelFolder,
-    on_progress: Progress = lambda tensors, size: None,
+    on_progress: OnProgress = lambda tensors, size: None,
     *,
     deterministic: bool = False,
     dequantise: bool = False,
+    dtype: mx.Dtype | None = None,
 ) -> LoadedModel:
     """Reads the weights layer by layer, calls `on_progress` after each, and builds the model.
 
-    `dequantise` turns quantised weights into dense ones now, see
-    scheduling.memory_estimate.dequantises_at_load; `deterministic` implies it.
+    The model computes in `dtype`; None: see device_dtype. `dequantise` turns quantised weights into
+    dense ones now, see scheduling.memory_estimate.dequantises_at_load; `deterministic` implies it.
 
     Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or do not have
     the digests by which a store names them.
     """
     from mlxpool.worker.layers.builder import WeightLayerBuilder
 
-    dtype = _dtype(folder)
+    dtype = dtype or device_dtype(folder)
     weights: dict[str, mx.array] = {}
     for layer, tensors, size in _read_layers(folder, dtype):
         weights.update(layer)
@@ -75,7 +76,7 @@ def load(
     )
 
 
-def _dtype(folder: ModelFolder) -> mx.Dtype:
+def device_dtype(folder: ModelFolder) -> mx.Dtype:
     """float32 on the CPU, where 16-bit floats are slower; else the dtype of most float bytes."""
     import mlx.core as mx
 

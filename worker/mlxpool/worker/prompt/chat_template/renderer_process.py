@@ -15,23 +15,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import BadRequest
-from mlxpool.worker.prompt.chat_template.limits import (
-    MAX_RENDERER_MEMORY,
-    NORMAL_PRIORITY_TIME,
-    RENDERER_NICENESS,
-)
 from mlxpool.worker.prompt.chat_template.message_stream import pack, receive
-from mlxpool.worker.system.idle_thread import become_idle_class
+from mlxpool.worker.system.idle_thread import LONG_WORK_NICENESS, become_idle_class
 from mlxpool.worker.system.parent_death import STDIN, die_with_parent
 
 if TYPE_CHECKING:
     from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 
+NORMAL_PRIORITY_TIME = 0.05  # seconds of a core, after which a chat is rendered in SCHED_IDLE
+
 
 def main() -> None:
     """Answer requests until the worker closes the connection."""
     die_with_parent()
-    os.nice(RENDERER_NICENESS)
+    os.nice(LONG_WORK_NICENESS)
+    from mlxpool.worker.prompt.chat_template.sandbox import MAX_RENDERER_MEMORY
+
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MAX_RENDERER_MEMORY, MAX_RENDERER_MEMORY))
 
