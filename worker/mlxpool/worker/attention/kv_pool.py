@@ -93,9 +93,8 @@ class KVPool:
                 self.pending.append(done)
                 table = table + done
             else:
-                array[slots // KV_BLOCK_TOKENS, :, slots % KV_BLOCK_TOKENS] = new.astype(
-                    array.dtype
-                )
+                blocks, places = slots // KV_BLOCK_TOKENS, slots % KV_BLOCK_TOKENS
+                array[blocks, :, places] = new.astype(array.dtype)
         return table
 
 
@@ -150,10 +149,8 @@ class PagedRow(BlockRow):
         start = max(0, self.offset + 1 - window) if window else 0
         first = start // KV_BLOCK_TOKENS
         seen = gather_blocks(self.pool.arrays[layer], table[:, first:])
-        return tuple(
-            array[:, :, start - first * KV_BLOCK_TOKENS : end - first * KV_BLOCK_TOKENS]
-            for array in seen
-        )
+        unseen = first * KV_BLOCK_TOKENS
+        return tuple(array[:, :, start - unseen : end - unseen] for array in seen)
 
     def _placed(self, end: int) -> tuple[mx.array, mx.array]:
         """Returns the slots of tokens [offset, end) and the block table [1, B] up to `end`."""

@@ -215,17 +215,12 @@ def _packed_places(
     They are positions [lines], slots [lines] and block tables [lines, width] of the new tokens, and
     the tokens that get logits. The host builds it in each step, so the work for a row is minimal.
     """
-    padding_rows = lines - len(rows)
+    padding_rows, size = lines - len(rows), KV_BLOCK_TOKENS
     places = Numbers("i", offsets)
     places.extend([0] * padding_rows)
     at = zip(rows, offsets, strict=True)
-    places.extend(
-        [
-            row.table[to // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + to % KV_BLOCK_TOKENS
-            for row, to in at
-        ]
-    )
-    places.extend([spare * KV_BLOCK_TOKENS] * padding_rows)
+    places.extend([row.table[to // size] * size + to % size for row, to in at])
+    places.extend([spare * size] * padding_rows)
     padding = [spare] * width
     for row in rows:
         places.extend(row.table[:width])

@@ -55,10 +55,8 @@ def slab_accesses(rows: Sequence[SlabRow]) -> list[tuple[Slab, SlabAccess]]:
         length = row.offset + 1
         for at in range(blocks_for(length)):
             slab, block = row.table[at]
-            seen.setdefault(slab, {})[block] = (
-                line,
-                min(length - at * KV_BLOCK_TOKENS, KV_BLOCK_TOKENS),
-            )
+            tokens = min(length - at * KV_BLOCK_TOKENS, KV_BLOCK_TOKENS)
+            seen.setdefault(slab, {})[block] = (line, tokens)
         slab, place = row.place()
         writes.setdefault(slab, []).append((line, place))
     return [(slab, _slab_access(found, writes.get(slab, []))) for slab, found in seen.items()]

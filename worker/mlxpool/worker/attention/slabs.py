@@ -186,10 +186,8 @@ class SlabRow:
         for _, group in groupby(blocks, lambda at: (id(self.table[at][0]), self.table[at][1] - at)):
             found = list(group)
             slab, block = self.table[found[0]]
-            low, high = (
-                max(start, found[0] * KV_BLOCK_TOKENS),
-                min(end, (found[-1] + 1) * KV_BLOCK_TOKENS),
-            )
+            low = max(start, found[0] * KV_BLOCK_TOKENS)
+            high = min(end, (found[-1] + 1) * KV_BLOCK_TOKENS)
             yield TokenRun(slab, (block - found[0]) * KV_BLOCK_TOKENS + low, high - low)
 
 

@@ -23,7 +23,12 @@ from mlxpool.worker.mlx_lm.rows import MlxLmRow, class_name, flatten
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling import sampler
-from mlxpool.worker.sampling.batch import last_token, sample_request, sampled_tokens
+from mlxpool.worker.sampling.batch import (
+    SampleRequest,
+    last_token,
+    penalty_history,
+    sampled_tokens,
+)
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
 from mlxpool.worker.scheduling.scheduler import pair_budget
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
@@ -32,10 +37,8 @@ from mlxpool.worker.weights.load import OnProgress
 from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of, features_of
 
 TENSORS_PER_REPORT = 16  # tensors that are read between two progress reports
-WARM_UP_CHUNKS = (
-    KV_BLOCK_TOKENS,
-    2 * KV_BLOCK_TOKENS,
-)  # tokens of the chunks that are measured at load
+# Tokens of the chunks that are measured at load.
+WARM_UP_CHUNKS = (KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
 
 
 @contextmanager
@@ -127,7 +130,11 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         """See Engine.decode. A row keeps its logits until its token is sampled."""
         with self._discard_on_failure(rows):
             logits = mx.concatenate([self._logits(seq) for seq in rows])
-            sampled = sampler.sample(logits, [sample_request(seq) for seq in rows])
+            requests = [
+                SampleRequest(seq.options, seq.seed, len(seq.ids), penalty_history(seq))
+                for seq in rows
+            ]
+            sampled = sampler.sample(logits, requests)
             mx.eval(*sampled.arrays(), *(self._rows[seq].arrays() for seq in rows))
         return sampled_tokens(sampled, {seq: line for line, seq in enumerate(rows)})
 

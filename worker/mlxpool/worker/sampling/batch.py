@@ -40,11 +40,6 @@ class SampleRequest:
     history: Many[int] = ()
 
 
-def sample_request(seq: Sequence, ahead: int = 0) -> SampleRequest:
-    """Returns the sampler input of a sequence; `ahead` tokens were sampled that `ids` lacks."""
-    return SampleRequest(seq.options, seq.seed, len(seq.ids) + ahead, penalty_history(seq))
-
-
 def penalty_history(seq: Sequence) -> Many[int]:
     """Returns the tokens that penalties count; empty without penalties."""
     return seq.tokens if has_penalties(seq.options) else ()
