@@ -47,9 +47,8 @@ def build(config: WorkerConfig) -> Edge:
     from mlxpool.worker.compute.progress import Progress
     from mlxpool.worker.compute.thread import Compute
     from mlxpool.worker.preparation.limits import Limits
-    from mlxpool.worker.process.edge import Edge
+    from mlxpool.worker.process.edge import Edge, Mailbox
     from mlxpool.worker.process.link import Link
-    from mlxpool.worker.process.mailbox import Mailbox
     from mlxpool.worker.process.prepare import Preparer, service_of
     from mlxpool.worker.testing.faults import faults_of
     from mlxpool.worker.testing.faulty_engine import begin_with, open_source

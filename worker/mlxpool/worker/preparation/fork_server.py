@@ -36,7 +36,7 @@ def main() -> int:
     os.nice(NICENESS)
     from mlxpool.worker.preparation.jobs import receive  # imports what takes long
     from mlxpool.worker.preparation.limits import Limits
-    from mlxpool.worker.prompt.interface import TextSource
+    from mlxpool.worker.prompt.text_model import TextSource
     from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 
     with socket.socket(fileno=os.dup(STDIN)) as worker:

@@ -16,8 +16,8 @@ from mlxpool.common.errors import BadRequest, Internal, PoolError, TooLarge, fro
 from mlxpool.common.protocol.frames import MAX_BLOB, MAX_BODY
 from mlxpool.common.protocol.token_ids import ID_WIDTH, pack_ids, unpack_ids
 from mlxpool.worker.preparation.limits import SHORT_TEXT
-from mlxpool.worker.prompt.interface import RenderedChat, TextModel
 from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_tokens
+from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 
 MAX_ANSWER_TEXT = MAX_BODY - 1024  # bytes of text in an answer
 BIG_INT = 1  # the msgpack extension type of an integer beyond 64 bits, which JSON may have

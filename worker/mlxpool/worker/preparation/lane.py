@@ -20,7 +20,7 @@ from typing import Any
 from mlxpool.worker.preparation.jobs import pack, perform, receive, unpack
 from mlxpool.worker.preparation.limits import ENCODE_MEMORY, SHORT_TEXT, SHORT_TIME, Limits
 from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
-from mlxpool.worker.prompt.interface import RenderedChat, TextModel
+from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 from mlxpool.worker.system.idle_class import become_idle_class
 
 OOM_SCORE = 500  # the kernel ends a lane before its worker when memory runs out

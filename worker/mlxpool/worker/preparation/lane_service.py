@@ -28,7 +28,7 @@ from mlxpool.worker.preparation.lanes import ForkServer, Lane, LaneEnded
 from mlxpool.worker.preparation.limits import MAX_LANES, SHORT_TEXT, SHORT_TIME
 from mlxpool.worker.preparation.queue import FairQueue, Waiting
 from mlxpool.worker.preparation.service import Deliver, Load, encoding_of
-from mlxpool.worker.prompt.interface import RenderedChat
+from mlxpool.worker.prompt.text_model import RenderedChat
 from mlxpool.worker.system.cpu_threads import CpuThreads
 
 MAX_TRIES = 2  # when a lane was ended from outside, its job is not to blame

@@ -30,7 +30,7 @@ from mlxpool.worker.preparation.jobs import (
     unpack,
 )
 from mlxpool.worker.preparation.limits import Limits
-from mlxpool.worker.prompt.interface import TextSource
+from mlxpool.worker.prompt.text_model import TextSource
 
 START_TIMEOUT = 60.0  # seconds for the fork server to start, and for each of its replies
 MAX_STARTS = 2  # a server that was ended from outside is started again

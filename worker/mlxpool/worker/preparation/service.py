@@ -12,7 +12,7 @@ from typing import Protocol
 from mlxpool.worker.preparation.jobs import Encode, Render, Result, perform
 from mlxpool.worker.preparation.limits import SHORT_TEXT
 from mlxpool.worker.preparation.queue import Waiting
-from mlxpool.worker.prompt.interface import RenderedChat, TextModel
+from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 
 Deliver = Callable[[Hashable, Result], None]
 

@@ -29,15 +29,15 @@ from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.preparation.queue import Waiting
 from mlxpool.worker.preparation.service import Deliver, InlineService, Load, Service
 from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.prompt.interface import Opened
 from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_tokens
+from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.system.cpu_threads import process_cpu_threads
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run for the compute thread, or the error that it ends with. `fence`: see `Rows`."""
+    """A run for the compute thread, or the error that it ends with. `fence`: see StepDeltas."""
 
     key: RunKey
     admit: Admit | None
@@ -47,7 +47,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to the `tokenize` or `detokenize` of a request. `fence`: see `Rows`."""
+    """The answer to the `tokenize` or `detokenize` of a request. `fence`: see StepDeltas."""
 
     id: bytes | None
     content: TokenizerAnswer
@@ -204,7 +204,7 @@ def admit_of(
         seed=work.seed,
         max_tokens=max_tokens,
         ids=ids,
-        suspect=work.suspect,
+        prefill_alone=work.suspect,
         restore_at=prompt.restore_at,
     )
     facts = Facts(opened.digest, context, max_tokens, len(prompt_ids), now, prompt.thinks)

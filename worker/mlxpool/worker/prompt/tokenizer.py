@@ -15,8 +15,8 @@ from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.worker.prompt.chat_template.output_format import opens_thinking
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
-from mlxpool.worker.prompt.interface import RenderedChat, TextSource
 from mlxpool.worker.prompt.size_bound import max_bytes_per_token
+from mlxpool.worker.prompt.text_model import RenderedChat, TextSource
 from mlxpool.worker.prompt.token_bytes import TokenBytes
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_file
