@@ -28,11 +28,8 @@ from typing import Any
 
 from mlxpool.bench import report
 from mlxpool.client import Client
-from mlxpool.common.errors import BadRequest, PoolError
-from mlxpool.worker.prompt.tokenizer import ChatTokenizer
-from mlxpool.worker.system.idle_thread import LONG_WORK_NICENESS
-from mlxpool.worker.weights.files import folder_files
-from mlxpool.worker.weights.inspect import inspect
+from mlxpool.common.errors import PoolError
+from mlxpool.worker.preparation.fork_server import NICENESS
 from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
 from peer_process import gaps_between, running
 
@@ -77,7 +74,7 @@ def endless_templates(client: Client) -> None:
 
 
 def busy_neighbour(client: Client) -> None:
-    os.nice(LONG_WORK_NICENESS)
+    os.nice(NICENESS)
     while True:
         pass
 
@@ -136,34 +133,6 @@ def measure(pool: Pool, rounds: int, tokens: int) -> dict[str, Any]:
     return figures
 
 
-def reject(size: int) -> None:
-    raise BadRequest(f"{size} ids")
-
-
-def preparation_times(rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of processor time of the preparing thread for a large prompt.
-
-    Other threads and the template process do the rest without the interpreter lock.
-    """
-    text = ChatTokenizer.from_folder(inspect(folder_files(DEMO)))
-    text.warm_up()
-    large = large_text(random.Random(0))
-    chat = [{"role": "user", "content": large}]
-    cases: dict[str, Callable[[], object]] = {
-        "text that does not fit": lambda: text.encode(large, reject),
-        "text": lambda: text.encode(large),
-        "a chat": lambda: text.chat(chat, None, 0.0),
-    }
-    found: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(rounds):
-        for name, case in cases.items():
-            start = time.thread_time()
-            with contextlib.suppress(BadRequest):
-                case()
-            found[name].append(1000 * (time.thread_time() - start))
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
@@ -189,11 +158,7 @@ def main() -> None:
         for name, found in figures.items()
     ]
     print(report.table(head, rows))
-    cost = preparation_times(options.rounds)
-    lines = [(name, report.spread(values, 2)) for name, values in cost.items()]
-    print()
-    print(report.table(("256 KiB of", "the preparing thread's processor time, ms"), lines))
-    report.save(options.json, {**figures, "held_ms": cost})
+    report.save(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from mlxpool.common.config.schema import Counting
 from mlxpool.common.options import Options
 from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText, splitmix64, token_at
 from mlxpool.worker.scheduling.sequence import Sequence
+from support.prompts import chat_ids
 
 
 def test_splitmix64_is_the_published_one() -> None:
@@ -32,7 +33,7 @@ def test_text_is_encoded_and_decoded() -> None:
     text = CountingText()
     assert text.encode("né") == [110, 195, 169]
     assert text.decode([1, 20]) == "1 20 "
-    assert text.chat([{"role": "user", "content": "x"}], None, 0.0).ids == list(b"user: x\n")
+    assert chat_ids(text, [{"role": "user", "content": "x"}]).ids == list(b"user: x\n")
 
 
 def row(**options: object) -> Sequence:

@@ -59,7 +59,7 @@ def test_every_job_is_taken_once_and_no_owner_waits_for_two_of_another(
             kept[key] = owner
     assert queue.bytes == sum(jobs[key][1] for key in kept)
     taken = [queue.take() for _ in range(len(queue))]
-    assert sorted(one.key for one in taken) == sorted(kept)
+    assert {one.key for one in taken} == set(kept) and len(taken) == len(kept)
     owners = [one.owner for one in taken]
     for index in range(len(owners) - 1):
         if owners[index] == owners[index + 1]:

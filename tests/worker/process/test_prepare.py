@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
-from mlxpool.common.errors import BadRequest, ContextExceeded
+from mlxpool.common.errors import BadRequest, ContextExceeded, PoolError
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.engine.counting_engine import CountingText
-from mlxpool.worker.process.prepare import Answer, Prepared, Preparer, prepare
+from mlxpool.worker.preparation.jobs import Encoded, perform
+from mlxpool.worker.preparation.limits import Limits
+from mlxpool.worker.process.prepare import (
+    Answer,
+    Prepared,
+    Preparer,
+    admit_of,
+    began_at,
+    job_of,
+    service_of,
+)
 from mlxpool.worker.prompt.text_model import Opened
 
 OPENED = Opened("digest", 32, 300, CountingText())
@@ -19,7 +30,15 @@ ID = bytes(16)
 
 
 def work(*blobs: bytes, **body: Any) -> Admit:
-    return prepare(OPENED, (ID, 2), Work.parse(body, blobs), 1.5, 1000.0)
+    """The run of a `work`, which came at 1000 s since 1970. Raises what ends its stream."""
+    message = Work.parse(body, blobs)
+    now = began_at(message, 1000.0)
+    job = job_of(OPENED, message, now)
+    result = job if isinstance(job, Encoded) else perform(OPENED.text, job)
+    if isinstance(result, PoolError):
+        raise result
+    assert isinstance(result, Encoded)
+    return admit_of(OPENED, (ID, 2), message, 1.5, 9.5, now, result)
 
 
 def test_text_becomes_a_sequence_with_its_facts() -> None:
@@ -136,17 +155,21 @@ def test_the_preparer_answers_in_order_and_survives_errors() -> None:
     import queue
 
     results: queue.SimpleQueue[Prepared | Answer] = queue.SimpleQueue()
-    preparer = Preparer(OPENED, results.put)
+    preparer = Preparer(OPENED, results.put, partial(service_of, limits=Limits()))
     preparer.start()
     preparer.prepare((ID, 1), Work.parse({"prompt": "abc"}, ()))
-    preparer.prepare((ID, 2), Work.parse({"messages": [5]}, ()))  # no broker sends it
+    with pytest.raises(BadRequest, match=r"messages\[0\] must be a map"):
+        preparer.prepare((ID, 2), Work.parse({"messages": [5]}, ()))
+    preparer.prepare(
+        (ID, 2), Work.parse({"prompt": "abc", "resume": {"facts": {"digest": "x"}}}, ())
+    )
     preparer.answer(ID, Tokenize("ab"))
     preparer.answer(ID, Tokenize(b"\xff"))
     preparer.answer(ID, Detokenize(pack_ids([1, 2])))
     preparer.answer(ID, Detokenize(b"abc"))
     good, bad, ids, wrong, text, odd = (results.get(timeout=30) for _ in range(6))
     assert isinstance(good, Prepared) and good.admit is not None
-    assert isinstance(bad, Prepared) and bad.error is not None and bad.error.code == "internal"
+    assert isinstance(bad, Prepared) and bad.error is not None and bad.error.code == "bad_request"
     assert isinstance(ids, Answer) and unpack_ids(ids.content.packed[0]) == [97, 98]
     assert isinstance(wrong, Answer) and wrong.content.fields["code"] == "bad_request"
     assert isinstance(text, Answer) and text.content.fields == {"text": "1 2 "}

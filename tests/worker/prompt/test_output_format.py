@@ -13,6 +13,7 @@ from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import inspect
+from support.prompts import chat_ids
 from support.worker_checkpoints import write_checkpoint
 
 USER = [{"role": "user", "content": "hi"}]
@@ -69,7 +70,7 @@ def test_think_is_refused_without_a_template_variable(think: Any, words: str) ->
 def test_the_prompt_reports_that_it_ends_in_thinking(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tokenizer_config={"chat_template": SWITCH})
     text = ChatTokenizer.from_folder(inspect(tmp_path))
-    assert text.chat(USER, None, 0.0).thinks
-    assert not text.chat(USER, None, 0.0, think=False).thinks
+    assert chat_ids(text, USER).thinks
+    assert not chat_ids(text, USER, think=False).thinks
     with pytest.raises(BadRequest, match="think must be true, false or one of low, medium, high"):
-        text.chat(USER, None, 0.0, think="very")
+        chat_ids(text, USER, think="very")

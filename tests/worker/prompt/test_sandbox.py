@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.worker.prompt.chat_template.sandbox import MAX_RENDERER_MEMORY, ContentForm, Template
+from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY, ContentForm, Template
 from support.template_features import FEATURES, USER
 
 NOW = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC
@@ -90,7 +90,7 @@ def test_running_out_of_memory_names_the_line_and_the_bound() -> None:
         raise MemoryError
 
     with pytest.raises(
-        BadRequest, match=rf"line 2: it takes more than {MAX_RENDERER_MEMORY} bytes of memory"
+        BadRequest, match=rf"line 2: it takes more than {MAX_MEMORY} bytes of memory"
     ):
         render("\n{{ greedy() }}", greedy=greedy)
 

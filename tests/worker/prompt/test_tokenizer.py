@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from tokenizers import Tokenizer
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.common.protocol.to_worker import Work
-from mlxpool.worker.process.prepare import prepare
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
-from mlxpool.worker.prompt.text_model import Opened
+from mlxpool.worker.prompt.size_bound import check_ids
+from mlxpool.worker.prompt.text_model import TextSource
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import inspect
 from support import worker_tokenizers as zoo
+from support.prompts import chat_ids
 from support.worker_checkpoints import BOS, EOS, write_checkpoint, write_json
 
 HI = [{"role": "user", "content": "hi"}]
@@ -37,7 +34,7 @@ def test_text_round_trip_and_template(good: Path) -> None:
     text = ChatTokenizer.from_folder(inspect(good))
     assert text.decode(text.encode("né<|user|>")) == "né<|user|>"
     assert text.encode("a</s>") == [ord("a"), EOS]
-    assert text.chat(HI, None, 0.0).ids == text.encode("<|user|>hi<|assistant|>")
+    assert chat_ids(text, HI).ids == text.encode("<|user|>hi<|assistant|>")
     assert (text.piece(EOS), text.piece(10**6)) == (b"</s>", b"")
 
 
@@ -90,10 +87,10 @@ TALK = [*HI, {"role": "assistant", "content": "né"}, {"role": "user", "content"
 def test_where_the_generation_prompt_begins(tmp_path: Path, add_bos: bool) -> None:
     path = write_checkpoint(tmp_path, tokenizer_config={"add_bos_token": add_bos})
     text = ChatTokenizer.from_folder(inspect(path))
-    prompt = text.chat(TALK, None, 0.0)
+    prompt = chat_ids(text, TALK)
     assert prompt.restore_at == len(prompt.ids) - 1
     assert text.piece(prompt.ids[prompt.restore_at]) == b"<|assistant|>"
-    later = text.chat([*TALK, {"role": "assistant", "content": "x"}, *HI], None, 0.0)
+    later = chat_ids(text, [*TALK, {"role": "assistant", "content": "x"}, *HI])
     assert later.ids[: prompt.restore_at] == prompt.ids[: prompt.restore_at]
 
 
@@ -109,100 +106,65 @@ def test_where_the_generation_prompt_begins(tmp_path: Path, add_bos: bool) -> No
 )
 def test_an_unknown_generation_prompt_is_0(tmp_path: Path, template: str) -> None:
     path = write_checkpoint(tmp_path, tokenizer_config={"chat_template": template})
-    assert ChatTokenizer.from_folder(inspect(path)).chat(HI, None, 0.0).restore_at == 0
+    assert chat_ids(ChatTokenizer.from_folder(inspect(path)), HI).restore_at == 0
+
+
+def with_template(tokenizer: Tokenizer, source: str) -> ChatTokenizer:
+    nothing = TextSource("", "", (), {}, {}, None)
+    return ChatTokenizer(tokenizer, ChatTemplates({"default": Template(source)}), nothing)
 
 
 def test_a_token_across_the_boundary_is_not_counted() -> None:
     tokenizer = zoo.sentencepiece()
     source = "{{ messages[0].content }}{% if add_generation_prompt %}e fox{% endif %}"
-    text = ChatTokenizer(tokenizer, ChatTemplates({"default": Template(source)}))
-    prompt = text.chat([{"role": "user", "content": " th"}], None, 0.0)
+    text = with_template(tokenizer, source)
+    prompt = chat_ids(text, [{"role": "user", "content": " th"}])
     assert text.decode(prompt.ids[: prompt.restore_at]).strip() in ("", "th")
 
 
 def test_a_generation_prompt_that_begins_with_plain_text() -> None:
     """Its ids alone differ from the last ids of the whole, because alone it begins a text."""
     source = "{{ messages[0].content }}{% if add_generation_prompt %} fox{% endif %}"
-    text = ChatTokenizer(zoo.sentencepiece(), ChatTemplates({"default": Template(source)}))
-    prompt = text.chat([{"role": "user", "content": "the"}], None, 0.0)
+    text = with_template(zoo.sentencepiece(), source)
+    prompt = chat_ids(text, [{"role": "user", "content": "the"}])
     assert 0 < prompt.restore_at < len(prompt.ids)
     assert text.decode(prompt.ids[: prompt.restore_at]) == "the"
 
 
-# ---- before and beside ---------------------------------------------------------------------------
+# ---- in another process --------------------------------------------------------------------------
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_its_ids_are_listed(tmp_path: Path) -> None:
-    path = write_checkpoint(
-        tmp_path, tokenizer_config={"add_bos_token": True, "chat_template": "x"}
-    )
+def test_a_source_gives_the_same_ids(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, tokenizer_config={"add_bos_token": True})
     text = ChatTokenizer.from_folder(inspect(path))
-    sizes: list[int] = []
-    assert text.encode("abc", sizes.append) == [BOS, *b"abc"]
-    assert text.encode("<s>abc", sizes.append) == [BOS, *b"abc"]
-    assert text.chat(HI, None, 0.0, sizes.append).ids == [BOS, *b"x"]
-    assert sizes == [4, 4, 2]
-
-    def refuse(size: int) -> None:
-        raise BadRequest(f"{size} are too many")
-
-    with pytest.raises(BadRequest, match="4 are too many"):
-        text.encode("abc", refuse)
+    again = ChatTokenizer.from_source(TextSource(**asdict(text.source)))
+    assert again.encode("né<|user|>") == text.encode("né<|user|>")
+    assert chat_ids(again, HI) == chat_ids(text, HI)
+    assert again.max_bytes_per_token == text.max_bytes_per_token == len("<|assistant|>")
 
 
-def test_warm_up_starts_the_renderer_process(tmp_path: Path) -> None:
-    text = ChatTokenizer.from_folder(inspect(write_checkpoint(tmp_path)))
-    before = len(psutil.Process().children())
-    text.warm_up()
-    assert len(psutil.Process().children()) == before + 1
-    text.chat(HI, None, 0.0)
-    assert len(psutil.Process().children()) == before + 1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has one priority")
-def test_the_tokenizers_threads_have_a_lower_priority(good: Path) -> None:
-    """In a separate process, because the threads are started once in a process."""
-    code = f"""
-import contextlib, os
-from pathlib import Path
-from mlxpool.worker.weights.inspect import inspect
-from mlxpool.worker.prompt.tokenizer import ChatTokenizer
-text = ChatTokenizer.from_folder(inspect(Path({str(good)!r})))
-before = set(os.listdir("/proc/self/task"))
-text.warm_up()
-new = set(os.listdir("/proc/self/task")) - before
-nice = set()
-for thread in new:
-    with contextlib.suppress(ProcessLookupError):
-        nice.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
-assert nice == {{min(os.nice(0) + 10, 19)}}, nice
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_long_texts_are_encoded_by_these_threads(good: Path) -> None:
-    text = ChatTokenizer.from_folder(inspect(good))
-    text.encode("a")
-    own, all_ = time.thread_time(), time.process_time()
-    text.encode("né<|user|>" * 20_000)
-    own, all_ = time.thread_time() - own, time.process_time() - all_
-    assert own < all_ / 2
+def test_a_source_whose_file_has_changed_is_refused(good: Path) -> None:
+    source = ChatTokenizer.from_folder(inspect(good)).source
+    file = good / "tokenizer.json"
+    file.write_text(file.read_text() + " ")
+    with pytest.raises(ModelLoadFailed, match="has changed since the model was loaded"):
+        ChatTokenizer.from_source(source)
 
 
 def test_a_chat_begins_with_bos_once(tmp_path: Path) -> None:
     for template in ("{{ messages[0].content }}", "{{ bos_token }}{{ messages[0].content }}"):
         settings = {"add_bos_token": True, "chat_template": template}
         path = write_checkpoint(tmp_path, tokenizer_config=settings)
-        assert ChatTokenizer.from_folder(inspect(path)).chat(HI, None, 0.0).ids == [BOS, *b"hi"]
+        assert chat_ids(ChatTokenizer.from_folder(inspect(path)), HI).ids == [BOS, *b"hi"]
 
 
 def test_tools_reach_the_template(tmp_path: Path) -> None:
     settings = {"chat_template": "{% for t in tools %}{{ t.function.name }}{% endfor %}"}
     text = ChatTokenizer.from_folder(inspect(write_checkpoint(tmp_path, tokenizer_config=settings)))
     tools = [{"type": "function", "function": {"name": "clock"}}]
-    assert text.chat(HI, tools, 0.0).ids == list(b"clock")
+    assert chat_ids(text, HI, tools).ids == list(b"clock")
     with pytest.raises(BadRequest, match=r"tools\[0\] must be a map, got 5"):
-        text.chat(HI, [5], 0.0)
+        chat_ids(text, HI, [5])
 
 
 # ---- the size of the vocabulary ------------------------------------------------------------------
@@ -227,9 +189,8 @@ def test_an_added_token_that_prompts_have_needs_a_row(tmp_path: Path) -> None:
 def test_an_added_token_that_only_texts_may_have_is_accepted(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, vocab_size=257, tokenizer_config={"chat_template": "x"})
     text = ChatTokenizer.from_folder(inspect(path))
-    opened = Opened("digest", 64, 257, text)
     with pytest.raises(BadRequest, match="prompt: token id 257 is not below 257"):
-        prepare(opened, (bytes(16), 1), Work.parse({"prompt": "a</s>"}, ()), 0.0, 0.0)
+        check_ids(text.encode("a</s>"), 257, "prompt")
 
 
 def test_fewer_ids_than_rows_are_fine(tmp_path: Path) -> None:

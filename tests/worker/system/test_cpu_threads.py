@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.processes import blas
 from mlxpool.worker.compute import messages
 from mlxpool.worker.compute.messages import StepDeltas
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.kernels import device
-from mlxpool.worker.prompt import tokenizer
-from mlxpool.worker.prompt.chat_template import renderer
-from mlxpool.worker.prompt.chat_template.renderer import Renderer
-from mlxpool.worker.prompt.chat_template.sandbox import Template
-from mlxpool.worker.prompt.chat_template.templates import DEFAULT, ChatTemplates
-from mlxpool.worker.prompt.tokenizer import LONG_TEXT, ChatTokenizer
 from mlxpool.worker.system import cpu_threads
 from mlxpool.worker.system.cpu_threads import CpuThreads, CpuUse, thread_count
 from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
 from support.compute_harness import ComputeHarness
-from support.pool import PATIENCE
 from support.worker_checkpoints import write_checkpoint
 
 
@@ -51,47 +41,26 @@ class Fake:
         self.told.append(count)
 
 
-def entered(one: CpuThreads) -> tuple[threading.Thread, threading.Event, threading.Event]:
-    """A thread with long work, the event that it has begun, and the event that ends it."""
-    let_in, over = threading.Event(), threading.Event()
-
-    def work() -> None:
-        with one.spare_core():
-            let_in.set()
-            assert over.wait(PATIENCE)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread, let_in, over
+@contextmanager
+def long_work(one: CpuThreads) -> Iterator[None]:
+    one.begin_long_work()
+    yield
+    one.end_long_work()
 
 
-def until(check: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not check():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def test_steps_spare_a_core_until_all_long_work_is_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cpu_threads, "STEP_WAIT", PATIENCE)  # the step counts, not the clock
+def test_steps_spare_a_core_until_all_long_work_is_done() -> None:
     fake = Fake()
     one = CpuThreads(fake, 4)
     one.begin_step(0.0)
-    first, let_in, over = entered(one)
-    until(lambda: one._long_works == 1)
-    assert not let_in.is_set() and fake.now == 4  # a step is running
-    one.begin_step(0.0)
-    assert let_in.wait(PATIENCE) and fake.now == 3
-    second, also_in, over_too = entered(one)
-    assert also_in.wait(PATIENCE)
-    over.set()
-    first.join(PATIENCE)
-    one.begin_step(0.0)
-    assert fake.now == 3
-    over_too.set()
-    second.join(PATIENCE)
+    with long_work(one):
+        assert fake.now == 4  # a step is running
+        one.begin_step(0.0)
+        assert fake.now == 3
+        with long_work(one):
+            one.begin_step(0.0)
+            assert fake.now == 3
+        one.begin_step(0.0)
+        assert fake.now == 3
     assert fake.now == 3
     one.begin_step(0.0)
     assert fake.now == 4
@@ -100,40 +69,17 @@ def test_steps_spare_a_core_until_all_long_work_is_done(
     assert len(fake.told) == told  # nothing has changed
 
 
-def test_long_work_does_not_wait_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_threads, "STEP_WAIT", PATIENCE)
+def test_long_work_between_steps_counts_for_the_next_one() -> None:
     fake = Fake()
     one = CpuThreads(fake, 4)
-    with one.spare_core():
+    one.begin_step(0.0)
+    one.end_steps()
+    with long_work(one):
         one.begin_step(0.0)
         assert fake.now == 3
         one.end_steps()
-        with one.spare_core():
-            pass
-    one.end_steps()
-    with one.spare_core():
-        pass
     one.begin_step(0.0)
     assert fake.now == 4
-
-
-def test_the_end_of_steps_releases_waiting_long_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_threads, "STEP_WAIT", PATIENCE)
-    one = CpuThreads(Fake(), 4)
-    one.begin_step(0.0)
-    thread, let_in, over = entered(one)
-    until(lambda: one._long_works == 1)
-    one.end_steps()
-    assert let_in.wait(PATIENCE)
-    over.set()
-    thread.join(PATIENCE)
-
-
-def test_long_work_waits_for_a_step_with_a_bound() -> None:
-    one = CpuThreads(Fake(), 4)
-    one.begin_step(0.0)
-    with one.spare_core():
-        pass
 
 
 @pytest.mark.parametrize(
@@ -144,7 +90,7 @@ def test_at_least_one_thread_stays_and_a_free_core_suffices(
 ) -> None:
     fake = Fake(threads)
     one = CpuThreads(fake, here)
-    with one.spare_core():
+    with long_work(one):
         one.begin_step(0.0)
         assert fake.now == fewer
     one.begin_step(0.0)
@@ -154,7 +100,7 @@ def test_at_least_one_thread_stays_and_a_free_core_suffices(
 
 def test_nothing_happens_without_a_blas_library() -> None:
     one = CpuThreads(None, 8)
-    with one.spare_core():
+    with long_work(one):
         one.begin_step(0.0)
         one.end_steps()
 
@@ -224,7 +170,7 @@ def test_steps_leave_used_cores_and_take_free_ones() -> None:
     seen.others = 2.0
     seen.go_on(one, steps=3)
     assert fake.told == [2]
-    with one.spare_core():  # of the two that are left, for what counts as ours
+    with long_work(one):  # of the two that are left, for what counts as ours
         seen.go_on(one)
         assert fake.now == 2
     seen.others = 0.0
@@ -237,7 +183,7 @@ def test_steps_leave_used_cores_and_take_free_ones() -> None:
     assert fake.now == 2
     seen.go_on(one)
     assert fake.now == 4
-    with one.spare_core():
+    with long_work(one):
         one.begin_step(seen.at)
         assert fake.now == 3
 
@@ -339,13 +285,12 @@ def test_a_worker_adjusts_threads_before_its_steps(
     """Unless the engine does not allow it, see Engine.yields_cores."""
     fake = Fake(2)
     one = CpuThreads(fake, 2)
-    monkeypatch.setattr(cpu_threads, "STEP_WAIT", PATIENCE if yields else 0.0)
     monkeypatch.setattr("mlxpool.worker.compute.thread.process_cpu_threads", lambda: one)
     monkeypatch.setattr(OnCpu, "yields", yields)
     harness = ComputeHarness(engine=OnCpu, step_us=1000).ready()
     harness.admit(1, count=10**6)
     harness.next(StepDeltas)
-    with one.spare_core():
+    with long_work(one):
         for _ in range(messages.MAX_UNTAKEN_STEPS + 5):  # more than were made before
             harness.compute.delta_queue.acknowledge()
             harness.next(StepDeltas)
@@ -357,68 +302,3 @@ def test_a_deterministic_engine_keeps_its_cores(tmp_path: Path, deterministic: b
     loaded = load(inspect(folder_files(write_checkpoint(tmp_path))), deterministic=deterministic)
     with closing(ModelEngine(loaded, context=64, max_sequences=1)) as engine:
         assert engine.yields_cores == (not deterministic and not device.on_gpu())
-
-
-@contextmanager
-def counting_spared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Records each call of `spare_core` in this process."""
-    heard: list[str] = []
-
-    class Heard(CpuThreads):
-        @contextmanager
-        def spare_core(self) -> Iterator[None]:
-            heard.append("spared")
-            yield
-            heard.append("taken back")
-
-    one = Heard(Fake(), 4)
-    for module in (renderer, tokenizer):
-        monkeypatch.setattr(module, "process_cpu_threads", lambda: one)
-    yield heard
-
-
-def test_long_texts_spare_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = ChatTokenizer.from_folder(inspect(folder_files(write_checkpoint(tmp_path))))
-    with counting_spared(monkeypatch) as heard:
-        text.encode("short")
-        assert heard == []
-        text.encode("x" * LONG_TEXT)
-        assert heard == ["spared", "taken back"]
-
-
-def test_long_chats_spare_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first chat is long because the renderer process has to start."""
-    chat = Renderer(ChatTemplates({DEFAULT: Template("x")}, {}), timeout=PATIENCE)
-    with counting_spared(monkeypatch) as heard:
-        assert chat.render([{"role": "user", "content": "x"}], [], 0.0).text == "x"
-        assert heard == ["spared", "taken back"]
-        monkeypatch.setattr(renderer, "SHORT_WAIT_MS", PATIENCE * 1000)
-        assert chat.render([{"role": "user", "content": "x"}], [], 0.0).text == "x"
-        assert len(heard) == 2
-    chat.close()
-
-
-@pytest.mark.skipif(blas.find() is None or sys.platform != "linux", reason="no OpenBLAS")
-def test_openblas_itself() -> None:
-    code = """
-import os
-from mlxpool.worker.system.cpu_threads import OpenBlas, process_cpu_threads
-blas, one = OpenBlas(), process_cpu_threads()
-usual = blas.count()
-with one.spare_core():
-    one.begin_step(0.0)
-    assert blas.count() == max(1, min(usual, len(os.sched_getaffinity(0)) - 1))
-one.begin_step(0.0)
-assert blas.count() == usual
-"""
-    environment = {**os.environ, **blas.preload()}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
-def test_without_openblas() -> None:
-    code = """
-from mlxpool.worker.system.cpu_threads import process_cpu_threads
-with process_cpu_threads().spare_core():
-    process_cpu_threads().begin_step(0.0)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,6 +16,7 @@ from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import find_files
 from mlxpool.worker.weights.ollama_store import MODEL
+from support.prompts import chat_ids
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 from support.worker_stores import JSON, TENSOR, Store
 
@@ -51,7 +52,7 @@ def test_a_stored_model_equals_its_folder(folder: Path, store: Store) -> None:
     assert there.match.weights == here.match.weights
     assert (there.context, there.eos_ids, there.bos_token) == (512, here.eos_ids, "<s>")
     text = ChatTokenizer.from_folder(there)
-    asked = text.chat([{"role": "user", "content": "hi"}], None, 0.0)
+    asked = chat_ids(text, [{"role": "user", "content": "hi"}])
     assert text.decode(asked.ids) == "<|user|>hi<|assistant|>"
     assert "model.layers.0.self_attn.q_proj.bias" in there.tensors
 
