@@ -84,7 +84,7 @@ def test_a_long_chat_moves_the_process_to_the_idle_class() -> None:
     code = """
 import os, socket
 from mlxpool.worker.prompt.chat_template import renderer_process
-from mlxpool.worker.prompt.chat_template.message_stream import pack, receive
+from mlxpool.worker.prompt.chat_template.renderer_process import pack, receive
 ours, theirs = socket.socketpair()
 renderer_process.NORMAL_PRIORITY_TIME = 0.01
 classes = []

@@ -22,7 +22,7 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest, Internal
 from mlxpool.common.protocol.frames import MAX_BLOB
-from mlxpool.worker.prompt.chat_template.message_stream import pack, receive
+from mlxpool.worker.prompt.chat_template.renderer_process import pack, receive
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 from mlxpool.worker.system.cpu_threads import process_cpu_threads
 

@@ -1,7 +1,8 @@
 """`python -m mlxpool.worker.prompt.chat_template.renderer_process`: renders a model's templates.
 
 Started by renderer.py. Its stdin is one end of a socket pair; the worker holds the other. It turns
-one chat after the other into text.
+one chat after the other into text. Both sides send msgpack maps, one after the other: unpacking a
+message runs no code of the sender, whose template is untrusted.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgpack
+
 from mlxpool.common.errors import BadRequest
-from mlxpool.worker.prompt.chat_template.message_stream import pack, receive
 from mlxpool.worker.system.idle_thread import LONG_WORK_NICENESS, become_idle_class
 from mlxpool.worker.system.parent_death import STDIN, die_with_parent
 
 if TYPE_CHECKING:
     from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 
+
+BIG_INT = 1  # the msgpack extension type of an integer beyond 64 bits, which JSON may have
+READ_BYTES = 2**20  # of one system call
 NORMAL_PRIORITY_TIME = 0.05  # seconds of a core, after which a chat is rendered in SCHED_IDLE
 
 
@@ -92,6 +97,30 @@ def _messages_end(chat: ChatTemplates, request: Mapping[str, Any], text: str) ->
     except BadRequest:
         return 0  # the index is only a hint
     return len(bare) if text.startswith(bare) and len(bare) < len(text) else 0
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """One message. Lone surrogates and integers of any size survive the transport."""
+    data: bytes = msgpack.packb(message, default=_pack_big_int, unicode_errors="surrogatepass")
+    return data
+
+
+def receive(connection: socket.socket) -> Iterator[dict[str, Any]]:
+    """The messages as they arrive, until the peer closes the connection."""
+    unpacker = msgpack.Unpacker(ext_hook=_unpack_big_int, unicode_errors="surrogatepass")
+    while data := connection.recv(READ_BYTES):
+        unpacker.feed(data)
+        yield from unpacker
+
+
+def _pack_big_int(value: object) -> msgpack.ExtType:
+    if not isinstance(value, int):
+        raise TypeError(f"a chat cannot hold {type(value).__name__}")
+    return msgpack.ExtType(BIG_INT, str(value).encode())
+
+
+def _unpack_big_int(code: int, data: bytes) -> int:
+    return int(data)
 
 
 if __name__ == "__main__":
