@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxpool.broker.core import actions as act
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
-from mlxpool.broker.interface import actions as act
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.events import Sample
 from mlxpool.broker.models.lifecycle import DEMANDED
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.workers.liveness import Sample
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.schema import ModelConfig, PoolConfig

@@ -11,7 +11,7 @@ import pytest
 
 from mlxpool.broker.admin.reload import FIXED, CurrentSettings, Reloader, compare
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.common.config.schema import BUILTIN, KeyConfig, ModelConfig, PoolConfig
 

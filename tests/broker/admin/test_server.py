@@ -11,8 +11,8 @@ import pytest
 from mlxpool.broker.admin.commands import Commands
 from mlxpool.broker.admin.server import AdminServer
 from mlxpool.broker.admin.subscriptions import MAX_SUBSCRIBERS
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.edge.core_view import CoreView
-from mlxpool.broker.interface import events as ev
 from mlxpool.broker.telemetry.snapshot import Snapshot
 from mlxpool.broker.transport.peers import Peer
 from mlxpool.common.protocol import frames, kinds

@@ -221,8 +221,8 @@ MUTANTS = (
     _broker(
         "a take-over leaves the old run alone",
         "core/admission",
-        "        self._pool.cancel_run(request)\n        self._links.detach(request)\n",
-        "        self._links.detach(request)\n",
+        "        self._pool.cancel_run(request)\n        self._state.detach(request)\n",
+        "        self._state.detach(request)\n",
     ),
     _broker(
         "text is lost when deltas merge",
@@ -244,7 +244,7 @@ MUTANTS = (
     ),
     _broker(
         "a broker that was frozen blames its clients",
-        "core/expiry",
+        "core/endings",
         "            link.heard_at = min(now, link.heard_at + event.seconds)\n",
         "            pass\n",
     ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from mlxpool.broker.interface.events import Sample
+from mlxpool.broker.workers.liveness import Sample
 from mlxpool.client.incoming import Frame, frame_of_row, parse_frame
 from mlxpool.client.request import resumed
 from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry

@@ -24,7 +24,7 @@ import heapq
 
 from broker.core.sim_actors import PACE, Client, Stream, Violation, Worker, truth
 from broker.core.sim_world import World
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.client.retry import StreamRetry
 from mlxpool.client.stream import StreamState
 from mlxpool.common.protocol.frames import ID_BYTES

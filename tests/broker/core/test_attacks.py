@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.protocol import kinds, token_ids
 from support import core_events as make

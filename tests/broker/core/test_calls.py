@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.common.protocol import kinds
 from support import core_events as make
 from support.core_harness import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.models import listing
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker_states import WorkerState

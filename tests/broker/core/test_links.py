@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.interface import actions as act
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import actions as act
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.protocol import deltas

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from support.core_harness import (
     FakeWorker,
     Story,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
-from mlxpool.broker.interface import events as ev
 from mlxpool.broker.models import listing
 from mlxpool.common.config.model_names import MAX_SCANNED
 from mlxpool.common.config.schema import Counting, ModelConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from support import core_events as make
 from support.core_harness import BOB, OWNER, FakeWorker, Story, body_of, model
 

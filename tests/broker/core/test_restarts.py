@@ -6,11 +6,10 @@ import math
 
 import pytest
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.models import listing
 from mlxpool.broker.requests.request_states import RequestState
-from mlxpool.broker.workers.restart_delay import restart_delay
-from mlxpool.broker.workers.worker import PROVEN_TOKENS
+from mlxpool.broker.workers.worker import PROVEN_TOKENS, restart_delay
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.errors import MAX_MESSAGE
 from mlxpool.common.protocol import kinds

@@ -27,8 +27,8 @@ from typing import Any
 
 import pytest
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
-from mlxpool.broker.interface import events as ev
 from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.deltas import Delta

@@ -11,8 +11,7 @@ from functools import partial
 import pytest
 
 from mlxpool.broker.edge import loop as module
-from mlxpool.broker.edge.loop import Loop, Priority
-from mlxpool.broker.telemetry.loop_lag import LoopLag
+from mlxpool.broker.edge.loop import Loop, LoopLag, Priority
 
 
 @pytest.fixture

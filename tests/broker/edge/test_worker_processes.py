@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.edge.loop import Priority
 from mlxpool.broker.edge.worker_processes import MAX_DELAY, WorkerProcesses
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.events import Sample
 from mlxpool.broker.processes.exits import WorkerExit
 from mlxpool.broker.processes.supervisor import OBSERVE_INTERVAL
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
+from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.progress import ProgressReading
 from support.fake_peers import FakePeers

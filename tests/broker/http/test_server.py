@@ -22,7 +22,7 @@ from mlxpool.broker.http import routes
 from mlxpool.broker.http.connections import MAX_CONNECTIONS, Stage
 from mlxpool.broker.http.server import SWITCH_INTERVAL, HttpServer
 from mlxpool.broker.http.status_page import PAGE
-from mlxpool.broker.telemetry.stats import stats
+from mlxpool.broker.telemetry.reports import stats
 from mlxpool.common.config.bounds import ConfigError, host_port
 from mlxpool.common.config.loading import load
 from support import snapshots

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mlxpool.broker.models.eviction import to_evict
 from mlxpool.broker.models.model import Model
-from mlxpool.broker.workers.slot import Slot
-from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.schema import ModelConfig
 

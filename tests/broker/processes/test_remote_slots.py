@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.broker.processes.remote_slots import sample_of
+from mlxpool.broker.processes.remote_workers import sample_of
 from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol.to_broker import Beat
 

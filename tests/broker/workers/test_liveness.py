@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.events import Sample
-from mlxpool.broker.workers.liveness import Watch, judge, limit_of
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.workers.liveness import Sample, Watch, judge, limit_of
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.progress import ProgressReading

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mlxpool.broker.admin.subscriptions import MAX_SUBSCRIBERS
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.ports import Perform
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.events import Perform
 from mlxpool.broker.models.model import Model
-from mlxpool.broker.telemetry.ps import ps
+from mlxpool.broker.telemetry.reports import ps, stats
 from mlxpool.broker.telemetry.snapshot import Snapshot
-from mlxpool.broker.telemetry.stats import stats
-from mlxpool.broker.workers.slot import Slot
+from mlxpool.broker.workers.worker import Slot
 from mlxpool.common.checks import is_integer
 from mlxpool.common.errors import BadRequest, Draining, QueueFull
 from mlxpool.common.protocol.frames import Message

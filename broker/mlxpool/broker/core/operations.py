@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.drain import Drainer
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.interface import events as ev
 from mlxpool.common.errors import Draining, WorkerLost
 
 BROKER_RETRY_MS = 1000  # `retry_after_ms` of streams that end with the broker

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mlxpool.broker.core import actions
 from mlxpool.broker.core.state import State
-from mlxpool.broker.interface import actions
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.errors import PoolError

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.output_buffer import append
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from mlxpool.broker.core.actions import DumpStacks, StartWorker, StopPool
 from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import PoolPhase, State
-from mlxpool.broker.interface.actions import DumpStacks, StartWorker, StopPool
 from mlxpool.broker.models.eviction import to_evict
 from mlxpool.broker.models.lifecycle import DEMANDED, ModelState
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.liveness import Verdict
-from mlxpool.broker.workers.restart_delay import restart_delay
-from mlxpool.broker.workers.slot import Slot
-from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker import Slot, Worker, restart_delay
 from mlxpool.broker.workers.worker_states import FENCED, LEAVING, WorkerState
 from mlxpool.common.protocol.to_broker import Cancel, Credit, Hello
 from mlxpool.common.protocol.to_worker import Welcome

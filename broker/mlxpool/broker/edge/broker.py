@@ -17,27 +17,23 @@ from mlxpool.broker.admin.server import AdminServer
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.catalogue.catalogue import Catalogue
 from mlxpool.broker.catalogue.files import BUILTIN, all_locations, all_weights_bytes
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.edge.client_ingress import ClientIngress
 from mlxpool.broker.edge.core_view import CoreView
-from mlxpool.broker.edge.endpoints import Endpoints
+from mlxpool.broker.edge.endpoints import Endpoints, IdlePeers
 from mlxpool.broker.edge.executor import Actions, Executor
-from mlxpool.broker.edge.idle_peers import IdlePeers
-from mlxpool.broker.edge.lifecycle import Lifecycle
-from mlxpool.broker.edge.loop import Loop, Priority
+from mlxpool.broker.edge.lifecycle import Lifecycle, Signals, lock, raise_descriptor_limit
+from mlxpool.broker.edge.loop import Loop, LoopLag, Priority
 from mlxpool.broker.edge.operations import AdminOperations, ReloadTarget
 from mlxpool.broker.edge.reporting import Reporter
-from mlxpool.broker.edge.signals import Signals
-from mlxpool.broker.edge.startup import lock, raise_descriptor_limit
 from mlxpool.broker.edge.worker_handshake import WorkerHandshake
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
-from mlxpool.broker.host.memory import memory_limit_bytes
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.host.os_process import memory_limit_bytes
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
-from mlxpool.broker.telemetry.loop_lag import LoopLag
-from mlxpool.broker.telemetry.top import top
+from mlxpool.broker.telemetry.reports import top
 from mlxpool.broker.transport.memory_guard import MemoryGuard
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.config.loading import check_run_dir
@@ -77,7 +73,7 @@ class Broker:
         )
         self.view = CoreView(self.core)
         self.counters = self.core.state.counters
-        self.executor = Executor(self.view, self.counters, History("broker"))
+        self.executor = Executor(self.core, self.counters, History("broker"))
         self.perform = self.executor.perform
         self.lifecycle = Lifecycle(self.perform, self.notifier)
         self.endpoints = Endpoints(config, descriptors, self._count_refusal)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlxpool.broker.core.actions import Action
 from mlxpool.broker.core.core import Core
-from mlxpool.broker.interface.actions import Action
-from mlxpool.broker.interface.events import Event
+from mlxpool.broker.core.events import Event
 from mlxpool.broker.models import listing
 from mlxpool.broker.models.model import Model
-from mlxpool.broker.telemetry.live_requests import live_requests
-from mlxpool.broker.workers.slot import Slot
-from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.telemetry.reports import live_requests
+from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.protocol.to_client import Fate
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.edge.core_view import CoreView
 from mlxpool.broker.edge.lifecycle import Lifecycle
+from mlxpool.broker.edge.loop import LoopLag
 from mlxpool.broker.telemetry import snapshot
-from mlxpool.broker.telemetry.loop_lag import LoopLag
 from mlxpool.broker.telemetry.snapshot import BrokerInfo, Snapshot
 from mlxpool.broker.transport.listener import Listener
 from mlxpool.broker.transport.memory_guard import MemoryGuard

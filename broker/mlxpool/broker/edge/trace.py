@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from mlxpool.broker.interface import actions as act
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import actions as act
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.requests.output_buffer import Chunk
 from mlxpool.common.protocol import kinds, to_client, to_worker
 from mlxpool.common.trace import History
@@ -64,7 +63,7 @@ def _rows(history: History, event: ev.WorkerDeltas) -> None:
         )  # fmt: skip
 
 
-_EVENTS: dict[type, Callable[[History, Any], None]] = {
+_EVENTS: dict[type, Callable[..., None]] = {
     ev.Generate: lambda h, e: h.write("generate", id=e.id, attempt=e.attempt, link=e.link),
     ev.Cancel: lambda h, e: h.write("cancel", id=e.id),
     ev.WorkerDeltas: _rows,

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.events import Perform
 from mlxpool.broker.edge.loop import Priority
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.ports import Perform
 from mlxpool.broker.processes.exits import WorkerExit
 from mlxpool.broker.processes.supervisor import OBSERVE_INTERVAL
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
+from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import ModelConfig
 
 log = logging.getLogger("mlxpool.broker")
@@ -50,7 +51,7 @@ class Supervisor(Protocol):
 
     def observation_due(self, now: float) -> bool: ...
 
-    def observe(self, slot: str) -> ev.Sample: ...
+    def observe(self, slot: str) -> Sample: ...
 
     def dump_stacks(self, slot: str) -> None: ...
 

@@ -10,12 +10,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from mlxpool.broker.interface.events import Sample
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.progress import ProgressReading
 
 USUAL_FACTOR = 40  # times the usual duration is past the limit
 EDGE_FRESH = 2.0  # seconds: an edge thread that moved so lately is alive
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A process as its supervisor sees it. Waits are nanoseconds spent runnable but not run."""
+
+    look: ProgressReading
+    stopped: bool = False  # by a signal
+    compute_wait_ns: int = 0
+    edge_wait_ns: int = 0
+    rss: int = 0  # bytes
 
 
 @dataclass(frozen=True, slots=True)

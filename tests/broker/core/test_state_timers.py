@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.broker.core.timers import Timers
+from mlxpool.broker.core.state import Timers
 
 
 def test_nothing_waits() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.telemetry.loop_lag import WINDOW, LoopLag
+from mlxpool.broker.edge.loop import LAG_WINDOW, LoopLag
 
 
 def test_the_longest_turn_counts() -> None:
@@ -15,15 +15,15 @@ def test_the_longest_turn_counts() -> None:
 def test_it_is_told_for_one_window_and_forgotten_after_two() -> None:
     lag = LoopLag()
     lag.record(0.5, 100.0)
-    lag.record(0.1, 100.0 + WINDOW)
-    assert lag.worst(100.0 + WINDOW) == 0.5
-    assert lag.worst(100.0 + 2 * WINDOW) == 0.1
+    lag.record(0.1, 100.0 + LAG_WINDOW)
+    assert lag.worst(100.0 + LAG_WINDOW) == 0.5
+    assert lag.worst(100.0 + 2 * LAG_WINDOW) == 0.1
 
 
 def test_nobody_who_asks_late_hears_of_long_ago() -> None:
     lag = LoopLag()
     lag.record(0.5, 100.0)
-    assert lag.worst(100.0 + 10 * WINDOW) == 0.0
+    assert lag.worst(100.0 + 10 * LAG_WINDOW) == 0.0
 
 
 def test_asking_changes_nothing() -> None:
