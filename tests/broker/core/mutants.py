@@ -254,9 +254,9 @@ MUTANTS = (
         " and m.local_workers and m.config.keep_alive >= 0]\n",
         " and m.local_workers]\n",
     ),
-    Mutant(
+    _broker(
         "a kill from outside is taken for its own",
-        "broker/mlxpool/broker/processes/exits.py",
+        "workers/exit_causes",
         "    own = code >= 0 or -code in _FAULTS\n",
         "    own = True\n",
     ),

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.processes.exits import WorkerExit, exit_of
 from mlxpool.broker.processes.supervisor import KEPT_DUMPS, Child, Supervisor
+from mlxpool.broker.workers.exit_causes import WorkerExit, exit_of
 from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
 from mlxpool.common.progress import PHASES, ProgressReading
 from support.pool import until

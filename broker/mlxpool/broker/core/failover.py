@@ -14,6 +14,7 @@ from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests import blame
 from mlxpool.broker.requests.request import Request
+from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.errors import Poisoned, PoolError, WorkerLost
 
@@ -98,7 +99,7 @@ class Failover:
     def _resume(self, request: Request, worker: Worker, cause: str, now: float) -> None:
         """Queue a request of a lost worker again, or fail it with the reason against that."""
         run, fail = request.run, self._delivery.fail
-        where = f"the worker {worker.slot} ended: {cause}"
+        where = exit_causes.ended(worker.slot, cause)
         details = {"worker": worker.slot, "cause": cause, "tokens": run.taken}
         if run.charge >= blame.POISON_CHARGE:
             self._ended.quarantine(request.digest, now)

@@ -132,6 +132,16 @@ class State:
     def model_of_worker(self, worker: Worker) -> Model:
         return self.registry.models[worker.model]
 
+    def worker_in(self, slot: str) -> Worker | None:
+        """The worker that fills a slot; None if there is none, or no such slot."""
+        known = self.registry.slots.get(slot)
+        return None if known is None else known.worker
+
+    def has_explained_end(self, epoch: int) -> bool:
+        """Whether the worker of this epoch has sent `bye`, or is fenced and need not."""
+        worker = self.workers.get(epoch)
+        return worker is None or worker.said_bye or worker.error is not None
+
     def leaseholder(self, request: Request) -> Worker | None:
         """The worker that runs a request; None if none does."""
         return self.workers.get(request.run.epoch)

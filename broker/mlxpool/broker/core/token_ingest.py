@@ -15,6 +15,7 @@ from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.requests.output_buffer import append
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.workers import exit_causes
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.ends import ErrorBody, parse_end
 from mlxpool.common.protocol.resume import Facts
@@ -79,7 +80,7 @@ class TokenIngest:
         if request is not None and not request.run.leased_by(epoch, row.attempt):
             request = None
         if request is not None and row.pos != request.run.taken:
-            why = f"it sent position {row.pos} where {request.run.taken} was due"
+            why = exit_causes.wrong_position(row.pos, request.run.taken)
             self._failover.condemn(worker, why, now)
             return
         if row.end is not None:

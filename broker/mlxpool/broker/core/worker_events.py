@@ -10,6 +10,7 @@ from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.lifecycle import ModelState
+from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import judge
 from mlxpool.broker.workers.worker_states import FENCED, LEAVING, WorkerState
 from mlxpool.common.errors import ModelLoadFailed, from_body, sendable
@@ -40,12 +41,12 @@ class WorkerEvents:
     def on_hello(self, event: ev.WorkerHello, now: float) -> None:
         worker = self._state.registry.slots[event.slot].worker
         if worker is not None and worker.state in LEAVING and worker.epoch:
-            self._failover.condemn(worker, "drained", now)
+            self._failover.condemn(worker, exit_causes.DRAINED, now)
         if worker is None or not worker.allows("hello"):
             self._state.counters.fenced += 1
             return
         if worker.epoch:  # its connection was lost, not its process: no request is charged
-            self._failover.move_work(worker, "it came on a new connection", now, counts=False)
+            self._failover.move_work(worker, exit_causes.NEW_CONNECTION, now, counts=False)
         self._pool.welcome(worker, event.message, event.token, now)
         self._failover.serve_elsewhere(worker, now)
 
@@ -85,7 +86,7 @@ class WorkerEvents:
         error = from_body(event.message.error)
         worker.error, worker.said_bye = error.body(), False
         if worker.ready_at:
-            worker.cause = sendable(error.message) or "it cannot serve any longer"
+            worker.cause = sendable(error.message) or exit_causes.CANNOT_SERVE
 
     # ---- processes ---------------------------------------------------------------------------
 

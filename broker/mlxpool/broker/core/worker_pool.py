@@ -9,6 +9,7 @@ from mlxpool.broker.models.eviction import to_evict
 from mlxpool.broker.models.lifecycle import DEMANDED, ModelState
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests.request import Request
+from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import Verdict
 from mlxpool.broker.workers.worker import Slot, Worker, restart_delay
 from mlxpool.broker.workers.worker_states import FENCED, LEAVING, WorkerState
@@ -97,7 +98,7 @@ class WorkerPool:
         """Something of the model ended: it may be idle, its drain or that of the pool complete."""
         self.update_idle_timer(model, now)
         if not model.admits and not model.busy:
-            self.unload(model, "drained")
+            self.unload(model, exit_causes.DRAINED)
         state = self._state
         if state.phase is PoolPhase.DRAINING and not state.requests:
             state.phase = PoolPhase.DRAINED
@@ -224,7 +225,7 @@ class WorkerPool:
         if not worker.allows("stop"):
             return
         worker.move("stop")
-        worker.cause = worker.cause or "stopped"
+        worker.cause = worker.cause or exit_causes.STOPPED
         self._outbox.stop_process(worker)
         self._outbox.note_worker("info", "worker stopping", worker, why=why)
 
@@ -291,6 +292,6 @@ class WorkerPool:
         if not stopped:
             slot.restarts += 1
         if worker.said_bye and not worker.cause:
-            slot.last_exit = "it left"
+            slot.last_exit = exit_causes.LEFT
         level = "info" if stopped or worker.said_bye else "warning"
         self._outbox.note_worker(level, "worker ended", worker, cause=slot.last_exit)

@@ -14,18 +14,18 @@ import secrets
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import zmq
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import Perform
+from mlxpool.broker.core.state import State
 from mlxpool.broker.security.keyring import KEY, UID
 from mlxpool.broker.transport.descriptors import shut_down
 from mlxpool.broker.transport.peers import Peer
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
+from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import Sample
-from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.model_names import fault_of_name
 from mlxpool.common.errors import BadRequest, ModelUnavailable, Unauthorized
@@ -119,26 +119,13 @@ MAX_REMOTE_WORKERS = 4096
 MAX_MODELS = 10_000  # names, above which a worker may bring no new one
 
 
-class Pool(Protocol):
-    """What the core knows of its slots and models."""
-
-    def worker(self, slot: str) -> Worker | None: ...
-
-    def remote_slot_for(self, model: str) -> str:
-        """The name of the slot that the next remote worker of this model fills."""
-
-    def knows_model(self, name: str) -> bool: ...
-
-    def model_count(self) -> int: ...
-
-
 class RemoteWorkers:
     """Owned by the broker's thread."""
 
     def __init__(
         self,
         sessions: WorkerSessions,
-        pool: Pool,
+        state: State,
         perform: Perform,
         *,
         read_pending: Callable[[float], None],
@@ -148,7 +135,7 @@ class RemoteWorkers:
         """`read_pending` handles what waits on the back socket; `stopping`: the broker ends."""
         self.slots = RemoteSlots(sessions.peers.socket)
         self._sessions = sessions
-        self._pool = pool
+        self._state = state
         self._perform = perform
         self._read_pending = read_pending
         self._stopping = stopping
@@ -169,12 +156,12 @@ class RemoteWorkers:
             remote = self.slots.fill(slot, model, peer.number)
             event: ev.Event = ev.WorkerHello(slot, hello, remote.token)
         else:
-            slot = self._pool.remote_slot_for(model)
+            slot = self._state.registry.remote_slot_name(model)
             remote = self.slots.fill(slot, model, peer.number)
             event = ev.WorkerDialled(slot, model, hello, remote.token)
         self._sessions.open(slot, peer.number)
         self._perform(event, now)
-        worker = self._pool.worker(slot)
+        worker = self._state.worker_in(slot)
         if worker is None:
             self.slots.by_slot.pop(slot, None)
             self._sessions.release(slot)
@@ -201,7 +188,8 @@ class RemoteWorkers:
             raise ModelUnavailable(
                 f"{MAX_REMOTE_WORKERS} workers have dialled in, as many as there may be"
             )
-        if not self._pool.knows_model(model) and self._pool.model_count() >= MAX_MODELS:
+        known = self._state.registry.names.known
+        if model not in known and len(known) >= MAX_MODELS:
             raise ModelUnavailable(f"there are {MAX_MODELS} models, as many as there may be")
 
     # ---- ends ----------------------------------------------------------------------------------
@@ -214,11 +202,11 @@ class RemoteWorkers:
         """
         if slot not in self.slots.by_slot:
             return False
-        worker = self._pool.worker(slot)
+        worker = self._state.worker_in(slot)
         if worker is not None and not self._stopping():
             again = worker.replace or worker.state is not WorkerState.STOPPING
             self._sessions.send(slot, encoded(Stop(again=again), epoch=worker.epoch))
-        self._end(slot, "stopped", now)
+        self._end(slot, exit_causes.STOPPED, now)
         return True
 
     def _end(self, slot: str, cause: str, now: float, *, disconnect: bool = False) -> None:
@@ -237,21 +225,21 @@ class RemoteWorkers:
             peer = peers.get(remote.number)
             if peer is None or peer.gone or peer.descriptor in ended:
                 self._read_pending(now)
-                self._end(remote.slot, "its connection ended", now)
+                self._end(remote.slot, exit_causes.CONNECTION_ENDED, now)
 
     def revoke(self, user: str, now: float) -> None:
         """Disconnect the workers whose handshake had this user id."""
         for remote in list(self.slots.by_slot.values()):
             peer = self._sessions.peers.by_number.get(remote.number)
             if peer is not None and peer.user == user:
-                self._end(remote.slot, "its key was revoked", now, disconnect=True)
+                self._end(remote.slot, exit_causes.KEY_REVOKED, now, disconnect=True)
 
     # ---- observation ---------------------------------------------------------------------------
 
     def observe(self, now: float) -> None:
         """Have the core judge them by their beats."""
         for remote in self.slots.due(now):
-            worker = self._pool.worker(remote.slot)
+            worker = self._state.worker_in(remote.slot)
             if worker is not None:
                 sample = sample_of(worker.beat)
                 self._perform(ev.Looked(remote.slot, sample, OBSERVE_INTERVAL), now)
