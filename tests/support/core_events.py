@@ -7,8 +7,9 @@ from typing import Any
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.edge.client_ingress import event_of
-from mlxpool.common.protocol import kinds, to_broker
+from mlxpool.common.protocol import to_broker
 from mlxpool.common.protocol.frames import Header, Message
+from support import kinds
 
 Body = Mapping[str, Any]
 

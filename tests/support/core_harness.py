@@ -24,12 +24,13 @@ from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.progress import ProgressReading
-from mlxpool.common.protocol import deltas, kinds
+from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol import frames as wire
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from support import core_events as make
+from support import kinds
 
 BOOT = 77
 START = 1000.0

@@ -12,9 +12,9 @@ from mlxpool.broker.admin.server import AdminServer
 from mlxpool.broker.admin.subscriptions import MAX_SUBSCRIBERS
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.transport.peers import Peer
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Header, Message
-from support import snapshots
+from support import kinds, snapshots
 from support.core_harness import Story
 from support.fake_peers import FakePeers
 from support.pool import Pool

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.admin.subscriptions import INTERVAL, LEASE, MAX_SUBSCRIBERS, Subscriptions
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header
+from support import kinds
 from support.fake_peers import FakePeers
 
 ID = bytes(16)

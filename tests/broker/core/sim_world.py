@@ -20,10 +20,10 @@ from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
 from mlxpool.client.retry import SilenceTimer
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header, Message
 from support import core_events as make
+from support import kinds
 
 LOOK = 1.0  # seconds between two looks of the supervisor
 CONFIG = PoolConfig(

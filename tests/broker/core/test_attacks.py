@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.requests.request_states import RequestState
-from mlxpool.common.protocol import kinds, token_ids
+from mlxpool.common.protocol import token_ids
 from support import core_events as make
+from support import kinds
 from support.core_harness import Story, model
 
 TWO = {"m": model(replicas=2), "other": model()}

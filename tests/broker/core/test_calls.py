@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.core import events as ev
-from mlxpool.common.protocol import kinds
 from support import core_events as make
+from support import kinds
 from support.core_harness import (
     BOOT,
     FakeWorker,

@@ -7,9 +7,9 @@ from mlxpool.broker.models import listing
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.progress import ProgressReading
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import core_events as make
+from support import kinds
 from support.core_harness import (
     Story,
     X,

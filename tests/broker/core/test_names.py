@@ -11,7 +11,8 @@ from mlxpool.broker.core.core import Core
 from mlxpool.broker.models import listing
 from mlxpool.common.config.model_names import MAX_SCANNED
 from mlxpool.common.config.schema import Counting, ModelConfig
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import frames
+from support import kinds
 from support.core_harness import Story, body_of, model
 
 HERE, THERE = "/models/here", "/models/there"

@@ -18,9 +18,9 @@ from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import FENCED, WorkerState
 from mlxpool.common.progress import ProgressReading
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import core_events as make
+from support import kinds
 from support.core_harness import FakeWorker, Story, model, owed, request_id
 
 IDS = [request_id(n) for n in range(101, 107)]  # calls have lower ones

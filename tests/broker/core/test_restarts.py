@@ -12,8 +12,8 @@ from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker import PROVEN_TOKENS, restart_delay
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.errors import MAX_MESSAGE
-from mlxpool.common.protocol import kinds
 from support import core_events as make
+from support import kinds
 from support.core_harness import (
     BOOT,
     Story,

@@ -30,9 +30,9 @@ import pytest
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
 from mlxpool.common.progress import ProgressReading
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import kinds
 from support.core_harness import BOOT, FakeWorker, Story, body_of, model
 
 SCRIPTS = sorted(Path(__file__).with_name("scripts").glob("*.txt"))

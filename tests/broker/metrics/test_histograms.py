@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mlxpool.broker.metrics import histograms
 from mlxpool.broker.metrics.histograms import Figures, Histogram
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import kinds
 from support.core_harness import START, FakeWorker, Story, X
 
 TABLES = (histograms.FIRST_TOKEN, histograms.INTER_TOKEN, histograms.REQUEST, histograms.TOKENS)

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge
-from mlxpool.common.protocol import deltas, frames, kinds, to_broker, token_ids
+from mlxpool.common.protocol import deltas, frames, to_broker, token_ids
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Garbage, Header, Message
+from support import kinds
 
 ID = bytes(range(16))
 counts = st.integers(0, frames.MAX_NUMBER)
@@ -290,15 +291,13 @@ rows = st.builds(
 
 @given(st.lists(rows, max_size=5))
 def test_deltas_come_back(sent: list[Delta]) -> None:
-    body, blob = deltas.pack_deltas(sent)
-    message = frames.decode(frames.encode(Header(kinds.DELTAS), body, [blob]))
-    assert deltas.unpack_deltas(message) == sent
+    assert deltas.unpack_deltas(frames.decode(frames.encoded(deltas.Deltas(sent)))) == sent
 
 
 def test_absent_fields_of_a_row_are_left_out() -> None:
     plain = Delta(ID, 1, 0, "a", b"")
-    body, _ = deltas.pack_deltas([plain, Delta(ID, 1, 0, "a", b"", facts={"now": 1})])
-    assert [len(row) for row in body["rows"]] == [5, 7]
+    message = deltas.Deltas([plain, Delta(ID, 1, 0, "a", b"", facts={"now": 1})])
+    assert [len(row) for row in message.body()["rows"]] == [5, 7]
 
 
 ROW = [ID, 1, 0, "a", 1]
@@ -344,8 +343,7 @@ def test_batches_keep_the_order_and_fit(sizes: list[int]) -> None:
     groups = list(deltas.batches(sent))
     assert [d for group in groups for d in group] == sent
     for group in groups:
-        body, blob = deltas.pack_deltas(group)
-        frames.encode(Header(kinds.DELTAS), body, [blob])
+        frames.encoded(deltas.Deltas(group))
 
 
 # ---- the digest ----------------------------------------------------------------------------------

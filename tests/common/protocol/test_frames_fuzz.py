@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxpool.common.errors import PoolError, TooLarge
-from mlxpool.common.protocol import deltas, frames, kinds, to_broker, token_ids
+from mlxpool.common.protocol import deltas, frames, to_broker, token_ids
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Garbage, Header, Message
 from mlxpool.common.protocol.to_broker import Generate
+from support import kinds
 
 ID = bytes(range(16))
 MUTATIONS = 20_000
@@ -65,8 +66,7 @@ def corpus() -> list[list[bytes]]:
     messages = [
         frames.encode(Header(kinds.GENERATE, ID, 0, 1), body, blobs) for body, blobs in GENERATES
     ]
-    body, blob = deltas.pack_deltas(DELTAS)
-    messages.append(frames.encode(Header(kinds.DELTAS, None, 5), body, [blob]))
+    messages.append(frames.encoded(deltas.Deltas(DELTAS), epoch=5))
     messages.append(frames.encode(Header(kinds.PING)))
     messages.append(frames.encode(Header(kinds.ACK), {"have": [[ID, 5], [ID, 2**40]]}))
     messages.append(frames.encode(Header(kinds.CANCEL, ID)))

@@ -16,14 +16,13 @@ from mlxpool.broker.models import listing
 from mlxpool.broker.telemetry.reports import live_requests, ps, stats
 from mlxpool.broker.telemetry.snapshot import Snapshot
 from mlxpool.broker.workers.worker import Slot
-from mlxpool.common.checks import is_integer
 from mlxpool.common.errors import BadRequest, Draining, QueueFull
+from mlxpool.common.protocol.admin import DrainRequest, model_name
 from mlxpool.common.protocol.frames import Message
 
 log = logging.getLogger("mlxpool.broker")
 
 LOGGED = frozenset({"load", "unload", "drain", "restart", "cancel", "reload", "stop"})
-MAX_GRACE_MS = 24 * 3600 * 1000
 SHOWN_SLOTS = 20  # in an error
 
 Answer = Mapping[str, Any]  # the body of the answer, which the command line prints as JSON
@@ -38,39 +37,6 @@ class Operations:
     reload: Callable[[], bool]  # begins to read the settings anew; False: there is nothing to read
     stop: Callable[[float], None]  # ends the broker for good
     drain_grace: Callable[[], float]  # seconds that a drain gives to streams, by the settings
-
-
-@dataclass(frozen=True, slots=True)
-class DrainRequest:
-    """`drain` of a slot, a model, or (both None) the pool. `grace` is seconds, None: as set.
-
-    `slot` is checked against the slots that there are, of whatever type it is.
-    """
-
-    slot: object
-    model: str | None
-    grace: float | None
-
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> DrainRequest:
-        """Raises BadRequest naming the key and its value."""
-        slot, grace_ms = body.get("slot"), body.get("timeout_ms")
-        if grace_ms is not None and not (is_integer(grace_ms) and 0 <= grace_ms <= MAX_GRACE_MS):
-            raise BadRequest(
-                f"drain: timeout_ms must be from 0 to {MAX_GRACE_MS}, got {grace_ms!r:.60}"
-            )
-        if slot is not None and body.get("model") is not None:
-            raise BadRequest("drain: give slot or model, not both")
-        model = None if body.get("model") is None else model_name("drain", body)
-        return cls(slot, model, None if grace_ms is None else grace_ms / 1000)
-
-
-def model_name(kind: str, body: Mapping[str, Any]) -> str:
-    """The model that a command is about. Raises BadRequest."""
-    name = body.get("model")
-    if not isinstance(name, str):
-        raise BadRequest(f"{kind}: model must be a name")
-    return name
 
 
 class Commands:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import admin, frames
 from mlxpool.common.protocol.frames import Header
 
 INTERVAL = 1.0  # seconds between two updates
@@ -93,7 +93,7 @@ class Subscriptions:
         if number in self._connections.full:
             return
         self._count += 1
-        header = Header(kinds.WATCH, self._by_number[number].id)
+        header = Header(admin.WATCH, self._by_number[number].id)
         body = {"seq": self._count, **figures}
         if not self._connections.send(
             number, frames.encode(header, body, max_body=frames.MAX_BLOB)

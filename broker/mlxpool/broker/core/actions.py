@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mlxpool.common.protocol.content import Content
-from mlxpool.common.protocol.frames import Header
+from mlxpool.common.protocol.frames import Content, Header
 
 
 @dataclass(frozen=True, slots=True)

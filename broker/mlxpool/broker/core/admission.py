@@ -18,7 +18,7 @@ from mlxpool.broker.requests.quotas import milliseconds
 from mlxpool.broker.requests.request import Reader, Request, Run, Tombstone
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.errors import BadRequest, DuplicateId, OverQuota, PoolError, QueueFull
-from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol import to_client
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.protocol.to_broker import Generate
 from mlxpool.common.protocol.to_client import Accepted, Failed
@@ -80,7 +80,7 @@ class Admission:
     def _refuse_id(self, event: ev.Generate, why: str) -> None:
         self._state.counters.rejected[DuplicateId.code] += 1
         error = DuplicateId(f"the id {event.id.hex()} {why}; make a new id for each request")
-        header = Header(kinds.ERROR, None, self._state.boot, event.attempt)
+        header = Header(to_client.Failed.kind, None, self._state.boot, event.attempt)
         # Past the check for lost links: the client sends on this one, so it may still receive.
         self._outbox.add(ToClient(event.link, header, Failed.about(error, event.id)))
 

@@ -10,13 +10,11 @@ from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.requests.output_buffer import Chunk
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.errors import BadRequest, PoolError, SlowConsumer
-from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.ends import RunEnd, Usage
-from mlxpool.common.protocol.to_client import Done, Failed
+from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage
+from mlxpool.common.protocol.to_client import Done, Failed, StreamDelta
 
 
 class Delivery:
@@ -46,7 +44,7 @@ class Delivery:
             return
         self.set_timer(request)
 
-    def _send_chunk(self, request: Request, chunk: Chunk) -> None:
+    def _send_chunk(self, request: Request, chunk: StreamDelta) -> None:
         reader = request.reader
         reader.sent += chunk.count
         reader.unread_bytes -= chunk.size

@@ -7,10 +7,9 @@ from mlxpool.broker.core.state import State
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol.content import Content
-from mlxpool.common.protocol.deltas import Delta, batches
-from mlxpool.common.protocol.frames import Header
-from mlxpool.common.protocol.to_client import Failed, StreamDeltas
+from mlxpool.common.protocol.deltas import Delta, Deltas, batches
+from mlxpool.common.protocol.frames import Content, Header
+from mlxpool.common.protocol.to_client import Failed
 
 
 class Outbox:
@@ -65,7 +64,7 @@ class Outbox:
 
     def _flush_merged(self, link: int) -> None:
         for rows in batches(self.merged.pop(link)):
-            self.send(link, StreamDeltas(rows))
+            self.send(link, Deltas(rows))
 
     # ---- workers -----------------------------------------------------------------------------
 

@@ -16,8 +16,7 @@ from mlxpool.broker.requests.output_buffer import append
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers import exit_causes
-from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.ends import ErrorBody, parse_end
+from mlxpool.common.protocol.deltas import Delta, RunEnd
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import Failed
 from mlxpool.common.protocol.token_ids import ID_WIDTH
@@ -115,8 +114,7 @@ class TokenIngest:
             touched[row.id] = request
             return
         self._state.counters.of(request.message.model).tokens_came(request, now)
-        end = parse_end(row.end)
-        if isinstance(end, ErrorBody):
-            self._delivery.fail_with(request, Failed(end.fields), now)
+        if "code" in row.end:
+            self._delivery.fail_with(request, Failed(row.end), now)
         else:
-            self._delivery.finish(request, end, now)
+            self._delivery.finish(request, RunEnd.parse(row.end), now)

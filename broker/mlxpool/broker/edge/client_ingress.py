@@ -16,9 +16,8 @@ from mlxpool.broker.requests.quotas import Rates, milliseconds
 from mlxpool.broker.transport.peers import Peer, Peers
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import BadRequest, OverQuota, PoolError
-from mlxpool.common.protocol import frames, kinds, to_broker
-from mlxpool.common.protocol.content import encoded
-from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol import frames, to_broker
+from mlxpool.common.protocol.frames import Header, Message, encoded
 from mlxpool.common.protocol.to_client import Failed
 
 MAX_MESSAGES = 256  # read from the socket before the others are read
@@ -132,21 +131,21 @@ def new_seed() -> int:
 def event_of(link: int, owner: str, message: Message, entropy: Callable[[], int]) -> ev.Event:
     """The event of a client's message. Raises BadRequest for one that a client cannot send."""
     header, kind = message.header, message.kind
-    if kind == kinds.ACK:
+    if kind == to_broker.Ack.kind:
         return ev.Ack(link, _parsed(to_broker.Ack.parse, message.body))
-    if kind == kinds.PING:
+    if kind == to_broker.Ping.kind:
         return ev.Ping(link, header.id or bytes(frames.ID_BYTES), header.attempt)
     if header.id is None:
         raise BadRequest(f"{kind!r:.40} needs an id of {frames.ID_BYTES} bytes")
-    if kind == kinds.GENERATE:
+    if kind == to_broker.Generate.kind:
         digest = to_broker.request_digest(message.body, message.blobs)
         parsed = _parsed(to_broker.Generate.parse, message.body, message.blobs)
         return ev.Generate(link, owner, header.id, header.attempt, digest, parsed, entropy())
-    if kind == kinds.CANCEL:
+    if kind == to_broker.Cancel.kind:
         return ev.Cancel(link, owner, header.id)
-    if kind == kinds.MODELS:
+    if kind == to_broker.ListModels.kind:
         return ev.ListModels(link, header.id, header.attempt)
-    if kind in (kinds.TOKENIZE, kinds.DETOKENIZE):
+    if kind in (to_broker.TOKENIZE, to_broker.DETOKENIZE):
         call = _parsed(to_broker.TokenizerCall.parse, kind, message.body, message.blobs)
         return ev.CallTokenizer(link, header.id, header.attempt, call)
     if kind in HANDLERS:

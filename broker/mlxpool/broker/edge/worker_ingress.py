@@ -16,10 +16,9 @@ from mlxpool.broker.processes.supervisor import Supervisor
 from mlxpool.broker.transport.peers import Peer
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.errors import BadRequest, PoolError
-from mlxpool.common.protocol import frames, kinds, to_broker
-from mlxpool.common.protocol.content import encoded
-from mlxpool.common.protocol.deltas import Delta, unpack_deltas
-from mlxpool.common.protocol.frames import Message
+from mlxpool.common.protocol import frames, to_broker
+from mlxpool.common.protocol.deltas import Delta, Deltas, unpack_deltas
+from mlxpool.common.protocol.frames import Message, encoded
 from mlxpool.common.protocol.to_broker import Hello
 from mlxpool.common.protocol.to_worker import Stop, Who
 
@@ -75,7 +74,7 @@ class WorkerIngress:
             return
         try:
             message = frames.decode(parts, max_body=frames.MAX_BACK_BODY)
-            if message.kind == kinds.HELLO:
+            if message.kind == to_broker.Hello.kind:
                 hello = Hello.parse(message.body)
                 self.flush_rows(now)
                 self._on_hello(peer, hello, now)
@@ -116,18 +115,18 @@ class WorkerIngress:
         if epoch is None or epoch != message.header.epoch:
             return None
         body, request_id = message.body, message.header.id or b""
-        if message.kind == kinds.DELTAS:
+        if message.kind == Deltas.kind:
             return ev.WorkerDeltas(epoch, unpack_deltas(message))
-        if message.kind == kinds.BEAT:
+        if message.kind == to_broker.Beat.kind:
             return ev.WorkerBeat(epoch, to_broker.Beat.parse(body))
-        if message.kind == kinds.CREDIT:
+        if message.kind == to_broker.Credit.kind:
             return ev.WorkerCredit(epoch, to_broker.Credit.parse(body))
-        if message.kind == kinds.TOKENS:
+        if message.kind == to_broker.TokenizerAnswer.kind:
             answer = to_broker.TokenizerAnswer(body, message.blobs)
             return ev.WorkerTokens(epoch, request_id, answer)
-        if message.kind == kinds.YIELD:
+        if message.kind == to_broker.Yield.kind:
             return ev.WorkerYield(epoch, to_broker.Yield.parse(body))
-        if message.kind == kinds.BYE:
+        if message.kind == to_broker.Bye.kind:
             return ev.WorkerBye(epoch, to_broker.Bye.parse(body))
         raise BadRequest(f"a worker cannot send the kind {message.kind!r:.40}")
 

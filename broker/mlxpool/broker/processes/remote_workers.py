@@ -30,7 +30,7 @@ from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.model_names import fault_of_name
 from mlxpool.common.errors import BadRequest, ModelUnavailable, Unauthorized
 from mlxpool.common.progress import PHASES, ProgressReading
-from mlxpool.common.protocol.content import encoded
+from mlxpool.common.protocol.frames import encoded
 from mlxpool.common.protocol.to_broker import Beat, Hello, ProgressSample
 from mlxpool.common.protocol.to_worker import Stop
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from mlxpool.broker.requests.output_buffer import Chunk
 from mlxpool.broker.requests.request_states import TERMINAL, TRANSITIONS, RequestState
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_broker import Generate
+from mlxpool.common.protocol.to_client import StreamDelta
 from mlxpool.common.protocol.token_ids import count_of
 
 
@@ -70,7 +70,7 @@ class Reader:
     batch: bool  # deltas of a step are merged with those of other streams on this link
     sent: int = 0
     acked: int = 0
-    unread: deque[Chunk] = field(default_factory=deque)
+    unread: deque[StreamDelta] = field(default_factory=deque)
     unread_bytes: int = 0
     blocked_since: float = 0.0  # the window is full and output waits behind it; 0: it is not
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from mlxpool.common.errors import DeadlineExceeded, PoolError
-from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.ends import RunEnd, Usage
+from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey
