@@ -274,7 +274,7 @@ class Story:
     def cancel(
         self, request: bytes, link: int | None = 1, owner: str | None = OWNER
     ) -> list[act.Action]:
-        return self.do(ev.Cancel(link, owner, request))
+        return self.do(ev.CancelRequest(link, owner, request))
 
     def ack(self, request: bytes, count: Any, link: int = 1) -> list[act.Action]:
         return self.do(make.ack(link, [[request, count]]))
@@ -286,7 +286,7 @@ class Story:
         return ident
 
     def hear(self, link: int = 1) -> None:
-        self.do(ev.Heard(link))
+        self.do(ev.ClientHeard(link))
 
     def ready_worker(
         self, name: str = "m", sequences: int = 4, replica: int = 0, **hello: Any
@@ -295,7 +295,7 @@ class Story:
         slot = f"{name}/{replica}"
         self._wait_out(name, slot)
         if self.core.state.registry.slots[slot].worker is None:
-            self.do(ev.Load(name))
+            self.do(ev.LoadModel(name))
         return self.workers[slot].hello(**hello).credit(sequences)
 
     def _wait_out(self, name: str, slot: str) -> None:

@@ -92,7 +92,7 @@ def test_a_reload_is_applied() -> None:
     reload = Reload(POOL, after)
     assert reload.settings.config == after and reload.target.used == [after]
     kinds = [type(event) for event in reload.events]
-    assert kinds == [ev.Reload, ev.Revoked, ev.ModelFound, ev.Load]
+    assert kinds == [ev.Reload, ev.Revoked, ev.ModelFound, ev.LoadModel]
     assert reload.target.disconnected == [f"key:{ALICE}"]
     assert "extra" in reload.target.models
 

@@ -105,12 +105,12 @@ def test_a_peer_whose_key_is_not_allowed_gets_no_answer(admin: Admin) -> None:
 
 def test_commands_become_events(admin: Admin) -> None:
     for kind, body, event in (
-        ("load", {"model": "m"}, ev.Load("m")),
-        ("unload", {"model": "m"}, ev.Unload("m")),
-        ("drain", {}, ev.Drain(None, None, 30.0)),
-        ("drain", {"model": "m", "timeout_ms": 0}, ev.Drain(None, "m", 0.0)),
-        ("restart", {"slot": "m/0"}, ev.Restart("m/0")),
-        ("cancel", {}, ev.Cancel(None, None, ID)),
+        ("load", {"model": "m"}, ev.LoadModel("m")),
+        ("unload", {"model": "m"}, ev.UnloadModel("m")),
+        ("drain", {}, ev.StartDrain(None, None, 30.0)),
+        ("drain", {"model": "m", "timeout_ms": 0}, ev.StartDrain(None, "m", 0.0)),
+        ("restart", {"slot": "m/0"}, ev.RestartWorker("m/0")),
+        ("cancel", {}, ev.CancelRequest(None, None, ID)),
     ):
         assert admin.ask(kind, **body).kind == kind
         assert admin.events == [event]

@@ -158,7 +158,7 @@ MUTANTS = (
     _broker(
         "the second end by one request counts against its model",
         "core/worker_pool",
-        "        elif not commanded and not worker.ended_by_suspect:\n",
+        "        elif not commanded and not worker.ended_by_charged_request:\n",
         "        elif not commanded:\n",
     ),
     _broker(

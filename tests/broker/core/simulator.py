@@ -173,9 +173,9 @@ class Run:
     def operate(self) -> None:
         slot = self.rng.choice(["m/0", "m/1"])
         what: list[ev.Event] = [
-            ev.Restart(slot),
-            ev.Drain(slot, None, 3 * self.rng.random()),
-            ev.Load("m"),
+            ev.RestartWorker(slot),
+            ev.StartDrain(slot, None, 3 * self.rng.random()),
+            ev.LoadModel("m"),
         ]
         if self.world.now >= self.world.core_frozen:
             self.world.do(self.rng.choice(what))

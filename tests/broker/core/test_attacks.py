@@ -59,7 +59,7 @@ def test_new_connections_count_as_no_losses() -> None:
 def test_an_unload_before_a_restart_leaves_nobody_waiting(story: Story) -> None:
     request = story.generate()
     story.workers["m/0"].hello().die("killed by SIGSEGV")
-    story.do(ev.Unload("m"))
+    story.do(ev.UnloadModel("m"))
     story.later(3)
     story.ready_worker().end(request)
     story.assert_ended(request, "stop")
@@ -68,9 +68,9 @@ def test_an_unload_before_a_restart_leaves_nobody_waiting(story: Story) -> None:
 def test_a_broker_that_ends_starts_nobody(story: Story) -> None:
     story.ready_worker()
     story.do(ev.Shutdown())
-    story.do(ev.Restart("other/0"))
+    story.do(ev.RestartWorker("other/0"))
     assert story.started() == []
-    story.do(ev.Restart("m/0"))
+    story.do(ev.RestartWorker("m/0"))
     story.workers["m/0"].die("stopped")
     story.later(400)
     assert story.started() == []

@@ -94,7 +94,7 @@ def test_questions_that_wait_are_bounded() -> None:
 
 def test_a_question_for_a_draining_model_is_answered_by_the_next_worker(story: Story) -> None:
     worker = story.ready_worker()
-    story.do(ev.Unload("m"))
+    story.do(ev.UnloadModel("m"))
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     worker.die("stopped")
     assert story.started() == ["m/0"]
@@ -155,17 +155,17 @@ def test_shutdown_ends_everything_with_draining(story: Story) -> None:
 
 def test_nothing_starts_a_worker_once_the_broker_goes_down(story: Story) -> None:
     story.do(ev.Shutdown())
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert story.started() == []
 
 
 def test_unload_by_the_operator_ends_what_runs(story: Story) -> None:
     worker, request = story.running()
-    story.do(ev.Unload("m"))
+    story.do(ev.UnloadModel("m"))
     frame = story.assert_sent(1, "error", id=request, code="worker_lost")
     assert "unloaded by the operator" in body_of(frame)["message"]
     assert story.stopped() == ["m/0"]
-    story.do(ev.Unload("m"))
+    story.do(ev.UnloadModel("m"))
     assert story.stopped() == []
     worker.die("stopped")
     story.later(1000)
@@ -176,7 +176,7 @@ def test_unload_by_the_operator_ends_what_runs(story: Story) -> None:
 def test_unload_leaves_what_waits_to_the_next_worker(story: Story) -> None:
     worker, _running = story.running(sequences=1)
     waiting = story.generate()
-    story.do(ev.Unload("m"))
+    story.do(ev.UnloadModel("m"))
     assert waiting in story.core.state.requests
     worker.die("stopped")
     assert story.started() == ["m/0"]
@@ -185,16 +185,16 @@ def test_unload_leaves_what_waits_to_the_next_worker(story: Story) -> None:
 
 
 def test_a_worker_that_is_unloaded_while_it_starts_is_not_welcomed(story: Story) -> None:
-    story.do(ev.Load("m"))
-    story.do(ev.Unload("m"))
+    story.do(ev.LoadModel("m"))
+    story.do(ev.UnloadModel("m"))
     assert story.stopped() == ["m/0"]
     assert story.do(make.hello("m/0", {})) == []
 
 
 def test_load_by_the_operator(story: Story) -> None:
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert story.started() == ["m/0"]
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert story.started() == []
 
 

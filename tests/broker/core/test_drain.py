@@ -21,7 +21,7 @@ from support.core_harness import (
 def drain(
     story: Story, slot: str | None = "m/0", name: str | None = None, grace: float = 5
 ) -> None:
-    story.do(ev.Drain(slot, name, grace))
+    story.do(ev.StartDrain(slot, name, grace))
 
 
 # ---- a worker ------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_a_hung_worker_is_condemned_though_it_drains(story: Story) -> None:
 def test_a_restart_moves_the_streams_to_the_next_worker(story: Story) -> None:
     worker, request = story.running()
     worker.tokens(request, 3)
-    story.do(ev.Restart("m/0"))
+    story.do(ev.RestartWorker("m/0"))
     story.later(0)
     assert worker.draining
     worker.give_back()
@@ -180,15 +180,15 @@ def test_a_restart_moves_the_streams_to_the_next_worker(story: Story) -> None:
 
 def test_a_restart_of_an_idle_worker_starts_another(story: Story) -> None:
     worker = story.ready_worker()
-    story.do(ev.Restart("m/0"))
+    story.do(ev.RestartWorker("m/0"))
     assert worker.stopped
     worker.die("stopped")
     assert story.started() == ["m/0"]
 
 
 def test_a_restart_of_a_starting_worker_is_no_failure(story: Story) -> None:
-    story.do(ev.Load("m"))
-    story.do(ev.Restart("m/0"))
+    story.do(ev.LoadModel("m"))
+    story.do(ev.RestartWorker("m/0"))
     story.later(1)
     story.workers["m/0"].die("stopped")
     assert story.started() == ["m/0"]
@@ -196,7 +196,7 @@ def test_a_restart_of_a_starting_worker_is_no_failure(story: Story) -> None:
 
 
 def test_a_restart_of_an_empty_slot_fills_it(story: Story) -> None:
-    story.do(ev.Restart("m/0"))
+    story.do(ev.RestartWorker("m/0"))
     assert story.started() == ["m/0"]
 
 
@@ -223,7 +223,7 @@ def test_a_drained_model_takes_nothing_new_until_it_is_loaded(story: Story) -> N
     assert {m["name"]: m["state"] for m in listing.rows(story.core.state.registry, story.now)}[
         "m"
     ] == "drained"
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert story.started() == ["m/0"]
     story.generate()
     story.assert_sent(1, "accepted")
@@ -300,7 +300,7 @@ def test_a_stream_of_a_draining_pool_survives_its_worker(story: Story) -> None:
 def test_a_call_that_waits_in_a_drained_model_is_answered(story: Story) -> None:
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     story.workers["m/0"].hello().die("killed by SIGSEGV", own=True)
-    story.do(ev.Drain(None, "m", 0.5))
+    story.do(ev.StartDrain(None, "m", 0.5))
     story.later(0.6)
     story.assert_sent(1, "error", id=ident, code="draining")
     story.assert_idle()

@@ -207,7 +207,7 @@ def test_a_token_in_a_drained_run_counts_as_progress(story: Story) -> None:
         worker.die()
         worker = story.ready_worker()
     worker.tokens(request, 1)
-    story.do(ev.Drain("m/0", None, 0.0))
+    story.do(ev.StartDrain("m/0", None, 0.0))
     story.later(0)
     worker.give_back()
     worker.die("drained")

@@ -100,7 +100,7 @@ def test_a_model_that_can_never_fit_says_its_numbers() -> None:
 def test_a_load_by_the_operator_makes_room_too() -> None:
     story = pool(a={"need": 6}, b={"need": 6})
     a = used(story, "a")
-    story.do(ev.Load("b"))
+    story.do(ev.LoadModel("b"))
     assert a.stopped
     a.die("stopped")
     assert story.started() == ["b/0"]
@@ -133,7 +133,7 @@ def test_a_limit_that_was_set_is_what_counts() -> None:
 def test_a_worker_that_is_ending_still_holds_its_memory() -> None:
     story = pool(a={"need": 6}, b={"need": 6})
     a = used(story, "a")
-    story.do(ev.Unload("a"))
+    story.do(ev.UnloadModel("a"))
     story.generate(name="b")
     assert story.started() == []
     a.die("stopped")

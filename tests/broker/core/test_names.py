@@ -87,7 +87,7 @@ def test_each_stream_and_each_error_keeps_the_name_that_was_asked_for() -> None:
     worker = story.ready_worker("a", sequences=1)
     runs, waits = story.generate(name="a"), story.generate(name="b")
     assert story.request(waits).message.model == "b"
-    story.do(ev.Drain(None, "a", 10.0))
+    story.do(ev.StartDrain(None, "a", 10.0))
     story.generate(name="b")
     story.assert_refused("draining", "model 'b' is drained")
     worker.end(runs)
@@ -157,7 +157,7 @@ def test_a_model_at_work_stays_what_it_is_until_it_is_quiet() -> None:
     for name in "ab":
         describe(story, name, "d1")
     assert row(story, "b")["shares"] is None
-    story.do(ev.Unload("b"))
+    story.do(ev.UnloadModel("b"))
     worker.die("stopped")
     describe(story, "b", "d1")
     assert row(story, "b")["shares"] == "a"
@@ -189,9 +189,9 @@ def test_when_the_files_of_the_first_name_change_the_others_leave_it() -> None:
 def test_timers_of_a_model_that_found_its_twin_do_nothing() -> None:
     story = pool({"a": HERE, "b": THERE}, a=model(), b=model(keep_alive=1.0))
     worker = story.ready_worker("b")
-    story.do(ev.Drain("b/0", None, 30.0))
+    story.do(ev.StartDrain("b/0", None, 30.0))
     worker.die("stopped")
-    story.do(ev.Unload("b"))
+    story.do(ev.UnloadModel("b"))
     story.do(ev.WorkerExited("b/0", "stopped"))  # the one that took the drained one's place
     for key in (("drained", "b"), ("restart", "b"), ("idle", "b")):
         story.core.state.timers.set(key, story.now + 1)
@@ -295,7 +295,7 @@ def test_a_pinned_model_comes_again_without_being_asked_for() -> None:
 
 def test_a_pinned_model_that_cannot_be_loaded_is_tried_again() -> None:
     story = pool({}, a=model(pin=True, keep_alive=-1.0))
-    story.do(ev.Load("a"))
+    story.do(ev.LoadModel("a"))
     worker = story.workers["a/0"].hello()
     worker.bye("model_load_failed", "no config.json")
     worker.die("exit code 1", own=True)
@@ -306,7 +306,7 @@ def test_a_pinned_model_that_cannot_be_loaded_is_tried_again() -> None:
 def test_a_pinned_model_that_was_unloaded_stays_so_until_it_is_asked_for() -> None:
     story = pool({}, a=model(pin=True, keep_alive=-1.0))
     worker = story.ready_worker("a")
-    story.do(ev.Unload("a"))
+    story.do(ev.UnloadModel("a"))
     worker.die("stopped")
     story.later(10_000)
     assert story.core.state.registry.slots["a/0"].worker is None

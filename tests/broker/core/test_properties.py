@@ -191,7 +191,7 @@ class Pool(RuleBasedStateMachine):
     @rule(replica=replicas)
     def serve(self, replica: int) -> None:
         """The usual course, so that there is always somebody who works."""
-        self.story.do(ev.Load("m"))
+        self.story.do(ev.LoadModel("m"))
         worker = self.pick(replica)
         if worker is not None:
             if not worker.epoch:
@@ -326,12 +326,12 @@ class Pool(RuleBasedStateMachine):
     @rule(
         what=st.sampled_from(
             [
-                ev.Load("m"),
-                ev.Load("other"),
-                ev.Unload("m"),
-                ev.Drain(None, "m", 3.0),
-                ev.Restart("m/1"),
-                *(ev.Drain(f"m/{n}", None, grace) for n in (0, 1) for grace in (0.0, 3.0)),
+                ev.LoadModel("m"),
+                ev.LoadModel("other"),
+                ev.UnloadModel("m"),
+                ev.StartDrain(None, "m", 3.0),
+                ev.RestartWorker("m/1"),
+                *(ev.StartDrain(f"m/{n}", None, grace) for n in (0, 1) for grace in (0.0, 3.0)),
             ]
         )
     )
@@ -348,7 +348,7 @@ class Pool(RuleBasedStateMachine):
     def drain_pool(self) -> None:
         self.steps += 1
         if self.steps > 3:  # rarely, for nothing comes after it
-            self.story.do(ev.Drain(None, None, 5.0))
+            self.story.do(ev.StartDrain(None, None, 5.0))
 
     # ---- the laws ----------------------------------------------------------------------------
 

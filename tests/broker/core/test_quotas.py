@@ -215,5 +215,5 @@ def test_fewer_replicas_drain_the_others() -> None:
     story.do(ev.ModelChanged("m", config, "", 0, 5.0))
     assert second.stopped and not first.stopped
     second.die()
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert story.core.state.registry.slots["m/1"].worker is None

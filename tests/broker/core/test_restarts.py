@@ -105,7 +105,7 @@ def test_the_breaker_opens_after_five_failures(story: Story) -> None:
 def test_the_operator_closes_the_breaker(story: Story) -> None:
     story.generate()
     fail_in_a_row(story, 5)
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert story.started() == ["m/0"]
     story.generate()
     story.assert_sent(1, "accepted")
@@ -113,7 +113,7 @@ def test_the_operator_closes_the_breaker(story: Story) -> None:
 
 def test_the_back_off_has_a_bound() -> None:
     story = Story(restart_limit=100, restart_delay_max=3.0)
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert fail_in_a_row(story, 6) == [pause(n, 3.0) for n in (1, 2, 3, 4, 5)]
     assert pause(5, 3.0) <= 4.0
 
@@ -198,7 +198,7 @@ def test_a_worker_that_cannot_be_started_is_a_load_failure(story: Story) -> None
 
 
 def test_the_pid_of_a_worker_is_known_once_it_is_started(story: Story) -> None:
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     story.do(ev.Spawned("m/0", 4711))
     assert story.model().workers[0].pid == 4711
 
@@ -210,7 +210,7 @@ def pause(failures: int, most: float = 60.0) -> float:
 
 def test_a_probe_starts_one_replica_until_it_has_served() -> None:
     story = Story({"m": model(replicas=3)}, restart_limit=2)
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert len(story.started()) == 3
     for replica in range(3):
         story.workers[f"m/{replica}"].die("exit code 3", own=True)
@@ -226,7 +226,7 @@ def test_a_probe_starts_one_replica_until_it_has_served() -> None:
 
 def test_a_failed_probe_waits_as_long_again() -> None:
     story = Story(restart_limit=1)
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     story.workers["m/0"].die("exit code 3", own=True)
     for _ in range(2):
         story.later(300)

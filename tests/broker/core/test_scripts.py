@@ -179,14 +179,14 @@ class Play:
         grace = float(values(words).get("grace", 30))
         target = words[1] if len(words) > 1 else ""
         events: dict[str, ev.Event] = {
-            "restart": ev.Restart(target),
-            "unload": ev.Unload(target),
-            "load": ev.Load(target),
+            "restart": ev.RestartWorker(target),
+            "unload": ev.UnloadModel(target),
+            "load": ev.LoadModel(target),
         }
         if words[0] == "drain":
             slot = target if "/" in target else None
             whole = "the pool" in rest or slot is not None
-            self.story.do(ev.Drain(slot, None if whole else target, grace))
+            self.story.do(ev.StartDrain(slot, None if whole else target, grace))
         else:
             self.story.do(events[words[0]])
 

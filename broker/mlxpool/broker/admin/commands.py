@@ -85,12 +85,12 @@ class Commands:
     def load(self, message: Message, now: float) -> Answer:
         self._refuse_while_ending()
         name = model_name(message.kind, message.body)
-        self._perform(ev.Load(self._state.registry.model(name).name), now)
+        self._perform(ev.LoadModel(self._state.registry.model(name).name), now)
         return {"model": name}
 
     def unload(self, message: Message, now: float) -> Answer:
         name = model_name(message.kind, message.body)
-        self._perform(ev.Unload(self._state.registry.model(name).name), now)
+        self._perform(ev.UnloadModel(self._state.registry.model(name).name), now)
         return {"model": name}
 
     def drain(self, message: Message, now: float) -> Answer:
@@ -111,7 +111,7 @@ class Commands:
             model = of_name.name
         elif not self._state.admits:
             raise BadRequest("the pool is being drained already")
-        self._perform(ev.Drain(slot, model, grace), now)
+        self._perform(ev.StartDrain(slot, model, grace), now)
         drained = slot or request.model or "pool"
         return {"draining": drained, "timeout_ms": round(grace * 1000)}
 
@@ -121,7 +121,7 @@ class Commands:
         slot = self._slot(message.kind, message.body.get("slot"))
         if slot.worker is not None:
             self._check_drainable(slot)
-        self._perform(ev.Restart(slot.name), now)
+        self._perform(ev.RestartWorker(slot.name), now)
         return {"slot": slot.name}
 
     def reload(self, message: Message, now: float) -> Answer:
@@ -134,7 +134,7 @@ class Commands:
         if message.header.id is None:
             raise BadRequest("cancel needs the request's id")
         fate = self._core.fate(message.header.id)
-        self._perform(ev.Cancel(None, None, message.header.id), now)
+        self._perform(ev.CancelRequest(None, None, message.header.id), now)
         return fate.body()
 
     def stop(self, message: Message, now: float) -> Answer:

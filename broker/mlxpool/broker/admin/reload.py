@@ -208,7 +208,7 @@ class Reloader:
             self._target.use_models(config.models)
         for name in change.added:
             if config.models[name].pin:
-                self._perform(ev.Load(self._target.model_of(name)), now)
+                self._perform(ev.LoadModel(self._target.model_of(name)), now)
         shown = {k: getattr(change, k) for k in ("limits", "added", "gone", "changed", "keys")}
         log.info("reloaded", extra={k: v for k, v in shown.items() if v})
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import ToClient
+from mlxpool.broker.core.actions import Outbox, ToClient
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.ended_requests import EndedRequests
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import QUEUE_RETRY_MS, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
@@ -46,7 +45,7 @@ class Admission:
         self._delivery = delivery
         self._dispatcher = dispatcher
 
-    def on_generate(self, event: ev.Generate, now: float) -> None:
+    def on_generate(self, event: ev.ClientGenerate, now: float) -> None:
         self._state.heard(event.link, now)
         known = self._state.requests.get(event.id) or self._state.tombstones.get(event.id)
         if known is not None and not self._may_send_again(known, event):
@@ -62,7 +61,7 @@ class Admission:
         except PoolError as error:
             self._refuse(live, event, error, now)
 
-    def _may_send_again(self, known: Request | Tombstone, event: ev.Generate) -> bool:
+    def _may_send_again(self, known: Request | Tombstone, event: ev.ClientGenerate) -> bool:
         """Whether this is a higher attempt of the same request; if not, it is answered."""
         ended = isinstance(known, Tombstone)
         if (known.owner, known.digest) != (event.owner, event.digest):
@@ -77,7 +76,7 @@ class Admission:
             self._send_accepted(known, event.link)
         return False
 
-    def _refuse_id(self, event: ev.Generate, why: str) -> None:
+    def _refuse_id(self, event: ev.ClientGenerate, why: str) -> None:
         self._state.counters.rejected[DuplicateId.code] += 1
         error = DuplicateId(f"the id {event.id.hex()} {why}; make a new id for each request")
         header = Header(to_client.Failed.kind, None, self._state.boot, event.attempt)
@@ -85,7 +84,7 @@ class Admission:
         self._outbox.add(ToClient(event.link, header, Failed.about(error, event.id)))
 
     def _refuse(
-        self, live: Request | None, event: ev.Generate, error: PoolError, now: float
+        self, live: Request | None, event: ev.ClientGenerate, error: PoolError, now: float
     ) -> None:
         """Answer with the terminal. The stream that it should have taken over ends with it."""
         if live is None:
@@ -100,7 +99,7 @@ class Admission:
 
     # ---- first sendings ----------------------------------------------------------------------
 
-    def _accept(self, event: ev.Generate, message: Generate, now: float) -> None:
+    def _accept(self, event: ev.ClientGenerate, message: Generate, now: float) -> None:
         """Accept a request that is not live. Raises PoolError if it is refused."""
         state = self._state
         model = state.registry.model(message.model)
@@ -124,7 +123,7 @@ class Admission:
         self._queued(request, now)
 
     def _new_request(
-        self, event: ev.Generate, message: Generate, model: str, now: float
+        self, event: ev.ClientGenerate, message: Generate, model: str, now: float
     ) -> Request:
         run = Run(_seed(message, event.entropy))
         _set_ids(run, message)
@@ -166,7 +165,7 @@ class Admission:
     # ---- later sendings ----------------------------------------------------------------------
 
     def _take_over(
-        self, request: Request, event: ev.Generate, message: Generate, now: float
+        self, request: Request, event: ev.ClientGenerate, message: Generate, now: float
     ) -> None:
         """Go on from the ids that the client has; the run of the earlier sending is cancelled.
 
@@ -191,7 +190,7 @@ class Admission:
         self._queued(request, now)
 
 
-def _new_reader(event: ev.Generate, message: Generate) -> Reader:
+def _new_reader(event: ev.ClientGenerate, message: Generate) -> Reader:
     have = count_of(message.resume_ids)
     return Reader(event.link, event.attempt, message.window, message.batch, sent=have, acked=have)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.state import QUEUE_RETRY_MS, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models import listing
@@ -27,24 +27,24 @@ class Calls:
         self._outbox = outbox
         self._pool = pool
 
-    def on_ping(self, event: ev.Ping, now: float) -> None:
+    def on_ping(self, event: ev.ClientPing, now: float) -> None:
         self._state.heard(event.link, now)
         pong = Pong(self._state.boot, event.link, VERSION)
         self._outbox.send(event.link, pong, event.id, event.attempt)
 
-    def on_list_models(self, event: ev.ListModels, now: float) -> None:
+    def on_list_models(self, event: ev.ClientListModels, now: float) -> None:
         self._state.heard(event.link, now)
         rows = listing.brief(listing.rows(self._state.registry, now))
         self._outbox.send(event.link, ModelList(rows), event.id, event.attempt)
 
-    def on_call_tokenizer(self, event: ev.CallTokenizer, now: float) -> None:
+    def on_call_tokenizer(self, event: ev.ClientTokenizerCall, now: float) -> None:
         self._state.heard(event.link, now)
         try:
             self._queue(event, now)
         except PoolError as error:
             self._outbox.send(event.link, Failed.of(error), event.id, event.attempt)
 
-    def _queue(self, event: ev.CallTokenizer, now: float) -> None:
+    def _queue(self, event: ev.ClientTokenizerCall, now: float) -> None:
         """Queue a call. Raises PoolError if it is bad, or cannot be answered now."""
         if isinstance(event.message, PoolError):
             raise event.message

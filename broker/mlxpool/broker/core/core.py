@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import Action
+from mlxpool.broker.core.actions import Action, Outbox
 from mlxpool.broker.core.admission import Admission
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
@@ -20,7 +20,6 @@ from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.endings import Endings
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.operations import Operations
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.token_ingest import TokenIngest
 from mlxpool.broker.core.worker_events import WorkerEvents
@@ -67,13 +66,13 @@ class Core:
         self._endings = endings = Endings(state, outbox, ended, delivery)
         operations = Operations(state, pool, delivery, calls, failover, drainer)
         self._handlers: dict[type, Handler] = {
-            ev.Generate: admission.on_generate,
-            ev.Cancel: endings.on_cancel,
-            ev.Ack: delivery.on_ack,
-            ev.Ping: calls.on_ping,
-            ev.ListModels: calls.on_list_models,
-            ev.CallTokenizer: calls.on_call_tokenizer,
-            ev.Heard: endings.on_heard,
+            ev.ClientGenerate: admission.on_generate,
+            ev.CancelRequest: endings.on_cancel,
+            ev.ClientAck: delivery.on_ack,
+            ev.ClientPing: calls.on_ping,
+            ev.ClientListModels: calls.on_list_models,
+            ev.ClientTokenizerCall: calls.on_call_tokenizer,
+            ev.ClientHeard: endings.on_heard,
             ev.LinkLost: endings.on_link_lost,
             ev.Revoked: endings.on_revoked,
             ev.Spawned: workers.on_spawned,
@@ -93,10 +92,10 @@ class Core:
             ev.ModelGone: operations.on_model_gone,
             ev.ModelChanged: operations.on_model_changed,
             ev.Reload: operations.on_reload,
-            ev.Load: operations.on_load,
-            ev.Unload: operations.on_unload,
-            ev.Drain: drainer.on_drain,
-            ev.Restart: operations.on_restart,
+            ev.LoadModel: operations.on_load,
+            ev.UnloadModel: operations.on_unload,
+            ev.StartDrain: drainer.on_drain,
+            ev.RestartWorker: operations.on_restart,
             ev.Shutdown: operations.on_shutdown,
             ev.Wake: self._on_wake,
             ev.Late: endings.on_late,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import Note
+from mlxpool.broker.core.actions import Note, Outbox
 from mlxpool.broker.core.ended_requests import EndedRequests
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.requests.request import Request
@@ -71,7 +70,7 @@ class Delivery:
 
     # ---- acks --------------------------------------------------------------------------------
 
-    def on_ack(self, event: ev.Ack, now: float) -> None:
+    def on_ack(self, event: ev.ClientAck, now: float) -> None:
         self._state.heard(event.link, now)
         if isinstance(event.message, PoolError):
             self._outbox.complain(event.link, event.message, None)

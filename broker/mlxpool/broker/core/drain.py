@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.failover import Failover
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
@@ -33,7 +33,7 @@ class Drainer:
         self._dispatcher = dispatcher
         self._failover = failover
 
-    def on_drain(self, event: ev.Drain, now: float) -> None:
+    def on_drain(self, event: ev.StartDrain, now: float) -> None:
         if event.slot is not None:
             self.drain_worker(event.slot, event.grace, now)
         elif event.model is not None:

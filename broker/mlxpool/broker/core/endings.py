@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import ForgetLink
+from mlxpool.broker.core.actions import ForgetLink, Outbox
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.ended_requests import EndedRequests
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.common.errors import DeadlineExceeded, Unauthorized
 
@@ -26,7 +25,7 @@ class Endings:
 
     # ---- asked for ---------------------------------------------------------------------------
 
-    def on_cancel(self, event: ev.Cancel, now: float) -> None:
+    def on_cancel(self, event: ev.CancelRequest, now: float) -> None:
         state, bound = self._state, self._state.config.quota_cancels
         if event.link is not None:
             state.heard(event.link, now)
@@ -47,7 +46,7 @@ class Endings:
 
     # ---- links -------------------------------------------------------------------------------
 
-    def on_heard(self, event: ev.Heard, now: float) -> None:
+    def on_heard(self, event: ev.ClientHeard, now: float) -> None:
         self._state.heard(event.link, now)
 
     def on_link_lost(self, event: ev.LinkLost, now: float) -> None:

@@ -26,7 +26,7 @@ Perform = Callable[[Event, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Generate(Event):
+class ClientGenerate(Event):
     """A client sent `generate`.
 
     `digest` is that of the sending, see `to_broker.request_digest`. `message` is the error that
@@ -44,7 +44,7 @@ class Generate(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel(Event):
+class CancelRequest(Event):
     """`cancel` of a client, or of the admin (`link` and `owner` None), who may cancel anything."""
 
     link: int | None
@@ -53,7 +53,7 @@ class Cancel(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Ack(Event):
+class ClientAck(Event):
     """`ack` of a client, or the error that parsing it raised."""
 
     link: int
@@ -61,21 +61,21 @@ class Ack(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Ping(Event):
+class ClientPing(Event):
     link: int
     id: bytes
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class ListModels(Event):
+class ClientListModels(Event):
     link: int
     id: bytes
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class CallTokenizer(Event):
+class ClientTokenizerCall(Event):
     """`tokenize` or `detokenize` of a client, or the error that parsing it raised."""
 
     link: int
@@ -85,7 +85,7 @@ class CallTokenizer(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Heard(Event):
+class ClientHeard(Event):
     """A frame came on this link that makes no other event."""
 
     link: int
@@ -264,17 +264,17 @@ class Reload(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Load(Event):
+class LoadModel(Event):
     model: str
 
 
 @dataclass(frozen=True, slots=True)
-class Unload(Event):
+class UnloadModel(Event):
     model: str
 
 
 @dataclass(frozen=True, slots=True)
-class Drain(Event):
+class StartDrain(Event):
     """Let a worker, a model or (both None) the pool finish within `grace` seconds."""
 
     slot: str | None
@@ -283,7 +283,7 @@ class Drain(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Restart(Event):
+class RestartWorker(Event):
     """Replace a slot's worker: its streams are resumed in the next one."""
 
     slot: str

@@ -44,7 +44,7 @@ class Failover:
         prefill = sample.look.request
         if self._pool.condemn(worker, cause, at_once=sample.stopped):
             if own:
-                self.mark_if_ended_by_suspect(worker, prefill)
+                self.mark_if_ended_by_charged_request(worker, prefill)
             self.move_work(worker, cause, now, own=own, prefill=prefill)
             self.serve_elsewhere(worker, now)
 
@@ -84,16 +84,15 @@ class Failover:
         leased = (r for r, n in found if r is not None and r.run.leased_by(worker.epoch, n))
         return sorted(leased, key=lambda r: r.arrival)
 
-    def mark_if_ended_by_suspect(self, worker: Worker, prefill: bytes | None) -> None:
+    def mark_if_ended_by_charged_request(self, worker: Worker, prefill: bytes | None) -> None:
         """Mark a worker whose end is charged to a request that has ended another one before.
 
         Such an end says nothing about the model: a few of them would open its breaker.
         """
         lost = self.running(worker)
         shares = blame.shares(lost, prefill) if lost else {}
-        worker.ended_by_suspect |= any(
-            request.run.charge >= blame.SUSPECT_CHARGE and shares[request.id] >= 1
-            for request in lost
+        worker.ended_by_charged_request |= any(
+            request.run.charge >= blame.ALONE_CHARGE and shares[request.id] >= 1 for request in lost
         )
 
     def _resume(self, request: Request, worker: Worker, cause: str, now: float) -> None:

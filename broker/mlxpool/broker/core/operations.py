@@ -35,7 +35,7 @@ class Operations:
 
     # ---- operators ---------------------------------------------------------------------------
 
-    def on_load(self, event: ev.Load, now: float) -> None:
+    def on_load(self, event: ev.LoadModel, now: float) -> None:
         """Start a model, whatever its breaker and its drain say."""
         if not self._state.admits:
             return
@@ -45,7 +45,7 @@ class Operations:
         model.need = model.floor
         self._pool.require(model, now)
 
-    def on_unload(self, event: ev.Unload, now: float) -> None:
+    def on_unload(self, event: ev.UnloadModel, now: float) -> None:
         """Fail what runs in a model and stop its workers; what waits starts it again."""
         model = self._state.registry.models[event.model]
         for worker in model.workers:
@@ -59,7 +59,7 @@ class Operations:
         if (model.queue or model.calls) and not model.workers:  # no exit will start it again
             self._pool.require(model, now)
 
-    def on_restart(self, event: ev.Restart, now: float) -> None:
+    def on_restart(self, event: ev.RestartWorker, now: float) -> None:
         slot = self._state.registry.slots[event.slot]
         if slot.worker is None:
             self._pool.require(self._state.registry.models[slot.model], now)

@@ -71,12 +71,13 @@ class TokenIngest:
 
     def _take(self, epoch: int, row: Delta, touched: dict[bytes, Request], now: float) -> None:
         """Take a row that is the first or the last of its run, or that should not exist."""
-        worker, key = self._state.workers.get(epoch), (row.id, row.attempt)
+        worker, number = self._state.workers.get(epoch), row.attempt
+        key = (row.id, number)
         if worker is None or key not in worker.leases:
             self._state.counters.fenced += 1
             return
         request = self._state.requests.get(row.id)
-        if request is not None and not request.run.leased_by(epoch, row.attempt):
+        if request is not None and not request.run.leased_by(epoch, number):
             request = None
         if request is not None and row.pos != request.run.taken:
             why = exit_causes.wrong_position(row.pos, request.run.taken)

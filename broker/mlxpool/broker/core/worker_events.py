@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.failover import Failover
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.lifecycle import ModelState
@@ -125,7 +125,7 @@ class WorkerEvents:
         state, slot = self._state, self._state.registry.slots[event.slot]
         own = event.own and not (slot.worker is not None and slot.worker.said_bye)
         if own and slot.worker is not None:
-            self._failover.mark_if_ended_by_suspect(slot.worker, event.prefill)
+            self._failover.mark_if_ended_by_charged_request(slot.worker, event.prefill)
         worker = self._pool.exited(slot, event.cause, now, own=own)
         if worker is None:
             return

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.core.actions import DumpStacks, StartWorker, StopPool
-from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.actions import DumpStacks, Outbox, StartWorker, StopPool
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.models.eviction import to_evict
 from mlxpool.broker.models.lifecycle import DEMANDED, ModelState
@@ -189,7 +188,7 @@ class WorkerPool:
         """Stop its run, if a worker has one; the lease lasts until the worker confirms."""
         worker, key = self._state.leaseholder(request), (request.id, request.run.number)
         if worker is not None and key in worker.leases:
-            self._outbox.tell(worker, Cancel(), id=request.id, attempt=request.run.number)
+            self._outbox.tell(worker, Cancel(), id=request.id, run=request.run.number)
 
     # ---- ends --------------------------------------------------------------------------------
 
@@ -239,8 +238,8 @@ class WorkerPool:
         """The process of a slot is gone: free the slot, count the failure, plan the restart.
 
         A worker that did not end by itself (`own`) delays the next one but opens no breaker. An
-        end by a request that had ended another worker (`ended_by_suspect`) is no failure of its
-        model.
+        end by a request that had ended another worker (`ended_by_charged_request`) is no failure
+        of its model.
         """
         worker = slot.worker
         if worker is None:
@@ -256,7 +255,7 @@ class WorkerPool:
         commanded = was in LEAVING
         if worker.proven:
             model.failures = 0
-        elif not commanded and not worker.ended_by_suspect:
+        elif not commanded and not worker.ended_by_charged_request:
             most = model.failures + 1 if own else self._state.config.restart_limit - 1
             model.failures = max(model.failures, min(model.failures + 1, most))
         if not commanded:

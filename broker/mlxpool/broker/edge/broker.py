@@ -252,7 +252,7 @@ class Broker:
         self.catalogue.start(scan=config.local_workers and own)
         for name, model in config.models.items():
             if model.pin:
-                self.perform(ev.Load(self.state.registry.model(name).name), time.monotonic())
+                self.perform(ev.LoadModel(self.state.registry.model(name).name), time.monotonic())
 
     def close(self) -> None:
         """Free everything: child processes, threads, sockets, the lock."""

@@ -85,7 +85,7 @@ class ClientIngress:
             self._counters.bad_frames += 1
             self._refuse(peer, error, message.header.id, message.header.attempt, now)
         else:
-            if isinstance(event, ev.ListModels):
+            if isinstance(event, ev.ClientListModels):
                 self._after_scan(partial(self._perform, event), now)
             else:
                 self._perform(event, now)
@@ -118,7 +118,7 @@ class ClientIngress:
         self, peer: Peer, error: PoolError, about: bytes | None, attempt: int, now: float
     ) -> None:
         """Answer with an error; it ends no live stream."""
-        self._perform(ev.Heard(peer.number), now)
+        self._perform(ev.ClientHeard(peer.number), now)
         id = None if about is None or self._is_live(about) else about
         parts = encoded(Failed.about(error, about), id, self._boot, attempt)
         self._peers.send(peer.number, parts)
@@ -132,22 +132,22 @@ def event_of(link: int, owner: str, message: Message, entropy: Callable[[], int]
     """The event of a client's message. Raises BadRequest for one that a client cannot send."""
     header, kind = message.header, message.kind
     if kind == to_broker.Ack.kind:
-        return ev.Ack(link, _parsed(to_broker.Ack.parse, message.body))
+        return ev.ClientAck(link, _parsed(to_broker.Ack.parse, message.body))
     if kind == to_broker.Ping.kind:
-        return ev.Ping(link, header.id or bytes(frames.ID_BYTES), header.attempt)
+        return ev.ClientPing(link, header.id or bytes(frames.ID_BYTES), header.attempt)
     if header.id is None:
         raise BadRequest(f"{kind!r:.40} needs an id of {frames.ID_BYTES} bytes")
     if kind == to_broker.Generate.kind:
         digest = to_broker.request_digest(message.body, message.blobs)
         parsed = _parsed(to_broker.Generate.parse, message.body, message.blobs)
-        return ev.Generate(link, owner, header.id, header.attempt, digest, parsed, entropy())
+        return ev.ClientGenerate(link, owner, header.id, header.attempt, digest, parsed, entropy())
     if kind == to_broker.Cancel.kind:
-        return ev.Cancel(link, owner, header.id)
+        return ev.CancelRequest(link, owner, header.id)
     if kind == to_broker.ListModels.kind:
-        return ev.ListModels(link, header.id, header.attempt)
+        return ev.ClientListModels(link, header.id, header.attempt)
     if kind in (to_broker.TOKENIZE, to_broker.DETOKENIZE):
         call = _parsed(to_broker.TokenizerCall.parse, kind, message.body, message.blobs)
-        return ev.CallTokenizer(link, header.id, header.attempt, call)
+        return ev.ClientTokenizerCall(link, header.id, header.attempt, call)
     if kind in HANDLERS:
         raise BadRequest(
             f"{kind!r} is an operator's command, and this endpoint is for clients: use the"

@@ -65,8 +65,8 @@ def _rows(history: History, event: ev.WorkerDeltas) -> None:
 
 
 _EVENTS: dict[type, Callable[..., None]] = {
-    ev.Generate: lambda h, e: h.write("generate", id=e.id, attempt=e.attempt, link=e.link),
-    ev.Cancel: lambda h, e: h.write("cancel", id=e.id),
+    ev.ClientGenerate: lambda h, e: h.write("generate", id=e.id, attempt=e.attempt, link=e.link),
+    ev.CancelRequest: lambda h, e: h.write("cancel", id=e.id),
     ev.WorkerDeltas: _rows,
     ev.WorkerHello: lambda h, e: h.write("hello", slot=e.slot, epoch=0),
     ev.WorkerYield: lambda h, e: h.write("yield", epoch=e.epoch, runs=len(e.message.runs)),

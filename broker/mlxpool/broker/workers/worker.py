@@ -46,7 +46,7 @@ class Worker:
     suspect_since: float = 0.0  # past a limit of liveness, whatever its state; 0: it is not
     suspicion: str = ""  # why it is past a limit
     cause: str = ""  # why we ended it, or why it said it would end
-    ended_by_suspect: bool = False  # a request that had ended another worker ended it
+    ended_by_charged_request: bool = False  # a request that had ended another worker ended it
     said_bye: bool = False  # it was asked to go, by whomever
     error: Mapping[str, object] | None = None  # the body of the error it left with
     replace: bool = False  # its slot is filled again at once

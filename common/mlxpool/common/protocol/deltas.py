@@ -18,6 +18,7 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 class Delta(NamedTuple):
     """What one step adds to one stream: an entry of `deltas`. A tuple, for there are many.
 
+    `attempt` is that of the header: a client's sending, or from a worker the number of the run.
     `ids` holds the new token ids as bytes (see `token_ids`). `end` is the body of the terminal that
     comes with them; `end["code"]` is set when it is an error.
     """

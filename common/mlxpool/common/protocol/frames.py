@@ -37,8 +37,9 @@ MAX_NUMBER = 2**63 - 1
 class Header:
     """`epoch`: the worker's epoch on the back socket, the broker's boot number on the front.
 
-    `attempt` counts the sendings of an id. `pos` is the index of the first token id of the frame in
-    the completion; in a terminal, the number of ids sent before it.
+    `attempt` counts a client's sendings of an id on the front; on the back it is the number of a
+    run, which the broker gives. `pos` is the index of the first token id of the frame in the
+    completion; in a terminal, the number of ids sent before it.
     """
 
     kind: str
