@@ -55,7 +55,7 @@ def test_every_fault_happens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_sees_a_token_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A core that resumes from what was sent makes ids behind a shut window again."""
-    make_work = dispatcher._work
+    make_work = dispatcher.work_of
 
     def from_sent(request: Request, deadline_ms: int) -> Work:
         run, ids = request.run, request.run.ids
@@ -64,5 +64,5 @@ def test_it_sees_a_token_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         run.ids = ids
         return work
 
-    monkeypatch.setattr(dispatcher, "_work", from_sent)
+    monkeypatch.setattr(dispatcher, "work_of", from_sent)
     assert any(run_seed(seed).error for seed in range(400))

@@ -14,7 +14,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A system that has its libraries in one folder, which is empty."""
     monkeypatch.delenv("MLXPOOL_OPENBLAS", raising=False)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
-    monkeypatch.setattr(blas, "_FOLDERS", (str(tmp_path),))
+    monkeypatch.setattr(blas, "FOLDERS", (str(tmp_path),))
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("platform.machine", lambda: "mips")
     return tmp_path
