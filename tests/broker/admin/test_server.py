@@ -91,7 +91,7 @@ def test_an_answer_has_the_kind_and_the_id_of_its_command(admin: Admin) -> None:
     assert admin.peers.forgotten == [1], "the connection takes no memory any more"
 
 
-def test_what_is_no_message_is_answered(admin: Admin) -> None:
+def test_a_frame_that_cannot_be_decoded_gets_an_error(admin: Admin) -> None:
     admin.send([b"\x00"])
     ((_, answer),) = admin.peers.sent
     assert (answer.kind, answer.body["code"]) == (kinds.ERROR, "bad_request")
@@ -140,7 +140,7 @@ def test_bad_commands_are_refused_with_the_reason(
     assert words in admin.refused(kind, **body)
 
 
-def test_what_cannot_be_reloaded(admin: Admin) -> None:
+def test_reload_is_refused_without_settings_to_read(admin: Admin) -> None:
     admin.can_reload = False
     assert "not started from settings that can be read again" in admin.refused("reload")
 
@@ -154,14 +154,14 @@ def test_a_bug_in_a_command_costs_one_answer(admin: Admin) -> None:
 # ---- subscriptions -------------------------------------------------------------------------------
 
 
-def test_one_subscriber_too_many_is_refused(admin: Admin) -> None:
+def test_a_watch_above_the_bound_of_subscribers_is_refused(admin: Admin) -> None:
     for number in range(100, 100 + MAX_SUBSCRIBERS):
         assert admin.ask(kinds.WATCH, number).kind == kinds.WATCH
     refused = admin.ask(kinds.WATCH)
     assert refused.body["code"] == "queue_full" and refused.body["retry_after_ms"] == 5000
 
 
-def test_figures_that_fail_end_nothing(admin: Admin, caplog: pytest.LogCaptureFixture) -> None:
+def test_figures_that_raise_cost_one_update(admin: Admin, caplog: pytest.LogCaptureFixture) -> None:
     admin.figures = ValueError("no figures")
     admin.send(frames.encode(Header(kinds.WATCH, ID), {}))
     assert admin.story.core.state.counters.internal_errors == 1

@@ -1,4 +1,4 @@
-"""Drain and restart: streams end where they are, or go on elsewhere, and nobody is blamed."""
+"""Drain and restart: streams end in their worker or are resumed elsewhere, and none is charged."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_worker_that_hands_nothing_back_is_ended(story: Story) -> None:
     assert story.core.state.registry.slots["m/0"].last_exit == "drained"
 
 
-def test_drain_twice_is_drain_once(story: Story) -> None:
+def test_a_second_drain_of_a_worker_changes_nothing(story: Story) -> None:
     worker, request = story.running()
     drain(story, grace=5)
     drain(story, grace=50)
@@ -110,7 +110,7 @@ def test_drain_twice_is_drain_once(story: Story) -> None:
     assert story.last == []
 
 
-def test_drain_of_an_idle_or_absent_worker(story: Story) -> None:
+def test_a_drain_stops_an_idle_worker_and_ignores_an_empty_slot(story: Story) -> None:
     drain(story)
     assert story.last == []
     worker = story.ready_worker()
@@ -129,7 +129,7 @@ def test_a_call_under_way_is_waited_for(story: Story) -> None:
     assert worker.stopped
 
 
-def test_a_yield_of_what_is_not_there_is_nothing(story: Story) -> None:
+def test_a_yield_of_an_unknown_run_does_nothing(story: Story) -> None:
     worker, request = story.running()
     for runs in (None, 3, [3], [[request]], [[request, 99]], [[X, 1]], [["x", 1]]):
         story.do(make.handed_back(worker.epoch, runs))
@@ -139,7 +139,7 @@ def test_a_yield_of_what_is_not_there_is_nothing(story: Story) -> None:
     assert story.core.state.counters.fenced == fenced + 1
 
 
-def test_a_yield_of_a_cancelled_run_frees_its_place(story: Story) -> None:
+def test_a_yield_of_a_cancelled_run_ends_its_lease(story: Story) -> None:
     worker, request = story.running()
     story.cancel(request)
     drain(story, grace=0)
@@ -237,7 +237,7 @@ def test_a_take_over_passes_a_drained_model(story: Story) -> None:
     story.assert_sent(1, "accepted", attempt=2)
 
 
-def test_a_models_drain_has_an_end(story: Story) -> None:
+def test_what_outlives_the_grace_of_a_drained_model_fails(story: Story) -> None:
     worker, request = story.running(sequences=1)
     waiting, other = story.generate(), story.generate(name="other")
     drain(story, None, "m", 3)
@@ -276,7 +276,7 @@ def test_an_idle_pool_is_drained_at_once(story: Story) -> None:
     assert story.pool_stopped == 1
 
 
-def test_a_pools_drain_has_an_end(story: Story) -> None:
+def test_what_outlives_the_grace_of_a_drained_pool_fails(story: Story) -> None:
     worker, request = story.running()
     worker.tokens(request, 2)
     drain(story, None, None, 3)

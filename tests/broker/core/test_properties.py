@@ -1,4 +1,4 @@
-"""The core under events in any order: what a client may rely on holds after each of them.
+"""The core under events in any order: its invariants hold after each of them.
 
 `Story` itself checks every frame (positions, ids, terminals, credit, company); here are the laws
 between them.

@@ -1,4 +1,4 @@
-"""Stories in plain words: `scripts/*.txt`, one line one thing that happens or has to be seen.
+"""Stories in plain text: each line of `scripts/*.txt` is an event or an expected action.
 
     client 1: generate a max_tokens=3      a is the name of a stream; its client speaks on link 1
     client 2: again a have=2               the same request again, from so many ids
@@ -244,7 +244,7 @@ class Play:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_script(script: Path) -> None:
+def test_a_script_gives_the_recorded_actions(script: Path) -> None:
     play = Play()
     for number, raw in enumerate(script.read_text("utf-8").splitlines(), 1):
         text = raw.split("#")[0].strip()
@@ -256,5 +256,5 @@ def test_script(script: Path) -> None:
             raise AssertionError(f"{script.name}:{number}: {text}: {error!r}") from error
 
 
-def test_there_are_scripts() -> None:
+def test_scripts_are_found() -> None:
     assert len(SCRIPTS) >= 8

@@ -1,4 +1,4 @@
-"""A worker's exit and its last message arrive on different ways; both count, in either order."""
+"""A worker's exit and its last message arrive separately; both are handled, in either order."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_worker_that_exits_by_itself_has_time_for_its_last_message(workers: Wo
     assert not workers.loop.handlers and workers.sessions.connection(SLOT) is None
 
 
-def test_one_that_was_killed_sends_no_last_message(workers: Workers) -> None:
+def test_the_exit_of_a_killed_worker_is_reported_at_once(workers: Workers) -> None:
     workers.supervisor.by_itself = False
     assert workers.exit(0.0)
 
@@ -154,7 +154,7 @@ def test_an_exit_waits_until_all_frames_are_handled(workers: Workers) -> None:
     assert workers.exit(0.01)
 
 
-def test_but_not_for_ever(workers: Workers) -> None:
+def test_an_exit_is_reported_at_the_latest_after_max_delay(workers: Workers) -> None:
     assert not workers.exit(0.0)
     assert not workers.exit(MAX_DELAY / 2)
     assert workers.exit(MAX_DELAY)

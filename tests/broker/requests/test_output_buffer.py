@@ -1,4 +1,4 @@
-"""What waits for a client: merged, never split, bounded in pieces."""
+"""Output that waits for a client: merged up to a bound, never split."""
 
 from __future__ import annotations
 
