@@ -16,8 +16,9 @@ import pytest
 
 from mlxpool.client import AsyncClient, Client
 from mlxpool.common.errors import BadRequest, BrokerLost, DuplicateId, QueueFull, UnknownModel
-from mlxpool.common.protocol import deltas, frames, kinds
+from mlxpool.common.protocol import deltas, frames
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import kinds
 from support.fake_broker import NEVER, NO_RESEND_PACE, PATIENCE, FakeBroker
 
 
@@ -66,7 +67,8 @@ def test_grouped_deltas_reach_their_streams(broker: FakeBroker, client: Client) 
     assert ids == [one.id, two.id]
     rows = [deltas.Delta(i, 1, 0, "ab"[n], pack_ids([n])) for n, i in enumerate(ids)]
     foreign = deltas.Delta(one.id, 9, 0, "late", pack_ids([7]))
-    body, blob = deltas.pack_deltas([*rows, foreign])
+    message = deltas.Deltas([*rows, foreign])
+    body, (blob,) = message.body(), message.blobs()
     broker.say(kinds.DELTAS, None, body, blob)
     for ident in ids:
         broker.done(ident, 1)

@@ -16,10 +16,11 @@ import pytest
 
 from mlxpool.client import AsyncClient, Client, Stream
 from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, QueueFull, TooLarge
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.common.trace import VARIABLE
+from support import kinds
 from support.fake_broker import FACTS, NEVER, NO_RESEND_PACE, PATIENCE, FakeBroker
 
 Lose = Callable[[FakeBroker, Stream], None]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxpool.client import Client
-from mlxpool.common.protocol import kinds
+from support import kinds
 from support.fake_broker import NO_RESEND_PACE, PATIENCE, FakeBroker
 from support.pool import reconnects, until
 from support.relay import Relay

@@ -11,9 +11,9 @@ from mlxpool.client.incoming import parse_frame
 from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common.errors import BrokerLost, DuplicateId, PoolError, from_body
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import kinds
 
 ID = bytes(16)
 PACE = Pace()

@@ -12,11 +12,11 @@ from mlxpool.client.incoming import parse_frame
 from mlxpool.client.request import resumed
 from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
 from mlxpool.client.stream import Delta, StreamState
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.protocol.prompts import TextPrompt
 from mlxpool.common.protocol.to_broker import GenerateDraft
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
+from support import kinds
 
 ID = bytes(16)
 COUNT = 12

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from mlxpool.client.incoming import Frame, parse_frame
 from mlxpool.client.stream import Delta, StreamState
 from mlxpool.common.errors import ContextExceeded, Internal
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import kinds
 
 ID = bytes(16)
 ACCEPTED = {"boot": 7, "link": 3, "queue_position": 0, "seed": 42}

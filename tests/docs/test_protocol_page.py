@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Header, Message
+from support import kinds
 from support.doc_blocks import blocks
 from support.pool import Pool
 from support.raw_peer import RawPeer

@@ -11,8 +11,9 @@ import msgpack
 import pytest
 
 from mlxpool.common.errors import BadRequest, Draining, PoolError
-from mlxpool.common.protocol import frames, kinds, token_ids
+from mlxpool.common.protocol import frames, token_ids
 from mlxpool.common.protocol.frames import Header
+from support import kinds
 from support.counting_checker import expected_ids
 from support.pool import Pool, until
 from support.raw_peer import RawPeer

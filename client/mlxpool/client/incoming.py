@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.checks import mapping
-from mlxpool.common.protocol import deltas, kinds
+from mlxpool.common.protocol import deltas, to_client
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import Accepted, Done, Failed
@@ -44,13 +44,13 @@ def parse_frame(message: Message) -> Frame | None:
     Raises PoolError, KeyError, TypeError or ValueError for a malformed body.
     """
     content: Accepted | Piece | Done | Failed
-    if message.kind == kinds.DELTA:
+    if message.kind == to_client.StreamDelta.kind:
         content = _parse_delta(message)
-    elif message.kind == kinds.ACCEPTED:
+    elif message.kind == to_client.Accepted.kind:
         content = Accepted.parse(message.body)
-    elif message.kind == kinds.DONE:
+    elif message.kind == to_client.Done.kind:
         content = Done.parse(message.body)
-    elif message.kind == kinds.ERROR:
+    elif message.kind == to_client.Failed.kind:
         content = Failed(message.body)
     else:
         return None

@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeVar
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.options import REQUEST_KEYS
-from mlxpool.common.protocol import kinds
-from mlxpool.common.protocol.content import Content
-from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Message
+from mlxpool.common.protocol import to_broker
+from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Content, Message
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
 from mlxpool.common.protocol.resume import Resume
 from mlxpool.common.protocol.to_broker import Cancel, GenerateDraft, ListModels, TokenizerCall
+from mlxpool.common.protocol.to_client import ModelList
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
 FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds that hold for the first sending
@@ -127,16 +127,16 @@ class Question(Generic[Answer]):
 
 def list_models() -> Question[list[dict[str, Any]]]:
     """Ask for the models, a map each."""
-    return Question(os.urandom(ID_BYTES), ListModels(), lambda answer: list(answer.body["models"]))
+    return Question(os.urandom(ID_BYTES), ListModels(), lambda a: ModelList.parse(a.body).models)
 
 
 def tokenize(model: str, text: str) -> Question[list[int]]:
     """Ask for the ids of a text. Raises BadRequest for what is no text."""
     data = _utf8(text)
     if len(data) > TEXT_AS_BLOB:
-        content = TokenizerCall(kinds.TOKENIZE, model, {"text": True}, (data,))
+        content = TokenizerCall(to_broker.TOKENIZE, model, {"text": True}, (data,))
     else:
-        content = TokenizerCall(kinds.TOKENIZE, model, {"text": text})
+        content = TokenizerCall(to_broker.TOKENIZE, model, {"text": text})
     return Question(
         os.urandom(ID_BYTES),
         content,
@@ -146,7 +146,7 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
 
 def detokenize(model: str, ids: Sequence[int]) -> Question[str]:
     """Ask for the text of ids. Raises BadRequest for what is no token id."""
-    content = TokenizerCall(kinds.DETOKENIZE, model, packed=(pack_ids(ids),))
+    content = TokenizerCall(to_broker.DETOKENIZE, model, packed=(pack_ids(ids),))
     return Question(os.urandom(ID_BYTES), content, lambda answer: str(answer.body["text"]))
 
 

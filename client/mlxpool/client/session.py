@@ -19,12 +19,11 @@ from mlxpool.client.request import resumed
 from mlxpool.client.retry import Action, Pace, Peer, SilenceTimer
 from mlxpool.client.stream import Delta
 from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized, from_body
-from mlxpool.common.protocol import frames, kinds
-from mlxpool.common.protocol.content import Content, encoded
-from mlxpool.common.protocol.deltas import unpack_deltas
-from mlxpool.common.protocol.frames import Message
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.deltas import Deltas, unpack_deltas
+from mlxpool.common.protocol.frames import Content, Message, encoded
 from mlxpool.common.protocol.to_broker import Ack, Cancel, Ping
-from mlxpool.common.protocol.to_client import Failed
+from mlxpool.common.protocol.to_client import Failed, Fate, Pong
 from mlxpool.common.trace import History
 
 
@@ -154,20 +153,21 @@ class Session:
     def _handle(self, message: Message) -> None:
         kind, ident = message.kind, message.header.id
         stream = self._streams.get(ident or b"")
-        if kind == kinds.DELTAS:
+        if kind == Deltas.kind:
             for row in unpack_deltas(message):
                 if (of_row := self._streams.get(row.id)) is not None:
                     self._receive(of_row, frame_of_row(row))
-        elif kind == kinds.PONG:
-            self._identified((int(message.body["boot"]), int(message.body["link"])))
-        elif kind == kinds.FATE:
+        elif kind == Pong.kind:
+            pong = Pong.parse(message.body)
+            self._identified((pong.boot, pong.link))
+        elif kind == Fate.kind:
             self._fate(message)
         elif stream is not None:
             if (frame := parse_frame(message)) is not None:
                 self._receive(stream, frame)
         elif ident in self.calls:
             self.calls.answer(message, self.timer.now)
-        elif kind == kinds.ERROR:
+        elif kind == Failed.kind:
             self._error_of_sending(message)
 
     def _receive(self, stream: OpenStream, frame: Frame) -> None:
@@ -196,7 +196,7 @@ class Session:
         ident = message.header.id
         stream = self._streams.get(ident or b"")
         if stream is not None:
-            stream.retry.fate(str(message.body.get("state")), self.timer.now)
+            stream.retry.fate(Fate.parse(message.body).state, self.timer.now)
             if stream.state.over:
                 self._end(stream)
         if ident in self.calls:

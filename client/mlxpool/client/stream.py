@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxpool.client.incoming import Frame, Piece
 from mlxpool.common.errors import Internal, PoolError
-from mlxpool.common.protocol.ends import Usage
+from mlxpool.common.protocol.deltas import Usage
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import Accepted, Done, Failed
 

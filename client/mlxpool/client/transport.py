@@ -16,8 +16,8 @@ from mlxpool.client.retry import Pace
 from mlxpool.client.session import Session
 from mlxpool.common.errors import BrokerLost, PoolError
 from mlxpool.common.paths import default_run_dir
-from mlxpool.common.protocol import kinds
-from mlxpool.common.protocol.content import encoded
+from mlxpool.common.protocol import to_broker
+from mlxpool.common.protocol.frames import encoded
 from mlxpool.common.protocol.to_broker import GenerateDraft
 from mlxpool.common.trace import History
 from mlxpool.common.transport import sockets
@@ -75,7 +75,7 @@ class Connection:
                 lambda reply: on_reply(question.answer(reply)),
                 session.timer.now,
             )
-            if kind == kinds.CANCEL:
+            if kind == to_broker.Cancel.kind:
                 session.cancel_asked(ident)
 
         self._do(command)
