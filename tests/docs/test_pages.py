@@ -27,7 +27,7 @@ ELSEWHERE = {  # kinds of blocks that are run, but not here
     "json": "test_cli_page.py compares shapes; tests/end_to_end/test_metrics.py the log line",
     "hex": "test_protocol_page.py sends them to a broker",
     "js": "tests/examples/test_node_client.py",
-    "mermaid": "test_site.py draws them",
+    "mermaid": "test_site.py has a browser draw them",
     "text": "no code: a picture, a prompt, an answer",
 }
 PORTS = re.compile(r"(?<=[: ])(7200|7201|7202|8080|9464)\b")
