@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from mlxpool.client import request
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.options import REQUEST_KEYS
+from mlxpool.common.options import REQUEST_KEYS, GenerateOptions
 from mlxpool.common.protocol.frames import TEXT_AS_BLOB
 from mlxpool.common.protocol.prompts import PackedPrompt, TextPrompt
 from mlxpool.common.protocol.resume import Facts
@@ -19,7 +19,7 @@ from mlxpool.common.protocol.token_ids import pack_ids
 
 def made(**given: Any) -> tuple[dict[str, Any], list[bytes]]:
     prompt, messages, tokens = (given.pop(k, None) for k in ("prompt", "messages", "tokens"))
-    draft = request.generate("m", prompt, messages, tokens, given)
+    draft = request.generate("m", prompt, messages, tokens, cast(GenerateOptions, given))
     return written(draft)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlxpool.client.incoming import parse_frame
 from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
-from mlxpool.client.stream import Delta, StreamState
+from mlxpool.client.stream import Delta, StreamState, parse_frame
 from mlxpool.common.errors import BrokerLost, DuplicateId, PoolError, from_body
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header, Message

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxpool.client.incoming import parse_frame
 from mlxpool.client.request import resumed
 from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
-from mlxpool.client.stream import Delta, StreamState
+from mlxpool.client.stream import Delta, StreamState, parse_frame
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.protocol.prompts import TextPrompt

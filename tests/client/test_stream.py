@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.client.incoming import Frame, parse_frame
-from mlxpool.client.stream import Delta, StreamState
+from mlxpool.client.stream import Delta, Frame, StreamState, parse_frame
 from mlxpool.common.errors import ContextExceeded, Internal
 from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header, Message

@@ -18,21 +18,26 @@ MAX_READ = 1000  # messages read before something else gets its turn
 
 
 class Dealer:
-    """A DEALER socket that can be replaced. All but `wake` belongs to one thread."""
+    """A DEALER socket that can be replaced. Between `open` and `close` one thread owns it.
+
+    Only `wake` is for other threads.
+    """
 
     def __init__(self, endpoint: str, credentials: Credentials | None = None) -> None:
-        """Raises OSError for a malformed endpoint."""
         self.endpoint = endpoint
         self._credentials = credentials
         self._unsent: deque[Sequence[bytes]] = deque()
+        self._poller = zmq.Poller()
+
+    def open(self) -> None:
+        """Connect. Raises OSError for a malformed endpoint."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._socket = sockets.dealer(self._context, endpoint, credentials)
+            self._socket = sockets.dealer(self._context, self.endpoint, self._credentials)
         except OSError:
             self._context.term()
             raise
         self._waker = Waker()
-        self._poller = zmq.Poller()
         self._poller.register(self._waker, zmq.POLLIN)
         self._register()
 

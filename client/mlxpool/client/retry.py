@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from mlxpool.client.incoming import Frame
-from mlxpool.client.stream import Delta, StreamState
+from mlxpool.client.stream import Delta, Frame, StreamState
 from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, PoolError
 from mlxpool.common.protocol.to_client import Accepted, Failed
 
