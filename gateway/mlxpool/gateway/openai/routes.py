@@ -9,7 +9,14 @@ from typing import Any, Protocol
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.events import Content
-from mlxpool.gateway.generation import ChoiceRequest, ChoiceUpdate, Generation
+from mlxpool.gateway.generation import (
+    ChoiceRequest,
+    ChoiceUpdate,
+    Generation,
+    PoolAccess,
+    StreamFormat,
+    write_stream,
+)
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai import requests
@@ -27,8 +34,6 @@ from mlxpool.gateway.openai.responses import (
     text_choice,
     usage,
 )
-from mlxpool.gateway.pool_access import PoolAccess
-from mlxpool.gateway.streaming import StreamFormat, updates, write_stream
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -116,7 +121,7 @@ class OpenAIRoutes:
         await response.json(_with_usage({**members, "choices": choices}, wholes, request))
 
     def _generate(self, request: CompletionRequest, model: str, chat: ChatFormats) -> Generation:
-        every = [self._pool.stream_arguments(one, chat) for one in request.arguments()]
+        every = request.arguments()
         return self._pool.generate(
             [ChoiceRequest(model, one, chat, request.tools) for one in every]
         )
@@ -144,7 +149,7 @@ def _members(name: str, kind: str, request: CompletionRequest) -> dict[str, Any]
 
 async def _collect(generation: Generation) -> list[WholeChoice]:
     wholes = [WholeChoice() for _ in range(generation.choices)]
-    async for update in updates(generation):
+    async for update in generation.updates():
         if update is not None:
             wholes[update.choice].add(update)
     return wholes
