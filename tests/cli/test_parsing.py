@@ -16,7 +16,7 @@ import pytest
 
 from mlxpool.cli import admin, formatting
 from mlxpool.cli import main as cli
-from mlxpool.cli.commands import check, operations, run
+from mlxpool.cli.commands import check, pool, run
 from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
@@ -42,7 +42,7 @@ class Asked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
         self.answer = answer
         self.calls: list[tuple[Path, str, dict[str, Any], bytes | None]] = []
-        monkeypatch.setattr(operations, "ask", self)
+        monkeypatch.setattr(pool, "ask", self)
 
     def __call__(
         self,
@@ -281,7 +281,7 @@ def test_exit_codes_of_cancel(
 def test_a_reader_that_went_away_is_no_news() -> None:
     """`mlxpool stats | head -0`: no traceback, no message."""
     code = (
-        "import sys\nfrom mlxpool.cli.commands import operations as ops\n"
+        "import sys\nfrom mlxpool.cli.commands import pool as ops\n"
         "from mlxpool.cli.main import main\n"
         "ops.ask = lambda *a, **k: {str(n): n for n in range(100_000)}\n"
         "sys.exit(main(['stats', '--run-dir', '/a']))"
@@ -411,7 +411,7 @@ def test_help_and_errors_know_every_command(arguments: list[str]) -> None:
 def test_ps_imports_little() -> None:
     """What it does not need it does not wait for."""
     code = (
-        "import sys\nfrom mlxpool.cli.commands import operations as ops\n"
+        "import sys\nfrom mlxpool.cli.commands import pool as ops\n"
         "ops.ask = lambda *a, **k: sys.exit(0)\n"
         "import atexit; atexit.register(lambda: print(*sys.modules))\n"
         "from mlxpool.cli.main import main; main(['ps', '--run-dir', '/a'])"
