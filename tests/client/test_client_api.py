@@ -89,7 +89,7 @@ def test_an_error_is_raised_by_every_way_to_read(broker: FakeBroker, client: Cli
         _ = streams[2].result
 
 
-def test_an_error_about_our_id_before_it_was_accepted_is_ours(
+def test_an_error_about_a_stream_not_yet_accepted_ends_it(
     broker: FakeBroker, client: Client
 ) -> None:
     stream = client.stream("m", "a")
@@ -112,7 +112,7 @@ def test_an_error_about_a_live_stream_ends_nothing(broker: FakeBroker, client: C
 # ---- the broker goes -----------------------------------------------------------------------------
 
 
-def test_a_broker_that_never_was(broker: FakeBroker) -> None:
+def test_no_broker_ever_answers(broker: FakeBroker) -> None:
     with Client(broker.run_dir, connect_timeout=0.2, pace=NO_RESEND_PACE) as client:
         with pytest.raises(BrokerLost, match="no broker answers at ipc://"):
             client.generate("m", "a")
@@ -143,7 +143,7 @@ def test_pings_keep_a_slow_stream_alive(broker: FakeBroker) -> None:
         assert stream.read().reason == "stop"
 
 
-def test_a_broker_that_comes_late_gets_what_was_sent_before(
+def test_a_broker_that_starts_late_gets_requests_sent_before(
     broker: FakeBroker, client: Client
 ) -> None:
     stream = client.stream("m", "a")
@@ -217,7 +217,7 @@ def test_the_end_of_a_with_cancels_even_when_the_client_closes_at_once(
     assert broker.receive(kinds.CANCEL).header.id == stream.id
 
 
-def test_what_is_over_is_not_cancelled(broker: FakeBroker, client: Client) -> None:
+def test_a_finished_stream_is_not_cancelled(broker: FakeBroker, client: Client) -> None:
     with client.stream("m", "a") as stream:
         broker.done(broker.open().accept(), 0)
         stream.read()
@@ -261,7 +261,7 @@ def test_the_rest_is_acknowledged_with_the_next_ping(broker: FakeBroker, client:
     assert broker.receive(kinds.ACK).body["have"] == [[request, 3]]
 
 
-def test_what_was_not_read_is_not_acknowledged(broker: FakeBroker, client: Client) -> None:
+def test_unread_ids_are_not_acknowledged(broker: FakeBroker, client: Client) -> None:
     client.stream("m", "a")
     broker.tokens(broker.open().accept(), 0, 100)
     for _ in range(3):
@@ -300,7 +300,7 @@ def test_calls(broker: FakeBroker, client: Client) -> None:
             wrong.result(PATIENCE)
 
 
-def test_frames_that_make_no_sense_change_nothing(broker: FakeBroker, client: Client) -> None:
+def test_invalid_frames_are_ignored(broker: FakeBroker, client: Client) -> None:
     stream = client.stream("m", "a")
     request = broker.open().accept()
     assert broker.socket is not None
@@ -340,7 +340,7 @@ def test_a_path_that_is_too_long() -> None:
         Client("/" + "x" * 200)
 
 
-def test_an_endpoint_that_is_none() -> None:
+def test_a_malformed_endpoint() -> None:
     with Client(endpoint="carrier://pigeon") as client:
         for _ in range(2):
             with pytest.raises(OSError, match="carrier://pigeon"):
@@ -425,6 +425,6 @@ def test_async_errors(broker: FakeBroker) -> None:
         ({"tokens": "abc"}, "integers from 0 to 4294967295, got 'abc'"),
     ],
 )
-def test_what_is_no_prompt_is_refused_here(asked: dict[str, Any], words: str) -> None:
+def test_an_invalid_prompt_is_refused_by_the_client(asked: dict[str, Any], words: str) -> None:
     with Client("/nowhere") as client, pytest.raises(BadRequest, match=words):
         client.stream("m", **asked)

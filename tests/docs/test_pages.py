@@ -181,7 +181,7 @@ ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glo
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-def test_every_block_is_run_or_says_why_not(path: Path) -> None:
+def test_every_block_is_run_or_has_a_reason(path: Path) -> None:
     """Also what is only indented would be shown as a block."""
     text = path.read_text("utf-8")
     name = str(path.relative_to(ROOT))
@@ -192,7 +192,7 @@ def test_every_block_is_run_or_says_why_not(path: Path) -> None:
     assert not re.findall(r"^\n    \S.*", rest, re.M)
 
 
-def test_what_is_not_run_has_its_reason() -> None:
+def test_programs_that_are_not_run_have_a_reason() -> None:
     """There is a stub for each program with a reason, and no other."""
     assert {words.split()[0] for words in program_stubs.REASONS} == set(program_stubs.STUBS)
 

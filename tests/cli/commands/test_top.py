@@ -33,7 +33,7 @@ def picture(
     return {"broker": broker, "stats": stats, "models": models, "workers": workers}
 
 
-def test_rates_are_of_the_brokers_time() -> None:
+def test_rates_use_the_brokers_time() -> None:
     """Three seconds by its clock, however long the reader took."""
     history = [
         picture(at, [worker(tokens=tokens)], [model()])
@@ -50,7 +50,7 @@ def test_another_worker_in_the_slot_begins_at_zero() -> None:
     assert rows([before, after])[0].rate == 30
 
 
-def test_another_broker_has_no_past() -> None:
+def test_snapshots_of_an_earlier_broker_are_dropped() -> None:
     before = picture(90.0, [worker(tokens=50)], [model(counts=[9, 0, 0, 0])])
     after = picture(1.0, [worker(tokens=10)], [model()], boot=2)
     row = rows([before, after])[0]
@@ -68,7 +68,7 @@ def test_another_broker_has_no_past() -> None:
         ([0, 0, 0, 7], 0.4),
     ],
 )
-def test_a_median_lies_evenly_in_its_bucket(counts: list[int], value: float | None) -> None:
+def test_a_median_is_interpolated_within_its_bucket(counts: list[int], value: float | None) -> None:
     found = median(BOUNDS, counts)
     assert found == (None if value is None else pytest.approx(value))
 
@@ -143,6 +143,6 @@ def test_a_page_fits_the_terminal() -> None:
     assert "quit" in page[-1]
 
 
-def test_no_key_means_two_things() -> None:
+def test_each_key_has_one_meaning() -> None:
     keys = [order.key for order in SORT_ORDERS]
     assert len(set(keys)) == len(keys) and not set(keys) & set("qsr")
