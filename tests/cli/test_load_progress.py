@@ -1,4 +1,4 @@
-"""What is told of a load, from what `ps` says."""
+"""The text that shows a load's progress, made of answers of `ps`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line in this process: usage, exit codes, where the run directory may stand."""
+"""The command line in this process: usage, exit codes, the position of --run-dir, output."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def empty() -> Iterator[Path]:
-    """A run directory without a broker; its path is short, for it has to fit a socket."""
+    """A run directory without a broker; its path is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         yield Path(folder)
 
 
 class Asked:
-    """Stands in for the admin socket."""
+    """Replaces the admin socket: records questions and returns one answer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
         self.answer = answer
@@ -58,7 +58,7 @@ class Asked:
 
 
 def ended(*arguments: str) -> int:
-    """The exit code of what argparse ends itself."""
+    """The exit code where argparse ends the process."""
     with pytest.raises(SystemExit) as caught:
         main(list(arguments))
     assert isinstance(caught.value.code, int)
@@ -297,7 +297,7 @@ def test_a_closed_pipe_prints_no_error() -> None:
     assert said == b""
 
 
-# ---- what is shown -------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -393,7 +393,7 @@ def test_every_command_is_documented() -> None:
 
 
 def test_every_command_is_found_in_its_module() -> None:
-    """A command alone, with those of its module, and among all the others."""
+    """The parser of one module's commands and the parser of all know each command."""
     whole = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
     assert set(whole.choices) == set(cli.COMMAND_MODULES)
     for name in cli.COMMAND_MODULES:
@@ -411,7 +411,7 @@ def test_help_and_errors_know_every_command(arguments: list[str]) -> None:
 
 
 def test_ps_imports_few_modules() -> None:
-    """What it does not need it does not wait for."""
+    """`ps` does not import modules that it does not need, as imports take time."""
     code = (
         "import sys\nfrom mlxpool.cli.commands import pool as ops\n"
         "ops.ask = lambda *a, **k: sys.exit(0)\n"

@@ -1,4 +1,4 @@
-"""Deltas taken together: none is lost to an end behind them, nor to who stops waiting."""
+"""`AsyncStream.ready`: several deltas in one list. An error or a cancelled wait loses none."""
 
 from __future__ import annotations
 

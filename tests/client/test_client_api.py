@@ -1,4 +1,4 @@
-"""The clients against a broker that does what a test says."""
+"""Client and AsyncClient against a fake broker that the test controls."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from support.fake_broker import NEVER, NO_RESEND_PACE, PATIENCE, FakeBroker
 
 @pytest.fixture
 def broker() -> Iterator[FakeBroker]:
-    """Not open yet: some tests want silence first."""
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # short: its path has to fit
+    """A broker whose socket is not open yet: some tests begin without a broker."""
+    with tempfile.TemporaryDirectory(
+        prefix="mlxpool-"
+    ) as folder:  # a short path, as a socket needs
         made = FakeBroker(Path(folder))
         try:
             yield made
@@ -109,7 +111,7 @@ def test_an_error_about_a_live_stream_ends_nothing(broker: FakeBroker, client: C
     assert stream.read().reason == "stop"
 
 
-# ---- the broker goes -----------------------------------------------------------------------------
+# ---- without a broker ----------------------------------------------------------------------------
 
 
 def test_no_broker_ever_answers(broker: FakeBroker) -> None:
@@ -168,7 +170,7 @@ def test_a_call_given_up_long_ago_does_not_end_the_next_one(broker: FakeBroker) 
 
 
 async def answered(broker: FakeBroker, call: asyncio.Future[Any]) -> Any:
-    """Answer the call for models that is the newest, unless it has ended before."""
+    """Answer the newest `models` call, unless it has ended before."""
     while not call.done():
         assert broker.socket is not None
         if not await asyncio.to_thread(broker.socket.poll, 20):
@@ -312,7 +314,7 @@ def test_invalid_frames_are_ignored(broker: FakeBroker, client: Client) -> None:
     assert stream.read().reason == "stop"
 
 
-# ---- the client's own end ------------------------------------------------------------------------
+# ---- closing the client --------------------------------------------------------------------------
 
 
 def test_a_client_that_was_never_used() -> None:

@@ -1,4 +1,4 @@
-"""Streams that outlive connections and brokers, against a broker that does what a test says."""
+"""Durable streams after lost connections and brokers, against a fake broker of the test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ Lose = Callable[[FakeBroker, Stream], None]
 
 @pytest.fixture
 def broker() -> Iterator[FakeBroker]:
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # short: its path has to fit
+    with tempfile.TemporaryDirectory(
+        prefix="mlxpool-"
+    ) as folder:  # a short path, as a socket needs
         made = FakeBroker(Path(folder)).open()
         try:
             yield made
@@ -152,7 +154,7 @@ def test_a_request_without_accepted_is_sent_again(broker: FakeBroker) -> None:
 
 
 def test_silence_replaces_the_connection(broker: FakeBroker) -> None:
-    """The old one is still there, as a half-open one is on our side."""
+    """The old connection stays open on our side, like a half-open one."""
     with client_of(broker, silence=2.0) as client, ThreadPoolExecutor(1) as pool:
         stream = client.stream("m", "a")
         request = broker.accept()
@@ -188,7 +190,7 @@ def test_resumes_counts_brokers_that_sent_no_id(broker: FakeBroker, client: Clie
     assert told == [0, 1]
 
 
-# ---- errors that are no end ----------------------------------------------------------------------
+# ---- errors that do not end a stream -------------------------------------------------------------
 
 
 def test_a_broker_that_drains(broker: FakeBroker, client: Client) -> None:
@@ -249,7 +251,7 @@ def test_a_resume_that_is_too_large_ends_the_stream(
         next(iterator)
 
 
-# ---- the end by our own word ---------------------------------------------------------------------
+# ---- ends that the client decides ----------------------------------------------------------------
 
 
 def test_the_client_ends_a_stream_after_its_deadline(broker: FakeBroker) -> None:
@@ -298,7 +300,7 @@ def test_a_cancel_is_sent_on_the_new_connection_and_the_stream_is_not(
 
 
 def settled(stream: Stream) -> Stream:
-    """A stream whose reader has left; its end still comes."""
+    """Wait for the end of a stream whose reader has left."""
     while stream._queue.get(timeout=PATIENCE) is not None:
         pass
     return stream
@@ -343,7 +345,7 @@ def test_acks_after_a_resume(broker: FakeBroker) -> None:
         iterator = iter(stream)
         next(iterator)
         before = len(broker.seen)
-        next(iterator)  # all three are read, and the broker knows that without being told
+        next(iterator)  # all three are read; the broker knows that from the resume
         for _ in range(3):
             broker.receive(kinds.PING)
         broker.accepted(request)
@@ -397,7 +399,7 @@ def test_two_cancels_of_one_request_both_get_the_answer(broker: FakeBroker, clie
         assert [fate.result(PATIENCE)["pos"] for fate in fates] == [3, 3]
 
 
-# ---- asyncio, history ----------------------------------------------------------------------------
+# ---- asyncio, trace ------------------------------------------------------------------------------
 
 
 def test_the_async_client_resumes(broker: FakeBroker) -> None:

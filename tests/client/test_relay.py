@@ -1,4 +1,4 @@
-"""The bad network that other tests use does what it says; and a client that lives behind it."""
+"""The relay that simulates a bad network for other tests, and a client that connects through it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.relay import Relay
 
 @pytest.fixture
 def echo() -> Iterator[tuple[str, str, int]]:
-    """A server that says everything back."""
+    """A server that sends everything back."""
     server = socket.create_server(("127.0.0.1", 0))
     threads = []
 
@@ -111,7 +111,7 @@ def test_a_freeze_is_not_reported_to_either_side(relay: Relay) -> None:
         read(connection, 1)
         relay.freeze()
         connection.sendall(b"b")
-        with dial(relay) as late:  # the kernel takes it, nobody else does
+        with dial(relay) as late:  # the kernel accepts the connection, the relay does not
             connection.settimeout(0.2)
             with pytest.raises(TimeoutError):
                 connection.recv(1)
@@ -171,7 +171,7 @@ def survive(broker: FakeBroker, relay: Relay, fault: str) -> None:
         next(iterator)
         if fault == "cut":
             relay.cut()
-            broker.number += 1  # as a broker would call a new connection
+            broker.number += 1  # the broker's number for the new connection
         else:
             relay.freeze()
             until(lambda: reconnects(client), "the client has a new connection")

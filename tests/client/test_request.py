@@ -1,4 +1,4 @@
-"""From the arguments of a call to a message."""
+"""The messages that are made of the arguments of the client's methods."""
 
 from __future__ import annotations
 

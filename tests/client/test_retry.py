@@ -1,4 +1,4 @@
-"""When a stream is sent again and when it is given up, with made-up times."""
+"""StreamRetry and SilenceTimer: when a stream is sent again or given up, with simulated times."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Story:
         self.say(kinds.ERROR, {"code": code, "message": "no", **more}, left=left)
 
     def tick(self, heard: float = HEARD, left: float | None = None) -> Action:
-        """What is due now; done at once, as the link does it."""
+        """The action that is due now; performs it at once, as the connection does."""
         step = self.retry.tick(self.at, heard, left)
         if step is Action.SEND:
             self.retry.sent_again(self.at)
@@ -60,7 +60,7 @@ class Story:
         return self.retry.due - self.at
 
 
-# ---- unanswered ----------------------------------------------------------------------------------
+# ---- without an answer ---------------------------------------------------------------------------
 
 
 def test_an_unanswered_request_is_sent_again_at_growing_intervals() -> None:
@@ -90,7 +90,7 @@ def test_an_accepted_stream_waits_without_limit() -> None:
     assert story.tick() is Action.NOTHING
 
 
-# ---- lost ----------------------------------------------------------------------------------------
+# ---- lost connections and frames -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("home", "why"), [((8, 3), "restarted"), ((7, 4), "connection")])
@@ -159,7 +159,7 @@ def test_a_stream_that_is_not_durable_ends(loss: str) -> None:
     assert isinstance(story.state.error, BrokerLost) and story.state.attempt == 1
 
 
-# ---- errors that are no end ----------------------------------------------------------------------
+# ---- errors that do not end a stream -------------------------------------------------------------
 
 
 def test_a_refused_first_sending_ends_the_stream() -> None:
@@ -345,7 +345,7 @@ def test_after_the_deadline_a_stream_is_given_up_and_not_sent_again() -> None:
 
 
 def run(timer: SilenceTimer, wall: float, seconds: float) -> float:
-    """Turn as a healthy loop does; returns the wall's time."""
+    """Advance the timer in the steps of a healthy loop; returns the monotonic time."""
     for _ in range(round(seconds / 0.25)):
         wall += 0.25
         timer.advance(wall)

@@ -1,4 +1,4 @@
-"""What a client knows of a stream: frames in, deltas and the end out."""
+"""StreamState: from frames to deltas and the end of a stream."""
 
 from __future__ import annotations
 

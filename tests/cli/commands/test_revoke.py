@@ -1,4 +1,4 @@
-"""`mlxpool revoke`: what is left of the settings, and what is refused."""
+"""`mlxpool revoke`: the settings that remain, and files that it refuses to change."""
 
 from __future__ import annotations
 

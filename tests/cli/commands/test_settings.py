@@ -33,7 +33,7 @@ def written(tmp_path: Path, text: str) -> str:
 def test_what_is_shown_can_be_read_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also with origins: they are comments."""
+    """The TOML can be read again, also with origins, which are comments."""
     text = '[pool]\nqueue_limit = 9\n[models."größer/x"]\npath = "a\\tb\\"c"\n'
     first = written(tmp_path, text)
     for flags in ([], ["--origin"]):
@@ -128,7 +128,7 @@ def test_the_script_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
 
 
 def completed_by_bash(words: list[str]) -> list[str]:
-    """What bash offers for the last of these words, with the script loaded."""
+    """The completions that bash offers for the last of these words, with the script loaded."""
     quoted = " ".join(f"'{word}'" for word in words)
     ask = (
         'source /dev/stdin <<< "$SCRIPT"\n'

@@ -1,4 +1,4 @@
-"""`mlxpool top` without a terminal: from pictures to rows, from keys to an order."""
+"""`mlxpool top` without a terminal: rows made of snapshots, and the order that keys choose."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def picture(
 
 
 def test_rates_use_the_brokers_time() -> None:
-    """Three seconds by its clock, however long the reader took."""
+    """Rates count three seconds of the broker's clock, however long the reader took."""
     history = [
         picture(at, [worker(tokens=tokens)], [model()])
         for at, tokens in ((1.0, 0), (2.0, 900), (3.5, 1000), (5.0, 1300))
