@@ -94,14 +94,15 @@ class Connection:
                 thread.join(timeout=5)
 
     def _do(self, command: Callable[[], None]) -> None:
-        """Have the thread run a command. Raises BrokerLost after `close`, OSError as `Dealer`."""
+        """Have the thread run a command. Raises BrokerLost after `close`, and what `Dealer` does."""
         with self._lock:
             if self._closing.is_set():
                 raise BrokerLost("the client is closed")
             if self._thread is None:
                 self._dealer.open()
-                self._thread = threading.Thread(target=self._run, name="mlxpool", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="mlxpool", daemon=True)
+                thread.start()
+                self._thread = thread
             self._commands.put(command)
         self._dealer.wake()
 

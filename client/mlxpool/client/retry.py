@@ -1,4 +1,4 @@
-"""When a stream is sent again, and when it is given up. Pure: time is an argument.
+"""Decides when a stream is sent again, and when it is given up. Pure: time is an argument.
 
 All times are those of `SilenceTimer.now`: seconds in which this process ran. Only deadlines are
 real time; they are passed as `left`, the seconds until then.
