@@ -71,10 +71,10 @@ path = "/nowhere/at/all"
 path = "builtin:counting"
 counting.step_us = 20000
 """
-# What serves prints nothing; tests/bench looks at the rest.
+# Commands that serve print nothing; tests/bench checks the output of `bench`.
 SERVING = {f"mlxpool {name}" for name in ("serve", "broker", "worker", "gateway")}
 NO_JSON = {*SERVING, *(n for n in COMMANDS if " bench " in n)}
-# In this order, for one changes what the next one finds. ID is that of a live request.
+# The order matters, as a command changes what later ones print. ID is that of a live request.
 TRIED: tuple[tuple[str, ...], ...] = (
     ("load", "counting", "--wait"),
     ("run", "counting", "hello", "--max-tokens", "3", "--logprobs"),

@@ -89,7 +89,7 @@ def test_drain_restart_resume(tmp_path: Path, port: int) -> None:
             whole(stream, seed, FAST)
             assert stream._open.state.attempt == 1, "what is soon done ends in the old broker"
         for client in clients:
-            with pytest.raises(Draining):  # what is new is for the next broker
+            with pytest.raises(Draining):  # new requests are refused
                 client.generate("fast", "hello", max_tokens=1)
         assert pool.ask("ps")["broker"]["state"] == "draining"
 

@@ -94,7 +94,7 @@ class Connection:
                 thread.join(timeout=5)
 
     def _do(self, command: Callable[[], None]) -> None:
-        """Have the thread run a command. Raises BrokerLost after `close`, and what `Dealer` does."""
+        """Have the thread run a command. Raises BrokerLost after `close`; see `Dealer.open`."""
         with self._lock:
             if self._closing.is_set():
                 raise BrokerLost("the client is closed")
