@@ -44,7 +44,7 @@ class AsyncStream:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the stream's first worker told of it (docs/protocol.md, `facts`).
+        """What the stream's first worker reported (docs/protocol.md, `facts`).
 
         Empty before the first delta.
         """

@@ -109,7 +109,7 @@ class Connection:
     # ---- commands of other threads ---------------------------------------------------------------
 
     def open(self, draft: GenerateDraft, deliver: Callable[[Delta | None], None]) -> OpenStream:
-        """Start a stream: send its `generate`. Raises TooLarge or BadRequest if that cannot be."""
+        """Send the `generate` of a new stream. Raises TooLarge or BadRequest if it cannot be sent."""
         state = StreamState(os.urandom(frames.ID_BYTES))
         parts = encoded(draft, state.id, attempt=state.attempt)
         durable = draft.settings.get("durable") is not False
@@ -303,7 +303,7 @@ class Connection:
                 self._end(stream)
 
     def _identified(self, peer: Peer) -> None:
-        """The broker told who it is. What was sent to another peer is lost."""
+        """The broker sent its boot and link. What was sent to another peer is lost."""
         for stream in list(self._streams.values()):
             stream.retry.identified(peer, self.timer.now)
             self._retry(stream)

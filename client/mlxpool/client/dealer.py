@@ -14,7 +14,7 @@ from mlxpool.common.transport.keys import Credentials
 from mlxpool.common.transport.waker import Waker
 
 SEND_RETRY_INTERVAL = 0.01  # seconds until a full socket is tried again
-MAX_READ = 1000  # messages read before something else gets its turn
+MAX_READ = 1000  # messages read in one turn of the loop
 
 
 class Dealer:
@@ -67,7 +67,7 @@ class Dealer:
         self.flush()
 
     def send(self, parts: Sequence[bytes]) -> None:
-        """Send behind what is not sent yet; a refused connection is replaced first."""
+        """Send after what is not sent yet; a refused connection is replaced first."""
         if self.refusal:
             self.replace()
         self._unsent.append(parts)
@@ -121,7 +121,7 @@ class Dealer:
         self._register()
 
     def close(self) -> None:
-        """Close the socket; messages have 200 ms to leave."""
+        """Close the socket; unsent messages get 200 ms."""
         self._close_socket(linger_ms=200)
         self._context.term()
         self._waker.close()

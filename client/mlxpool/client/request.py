@@ -34,7 +34,7 @@ def generate(
     tokens: Sequence[int] | None,
     options: GenerateOptions,
 ) -> GenerateDraft:
-    """The `generate` of a call; keys of the request are told from sampling options.
+    """The `generate` of a call; divides keys of the request from sampling options.
 
     Raises BadRequest unless exactly one of prompt, messages and tokens is given, and for a prompt
     that cannot be sent. The broker checks everything else.
@@ -131,7 +131,7 @@ def list_models() -> Question[list[dict[str, Any]]]:
 
 
 def tokenize(model: str, text: str) -> Question[list[int]]:
-    """Ask for the ids of a text. Raises BadRequest for what is no text."""
+    """Ask for the ids of a text. Raises BadRequest for a value that is no str."""
     data = _utf8(text)
     if len(data) > TEXT_AS_BLOB:
         content = TokenizerCall(kinds.TOKENIZE, model, {"text": True}, (data,))
@@ -145,13 +145,13 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
 
 
 def detokenize(model: str, ids: Sequence[int]) -> Question[str]:
-    """Ask for the text of ids. Raises BadRequest for what is no token id."""
+    """Ask for the text of ids. Raises BadRequest for an invalid token id."""
     content = TokenizerCall(kinds.DETOKENIZE, model, packed=(pack_ids(ids),))
     return Question(os.urandom(ID_BYTES), content, lambda answer: str(answer.body["text"]))
 
 
 def cancel(request_id: bytes) -> Question[dict[str, Any]]:
-    """Cancel a request and ask for its fate. Raises BadRequest for what is no id."""
+    """Cancel a request and ask for its fate. Raises BadRequest for an invalid id."""
     if not isinstance(request_id, bytes) or len(request_id) != ID_BYTES:
         raise BadRequest(
             f"a request's id is {ID_BYTES} bytes, got {request_id!r:.60};"

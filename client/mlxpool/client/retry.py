@@ -130,7 +130,7 @@ class StreamRetry:
     refused_at: float = math.inf  # the first in a row of errors that put the stream off
     cancelled: bool = False
     ended_at_broker: bool = False  # a `fate` said so; its terminal may be lost
-    peer: Peer = UNKNOWN_PEER  # as the broker told it last
+    peer: Peer = UNKNOWN_PEER  # the newest that the broker reported
     overdue_at: float = math.inf
 
     # ---- what is sent --------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class StreamRetry:
         return True
 
     def identified(self, peer: Peer, now: float) -> None:
-        """The broker told who it is. What was sent to another peer is lost."""
+        """The broker sent its boot and link. What was sent to another peer is lost."""
         before, self.peer = self.peer, peer
         state = self.state
         if self.cancelled:

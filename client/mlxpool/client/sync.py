@@ -150,7 +150,7 @@ class Client(Closing):
         """Cancel any request of this owner by its id, 16 bytes.
 
         Returns {state, pos}: the state that it was in (`unknown` if there is none with this id) and
-        the number of token ids sent. Raises BadRequest for what is no id.
+        the number of token ids sent. Raises BadRequest for an invalid id.
         """
         return self._call(cancel(request_id))
 

@@ -188,7 +188,7 @@ class PoolConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a worker is told at its start, by the environment of its process."""
+    """What a worker gets at its start, in the environment of its process."""
 
     endpoint: str  # the broker's back socket
     slot: str
