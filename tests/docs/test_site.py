@@ -32,7 +32,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed")
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
-    subprocess.run(["make", MERMAID], cwd=ROOT, check=True, capture_output=True)
+    made = subprocess.run(["make", MERMAID], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

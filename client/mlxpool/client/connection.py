@@ -109,7 +109,7 @@ class Connection:
     # ---- commands of other threads ---------------------------------------------------------------
 
     def open(self, draft: GenerateDraft, deliver: Callable[[Delta | None], None]) -> OpenStream:
-        """Send the `generate` of a new stream. Raises TooLarge or BadRequest if it cannot be sent."""
+        """Send a new stream's `generate`. Raises TooLarge or BadRequest if it cannot be sent."""
         state = StreamState(os.urandom(frames.ID_BYTES))
         parts = encoded(draft, state.id, attempt=state.attempt)
         durable = draft.settings.get("durable") is not False
@@ -197,10 +197,10 @@ class Connection:
         self._dealer.wait(due_in if waiting else None)
         now = time.monotonic()
         self.timer.advance(now)
-        if self._dealer.connected() and waiting:
+        if self._dealer.handshake.succeeded() and waiting:
             self._send(Ping())  # its `pong` tells whether streams have to be sent again
-        if self._dealer.refusal and waiting:
-            self._end_all(Unauthorized(self._dealer.refusal))
+        if self._dealer.handshake.refusal and waiting:
+            self._end_all(Unauthorized(self._dealer.handshake.refusal))
         if not waiting:
             self.timer.reset()
             self._ping_at, self._tick_at = now + self._pace.ping, now + self._pace.tick
@@ -313,7 +313,7 @@ class Connection:
 
     def _tick(self) -> None:
         timer, streams = self.timer, self._streams.values()
-        if timer.lost or (self._dealer.hopeless and timer.heard_at == -math.inf):
+        if timer.lost or (self._dealer.handshake.hopeless and timer.heard_at == -math.inf):
             self._give_up()
         elif timer.reconnect_due and (self._calls or any(s.retry.durable for s in streams)):
             self._reconnect()  # what is not durable cannot go on over a new connection
@@ -333,7 +333,7 @@ class Connection:
     def _give_up(self) -> None:
         known = self.timer.heard_at > -math.inf
         advice = "" if known else "; start one with `mlxpool serve`"
-        endpoint, trouble = self._dealer.endpoint, self._dealer.trouble
+        endpoint, trouble = self._dealer.endpoint, self._dealer.handshake.trouble
         silence = f"no broker answers at {endpoint} for {self.timer.silent:.0f} s"
         self._end_all(Unauthorized(trouble) if trouble else BrokerLost(silence + advice))
         self._dealer.replace()  # or a broker that starts later would get requests that have ended

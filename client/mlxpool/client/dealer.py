@@ -20,7 +20,7 @@ MAX_READ = 1000  # messages read in one turn of the loop
 class Dealer:
     """A DEALER socket that can be replaced. Between `open` and `close` one thread owns it.
 
-    Only `wake` is for other threads.
+    Only `wake` is for other threads. `handshake` is that of the present socket.
     """
 
     def __init__(self, endpoint: str, credentials: Credentials | None = None) -> None:
@@ -43,14 +43,14 @@ class Dealer:
 
     def _register(self) -> None:
         """Poll the socket and its handshake's monitor."""
-        self._handshake = Handshake(self._socket, self.endpoint, self._credentials)
-        for source in (self._socket, self._handshake.monitor):
+        self.handshake = Handshake(self._socket, self.endpoint, self._credentials)
+        for source in (self._socket, self.handshake.monitor):
             self._poller.register(source, zmq.POLLIN)
 
     def _close_socket(self, linger_ms: int) -> None:
-        for source in (self._socket, self._handshake.monitor):
+        for source in (self._socket, self.handshake.monitor):
             self._poller.unregister(source)
-        self._handshake.close()
+        self.handshake.close()
         self._socket.close(linger=linger_ms)
 
     def wake(self) -> None:
@@ -68,7 +68,7 @@ class Dealer:
 
     def send(self, parts: Sequence[bytes]) -> None:
         """Send after what is not sent yet; a refused connection is replaced first."""
-        if self.refusal:
+        if self.handshake.refusal:
             self.replace()
         self._unsent.append(parts)
         self.flush()
@@ -89,25 +89,6 @@ class Dealer:
                 yield self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-
-    def connected(self) -> bool:
-        """Whether a handshake succeeded since the last call: perhaps with another broker."""
-        return self._handshake.succeeded()
-
-    @property
-    def refusal(self) -> str:
-        """Why the broker refuses this client, as of the last `connected`; "": it does not."""
-        return self._handshake.refusal
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether a client that was never connected should stop trying."""
-        return self._handshake.hopeless
-
-    @property
-    def trouble(self) -> str:
-        """Why the newest attempt to connect failed, as far as that is known."""
-        return self._handshake.trouble
 
     def replace(self) -> None:
         """Connect anew; messages that the old connection still holds are dropped."""
