@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.events import Content
 from mlxpool.gateway.generation import (
     ChoiceRequest,
-    ChoiceUpdate,
     Generation,
     PoolAccess,
     StreamFormat,
@@ -36,17 +35,6 @@ from mlxpool.gateway.openai.responses import (
 )
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-
-
-class Chunks(Protocol):
-    """Encodes the updates of a stream."""
-
-    frame: StreamFrame
-
-    def head(self) -> bytes:
-        """What comes before the first update."""
-
-    def update(self, update: ChoiceUpdate) -> bytes: ...
 
 
 class OpenAIRoutes:
@@ -130,7 +118,7 @@ class OpenAIRoutes:
         self,
         generation: Generation,
         request: CompletionRequest,
-        chunks: Chunks,
+        chunks: ChatChunks | TextChunks,
         response: ResponseWriter,
     ) -> None:
         interval = self._pool.settings.keep_alive
