@@ -24,8 +24,6 @@ from mlxpool.worker.caches.kinds import (  # noqa: E402
     FullCache,
     StateCache,
     WindowCache,
-    can_rewind,
-    lowest_rewind,
 )
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
@@ -172,17 +170,6 @@ def test_a_restored_prefix_equals_a_computed_one(
         check_shape(cache, stateful=any(not isinstance(kind, FullCache) for kind in kinds))
     cache.clear()
     assert cache.nbytes == 0
-
-
-def test_each_cache_kind_has_a_lowest_rewind() -> None:
-    assert [lowest_rewind(WindowCache(0, 4), end) for end in (3, 4, 9)] == [0, 4, 9]
-    assert [lowest_rewind(StateCache(0), 5), lowest_rewind(FullCache(0), 5)] == [5, 0]
-    assert [can_rewind(WindowCache(0, 4), 3, 1), can_rewind(WindowCache(0, 4), 9, 8)] == [
-        True,
-        False,
-    ]
-    assert [can_rewind(StateCache(0), 5, 5), can_rewind(StateCache(0), 5, 4)] == [True, False]
-    assert can_rewind(FullCache(0), 9, 0)
 
 
 def test_a_snapshot_is_restored_at_its_own_length_only() -> None:
