@@ -116,11 +116,11 @@ def test_an_error_is_the_one_that_was_raised() -> None:
 
 @pytest.mark.parametrize("kind", [kinds.TOKENIZE, kinds.DETOKENIZE])
 def test_a_call_of_the_tokenizer_keeps_what_the_worker_reads(kind: str) -> None:
-    body = {"model": "m", "text": True, "later": 1}
-    call = to_broker.TokenizerCall.parse(kind, body, [b"long"])
-    assert (call.body(), call.blobs(), call.kind) == (body, (b"long",), kind)
+    body = {"model": "m", "text": True, "later": 1, "owner": "forged"}
+    call = to_broker.TokenizerCall.parse(kind, body, [b"long"], "me")
+    assert (call.body(), call.blobs(), call.kind) == ({**body, "owner": "me"}, (b"long",), kind)
     with pytest.raises(BadRequest, match=f"{kind}: model must be a name"):
-        to_broker.TokenizerCall.parse(kind, {"model": 1}, [])
+        to_broker.TokenizerCall.parse(kind, {"model": 1}, [], "me")
 
 
 @pytest.mark.parametrize("module", [deltas, to_broker, to_worker, to_client])

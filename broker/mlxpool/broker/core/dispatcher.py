@@ -102,5 +102,11 @@ def work_of(request: Request, deadline_ms: int) -> Work:
     if run.ids or run.facts is not None:
         resume = Resume(bytes(run.ids), run.facts, resumes=run.resumes_without_progress)
     return Work(
-        message.prompt, message.options, run.seed, deadline_ms, resume, suspect=run.charge > 0
+        message.prompt,
+        message.options,
+        run.seed,
+        deadline_ms,
+        resume,
+        suspect=run.charge > 0,
+        owner=request.owner,
     )

@@ -146,7 +146,8 @@ def event_of(link: int, owner: str, message: Message, entropy: Callable[[], int]
     if kind == to_broker.ListModels.kind:
         return ev.ClientListModels(link, header.id, header.attempt)
     if kind in (to_broker.TOKENIZE, to_broker.DETOKENIZE):
-        call = _parsed(to_broker.TokenizerCall.parse, kind, message.body, message.blobs)
+        parse = to_broker.TokenizerCall.parse
+        call = _parsed(parse, kind, message.body, message.blobs, owner)
         return ev.ClientTokenizerCall(link, header.id, header.attempt, call)
     if kind in HANDLERS:
         raise BadRequest(

@@ -125,6 +125,7 @@ class Supervisor:
             block_fd,
             dump,
             number,
+            prepare_limit=self.config.prepare_limit,
         )
         if self.dial is not None:
             settings = replace(settings, dials=True, token="", **asdict(self.dial))

@@ -84,7 +84,7 @@ def _progress(look: ProgressReading) -> tuple[str, int, int]:
 
 def limit_of(look: ProgressReading, config: PoolConfig) -> float:
     """Seconds without progress before a worker is suspect; infinity where it may rest."""
-    if look.phase in ("idle", "blocked"):
+    if look.phase in ("idle", "prepare", "blocked"):
         return math.inf
     if look.phase in ("boot", "load", "unload"):
         return config.load_limit

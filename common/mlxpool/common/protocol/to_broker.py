@@ -176,26 +176,32 @@ class TokenizerCall(Content):
     """`tokenize` or `detokenize`: what a client asks of a model's tokenizer.
 
     The broker checks the model's name alone; the other keys and the blobs are the worker's.
+    `owner`: who asks, as the broker tells the worker.
     """
 
     kind: str  # type: ignore[misc]  # one dataclass for two kinds
     model: str
     fields: Mapping[str, Any] = field(default_factory=dict)  # the body without the model
     packed: tuple[bytes, ...] = ()
+    owner: str = ""
 
     def body(self) -> dict[str, Any]:
-        return {"model": self.model, **self.fields}
+        body = {"model": self.model, **self.fields}
+        return {**body, "owner": self.owner} if self.owner else body
 
     def blobs(self) -> tuple[bytes, ...]:
         return self.packed
 
     @classmethod
-    def parse(cls, kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -> TokenizerCall:
+    def parse(
+        cls, kind: str, body: Mapping[str, Any], blobs: Sequence[bytes], owner: str
+    ) -> TokenizerCall:
         """Raises BadRequest unless `model` is text."""
         model = body.get("model")
         if not isinstance(model, str):
             raise BadRequest(f"{kind}: model must be a name")
-        return cls(kind, model, {k: v for k, v in body.items() if k != "model"}, tuple(blobs))
+        fields = {key: value for key, value in body.items() if key not in ("model", "owner")}
+        return cls(kind, model, fields, tuple(blobs), owner)
 
 
 # ---- workers ---------------------------------------------------------------------------------

@@ -66,8 +66,9 @@ class Heartbeat:
         """
         progress = self._progress
         self._phase, self.next_at = progress.phase, now + BEAT_INTERVAL
+        idle = progress.phase == "idle"
         return Beat(
-            phase=progress.phase,
+            phase="prepare" if idle and preparing else progress.phase,
             phase_age_ms=round((now - progress.since) * 1000),
             progress=progress.count,
             prefill=progress.prefilling_request,
