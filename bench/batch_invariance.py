@@ -57,9 +57,9 @@ class Conditions:
         self.reference_engine = self.engine()
 
     def engine(self, prefix: str = "off") -> Any:
-        from mlxpool.worker.engine.engine import ModelEngine
+        from mlxpool.worker.engine.model_engine import ModelEngine
 
-        return ModelEngine(self.loaded, prefix=prefix, sequences=BATCH_SIZE)
+        return ModelEngine(self.loaded, prefix=prefix, max_sequences=BATCH_SIZE)
 
     def start(self, engine: Any, prompt: tuple[int, ...], ids: list[int] | None = None) -> Any:
         """A sequence whose prompt (and `ids`) the engine has read."""

@@ -29,8 +29,8 @@ from typing import Any
 from mlxpool.bench import report
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, PoolError
-from mlxpool.worker.prompt.chat_template.limits import RENDERER_NICENESS
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.system.idle_thread import LONG_WORK_NICENESS
 from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO
@@ -77,7 +77,7 @@ def endless_templates(client: Client) -> None:
 
 
 def busy_neighbour(client: Client) -> None:
-    os.nice(RENDERER_NICENESS)
+    os.nice(LONG_WORK_NICENESS)
     while True:
         pass
 

@@ -34,7 +34,7 @@ def decode_rows(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
     if not kernels:  # before another module of kernels imports the name
         kernel_builder.kernel_works = lambda what, trial: False
     from mlxpool.common.options import Options
-    from mlxpool.worker.engine.engine import ModelEngine
+    from mlxpool.worker.engine.model_engine import ModelEngine
     from mlxpool.worker.scheduling.sequence import Sequence
     from mlxpool.worker.weights.inspect import inspect
     from mlxpool.worker.weights.load import load
@@ -42,7 +42,7 @@ def decode_rows(folder: Path, steps: int, *, kernels: bool) -> dict[str, Any]:
     loaded = load(inspect(folder))
     context = min(loaded.folder.context, max(LENGTHS) + steps + 8)
     layout = None if kernels else "rows"
-    engine = ModelEngine(loaded, layout=layout, context=context, sequences=len(LENGTHS))
+    engine = ModelEngine(loaded, layout=layout, context=context, max_sequences=len(LENGTHS))
     draw, options = (
         random.Random(1),
         {"temperature": 0, "logprobs": True, "top_logprobs": COMPARED_LOGPROBS},

@@ -119,10 +119,10 @@ class ComputeHarness:
         found: list[Arrival] = []
         while True:
             at, mail = self.mail.get()
-            self.compute.outbox.acknowledge()
-            rows = [Arrival(at, row.id[0], row.end is not None) for row in mail.rows]
-            found += rows
-            if any(map(wanted, rows)):
+            self.compute.delta_queue.acknowledge()
+            arrived = [Arrival(at, one.id[0], one.end is not None) for one in mail.deltas]
+            found += arrived
+            if any(map(wanted, arrived)):
                 return found
 
     def until_all(self, names: Sequence[int]) -> None:

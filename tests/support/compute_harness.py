@@ -15,13 +15,13 @@ from mlxpool.common.options import Options
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.token_ids import unpack_ids
-from mlxpool.worker.compute.messages import Admit, Drop, Loaded, Outbound, Rows
+from mlxpool.worker.compute.messages import Admit, Drop, Loaded, Outbound, StepDeltas
+from mlxpool.worker.compute.model_source import ModelSource
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.thread import Compute
 from mlxpool.worker.engine.counting_engine import CountingEngine, piece
-from mlxpool.worker.engine.factory import ModelSource
 from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.testing.faults import Faults
 from mlxpool.worker.testing.faulty_engine import begin_with, open_source
@@ -101,30 +101,30 @@ class ComputeHarness:
         """A cancel."""
         self.compute.send(Drop((bytes([name] * 16), 1)))
 
-    def rows(self) -> Iterator[Delta]:
+    def deltas(self) -> Iterator[Delta]:
         while True:
-            yield from self.next(Rows).rows
+            yield from self.next(StepDeltas).deltas
             if self.release:
-                self.compute.outbox.acknowledge()
+                self.compute.delta_queue.acknowledge()
 
     def until_ended(self, names: set[int]) -> dict[int, list[Delta]]:
-        """All rows until these sequences have ended."""
+        """All deltas until these sequences have ended."""
         found: dict[int, list[Delta]] = {}
         left = set(names)
-        for row in self.rows():
-            found.setdefault(row.id[0], []).append(row)
-            if row.end is not None:
-                left.discard(row.id[0])
+        for delta in self.deltas():
+            found.setdefault(delta.id[0], []).append(delta)
+            if delta.end is not None:
+                left.discard(delta.id[0])
             if not left:
                 return found
         raise AssertionError
 
 
-def ids_of(rows: list[Delta]) -> list[int]:
-    return [token for row in rows for token in unpack_ids(row.ids)]
+def ids_of(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in unpack_ids(delta.ids)]
 
 
-def end_of(rows: list[Delta]) -> dict[str, Any]:
-    assert [row.end is not None for row in rows] == [False] * (len(rows) - 1) + [True]
-    assert rows[-1].end is not None
-    return rows[-1].end
+def end_of(deltas: list[Delta]) -> dict[str, Any]:
+    assert [delta.end is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert deltas[-1].end is not None
+    return deltas[-1].end

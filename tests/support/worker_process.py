@@ -143,15 +143,15 @@ class WorkerProcess(Closing):
         body = {"prompt": prompt, "options": options, "seed": name, "resume": resume}
         self.say(kinds.WORK, body, *blobs, id=id_of(name), attempt=1)
 
-    def rows_until(self, *names: int) -> dict[int, list[Delta]]:
-        """All rows until these streams have ended."""
+    def deltas_until(self, *names: int) -> dict[int, list[Delta]]:
+        """All deltas until these streams have ended."""
         found: dict[int, list[Delta]] = {}
         left = set(names)
         while left:
-            for row in deltas.unpack_deltas(self.receive(kinds.DELTAS)):
-                found.setdefault(row.id[0], []).append(row)
-                if row.end is not None:
-                    left.discard(row.id[0])
+            for delta in deltas.unpack_deltas(self.receive(kinds.DELTAS)):
+                found.setdefault(delta.id[0], []).append(delta)
+                if delta.end is not None:
+                    left.discard(delta.id[0])
         return found
 
     # ---- ends ----------------------------------------------------------------------------------

@@ -20,19 +20,19 @@ def on_cuda() -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def small_on_a_gpu(on_cuda: bool) -> Iterator[None]:
-    """Each engine of a test would take a quarter of the card for its pool, and there are many."""
+    """Bounds the memory of engines on a GPU, where many tests share one card."""
     with pytest.MonkeyPatch.context() as patch:
         if on_cuda:
             processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
             patch.setattr(
-                "mlxpool.worker.engine.backend.DEFAULT_MEMORY_SHARE", min(0.02, 0.14 / processes)
+                "mlxpool.worker.kernels.device.DEFAULT_MEMORY_SHARE", min(0.02, 0.14 / processes)
             )
         yield
 
 
 @pytest.fixture(autouse=True)
 def no_engine_outlives_its_test(on_cuda: bool) -> Iterator[None]:
-    """Its pool lies on the card until the collector comes, and the card is everybody's."""
+    """Frees the memory of a test's engines on a GPU, which other tests need."""
     yield
     if on_cuda:
         import mlx.core as mx

@@ -6,7 +6,7 @@ import pytest
 
 from mlxpool.common.config.schema import BUILTIN
 from mlxpool.worker import versions
-from mlxpool.worker.engine import factory
+from mlxpool.worker.compute import model_source
 from mlxpool.worker.weights import locate
 from mlxpool.worker.weights.inspect import inspect
 
@@ -14,11 +14,11 @@ from mlxpool.worker.weights.inspect import inspect
 def test_the_digest_of_the_facts_changes_with_the_files_and_with_the_rules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first = factory.open_source(BUILTIN["demo"]).opened.digest
+    first = model_source.open_source(BUILTIN["demo"]).opened.digest
     assert (
         first
         == versions.digest_of(inspect(locate.DEMO_FOLDER).digest)
         != versions.digest_of("other")
     )
     monkeypatch.setattr(versions, "RULES", versions.RULES + 1)
-    assert factory.open_source(BUILTIN["demo"]).opened.digest != first
+    assert model_source.open_source(BUILTIN["demo"]).opened.digest != first

@@ -85,7 +85,7 @@ def _peers(folder: Path, plan: Plan) -> list[Peer]:
     """mlx-lm; with `deterministic`, our engine without it."""
     from mlxpool.bench import mlx_lm
     from mlxpool.bench.our_engine import NotDeterministic
-    from mlxpool.worker.engine import backend
+    from mlxpool.worker.kernels import device
 
     if plan.deterministic:
         return [NotDeterministic(folder)]
@@ -93,7 +93,7 @@ def _peers(folder: Path, plan: Plan) -> list[Peer]:
         return []
     if plan.as_installed:
         return [mlx_lm.AsInstalled(folder)]
-    return [mlx_lm.MlxLmProcess(folder) if backend.on_gpu() else mlx_lm.MlxLm(folder)]
+    return [mlx_lm.MlxLmProcess(folder) if device.on_gpu() else mlx_lm.MlxLm(folder)]
 
 
 def counted(streams: int) -> str:

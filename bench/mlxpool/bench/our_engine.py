@@ -14,13 +14,13 @@ import numpy as np
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.layouts import PagedLayout
 from mlxpool.worker.attention.row_cache import RowShape
-from mlxpool.worker.engine import backend
-from mlxpool.worker.engine.engine import ModelEngine
+from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.kernels import device
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
 from mlxpool.worker.scheduling.sequence import Sequence as EngineSequence
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
-from mlxpool.worker.weights.memory_estimate import dequantises_at_load
 
 Burst = Callable[[int], float]  # number of steps -> mean seconds of a step
 
@@ -44,7 +44,7 @@ class OurEngine:
         """`spare`: tokens of a running row's context beyond its prompt."""
         self._spare = spare
         found = inspect(folder)
-        limit, float32 = backend.memory_limit(0), not backend.on_gpu()
+        limit, float32 = device.memory_limit(0), not device.on_gpu()
         opened = dequantises_at_load(found, limit=limit, float32=float32)
         self._loaded = load(found, deterministic=deterministic, dequantise=opened)
         self.vocabulary = self._loaded.folder.plan.vocab_size
@@ -66,7 +66,7 @@ class OurEngine:
     def engine(self, streams: int, context: int, prefix: str = "off") -> ModelEngine:
         """A new engine for at most `streams` rows."""
         context = min(context, self.longest)
-        return ModelEngine(self._loaded, prefix=prefix, context=context, sequences=streams)
+        return ModelEngine(self._loaded, prefix=prefix, context=context, max_sequences=streams)
 
     def running(
         self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY

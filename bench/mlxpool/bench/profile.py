@@ -23,9 +23,10 @@ import mlx.core as mx
 
 from mlxpool.bench.measurement import OURS, Measurement
 from mlxpool.bench.our_engine import OurEngine, burst
-from mlxpool.worker.engine import engine as engine_module
+from mlxpool.worker.engine import model_engine as engine_module
 from mlxpool.worker.layers.linear import Embedding, Linear, QuantisedEmbedding, QuantisedLinear
-from mlxpool.worker.sampling import sampler, sequences
+from mlxpool.worker.sampling import batch, sampler
+from mlxpool.worker.sampling.batch import SampleRequest
 
 LINEAR_LAYERS = (Linear, QuantisedLinear)
 EMBEDDINGS = (Embedding, QuantisedEmbedding)
@@ -47,7 +48,7 @@ def _of_step(
     from mlxpool.common.options import Options
 
     count = len(lengths)
-    rows = [sampler.SampleRequest(Options.parse({"temperature": 0}), 0, 0) for _ in lengths]
+    rows = [SampleRequest(Options.parse({"temperature": 0}), 0, 0) for _ in lengths]
     logits = mx.random.normal((count, ours.vocabulary)).astype(ours.dtype)
     products, head = layers_of(ours.model), _head_of(ours.model)
     alone: dict[str, Callable[[], object]] = {
@@ -96,7 +97,7 @@ def _host(
         setattr(engine, name, timed("of it, the host builds", getattr(engine, name)))
     found: dict[str, list[float]] = {}
     with mock.patch.object(
-        engine_module, "sampled_tokens", timed("of it, the host reads", sequences.sampled_tokens)
+        engine_module, "sampled_tokens", timed("of it, the host reads", batch.sampled_tokens)
     ):
         burst(step, steps)
         for _ in range(rounds):

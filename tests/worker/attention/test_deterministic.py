@@ -17,7 +17,7 @@ from support.worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.layers.linear import TILE_ROWS, Linear, tiled_matmul  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -81,7 +81,7 @@ def values(drawn: list[SampledToken]) -> list[tuple[int, Any]]:
 
 
 @on_cpu
-def test_a_product_in_tiles_does_not_depend_on_how_many_lines_there_are() -> None:
+def test_a_tiled_product_does_not_depend_on_the_number_of_rows() -> None:
     draw = np.random.default_rng(0)
     for out, size in ((64, 256), (32, 32), (264, 32), (320, 256)):
         weight = mx.array(draw.standard_normal((out, size), dtype=np.float32))
@@ -98,7 +98,7 @@ def test_a_product_in_tiles_does_not_depend_on_how_many_lines_there_are() -> Non
 @on_cpu
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("chunk", [1, 7, 64, 300])
-def test_chunks_change_no_bit(exact: LoadedModel, number: int, chunk: int) -> None:
+def test_the_chunk_size_changes_no_bit(exact: LoadedModel, number: int, chunk: int) -> None:
     expected, seq = alone(exact, request(number, 6)), request(number, 6)
     engine = ModelEngine(exact, prefix="off")
     admit(engine, seq, chunk)
@@ -106,7 +106,7 @@ def test_chunks_change_no_bit(exact: LoadedModel, number: int, chunk: int) -> No
 
 
 @on_cpu
-def test_company_changes_no_bit(exact: LoadedModel) -> None:
+def test_other_rows_of_a_batch_change_no_bit(exact: LoadedModel) -> None:
     expected = [values(alone(exact, request(number))) for number in range(8)]
     engine, rows = ModelEngine(exact, prefix="off"), [request(number) for number in range(8)]
     got: list[list[SampledToken]] = [[] for _ in rows]
@@ -149,7 +149,7 @@ def test_a_resume_changes_no_bit(exact: LoadedModel, taken: int) -> None:
 
 @on_cpu
 @pytest.mark.parametrize("split", [1, 100, 255, 256, 257, 511, 599])
-def test_a_hit_at_any_split_changes_no_bit(exact: LoadedModel, split: int) -> None:
+def test_a_prefix_hit_of_any_length_changes_no_bit(exact: LoadedModel, split: int) -> None:
     expected, seq = values(alone(exact, request(4))), request(4)
     engine = ModelEngine(exact)
     before = Sequence(b"", 1, (*seq.prompt[:split], 1, 2, 3), Options(temperature=0.0), 0, 3)
@@ -167,7 +167,7 @@ def first_difference(one: list[SampledToken], other: list[SampledToken]) -> int 
     )
 
 
-def test_otherwise_greedy_tokens_differ_at_near_ties_at_most() -> None:
+def test_without_the_setting_greedy_tokens_differ_at_near_ties_only() -> None:
     loaded = load(inspect(DEMO))
     options = Options.parse({"temperature": 0, "logprobs": True, "top_logprobs": 2})
 

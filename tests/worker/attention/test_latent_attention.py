@@ -16,7 +16,7 @@ else:
 from mlxpool.worker.attention import dot_product
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
-from mlxpool.worker.layers.cache_specs import LatentSpec
+from mlxpool.worker.caches.specs import LatentSpec
 from mlxpool.worker.layers.linear import MultiLinear
 from mlxpool.worker.layers.mla import MAX_DECOMPRESSED, LatentAttentionProjections, LatentDims
 
@@ -92,12 +92,14 @@ def by_definition(length: int, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("way", [False, True])
 @pytest.mark.parametrize(("length", "count"), [(0, 1), (0, 9), (30, 1), (30, 7), (300, 20)])
-def test_both_ways_are_what_the_definition_says(length: int, count: int, way: bool) -> None:
+def test_both_forms_of_latent_attention_equal_the_definition(
+    length: int, count: int, way: bool
+) -> None:
     assert np.allclose(attend(length, count, way), by_definition(length, count), atol=1e-4)
 
 
 @pytest.mark.parametrize("way", [False, True])
-def test_rows_of_a_step_are_read_each_in_its_own_lines(way: bool) -> None:
+def test_each_row_of_a_step_attends_to_its_own_tokens(way: bool) -> None:
     rows = [(12, 1), (40, 6), (0, 3)]
     q, line = new_tokens(10)
     step = RowBatch([RowSpan(row_of(length), count) for length, count in rows], logits=False)
@@ -128,7 +130,7 @@ def test_rows_of_a_step_are_read_each_in_its_own_lines(way: bool) -> None:
         ),  # longer values
     ],
 )
-def test_the_way_with_fewer_products_is_taken(
+def test_the_form_with_fewer_products_is_chosen(
     sizes: LatentDims, count: int, length: int, expands: bool
 ) -> None:
     assert sizes.decompresses(count, length) is expands
@@ -136,7 +138,7 @@ def test_the_way_with_fewer_products_is_taken(
 
 @pytest.mark.parametrize("way", [False, True])
 @pytest.mark.parametrize("length", [2048, 8192])
-def test_a_long_chunk_does_not_write_down_all_its_scores(
+def test_a_long_chunk_never_holds_all_its_scores(
     length: int, way: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its activation memory is a few times MAX_SCORES plus the expanded keys and values."""

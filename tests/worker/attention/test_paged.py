@@ -34,11 +34,11 @@ from mlxpool.worker.attention.paged_runner import (  # noqa: E402
     padded_width,
 )
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
-from mlxpool.worker.engine import engine as engine_room  # noqa: E402
-from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec  # noqa: E402
+from mlxpool.worker.engine import model_engine as engine_room  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
-from mlxpool.worker.layers.cache_specs import KeyValueSpec, LatentSpec  # noqa: E402
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE  # noqa: E402
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -88,10 +88,10 @@ def append(rows: tuple[Any, ...], new: list[tuple[Any, ...]]) -> None:
         mx.eval(row.arrays())
 
 
-def test_a_row_of_blocks_holds_what_a_row_of_its_own_holds(kernels: bool) -> None:
+def test_a_paged_row_returns_what_a_row_cache_returns(kernels: bool) -> None:
     store = pool_of(kernels)
     row, other = store.new_row(), RowCache(SHAPE)
-    for tokens in (1, 200, 55, 1, 300, BLOCK_SIZE, 1):
+    for tokens in (1, 200, 55, 1, 300, KV_BLOCK_TOKENS, 1):
         append((row, other), some(tokens))
     for to in (700, 513, 512, 511, 3):
         for one in (row, other):
@@ -101,14 +101,14 @@ def test_a_row_of_blocks_holds_what_a_row_of_its_own_holds(kernels: bool) -> Non
     assert store._pool.free == BLOCKS
 
 
-def test_rows_share_blocks_and_write_into_their_own(kernels: bool) -> None:
+def test_a_row_copies_a_shared_block_before_it_writes(kernels: bool) -> None:
     store = pool_of(kernels)
     row, first, second = store.new_row(), RowCache(SHAPE), RowCache(SHAPE)
-    new = some(BLOCK_SIZE + 100)
+    new = some(KV_BLOCK_TOKENS + 100)
     append((row, first, second), new)
-    kept = store.keep(row, 0, BLOCK_SIZE + 100)
+    kept = store.keep(row, 0, KV_BLOCK_TOKENS + 100)
     twin = store.new_row()
-    store.fill(twin, [(kept, BLOCK_SIZE + 100)], None, BLOCK_SIZE + 100, 0)
+    store.fill(twin, [(kept, KV_BLOCK_TOKENS + 100)], None, KV_BLOCK_TOKENS + 100, 0)
     assert store._pool.free == BLOCKS - 2
     append((row, first), some(3))
     append((twin, second), some(3))
@@ -117,7 +117,7 @@ def test_rows_share_blocks_and_write_into_their_own(kernels: bool) -> None:
     assert store._pool.free == BLOCKS - 3
 
 
-def test_a_full_pool_is_an_error_and_the_row_stays(kernels: bool) -> None:
+def test_a_full_pool_raises_and_the_row_is_unchanged(kernels: bool) -> None:
     store = pool_of(kernels, blocks=2)
     row, other = store.new_row(), RowCache(SHAPE)
     append((row, other), some(400))
@@ -126,14 +126,14 @@ def test_a_full_pool_is_an_error_and_the_row_stays(kernels: bool) -> None:
     append((row, other), some(5))
 
 
-def test_a_pool_has_room_for_all_tokens_of_windows() -> None:
+def test_a_pool_keeps_all_tokens_of_window_layers() -> None:
     shape = RowShape((KeyValueSpec(2, 8, 4, window=40), KeyValueSpec(1, 16, 16)), mx.float32, 3000)
     store = PagedStore(KVPool(shape, BLOCKS, in_place=False))
-    assert store.block_bytes == BLOCK_SIZE * 4 * (2 * 12 + 32)
+    assert store.block_bytes == KV_BLOCK_TOKENS * 4 * (2 * 12 + 32)
     assert store._memory.nbytes == (BLOCKS + 1) * store.block_bytes
 
 
-def test_steps_come_in_few_widths() -> None:
+def test_decode_passes_have_few_widths() -> None:
     widths = {rows: padded_width(rows) for rows in range(1, 129)}
     assert all(rows <= lines <= 1.5 * rows for rows, lines in widths.items())
     assert sorted(set(widths.values())) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
@@ -195,7 +195,7 @@ def step(engine: ModelEngine, rows: list[Sequence]) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 127, 128])
-def test_a_short_chunk_is_lines_of_one_pass(
+def test_a_short_chunk_is_one_compiled_pass(
     loaded: LoadedModel, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokens see each other and earlier ones, as in an uncompiled chunk.
@@ -215,7 +215,7 @@ def test_a_short_chunk_is_lines_of_one_pass(
         return compute(self, *args)
 
     monkeypatch.setattr(PagedRunner, "_computed", computed)
-    for before in (0, BLOCK_SIZE - 20, 300):
+    for before in (0, KV_BLOCK_TOKENS - 20, 300):
         prompt = tuple((7 * n + n * n) % 256 for n in range(before + 2 * chunk + 1))
         pair = [Sequence(b"", 1, prompt, Options(temperature=0.0), 1, 12) for _ in range(2)]
         for each, seq in zip((engine, slow), pair, strict=True):
@@ -233,7 +233,7 @@ def test_a_short_chunk_is_lines_of_one_pass(
         assert pair[0].ids == pair[1].ids
 
 
-def test_tokens_of_a_chunk_see_each_other_and_nothing_later(kernels: bool) -> None:
+def test_tokens_of_a_chunk_attend_causally(kernels: bool) -> None:
     """The attention kernel reads what the write kernel has written before."""
     heads, pairs, size, before, count = 4, 2, 64, 30, 40
     kind = mx.bfloat16 if kernels else mx.float32
@@ -244,7 +244,7 @@ def test_tokens_of_a_chunk_see_each_other_and_nothing_later(kernels: bool) -> No
     for start, end in ((0, before), (before, before + count)):
         positions = mx.arange(start, end, dtype=mx.int32)
         table = mx.full((end - start, 1), 2, dtype=mx.int32)
-        step = PagedBatch(pool, positions, positions + 2 * BLOCK_SIZE, table, 128, chunk=True)
+        step = PagedBatch(pool, positions, positions + 2 * KV_BLOCK_TOKENS, table, 128, chunk=True)
         found = step.attend(0, q[start:end], k[start:end], v[start:end], ScoreParams(0.125))
         mx.eval(found)
     asked, keys, values = (np.array(one.astype(mx.float32), dtype=float) for one in (q, k, v))
@@ -259,7 +259,7 @@ def test_tokens_of_a_chunk_see_each_other_and_nothing_later(kernels: bool) -> No
 
 
 @pytest.mark.parametrize("window", [0, 20])
-def test_chunks_of_a_pass_see_their_own_row(kernels: bool, window: int) -> None:
+def test_chunks_of_a_pass_attend_to_their_own_rows(kernels: bool, window: int) -> None:
     """The tokens between the chunks are padding."""
     heads, pairs, size = 4, 2, 64
     kind = mx.bfloat16 if kernels else mx.float32
@@ -276,7 +276,7 @@ def test_chunks_of_a_pass_see_their_own_row(kernels: bool, window: int) -> None:
         rows, at = zip(*[line or (pool.spare, 0) for line in lines], strict=True)
         which = mx.array([min(row, 3) for row in rows]), mx.array(at)
         table, positions = mx.array(rows, dtype=mx.int32)[:, None], mx.array(at, dtype=mx.int32)
-        slots = positions + BLOCK_SIZE * table[:, 0]
+        slots = positions + KV_BLOCK_TOKENS * table[:, 0]
         step = PagedBatch(pool, positions, slots, table, 128, chunk=True)
         found = step.attend(0, q[which], k[which], v[which], ScoreParams(0.125))
         got = np.array(found.astype(mx.float32))
@@ -304,7 +304,7 @@ class Bare:
         return read
 
 
-def test_who_enters_in_one_pass_begins_beside_others(loaded: LoadedModel) -> None:
+def test_prompts_prefilled_in_one_pass_decode_beside_others(loaded: LoadedModel) -> None:
     """They may be released before their first token, or fail and be prefilled again."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
     assert isinstance(engine._layout, PagedLayout)
@@ -358,7 +358,7 @@ def _spoilt(*args: Any, **others: Any) -> Any:
     raise RuntimeError("spoilt")
 
 
-def test_chunks_of_several_rows_are_one_pass(loaded: LoadedModel) -> None:
+def test_chunks_of_several_rows_are_computed_in_one_pass(loaded: LoadedModel) -> None:
     """Includes an unfinished prompt, a finished one, new ones and two with a prefix hit."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
     layout = engine._layout
@@ -435,7 +435,7 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
         assert alone.ids == seq.ids
 
 
-def test_how_many_chunks_are_one_pass(loaded: LoadedModel) -> None:
+def test_the_chunks_of_a_pass_are_bounded(loaded: LoadedModel) -> None:
     engine = engine_of(loaded, "pool", "off", blocks=200)
     layout = engine._layout
     assert isinstance(layout, PagedLayout)
@@ -463,7 +463,7 @@ def test_how_many_chunks_are_one_pass(loaded: LoadedModel) -> None:
         assert engine.prefill_batch_size(shares(20, 20, 20)) == 2
         assert engine.prefill_batch_size(shares(20, 300, 20)) == 1
     suspects = shares(20, 20, 20)
-    suspects[1][0].suspect = True
+    suspects[1][0].prefill_alone = True
     assert engine.prefill_batch_size(suspects) == engine.prefill_batch_size(suspects[1:]) == 1
     lost = shares(20, 20, 20)
     for seq, size in lost:
@@ -476,7 +476,7 @@ def test_how_many_chunks_are_one_pass(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["kernels"], indirect=True)
-def test_lines_are_read_by_the_kernel_as_by_operations(kernels: bool) -> None:
+def test_the_latent_kernel_equals_mlx_operations(kernels: bool) -> None:
     """For a chunk, then for rows with one token each."""
     size, rank, heads, count, kind = 192, 128, 5, 40, mx.bfloat16
     shape = RowShape((LatentSpec(size, rank),), kind, 1000)
@@ -492,7 +492,7 @@ def test_lines_are_read_by_the_kernel_as_by_operations(kernels: bool) -> None:
         table = mx.full((lines, 1), 2, dtype=mx.int32)
         found = []
         for pool in (fast, exact):
-            slots = positions + 2 * BLOCK_SIZE
+            slots = positions + 2 * KV_BLOCK_TOKENS
             step = PagedBatch(pool, positions, slots, table, 128, chunk=chunk)
             inputs = [one.astype(pool.shape.dtype) for one in (q, line)]
             found.append(step.attend_latent(0, inputs[0], inputs[1], 0.1, bare).astype(mx.float32))
@@ -500,7 +500,7 @@ def test_lines_are_read_by_the_kernel_as_by_operations(kernels: bool) -> None:
         assert found[0].shape == (lines, heads, rank)
 
 
-def test_joins_leaves_hits_and_evictions_change_no_token(
+def test_admissions_releases_hits_and_evictions_change_no_token(
     loaded: LoadedModel, kernels: bool
 ) -> None:
     """Compares with rows with own arrays; on a GPU for 10,000 steps."""

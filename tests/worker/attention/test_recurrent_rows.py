@@ -18,7 +18,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
@@ -91,7 +91,7 @@ def ids_of(engine: ModelEngine, seq: Sequence, steps: int = STEPS) -> list[int]:
 _answers: dict[tuple[tuple[int, ...], str], list[int]] = {}
 
 
-def afresh(loaded: LoadedModel, text: ChatTokenizer, seq: Sequence) -> list[int]:
+def computed_afresh(loaded: LoadedModel, text: ChatTokenizer, seq: Sequence) -> list[int]:
     """Returns the answer of a new engine."""
     key = seq.prompt, str(seq.options)
     if key not in _answers:
@@ -101,30 +101,30 @@ def afresh(loaded: LoadedModel, text: ChatTokenizer, seq: Sequence) -> list[int]
 
 
 @AHEAD
-def test_goes_on_from_a_restore_point(
+def test_a_prompt_continues_from_a_restore_point(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, prompt = engine_of(loaded, text, lookahead=lookahead), prompt_of(40)
     ids_of(engine, sequence(prompt, restore_at=25))
     other = sequence((*prompt[:33], 1, 2, 3))
-    assert ids_of(engine, other) == afresh(loaded, text, other)
+    assert ids_of(engine, other) == computed_afresh(loaded, text, other)
     assert other.cached == 25
 
 
 @AHEAD
-def test_the_place_where_prompts_part_becomes_one(
+def test_a_restore_point_is_made_where_prompts_diverge(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, prompt = engine_of(loaded, text, lookahead=lookahead), prompt_of(40)
     found = []
     for salt in range(3):
         seq = sequence((*prompt[:30], *prompt_of(10, salt + 1)))
-        assert ids_of(engine, seq) == afresh(loaded, text, seq)
+        assert ids_of(engine, seq) == computed_afresh(loaded, text, seq)
         found.append(seq.cached)
     assert found == [0, 0, 30]
 
 
-def test_long_prompts_have_restore_points_on_their_way(
+def test_long_prompts_have_restore_points_at_intervals(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 16)
@@ -133,12 +133,12 @@ def test_long_prompts_have_restore_points_on_their_way(
     engine.release(first)
     for end, cached in ((75, 74), (65, 64), (64, 48), (50, 48), (17, 16)):
         seq = sequence(prompt[:end])
-        assert ids_of(engine, seq) == afresh(loaded, text, seq)
+        assert ids_of(engine, seq) == computed_afresh(loaded, text, seq)
         assert seq.cached == cached
 
 
 @AHEAD
-def test_a_cancelled_prefill_keeps_its_part(
+def test_the_computed_part_of_a_cancelled_prefill_is_kept(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, cancelled = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
@@ -146,12 +146,12 @@ def test_a_cancelled_prefill_keeps_its_part(
     engine.prefill(cancelled, 18)
     engine.release(cancelled)
     again = sequence(prompt_of(47))
-    assert ids_of(engine, again) == afresh(loaded, text, again)
+    assert ids_of(engine, again) == computed_afresh(loaded, text, again)
     assert again.cached == 18
 
 
 @AHEAD
-def test_the_next_turn_goes_on_from_the_answer(
+def test_the_next_turn_continues_from_the_answer(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, seq = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
@@ -159,7 +159,7 @@ def test_the_next_turn_goes_on_from_the_answer(
     decode(engine, [seq], 7)
     engine.release(seq)
     turn = sequence((*seq.prompt, *seq.ids, 1, 2, 3))
-    assert ids_of(engine, turn) == afresh(loaded, text, turn)
+    assert ids_of(engine, turn) == computed_afresh(loaded, text, turn)
     assert turn.cached == 26  # the last sampled token was not computed, or removed again
 
 
@@ -181,22 +181,22 @@ def test_preemption_changes_no_token(
         while engine.prefill(seq, 4):
             pass
     decode(engine, [seq], STEPS - 6)
-    assert seq.ids == afresh(loaded, text, seq)
+    assert seq.ids == computed_afresh(loaded, text, seq)
 
 
 @AHEAD
 @pytest.mark.parametrize("had", [1, 5])
-def test_a_resume_continues(
+def test_a_resume_gives_the_same_tokens(
     loaded: LoadedModel, text: ChatTokenizer, had: int, lookahead: bool
 ) -> None:
     seq = sequence(prompt_of(21), **MIXTURE[1])
-    expected = afresh(loaded, text, seq)
+    expected = computed_afresh(loaded, text, seq)
     seq.ids += expected[:had]
     assert ids_of(engine_of(loaded, text, lookahead=lookahead), seq) == expected
 
 
 @AHEAD
-def test_a_token_that_is_not_taken_is_drawn_again(
+def test_a_token_that_is_not_appended_is_sampled_again(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, seq = engine_of(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
@@ -204,11 +204,11 @@ def test_a_token_that_is_not_taken_is_drawn_again(
     decode(engine, [seq], 3)
     assert engine.decode([seq]) == engine.decode([seq]) == engine.decode([seq])
     decode(engine, [seq], STEPS - 3)
-    assert seq.ids == afresh(loaded, text, seq)
+    assert seq.ids == computed_afresh(loaded, text, seq)
 
 
 @AHEAD
-def test_a_row_that_fails_costs_its_neighbours_nothing(
+def test_a_failed_row_does_not_change_other_rows(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(loaded, text, lookahead=lookahead)
@@ -218,7 +218,7 @@ def test_a_row_that_fails_costs_its_neighbours_nothing(
     decode(engine, rows, 3)
     draw, drawn = sampler.sample_batch, 0
 
-    def damaged(logits: Any, *others: Any) -> sampler.SamplerOutput:
+    def damaged(logits: Any, *others: Any) -> Any:
         nonlocal drawn
         drawn += 1
         return draw(mx.where(mx.arange(3)[:, None] == 1, mx.nan, logits), *others)
@@ -230,10 +230,10 @@ def test_a_row_that_fails_costs_its_neighbours_nothing(
     assert drawn and failed.value.sequence is rows[1]
     engine.release(rows.pop(1))
     decode(engine, rows, STEPS - len(rows[0].ids))
-    assert [seq.ids for seq in rows] == [afresh(loaded, text, seq) for seq in rows]
+    assert [seq.ids for seq in rows] == [computed_afresh(loaded, text, seq) for seq in rows]
 
 
-def test_a_step_that_fails_half_way_leaves_nothing_of_it(
+def test_a_failed_step_leaves_nothing_behind(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, hit, beside = engine_of(loaded, text), sequence(prompt_of(20)), sequence(prompt_of(30))
@@ -250,9 +250,9 @@ def test_a_step_that_fails_half_way_leaves_nothing_of_it(
     engine.release(hit)
     assert engine.memory().prefix == 0
     decode(engine, [beside], STEPS - 3)
-    assert beside.ids == afresh(loaded, text, beside)
+    assert beside.ids == computed_afresh(loaded, text, beside)
     again = sequence(prompt_of(20))
-    assert ids_of(engine, again) == afresh(loaded, text, again)
+    assert ids_of(engine, again) == computed_afresh(loaded, text, again)
 
 
 def one_state(loaded: LoadedModel) -> int:
@@ -264,7 +264,9 @@ def one_state(loaded: LoadedModel) -> int:
     )
 
 
-def test_a_budget_below_a_state_keeps_nothing(loaded: LoadedModel, text: ChatTokenizer) -> None:
+def test_a_budget_smaller_than_a_snapshot_keeps_nothing(
+    loaded: LoadedModel, text: ChatTokenizer
+) -> None:
     state = one_state(loaded)
     token = sum(cache.token_bytes(4) for cache in loaded.folder.plan.caches)
     for budget, cached in ((state, 0), (state + 19 * token, 0), (state + 40 * token, 19)):
@@ -272,12 +274,12 @@ def test_a_budget_below_a_state_keeps_nothing(loaded: LoadedModel, text: ChatTok
         prefill(engine, seq := sequence(prompt_of(20)))
         engine.release(seq)
         again = sequence(prompt_of(20))
-        assert ids_of(engine, again) == afresh(loaded, text, again)
+        assert ids_of(engine, again) == computed_afresh(loaded, text, again)
         assert again.cached == (19 if budget >= state + 19 * token else cached)
         assert engine.memory().prefix <= budget
 
 
-def test_what_a_row_may_take_is_reserved(loaded: LoadedModel, text: ChatTokenizer) -> None:
+def test_a_row_stays_within_its_reserved_bytes(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine, seq = engine_of(loaded, text), sequence(prompt_of(20))
     prefill(engine, seq)
     decode(engine, [seq], 4)
@@ -303,7 +305,7 @@ def test_deterministic_is_refused(loaded: LoadedModel) -> None:
         ModelEngine(exact)
 
 
-class Crowd:
+class RandomWorkload:
     """Runs requests with shared prefixes in one engine, in a random order."""
 
     def __init__(self, engine: ModelEngine, seed: int) -> None:
@@ -370,18 +372,18 @@ class Crowd:
 
 @AHEAD
 @pytest.mark.parametrize(("seed", "prefix"), [(1, "tree"), (2, "tree"), (3, "single")])
-def test_a_crowd_in_any_order(
+def test_requests_in_random_order_get_the_right_tokens(
     loaded: LoadedModel, text: ChatTokenizer, seed: int, prefix: str, lookahead: bool
 ) -> None:
     budget = 6 * one_state(loaded) if seed == 2 else 0
     engine = engine_of(loaded, text, prefix=prefix, lookahead=lookahead, prefix_bytes=budget)
-    crowd = Crowd(engine, seed)
+    workload = RandomWorkload(engine, seed)
     for _ in range(2000):
-        crowd.step()
-        if not (crowd.waiting or crowd.prefilling or crowd.decoding):
+        workload.step()
+        if not (workload.waiting or workload.prefilling or workload.decoding):
             break
-    for seq in crowd.every:
-        assert seq.ids == afresh(loaded, text, seq)
+    for seq in workload.every:
+        assert seq.ids == computed_afresh(loaded, text, seq)
     engine.prefix.clear()
     assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
     if prefix == "tree":

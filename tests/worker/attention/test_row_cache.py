@@ -14,14 +14,14 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.worker.attention.dot_product import causal_attention  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
-from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
-from mlxpool.worker.layers.cache_specs import (  # noqa: E402
+from mlxpool.worker.caches.specs import (  # noqa: E402
     CacheSpec,
     KeyValueSpec,
     LatentSpec,
     RecurrentSpec,
     window_capacity,
 )
+from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 
 CHUNK = 40
 
@@ -46,7 +46,7 @@ STEPS = st.lists(st.one_of(st.integers(1, CHUNK), st.just(-1)), max_size=60)
 
 @given(STEPS, st.sampled_from([1, 2, 7, 300]))
 @settings(max_examples=60)
-def test_a_window_shows_what_each_token_sees(steps: list[int], window: int) -> None:
+def test_a_window_returns_the_tokens_that_are_visible(steps: list[int], window: int) -> None:
     """A step of -1 removes one token, like a token in flight."""
     row, before = row_of(KeyValueSpec(2, 3, 5, window)), 0
     for step in steps:
@@ -63,7 +63,7 @@ def test_a_window_shows_what_each_token_sees(steps: list[int], window: int) -> N
         assert tokens_of(row.part(0, first, row.offset)[0]) == [*range(first, row.offset)]
 
 
-def test_a_window_takes_no_more_than_it_says() -> None:
+def test_a_window_stays_within_its_fixed_bytes() -> None:
     spec = KeyValueSpec(2, 3, 5, 100)
     row = row_of(spec)
     while row.offset < 3000:
@@ -75,7 +75,7 @@ def test_a_window_takes_no_more_than_it_says() -> None:
 
 @given(st.integers(1, 500), st.integers(0, 500))
 @settings(max_examples=25)
-def test_a_window_is_kept_and_filled_again(tokens: int, window: int) -> None:
+def test_a_window_can_be_copied_into_another_row(tokens: int, window: int) -> None:
     """Parts of one row continue in another as if they had been written there."""
     one, other = (row_of(KeyValueSpec(1, 2, 2, window + 1)) for _ in range(2))
     while one.offset < tokens:
@@ -89,7 +89,7 @@ def test_a_window_is_kept_and_filled_again(tokens: int, window: int) -> None:
     assert tokens_of(other.write(0, new, new)[0]) == tokens_of(one.write(0, new, new)[0])
 
 
-def test_a_latent_layer_keeps_one_line_a_token() -> None:
+def test_a_latent_layer_keeps_one_vector_of_each_token() -> None:
     row = row_of(LatentSpec(6, 4))
     row.write(0, lines(0, 10, 1, 6))
     row.advance(10)
@@ -99,7 +99,7 @@ def test_a_latent_layer_keeps_one_line_a_token() -> None:
 
 
 @pytest.mark.parametrize("back", [1, 2])
-def test_a_state_goes_back_by_two_steps(back: int) -> None:
+def test_a_state_can_be_rolled_back_by_two_steps(back: int) -> None:
     row = row_of(RecurrentSpec(((2, 3), (4,))))
     assert [array.shape for array in row.state(0)] == [(2, 3), (4,)]
     for step in (1, 2, 3, 4):
@@ -121,7 +121,7 @@ def running_sum(inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, t
 
 
 @pytest.mark.parametrize("counts", [[[5, 3]], [[2, 3], [3, 0]], [[1, 1]] * 5, [[1, 4], [4, 1]]])
-def test_rows_recur_alone_and_together(counts: Sequence[Sequence[int]]) -> None:
+def test_recurrent_rows_compute_alone_and_together(counts: Sequence[Sequence[int]]) -> None:
     rows = [row_of(RecurrentSpec(((2,),))) for _ in range(2)]
     for each in counts:
         spans = [RowSpan(row, count) for row, count in zip(rows, each, strict=True) if count]
@@ -139,7 +139,7 @@ def test_rows_recur_alone_and_together(counts: Sequence[Sequence[int]]) -> None:
 
 @pytest.mark.parametrize("cap", [0.0, 5.0])
 @pytest.mark.parametrize("window", [0, 1, 9, 64])
-def test_scores_in_parts_are_those_in_one(
+def test_attention_in_parts_equals_attention_at_once(
     window: int, cap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queries are computed in parts when there would be too many scores."""
@@ -160,7 +160,7 @@ def test_scores_in_parts_are_those_in_one(
 
 
 @pytest.mark.parametrize("count", [1, 9])
-def test_attention_written_out_is_the_kernel_s(count: int) -> None:
+def test_unfused_attention_equals_the_fused_kernel(count: int) -> None:
     """A softcap too large to have an effect selects the unfused operations; with sinks."""
     mx.random.seed(4)
     q = mx.random.normal((count, 4, 8))

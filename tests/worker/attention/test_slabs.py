@@ -16,9 +16,9 @@ from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.attention.slab_batch import SlabRunner, slab_accesses  # noqa: E402
 from mlxpool.worker.attention.slabs import SLAB_BLOCKS, SlabRow, Slabs  # noqa: E402
+from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
-from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE  # noqa: E402
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 
 SHAPE = RowShape((KeyValueSpec(2, 4, 4),) * 2, mx.float32, 3000)
 DRAW = np.random.default_rng(0)
@@ -61,7 +61,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(OPERATIONS)
-def test_rows_hold_what_was_written_whatever_others_do(
+def test_rows_return_what_was_written_whatever_other_rows_do(
     operations: list[tuple[int, str, int]],
 ) -> None:
     slabs = Slabs(SHAPE, 3)
@@ -79,17 +79,17 @@ def test_rows_hold_what_was_written_whatever_others_do(
         assert all(same(*pair) for pair in rows)
     held = sum(row.nbytes for row, _ in rows)
     used = {(id(slab), block) for row, _ in rows for slab, block in row.table}
-    assert held == len(used) * BLOCK_SIZE * SHAPE.token_bytes <= slabs.nbytes
+    assert held == len(used) * KV_BLOCK_TOKENS * SHAPE.token_bytes <= slabs.nbytes
     for one, _ in rows:
         one.release()
     assert slabs.nbytes == 0
 
 
-def test_an_empty_row_is_filled_by_parts_in_one_copy() -> None:
+def test_an_empty_row_is_filled_from_parts() -> None:
     slabs = Slabs(SHAPE, 3)
     other, row, whole = SlabRow(slabs), SlabRow(slabs), RowCache(SHAPE)
-    other.reserve(BLOCK_SIZE)
-    sizes = (100, 300, BLOCK_SIZE, 1)
+    other.reserve(KV_BLOCK_TOKENS)
+    sizes = (100, 300, KV_BLOCK_TOKENS, 1)
     for layer in range(len(SHAPE.caches)):
         parts = [(some(tokens), some(tokens)) for tokens in sizes]
         mx.eval(parts)
@@ -100,15 +100,15 @@ def test_an_empty_row_is_filled_by_parts_in_one_copy() -> None:
     assert len(row.table) == 3 and same(row, whole)
 
 
-def test_what_was_given_back_is_used_first() -> None:
+def test_freed_blocks_are_used_first() -> None:
     slabs = Slabs(SHAPE)
     first, second = SlabRow(slabs), SlabRow(slabs)
-    first.reserve(3 * BLOCK_SIZE)
-    second.reserve(BLOCK_SIZE)
+    first.reserve(3 * KV_BLOCK_TOKENS)
+    second.reserve(KV_BLOCK_TOKENS)
     first.trim(0)
-    second.reserve(2 * BLOCK_SIZE)
+    second.reserve(2 * KV_BLOCK_TOKENS)
     assert [block for _, block in second.table] == [3, 0]
-    assert slabs.nbytes == SLAB_BLOCKS * BLOCK_SIZE * SHAPE.token_bytes
+    assert slabs.nbytes == SLAB_BLOCKS * KV_BLOCK_TOKENS * SHAPE.token_bytes
 
 
 def test_a_row_refuses_more_than_its_capacity() -> None:
@@ -116,7 +116,7 @@ def test_a_row_refuses_more_than_its_capacity() -> None:
         SlabRow(Slabs(SHAPE)).reserve(3001)
 
 
-def test_blocks_of_others_are_read_over_unless_they_are_the_most() -> None:
+def test_a_range_of_blocks_is_read_unless_most_are_of_other_rows() -> None:
     slabs = Slabs(SHAPE)
     rows = [SlabRow(slabs) for _ in range(3)]
     for row, tokens in zip(rows, (300, 1500, 300), strict=True):
@@ -124,7 +124,7 @@ def test_blocks_of_others_are_read_over_unless_they_are_the_most() -> None:
         row.offset = tokens
     ((_, whole),) = slab_accesses(rows)
     assert (whole.first, whole.last, whole.listed) == (0, 10, False)
-    assert whole.owner == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2] and whole.width == BLOCK_SIZE
+    assert whole.owner == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2] and whole.width == KV_BLOCK_TOKENS
     assert whole.fill == [256, 45, 256, 256, 256, 256, 256, 221, 256, 45]
     ((_, apart),) = slab_accesses([rows[0], rows[2]])
     assert apart.listed and apart.blocks == [0, 1, 8, 9]
@@ -150,7 +150,7 @@ class Attention:
     [[5], [5, 9, 200], [255, 256, 257], [1, 700, 40, 1500], [256] * 9 + [2600]],
 )
 @pytest.mark.parametrize("limit", [1, 4, SLAB_BLOCKS])
-def test_a_batch_gives_what_each_row_gives_alone(
+def test_a_batch_gives_the_logits_of_each_row_alone(
     heads: int, lengths: list[int], limit: int
 ) -> None:
     slabs, model = Slabs(SHAPE, limit), Attention(heads)
@@ -166,14 +166,11 @@ def test_a_batch_gives_what_each_row_gives_alone(
     assert all(same_nearly(*pair) for pair in pairs)
 
 
-def test_few_compiled_passes_are_kept_and_all_give_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_few_compiled_passes_are_kept_and_give_the_same_logits() -> None:
     slabs, model = Slabs(SHAPE), Attention(2)
     row, other = SlabRow(slabs), RowCache(SHAPE)
     append((row, other), 250)
-    batch, kinds = SlabRunner(model), set()
-    monkeypatch.setattr(batch._pass, "_max_passes", 2)
+    batch, kinds = SlabRunner(model, max_passes=2), set()
     for tokens in (1, 60, 300, 300, 1, 1):  # into another block or width, but for the last
         append((row, other), tokens)
         ids = mx.array([tokens % 50])

@@ -66,7 +66,7 @@ def test_the_block_names_request_and_size_of_a_running_chunk() -> None:
     assert (inside.phase, inside.request, inside.tokens, inside.fresh) == ("prefill", ID, 300, True)
     after = scene.look()
     assert (after.request, after.tokens, after.fresh, after.count) == (None, 0, False, 1)
-    assert scene.progress.in_prefill is None
+    assert scene.progress.prefilling_request is None
 
 
 def test_a_shape_is_fresh_once_by_power_of_two_or_rows() -> None:

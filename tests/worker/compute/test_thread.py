@@ -8,13 +8,20 @@ import pytest
 
 from mlxpool.common.errors import OutOfMemory
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.worker.compute.generation import Generation
-from mlxpool.worker.compute.messages import Drop, DropAll, HandBack, HandedBack, Rows, Unusable
-from mlxpool.worker.compute.outbox import MAX_UNTAKEN_STEPS
+from mlxpool.worker.compute.generations import Generation
+from mlxpool.worker.compute.messages import (
+    MAX_UNTAKEN_STEPS,
+    Drop,
+    DropAll,
+    HandBack,
+    HandedBack,
+    StepDeltas,
+    Unusable,
+)
 from mlxpool.worker.compute.passes import MAX_FAILED_JOINT_PASSES
 from mlxpool.worker.engine.counting_engine import CountingEngine
-from mlxpool.worker.prompt.interface import Opened
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
+from mlxpool.worker.prompt.text_model import Opened
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from mlxpool.worker.scheduling.sequence import SampledToken
 from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
 from support.counting_checker import expected_ids, text_of
@@ -26,10 +33,10 @@ def test_each_of_many_sequences_gets_its_tokens_and_its_facts_once() -> None:
     for name in range(20):
         harness.admit(name, count=name + 1)
     found = harness.until_ended(set(range(20)))
-    for name, rows in found.items():
-        assert ids_of(rows) == expected_ids("x", name, name + 1)
-        assert [row.facts is not None for row in rows] == [True] + [False] * (len(rows) - 1)
-        assert end_of(rows)["reason"] == "length"
+    for name, deltas in found.items():
+        assert ids_of(deltas) == expected_ids("x", name, name + 1)
+        assert [delta.facts is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
+        assert end_of(deltas)["reason"] == "length"
 
 
 def test_a_failed_row_ends_its_own_request_only() -> None:
@@ -44,7 +51,7 @@ def test_a_failed_row_ends_its_own_request_only() -> None:
 def entering(harness: ComputeHarness, prompts: dict[int, str], count: int = 5) -> None:
     """Admit all of them while another prompt is read."""
     harness.admit(99, prompt="y" * 2001, count=1)
-    until(lambda: harness.progress.in_prefill is not None, "prefill has begun")
+    until(lambda: harness.progress.prefilling_request is not None, "prefill has begun")
     for name, prompt in prompts.items():
         harness.admit(name, prompt=prompt, count=count)
 
@@ -122,7 +129,7 @@ def test_joint_passes_stop_after_repeated_failures(
 def test_a_cancel_between_two_prefill_chunks() -> None:
     harness = ComputeHarness(prefill_us=200).ready()
     harness.admit(1, prompt="y" * 90_000)  # 18 s
-    until(lambda: harness.progress.in_prefill is not None, "prefill has begun")
+    until(lambda: harness.progress.prefilling_request is not None, "prefill has begun")
     harness.compute.send(Drop((bytes([1] * 16), 1)))
     assert end_of(harness.until_ended({1})[1])["reason"] == "cancelled"
 
@@ -137,13 +144,13 @@ def test_a_cancel_of_an_unknown_run_is_ignored() -> None:
     assert set(harness.until_ended({2})) == {2}
 
 
-def test_a_full_outbox_blocks_and_loses_nothing() -> None:
+def test_a_full_queue_of_deltas_blocks_and_loses_nothing() -> None:
     harness = ComputeHarness(release=False).ready()
     count = MAX_UNTAKEN_STEPS + 50
     harness.admit(1, count=count)
-    until(lambda: harness.progress.phase == "blocked", "the outbox is full")
+    until(lambda: harness.progress.phase == "blocked", "the queue of deltas is full")
     for _ in range(count):
-        harness.compute.outbox.acknowledge()
+        harness.compute.delta_queue.acknowledge()
     assert ids_of(harness.until_ended({1})[1]) == expected_ids("x", 1, count)
 
 
@@ -168,47 +175,47 @@ def test_a_resume_at_any_position_gives_the_same_text() -> None:
     assert end_of(whole)["reason"] == "stop" and len(taken) == 22
     for k in range(len(taken) + 1):
         harness.resume(1, taken[:k], count=30, stop=stop)
-        rows = harness.until_ended({1})[1]
-        assert taken[:k] + ids_of(rows) == taken
-        had = "".join(row.text for row in whole[:k])
-        assert had + _text(rows) == _text(whole)
+        deltas = harness.until_ended({1})[1]
+        assert taken[:k] + ids_of(deltas) == taken
+        had = "".join(delta.text for delta in whole[:k])
+        assert had + _text(deltas) == _text(whole)
 
 
-def _text(rows: list[Delta]) -> str:
-    return "".join(row.text for row in rows) + str(end_of(rows)["text"])
+def _text(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas) + str(end_of(deltas)["text"])
 
 
 def test_dropped_runs_send_no_rows_and_later_rows_have_the_new_fence() -> None:
     harness = ComputeHarness(step_us=1000).ready()
     harness.admit(1, count=10**6)
-    assert harness.next(Rows).fence == 0
+    assert harness.next(StepDeltas).fence == 0
     harness.compute.send(DropAll(5))
     harness.admit(1, count=3)
-    mail = harness.next(Rows)
+    mail = harness.next(StepDeltas)
     while mail.fence == 0:
-        mail = harness.next(Rows)
-    rows = list(mail.rows)
-    while rows[-1].end is None:
-        mail = harness.next(Rows)
+        mail = harness.next(StepDeltas)
+    deltas = list(mail.deltas)
+    while deltas[-1].end is None:
+        mail = harness.next(StepDeltas)
         assert mail.fence == 5
-        rows += mail.rows
-    assert ids_of(rows) == expected_ids("x", 1, 3)
+        deltas += mail.deltas
+    assert ids_of(deltas) == expected_ids("x", 1, 3)
 
 
 def test_handed_back_runs_send_no_end_and_no_later_row() -> None:
     harness = ComputeHarness(sequences=1, step_us=1000).ready()
     for name in (1, 2):
         harness.admit(name, count=10**6)
-    harness.next(Rows)
+    harness.next(StepDeltas)
     harness.compute.send(HandBack())
     mail = harness.mail.get(timeout=PATIENCE)
-    while isinstance(mail, Rows):
-        assert all(row.end is None for row in mail.rows)
+    while isinstance(mail, StepDeltas):
+        assert all(delta.end is None for delta in mail.deltas)
         mail = harness.mail.get(timeout=PATIENCE)
     assert isinstance(mail, HandedBack)
     harness.admit(3, count=1)
-    (row,) = harness.next(Rows).rows
-    assert row.id[0] == 3
+    (delta,) = harness.next(StepDeltas).deltas
+    assert delta.id[0] == 3
 
 
 def test_a_token_that_cannot_be_committed_ends_its_own_stream_only(
@@ -290,37 +297,37 @@ class Narrow(CountingEngine):
 def test_rows_that_outgrow_the_memory_are_preempted_and_readmitted() -> None:
     harness = ComputeHarness(engine=Narrow).ready()
     for name in range(4):
-        harness.admit(name, count=3 * BLOCK_SIZE + 7 * name)
+        harness.admit(name, count=3 * KV_BLOCK_TOKENS + 7 * name)
     found = harness.until_ended(set(range(4)))
-    for name, rows in found.items():
-        assert ids_of(rows) == expected_ids("x", name, 3 * BLOCK_SIZE + 7 * name)
-        assert end_of(rows)["reason"] == "length"
-        assert [row.facts is not None for row in rows] == [True] + [False] * (len(rows) - 1)
+    for name, deltas in found.items():
+        assert ids_of(deltas) == expected_ids("x", name, 3 * KV_BLOCK_TOKENS + 7 * name)
+        assert end_of(deltas)["reason"] == "length"
+        assert [delta.facts is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
     assert harness.progress.preemptions >= 2
     assert Narrow.engines[-1].most >= 5 and Narrow.engines[-1].left == 0
 
 
 def test_a_prompt_beyond_the_capacity_is_refused_with_the_numbers() -> None:
     harness = ComputeHarness(engine=Narrow).ready()
-    harness.admit(1, prompt="y" * 6 * BLOCK_SIZE)
-    harness.admit(2, prompt="y" * (5 * BLOCK_SIZE - 10), count=5)
+    harness.admit(1, prompt="y" * 6 * KV_BLOCK_TOKENS)
+    harness.admit(2, prompt="y" * (5 * KV_BLOCK_TOKENS - 10), count=5)
     found = harness.until_ended({1, 2})
     error = end_of(found[1])
     assert error["code"] == "out_of_memory" and "need 7 blocks of 256 tokens" in error["message"]
     assert error["details"] == {
-        "prompt_tokens": 6 * BLOCK_SIZE,
-        "need_tokens": 7 * BLOCK_SIZE,
-        "capacity_tokens": 6 * BLOCK_SIZE,
+        "prompt_tokens": 6 * KV_BLOCK_TOKENS,
+        "need_tokens": 7 * KV_BLOCK_TOKENS,
+        "capacity_tokens": 6 * KV_BLOCK_TOKENS,
     }
     assert end_of(found[2])["reason"] == "length"
 
 
 def test_a_single_row_that_fills_the_memory_ends_with_the_numbers() -> None:
     harness = ComputeHarness(engine=Narrow).ready()
-    harness.admit(1, count=7 * BLOCK_SIZE)
-    rows = harness.until_ended({1})[1]
-    assert end_of(rows)["code"] == "out_of_memory"
-    assert len(ids_of(rows)) >= 6 * BLOCK_SIZE - 3
+    harness.admit(1, count=7 * KV_BLOCK_TOKENS)
+    deltas = harness.until_ended({1})[1]
+    assert end_of(deltas)["code"] == "out_of_memory"
+    assert len(ids_of(deltas)) >= 6 * KV_BLOCK_TOKENS - 3
     harness.admit(2, count=3)
     assert end_of(harness.until_ended({2})[2])["reason"] == "length"
 
@@ -351,7 +358,7 @@ class Short(CountingEngine):
 def test_a_failed_allocation_ends_the_requests_of_its_step_only() -> None:
     harness = ComputeHarness(engine=Short, step_us=1000).ready()
     harness.admit(1, count=10**6)
-    harness.next(Rows)
+    harness.next(StepDeltas)
     harness.admit(2)
     found = harness.until_ended({1, 2})
     for name in (1, 2):
@@ -408,9 +415,9 @@ def losing(monkeypatch: pytest.MonkeyPatch, place: str, **settings: Any) -> Comp
 @pytest.mark.parametrize("place", PLACES)
 def test_a_lost_device_ends_no_request(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     harness = losing(monkeypatch, place)
-    while isinstance(mail := harness.mail.get(timeout=PATIENCE), Rows):
-        assert all(row.end is None or row.id[0] == 99 for row in mail.rows)
-        harness.compute.outbox.acknowledge()
+    while isinstance(mail := harness.mail.get(timeout=PATIENCE), StepDeltas):
+        assert all(delta.end is None or delta.id[0] == 99 for delta in mail.deltas)
+        harness.compute.delta_queue.acknowledge()
     assert isinstance(mail, Unusable)
     message = "the device is lost: RuntimeError: unspecified launch failure"
     assert mail.error.code == "internal" and mail.error.message == message
@@ -424,8 +431,8 @@ def test_an_error_with_a_step_in_flight_blames_no_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     harness = losing(monkeypatch, "prefill", beside=True)
-    while isinstance(harness.mail.get(timeout=PATIENCE), Rows):
-        harness.compute.outbox.acknowledge()
+    while isinstance(harness.mail.get(timeout=PATIENCE), StepDeltas):
+        harness.compute.delta_queue.acknowledge()
     harness.compute.join(timeout=PATIENCE)
     assert harness.progress.block.read().request is None
 
@@ -439,7 +446,7 @@ def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
     changes = {"error": OutOfMemory("too long")} if known else {"well": True}
     harness = losing(monkeypatch, place, **changes)
     found = harness.until_ended({1, 2, 3})
-    codes = {name: end_of(rows).get("code") for name, rows in found.items()}
+    codes = {name: end_of(deltas).get("code") for name, deltas in found.items()}
     hit = {"decode": {1, 2, 3}, "joint": set()}.get(place, {2})
     wanted = "out_of_memory" if known else "internal"
     assert {name for name in (1, 2, 3) if codes[name] == wanted} == hit

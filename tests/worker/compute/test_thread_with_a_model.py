@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mlxpool.common.config.schema import ModelConfig
-from mlxpool.worker.compute.messages import Rows, Unusable
-from mlxpool.worker.engine.factory import ModelSource
-from mlxpool.worker.prompt.interface import Opened
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE
+from mlxpool.worker.compute.messages import StepDeltas, Unusable
+from mlxpool.worker.compute.model_source import ModelSource
+from mlxpool.worker.prompt.text_model import Opened
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.sequence import SampledToken
 from support.compute_harness import PATIENCE, ComputeHarness, end_of, ids_of
 from support.pool import until
@@ -23,9 +23,9 @@ from support.worker_checkpoints import write_checkpoint
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.attention.layouts import SlabLayout  # noqa: E402
-from mlxpool.worker.engine import backend  # noqa: E402
-from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.interface import Engine  # noqa: E402
+from mlxpool.worker.engine.engine import Engine  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
@@ -34,7 +34,7 @@ from mlxpool.worker.weights.load import load  # noqa: E402
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 OPTIONS: list[dict[str, Any]] = [GREEDY, {"temperature": 0.8, "ignore_eos": True}]
 TIE = 1e-4  # a margin between the two best that rounding may close
-on_cpu = pytest.mark.skipif(backend.on_gpu(), reason="a GPU refuses `deterministic`")
+on_cpu = pytest.mark.skipif(device.on_gpu(), reason="a GPU refuses `deterministic`")
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def test_preemption_does_not_change_tokens(folder: Path, deterministic: bool, pr
             same_but_for_ties(found[name], expected[name])
 
 
-def same_but_for_ties(rows: list[Any], wanted: list[Any]) -> None:
-    for one, other in zip(rows, wanted, strict=True):
+def same_but_for_ties(found: list[Any], wanted: list[Any]) -> None:
+    for one, other in zip(found, wanted, strict=True):
         if one.ids != other.ids:
             first, second = other.logprobs[0]["top"]
             assert first["logprob"] - second["logprob"] < TIE
@@ -191,7 +191,7 @@ def test_a_device_out_of_memory_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
 
     monkeypatch.setattr(mx, "arange", full)
-    assert backend.device_computes()
+    assert device.device_computes()
 
 
 @pytest.mark.parametrize("place", ["eval", "build"])
@@ -204,11 +204,11 @@ def test_a_lost_device_ends_the_worker_and_no_request(
     size: int,
 ) -> None:
     harness = ComputeHarness(source=source_of(folder, failing)).ready()
-    monkeypatch.setattr(backend, "device_computes", lambda: False)
+    monkeypatch.setattr(device, "device_computes", lambda: False)
     failing.place = place
     harness.admit(2, prompt_of(size), 500, **GREEDY)
-    while isinstance(mail := harness.mail.get(timeout=PATIENCE), Rows):
-        assert all(row.end is None for row in mail.rows)
+    while isinstance(mail := harness.mail.get(timeout=PATIENCE), StepDeltas):
+        assert all(delta.end is None for delta in mail.deltas)
     assert isinstance(mail, Unusable)
     assert "the device is lost: RuntimeError: [malloc]" in mail.error.message
 
@@ -221,9 +221,9 @@ def test_a_lost_device_ends_the_worker_and_no_request(
         (16, 1, 15),
         (16, 15, 1),
         (None, 1, 1),
-        (None, BLOCK_SIZE - 1, 1),
-        (None, BLOCK_SIZE, BLOCK_SIZE),
-        (None, 2 * BLOCK_SIZE, 1),
+        (None, KV_BLOCK_TOKENS - 1, 1),
+        (None, KV_BLOCK_TOKENS, KV_BLOCK_TOKENS),
+        (None, 2 * KV_BLOCK_TOKENS, 1),
         (None, 2047, 1),
         (600, 500, 100),
     ],
@@ -235,15 +235,15 @@ def test_sizes_that_just_fit(
     harness = ComputeHarness(source=source_of(folder, blocks=9, **settings)).ready()
     for _ in range(2):
         admit(harness, 2, size, count)
-        rows = harness.until_ended({2})[2]
-        assert end_of(rows)["reason"] == "length" and len(ids_of(rows)) == count
+        deltas = harness.until_ended({2})[2]
+        assert end_of(deltas)["reason"] == "length" and len(ids_of(deltas)) == count
     assert harness.progress.preemptions == 0
 
 
 class Growing(ModelEngine):
     """Has CAPACITY blocks, and LEFT from the step on in which a row holds GROWN tokens."""
 
-    CAPACITY, LEFT, GROWN = 7, 2, 3 * BLOCK_SIZE
+    CAPACITY, LEFT, GROWN = 7, 2, 3 * KV_BLOCK_TOKENS
     outside = 0  # bytes that the process is said to take beside MLX
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -267,9 +267,12 @@ def test_running_rows_keep_their_promised_blocks_when_capacity_shrinks(
     folder: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Growing, "outside", 0)
-    monkeypatch.setattr(backend, "non_mlx_bytes", lambda: Growing.outside)
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: Growing.outside)
     harness = ComputeHarness(source=source_of(folder, Growing, blocks=None, prefix=prefix)).ready()
-    sizes = {0: (3 * BLOCK_SIZE - 10, BLOCK_SIZE + 30), 1: (2 * BLOCK_SIZE - 5, BLOCK_SIZE + 30)}
+    sizes = {
+        0: (3 * KV_BLOCK_TOKENS - 10, KV_BLOCK_TOKENS + 30),
+        1: (2 * KV_BLOCK_TOKENS - 5, KV_BLOCK_TOKENS + 30),
+    }
     for name, (size, count) in sizes.items():
         admit(harness, name, size, count)
     found = harness.until_ended(set(sizes))
@@ -277,10 +280,10 @@ def test_running_rows_keep_their_promised_blocks_when_capacity_shrinks(
         assert end_of(found[name])["reason"] == "length", end_of(found[name])
         assert len(ids_of(found[name])) == count
     assert harness.progress.preemptions >= 1
-    assert harness.progress.memory["capacity_tokens"] == Growing.LEFT * BLOCK_SIZE
-    admit(harness, 3, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE)  # who comes now is told what there is now
+    assert harness.progress.memory["capacity_tokens"] == Growing.LEFT * KV_BLOCK_TOKENS
+    admit(harness, 3, 2 * KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
     error = end_of(harness.until_ended({3})[3])
-    assert error["details"]["capacity_tokens"] == Growing.LEFT * BLOCK_SIZE
+    assert error["details"]["capacity_tokens"] == Growing.LEFT * KV_BLOCK_TOKENS
 
 
 class Books(ModelEngine):
@@ -308,8 +311,8 @@ def test_many_cancels_deadlines_and_prefix_hits_in_little_memory(folder: Path, p
         if draw.random() < 0.3:
             harness.drop(draw.choice([name, max(1, name - 3)]))
     found = harness.until_ended(set(range(1, 101)))
-    for rows in found.values():
-        end = end_of(rows)
+    for deltas in found.values():
+        end = end_of(deltas)
         assert end.get("reason") in ("length", "cancelled") or end["code"] == "deadline_exceeded"
     until(lambda: harness.progress.phase == "idle", "it is idle")
     engine = Books.last

@@ -16,14 +16,14 @@ from mlxpool.cli.commands.check import lines
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
+from mlxpool.worker.compute.model_source import open_source
 from mlxpool.worker.diagnose.check import check, memory_problems
 from mlxpool.worker.engine import description
-from mlxpool.worker.engine.factory import open_source
 from mlxpool.worker.layers.quantisation import QuantLayout
-from mlxpool.worker.weights import memory_estimate
+from mlxpool.worker.scheduling import memory_estimate
+from mlxpool.worker.scheduling.memory_estimate import MemoryEstimate
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import DEMO_FOLDER
-from mlxpool.worker.weights.memory_estimate import MemoryEstimate
 from support.worker_checkpoints import EOS, config, random_weights, write_checkpoint, write_json
 from support.worker_stores import Store, put_in_hub
 
@@ -392,7 +392,7 @@ def ask(*lines: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_gpu_refuses_to_be_deterministic(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlx.core")
-    monkeypatch.setattr("mlxpool.worker.engine.backend.on_gpu", lambda: True)
+    monkeypatch.setattr("mlxpool.worker.kernels.device.on_gpu", lambda: True)
     spec = ModelConfig(path=str(good), deterministic=True)
     with pytest.raises(ModelLoadFailed, match="deterministic = true is built for the CPU alone"):
         open_source(spec).load(lambda tensors, size: None)

@@ -22,13 +22,13 @@ def test_the_formula_by_hand() -> None:
     assert token_at([97, 98], 7, 3, 50_000) == expected
 
 
-def test_it_depends_on_prompt_seed_and_position() -> None:
+def test_a_token_depends_on_prompt_seed_and_position() -> None:
     base = token_at([1, 2], 3, 4, 2**31)
     assert len({base, token_at([1, 3], 3, 4, 2**31), token_at([1, 2], 4, 4, 2**31)}) == 3
     assert base != token_at([1, 2], 3, 5, 2**31)
 
 
-def test_text_goes_there_and_back() -> None:
+def test_text_is_encoded_and_decoded() -> None:
     text = CountingText()
     assert text.encode("né") == [110, 195, 169]
     assert text.decode([1, 20]) == "1 20 "
@@ -39,7 +39,7 @@ def row(**options: object) -> Sequence:
     return Sequence(b"", 1, (1, 2, 3), Options.parse(options), 9, 10)
 
 
-def test_the_engine_draws_what_the_formula_says_also_in_the_middle() -> None:
+def test_the_engine_samples_the_formulas_tokens_also_after_a_resume() -> None:
     engine = CountingEngine(Counting(step_us=0), 100)
     resumed = row()
     resumed.ids += [5, 6]
@@ -51,7 +51,7 @@ def test_the_engine_draws_what_the_formula_says_also_in_the_middle() -> None:
     assert engine.memory().kv == 0
 
 
-def test_it_claims_memory_as_it_is_told() -> None:
+def test_the_memory_report_follows_the_settings() -> None:
     engine = CountingEngine(Counting(load_bytes=1005), 0)
     seen: list[tuple[int, int]] = []
     engine.load(lambda tensors, size: seen.append((tensors, size)))

@@ -11,9 +11,9 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-import mlxpool.worker.engine.factory
+import mlxpool.worker.compute.model_source
 
-DEMO = Path(mlxpool.worker.engine.factory.__file__).parents[1] / "demo"
+DEMO = Path(mlxpool.worker.compute.model_source.__file__).parents[1] / "demo"
 FILES = {
     "LICENSE-PSF.txt",
     "README.md",
@@ -63,7 +63,7 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     return shapes
 
 
-def test_the_folder_is_whole_and_at_most_8_mb() -> None:
+def test_the_folder_is_complete_and_at_most_8_mb() -> None:
     sizes = {file.name: file.stat().st_size for file in DEMO.iterdir()}
     assert set(sizes) == FILES
     assert sum(sizes.values()) <= 8_000_000
@@ -91,7 +91,7 @@ def test_the_weights_are_those_that_the_config_describes() -> None:
         "",
     ],
 )
-def test_text_comes_back_from_its_tokens(tokenizer: Tokenizer, text: str) -> None:
+def test_decoding_returns_the_encoded_text(tokenizer: Tokenizer, text: str) -> None:
     encoding = tokenizer.encode(text)
     assert encoding.tokens[:1] == [END]
     assert tokenizer.decode(encoding.ids) == text
@@ -105,7 +105,7 @@ def test_the_tokenizer_agrees_with_the_config(tokenizer: Tokenizer) -> None:
         assert settings["bos_token_id"] == settings["eos_token_id"] == end
 
 
-def test_the_chat_template_makes_comments_of_words() -> None:
+def test_the_chat_template_writes_user_messages_as_comments() -> None:
     settings = read("tokenizer_config.json")
     template = ImmutableSandboxedEnvironment().from_string(settings["chat_template"])
     messages = [
@@ -120,7 +120,7 @@ def test_the_chat_template_makes_comments_of_words() -> None:
     )
 
 
-def test_it_needs_fewer_bits_per_byte_than_xz() -> None:
+def test_the_model_compresses_better_than_xz() -> None:
     figures = read("training.json")
     bits = figures["bits_per_byte"]
     assert 0 < bits < figures["xz_after_source_bits_per_byte"] < figures["xz_bits_per_byte"]

@@ -15,7 +15,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention import layouts  # noqa: E402
-from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
@@ -118,7 +118,7 @@ def drawn(engine: ModelEngine, called: set[str], *, fused: bool) -> list[list[Sa
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_kernel_in_an_engine_changes_nothing(
+def test_kernels_do_not_change_the_tokens_of_an_engine(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logprobs equal those of float32 but for rounding, while the tokens before are equal."""
@@ -129,11 +129,10 @@ def test_every_kernel_in_an_engine_changes_nothing(
         changes = {**changes, "quantization": {"group_size": 64, "bits": 4}}
     folder = inspect(write_checkpoint(tmp_path, weights=halved(weights), **changes))
     plain = drawn(ModelEngine(load(folder), layout="rows", lookahead=False), set(), fused=False)
-    monkeypatch.setattr("mlxpool.worker.weights.load._dtype", lambda folder: mx.bfloat16)
-    loaded = load(folder)
+    loaded = load(folder, dtype=mx.bfloat16)
     machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
     with machine as called:
-        monkeypatch.setattr(layouts, "_writes_in_place", lambda shape, on_gpu: True)
+        monkeypatch.setattr(layouts, "writes_in_place", lambda shape, on_gpu: True)
         engine = ModelEngine(loaded, layout="pool", lookahead=False, blocks=30)
         assert engine.layout == "pool, own kernels"
         ours = drawn(engine, called, fused="latent_attention" not in expected)

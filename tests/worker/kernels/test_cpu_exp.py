@@ -9,7 +9,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core")
 
-from mlxpool.worker.attention import softmax  # noqa: E402
+from mlxpool.worker.attention.dot_product import softmax_average  # noqa: E402
 from mlxpool.worker.kernels import cpu_exp  # noqa: E402
 from mlxpool.worker.kernels.cpu_exp import MIN_ARGUMENT, MIN_SIZE  # noqa: E402
 
@@ -34,7 +34,7 @@ def compiled() -> Iterator[None]:
 
 @on_cpu
 @pytest.mark.usefixtures("fast")
-def test_exp_is_exact_enough_wherever_it_counts() -> None:
+def test_exp_has_a_bounded_relative_error() -> None:
     x = np.concatenate([np.linspace(-150, 0, 100_001), np.linspace(-1e-3, 0, 1001)])
     x = x.astype(np.float32)
     got = np.array(cpu_exp.exp_below(mx.array(x)), dtype=np.float64)
@@ -50,7 +50,7 @@ def test_exp_is_exact_enough_wherever_it_counts() -> None:
 
 @on_cpu
 @pytest.mark.usefixtures("fast")
-def test_what_is_no_number_stays_none() -> None:
+def test_exp_of_nan_is_nan() -> None:
     """NaN in scores must stay visible."""
     x = mx.concatenate([mx.full((MIN_SIZE,), -1.0), mx.array([mx.nan, -mx.inf])])
     got = np.array(cpu_exp.exp_below(x))
@@ -59,7 +59,7 @@ def test_what_is_no_number_stays_none() -> None:
 
 @on_cpu
 @pytest.mark.usefixtures("fast")
-def test_swiglu_beside_float64() -> None:
+def test_swiglu_equals_float64() -> None:
     gate = np.random.default_rng(1).normal(0, 8, (8, MIN_SIZE)).astype(np.float32)
     gate[0, :4] = 0, 120, -120, -0.0
     up = np.random.default_rng(2).normal(0, 2, gate.shape).astype(np.float32)
@@ -73,7 +73,7 @@ def test_swiglu_beside_float64() -> None:
 @on_cpu
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("beside", [0, 3])
-def test_averages_are_those_of_the_softmax(beside: int) -> None:
+def test_softmax_averages_equal_float64(beside: int) -> None:
     """`beside` scores take part in the softmax and have no value."""
     draw = np.random.default_rng(beside)
     scores = draw.normal(0, 5, (2, 3, 40, 50 + beside)).astype(np.float32)
@@ -81,19 +81,19 @@ def test_averages_are_those_of_the_softmax(beside: int) -> None:
     values = draw.normal(size=(2, 3, 50, 8)).astype(np.float32)
     shares = np.exp(scores.astype(np.float64) - scores.max(-1, keepdims=True))
     exact = (shares / shares.sum(-1, keepdims=True))[..., :50] @ values
-    got = np.array(softmax.softmax_average(mx.array(scores), mx.array(values)))
+    got = np.array(softmax_average(mx.array(scores), mx.array(values)))
     assert np.abs(got - exact).max() < 1e-5
 
 
 @on_cpu
-def test_without_a_compiler_exp_is_that_of_mlx(compiled: None) -> None:
+def test_without_a_compiler_exp_is_computed_by_mlx(compiled: None) -> None:
     mx.disable_compile()
     assert not cpu_exp.vectorised()
     x = mx.full((MIN_SIZE,), -2.5)
     assert mx.array_equal(cpu_exp.exp_below(x), mx.exp(x)).item()
 
 
-def test_few_numbers_and_other_types_are_left_to_mlx(fast: None) -> None:
+def test_small_arrays_and_other_dtypes_are_computed_by_mlx(fast: None) -> None:
     assert cpu_exp.supports(mx.zeros((MIN_SIZE,)))
     assert not cpu_exp.supports(mx.zeros((MIN_SIZE - 1,)))
     assert not cpu_exp.supports(mx.zeros((MIN_SIZE,), dtype=mx.bfloat16))

@@ -74,7 +74,7 @@ class Compiled:
 
 
 @pytest.fixture
-def lay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Compiled], None]]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Compiled], None]]:
     """Stores the machine code of TEXT from a given compiler in the folder `cache`."""
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "cache"))
     kernel_cache.build_key.cache_clear()
@@ -93,11 +93,11 @@ def lay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[C
     kernel_cache.build_key.cache_clear()
 
 
-def test_the_text_is_mlxs_to_a_letter() -> None:
+def test_the_kernel_code_equals_that_of_mlx() -> None:
     assert kernel_cache.kernel_code(TEXT, KINDS, OUTPUTS) == CODE
 
 
-def test_the_hash_is_that_of_gnus_library(tmp_path: Path) -> None:
+def test_the_hash_equals_std_hash_of_libstdcxx(tmp_path: Path) -> None:
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("a C++ compiler is not installed, whose std::hash this is compared with")
@@ -112,10 +112,10 @@ def test_the_hash_is_that_of_gnus_library(tmp_path: Path) -> None:
         assert kernel_cache.string_hash(text) == theirs(text, size)
 
 
-def test_machine_code_is_laid_once(lay: Callable[[Compiled], None], tmp_path: Path) -> None:
+def test_machine_code_is_stored_once(store: Callable[[Compiled], None], tmp_path: Path) -> None:
     compiler = Compiled()
-    lay(compiler)
-    lay(compiler)  # another process
+    store(compiler)
+    store(compiler)  # another process
     assert compiler.asked == [CODE]
     name = f"custom_kernel_mlxpool_add_{kernel_cache.string_hash(CODE.encode()):x}"
     files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
@@ -126,35 +126,35 @@ def test_machine_code_is_laid_once(lay: Callable[[Compiled], None], tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", ["txt gone", "ptx gone", "ptx empty", "txt of another"])
-def test_what_is_damaged_is_laid_again(
-    lay: Callable[[Compiled], None], tmp_path: Path, damage: str
+def test_a_damaged_file_is_stored_again(
+    store: Callable[[Compiled], None], tmp_path: Path, damage: str
 ) -> None:
-    lay(Compiled())
+    store(Compiled())
     kind, how = damage.split(" ", 1)
     (path,) = (tmp_path / "cache").glob(f"*.{kind}")
     whole = path.read_bytes()
     path.unlink() if how == "gone" else path.write_bytes(b"" if how == "empty" else b"# 0\n")
     compiler = Compiled()
-    lay(compiler)
+    store(compiler)
     assert compiler.asked == [CODE] and path.read_bytes() == whole
 
 
-def test_an_upgrade_in_place_lays_nothing_under_the_old_name(
-    lay: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_after_an_upgrade_in_place_nothing_is_stored_under_the_old_name(
+    store: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel_cache.build_key()
-    monkeypatch.setattr(kernel_cache, "_texts", lambda: "those of tomorrow")
+    monkeypatch.setattr(kernel_cache, "_texts", lambda: "other texts")
     compiler = Compiled()
-    lay(compiler)
+    store(compiler)
     assert compiler.asked == [CODE] and list((tmp_path / "cache").iterdir()) == []
 
 
-def test_where_nothing_can_be_written_nothing_is_compiled(
-    lay: Callable[[Compiled], None], monkeypatch: pytest.MonkeyPatch
+def test_without_write_access_nothing_is_compiled(
+    store: Callable[[Compiled], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)
     compiler = Compiled()
-    lay(compiler)
+    store(compiler)
     assert compiler.asked == []
 
 
@@ -166,7 +166,7 @@ def test_where_nothing_can_be_written_nothing_is_compiled(
         ({}, "/tmp/mlx/VERSION/ptx"),
     ],
 )
-def test_the_folder_is_mlxs(
+def test_the_folder_is_that_of_mlx(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], where: str
 ) -> None:
     for name in ("MLX_PTX_CACHE_DIR", "TMPDIR", "TMP", "TEMP", "TEMPDIR"):
@@ -182,38 +182,40 @@ def test_the_folder_is_mlxs(
 @pytest.mark.parametrize(
     "error", [RuntimeError("no such type"), AttributeError("nvrtcGetCUBIN"), OSError("gone")]
 )
-def test_where_nothing_can_be_compiled_mlx_compiles(
-    lay: Callable[[Compiled], None],
+def test_mlx_compiles_where_we_cannot(
+    store: Callable[[Compiled], None],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     error: Exception,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        lay(Compiled(error))
+        store(Compiled(error))
     assert list((tmp_path / "cache").iterdir()) == []
     assert f"MLX compiles our kernel mlxpool_add by itself: {error}" in caplog.text
     assert len(caplog.records) == 1
 
 
-def test_a_file_is_whole_or_not_there(
-    lay: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_is_complete_or_absent(
+    store: Callable[[Compiled], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    lay(Compiled())
+    store(Compiled())
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_costs_nothing(
-    lay: Callable[[Compiled], None], tmp_path: Path
+def test_a_folder_that_cannot_be_made_raises_nothing(
+    store: Callable[[Compiled], None], tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_text("a file")
-    lay(Compiled())
+    store(Compiled())
 
 
-def test_other_texts_have_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_build_key_changes_with_kernels_and_mlx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = kernel_cache.build_key()
     for path in kernel_cache.CUDA_FOLDER.glob("*.cu*"):
         shutil.copy(path, tmp_path)
@@ -230,7 +232,7 @@ def test_other_texts_have_other_names(tmp_path: Path, monkeypatch: pytest.Monkey
     kernel_cache.build_key.cache_clear()
 
 
-def test_nvidias_compiler_takes_a_kernel_and_says_what_is_wrong(
+def test_nvidias_compiler_compiles_a_kernel_and_reports_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if simt.nvidia() is None:
@@ -259,7 +261,7 @@ def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
         assert kernel_cache._compiler.__wrapped__() is None
 
 
-def test_an_unknown_mlx_compiles_by_itself(
+def test_an_unknown_version_of_mlx_compiles_by_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernel_cache, "_architecture", lambda: "sm_90a")
@@ -275,7 +277,7 @@ def test_an_unknown_mlx_compiles_by_itself(
     assert kernel_cache._compiler.__wrapped__() is None
 
 
-def test_headers_are_found_beside_mlx_or_where_the_system_has_them(
+def test_headers_are_found_beside_mlx_or_in_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "include").mkdir()
@@ -288,19 +290,19 @@ def test_headers_are_found_beside_mlx_or_where_the_system_has_them(
 
 
 @pytest.mark.skipif(not ON_GPU, reason="MLX has no CUDA GPU here")
-def test_mlx_reads_what_lies_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlx_reads_the_stored_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX fails on a stored file that is no machine code, so it reads these files."""
     x = mx.ones((1, 96), mx.bfloat16)
-    laid: list[Path] = []
+    stored: list[Path] = []
     write = kernel_cache._write
 
     def spoiled(path: Path, code: bytes, *names: str) -> None:
         write(path, b"nonsense", *names)
-        laid.append(path)
+        stored.append(path)
 
     monkeypatch.setattr(kernel_cache, "_write", spoiled)
     with pytest.raises(RuntimeError, match="Failed to load compiled custom_kernel_mlxpool_norm"):
         mx.eval(rms_norm.add_norm(x, x, x[0], 0.0009765625))
-    for path in laid:
+    for path in stored:
         path.unlink()
-    assert laid
+    assert stored

@@ -32,10 +32,10 @@ from mlxpool.worker.kernels import (  # noqa: E402
 )
 from mlxpool.worker.kernels.matmul_small import FusedOps  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
-from mlxpool.worker.layers.interface import Rope  # noqa: E402
+from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.sampling.batch import SamplingBatch  # noqa: E402
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE  # noqa: E402
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -63,7 +63,7 @@ def cases(few: Iterable[Any], more: Iterable[Any]) -> list[Any]:
     return [*few, *(one for one in more if ON_GPU and one not in few)]
 
 
-def test_constants_are_declared_in_c() -> None:
+def test_constants_are_declared_in_cuda() -> None:
     found = kernel_builder.declarations({"A": 3, "B": True, "C": 0.125, "N": mx.bfloat16})
     assert found == (
         "constexpr int A = 3;\nconstexpr bool B = true;\nconstexpr float C = 0.125f;\n"
@@ -71,7 +71,7 @@ def test_constants_are_declared_in_c() -> None:
     )
 
 
-def test_a_kernel_is_named_by_its_file() -> None:
+def test_the_text_of_a_kernel_includes_its_file() -> None:
     names, file = kernel_builder.source_text("rms_norm", ["x", "y"]).splitlines()
     assert (names.strip(), Path(file.split('"')[1]).name) == ("//", "rms_norm.cu")
     assert kernel_builder.source_text("paged_attention", ["q", "table"]).startswith(
@@ -82,7 +82,7 @@ def test_a_kernel_is_named_by_its_file() -> None:
         assert text.count("{") == text.count("}") > 0
 
 
-def test_how_rows_are_parted() -> None:
+def test_rows_are_divided_into_parts() -> None:
     assert paged_attention.parts_for(1, 64) == 1
     assert paged_attention.parts_for(8, 2000) == 8
     assert paged_attention.parts_for(512, 100_000) == 1
@@ -98,7 +98,7 @@ def test_how_rows_are_parted() -> None:
     ]
 
 
-def test_how_a_weight_is_cut() -> None:
+def test_weights_are_divided_among_warps_tiles_and_splits() -> None:
     warps = [kernel_builder.warps_of(columns // 32, 16) for columns in (32, 96, 256, 2048, 14336)]
     assert warps == [1, 1, 2, 16, 16]
     assert [kernel_builder.warps_of(columns // 128, 8) for columns in (128, 2048, 14336)] == [
@@ -115,7 +115,7 @@ def test_how_a_weight_is_cut() -> None:
     assert matmul_tiled.splits_of(128, 128) == 2
 
 
-def test_what_the_kernels_serve() -> None:
+def test_shapes_and_dtypes_that_kernels_support() -> None:
     assert paged_attention.supports(32, 8, 128, 128, mx.bfloat16)
     assert not paged_attention.supports(32, 8, 128, 128, mx.float32)
     assert not paged_attention.supports(34, 2, 128, 128, mx.bfloat16)
@@ -133,7 +133,7 @@ def test_what_the_kernels_serve() -> None:
     assert not matmul_small.supports(8, 2050, 4096, mx.bfloat16)
 
 
-def test_a_kernel_that_fails_is_told_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_fails_is_logged_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
     def fails() -> bool:
         raise RuntimeError("no such instruction")
 
@@ -154,7 +154,7 @@ class Rows:
     def __init__(self, pairs: int, size: int, dtype: Any, lengths: Sequence[int] = LENGTHS) -> None:
         count = len(lengths)
         blocks = count * WIDTH
-        shape = (blocks, pairs, BLOCK_SIZE, size)
+        shape = (blocks, pairs, KV_BLOCK_TOKENS, size)
         self.pools = [mx.full(shape, float("nan"), dtype=dtype) for _ in "kv"]
         self.table = mx.random.permutation(blocks).reshape(count, WIDTH).astype(mx.int32)
         self.fresh = [mx.random.normal((count, pairs, size)).astype(dtype) for _ in "kv"]
@@ -165,7 +165,10 @@ class Rows:
             old = [mx.random.normal((length - 1, pairs, size)).astype(dtype) for _ in "kv"]
             if length > 1:
                 places = mx.arange(length - 1)
-                slots = self.table[row][places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+                slots = (
+                    self.table[row][places // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS
+                    + places % KV_BLOCK_TOKENS
+                )
                 for pool, one in zip(self.pools, old, strict=True):
                     mx.eval(block_write.write_tokens(pool, one, slots.astype(mx.int32)))
             self.old.append(old)
@@ -177,8 +180,8 @@ class Rows:
     def written(self, row: int) -> list[Any]:
         """Returns the new key and value in the pool."""
         at = LENGTHS[row] - 1
-        block = self.table[row, at // BLOCK_SIZE]
-        return [_numbers(pool[block, :, at % BLOCK_SIZE]) for pool in self.pools]
+        block = self.table[row, at // KV_BLOCK_TOKENS]
+        return [_numbers(pool[block, :, at % KV_BLOCK_TOKENS]) for pool in self.pools]
 
 
 def _numbers(array: Any) -> Any:
@@ -248,7 +251,7 @@ FEW = [
     ("size", "group", "dtype", "rope", "window", "sinks"),
     cases(FEW, [(*case, *seen) for case in CASES for seen in SEEN]),
 )
-def test_the_kernel_is_attention(
+def test_the_attention_kernel_equals_float64(
     size: int, group: int, dtype: str, rope: str, window: int, sinks: bool
 ) -> None:
     """Compares with float64, for lengths around all boundaries, with NaN in unused memory."""
@@ -300,7 +303,7 @@ CHUNKS = [
 @pytest.mark.parametrize(
     ("size", "group", "count", "dtype", "window", "sinks"), cases(CHUNKS[:3], CHUNKS)
 )
-def test_tokens_of_a_row_read_it_together(
+def test_tokens_of_one_row_share_a_matrix_in_the_attention_kernel(
     size: int, group: int, count: int, dtype: str, window: int, sinks: bool
 ) -> None:
     """After many and few tokens, with padding at the end."""
@@ -320,7 +323,7 @@ def test_tokens_of_a_row_read_it_together(
         positions = mx.concatenate([slots[:real], mx.zeros((nobody,))]).astype(mx.int32)
         for pool, old in zip(rows.pools, rows.fresh, strict=True):
             at = before + real - 1  # the last of the row's tokens is there, too
-            slot = rows.table[0, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+            slot = rows.table[0, at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS
             mx.eval(block_write.write_tokens(pool, old, slot[None].astype(mx.int32)))
         keys, values = (
             np.concatenate([_numbers(old), _numbers(new[0])[None]])
@@ -348,7 +351,7 @@ def test_tokens_of_a_row_read_it_together(
         itertools.product(float32_attention.HEAD_SIZES, (1, 4, 7), (1, 8), (0, 100)),
     ),
 )
-def test_the_kernel_without_tensor_cores_is_attention(
+def test_the_float32_attention_kernel_equals_float64(
     size: int, group: int, parts: int, window: int
 ) -> None:
     mx.random.seed(size + group)
@@ -385,7 +388,9 @@ LINES = [
 
 @runs
 @pytest.mark.parametrize(("size", "rank", "heads", "dtype"), cases(LINES[:2], LINES))
-def test_the_kernel_reads_lines_of_all_heads(size: int, rank: int, heads: int, dtype: str) -> None:
+def test_the_latent_attention_kernel_equals_float64(
+    size: int, rank: int, heads: int, dtype: str
+) -> None:
     """Compares with float64; the value is the first numbers of the key."""
     kind = getattr(mx, dtype)
     mx.random.seed(size + heads)
@@ -411,7 +416,7 @@ def test_the_kernel_reads_lines_of_all_heads(size: int, rank: int, heads: int, d
 @runs
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("size", cases([2880], [8, 256, 2048, 4096, 8192]))
-def test_the_kernel_adds_and_norms(size: int, dtype: str) -> None:
+def test_the_norm_kernel_adds_and_norms(size: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
     x, y = (mx.random.normal((5, size)).astype(kind) for _ in range(2))
     weight = mx.random.normal((size,)).astype(kind)
@@ -433,7 +438,7 @@ SIZES = [(32, 32), (64, 128), (96, 64), (2048, 1024), (4096, 256), (14336, 512)]
         [(*size, dtype) for size in SIZES for dtype in ("float16", "bfloat16")],
     ),
 )
-def test_the_kernels_multiply_lines(columns: int, rows: int, dtype: str) -> None:
+def test_the_matmul_kernels_equal_float64(columns: int, rows: int, dtype: str) -> None:
     """Up to sixteen tokens, and more with split columns."""
     kind = getattr(mx, dtype)
     weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
@@ -452,7 +457,7 @@ def test_the_kernels_multiply_lines(columns: int, rows: int, dtype: str) -> None
 
 @runs
 @pytest.mark.parametrize(("columns", "rows"), cases([(96, 64), (640, 128)], SIZES))
-def test_products_of_few_lines_norm_them_and_add(columns: int, rows: int) -> None:
+def test_the_small_matmul_kernel_fuses_norm_and_addition(columns: int, rows: int) -> None:
     """Vectors of very different RMS, one of them below the norm's epsilon."""
     weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
     gain = (1 + 0.5 * mx.random.normal((columns,))).astype(mx.bfloat16)
@@ -491,7 +496,7 @@ FOURS = itertools.product([(128, 64), (2048, 1024), (14336, 256)], matmul_4bit.G
         [(*size, group, dtype) for size, group, dtype in FOURS],
     ),
 )
-def test_the_kernel_multiplies_with_four_bits(
+def test_the_4_bit_matmul_kernel_equals_float64(
     columns: int, rows: int, group: int, dtype: str
 ) -> None:
     kind = getattr(mx, dtype)
@@ -527,7 +532,7 @@ def test_the_kernel_multiplies_with_four_bits(
         itertools.product([2, 3, 4, 5, 6, 8], [32, 64, 128], HALVES),
     ),
 )
-def test_the_kernel_opens_weights(bits: int, group: int, dtype: str) -> None:
+def test_the_dequantise_kernel_equals_mlx(bits: int, group: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
     numbers = mx.random.normal((33, 3 * group)).astype(kind)
     weight, scales, biases = mx.quantize(numbers, group_size=group, bits=bits)
@@ -569,7 +574,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
         itertools.product([3, 257, 5000, 128_256], [0.0, 1.0, 8.0], ["float32", "bfloat16"]),
     ),
 )
-def test_the_kernel_draws_what_the_slow_way_draws(size: int, spread: float, dtype: str) -> None:
+def test_the_sampling_kernel_samples_the_same_tokens(size: int, spread: float, dtype: str) -> None:
     """Samples the same tokens, except for near-ties."""
     picked = random.Random(size)
     rows = [Options.parse(picked.choice(OPTIONS)) for _ in range(64)]
@@ -587,7 +592,7 @@ def test_the_kernel_draws_what_the_slow_way_draws(size: int, spread: float, dtyp
 
 
 @runs
-def test_the_kernel_tells_of_logits_that_are_no_numbers() -> None:
+def test_the_sampling_kernel_reports_logits_that_are_no_numbers() -> None:
     logits = mx.zeros((4, 500))
     logits[0, 3] = float("nan")
     logits[1, 499] = float("inf")

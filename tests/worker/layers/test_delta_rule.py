@@ -9,7 +9,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.layers import delta_rule  # noqa: E402
 from mlxpool.worker.layers.delta_rule import CHUNK, GatedDeltaRule  # noqa: E402
-from mlxpool.worker.layers.interface import RecurrentState  # noqa: E402
+from mlxpool.worker.layers.layer_types import RecurrentState  # noqa: E402
 
 HEADS, RATIO, KEY, VALUE = 2, 3, 8, 5
 Inputs = tuple[np.ndarray, ...]

@@ -23,10 +23,10 @@ from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
 from mlxpool.worker.layers.linear import ConcatenatedLinear, QuantisedLinear  # noqa: E402
 from mlxpool.worker.layers.quantisation import MODES, QuantLayout  # noqa: E402
 from mlxpool.worker.layers.quantised_weight import CPU_DEQUANTISE_ROWS, QuantisedWeight  # noqa: E402
-from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load  # noqa: E402
+from mlxpool.worker.weights.inspect import dequantised_growth, inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from mlxpool.worker.weights.locate import find_files  # noqa: E402
-from mlxpool.worker.weights.memory_estimate import dequantised_growth, dequantises_at_load  # noqa: E402
 
 # Arguments of mlx_lm.convert: mode, bits, group size, and settings of single modules.
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
@@ -77,7 +77,7 @@ PROMPT = [int(token) for token in np.random.default_rng(7).integers(0, 256, 37)]
 
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxpool.worker.weights.load._dtype", lambda folder: mx.float32)
+    monkeypatch.setattr("mlxpool.worker.weights.load.device_dtype", lambda folder: mx.float32)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker.attention.rotary import RotaryEmbedding  # noqa: E402
-from mlxpool.worker.layers.interface import Rope  # noqa: E402
+from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.layers.rope import SCALINGS, parse_rope, yarn_mscale  # noqa: E402
 
 SETTINGS: dict[str, Any] = {

@@ -21,8 +21,8 @@ from mlxpool.common.options import Options
 from mlxpool.worker import models
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
-from mlxpool.worker.engine.engine import ModelEngine
-from mlxpool.worker.layers.cache_specs import RecurrentSpec
+from mlxpool.worker.caches.specs import RecurrentSpec
+from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.weights.inspect import inspect

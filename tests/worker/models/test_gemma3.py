@@ -18,7 +18,7 @@ from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch, RowSpan  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
-from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.models.gemma3 import geglu  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
@@ -152,9 +152,9 @@ def test_soft_capped_scores_are_the_same_in_every_way(tmp_path: Path) -> None:
     plain = logits_of(write_checkpoint(tmp_path / "plain", **GEMMA | ALL_FULL))
     path = write_checkpoint(tmp_path / "capped", **GEMMA | ALL_FULL, attn_logit_softcapping=0.5)
     capped, exact = logits_of(path), logits_of(path, deterministic=True)
-    room = 1e-4 * np.abs(capped).max()
-    assert np.abs(capped - plain).max() > 10 * room
-    assert np.abs(capped - exact).max() < room
+    tolerance = 1e-4 * np.abs(capped).max()
+    assert np.abs(capped - plain).max() > 10 * tolerance
+    assert np.abs(capped - exact).max() < tolerance
 
 
 def test_gelu() -> None:

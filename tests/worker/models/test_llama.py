@@ -13,7 +13,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from worker.models.conformance import (  # noqa: E402
     WAYS,
     Case,
@@ -85,7 +85,7 @@ def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None
 
 
 def test_the_demo_model_equals_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxpool.worker.weights.load._dtype", lambda folder: mx.float32)
+    monkeypatch.setattr("mlxpool.worker.weights.load.device_dtype", lambda folder: mx.float32)
     demo = Path(models.__file__).parent.parent / "demo"
     if not (demo / "config.json").is_file():
         pytest.skip("the demo model is not built yet")

@@ -13,7 +13,7 @@ pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
-from mlxpool.worker.layers.cache_specs import KeyValueSpec, RecurrentSpec
+from mlxpool.worker.caches.specs import KeyValueSpec, RecurrentSpec
 from mlxpool.worker.layers.delta_net import rows_by_kind
 from support.stored_checkpoints import after, converted, one_by_one
 from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised

@@ -70,7 +70,9 @@ def test_off_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("make", [tree, single])
-def test_exact_match_seed(make: Callable[[], PrefixCache[ListRow]]) -> None:
+def test_an_exact_match_reuses_all_but_the_last_token(
+    make: Callable[[], PrefixCache[ListRow]],
+) -> None:
     """ExactMatchSeed: the last token is never cached."""
     cache = make()
     prompt = [1, 2, 3, 4, 5]
@@ -79,21 +81,23 @@ def test_exact_match_seed(make: Callable[[], PrefixCache[ListRow]]) -> None:
 
 
 @pytest.mark.parametrize("make", [tree, single])
-def test_conversation_resumption(make: Callable[[], PrefixCache[ListRow]]) -> None:
+def test_the_next_turn_reuses_the_conversation(make: Callable[[], PrefixCache[ListRow]]) -> None:
     cache = make()
     serve(cache, A, (20, 21, 22))
     assert serve(cache, [*A, 20, 21, 22, 30, 31]) == len(A) + 2
 
 
 @pytest.mark.parametrize("make", [tree, single])
-def test_prompt_inside_what_is_held(make: Callable[[], PrefixCache[ListRow]]) -> None:
+def test_a_prompt_that_is_a_kept_prefix_is_reused(make: Callable[[], PrefixCache[ListRow]]) -> None:
     cache = make()
     serve(cache, A)
     assert serve(cache, A[:3]) == 2
 
 
 @pytest.mark.parametrize("make", [tree, single])
-def test_cancelled_prefill_keeps_its_part(make: Callable[[], PrefixCache[ListRow]]) -> None:
+def test_a_cancelled_prefill_keeps_what_was_computed(
+    make: Callable[[], PrefixCache[ListRow]],
+) -> None:
     cache, prompt = make(), [*range(47)]
     assert [serve(cache, prompt, stop_at=at) for at in (18, 36, 46)] == [0, 18, 36]
 
@@ -109,7 +113,7 @@ def test_cancel_before_any_prefill_leaves_nothing(
 
 
 @pytest.mark.parametrize("make", [tree, single])
-def test_a_token_in_flight_is_forgotten(make: Callable[[], PrefixCache[ListRow]]) -> None:
+def test_a_token_in_flight_is_dropped(make: Callable[[], PrefixCache[ListRow]]) -> None:
     cache = make()
     row, _ = cache.begin(A)
     row.feed([*A, 20, 99])  # 99 was sampled ahead and never sent
@@ -129,7 +133,7 @@ def test_counters_and_clear(make: Callable[[], PrefixCache[ListRow]]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_row_is_given_back_once(mode: str) -> None:
+def test_every_row_is_released_once(mode: str) -> None:
     store = ListStore()
     cache = prefix_cache.make_prefix_cache(mode, store, ROOMY)
     for prompt in (A, B, [77, 78], C):
@@ -144,7 +148,7 @@ def test_every_row_is_given_back_once(mode: str) -> None:
 # ---- single: the exact rules of one entry --------------------------------------------------------
 
 
-def test_single_finds_only_the_last() -> None:
+def test_single_reuses_the_last_sequence_only() -> None:
     cache = single()
     assert serve(cache, A, (20, 21)) == 0
     assert cache.nbytes == 9 * CELL  # 1..8 and 20: the last token was never computed
@@ -152,7 +156,7 @@ def test_single_finds_only_the_last() -> None:
     assert serve(cache, C) == 5
 
 
-def test_single_takes_the_entry() -> None:
+def test_single_gives_its_entry_to_one_row() -> None:
     cache = single()
     serve(cache, A)
     first, _ = cache.begin(A)
@@ -168,7 +172,7 @@ def test_single_keeps_what_closed_last() -> None:
     assert serve(cache, A) == 5
 
 
-def test_single_gives_up_what_does_not_fit() -> None:
+def test_single_drops_a_row_above_the_budget() -> None:
     cache = single(7 * CELL)
     serve(cache, A, (9,))
     assert cache.nbytes == 0
@@ -189,7 +193,7 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 
 
 @given(st.lists(st.tuples(prompts, prompts, st.integers(0, 8)), max_size=8))
-def test_single_finds_exactly_what_the_last_left(
+def test_single_reuses_exactly_the_common_prefix(
     requests: list[tuple[list[int], list[int], int]],
 ) -> None:
     cache = single()
@@ -209,7 +213,7 @@ def test_single_finds_exactly_what_the_last_left(
 # ---- tree ----------------------------------------------------------------------------------------
 
 
-def test_branch_creation_and_reuse() -> None:
+def test_branches_are_created_and_reused() -> None:
     cache = tree()
     assert serve(cache, A, (20, 21)) == 0
     assert cache.nbytes == 9 * CELL
@@ -225,7 +229,7 @@ def test_branch_creation_and_reuse() -> None:
     assert cache.nbytes == unique_tokens(cache) * CELL == (5 + 3 + 3 + 1 + 2) * CELL
 
 
-def test_branch_switch_restores() -> None:
+def test_a_switch_of_branches_restores_the_cells() -> None:
     cache = tree()
     for _ in range(2):
         serve(cache, A, (20,))
@@ -268,7 +272,7 @@ def test_lru_only_updates_used_nodes() -> None:
     assert set(edges(cache)) == {(*A, 50)}
 
 
-def test_the_oldest_leaf_goes_first() -> None:
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
     cache = tree()
     for first in (1, 2, 3):
         serve(cache, [first, 0, 0, 0], (9,))
@@ -280,7 +284,7 @@ def test_the_oldest_leaf_goes_first() -> None:
     assert cache.evictions == 3
 
 
-def test_a_path_in_use_stays() -> None:
+def test_a_path_in_use_is_not_evicted() -> None:
     cache = tree()
     serve(cache, A, (9,))
     serve(cache, B, (9,))
@@ -291,7 +295,7 @@ def test_a_path_in_use_stays() -> None:
     assert cache.shrink(ROOMY) == 8 * CELL
 
 
-def test_eviction_preserves_active() -> None:
+def test_eviction_keeps_the_prefix_of_running_rows() -> None:
     """EvictionPreservesActive: five chats share a system prompt; branches are evicted, it stays."""
     system = [7, 7, 7, 7, 7]
     cache = tree(20 * CELL)
@@ -306,7 +310,7 @@ def test_eviction_preserves_active() -> None:
     assert serve(cache, [*system, 1]) == 5
 
 
-def test_budget_holds_and_what_fits_is_kept() -> None:
+def test_the_budget_is_kept_and_used() -> None:
     cache = tree(10 * CELL)
     serve(cache, [*range(30)], (9,))
     assert (cache.nbytes, serve(cache, [*range(30)])) == (10 * CELL, 10)
@@ -315,7 +319,7 @@ def test_budget_holds_and_what_fits_is_kept() -> None:
     assert serve(cache, [50, 51, 52]) == 2
 
 
-def test_a_budget_of_nothing() -> None:
+def test_a_budget_of_0_keeps_nothing() -> None:
     cache = tree(0)
     assert [serve(cache, A), serve(cache, A), cache.nbytes] == [0, 0, 0]
 
@@ -327,7 +331,7 @@ def test_a_smaller_budget_applies_at_once() -> None:
     assert cache.nbytes == 0
 
 
-def test_a_long_edge_loses_its_tail_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_long_edge_is_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_tree, "MAX_PIECE", 4)
     monkeypatch.setattr(prefix_tree, "MAX_COPIED_JOIN", 2)
     cache = tree()
@@ -344,7 +348,7 @@ def test_close_of_a_row_that_was_not_begun_is_ignored() -> None:
     assert cache.nbytes == 7 * CELL
 
 
-def test_clear_while_rows_are_at_work() -> None:
+def test_clear_keeps_running_rows_valid() -> None:
     cache = tree()
     serve(cache, A, (9,))
     row, cached = cache.begin(C)
@@ -355,7 +359,7 @@ def test_clear_while_rows_are_at_work() -> None:
     check_shape(cache)
 
 
-def test_a_long_prompt_is_kept_while_it_goes_on() -> None:
+def test_keep_stores_a_prompt_that_is_still_prefilled() -> None:
     cache = tree()
     row = begun(cache, A)
     cache.keep(row, A)
@@ -368,7 +372,7 @@ def test_a_long_prompt_is_kept_while_it_goes_on() -> None:
 # ---- tree: layers that keep whole states ---------------------------------------------------------
 
 
-def test_recurrent_exact_match_seed() -> None:
+def test_recurrent_exact_match_continues_from_the_branch_point() -> None:
     """ExactMatchSeed of a recurrent model: computes all once more, later from the branch point."""
     cache = tree(stateful=True)
     prompt = [1, 2, 3, 4, 5]
@@ -382,7 +386,7 @@ def test_recurrent_branch_gets_a_restore_point() -> None:
     assert [serve(cache, B, (9,)), serve(cache, [*B[:5], 60], (9,))] == [0, 5]
 
 
-def test_recurrent_conversation_resumption() -> None:
+def test_recurrent_next_turn_reuses_the_conversation() -> None:
     cache = tree(stateful=True)
     serve(cache, A, (20, 21, 22))
     assert serve(cache, [*A, 20, 21, 22, 30, 31]) == len(A) + 2
@@ -391,7 +395,7 @@ def test_recurrent_conversation_resumption() -> None:
     )  # the older one was evicted
 
 
-def test_user_snapshot_preserves_and_resists_auto_merge() -> None:
+def test_a_requested_restore_point_is_not_merged() -> None:
     """UserSnapshotPreserves, UserSnapshotResistsAutoMerge: a hint survives with one child."""
     cache = tree(stateful=True)
     serve(cache, A, (20,), restore_at=4)
@@ -400,7 +404,7 @@ def test_user_snapshot_preserves_and_resists_auto_merge() -> None:
     assert serve(cache, [1, 2, 3, 4, 80], (9,)) == 4
 
 
-def test_snapshot_beyond_prefill_skipped() -> None:
+def test_a_restore_point_beyond_the_prefill_is_ignored() -> None:
     cache = tree(stateful=True)
     for hint in (8, 9, 100):
         serve(cache, A, (20,), restore_at=hint)
@@ -409,7 +413,7 @@ def test_snapshot_beyond_prefill_skipped() -> None:
     assert tuple(range(50, 53)) in edges(cache)
 
 
-def test_prefill_snapshots_kept_on_cancel() -> None:
+def test_restore_points_of_a_cancelled_prefill_are_kept() -> None:
     cache = tree(stateful=True)
     serve(cache, A, restore_at=3, stop_at=6)
     assert set(edges(cache)) == {(1, 2, 3), (*A[:6],)}
@@ -425,7 +429,9 @@ def test_a_long_prompt_has_restore_points(monkeypatch: pytest.MonkeyPatch) -> No
     assert serve(cache, [*prompt[:20], 77, 78]) == 16
 
 
-def test_stops_are_passed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_points_are_reported_until_the_row_is_past_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """'Captures persist over two writes': a restore point is reported until the row is past it."""
     monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 3)
     cache = tree(stateful=True)
@@ -444,7 +450,7 @@ def test_stops_are_passed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.close(row, [*range(9)])
 
 
-def test_a_state_is_of_exactly_the_tokens_that_are_recorded() -> None:
+def test_a_state_with_more_tokens_than_recorded_is_not_kept() -> None:
     cache = tree(stateful=True)
     row, _ = cache.begin(A)
     row.feed([*A, 20, 99])  # 99 is in the state, but not in the tokens
@@ -452,13 +458,13 @@ def test_a_state_is_of_exactly_the_tokens_that_are_recorded() -> None:
     assert cache.nbytes == 0
 
 
-def test_an_unwrapped_window_serves_any_place() -> None:
+def test_a_window_that_dropped_nothing_can_be_cut_anywhere() -> None:
     cache = tree(stateful=True, window=100)
     serve(cache, A, (20,))
     assert [serve(cache, B, (9,)), serve(cache, A[:3], (9,))] == [5, 2]
 
 
-def test_states_count_and_go() -> None:
+def test_snapshots_count_in_bytes_and_are_evicted() -> None:
     cache = tree(8 * CELL + 2 * STATE, stateful=True)
     serve(cache, A, (20,), restore_at=4)
     assert cache.nbytes == 8 * CELL + 2 * STATE
@@ -467,13 +473,13 @@ def test_states_count_and_go() -> None:
     assert serve(cache, [*A, 1]) == 8
 
 
-def test_a_state_that_does_not_fit_leaves_nothing() -> None:
+def test_a_snapshot_that_does_not_fit_leaves_nothing() -> None:
     cache = tree(8 * CELL + STATE - 1, stateful=True)
     serve(cache, A, (20,))
     assert cache.nbytes == 0
 
 
-def test_memory_that_runs_out_in_begin_leaks_nothing() -> None:
+def test_a_memory_error_in_begin_leaks_nothing() -> None:
     store = ListStore()
     cache: Tree = TreeCache(store, ROOMY)
     serve(cache, A)
@@ -484,7 +490,7 @@ def test_memory_that_runs_out_in_begin_leaks_nothing() -> None:
     assert (store.rows, cache.shrink(ROOMY), cache.nbytes) == (0, 8 * CELL, 0)
 
 
-def test_memory_that_runs_out_in_close_leaks_nothing() -> None:
+def test_a_memory_error_in_close_leaks_nothing() -> None:
     store = ListStore(stateful=True)
     cache: Tree = TreeCache(store, ROOMY)
     row = begun(cache, A)
@@ -501,7 +507,7 @@ def test_memory_that_runs_out_in_close_leaks_nothing() -> None:
 
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("style", ["keep", "drop", "away"])
-def test_scenario_conversation_turns(
+def test_ten_turns_of_a_conversation(
     style: str, stateful: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ScenarioConversationTurns: ten turns that keep or drop answers, or branch off and return."""
@@ -522,7 +528,7 @@ def test_scenario_conversation_turns(
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_scenario_cancelled_prefills(stateful: bool) -> None:
+def test_repeatedly_cancelled_prefills(stateful: bool) -> None:
     """ScenarioCancelledPrefills: 47 tokens cancelled at 18, a probe that shares 18, two retries."""
     cache, prompt = tree(stateful=stateful), [*range(47)]
     serve(cache, prompt, stop_at=18)
@@ -532,7 +538,7 @@ def test_scenario_cancelled_prefills(stateful: bool) -> None:
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_scenario_divergent_cancels(stateful: bool) -> None:
+def test_cancelled_prefills_that_diverge(stateful: bool) -> None:
     """ScenarioDivergentCancels: cancelled below and above a restore point, then in full."""
     cache, prompt = tree(stateful=stateful), [*range(40)]
     serve(cache, prompt, restore_at=20, stop_at=10)

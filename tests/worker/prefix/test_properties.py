@@ -210,7 +210,9 @@ WORLDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "tight"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_any_order_of_calls(world: str, roomy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_in_any_order_keep_the_invariants(
+    world: str, roomy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prefix_tree, "MAX_PIECE", 8)  # two blocks
     monkeypatch.setattr(prefix_cache, "RESTORE_POINT_INTERVAL", 6)
     monkeypatch.setattr(prefix_tree, "MAX_COPIED_JOIN", 3)

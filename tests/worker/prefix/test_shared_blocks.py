@@ -13,7 +13,7 @@ SIZE = 4
 BLOCK = CELL * SIZE
 
 
-def test_a_pool_counts_holders() -> None:
+def test_a_pool_counts_references() -> None:
     pool = BlockPool(2)
     one, two = pool.allocate(), pool.allocate()
     assert (one, two, pool.free) == (0, 1, 0)
@@ -26,7 +26,7 @@ def test_a_pool_counts_holders() -> None:
         pool.drop_reference(one)
 
 
-def test_a_pool_without_blocks_says_so() -> None:
+def test_a_pool_without_free_blocks_raises() -> None:
     pool = BlockPool(3)
     for _ in range(3):
         pool.allocate()
@@ -49,7 +49,7 @@ def begun(
 
 
 @pytest.mark.parametrize("shared", [*range(1, 13)])
-def test_entering_copies_the_partly_filled_block_only(shared: int) -> None:
+def test_begin_copies_a_partly_filled_block_only(shared: int) -> None:
     memory = PagedMemory(50, SIZE)
     cache = TreeCache(memory.store, 10**9)
     assert begun(memory, cache, [*range(12)]) == 0
@@ -58,7 +58,7 @@ def test_entering_copies_the_partly_filled_block_only(shared: int) -> None:
     assert (cached, memory.read(row)) == (12, cells_of(range(12)))
 
 
-def test_leaving_copies_nothing_and_frees_what_nobody_has() -> None:
+def test_close_copies_nothing_and_frees_unreferenced_blocks() -> None:
     memory = PagedMemory(50, SIZE)
     cache = TreeCache(memory.store, 10**9)
     row, _ = cache.begin([*range(10)])
@@ -69,7 +69,7 @@ def test_leaving_copies_nothing_and_frees_what_nobody_has() -> None:
     assert memory.pool.free == 50
 
 
-def test_a_row_that_goes_on_leaves_the_kept_block_alone() -> None:
+def test_a_row_copies_a_kept_block_before_it_writes() -> None:
     memory = PagedMemory(50, SIZE)
     cache = TreeCache(memory.store, 10**9)
     prompt = [*range(10)]
@@ -84,7 +84,7 @@ def test_a_row_that_goes_on_leaves_the_kept_block_alone() -> None:
     assert memory.read(row) == cells_of(prompt)
 
 
-def test_rows_on_one_path_hold_its_blocks_once() -> None:
+def test_rows_of_one_path_share_its_blocks() -> None:
     memory = PagedMemory(50, SIZE)
     cache = TreeCache(memory.store, 10**9)
     begun(memory, cache, [*range(16)])
@@ -95,7 +95,7 @@ def test_rows_on_one_path_hold_its_blocks_once() -> None:
     assert (memory.pool.free, memory.copies) == (50 - 4 - 5, 0)
 
 
-def test_a_row_that_runs_out_of_blocks_is_as_long_as_before() -> None:
+def test_a_row_without_a_free_block_keeps_its_length() -> None:
     memory = PagedMemory(2, SIZE)
     cache = TreeCache(memory.store, 10**9)
     row, _ = cache.begin([*range(9)])
@@ -116,7 +116,7 @@ def test_the_budget_counts_blocks() -> None:
     assert (cached, memory.read(row)) == (8, cells_of(range(8)))
 
 
-def test_a_row_forgets_whole_blocks() -> None:
+def test_rewind_frees_whole_blocks() -> None:
     memory = PagedMemory(50, SIZE)
     row = memory.store.new_row()
     memory.feed(row, [*range(10)])

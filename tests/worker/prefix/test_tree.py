@@ -48,7 +48,7 @@ def cells(tree: ListTree, tokens: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize(
     ("tokens", "found"), [([1, 2, 3, 4, 5], 5), ([1, 2, 3, 6, 7], 5), ([1, 2, 3, 9], 3), ([9], 0)]
 )
-def test_find_best_match(tokens: list[int], found: int) -> None:
+def test_the_longest_match_is_found(tokens: list[int], found: int) -> None:
     """FindBestMatch: [1..5] split at 3, then + [6, 7]."""
     tree = planted(ListStore(), [1, 2, 3, 4, 5], [1, 2, 3, 6, 7])
     assert shape(tree.root) == {(1, 2, 3): {(4, 5): {}, (6, 7): {}}}
@@ -63,7 +63,7 @@ def test_a_match_ends_at_its_limit() -> None:
     assert tree.match((1, 2), 0).nodes == ()
 
 
-def test_a_path_is_given_from_the_root() -> None:
+def test_a_match_begins_at_the_root() -> None:
     """'KV snapshot [5,10) onto an empty cache: refused': paths begin at the root."""
     tree = planted(ListStore(), [*range(5)], [*range(10)], [0, 1, 2, 3, 4, 77])
     match = tree.match(tuple(range(10)), 10)
@@ -94,7 +94,7 @@ def test_split_and_merge_round_trip(join: int, first: int, second: int) -> None:
         prefix_tree.MAX_COPIED_JOIN = before
 
 
-def test_a_split_outside_an_edge_is_a_mistake() -> None:
+def test_a_split_outside_an_edge_raises() -> None:
     tree = planted(ListStore(), [1, 2, 3])
     (node,) = tree.walk()
     for at in (0, 3, 4):
@@ -110,7 +110,7 @@ def test_repeated_branching() -> None:
     }
 
 
-def test_remove_node() -> None:
+def test_drop_removes_a_leaf_and_merges_its_parent() -> None:
     store = ListStore()
     tree = planted(store, [1, 2, 3, 4, 5], [1, 2, 3, 6, 7])
     tree.drop(tree.match((1, 2, 3, 4, 5), 5).nodes[-1])
@@ -133,7 +133,7 @@ def test_a_branch_with_two_children_is_not_merged() -> None:
     assert shape(tree.root) == before
 
 
-def test_readers_and_marks_keep_a_place() -> None:
+def test_nodes_with_readers_or_restore_points_are_not_merged() -> None:
     tree = planted(ListStore(), [1, 2, 3, 4])
     upper = tree.split(next(tree.walk()), 2)
     upper.readers = 1
@@ -146,7 +146,7 @@ def test_readers_and_marks_keep_a_place() -> None:
     assert shape(tree.root) == {(1, 2, 3, 4): {}}
 
 
-def test_siblings_never_begin_alike() -> None:
+def test_siblings_never_begin_with_the_same_token() -> None:
     tree = planted(ListStore(), [1, 2, 3])
     with pytest.raises(AssertionError, match="same token"):
         tree.add(tree.root, (1, 9), [Piece(2, [0, 0])])

@@ -31,8 +31,8 @@ from support.pool import until
 from support.worker_process import TOKEN, WorkerProcess, id_of
 
 
-def ids_of(rows: list[Delta]) -> list[int]:
-    return [token for row in rows for token in unpack_ids(row.ids)]
+def ids_of(found: list[Delta]) -> list[int]:
+    return [token for one in found for token in unpack_ids(one.ids)]
 
 
 def test_hello_welcome_credit_work_and_their_history(tmp_path: Path) -> None:
@@ -40,8 +40,8 @@ def test_hello_welcome_credit_work_and_their_history(tmp_path: Path) -> None:
         hello = worker.welcome(7)
         assert hello.body["token"] == TOKEN and hello.body["digest"] == "counting-50000"
         worker.work(1, max_tokens=3)
-        rows = worker.rows_until(1)[1]
-        assert ids_of(rows) == expected_ids("xyz", 1, 3)
+        found = worker.deltas_until(1)[1]
+        assert ids_of(found) == expected_ids("xyz", 1, 3)
         credit = worker.receive(kinds.CREDIT)
         assert credit.body == {"sequences": 8, "works": 1}
         lines = [
@@ -76,7 +76,7 @@ def test_who_drops_all_runs_and_sends_hello_with_the_newest_token(tmp_path: Path
         assert (credit.kind, credit.header.epoch) == (kinds.CREDIT, 8)
         assert credit.body == {"sequences": 8, "works": 0}
         worker.work(2, max_tokens=4)
-        found = worker.rows_until(2)
+        found = worker.deltas_until(2)
         assert set(found) == {2} and ids_of(found[2]) == expected_ids("xyz", 2, 4)
         until(lambda: worker.block.read().phase == "idle", "the old run is gone")
 
@@ -174,8 +174,8 @@ def test_a_drain_with_a_prompt_in_preparation_and_a_cancel(tmp_path: Path) -> No
             message = worker.receive(kinds.YIELD, kinds.DELTAS)
             if message.kind == kinds.YIELD:
                 break
-            rows = deltas.unpack_deltas(message)
-            ended |= {row.id[0] for row in rows if row.end and row.end["reason"] == "cancelled"}
+            arrived = deltas.unpack_deltas(message)
+            ended |= {one.id[0] for one in arrived if one.end and one.end["reason"] == "cancelled"}
         assert ended == {2} and message.body["runs"] == [[id_of(1), 1]]
 
 
@@ -192,9 +192,9 @@ def test_a_resume_continues_at_its_position(tmp_path: Path) -> None:
         worker.welcome(1)
         ids = expected_ids("xyz", 1, 9)
         worker.work(1, "xyz", pack_ids(ids[:4]), resume={"count": 4, "facts": None}, max_tokens=9)
-        rows = worker.rows_until(1)[1]
-        assert rows[0].pos == 4 and ids_of(rows) == ids[4:]
-        assert "".join(row.text for row in rows) == text_of(ids[4:])
+        found = worker.deltas_until(1)[1]
+        assert found[0].pos == 4 and ids_of(found) == ids[4:]
+        assert "".join(one.text for one in found) == text_of(ids[4:])
 
 
 @pytest.mark.parametrize(
@@ -214,14 +214,14 @@ def test_a_malformed_resume_ends_its_own_run_with_bad_request(
         worker.welcome(1)
         worker.work(1, "xyz", pack_ids([5]), resume=resume)
         worker.work(2, max_tokens=1)
-        found = worker.rows_until(1, 2)
-    (row,) = found[1]
-    assert row.end is not None and row.end["code"] == "bad_request"
-    assert words in row.end["message"]
+        found = worker.deltas_until(1, 2)
+    (only,) = found[1]
+    assert only.end is not None and only.end["code"] == "bad_request"
+    assert words in only.end["message"]
 
 
 def test_a_run_prepared_for_an_older_connection_is_dropped(tmp_path: Path) -> None:
-    """Another worker has its request by now, so its run would occupy a row for ever."""
+    """Another worker has its request by now, so its run would keep a row for ever."""
     config = WorkerConfig(
         f"ipc://{tmp_path}/back", "m/0", TOKEN, "m", ModelConfig(path="builtin:counting")
     )

@@ -12,7 +12,7 @@ from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.engine.counting_engine import CountingText
 from mlxpool.worker.process.prepare import Answer, Prepared, Preparer, prepare
-from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.prompt.text_model import Opened
 
 OPENED = Opened("digest", 32, 300, CountingText())
 ID = bytes(16)

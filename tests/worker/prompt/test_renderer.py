@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from mlxpool.common.errors import BadRequest, Internal
-from mlxpool.worker.prompt.chat_template.limits import MAX_RENDERER_MEMORY, RENDERER_NICENESS
 from mlxpool.worker.prompt.chat_template.renderer import RenderedChat, Renderer
-from mlxpool.worker.prompt.chat_template.sandbox import Template
+from mlxpool.worker.prompt.chat_template.sandbox import MAX_RENDERER_MEMORY, Template
 from mlxpool.worker.prompt.chat_template.templates import DEFAULT, ChatTemplates
+from mlxpool.worker.system.idle_thread import LONG_WORK_NICENESS
 from support.pool import PATIENCE, gone, until
 
 Make = Callable[..., Renderer]
@@ -195,7 +195,7 @@ def test_the_process_inherits_no_descriptor_and_has_a_lower_priority(
     renderer = make("ok")
     renderer.render(CHAT, [], 0.0)
     (child,) = children()
-    assert child.nice() == min(os.nice(0) + RENDERER_NICENESS, 19)
+    assert child.nice() == min(os.nice(0) + LONG_WORK_NICENESS, 19)
     assert "LD_PRELOAD" not in child.environ()
     assert child.num_fds() == 4  # the three of every process, and its socket once more
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.worker.prompt.chat_template.limits import MAX_RENDERER_MEMORY
-from mlxpool.worker.prompt.chat_template.sandbox import ContentForm, Template
+from mlxpool.worker.prompt.chat_template.sandbox import MAX_RENDERER_MEMORY, ContentForm, Template
 from support.template_features import FEATURES, USER
 
 NOW = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC

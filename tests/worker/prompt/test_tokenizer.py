@@ -19,7 +19,7 @@ from mlxpool.common.protocol.to_worker import Work
 from mlxpool.worker.process.prepare import prepare
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
-from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import inspect
 from support import worker_tokenizers as zoo

@@ -15,9 +15,10 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.common.protocol.resume import Facts  # noqa: E402
-from mlxpool.worker.compute.generation import Generation  # noqa: E402
+from mlxpool.worker.compute.generations import Generation  # noqa: E402
 from mlxpool.worker.prompt.detokenizer import Detokenizer  # noqa: E402
-from mlxpool.worker.sampling.sampler import SampleRequest, sample  # noqa: E402
+from mlxpool.worker.sampling.batch import SampleRequest  # noqa: E402
+from mlxpool.worker.sampling.sampler import sample  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob  # noqa: E402
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
@@ -51,7 +52,7 @@ def tokens(logits: np.ndarray, rows: list[SampleRequest]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_batched_equals_per_slot(name: str) -> None:
+def test_a_batch_samples_the_tokens_of_single_rows(name: str) -> None:
     rows = rows_of(BATCHES[name])
     logits = logits_of(len(rows))
     alone = [tokens(logits[n : n + 1], [row])[0] for n, row in enumerate(rows)]
@@ -60,7 +61,7 @@ def test_batched_equals_per_slot(name: str) -> None:
     assert tokens(logits[subset], [rows[n] for n in subset]) == [alone[n] for n in subset]
 
 
-def test_a_row_that_left_leaks_nothing() -> None:
+def test_a_row_that_left_does_not_change_other_rows() -> None:
     rows = rows_of(BATCHES["partly filled windows"])
     logits = logits_of(len(rows))
     first = tokens(logits, rows)
@@ -69,7 +70,7 @@ def test_a_row_that_left_leaks_nothing() -> None:
     assert tokens(logits[:1], [newcomer]) == tokens(logits, [newcomer, *rows[1:]])[:1]
 
 
-def test_the_window_is_the_end_of_prompt_and_completion() -> None:
+def test_the_penalty_window_is_the_end_of_prompt_and_completion() -> None:
     """The window of 4 counts the last four of [10, 11, 12], 20 to 22, 30 to 34."""
     history: list[int] = []
     for newest in ([10, 11, 12], [20, 21, 22], [30, 31, 32, 33, 34]):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.sampling.sampler import NO_TOKEN, SampleRequest, noise_key, sample  # noqa: E402
+from mlxpool.worker.sampling.batch import NO_TOKEN, SampleRequest  # noqa: E402
+from mlxpool.worker.sampling.sampler import noise_key, sample  # noqa: E402
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 
@@ -108,26 +109,26 @@ def test_top_k_1_top_p_and_min_p() -> None:
     assert drawn_set(logs(0.5, 0.3, 0.2), min_p=0.5) == {0, 1}
 
 
-def test_top_p_is_of_what_top_k_left() -> None:
+def test_top_p_filters_what_top_k_keeps() -> None:
     assert drawn_set(logs(0.6, 0.25, 0.15), top_k=2, top_p=0.7) == {0}  # .6 / .85 > .7
     assert drawn_set(logs(0.6, 0.25, 0.15), top_k=3, top_p=0.7) == {0, 1}
     assert drawn_set(logs(0.6, 0.25, 0.15), top_p=0.7) == {0, 1}
 
 
-def test_ties_at_a_threshold_stay() -> None:
+def test_ties_at_a_threshold_are_kept() -> None:
     assert drawn_set(logs(0.6, 0.2, 0.2), top_k=2) == {0, 1, 2}
     assert drawn_set(logs(0.6, 0.2, 0.2), top_p=0.7) == {0, 1, 2}
     assert drawn_set(logs(0.6, 0.2, 0.2), top_k=2, top_p=0.7) == {0, 1, 2}
     assert drawn_set(logs(0.6, 0.2, 0.2), top_k=2, top_p=0.5) == {0}
 
 
-def test_top_p_keeps_what_has_less_than_p_above_it() -> None:
+def test_top_p_keeps_tokens_with_less_than_p_above_them() -> None:
     # halves to the last bit, though the logits differ
     assert drawn_set([0.0, -1e-8, -1e9], top_k=2, top_p=0.5) == {0}
     assert drawn_set([0.0, -1e-8, -1e9], top_k=2, top_p=0.51) == {0, 1}
 
 
-def test_edges_of_the_filters() -> None:
+def test_extreme_values_of_the_filters() -> None:
     uniform = [0.0] * 5
     assert drawn_set([4, 3, 2, 1, 0], top_p=1e-10) == {0}
     assert drawn_set([4, 3, 2, 1, 0], min_p=1.0) == {0}
@@ -142,7 +143,7 @@ def test_temperature_comes_after_top_k_and_before_top_p() -> None:
     assert drawn_set(logs(0.9, 0.05, 0.05), top_p=0.8, **flat) == {0, 1, 2}
 
 
-def test_seeds() -> None:
+def test_the_seed_decides_the_tokens() -> None:
     def text(seed: int) -> list[int]:
         rows = [draw(seed=seed, position=position, **OFF) for position in range(20)]
         return tokens(mx.zeros((20, 50)), rows)
@@ -194,7 +195,7 @@ def test_logprobs_sum_to_one_and_are_ordered() -> None:
     assert sampled.top_logprobs[1].tolist() == pytest.approx([math.log(0.2)] * 5)
 
 
-def test_logprobs_only_where_asked_and_no_more_than_there_are() -> None:
+def test_logprobs_are_given_on_request_and_bounded_by_the_vocabulary() -> None:
     assert sample(mx.zeros((1, 3)), [draw()]).logprobs is None
     many = sample(mx.zeros((1, 3)), [draw(logprobs=True, top_logprobs=20)])
     assert many.top_ids is not None and many.top_ids.shape == (1, 3)
@@ -229,7 +230,7 @@ def random_logits(rows: int, salt: int, size: int = 20) -> np.ndarray:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(draws, min_size=1, max_size=6), st.integers(0, 999))
-def test_a_row_draws_the_same_in_any_company(rows: list[SampleRequest], salt: int) -> None:
+def test_a_row_gets_the_same_token_in_any_batch(rows: list[SampleRequest], salt: int) -> None:
     logits = random_logits(len(rows), salt)
     together = tokens(mx.array(logits), rows)
     alone = [one(line.tolist(), row) for line, row in zip(logits, rows, strict=True)]

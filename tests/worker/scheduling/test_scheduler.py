@@ -6,8 +6,8 @@ import pytest
 
 from mlxpool.common.options import Options
 from mlxpool.worker.scheduling import scheduler
-from mlxpool.worker.scheduling.block_manager import (
-    BLOCK_SIZE,
+from mlxpool.worker.scheduling.kv_blocks import (
+    KV_BLOCK_TOKENS,
     activation_bytes,
     block_capacity,
     blocks_for_step,
@@ -46,13 +46,13 @@ def sequence(
     )
 
 
-def test_waiting_ones_are_admitted_in_order_as_far_as_there_are_places() -> None:
+def test_waiting_sequences_are_admitted_in_order_up_to_the_free_slots() -> None:
     live = [sequence(Phase.DECODE), *(sequence(Phase.WAITING) for _ in range(3))]
     assert scheduler.next_admissions(live, 3) == live[1:3]
     assert scheduler.next_admissions(live, 1) == []
 
 
-def test_those_who_were_sent_away_come_first_the_oldest_of_them_before_the_others() -> None:
+def test_preempted_sequences_are_admitted_first_in_order_of_arrival() -> None:
     fresh, *gone = (sequence(Phase.WAITING) for _ in range(3))
     for one in gone:
         one.preempt()
@@ -91,7 +91,7 @@ def test_chunks_get_shorter_as_the_context_gets_longer(at: int) -> None:
     assert longest_chunk(0, AREA) == 2048 and longest_chunk(at, 0) == 0
 
 
-def test_what_one_prompt_looks_back_on_is_not_there_for_the_next() -> None:
+def test_prompts_share_the_query_key_pairs_of_a_step() -> None:
     long = sequence(Phase.PREFILL, 5000, prefilled=4096)
     after = sequence(Phase.PREFILL, 5000)
     assert plan([long, after], 2048).prefill == ((long, longest_chunk(4096, AREA)),)
@@ -110,29 +110,29 @@ def test_what_one_prompt_looks_back_on_is_not_there_for_the_next() -> None:
         (True, 1.0, MIN_CHUNK),
     ],
 )
-def test_running_streams_are_held_up_for_a_moment_only(
+def test_a_chunk_delays_running_streams_for_a_bounded_time(
     streams: bool, token_seconds: float, expected: int
 ) -> None:
     assert prefill_budget(2048, streams, token_seconds) == pytest.approx(expected, abs=1)
     assert prefill_budget(16, streams, token_seconds) == 16
 
 
-def test_a_row_grows_before_its_step_and_never_beyond_its_end() -> None:
-    row = sequence(Phase.DECODE, BLOCK_SIZE - 2, blocks=1, max_tokens=10)
+def test_a_row_gets_blocks_before_its_step_and_none_beyond_its_end() -> None:
+    row = sequence(Phase.DECODE, KV_BLOCK_TOKENS - 2, blocks=1, max_tokens=10)
     assert scheduler.needing_blocks([row]) == []
     row.ids.append(1)
     assert scheduler.needing_blocks([row]) == [row] and blocks_for_step(row) == 2
-    last = sequence(Phase.DECODE, BLOCK_SIZE - 1, blocks=1, max_tokens=1)
+    last = sequence(Phase.DECODE, KV_BLOCK_TOKENS - 1, blocks=1, max_tokens=1)
     assert scheduler.needing_blocks([last]) == []
 
 
-def test_the_newest_row_gives_way_but_never_the_only_one() -> None:
+def test_the_newest_row_is_preempted_but_never_the_only_one() -> None:
     rows = [sequence(Phase.DECODE), sequence(Phase.PREFILL), sequence(Phase.WAITING)]
     assert scheduler.preemption_victim(rows) is rows[1]
     assert scheduler.preemption_victim([rows[0], rows[2]]) is None
 
 
-def test_what_is_reserved_at_first_and_after_a_preemption() -> None:
+def test_blocks_needed_at_admission_and_after_a_preemption() -> None:
     seq = sequence(Phase.WAITING, 300, max_tokens=2000)
     assert (blocks_to_finish(seq), blocks_to_admit(seq, 100)) == (9, 3)
     assert blocks_to_admit(sequence(Phase.WAITING, 300, max_tokens=5), 100) == 2
@@ -146,7 +146,7 @@ def test_what_is_reserved_at_first_and_after_a_preemption() -> None:
     )
 
 
-def test_a_part_of_what_a_chunk_needs_may_not_grow() -> None:
+def test_activation_bytes_with_a_constant_part() -> None:
     assert (
         activation_bytes((256, 10_000 + 2560), (1024, 10_000 + 10_240), 2048, 10**9)
         == 10_000 + 20_480
@@ -155,7 +155,7 @@ def test_a_part_of_what_a_chunk_needs_may_not_grow() -> None:
     assert activation_bytes((198, 7_000), (198, 8_000), 200, 10**9) == 8_000  # as long as there are
 
 
-def test_capacity_and_transient() -> None:
+def test_block_capacity_and_activation_bytes() -> None:
     assert (block_capacity(1000, 300), block_capacity(-5, 300)) == (3, 0)
     both = [(n, 100 * n + 3 * n * n) for n in (32, 128)]
     wanted = 100 * 2048 + 3 * 2048 * 2048
@@ -164,7 +164,7 @@ def test_capacity_and_transient() -> None:
     assert activation_bytes(linear[0], linear[1], 2048, 10**9) == pytest.approx(204800, rel=1e-6)
 
 
-def test_tokens_between_two_places() -> None:
+def test_token_range_equals_a_slice_of_all_tokens() -> None:
     seq = sequence(Phase.WAITING, 5)
     seq.ids += [70, 71, 72]
     for start in range(8):

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from mlxpool.broker.processes import blas
-from mlxpool.worker.compute import outbox
-from mlxpool.worker.compute.messages import Rows
-from mlxpool.worker.engine import backend
+from mlxpool.worker.compute import messages
+from mlxpool.worker.compute.messages import StepDeltas
 from mlxpool.worker.engine.counting_engine import CountingEngine
-from mlxpool.worker.engine.engine import ModelEngine
+from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.kernels import device
 from mlxpool.worker.prompt import tokenizer
 from mlxpool.worker.prompt.chat_template import renderer
 from mlxpool.worker.prompt.chat_template.renderer import Renderer
@@ -344,19 +344,19 @@ def test_a_worker_adjusts_threads_before_its_steps(
     monkeypatch.setattr(OnCpu, "yields", yields)
     harness = ComputeHarness(engine=OnCpu, step_us=1000).ready()
     harness.admit(1, count=10**6)
-    harness.next(Rows)
+    harness.next(StepDeltas)
     with one.spare_core():
-        for _ in range(outbox.MAX_UNTAKEN_STEPS + 5):  # more than were made before
-            harness.compute.outbox.acknowledge()
-            harness.next(Rows)
+        for _ in range(messages.MAX_UNTAKEN_STEPS + 5):  # more than were made before
+            harness.compute.delta_queue.acknowledge()
+            harness.next(StepDeltas)
         assert fake.now == (1 if yields else 2)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_deterministic_engine_keeps_its_cores(tmp_path: Path, deterministic: bool) -> None:
     loaded = load(inspect(folder_files(write_checkpoint(tmp_path))), deterministic=deterministic)
-    with closing(ModelEngine(loaded, context=64, sequences=1)) as engine:
-        assert engine.yields_cores == (not deterministic and not backend.on_gpu())
+    with closing(ModelEngine(loaded, context=64, max_sequences=1)) as engine:
+        assert engine.yields_cores == (not deterministic and not device.on_gpu())
 
 
 @contextmanager

@@ -83,25 +83,25 @@ def test_a_long_chat_moves_the_process_to_the_idle_class() -> None:
     """In a separate process, because a process cannot leave the class."""
     code = """
 import os, socket
-from mlxpool.worker.prompt.chat_template import render_loop
-from mlxpool.worker.prompt.chat_template.message_stream import pack, receive
+from mlxpool.worker.prompt.chat_template import renderer_process
+from mlxpool.worker.prompt.chat_template.renderer_process import pack, receive
 ours, theirs = socket.socketpair()
-render_loop.NORMAL_PRIORITY_TIME = 0.01
+renderer_process.NORMAL_PRIORITY_TIME = 0.01
 classes = []
-render = render_loop.render
+render = renderer_process.render
 def watched(*arguments):
     classes.append(os.sched_getscheduler(0))
     found = render(*arguments)
     classes.append(os.sched_getscheduler(0))
     return found
-render_loop.render = watched
+renderer_process.render = watched
 first = {"sources": {"default": LONG_CHAT}, "tokens": {}, "timeout": 60.0, "max_chars": 100}
 def chat(text):
     messages = [{"role": "user", "content": text}]
     return pack({"messages": messages, "tools": [], "now": 0.0, "think": None})
 ours.sendall(pack(first) + chat("x"))
 ours.shutdown(socket.SHUT_WR)
-render_loop.serve(theirs)
+renderer_process.serve(theirs)
 theirs.close()
 assert classes == [os.SCHED_OTHER, os.SCHED_IDLE], classes
 (found,) = receive(ours)

@@ -153,14 +153,14 @@ def test_no_fault_without_a_name_and_no_frame_fault_outside_send() -> None:
     assert Faults(Counting(fault="late", fault_in="decode")).site == ""
 
 
-def row(prompt: bytes = b"abc", **settings: Any) -> tuple[FaultyEngine, Sequence]:
+def admitted(prompt: bytes = b"abc", **settings: Any) -> tuple[FaultyEngine, Sequence]:
     given = Counting(step_us=0, **{"fault": "raise", **settings})
     engine = FaultyEngine(CountingEngine(given, 100_000), Faults(given))
     return engine, Sequence(b"", 1, tuple(prompt), Options(), 9, 10)
 
 
 def test_decode_strikes_at_its_position() -> None:
-    engine, seq = row(fault_at=1)
+    engine, seq = admitted(fault_at=1)
     assert engine.decode([seq])
     seq.ids.append(5)
     with pytest.raises(SequenceFailed, match="raise") as caught:
@@ -169,7 +169,7 @@ def test_decode_strikes_at_its_position() -> None:
 
 
 def test_prefill_strikes_in_the_chunk_that_has_the_token() -> None:
-    engine, seq = row(b"x" * 5000, fault_in="prefill", fault_at=2048)
+    engine, seq = admitted(b"x" * 5000, fault_in="prefill", fault_at=2048)
     assert engine.prefill_batch([(seq, 4096)]) == [2048]
     with pytest.raises(SequenceFailed):
         engine.prefill_batch([(seq, 4096)])
@@ -177,14 +177,14 @@ def test_prefill_strikes_in_the_chunk_that_has_the_token() -> None:
 
 def test_load_strikes_in_its_step() -> None:
     seen: list[int] = []
-    engine, _ = row(fault_in="load", fault_at=4)
+    engine, _ = admitted(fault_in="load", fault_at=4)
     with pytest.raises(Struck):
         engine.load(lambda tensors, size: seen.append(tensors))
     assert seen == [1, 2, 3, 4]
 
 
 def test_fault_prompt_selects_prompts() -> None:
-    engine, bad = row(b"some poison", fault_prompt="poison")
+    engine, bad = admitted(b"some poison", fault_prompt="poison")
     good = Sequence(b"", 1, (400, 401), Options(), 9, 10)
     assert engine.decode([good])
     with pytest.raises(SequenceFailed):
@@ -206,14 +206,14 @@ def test_slow_is_slow_in_each_step_chunk_and_shard(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    engine, seq = row(fault="slow", fault_in=place, fault_at=77)
+    engine, seq = admitted(fault="slow", fault_in=place, fault_at=77)
     call(engine, seq)
     assert slept.count(0.2) == (10 if place == "load" else 1)
 
 
 @pytest.mark.parametrize("place", ["accept", "prefill", "decode", "end"])
 def test_nothing_computes_after_a_lost_device(place: str) -> None:
-    engine, seq = row(fault="device", fault_in=place)
+    engine, seq = admitted(fault="device", fault_in=place)
     engine.admit(seq)
     assert engine.device_works()
     if place in ("accept", "end"):
@@ -230,7 +230,7 @@ def test_nothing_computes_after_a_lost_device(place: str) -> None:
 
 
 def test_a_device_lost_in_the_load_fails_the_load() -> None:
-    engine, _ = row(fault="device", fault_in="load", fault_at=2)
+    engine, _ = admitted(fault="device", fault_in="load", fault_at=2)
     with pytest.raises(DeviceGone):
         engine.load(lambda tensors, size: None)
 
@@ -259,12 +259,12 @@ def test_a_worker_ends_at_the_site_of_its_fault(
     ) as worker:
         worker.welcome(1)
         worker.work(1, "good", max_tokens=5)
-        worker.rows_until(1)
+        worker.deltas_until(1)
         worker.work(2, "a bad one", max_tokens=5)
         worker.ended()
         ids = sent(worker)
         assert worker.process.returncode == 3
-        # What was on its way when the process ended may be lost, as it is in life.
+        # Frames that were not sent when the process ended are lost.
         assert ids == expected_ids("a bad one", 2, 5)[: len(ids)] and len(ids) <= count
         struck = [line for line in worker.history() if line["what"] == "fault"]
         assert [(line["name"], line["place"]) for line in struck] == [("exit3", place)]
@@ -289,7 +289,7 @@ def test_raise_ends_one_request(tmp_path: Path) -> None:
             worker.welcome(1)
             worker.work(1, "bad", max_tokens=3)
             worker.work(2, "good", max_tokens=3)
-            found = worker.rows_until(1, 2)
+            found = worker.deltas_until(1, 2)
         bad, good = found[1][-1].end, found[2][-1].end
         assert bad is not None and bad["code"] == "internal" and "raise" in bad["message"]
         assert good is not None and good["reason"] == "length"
@@ -300,7 +300,7 @@ def test_a_worker_that_lost_its_device_reports_it_and_exits(tmp_path: Path) -> N
     with WorkerProcess(tmp_path, fault="device", fault_in="prefill", fault_prompt="bad") as worker:
         worker.welcome(1)
         worker.work(1, "good", max_tokens=3)
-        assert len(worker.rows_until(1)[1]) == 3
+        assert len(worker.deltas_until(1)[1]) == 3
         worker.work(2, "very bad", max_tokens=3)
         bye = worker.receive(kinds.BYE, no=(kinds.DELTAS,))
         assert bye.body["error"]["message"].startswith("the device is lost: DeviceGone: ")
@@ -313,7 +313,7 @@ FRAMES = 8
 
 
 def frames(worker: WorkerProcess, count: int) -> list[tuple[str, int, int]]:
-    """Kind, epoch and pos of the next frames that carry rows, garbage included."""
+    """Kind, epoch and pos of the next frames that carry deltas, garbage included."""
     found: list[tuple[str, int, int]] = []
     while len(found) < count:
         assert worker.router.poll(int(PATIENCE * 1000))
@@ -351,4 +351,4 @@ def test_a_worker_after_fault_times_is_healthy(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path, fault="kill", fault_times=2, incarnation=2) as worker:
         worker.welcome(1)
         worker.work(1, max_tokens=3)
-        assert len(worker.rows_until(1)[1]) == 3
+        assert len(worker.deltas_until(1)[1]) == 3

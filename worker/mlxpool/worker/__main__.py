@@ -46,9 +46,8 @@ def build(config: WorkerConfig) -> Edge:
     from mlxpool.common.transport.waker import Waker
     from mlxpool.worker.compute.progress import Progress
     from mlxpool.worker.compute.thread import Compute
-    from mlxpool.worker.process.edge import Edge
+    from mlxpool.worker.process.edge import Edge, Mailbox
     from mlxpool.worker.process.link import Link
-    from mlxpool.worker.process.mailbox import Mailbox
     from mlxpool.worker.testing.faults import faults_of
     from mlxpool.worker.testing.faulty_engine import begin_with, open_source
     from mlxpool.worker.testing.faulty_link import FaultyLink, FaultyPreparer

@@ -15,7 +15,7 @@ from mlxpool.worker.attention.dot_product import apply_softcap
 from mlxpool.worker.attention.row_batch import CacheRow, RowBatch
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.linear import TILE_ROWS, padded_rows
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 MASKED_SCORE = -1e30  # finite, so that fully masked blocks give no NaN
 
@@ -43,19 +43,19 @@ class DeterministicBatch(RowBatch):
 
     def _mask(self, row: CacheRow, tiles: int, each: int, keys: mx.array) -> mx.array:
         """[tiles, 1, B, TILE_ROWS * each, BLOCK]: 0 where a query may attend, else MASKED_SCORE."""
-        blocks = -(-keys.shape[2] // BLOCK_SIZE)
-        places = mx.arange(blocks * BLOCK_SIZE).reshape(1, 1, blocks, 1, BLOCK_SIZE)
+        blocks = -(-keys.shape[2] // KV_BLOCK_TOKENS)
+        places = mx.arange(blocks * KV_BLOCK_TOKENS).reshape(1, 1, blocks, 1, KV_BLOCK_TOKENS)
         queries = row.offset + mx.arange(tiles * TILE_ROWS).reshape(tiles, 1, 1, TILE_ROWS, 1)
         seen = mx.repeat(places <= queries, each, axis=3)
         return mx.where(seen, 0.0, MASKED_SCORE)
 
 
 def _blocks(array: mx.array) -> mx.array:
-    """Returns [1, KV, L, D] as blocks [1, KV, B, BLOCK_SIZE, D], padded with zeros."""
+    """Returns [1, KV, L, D] as blocks [1, KV, B, KV_BLOCK_TOKENS, D], padded with zeros."""
     _, pairs, length, size = array.shape
-    missing = -length % BLOCK_SIZE
+    missing = -length % KV_BLOCK_TOKENS
     whole = mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing else array
-    return whole.reshape(1, pairs, -1, BLOCK_SIZE, size)
+    return whole.reshape(1, pairs, -1, KV_BLOCK_TOKENS, size)
 
 
 def _attend_blocks(

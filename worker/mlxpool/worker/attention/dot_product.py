@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlxpool.worker.attention import softmax
 from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.caches.specs import LatentSpec
+from mlxpool.worker.kernels.cpu_exp import exp_below
+from mlxpool.worker.kernels.cpu_exp import supports as has_cpu_exp
+from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.cache_specs import LatentSpec
 
 FUSED_HEAD_SIZES = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
 MAX_SCORES = 2**25  # scores (heads * queries * keys) that a GPU holds at a time
-# Query-key pairs of one head that a CPU holds at a time: as many as its cache has room for.
+# Query-key pairs of one head that a CPU holds at a time: as many as fit into its cache.
 MAX_CPU_PAIRS = 2**16
 MIN_CPU_QUERIES = 8  # of a part; with fewer a CPU's matrix products are slow
 # Parts of a chunk at most: MLX begins the next ones before the first has ended.
@@ -43,26 +45,20 @@ def causal_attention(
 def _queries_per_part(length: int, heads: int) -> int:
     """Returns the queries of one part."""
     most = max(1, MAX_SCORES // (length * heads))
-    return most if _on_gpu() else min(most, max(MIN_CPU_QUERIES, MAX_CPU_PAIRS // length))
+    return most if on_gpu() else min(most, max(MIN_CPU_QUERIES, MAX_CPU_PAIRS // length))
 
 
 def pairs_in_memory(shape: RowShape, pairs: int) -> int:
     """Returns how many of the query-key `pairs` of a step have scores in memory at once."""
-    if _on_gpu() or any(isinstance(one, LatentSpec) for one in shape.caches):
+    if on_gpu() or any(isinstance(one, LatentSpec) for one in shape.caches):
         return pairs  # keys and values expanded from a latent cache grow with the tokens
     return min(pairs, MAX_PARTS_IN_FLIGHT * max(MAX_CPU_PAIRS, MIN_CPU_QUERIES * shape.capacity))
-
-
-def _on_gpu() -> bool:
-    return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
 def _fused(q: mx.array, values: mx.array, scores: ScoreParams) -> bool:
     """Returns whether MLX's fused GPU kernel computes it, which never stores the scores."""
     size = q.shape[-1]
-    return (
-        _on_gpu() and not scores.softcap and size == values.shape[-1] and size in FUSED_HEAD_SIZES
-    )
+    return on_gpu() and not scores.softcap and size == values.shape[-1] and size in FUSED_HEAD_SIZES
 
 
 def _attend_part(
@@ -70,7 +66,7 @@ def _attend_part(
 ) -> mx.array:
     queries = heads_first(q)
     mask = _mask(q.shape[0], keys.shape[2], window)
-    if scores.softcap or not _on_gpu():
+    if scores.softcap or not on_gpu():
         out = unfused_attention(
             queries, keys, values, scores, _mask_array(mask, q.shape[0], keys.shape[2])
         )
@@ -120,7 +116,7 @@ def unfused_attention(
         sinks = scores.sinks.astype(mx.float32).reshape(1, pairs, -1, 1, 1)
         beside = mx.broadcast_to(sinks, (*found.shape[:-1], 1))
         found = mx.concatenate([found, beside], axis=-1)
-    out = softmax.softmax_average(found.reshape(batch, pairs, -1, found.shape[-1]), values)
+    out = softmax_average(found.reshape(batch, pairs, -1, found.shape[-1]), values)
     return out.reshape(batch, heads, count, -1)
 
 
@@ -132,3 +128,22 @@ def apply_softcap(scores: mx.array, cap: float) -> mx.array:
 def heads_first(x: mx.array) -> mx.array:
     """Returns x [n, H, D] as [1, H, n, D]."""
     return x.transpose(1, 0, 2)[None]
+
+
+def softmax_average(scores: mx.array, values: mx.array) -> mx.array:
+    """Returns softmax(scores) @ values: [..., n, M] and [..., L, V] -> [..., n, V].
+
+    With M > L the scores after the first L take part in the softmax and have no value (sinks).
+    """
+    length = values.shape[-2]
+    if not has_cpu_exp(scores):
+        return mx.softmax(scores, axis=-1)[..., :length].astype(values.dtype) @ values
+    weights, _, total = softmax_terms(scores)
+    return (weights[..., :length] @ values) / total
+
+
+def softmax_terms(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns exp(scores - top), the greatest scores `top` [..., 1] and the sums [..., 1]."""
+    top = mx.max(scores, axis=-1, keepdims=True)
+    weights = exp_below(scores - top)
+    return weights, top, mx.sum(weights, axis=-1, keepdims=True)

@@ -10,11 +10,11 @@ import mlx.core as mx
 from mlxpool.worker.attention.dot_product import unfused_attention
 from mlxpool.worker.attention.kv_pool import KVPool, gather_blocks
 from mlxpool.worker.attention.row_cache import RowShape
+from mlxpool.worker.caches.specs import CacheSpec, KeyValueSpec, LatentSpec
 from mlxpool.worker.kernels import block_write, float32_attention, latent_attention, paged_attention
 from mlxpool.worker.kernels.kernel_builder import kernel_works
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.cache_specs import CacheSpec, KeyValueSpec, LatentSpec
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -53,7 +53,7 @@ def _paged_attention_is_right(cache: KeyValueSpec, dtype: mx.Dtype) -> bool:
     shape = (paged_attention.MAX_GROUP, cache.heads, cache.key_dim)
     q, k, v = (mx.random.normal(shape, key=mx.random.key(n)).astype(dtype) for n in range(3))
     keys, values = (
-        mx.zeros((1, cache.heads, BLOCK_SIZE, cache.key_dim), dtype=dtype)
+        mx.zeros((1, cache.heads, KV_BLOCK_TOKENS, cache.key_dim), dtype=dtype)
         for _ in ("keys", "values")
     )
     at = mx.arange(paged_attention.MAX_GROUP, dtype=mx.int32)
@@ -83,7 +83,7 @@ def _latent_attention_is_right(cache: LatentSpec, dtype: mx.Dtype) -> bool:
         (paged_attention.MAX_GROUP + 1, 2 * paged_attention.MIN_PART_TOKENS),
     ):
         q = mx.random.normal((2, heads, cache.dim), key=mx.random.key(2)).astype(dtype)
-        pool = mx.zeros((1, 1, BLOCK_SIZE, cache.dim), dtype=dtype)
+        pool = mx.zeros((1, 1, KV_BLOCK_TOKENS, cache.dim), dtype=dtype)
         for at in range(2):
             metadata = _metadata(mx.array([at], dtype=mx.int32), longest)
             line = lines[at : at + 1]

@@ -12,16 +12,17 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlxpool.worker.attention.row_cache import Arrays, RowShape
+from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec
 from mlxpool.worker.kernels import block_write, paged_attention
-from mlxpool.worker.layers.cache_specs import KeyValueSpec, LatentSpec
 from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockStore
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 
 class KVPool:
     """The memory of all blocks.
 
-    `arrays`: for each layer keys and values, or latent vectors: [blocks, heads, BLOCK_SIZE, size].
+    `arrays`: for each layer keys and values, or latent vectors, an array
+    [blocks, heads, KV_BLOCK_TOKENS, size] each.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class KVPool:
             case _:
                 raise TypeError(f"a pool of blocks has no place for {cache}")
         return tuple(
-            mx.zeros((self.blocks + 1, heads, BLOCK_SIZE, size), dtype=self.shape.dtype)
+            mx.zeros((self.blocks + 1, heads, KV_BLOCK_TOKENS, size), dtype=self.shape.dtype)
             for heads, size in shapes
         )
 
@@ -92,12 +93,13 @@ class KVPool:
                 self.pending.append(done)
                 table = table + done
             else:
-                array[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = new.astype(array.dtype)
+                blocks, places = slots // KV_BLOCK_TOKENS, slots % KV_BLOCK_TOKENS
+                array[blocks, :, places] = new.astype(array.dtype)
         return table
 
 
 def gather_blocks(arrays: Arrays, table: mx.array) -> Arrays:
-    """Returns the blocks of tables [R, B] as arrays [R, heads, B * BLOCK_SIZE, size]."""
+    """Returns the blocks of tables [R, B] as arrays [R, heads, B * KV_BLOCK_TOKENS, size]."""
     found = []
     for array in arrays:
         _, heads, _, size = array.shape
@@ -145,11 +147,10 @@ class PagedRow(BlockRow):
         if self.offset == 0:
             return tuple(array.astype(self.shape.dtype) for array in new)
         start = max(0, self.offset + 1 - window) if window else 0
-        first = start // BLOCK_SIZE
+        first = start // KV_BLOCK_TOKENS
         seen = gather_blocks(self.pool.arrays[layer], table[:, first:])
-        return tuple(
-            array[:, :, start - first * BLOCK_SIZE : end - first * BLOCK_SIZE] for array in seen
-        )
+        unseen = first * KV_BLOCK_TOKENS
+        return tuple(array[:, :, start - unseen : end - unseen] for array in seen)
 
     def _placed(self, end: int) -> tuple[mx.array, mx.array]:
         """Returns the slots of tokens [offset, end) and the block table [1, B] up to `end`."""
@@ -163,7 +164,7 @@ class PagedRow(BlockRow):
 
     def slot(self, token: int) -> int:
         """Returns the slot of a token: its token number in the pool."""
-        return self.table[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE
+        return self.table[token // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + token % KV_BLOCK_TOKENS
 
     def advance(self, count: int) -> None:
         """Records that `count` more tokens are written in each layer."""
@@ -189,8 +190,8 @@ class PagedStore(BlockStore):
     """The prefix-cache store of paged rows."""
 
     def __init__(self, pool: KVPool) -> None:
-        self.block_bytes = BLOCK_SIZE * pool.shape.token_bytes
-        super().__init__(BlockPool(pool.blocks), BLOCK_SIZE, self.block_bytes, pool.copy)
+        self.block_bytes = KV_BLOCK_TOKENS * pool.shape.token_bytes
+        super().__init__(BlockPool(pool.blocks), KV_BLOCK_TOKENS, self.block_bytes, pool.copy)
         self._memory = pool
 
     def new_row(self) -> PagedRow:

@@ -1,4 +1,7 @@
-"""The layouts of rows in memory: arrays of their own, slabs, or blocks of a pool."""
+"""The layouts of rows in memory: arrays of their own, slabs, or blocks of a pool.
+
+Memory is allocated in blocks of KV_BLOCK_TOKENS tokens, see scheduling/kv_blocks.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlxpool.worker.attention.deterministic import DeterministicBatch
-from mlxpool.worker.attention.interface import Layout
 from mlxpool.worker.attention.kernel_trials import kernels_read, kernels_write
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.paged_runner import (
@@ -22,14 +24,14 @@ from mlxpool.worker.attention.paged_runner import (
 )
 from mlxpool.worker.attention.row_batch import CacheRow, RowBatch, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
+from mlxpool.worker.attention.row_copies import RowStore
 from mlxpool.worker.attention.slab_batch import SlabRunner
 from mlxpool.worker.attention.slabs import SLAB_BLOCKS, SlabRow, Slabs
+from mlxpool.worker.caches.kinds import CacheKind, FullCache, StateCache, WindowCache
+from mlxpool.worker.caches.specs import RecurrentSpec
 from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES
-from mlxpool.worker.layers.cache_kinds import CacheKind, FullCache, StateCache, WindowCache
-from mlxpool.worker.layers.cache_specs import RecurrentSpec
 from mlxpool.worker.layers.model_plan import Model
-from mlxpool.worker.prefix.row_copies import RowStore
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 # Query-key pairs of a chunk that is computed token by token; larger ones read keys together.
 MAX_CHUNK_PAIRS = 2**19
@@ -40,39 +42,50 @@ MAX_TABLE_BLOCKS = 2**16
 LAYOUTS = ("rows", "slabs", "pool")
 
 
-class RowLayout:
-    """Each row has arrays of its own; supports every kind of layer."""
+class Layout:
+    """Builds forward passes over rows of its own store.
 
-    name = "rows"
-    spare = 0
-    shares_arrays = False
-    holds_prefixes = False
-    blocks = 0
+    Here each row has arrays of its own, which supports every kind of layer; the subclasses share
+    memory between rows.
+    """
+
+    name = "rows"  # that operators see
+    store: Any  # a prefix.store.Store
+    spare = 0  # bytes that may be allocated for unused blocks
+    shares_arrays = False  # whether a failed pass may have damaged all rows
+    holds_prefixes = False  # whether entries of the prefix cache share its memory
+    blocks = 0  # in all, where it holds prefixes
 
     def __init__(self, shape: RowShape, model: Model, *, deterministic: bool) -> None:
         self._model = model
         self._step = DeterministicBatch if deterministic else RowBatch
         self._fixed = shape.fixed_bytes
         self._deterministic = deterministic
-        self.store: Any = RowStore(partial(RowCache, shape), cache_kinds(shape))
+        self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
-        """See Layout."""
+        """Returns the bytes that all `rows` leave of a capacity of `whole` bytes."""
         return whole - sum(max(0, row.nbytes - self._fixed) for row in rows)
 
-    def reserve(self, row: CacheRow, tokens: int) -> None:
-        """See Layout."""
+    def reserve(self, row: Any, tokens: int) -> None:
+        """Allocates memory for so many tokens, where writing would not."""
 
     def forward(self, spans: Sequence[RowSpan], ids: mx.array, *, logits: bool) -> mx.array:
-        """See Layout."""
+        """Builds one pass over tokens `ids` [T] and advances the rows; computes nothing yet.
+
+        Returns logits [R, vocabulary] of the last token of each span, or arrays to evaluate.
+        """
         step = self._step(spans, logits=logits)
         out = self._model(ids, step)
         step.done()
         return out
 
     def prefill_last(self, row: Any, ids: mx.array) -> mx.array | None:
-        """See Layout. Not supported with recurrent states, which could not drop the last token
-        again, nor for more tokens than a step computes in the same time.
+        """Builds the pass over the last prompt tokens `ids` [T] of a row and advances the row.
+
+        Returns logits [1, vocabulary] of the last token, or None where this is not supported: with
+        recurrent states, which could not drop the last token again, and for more tokens than a step
+        computes in the same time.
         """
         count = ids.shape[0]
         if self._deterministic or self.store.stateful or count > CHUNK_WIDTHS[-1]:
@@ -81,34 +94,43 @@ class RowLayout:
 
     @property
     def max_batch_rows(self) -> int:
-        """See Layout. Not supported: attention goes row by row, so batching saves little."""
+        """The most rows that `prefill_rows` takes; 0: it is not supported.
+
+        Where attention goes row by row, batching would save little.
+        """
         return 0
 
     def batch_size(self, spans: Sequence[RowSpan]) -> int:
-        """See Layout."""
+        """Returns how many of these spans, from the first on, fit into one pass."""
         return 0
 
     def prefill_rows(
         self, parts: Sequence[tuple[Any, Sequence[int]]], last: Sequence[int]
     ) -> mx.array:
-        """See Layout."""
+        """Builds one pass over rows with their new tokens and advances the rows.
+
+        Returns logits [E, vocabulary] of the last token of each row whose index is in `last`.
+        """
         raise NotImplementedError(f"{self.name} take one chunk at a time")
 
     def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
-        """See Layout."""
+        """Builds one pass over one token `ids` [R] of each row and advances the rows.
+
+        Returns logits [R, vocabulary].
+        """
         return self.forward([RowSpan(row, 1) for row in rows], ids, logits=True)
 
     def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
-        """See Layout."""
+        """Compiles the passes that up to `rows` rows of up to `context` tokens need."""
 
     def invalidate(self) -> None:
-        """See Layout."""
+        """Discards the arrays that a failed pass may have damaged."""
 
     def close(self) -> None:
-        """See Layout."""
+        """Frees the memory; the layout is not used afterwards."""
 
 
-class SlabLayout(RowLayout):
+class SlabLayout(Layout):
     """Rows share slabs of blocks, for the CPU: see slabs.py."""
 
     name = "slabs"
@@ -119,7 +141,7 @@ class SlabLayout(RowLayout):
         self.slabs = Slabs(shape)
         self.store = RowStore(partial(SlabRow, self.slabs), cache_kinds(shape))
         # At worst the last slab has one block in use.
-        self.spare = (SLAB_BLOCKS - 1) * BLOCK_SIZE * shape.token_bytes
+        self.spare = (SLAB_BLOCKS - 1) * KV_BLOCK_TOKENS * shape.token_bytes
         self._runner = SlabRunner(model)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
@@ -140,7 +162,7 @@ class SlabLayout(RowLayout):
         self.slabs.invalidate()
 
 
-class PagedLayout(RowLayout):
+class PagedLayout(Layout):
     """Rows and prefix cache share blocks of a pool, for CUDA: see kv_pool.py."""
 
     holds_prefixes = True
@@ -241,7 +263,7 @@ def choose_layout(
         name = "rows"
         if shape.all_full_attention and not on_gpu:
             name = "slabs"
-        elif not deterministic and _writes_in_place(shape, on_gpu):
+        elif not deterministic and writes_in_place(shape, on_gpu):
             name = "pool" if not shape.has_windows or kernels_read(shape) else "rows"
     return name, replace(shape, keeps_all=name == "pool")
 
@@ -251,12 +273,13 @@ def make_layout(
 ) -> Layout:
     """Makes the layout of this name; a pool has `blocks` blocks."""
     if name == "pool":
-        in_place = _writes_in_place(shape, on_gpu)
+        in_place = writes_in_place(shape, on_gpu)
         return PagedLayout(shape, model, blocks, deterministic=deterministic, in_place=in_place)
-    return (SlabLayout if name == "slabs" else RowLayout)(shape, model, deterministic=deterministic)
+    return (SlabLayout if name == "slabs" else Layout)(shape, model, deterministic=deterministic)
 
 
-def _writes_in_place(shape: RowShape, on_gpu: bool) -> bool:
+def writes_in_place(shape: RowShape, on_gpu: bool) -> bool:
+    """Returns whether our kernels write new tokens into the blocks of a pool."""
     return shape.fits_blocks and on_gpu and mx.cuda.is_available() and kernels_write(shape)
 
 

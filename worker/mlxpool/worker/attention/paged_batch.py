@@ -14,7 +14,7 @@ from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend, s
 from mlxpool.worker.kernels import float32_attention, latent_attention, paged_attention
 from mlxpool.worker.kernels.paged_attention import AttentionMetadata, parts_for
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.interface import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
 
 
 class PagedBatch(RotateThenAttend):

@@ -16,7 +16,7 @@ from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 from mlxpool.worker.kernels.paged_attention import parts_for
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.prefix.shared_blocks import BlockRow
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 CHUNK_WIDTHS = (16, 48, 128)  # tokens of the passes over a chunk of one row
 MIN_BATCH_WIDTH = 64  # tokens of the smallest pass over chunks of several rows
@@ -215,17 +215,17 @@ def _packed_places(
     They are positions [lines], slots [lines] and block tables [lines, width] of the new tokens, and
     the tokens that get logits. The host builds it in each step, so the work for a row is minimal.
     """
-    nobody = lines - len(rows)
+    padding_rows, size = lines - len(rows), KV_BLOCK_TOKENS
     places = Numbers("i", offsets)
-    places.extend([0] * nobody)
+    places.extend([0] * padding_rows)
     at = zip(rows, offsets, strict=True)
-    places.extend([row.table[to // BLOCK_SIZE] * BLOCK_SIZE + to % BLOCK_SIZE for row, to in at])
-    places.extend([spare * BLOCK_SIZE] * nobody)
+    places.extend([row.table[to // size] * size + to % size for row, to in at])
+    places.extend([spare * size] * padding_rows)
     padding = [spare] * width
     for row in rows:
         places.extend(row.table[:width])
         places.extend(padding[len(row.table) :])
-    for _ in range(nobody):
+    for _ in range(padding_rows):
         places.extend(padding)
     places.extend(last)
     return mx.array(memoryview(places))  # type: ignore[arg-type]

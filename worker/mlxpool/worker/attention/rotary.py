@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlxpool.worker.kernels.paged_attention import RopeTables
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.interface import Rope
+from mlxpool.worker.layers.layer_types import Rope
 
 # Below, MLX's CUDA kernel fails past 64 tokens: its thread blocks are too deep.
 MIN_KERNEL_DIMS = 32

@@ -17,7 +17,7 @@ from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.attention.row_cache import RowCache
 from mlxpool.worker.attention.slabs import SlabRow
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.interface import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
 
 CacheRow = RowCache | SlabRow
 

@@ -12,7 +12,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlxpool.worker.layers.cache_specs import (
+from mlxpool.worker.caches.specs import (
     ROLLBACK_STEPS,
     CacheSpec,
     KeyValueSpec,
@@ -20,9 +20,9 @@ from mlxpool.worker.layers.cache_specs import (
     RecurrentSpec,
     window_capacity,
 )
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
-ROW_GROWTH = BLOCK_SIZE  # tokens
+ROW_GROWTH = KV_BLOCK_TOKENS  # tokens
 Arrays = tuple[mx.array, ...]
 
 
@@ -95,10 +95,10 @@ class FullLayer:
         """Returns views of tokens [start, end) of `offset` tokens."""
         return tuple(array[:, :, start:end, :] for array in self.arrays)
 
-    def put(self, parts: Sequence[Arrays], room: int) -> None:
-        """Copies the tokens of all parts into new arrays for at least `room` tokens."""
+    def put(self, parts: Sequence[Arrays], capacity: int) -> None:
+        """Copies the tokens of all parts into new arrays for at least `capacity` tokens."""
         tokens = sum(part[0].shape[2] for part in parts)
-        spare = max(self._rounded(room) - tokens, 0)
+        spare = max(self._rounded(capacity) - tokens, 0)
         self.arrays = tuple(
             mx.concatenate([*side, self._zeros(size, spare)], axis=2)
             for size, side in zip(self._sizes, zip(*parts, strict=True), strict=True)
@@ -113,10 +113,10 @@ class FullLayer:
                 f"a row of {self._shape.capacity} tokens was asked to hold {end}; "
                 "the caller has to end a sequence at the context"
             )
-        room = self._rounded(end)
+        capacity = self._rounded(end)
         if not self.arrays:
-            self.arrays = tuple(self._zeros(size, room) for size in self._sizes)
-        missing = room - self.arrays[0].shape[2]
+            self.arrays = tuple(self._zeros(size, capacity) for size in self._sizes)
+        missing = capacity - self.arrays[0].shape[2]
         if missing > 0:
             self.arrays = tuple(
                 mx.concatenate([array, self._zeros(size, missing)], axis=2)
@@ -131,23 +131,23 @@ class FullLayer:
 
 
 class WindowLayer:
-    """A layer with a window: arrays [1, heads, room, size], of which [_first, _last) are in use.
+    """A layer with a window: arrays [1, heads, capacity, size].
 
-    When the arrays are full, the tokens of the window and one before it move to the front; that one
-    is for a token that is removed again.
+    Their tokens [_first, _last) are in use. When the arrays are full, the tokens of the window and
+    one before it move to the front; that one is for a token that is removed again.
     """
 
     def __init__(self, spec: KeyValueSpec, shape: RowShape) -> None:
         self._spec, self._shape = spec, shape
         self._sizes = (spec.key_dim, spec.value_dim)
-        self._room = min(window_capacity(spec.window, shape.chunk), shape.capacity)
+        self._capacity = min(window_capacity(spec.window, shape.chunk), shape.capacity)
         self._first = self._last = 0
         self.arrays: Arrays = ()
 
     def write(self, at: int, new: Arrays) -> Arrays:
         """Writes new tokens after `at`; returns them and the tokens that the first of them sees."""
         count = new[0].shape[2]
-        self._make_room(count)
+        self._require_space(count)
         start, self._last = self._last, self._last + count
         for held, part in zip(self.arrays, new, strict=True):
             held[:, :, start : self._last, :] = part
@@ -160,7 +160,7 @@ class WindowLayer:
         assert self._first <= start + shift, "a window was asked for what it forgot"
         return tuple(array[:, :, start + shift : end + shift, :] for array in self.arrays)
 
-    def put(self, parts: Sequence[Arrays], room: int) -> None:
+    def put(self, parts: Sequence[Arrays], capacity: int) -> None:
         """Copies the last tokens of a sequence from parts."""
         self._first = self._last = 0
         for part in parts:
@@ -170,16 +170,19 @@ class WindowLayer:
         """See FullLayer. Possible by one token, or to any token while none was dropped."""
         self._last = max(self._first, self._last - (offset - to))
 
-    def _make_room(self, count: int) -> None:
+    def _require_space(self, count: int) -> None:
         if not self.arrays:
-            self.arrays = tuple(self._zeros(size, self._room) for size in self._sizes)
-        if self._last + count <= self._room:
+            self.arrays = tuple(self._zeros(size, self._capacity) for size in self._sizes)
+        if self._last + count <= self._capacity:
             return
         kept = min(self._last - self._first, self._spec.window)
-        room = max(self._room, kept + count)
+        capacity = max(self._capacity, kept + count)
         self.arrays = tuple(
             mx.concatenate(
-                [array[:, :, self._last - kept : self._last, :], self._zeros(size, room - kept)],
+                [
+                    array[:, :, self._last - kept : self._last, :],
+                    self._zeros(size, capacity - kept),
+                ],
                 axis=2,
             )
             for size, array in zip(self._sizes, self.arrays, strict=True)
@@ -252,13 +255,13 @@ class RowCache:
         """Returns views [1, heads, end - start, size] of tokens [start, end) of a layer."""
         return self._tokens(layer).part(start, end, self.offset)
 
-    def put(self, layer: int, parts: Sequence[Arrays], room: int) -> None:
-        """Copies parts from `part` into an empty row, with space for `room` tokens.
+    def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
+        """Copies parts from `part` into an empty row, with space for `capacity` tokens.
 
         `advance` moves `offset`.
         """
         assert self.offset == 0, "only an empty row is filled"
-        self._tokens(layer).put(parts, room)
+        self._tokens(layer).put(parts, capacity)
 
     def state(self, layer: int) -> Arrays:
         """Returns the state of a recurrent layer after `offset` tokens."""

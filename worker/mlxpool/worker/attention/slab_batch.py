@@ -12,15 +12,14 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxpool.worker.attention import softmax
-from mlxpool.worker.attention.dot_product import apply_softcap
+from mlxpool.worker.attention.dot_product import apply_softcap, softmax_average, softmax_terms
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.attention.slabs import Slab, SlabRow
-from mlxpool.worker.kernels.compiled_passes import CompiledPasses
+from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.interface import LatentProjections, Rope, Scan
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
 from mlxpool.worker.layers.model_plan import Model
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 WIDTH_STEP = 64  # tokens; the width that is read of each block is a multiple of it
 MASKED_SCORE = -1e30  # finite, so that fully masked blocks give no NaN
@@ -56,7 +55,8 @@ def slab_accesses(rows: Sequence[SlabRow]) -> list[tuple[Slab, SlabAccess]]:
         length = row.offset + 1
         for at in range(blocks_for(length)):
             slab, block = row.table[at]
-            seen.setdefault(slab, {})[block] = (line, min(length - at * BLOCK_SIZE, BLOCK_SIZE))
+            tokens = min(length - at * KV_BLOCK_TOKENS, KV_BLOCK_TOKENS)
+            seen.setdefault(slab, {})[block] = (line, tokens)
         slab, place = row.place()
         writes.setdefault(slab, []).append((line, place))
     return [(slab, _slab_access(found, writes.get(slab, []))) for slab, found in seen.items()]
@@ -170,7 +170,7 @@ class SlabBatch(RotateThenAttend):
         """Returns attention [R, KV, G, D] from scores [KV, B, G, width] of each slab."""
         outs, logs = [], []
         for score, value in zip(scores, values, strict=True):
-            weights, top, total = softmax.softmax_terms(score)
+            weights, top, total = softmax_terms(score)
             outs.append((weights @ value) / total)
             logs.append((top + mx.log(total)).squeeze(-1))
         out, log = _concatenated(outs), _concatenated(logs)
@@ -183,7 +183,7 @@ class SlabBatch(RotateThenAttend):
 def _attend_single_blocks(scores: list[mx.array], values: list[mx.array]) -> mx.array:
     """As `_weighed`, where each row has one block."""
     (score,), (value,) = scores, values
-    return softmax.softmax_average(score, value).swapaxes(0, 1)
+    return softmax_average(score, value).swapaxes(0, 1)
 
 
 def _concatenated(parts: list[mx.array]) -> mx.array:
@@ -199,7 +199,7 @@ def _write(arrays: list[mx.array], layer: int, reading: _SlabArrays, new: mx.arr
 def _read(array: mx.array, reading: _SlabArrays) -> mx.array:
     """Returns blocks [KV, B, width, D], as a view where possible."""
     pairs, _, size = array.shape
-    every = array.reshape(pairs, -1, BLOCK_SIZE, size)
+    every = array.reshape(pairs, -1, KV_BLOCK_TOKENS, size)
     if reading.listed:
         return every[:, reading.blocks, : reading.width]
     return every[:, reading.first : reading.last, : reading.width]
@@ -208,9 +208,9 @@ def _read(array: mx.array, reading: _SlabArrays) -> mx.array:
 class SlabRunner:
     """Runs compiled decode passes of a model over rows in slabs."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, max_passes: int = MAX_PASSES) -> None:
         self._model = model
-        self._pass = CompiledPasses(self._one_pass)
+        self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
 
     def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> mx.array:
         """Returns logits [R, vocabulary] of one token `ids` [R] for each row; advances the rows."""

@@ -15,15 +15,15 @@ from itertools import groupby
 import mlx.core as mx
 
 from mlxpool.worker.attention.row_cache import RowShape
-from mlxpool.worker.layers.cache_specs import KeyValueSpec
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, blocks_for
+from mlxpool.worker.caches.specs import KeyValueSpec
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 SLAB_BLOCKS = 16  # blocks of a slab; more leave more unused, fewer need more products for a step
 
 
 @dataclass(eq=False, slots=True)
 class Slab:
-    """`keys` and `values` of each layer: [KV, blocks * BLOCK_SIZE, D].
+    """`keys` and `values` of each layer: [KV, blocks * KV_BLOCK_TOKENS, D].
 
     A slab has the only references to its arrays, so that MLX writes them in place. Unused tokens
     are finite numbers.
@@ -40,7 +40,7 @@ class Slab:
         assert len(caches) == len(shape.caches), "slabs are for layers that keep every token"
 
         def zeros(heads: int, size: int) -> mx.array:
-            return mx.zeros((heads, blocks * BLOCK_SIZE, size), dtype=shape.dtype)
+            return mx.zeros((heads, blocks * KV_BLOCK_TOKENS, size), dtype=shape.dtype)
 
         keys = [zeros(cache.heads, cache.key_dim) for cache in caches]
         values = [zeros(cache.heads, cache.value_dim) for cache in caches]
@@ -128,7 +128,7 @@ class SlabRow:
             _joined([run.slab.values[layer][:, run.start : run.start + run.count] for run in runs]),
         )
 
-    def put(self, layer: int, parts: Sequence[tuple[mx.array, ...]], room: int) -> None:
+    def put(self, layer: int, parts: Sequence[tuple[mx.array, ...]], capacity: int) -> None:
         """Copies parts into an empty row, see RowCache.put."""
         assert self.offset == 0, "only an empty row is filled"
         start = 0
@@ -158,12 +158,12 @@ class SlabRow:
     @property
     def nbytes(self) -> int:
         """Bytes of its blocks, including unused tokens."""
-        return len(self.table) * BLOCK_SIZE * self.slabs.shape.token_bytes
+        return len(self.table) * KV_BLOCK_TOKENS * self.slabs.shape.token_bytes
 
     def place(self) -> tuple[Slab, int]:
         """Returns the place of the next token: its slab and the token number there."""
-        slab, block = self.table[self.offset // BLOCK_SIZE]
-        return slab, block * BLOCK_SIZE + self.offset % BLOCK_SIZE
+        slab, block = self.table[self.offset // KV_BLOCK_TOKENS]
+        return slab, block * KV_BLOCK_TOKENS + self.offset % KV_BLOCK_TOKENS
 
     def _place(self, layer: int, start: int, keys: mx.array, values: mx.array) -> None:
         """Writes keys, values [1, KV, n, D] from token `start` on into its blocks."""
@@ -182,12 +182,13 @@ class SlabRow:
             self.slabs.free_block(*self.table.pop())
 
     def _runs(self, start: int, end: int) -> Iterator[TokenRun]:
-        blocks = range(start // BLOCK_SIZE, blocks_for(end))
+        blocks = range(start // KV_BLOCK_TOKENS, blocks_for(end))
         for _, group in groupby(blocks, lambda at: (id(self.table[at][0]), self.table[at][1] - at)):
             found = list(group)
             slab, block = self.table[found[0]]
-            low, high = max(start, found[0] * BLOCK_SIZE), min(end, (found[-1] + 1) * BLOCK_SIZE)
-            yield TokenRun(slab, (block - found[0]) * BLOCK_SIZE + low, high - low)
+            low = max(start, found[0] * KV_BLOCK_TOKENS)
+            high = min(end, (found[-1] + 1) * KV_BLOCK_TOKENS)
+            yield TokenRun(slab, (block - found[0]) * KV_BLOCK_TOKENS + low, high - low)
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

@@ -1,22 +1,126 @@
-"""The generations that the compute thread is working on, waiting ones included."""
+"""Completions in the compute thread: drawn tokens become deltas, until a completion ends."""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import monotonic
+from typing import Self
 
-from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol.deltas import Delta
-from mlxpool.worker.compute.generation import Generation
-from mlxpool.worker.compute.messages import RunKey
-from mlxpool.worker.engine.interface import Engine
-from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from mlxpool.common.errors import DeadlineExceeded, PoolError
+from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage
+from mlxpool.common.protocol.resume import Facts
+from mlxpool.common.protocol.token_ids import pack_ids
+from mlxpool.worker.compute.messages import Admit, RunKey
+from mlxpool.worker.engine.engine import Engine
+from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 
 log = logging.getLogger("mlxpool.worker")
 
 
+@dataclass(eq=False, slots=True)
+class Generation:
+    """One completion. Times are monotonic seconds; 0 until the event has happened."""
+
+    sequence: Sequence
+    facts: Facts
+    detokenizer: Detokenizer
+    received: float
+    deadline: float = math.inf
+    facts_sent: bool = False
+    prefill_at: float = 0.0  # its first chunk began
+    decode_at: float = 0.0  # its prompt was read
+    piece: Callable[[int], bytes] = field(default=lambda token: b"")
+
+    @classmethod
+    def begin(cls, admit: Admit, piece: Callable[[int], bytes]) -> Self:
+        """The generation of a prepared sequence; `piece` gives the bytes of a token."""
+        return cls(
+            admit.sequence,
+            admit.facts,
+            admit.detokenizer,
+            admit.received,
+            admit.deadline,
+            piece=piece,
+        )
+
+    @property
+    def key(self) -> RunKey:
+        return self.sequence.id, self.sequence.attempt
+
+    def commit(self, drawn: SampledToken, eos: frozenset[int], now: float) -> Delta:
+        """Append one drawn token. Returns its delta, with the end if it is the last one."""
+        sequence = self.sequence
+        if drawn.token in eos and not sequence.options.ignore_eos:
+            return self.last_delta(self.end("stop", now))
+        position = len(sequence.ids)
+        sequence.ids.append(drawn.token)
+        text = self.detokenizer.push(drawn.token)
+        reason = self.finish_reason()
+        end = None if reason is None else self.end(reason, now).body()
+        ids = pack_ids((drawn.token,))
+        return Delta(*self.key, position, text, ids, self._logprobs(drawn), self._facts(), end)
+
+    def last_delta(self, end: RunEnd | PoolError) -> Delta:
+        """A delta without a token that ends the generation."""
+        facts = self._facts()
+        return Delta(*self.key, len(self.sequence.ids), "", b"", facts=facts, end=end.body())
+
+    def finish_reason(self) -> str | None:
+        """Why the ids complete the completion; None when they do not."""
+        if self.detokenizer.stopped:
+            return "stop"
+        if len(self.sequence.ids) >= self.sequence.max_tokens:
+            return "length"
+        return None
+
+    def end(self, reason: str, now: float) -> RunEnd:
+        """The end of the generation, with the text that the detokenizer held back."""
+        sequence = self.sequence
+        sequence.phase = Phase.FINISHED
+        text = "" if reason == "cancelled" else self.detokenizer.finish()
+        size = len(sequence.prompt)
+        usage = Usage(size, min(sequence.cached, size), len(sequence.ids))
+        timings_ms = {
+            "prefill": _milliseconds(self.prefill_at, self.decode_at),
+            "decode": _milliseconds(self.decode_at, now),
+        }
+        return RunEnd(reason, text, usage.body(), timings_ms)
+
+    def deadline_error(self) -> DeadlineExceeded:
+        """The error of a generation whose deadline has passed."""
+        return DeadlineExceeded(
+            f"not finished {self.deadline - self.received:.3f} s after it reached the worker"
+            f" (deadline_ms), {len(self.sequence.ids)} tokens done"
+        )
+
+    def _facts(self) -> dict[str, object] | None:
+        """The facts for the first delta, None for later ones."""
+        if self.facts_sent:
+            return None
+        self.facts_sent = True
+        return self.facts.body()
+
+    def _logprobs(self, drawn: SampledToken) -> list[dict[str, object]] | None:
+        found = drawn.logprob
+        if found is None:
+            return None
+        top = [self._named(token, value) for token, value in found.top]
+        return [{**self._named(drawn.token, found.logprob), "top": top}]
+
+    def _named(self, token: int, logprob: float) -> dict[str, object]:
+        text = self.piece(token).decode("utf-8", "replace")
+        return {"id": token, "token": text, "logprob": logprob}
+
+
 class Generations:
-    """A table in order of arrival. What leaves it is released in the engine, too."""
+    """All completions in order of arrival, waiting ones included.
+
+    What leaves the table is released in the engine, too.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -40,31 +144,31 @@ class Generations:
         return [generation.sequence for generation in self._by_key.values()]
 
     def finish(self, generation: Generation, reason: str) -> Delta:
-        """End it without a further token. Returns its last row."""
-        row = generation.last_row(generation.end(reason, monotonic()))
+        """End it without a further token. Returns its last delta."""
+        delta = generation.last_delta(generation.end(reason, monotonic()))
         self.forget(generation)
-        return row
+        return delta
 
     def fail(self, sequence: Sequence, error: PoolError) -> Delta:
-        """End it with an error. Returns its last row."""
+        """End it with an error. Returns its last delta."""
         generation = self.of(sequence)
-        row = generation.last_row(error)
+        delta = generation.last_delta(error)
         self.forget(generation)
-        return row
+        return delta
 
     def expire(self, now: float) -> list[Delta]:
-        """End those whose deadline has passed. Returns their last rows."""
+        """End those whose deadline has passed. Returns their last deltas."""
         late = [one for one in self._by_key.values() if now >= one.deadline]
         return [self.fail(one.sequence, one.deadline_error()) for one in late]
 
     def forget(self, generation: Generation) -> None:
-        """Remove it without a row."""
+        """Remove it without a delta."""
         generation.sequence.phase = Phase.FINISHED
         del self._by_key[generation.key]
         self.release(generation.sequence)
 
     def forget_all(self) -> None:
-        """Remove all without a row."""
+        """Remove all without a delta."""
         for generation in list(self._by_key.values()):
             self.forget(generation)
 
@@ -74,3 +178,8 @@ class Generations:
             self._engine.release(sequence)
         except Exception:  # this may cost memory or cached prefixes, but it must end no stream
             log.exception("a sequence could not be released")
+
+
+def _milliseconds(start: float, end: float) -> float:
+    """Between two times; 0 if one of them is 0."""
+    return round((end - start) * 1000, 3) if start and end else 0.0

@@ -1,17 +1,22 @@
-"""The messages between the main thread and the compute thread."""
+"""The messages between the main thread and the compute thread, and the queue of deltas."""
 
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.resume import Facts
+from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.sequence import Sequence
+
+MAX_UNTAKEN_STEPS = 256  # steps whose deltas may wait for the main thread
 
 RunKey = tuple[bytes, int]  # (request id, attempt): one attempt of a request in one worker
 
@@ -21,7 +26,7 @@ RunKey = tuple[bytes, int]  # (request id, attempt): one attempt of a request in
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Run a prepared sequence; `facts` are sent with its first row.
+    """Run a prepared sequence; `facts` are sent with its first delta.
 
     `detokenizer` has replayed the ids of a resume: the client has their text already.
     `received` and `deadline` are monotonic seconds.
@@ -43,52 +48,83 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class DropAll:
-    """Drop every run without a row; results carry the new `fence` from now on."""
+    """Drop every run without a delta; messages carry the new `fence` from now on."""
 
     fence: int
 
 
 @dataclass(frozen=True, slots=True)
 class HandBack:
-    """Stop every run without an end row; answered by `HandedBack`."""
+    """Stop every run without a last delta; answered by `HandedBack`."""
 
 
 Inbound = Admit | Drop | DropAll | HandBack
 
-# ---- to the edge -------------------------------------------------------------------------------
+# ---- to the main thread --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Ready for work; `sequences` may run at once."""
+    """The engine is ready for work; `max_sequences` may run at once."""
 
-    sequences: int
+    max_sequences: int
 
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """The model cannot be served, or no longer."""
+    """The model cannot be served, or can no longer be served."""
 
     error: PoolError
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The results of one step: at most one row a sequence.
+class StepDeltas:
+    """The deltas of one step, at most one of each sequence.
 
-    `fence` counts the connections to the broker: results for an older connection must not be sent
-    over a newer one.
+    `fence` counts the connections to the broker: what was made for an older connection must not be
+    sent over a newer one.
     """
 
-    rows: Seq[Delta]
+    deltas: Seq[Delta]
     fence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class HandedBack:
-    """No run is left, and no row will follow."""
+    """No run is left, and no delta will follow."""
 
     fence: int = 0
 
 
-Outbound = Opened | Loaded | Unusable | Rows | HandedBack
+Outbound = Opened | Loaded | Unusable | StepDeltas | HandedBack
+
+
+class DeltaQueue:
+    """The bounded queue of deltas from the compute thread to the main thread.
+
+    Messages carry the current fence. When the deltas of MAX_UNTAKEN_STEPS steps wait, `put` blocks
+    in the phase `blocked`. The main thread calls `acknowledge` alone.
+    """
+
+    def __init__(self, post: Callable[[Outbound], None], progress: Progress) -> None:
+        self.fence = 0  # see StepDeltas
+        self._post = post
+        self._progress = progress
+        self._slots = threading.Semaphore(MAX_UNTAKEN_STEPS)
+
+    def put(self, deltas: list[Delta]) -> None:
+        """Post the deltas of one step, if there are any."""
+        if not deltas:
+            return
+        if not self._slots.acquire(blocking=False):
+            self._progress.enter("blocked")
+            self._slots.acquire()
+        self._post(StepDeltas(tuple(deltas), self.fence))
+
+    def handed_back(self) -> None:
+        """Answer `HandBack`, behind all deltas."""
+        self._post(HandedBack(self.fence))
+
+    def acknowledge(self) -> None:
+        """The main thread has taken one `StepDeltas`."""
+        self._slots.release()

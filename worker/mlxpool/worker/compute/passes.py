@@ -1,4 +1,7 @@
-"""Runs the engine's passes of one step and decides which requests a failed pass ends."""
+"""What a step does with the engine: gives sequences KV blocks, then runs the engine's passes.
+
+A failure ends the requests that it concerns, or the process when the device is lost.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,110 @@ from collections.abc import Sequence as Many
 from functools import partial
 from time import monotonic
 
-from mlxpool.common.errors import Internal, PoolError
+from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.worker.compute.errors import DeviceLost, as_pool_error
 from mlxpool.worker.compute.generations import Generations
 from mlxpool.worker.compute.progress import Progress
-from mlxpool.worker.engine.interface import Engine, PrefillShare
+from mlxpool.worker.engine.engine import Engine, PrefillShare
+from mlxpool.worker.scheduling.kv_blocks import (
+    KV_BLOCK_TOKENS,
+    blocks_for,
+    blocks_for_step,
+    blocks_to_admit,
+    promise_blocks,
+)
+from mlxpool.worker.scheduling.scheduler import (
+    needing_blocks,
+    next_admissions,
+    preemption_victim,
+    running,
+)
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence, SequenceFailed
 
 log = logging.getLogger("mlxpool.worker")
 
 MAX_FAILED_JOINT_PASSES = 3  # then prompts are read one by one
+_MEMORY_WORDS = ("memory", "alloc", "metal::malloc", "resource limit")
+
+
+class DeviceLost(Exception):
+    """The device fails every call from now on, so the process has to end.
+
+    `request` is the id of the request whose prompt was being read, None if no single one was.
+    """
+
+    def __init__(self, error: Exception, request: bytes | None) -> None:
+        super().__init__(f"the device is lost: {type(error).__name__}: {error}")
+        self.request = request
+
+
+class BlockAllocator:
+    """Gives sequences KV blocks of the engine's capacity; cached prefixes are evicted first."""
+
+    def __init__(self, engine: Engine, generations: Generations, progress: Progress) -> None:
+        self._engine = engine
+        self._generations = generations
+        self._progress = progress
+
+    def grow(self) -> list[Delta]:
+        """Allocate the blocks that the next step's rows need, preempting the newest rows if needed.
+
+        Returns the last deltas of the sequences that cannot grow.
+        """
+        failed: list[Delta] = []
+        while wanting := needing_blocks(self._generations.sequences()):
+            sequence = wanting[0]
+            need = blocks_for_step(sequence)
+            victim = preemption_victim(self._generations.sequences())
+            if self._find(need - sequence.blocks, in_use=victim is None):
+                sequence.blocks = need
+            elif victim is not None:
+                self._preempt(victim)
+            elif need <= sequence.promised:
+                sequence.blocks = need
+            else:
+                failed.append(self._refuse(sequence))
+        return failed
+
+    def admit(self, max_sequences: int, admit: Callable[[Sequence], list[Delta]]) -> list[Delta]:
+        """Call `admit` for waiting sequences that fit into memory, until `max_sequences` run.
+
+        Returns the deltas that `admit` returned.
+        """
+        deltas: list[Delta] = []
+        for sequence in next_admissions(self._generations.sequences(), max_sequences):
+            capacity = self._engine.blocks
+            need = blocks_to_admit(sequence, capacity)
+            if need > max(capacity, sequence.promised):
+                deltas.append(self._refuse(sequence))
+            elif self._find(need) or not running(self._generations.sequences()):
+                sequence.blocks = need
+                promise_blocks(sequence, capacity)
+                deltas += admit(sequence)
+            else:
+                break  # later arrivals must not take the blocks that this one waits for
+        return deltas
+
+    def _find(self, wanted: int, *, in_use: bool = False) -> bool:
+        """Whether so many blocks are free, after evicting cached prefixes as far as necessary."""
+        taken = sum(sequence.blocks for sequence in self._generations.sequences())
+        missing = wanted - (self._engine.blocks - taken - self._engine.prefix_blocks())
+        if missing > 0:
+            missing -= self._engine.shrink(missing, in_use=in_use)
+        return missing <= 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take its row. Its keys and values stay in the prefix cache if they fit."""
+        self._generations.release(sequence)
+        sequence.preempt()
+        self._progress.preemptions += 1
+
+    def _refuse(self, sequence: Sequence) -> Delta:
+        return self._generations.fail(sequence, too_many_blocks(sequence, self._engine.blocks))
 
 
 class Passes:
-    """Every method returns the rows that streams get from it.
+    """The passes of one step. Every method returns the deltas that streams get from it.
 
     An error ends the requests that took part in the pass, and nothing else. A lost device ends
     none: DeviceLost is raised, and their streams continue in another process.
@@ -40,12 +132,12 @@ class Passes:
 
     def prefill(self, shares: Many[PrefillShare]) -> list[Delta]:
         """Read a chunk of each prompt, as many prompts in one pass as the engine allows."""
-        rows: list[Delta] = []
+        deltas: list[Delta] = []
         while shares:
             count = self._joint_size(shares)
             group, shares = shares[:count], shares[count:]
-            rows += self._prefill_one(group[0]) if count == 1 else self._prefill_joint(group)
-        return rows
+            deltas += self._prefill_one(group[0]) if count == 1 else self._prefill_joint(group)
+        return deltas
 
     def decode(self, sequences: list[Sequence]) -> list[Delta]:
         """Draw the next token of each sequence."""
@@ -90,7 +182,7 @@ class Passes:
             self._require_device(error, None)
         self._failed_joint_passes += 1
         for sequence, _ in shares:
-            sequence.suspect = True
+            sequence.prefill_alone = True
             self._generations.release(sequence)
             sequence.return_to_waiting()
         return []
@@ -133,7 +225,7 @@ class Passes:
         work: Callable[[], list[Delta]],
         to_blame: bytes | None = None,
     ) -> list[Delta]:
-        """The rows of `work`; those of the errors if it fails for `sequences`.
+        """The deltas of `work`; those of the errors if it fails for `sequences`.
 
         `to_blame` is the request that is charged with a lost device.
         """
@@ -150,9 +242,32 @@ class Passes:
         """Raises DeviceLost when the device no longer computes."""
         if isinstance(error, PoolError | SequenceFailed):
             return  # raised by this program, not by the device
-        self._progress.enter(
-            "decode"
-        )  # the broker's limit for this phase finds a device that hangs
+        # In this phase the broker's time limit finds a device that hangs.
+        self._progress.enter("decode")
         self._progress.moved()
         if not self._engine.device_works():
             raise DeviceLost(error, to_blame) from error
+
+
+def as_pool_error(error: Exception) -> PoolError:
+    """The error that ends a request after a step raised `error`."""
+    if isinstance(error, PoolError):
+        return error
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError) or any(w in text.lower() for w in _MEMORY_WORDS):
+        return OutOfMemory(f"the step did not fit into memory: {text}")
+    return Internal(f"the step failed: {text}")
+
+
+def too_many_blocks(sequence: Sequence, capacity: int) -> OutOfMemory:
+    """The error of a sequence that needs more than `capacity` blocks."""
+    need = blocks_for(sequence.length) + 1
+    return OutOfMemory(
+        f"{sequence.length} tokens, {len(sequence.prompt)} of them the prompt's, need {need} blocks"
+        f" of {KV_BLOCK_TOKENS} tokens; this worker's memory has {capacity}",
+        details={
+            "prompt_tokens": len(sequence.prompt),
+            "need_tokens": need * KV_BLOCK_TOKENS,
+            "capacity_tokens": capacity * KV_BLOCK_TOKENS,
+        },
+    )

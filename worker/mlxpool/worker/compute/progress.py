@@ -30,7 +30,7 @@ class Progress:
         self.since = clock()  # when the phase began
         self.count = 0
         self.step_ms = 0.0  # the newest decode step
-        self.in_prefill: bytes | None = None  # the request whose prompt is being read
+        self.prefilling_request: bytes | None = None  # the request whose prompt is being read
         self.running = 0
         self.waiting = 0
         self.preemptions = 0  # since the start
@@ -68,7 +68,7 @@ class Progress:
     @contextmanager
     def prefilling(self, request: bytes | None, tokens: int) -> Iterator[None]:
         """A context for a pass over `tokens` prompt tokens; `request` None: of several requests."""
-        self.in_prefill = request
+        self.prefilling_request = request
         self.block.write_request(request)
         self.block.write("tokens", tokens)
         try:
@@ -76,7 +76,7 @@ class Progress:
             with self._computing("prefill", shape, tokens):
                 yield
         finally:
-            self.in_prefill = None
+            self.prefilling_request = None
             self.block.write_request(None)
             self.block.write("tokens", 0)
 

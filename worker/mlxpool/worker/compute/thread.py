@@ -1,6 +1,6 @@
 """The compute thread: loads the model, runs the loop, reports how it ended.
 
-It never waits for the main thread except when the outbox is full (phase `blocked`).
+It never waits for the main thread except when the queue of deltas is full (phase `blocked`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from collections.abc import Callable
 
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.errors import Internal
-from mlxpool.worker.compute.errors import DeviceLost
-from mlxpool.worker.compute.generation import Generation
+from mlxpool.worker.compute import model_source
+from mlxpool.worker.compute.generations import Generation
 from mlxpool.worker.compute.loop import BeginGeneration, ComputeLoop
-from mlxpool.worker.compute.memory_report import MemoryReport
-from mlxpool.worker.compute.messages import Inbound, Loaded, Outbound, Unusable
-from mlxpool.worker.compute.outbox import Outbox
+from mlxpool.worker.compute.messages import DeltaQueue, Inbound, Loaded, Outbound, Unusable
+from mlxpool.worker.compute.model_source import ModelSource
+from mlxpool.worker.compute.passes import DeviceLost
 from mlxpool.worker.compute.progress import Progress
-from mlxpool.worker.engine import factory
-from mlxpool.worker.engine.factory import ModelSource
 from mlxpool.worker.system.cpu_threads import CpuThreads, process_cpu_threads
 
 log = logging.getLogger("mlxpool.worker")
@@ -34,14 +32,14 @@ class Compute(threading.Thread):
         config: WorkerConfig,
         progress: Progress,
         post: Callable[[Outbound], None],
-        open_source: Callable[[ModelConfig], ModelSource] = factory.open_source,
+        open_source: Callable[[ModelConfig], ModelSource] = model_source.open_source,
         begin: BeginGeneration = Generation.begin,
     ) -> None:
         super().__init__(name="compute", daemon=True)
         self.config = config
         self.progress = progress
         self.inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
-        self.outbox = Outbox(post, progress)
+        self.delta_queue = DeltaQueue(post, progress)
         self._post = post
         self._open_source = open_source
         self._begin = begin
@@ -59,7 +57,7 @@ class Compute(threading.Thread):
         except BaseException as error:  # the broker needs a reason, whatever it is
             log.error("the model cannot be served", extra={"why": str(error)}, exc_info=True)
             self.progress.enter("unload")
-            self._post(Unusable(factory.as_load_error(error, self.config.name)))
+            self._post(Unusable(model_source.as_load_error(error, self.config.name)))
             return
         try:
             loop.run()
@@ -76,18 +74,17 @@ class Compute(threading.Thread):
         engine = source.load(self._loaded_so_far)
         engine.warm_up(self.progress.moved)
         self.progress.layout = engine.layout
-        MemoryReport(engine, self.progress).refresh_now()
         cpu_threads = self._cpu_threads if engine.yields_cores else CpuThreads(None, 1)
         loop = ComputeLoop(
             engine,
-            source.sequences,
+            source.max_sequences,
             self.inbox,
-            self.outbox,
+            self.delta_queue,
             self.progress,
             cpu_threads,
             self._begin,
         )
-        self._post(Loaded(source.sequences))
+        self._post(Loaded(source.max_sequences))
         return loop
 
     def _loaded_so_far(self, tensors: int, size: int) -> None:

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mlxpool.common.config.schema import ModelConfig
+from mlxpool.worker.compute.model_source import NO_BACK_END
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.engine.description import (
@@ -24,13 +25,12 @@ from mlxpool.worker.engine.description import (
     features,
     require_deterministic,
 )
-from mlxpool.worker.engine.factory import NO_BACK_END
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
+from mlxpool.worker.scheduling.memory_estimate import MemoryEstimate, estimate_memory
 from mlxpool.worker.system import parent_death
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.locate import COUNTING, locate
-from mlxpool.worker.weights.memory_estimate import MemoryEstimate, estimate_memory
 
 NICENESS = 10  # of a check in the background, so that served requests go first
 MAX_BACKGROUND_BYTES = 8 * 2**30  # memory of a check in the background: any config is read
@@ -75,12 +75,12 @@ def check(
 def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dict[str, Any]:
     """`memory`, what the model needs, and `machine`, whether this machine has it."""
     try:
-        from mlxpool.worker.engine import backend
+        from mlxpool.worker.kernels import device
     except ImportError as error:
         return {"machine": {"fits": False, "why": [NO_BACK_END.format(error=error)]}}
-    total, free = backend.device_memory()
-    limit = backend.memory_limit(config.memory_limit)
-    pool = memory_limit or backend.memory_limit(0)
+    total, free = device.device_memory()
+    limit = device.memory_limit(config.memory_limit)
+    pool = memory_limit or device.memory_limit(0)
     need = estimate_memory(
         folder,
         context=min(folder.context, config.context or folder.context),
@@ -88,15 +88,15 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
         prefix_cache=config.prefix_cache,
         prefix_bytes=config.prefix_bytes,
         limit=limit,
-        chunk=backend.prefill_chunk(),
-        float32=not backend.on_gpu(),
+        chunk=device.prefill_chunk(),
+        float32=not device.on_gpu(),
         deterministic=config.deterministic,
     )
     why = [*memory_problems(need, limit, pool, config.memory_limit or folder.weight_bytes)]
-    if config.deterministic and "deterministic" in features(folder) and backend.on_gpu():
+    if config.deterministic and "deterministic" in features(folder) and device.on_gpu():
         why.append(NOT_ON_A_GPU)
     machine = {
-        "device": "gpu" if backend.on_gpu() else "cpu",
+        "device": "gpu" if device.on_gpu() else "cpu",
         "total": total,
         "free": free,
         "limit": limit,
@@ -114,10 +114,10 @@ def _machine(folder: ModelFolder, config: ModelConfig, memory_limit: int) -> dic
 def memory_problems(need: MemoryEstimate, limit: int, pool: int, floor: int) -> list[str]:
     """Why a worker with this need cannot run here; `floor` is what the broker reserves for it."""
     why = []
-    least = need.fixed + 2 * BLOCK_SIZE * need.token
+    least = need.fixed + 2 * KV_BLOCK_TOKENS * need.token
     if need.weights + least > limit:
         why.append(
-            f"weights take {need.weights} bytes and {2 * BLOCK_SIZE} tokens {least}, a"
+            f"weights take {need.weights} bytes and {2 * KV_BLOCK_TOKENS} tokens {least}, a"
             f" worker may take {limit}: raise memory_limit or take a smaller model"
         )
     if floor > pool:

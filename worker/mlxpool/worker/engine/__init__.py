@@ -1,4 +1,4 @@
 """Engines: they compute prefill chunks and decode steps and account for memory.
 
-ModelEngine runs our own model code, MlxLmEngine that of mlx-lm, CountingEngine no model at all.
+ModelEngine runs our own model code, CountingEngine no model at all; that of mlx-lm is in mlx_lm/.
 """

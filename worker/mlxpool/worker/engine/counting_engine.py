@@ -19,8 +19,8 @@ from typing import Any
 from mlxpool.common.config.schema import Counting
 from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
-from mlxpool.worker.engine.interface import MemoryUse, PrefillShare
-from mlxpool.worker.prompt.interface import Fits, Prompt, any_size
+from mlxpool.worker.engine.engine import MemoryUse, PrefillShare
+from mlxpool.worker.prompt.text_model import EncodedPrompt, Fits, any_size
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -71,12 +71,13 @@ class CountingEngine:
             on_progress(shard + 1, self.settings.load_bytes * (shard + 1) // LOAD_STEPS)
 
     layout = ""
+    prefix = None
 
     def admit(self, seq: Sequence) -> None:
         self.rows.append(seq)
 
     def prefill_batch_size(self, shares: Seq[PrefillShare]) -> int:
-        alone = (number for number, (seq, _) in enumerate(shares) if seq.suspect)
+        alone = (number for number, (seq, _) in enumerate(shares) if seq.prefill_alone)
         return max(1, min(self.settings.joint, next(alone, len(shares))))
 
     def prefill_batch(self, shares: Seq[PrefillShare]) -> list[int]:
@@ -158,7 +159,7 @@ class CountingText:
         now: float,
         fits: Fits = any_size,
         think: object = None,
-    ) -> Prompt:
+    ) -> EncodedPrompt:
         """Writes one line for each message; the model has no thoughts."""
         lines = [f"{m['role']}: {joined(m.get('content'))}\n" for m in messages]
-        return Prompt(self.encode("".join(lines), fits))
+        return EncodedPrompt(self.encode("".join(lines), fits))

@@ -9,16 +9,16 @@ from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
+from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.layers import quantisation as quant
-from mlxpool.worker.layers.cache_specs import KeyValueSpec
 from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.prompt.chat_template.output_format import chat_format
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
+from mlxpool.worker.scheduling.memory_estimate import DTYPE_NAMES, main_dtype
 from mlxpool.worker.weights import mlx_lm_models
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_json
-from mlxpool.worker.weights.memory_estimate import DTYPE_NAMES, main_dtype
 
 FEATURES = ("batching", "tree", "resume")  # of every architecture in models/
 SCALES = ".scales"  # suffix of a tensor that every quantised module has

@@ -1,10 +1,98 @@
-"""The kind of device that MLX computes on."""
+"""The device that MLX computes on: its memory, its health and the C heap of the process."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import logging
+import os
+import sys
+
 import mlx.core as mx
+import psutil
+
+log = logging.getLogger("mlxpool.worker")
+
+
+GPU_CHUNK, CPU_CHUNK = 2048, 512  # tokens of a prefill chunk
+DEFAULT_MEMORY_SHARE = 0.8  # of the device's memory, for a worker without a configured limit
+MMAP_THRESHOLD = 2**20  # bytes from which on an array has pages of its own
+_M_MMAP_THRESHOLD = -3  # the parameter of mallopt
+# Texts of errors after which the device is still usable.
+_OUT_OF_MEMORY_TEXTS = ("out of memory", "unable to allocate")
+_PROBE_SIZE = 1024  # numbers that are summed to check the device
 
 
 def on_gpu() -> bool:
-    """Whether MLX's default device is a GPU."""
+    """Returns whether MLX computes on a GPU."""
     return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def prefill_chunk() -> int:
+    """Returns the tokens of a prefill chunk; larger ones are no faster and delay others longer."""
+    return GPU_CHUNK if on_gpu() else CPU_CHUNK
+
+
+def device_memory() -> tuple[int, int]:
+    """Returns the device's bytes, in all and free; the machine's where both share one memory."""
+    machine = psutil.virtual_memory()
+    if not on_gpu():
+        return int(machine.total), int(machine.available)
+    info = mx.device_info()
+    total = int(info.get("total_memory", 0) or info.get("memory_size", 0)) or int(machine.total)
+    return total, int(info.get("free_memory", 0)) or int(machine.available)
+
+
+def device_computes() -> bool:
+    """Returns whether the device still gives right results; waits for the work it has begun."""
+    try:
+        mx.clear_cache()
+        found = mx.arange(_PROBE_SIZE).sum().item()
+    except Exception as error:
+        if any(words in str(error).lower() for words in _OUT_OF_MEMORY_TEXTS):
+            return True
+        log.exception("the device does not compute")
+        return False
+    return bool(found == _PROBE_SIZE * (_PROBE_SIZE - 1) // 2)
+
+
+def memory_limit(configured: int) -> int:
+    """Returns the bytes a worker may use; `configured` 0: DEFAULT_MEMORY_SHARE of the device."""
+    return configured or int(device_memory()[0] * DEFAULT_MEMORY_SHARE)
+
+
+def non_mlx_bytes() -> int:
+    """Returns this process's bytes outside MLX (Python, BLAS); 0 where a GPU has its own memory."""
+    if on_gpu() and sys.platform == "linux":
+        return 0
+    resident = int(psutil.Process().memory_info().rss)
+    return max(0, resident - mx.get_active_memory() - mx.get_cache_memory())
+
+
+def keep_large_arrays_off_heap() -> None:
+    """Makes glibc allocate large arrays outside its heap; does nothing on other C libraries.
+
+    After the first large free, glibc raises its threshold and allocates arrays of that size in the
+    heap, where any later allocation behind them keeps their pages: 30 MB after a warm-up.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+
+
+def trim_heap() -> None:
+    """Returns freed memory of the C heap to the system; does nothing on C libraries but glibc."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def log_device() -> None:
+    """Logs the device; on a Linux CPU without OpenBLAS the line says how to install it."""
+    if on_gpu():
+        log.info("computing on the GPU", extra={"device": mx.device_info().get("device_name")})
+    elif sys.platform != "linux" or "blas" in os.environ.get("LD_PRELOAD", ""):
+        log.info("computing on the CPU in float32")
+    else:
+        log.warning(
+            "computing on the CPU with the reference BLAS, some 30 times slower than OpenBLAS:"
+            " install libopenblas0-pthread (Debian, Ubuntu) or set MLXPOOL_OPENBLAS to its file"
+        )

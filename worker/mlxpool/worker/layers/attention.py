@@ -6,19 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.cache_specs import KeyValueSpec
 from mlxpool.worker.layers.config_fields import Heads, flag, integer, number
-from mlxpool.worker.layers.decoder_layer import MixerFunction, WeightShapes, linear_shapes
-from mlxpool.worker.layers.interface import (
+from mlxpool.worker.layers.decoder_layer import (
+    FusableSublayer,
+    MixerFunction,
+    WeightShapes,
+    linear_shapes,
+)
+from mlxpool.worker.layers.layer_types import (
     ForwardBatch,
     LayerBuilder,
     LinearInput,
     PendingProduct,
     Rope,
-)
-from mlxpool.worker.layers.residual import (
-    FusableSublayer,
 )
 from mlxpool.worker.layers.rope import parse_rope
 

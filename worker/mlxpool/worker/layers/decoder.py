@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.worker.layers.config_fields import flag, integer, number
-from mlxpool.worker.layers.decoder_layer import DecoderLayer, WeightShapes
+from mlxpool.worker.layers.decoder_layer import (
+    DecoderLayer,
+    Residual,
+    ResidualSum,
+    WeightShapes,
+    add_and_defer_norm,
+    materialised,
+)
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, no_derived_weights
-from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, PendingProduct
+from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, PendingProduct
 from mlxpool.worker.layers.model_plan import ModelPlan
-from mlxpool.worker.layers.residual import Residual, ResidualSum, add_and_defer_norm, materialised
 
 if TYPE_CHECKING:
     import mlx.core as mx

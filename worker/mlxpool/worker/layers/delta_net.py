@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.cache_specs import RecurrentSpec
+from mlxpool.worker.caches.specs import RecurrentSpec
 from mlxpool.worker.layers.config_fields import integer, number
 from mlxpool.worker.layers.decoder_layer import MixerFunction, WeightShapes, linear_shapes
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, reordered
-from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, LayerFunction
+from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, LayerFunction
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxpool.worker.layers.interface import RecurrentState
+from mlxpool.worker.layers.layer_types import RecurrentState
 
 CHUNK = 32  # tokens; solving a chunk costs its square, each further chunk is one more step
 EPS = 1e-6  # added to the squared norm of a query or key

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxpool.worker.layers.decoder_layer import (
+    FusableSublayer,
     WeightShapes,
     linear_shapes,
 )
-from mlxpool.worker.layers.interface import (
+from mlxpool.worker.layers.layer_types import (
     Activation,
     ForwardBatch,
     LayerBuilder,
     LayerFunction,
     LinearInput,
     PendingProduct,
-)
-from mlxpool.worker.layers.residual import (
-    FusableSublayer,
 )
 
 

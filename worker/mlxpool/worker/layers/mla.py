@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlxpool.worker.layers.cache_specs import LatentSpec
+from mlxpool.worker.caches.specs import LatentSpec
 from mlxpool.worker.layers.decoder_layer import MixerFunction, WeightShapes, linear_shapes
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, from_dequantised
-from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, MultiLinear, Rope
+from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, MultiLinear, Rope
 
 if TYPE_CHECKING:
     import mlx.core as mx

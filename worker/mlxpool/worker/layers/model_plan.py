@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from mlxpool.worker.layers.cache_specs import CacheSpec
+from mlxpool.worker.caches.specs import CacheSpec
 from mlxpool.worker.layers.derived_weights import (
     DerivedWeights,
     StoredTensors,
     no_derived_weights,
 )
-from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, Shape
+from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, Shape
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -17,7 +17,7 @@ from mlxpool.worker.layers.config_fields import MAX_MODULES, flag, integer, numb
 from mlxpool.worker.layers.decoder_layer import WeightShapes, linear_shapes
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, stacked_experts
 from mlxpool.worker.layers.gated_mlp import GatedMLP
-from mlxpool.worker.layers.interface import LayerBuilder, LayerFunction
+from mlxpool.worker.layers.layer_types import LayerBuilder, LayerFunction
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.config_fields import integer, number
-from mlxpool.worker.layers.interface import Rope
+from mlxpool.worker.layers.layer_types import Rope
 
 Settings: TypeAlias = Mapping[str, Any]
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mlxpool.worker.caches.specs import CacheSpec
 from mlxpool.worker.layers.attention import GroupedQueryAttention
-from mlxpool.worker.layers.cache_specs import CacheSpec
 from mlxpool.worker.layers.config_fields import (
     FULL,
     SLIDING,
@@ -28,7 +28,13 @@ from mlxpool.worker.layers.config_fields import (
     text_config,
 )
 from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.decoder_layer import DecoderLayer, DecoderLayerFunction, WeightShapes
+from mlxpool.worker.layers.decoder_layer import (
+    DecoderLayer,
+    DecoderLayerFunction,
+    Residual,
+    WeightShapes,
+    add_and_norm,
+)
 from mlxpool.worker.layers.derived_weights import (
     DerivedWeights,
     StoredTensors,
@@ -37,9 +43,8 @@ from mlxpool.worker.layers.derived_weights import (
     without_prefix,
 )
 from mlxpool.worker.layers.gated_mlp import GatedMLP
-from mlxpool.worker.layers.interface import ForwardBatch, LayerBuilder, Rope
+from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, Rope
 from mlxpool.worker.layers.model_plan import ModelPlan
-from mlxpool.worker.layers.residual import Residual, add_and_norm
 from mlxpool.worker.layers.rope import parse_rope
 
 if TYPE_CHECKING:

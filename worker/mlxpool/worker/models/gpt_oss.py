@@ -30,7 +30,7 @@ from mlxpool.worker.layers.derived_weights import (
     TensorSpec,
     from_mxfp4_blocks,
 )
-from mlxpool.worker.layers.interface import LayerBuilder, LayerFunction
+from mlxpool.worker.layers.layer_types import LayerBuilder, LayerFunction
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.rope import parse_rope
 

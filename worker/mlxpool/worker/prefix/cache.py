@@ -246,11 +246,11 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         self._tree.root.readers = len(self._readers)
         return before - self.nbytes
 
-    def _filled(self, match: Match[E, S], cached: int, state: S | None, room: int) -> R:
+    def _filled(self, match: Match[E, S], cached: int, state: S | None, capacity: int) -> R:
         row = self._store.new_row()
         try:
             if cached:
-                self._store.fill(row, self._tree.pieces_of(match, cached), state, cached, room)
+                self._store.fill(row, self._tree.pieces_of(match, cached), state, cached, capacity)
         except BaseException:
             self._store.release(row)
             raise
@@ -293,7 +293,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         try:
             there = match.tokens == last.end == len(tokens) and last.state is not None
             need_state = self._store.stateful and not there
-            end = self._make_room(row, match.tokens, len(tokens), need_state)
+            end = self._require_space(row, match.tokens, len(tokens), need_state)
             if end < len(tokens) and (need_state or end <= match.tokens):
                 return None
             node = self._grow(row, tokens[:end], match.tokens, last, need_state)
@@ -302,7 +302,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         finally:
             self._leave(last)
 
-    def _make_room(self, row: R, start: int, end: int, need_state: bool) -> int:
+    def _require_space(self, row: R, start: int, end: int, need_state: bool) -> int:
         """Evicts the least recently used; returns the position up to which the row can be kept."""
         store = self._store
         state = store.state_bytes(row) if need_state else 0

@@ -131,7 +131,7 @@ class BlockStore:
         kept: Sequence[tuple[BlockRun, int]],
         state: None,
         tokens: int,
-        room: int,
+        capacity: int,
     ) -> None:
         """See Store. Of two runs that meet inside a block, the later one has the tokens of both."""
         found = {}

@@ -69,11 +69,11 @@ class Store(PieceStore[E, S], Protocol[R, E, S]):
         """Removes the tokens from `to` on; does nothing and returns False if a layer cannot."""
 
     def fill(
-        self, row: R, kept: Sequence[tuple[E, int]], state: S | None, tokens: int, room: int
+        self, row: R, kept: Sequence[tuple[E, int]], state: S | None, tokens: int, capacity: int
     ) -> None:
         """Fills an empty row with `tokens` tokens: the first n of each kept piece, and the state.
 
-        The row will soon have `room` tokens.
+        The row will soon have `capacity` tokens.
         """
 
     def fit(self, row: R, start: int, end: int, free: int) -> int:

@@ -1,4 +1,4 @@
-"""The loop of the worker's main thread: polls the link and the mailbox, decides when to exit.
+"""The loop of the worker's main thread: polls the link and the mailbox, sends heartbeats, exits.
 
 It never waits for the compute thread, so heartbeats continue whatever that one does.
 """
@@ -10,7 +10,8 @@ import math
 import os
 import platform
 import signal
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from time import monotonic
 
 import psutil
@@ -21,23 +22,88 @@ from mlxpool.common.errors import PoolError, TooLarge, from_body
 from mlxpool.common.exit_codes import AGAIN, ALONE, REFUSED
 from mlxpool.common.protocol import to_broker, to_worker
 from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.to_broker import Bye, Hello, TokenizerAnswer
+from mlxpool.common.protocol.to_broker import Beat, Bye, Hello, ProgressSample, TokenizerAnswer
 from mlxpool.common.protocol.to_worker import Detokenize, Stop, Tokenize, Welcome
 from mlxpool.common.trace import History
-from mlxpool.worker.compute.messages import Loaded, Rows, Unusable
+from mlxpool.common.transport.waker import Waker
+from mlxpool.worker.compute.messages import Loaded, Outbound, StepDeltas, Unusable
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.thread import Compute
-from mlxpool.worker.process.heartbeat import BEAT_INTERVAL, Heartbeat
 from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.mailbox import Mail, Mailbox
 from mlxpool.worker.process.prepare import Answer, Prepared, Preparer
 from mlxpool.worker.process.runs import Runs
-from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.prompt.text_model import Opened
 
 log = logging.getLogger("mlxpool.worker")
 
 WELCOME_TIMEOUT = 5.0  # seconds that a worker with an unusable model waits to send its reason
 MakePreparer = Callable[[Opened, Callable[[Prepared | Answer], None]], Preparer]
+BEAT_INTERVAL = 1.0  # seconds between two heartbeats
+
+
+class Heartbeat:
+    """A heartbeat is due every BEAT_INTERVAL, and when the compute thread changes its phase."""
+
+    def __init__(self, progress: Progress, *, with_sample: bool) -> None:
+        """`with_sample`: the broker cannot read the progress block, so beats carry its values."""
+        self._progress = progress
+        self._with_sample = with_sample
+        self._process = psutil.Process()
+        self._phase = ""
+        self.next_at = BEAT_INTERVAL  # monotonic seconds
+
+    def send_soon(self) -> None:
+        """The next beat is due now: there is a new epoch."""
+        self.next_at = BEAT_INTERVAL
+
+    def is_due(self, now: float) -> bool:
+        return now >= self.next_at or self._progress.phase != self._phase
+
+    def beat(self, now: float, preparing: int) -> Beat:
+        """The beat that is sent now; `preparing` runs wait for the compute thread."""
+        progress = self._progress
+        self._phase, self.next_at = progress.phase, now + BEAT_INTERVAL
+        return Beat(
+            phase=progress.phase,
+            phase_age_ms=round((now - progress.since) * 1000),
+            progress=progress.count,
+            prefill=progress.prefilling_request,
+            step_ms=progress.step_ms,
+            running=progress.running,
+            waiting=progress.waiting + preparing,
+            layout=progress.layout,
+            memory={**progress.memory, "rss": self._process.memory_info().rss},
+            prefix=progress.prefix,
+            look=self._sample() if self._with_sample else None,
+        )
+
+    def _sample(self) -> ProgressSample:
+        now = self._progress.block.read()
+        return ProgressSample(now.tokens, now.fresh, now.usual_token_ns, now.usual_step_ns)
+
+
+Mail = Outbound | Prepared | Answer
+
+
+class Mailbox:
+    """The queue of messages from other threads to the main thread.
+
+    Unbounded: the compute thread bounds its own share, see compute.messages.DeltaQueue.
+    """
+
+    def __init__(self, waker: Waker) -> None:
+        self.waker = waker
+        self._mail: deque[Mail] = deque()
+
+    def post(self, mail: Mail) -> None:
+        """Enqueue and wake the main thread. Any thread may call it."""
+        self._mail.append(mail)
+        self.waker.wake()
+
+    def take(self) -> Iterator[Mail]:
+        """Dequeue what is there, in order."""
+        while self._mail:
+            yield self._mail.popleft()
 
 
 class Edge:
@@ -161,18 +227,18 @@ class Edge:
 
     def handle_mail(self, mail: Mail) -> None:
         """Handle a message of the compute thread or the preparer."""
-        if isinstance(mail, Rows):
-            self.compute.outbox.acknowledge()
+        if isinstance(mail, StepDeltas):
+            self.compute.delta_queue.acknowledge()
         if isinstance(mail, Opened):
             self._opened(mail)
         elif isinstance(mail, Loaded):
-            self.runs.loaded(mail.sequences)
+            self.runs.loaded(mail.max_sequences)
         elif isinstance(mail, Unusable):
             self._model_unusable(mail.error)
         elif mail.fence != self.runs.fence:
             pass  # its runs were dropped with an older connection
-        elif isinstance(mail, Rows):
-            self.runs.deliver(mail)
+        elif isinstance(mail, StepDeltas):
+            self.runs.deliver(mail.deltas)
         elif isinstance(mail, Prepared):
             self.runs.prepared(mail)
         elif isinstance(mail, Answer):

@@ -167,23 +167,23 @@ class Link:
         if self.epoch:
             self.put(encoded(content, id, self.epoch, max_body=MAX_BACK_BODY))
 
-    def send_rows(self, rows: Sequence[Delta]) -> None:
-        """Send rows that fit one message; without an epoch, nothing."""
+    def send_deltas(self, deltas: Sequence[Delta]) -> None:
+        """Send deltas that fit one message; without an epoch, nothing."""
         if not self.epoch:
             return
-        parts = encoded(Deltas(rows), epoch=self.epoch, max_body=MAX_BACK_BODY)
+        parts = encoded(Deltas(deltas), epoch=self.epoch, max_body=MAX_BACK_BODY)
         if self.history.on:
-            for row in rows:
-                self._write_row(row)
-        self.put_rows(rows, parts)
+            for delta in deltas:
+                self._write_delta(delta)
+        self.put_deltas(deltas, parts)
 
-    def put_rows(self, rows: Sequence[Delta], parts: list[bytes]) -> None:
-        """Enqueue the frame of these rows."""
+    def put_deltas(self, deltas: Sequence[Delta], parts: list[bytes]) -> None:
+        """Enqueue the frame of these deltas."""
         self.put(parts)
 
-    def _write_row(self, row: Delta) -> None:
-        end = row.end and (row.end.get("code") or row.end.get("reason"))
-        self.history.write("deltas", id=row.id, attempt=row.attempt, pos=row.pos, n=row.n, end=end)
+    def _write_delta(self, one: Delta) -> None:
+        end = one.end and (one.end.get("code") or one.end.get("reason"))
+        self.history.write("deltas", id=one.id, attempt=one.attempt, pos=one.pos, n=one.n, end=end)
 
     def put(self, parts: list[bytes]) -> None:
         """Enqueue a frame."""

@@ -15,16 +15,15 @@ from time import monotonic
 
 from mlxpool.common.errors import BadRequest, ContextExceeded, Internal, PoolError, TooLarge
 from mlxpool.common.options import Options
-from mlxpool.common.protocol import prompts
 from mlxpool.common.protocol.frames import MAX_BLOB, MAX_BODY
-from mlxpool.common.protocol.prompts import ChatPrompt, TextPrompt
+from mlxpool.common.protocol.prompts import ChatPrompt, Prompt, TextPrompt
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_broker import TokenizerAnswer
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work
 from mlxpool.common.protocol.token_ids import ID_WIDTH, count_of, pack_ids, unpack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey
 from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.prompt.interface import Fits, Opened, Prompt
+from mlxpool.worker.prompt.text_model import EncodedPrompt, Fits, Opened
 from mlxpool.worker.scheduling.sequence import Sequence
 
 MAX_ANSWER_TEXT = MAX_BODY - 1024  # bytes of text in an answer
@@ -32,7 +31,7 @@ MAX_ANSWER_TEXT = MAX_BODY - 1024  # bytes of text in an answer
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run for the compute thread, or the error that it ends with. `fence`: see `Rows`."""
+    """A run for the compute thread, or the error that it ends with. `fence`: see StepDeltas."""
 
     key: RunKey
     admit: Admit | None
@@ -42,7 +41,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to the `tokenize` or `detokenize` of a request. `fence`: see `Rows`."""
+    """The answer to the `tokenize` or `detokenize` of a request. `fence`: see StepDeltas."""
 
     id: bytes | None
     content: TokenizerAnswer
@@ -122,7 +121,7 @@ def prepare(opened: Opened, key: RunKey, work: Work, received: float, now: float
         seed=work.seed,
         max_tokens=max_tokens,
         ids=ids,
-        suspect=work.suspect,
+        prefill_alone=work.suspect,
         restore_at=prompt.restore_at,
     )
     facts = Facts(opened.digest, context, max_tokens, len(prompt.ids), now, prompt.thinks)
@@ -130,7 +129,7 @@ def prepare(opened: Opened, key: RunKey, work: Work, received: float, now: float
     return Admit(sequence, facts, detokenizer, received, received + left)
 
 
-def _prompt(opened: Opened, prompt: prompts.Prompt, now: float, context: int) -> Prompt:
+def _prompt(opened: Opened, prompt: Prompt, now: float, context: int) -> EncodedPrompt:
     fits = partial(_check_size, context)
     found = _token_ids(opened, prompt, now, fits)
     fits(len(found.ids))
@@ -149,15 +148,15 @@ def _check_size(context: int, size: int) -> None:
         )
 
 
-def _token_ids(opened: Opened, prompt: prompts.Prompt, now: float, fits: Fits) -> Prompt:
+def _token_ids(opened: Opened, prompt: Prompt, now: float, fits: Fits) -> EncodedPrompt:
     if isinstance(prompt, ChatPrompt):
         return opened.text.chat(prompt.messages, prompt.tools, now, fits, prompt.think)
     if isinstance(prompt, TextPrompt):
-        return Prompt(opened.text.encode(prompt.text, fits))
+        return EncodedPrompt(opened.text.encode(prompt.text, fits))
     if prompt.key == "prompt":
-        return Prompt(opened.text.encode(_decoded(prompt.blob), fits))
+        return EncodedPrompt(opened.text.encode(_decoded(prompt.blob), fits))
     fits(count_of(prompt.blob))
-    return Prompt(unpack_ids(prompt.blob))
+    return EncodedPrompt(unpack_ids(prompt.blob))
 
 
 def _decoded(blob: bytes) -> str:

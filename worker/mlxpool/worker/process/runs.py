@@ -1,13 +1,13 @@
 """The runs of this worker: one attempt of a request each, from its `work` to its end.
 
-A run is prepared by the preparer, then computed by the compute thread. It ends with its last row,
+A run is prepared by the preparer, then computed by the compute thread. It ends with its last delta,
 is handed back by `yield`, or is dropped with the connection that brought it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -17,7 +17,7 @@ from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.to_broker import Credit, Yield
 from mlxpool.common.protocol.to_worker import Work, count_of_resume
 from mlxpool.common.trace import History
-from mlxpool.worker.compute.messages import Drop, DropAll, HandBack, Inbound, Rows, RunKey
+from mlxpool.worker.compute.messages import Drop, DropAll, HandBack, Inbound, RunKey
 from mlxpool.worker.process.link import Link
 from mlxpool.worker.process.prepare import Prepared, Preparer
 
@@ -133,12 +133,12 @@ class Runs:
         elif prepared.admit is not None and not self._draining:
             self._compute(prepared.admit)
 
-    def deliver(self, rows: Rows) -> None:
-        """Send the rows of one step, as far as their runs are live."""
-        self._deliver([row for row in rows.rows if (row.id, row.attempt) in self.live])
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        """Send the deltas of one step, as far as their runs are live."""
+        self._deliver([one for one in deltas if (one.id, one.attempt) in self.live])
 
     def handed_back(self) -> None:
-        """The compute thread has stopped all runs, and all rows it made were delivered."""
+        """The compute thread has stopped all runs, and all deltas that it made were delivered."""
         for key in [k for k, run in self.live.items() if run.state is RunState.CANCELLED]:
             self._end(key, _CANCELLED)
         self._yield(sorted(self.live))
@@ -150,12 +150,12 @@ class Runs:
         """End a run that never reached the compute thread."""
         self._deliver([Delta(*key, self.live[key].position, "", b"", end=end.body())])
 
-    def _deliver(self, rows: list[Delta]) -> None:
-        ended = {(row.id, row.attempt) for row in rows if row.end is not None}
+    def _deliver(self, deltas: list[Delta]) -> None:
+        ended = {(one.id, one.attempt) for one in deltas if one.end is not None}
         for key in ended:
             self.live.pop(key, None)
-        for group in batches(rows):
-            self._link.send_rows(group)
+        for group in batches(deltas):
+            self._link.send_deltas(group)
         if ended:
             self._send_credit()
 

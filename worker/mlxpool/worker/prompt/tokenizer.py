@@ -14,14 +14,13 @@ from tokenizers import Encoding, Tokenizer
 
 from mlxpool.common.errors import BadRequest, Internal, ModelLoadFailed
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
-from mlxpool.worker.prompt.chat_template.limits import RENDERER_NICENESS
 from mlxpool.worker.prompt.chat_template.output_format import opens_thinking
 from mlxpool.worker.prompt.chat_template.renderer import RenderedChat, Renderer
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
-from mlxpool.worker.prompt.interface import Fits, Prompt, any_size
+from mlxpool.worker.prompt.text_model import EncodedPrompt, Fits, any_size
 from mlxpool.worker.prompt.token_bytes import TokenBytes
 from mlxpool.worker.system.cpu_threads import process_cpu_threads
-from mlxpool.worker.system.idle_thread import run_idle
+from mlxpool.worker.system.idle_thread import LONG_WORK_NICENESS, run_idle
 from mlxpool.worker.weights.inspect import ModelFolder
 
 LONG_TEXT = 16 * 1024  # characters; encoding so many takes more than a few milliseconds
@@ -90,7 +89,7 @@ class ChatTokenizer:
         now: float,
         fits: Fits = any_size,
         think: object = None,
-    ) -> Prompt:
+    ) -> EncodedPrompt:
         """The prompt of a chat.
 
         Raises BadRequest, see `check_messages` and `Renderer.render`, and what `fits` raises.
@@ -100,7 +99,7 @@ class ChatTokenizer:
         )
         ids = self.encode(chat.text, fits)
         restore_at = self._restore_at(chat, ids) if chat.messages_end else 0
-        return Prompt(ids, restore_at, opens_thinking(chat.text))
+        return EncodedPrompt(ids, restore_at, opens_thinking(chat.text))
 
     def _restore_at(self, chat: RenderedChat, ids: list[int]) -> int:
         """How many ids precede the generation prompt; an id that spans its begin is not counted.
@@ -154,7 +153,7 @@ def _start_threads(tokenizer: Tokenizer) -> None:
     if sys.platform == "linux":
         thread = threading.get_native_id()
         os.setpriority(
-            os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + RENDERER_NICENESS
+            os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + LONG_WORK_NICENESS
         )
     tokenizer.encode_batch_fast(["a", "b"])
 

@@ -1,17 +1,53 @@
-"""The sampling options of a batch as arrays, made once for as long as its rows are the same."""
+"""What the sampler takes and gives: the options of a batch as arrays, and its sampled tokens.
+
+Arrays of options are made once for as long as the rows of a batch are the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
 
 from mlxpool.common.options import Options
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed, TokenLogprob
 
+NO_TOKEN = -1  # sampled from logits that are not numbers
 MIN_TEMPERATURE = 1e-7
 _WORD = 0xFFFFFFFF
 NO_TOP_P = 2.0  # a top-p that keeps all tokens, however sums are rounded
+
+Rows = dict[Sequence, int]  # the row of each sequence in a SamplerOutput
+
+
+# ---- inputs ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """The sampler input of one row.
+
+    `position` counts the completion tokens before this one. `history` is prompt and completion so
+    far, or at least the tokens that penalties count; unused without penalties.
+    """
+
+    options: Options
+    seed: int
+    position: int
+    history: Many[int] = ()
+
+
+def penalty_history(seq: Sequence) -> Many[int]:
+    """Returns the tokens that penalties count; empty without penalties."""
+    return seq.tokens if has_penalties(seq.options) else ()
+
+
+def last_token(seq: Sequence) -> int:
+    """Returns the newest token, after which the next one is sampled."""
+    return seq.ids[-1] if seq.ids else seq.prompt[-1]
 
 
 def has_penalties(options: Options) -> bool:
@@ -31,7 +67,7 @@ class SamplingBatch:
     some row a top-k, after which top-p is cheap. `top_p_of_all`: some row has a top-p but no top-k.
     """
 
-    def __init__(self, options: Sequence[Options], seeds: Sequence[int], size: int) -> None:
+    def __init__(self, options: Many[Options], seeds: Many[int], size: int) -> None:
         self.options = options
         self.seeds = seeds
         self.any_random = any(one.temperature > 0 for one in options)
@@ -119,3 +155,86 @@ class SamplingBatch:
 def _top_k(options: Options, size: int) -> int:
     """Returns the top-k of a row; 0 where it filters nothing."""
     return options.top_k if options.temperature > 0 and options.top_k < size else 0
+
+
+# ---- outputs -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """R tokens, not evaluated yet, and log-probabilities when some row requests them."""
+
+    tokens: mx.array  # [R] int32, NO_TOKEN where logits were not numbers
+    logprobs: mx.array | None = None  # [R] float32
+    top_ids: mx.array | None = None  # [R, k], most likely first
+    top_logprobs: mx.array | None = None  # [R, k] float32
+
+    def arrays(self) -> list[mx.array]:
+        """Returns all arrays, to evaluate them together."""
+        every = (self.tokens, self.logprobs, self.top_ids, self.top_logprobs)
+        return [array for array in every if array is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Sampled tokens, one row for each sequence.
+
+    `lengths[row]` is the length that a sequence has when its token is its next one.
+    """
+
+    rows: Mapping[Sequence, int]
+    lengths: tuple[int, ...]
+    sampled: SamplerOutput
+
+    def without(self, seq: Sequence) -> StepOutput:
+        """Returns the output without a sequence that lost its row: its token in flight is void."""
+        rows = {one: row for one, row in self.rows.items() if one is not seq}
+        return StepOutput(rows, self.lengths, self.sampled)
+
+    def next_tokens(self, sequences: Many[Sequence]) -> Rows:
+        """Returns the rows of those sequences whose next token is in this output."""
+        rows, lengths = self.rows, self.lengths
+        return {
+            seq: row
+            for seq in sequences
+            if (row := rows.get(seq)) is not None and lengths[row] == seq.length
+        }
+
+    def all_rows(self) -> tuple[StepOutput, Rows]:
+        """Returns the output with the rows of all its sequences."""
+        return self, dict(self.rows)
+
+
+def select_rows(tokens: mx.array, rows: list[int]) -> mx.array:
+    """Returns tokens [R] of these rows; the array itself when these are all rows in order."""
+    return tokens if rows == list(range(tokens.shape[0])) else tokens[mx.array(rows)]
+
+
+def sampled_tokens(sampled: SamplerOutput, rows: Rows) -> list[SampledToken]:
+    """Returns the tokens of a computed step; `rows` has the row of each sequence.
+
+    Raises SequenceFailed when a row has no token.
+    """
+    tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
+    for seq, row in rows.items():
+        if tokens[row] == NO_TOKEN:
+            raise SequenceFailed(
+                seq,
+                f"the logits after {seq.length} tokens are no numbers: "
+                "the weights are damaged or overflow in their dtype",
+            )
+    return [
+        SampledToken(seq, tokens[row], _logprob(sampled, seq, row)) for seq, row in rows.items()
+    ]
+
+
+def _logprob(sampled: SamplerOutput, seq: Sequence, row: int) -> TokenLogprob | None:
+    if not seq.options.logprobs or sampled.logprobs is None:
+        return None
+    chosen = float(sampled.logprobs[row].item())  # type: ignore[arg-type]
+    wanted = seq.options.top_logprobs
+    if not wanted or sampled.top_ids is None or sampled.top_logprobs is None:
+        return TokenLogprob(chosen)
+    ids: list[int] = sampled.top_ids[row].tolist()  # type: ignore[assignment]
+    values: list[float] = sampled.top_logprobs[row].tolist()  # type: ignore[assignment]
+    return TokenLogprob(chosen, tuple(zip(ids, values, strict=True))[:wanted])

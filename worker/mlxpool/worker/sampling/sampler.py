@@ -9,49 +9,23 @@ again after a resume. A change of any result must raise `versions.RULES`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlxpool.common.options import Options
 from mlxpool.worker.kernels import sampling as kernel
-from mlxpool.worker.sampling.batch import SamplingBatch, has_penalties
-
-NO_TOKEN = -1  # sampled from logits that are not numbers
+from mlxpool.worker.sampling.batch import (
+    NO_TOKEN,
+    SampleRequest,
+    SamplerOutput,
+    SamplingBatch,
+    has_penalties,
+)
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _NEG_INF = float("-inf")
 _FLOAT_BITS = 31  # of a float32 that is not negative; such floats are ordered like their bits
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """The sampler input of one row.
-
-    `position` counts the completion tokens before this one. `history` is prompt and completion so
-    far, or at least the tokens that penalties count; unused without penalties.
-    """
-
-    options: Options
-    seed: int
-    position: int
-    history: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """R tokens, not evaluated yet, and log-probabilities when some row requests them."""
-
-    tokens: mx.array  # [R] int32, NO_TOKEN where logits were not numbers
-    logprobs: mx.array | None = None  # [R] float32
-    top_ids: mx.array | None = None  # [R, k], most likely first
-    top_logprobs: mx.array | None = None  # [R, k] float32
-
-    def arrays(self) -> list[mx.array]:
-        """Returns all arrays, to evaluate them together."""
-        every = (self.tokens, self.logprobs, self.top_ids, self.top_logprobs)
-        return [array for array in every if array is not None]
 
 
 def noise_key(seed: int, position: int) -> tuple[int, int]:

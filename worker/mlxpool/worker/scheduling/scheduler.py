@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import isqrt
 
-from mlxpool.worker.scheduling.block_manager import blocks_for_step
+from mlxpool.worker.scheduling.kv_blocks import blocks_for_step
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
 FULL_CHUNK_CONTEXT = 2048  # tokens of context up to which a chunk has its full length

@@ -35,10 +35,10 @@ class Sequence:
     phase: Phase = Phase.WAITING
     prefilled: int = 0  # leading tokens of `tokens` whose keys and values are in its row
     cached: int = 0  # of `prefilled`, those that the prefix cache had at admission
-    blocks: int = 0  # KV-cache blocks that it may use, see block_manager.py; 0 without a row
-    promised: int = 0  # blocks to which it may grow when it runs alone, see block_manager.py
+    blocks: int = 0  # KV-cache blocks that it may use, see kv_blocks.py; 0 without a row
+    promised: int = 0  # blocks to which it may grow when it runs alone, see kv_blocks.py
     preempted: bool = False  # it had a row and lost it
-    suspect: bool = False  # a forward pass or a worker failed with it: it is prefilled alone
+    prefill_alone: bool = False  # a forward pass or a worker failed with it
     restore_at: int = 0  # tokens before the generation prompt, where a later prompt may branch off
 
     @property

@@ -15,6 +15,10 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+LONG_WORK_NICENESS = (
+    10  # of the renderer process and the tokenizer's threads: they give way to steps
+)
+
 R = TypeVar("R")
 
 

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 from mlxpool.common.config.schema import Counting, ModelConfig
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.worker.compute.generation import Generation
+from mlxpool.worker.compute import model_source
+from mlxpool.worker.compute.generations import Generation
 from mlxpool.worker.compute.loop import BeginGeneration
 from mlxpool.worker.compute.messages import Admit
-from mlxpool.worker.engine import factory
+from mlxpool.worker.compute.model_source import ModelSource, OnProgress
 from mlxpool.worker.engine.counting_engine import LOAD_STEPS, CountingEngine
-from mlxpool.worker.engine.factory import ModelSource, OnProgress
-from mlxpool.worker.engine.interface import PrefillShare
+from mlxpool.worker.engine.engine import PrefillShare
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.testing.faults import NO_FAULTS, Faults, Struck
 
@@ -83,12 +83,12 @@ def open_source(
     faults: Faults,
     counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
 ) -> ModelSource:
-    """`factory.open_source`; the counting engine is wrapped when a fault is armed."""
+    """`model_source.open_source`; the counting engine is wrapped when a fault is armed."""
 
     def faulty(settings: Counting, context: int) -> CountingEngine:
         return cast("CountingEngine", FaultyEngine(counting(settings, context), faults))
 
-    return factory.open_source(config, faulty if faults.site else counting)
+    return model_source.open_source(config, faulty if faults.site else counting)
 
 
 class FaultyGeneration(Generation):

@@ -1,4 +1,4 @@
-"""Injects the counting model's faults into received work and sent rows."""
+"""Injects the counting model's faults into received work and sent deltas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxpool.common.transport.keys import Credentials
 from mlxpool.worker.compute.messages import RunKey
 from mlxpool.worker.process.link import Link
 from mlxpool.worker.process.prepare import Answer, Prepared, Preparer
-from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.testing.faults import FRAME_FAULTS, Faults
 
 FRAMES_BEFORE_LATE = 3  # `deltas` frames that overtake a late one
@@ -31,7 +31,7 @@ class _LateFrame:
 
 
 class FaultyLink(Link):
-    """Injects the faults of the sites `send` and `after_end`, for the rows of marked runs."""
+    """Injects the faults of the sites `send` and `after_end`, for the deltas of marked runs."""
 
     def __init__(
         self,
@@ -44,31 +44,31 @@ class FaultyLink(Link):
         super().__init__(endpoint, token, history, credentials)
         self.faults = faults
         self._marked: set[RunKey] = set()
-        self._frames = 0  # `deltas` frames with rows of marked runs
+        self._frames = 0  # `deltas` frames with deltas of marked runs
         self._late: list[_LateFrame] = []
 
     def mark(self, key: RunKey) -> None:
         """Faults concern this run."""
         self._marked.add(key)
 
-    def put_rows(self, rows: Sequence[Delta], parts: list[bytes]) -> None:
-        hit = self._is_hit(rows)
+    def put_deltas(self, deltas: Sequence[Delta], parts: list[bytes]) -> None:
+        hit = self._is_hit(deltas)
         if hit and self.faults.name not in FRAME_FAULTS:
             self.flush()
             self.faults.strike()
-        super().put_rows(rows, parts)
+        super().put_deltas(deltas, parts)
         self._put_late()
         if hit and self.faults.name in FRAME_FAULTS:
             self.faults.strike()
             self._spoil(parts)
-        ended = {(row.id, row.attempt) for row in rows if row.end is not None}
+        ended = {(one.id, one.attempt) for one in deltas if one.end is not None}
         if self.faults.site == "after_end" and ended & self._marked:
             self.flush()
             self.faults.strike()
         self._marked -= ended
 
-    def _is_hit(self, rows: Sequence[Delta]) -> bool:
-        concerned = any((row.id, row.attempt) in self._marked for row in rows)
+    def _is_hit(self, deltas: Sequence[Delta]) -> bool:
+        concerned = any((one.id, one.attempt) in self._marked for one in deltas)
         if self.faults.site != "send" or not concerned:
             return False
         number, self._frames = self._frames, self._frames + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.layers import quantisation
+from mlxpool.worker.layers.derived_weights import MODULE_TENSORS, TensorSpec
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.quantisation import QuantConfig
 from mlxpool.worker.weights import mlx_lm_models
@@ -21,6 +23,8 @@ from mlxpool.worker.weights.safetensors_header import Tensor
 from mlxpool.worker.weights.special_tokens import SpecialTokens
 
 _SAMPLE_BYTES = 2**20  # at each end of a shard, which the digest covers
+FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+PACKED_BYTES = {"U32": 4, "U8": 1}
 _TEMPLATES = "additional_chat_templates"
 _DIGESTED = (
     "config.json",
@@ -137,3 +141,20 @@ def _ends(file: Path) -> bytes:
 def _add(digest: Any, label: str, content: bytes) -> None:
     digest.update(f"{label}:{len(content)}:".encode())
     digest.update(content)
+
+
+def dequantised_growth(folder: ModelFolder, width: int) -> int:
+    """The bytes that dequantising to numbers of `width` bytes adds."""
+    return sum(_module_growth(folder, module, width) for module in folder.match.layouts)
+
+
+def _module_growth(folder: ModelFolder, module: str, width: int) -> int:
+    specs = folder.match.weights
+    names = (f"{module}.{kind}" for kind in MODULE_TENSORS if kind != "bias")
+    packed = sum(_spec_bytes(specs[name], width) for name in names if name in specs)
+    return math.prod(folder.plan.shapes[f"{module}.weight"]) * width - packed
+
+
+def _spec_bytes(spec: TensorSpec, width: int) -> int:
+    item = width if spec.dtype in FLOAT_BYTES else PACKED_BYTES[spec.dtype]
+    return math.prod(spec.shape) * item

@@ -17,15 +17,14 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.derived_weights import DerivedWeights
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.layers.quantisation import FLOAT_DTYPES, GLOBAL_SCALES
-from mlxpool.worker.weights.inspect import ModelFolder
-from mlxpool.worker.weights.memory_estimate import dequantised_growth
+from mlxpool.worker.weights.inspect import ModelFolder, dequantised_growth
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
 HASH_THREADS = 4  # that verify digests
-Progress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
+OnProgress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +40,23 @@ class LoadedModel:
 
 def load(
     folder: ModelFolder,
-    on_progress: Progress = lambda tensors, size: None,
+    on_progress: OnProgress = lambda tensors, size: None,
     *,
     deterministic: bool = False,
     dequantise: bool = False,
+    dtype: mx.Dtype | None = None,
 ) -> LoadedModel:
     """Reads the weights layer by layer, calls `on_progress` after each, and builds the model.
 
-    `dequantise` turns quantised weights into dense ones now, see
-    memory_estimate.dequantises_at_load; `deterministic` implies it.
+    The model computes in `dtype`; None: see device_dtype. `dequantise` turns quantised weights into
+    dense ones now, see scheduling.memory_estimate.dequantises_at_load; `deterministic` implies it.
 
     Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or do not have
     the digests by which a store names them.
     """
     from mlxpool.worker.layers.builder import WeightLayerBuilder
 
-    dtype = _dtype(folder)
+    dtype = dtype or device_dtype(folder)
     weights: dict[str, mx.array] = {}
     for layer, tensors, size in _read_layers(folder, dtype):
         weights.update(layer)
@@ -76,7 +76,7 @@ def load(
     )
 
 
-def _dtype(folder: ModelFolder) -> mx.Dtype:
+def device_dtype(folder: ModelFolder) -> mx.Dtype:
     """float32 on the CPU, where 16-bit floats are slower; else the dtype of most float bytes."""
     import mlx.core as mx
 

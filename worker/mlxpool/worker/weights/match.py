@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS, DerivedWeights, TensorSpec
-from mlxpool.worker.layers.interface import Shape
+from mlxpool.worker.layers.layer_types import Shape
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.quantisation import (
     FLOAT_DTYPES,

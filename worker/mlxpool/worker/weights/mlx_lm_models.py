@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.layers.cache_kinds import CacheKind, FullCache, StateCache
+from mlxpool.worker.caches.kinds import CacheKind, FullCache, StateCache
 from mlxpool.worker.layers.config_fields import integer
 from mlxpool.worker.layers.derived_weights import TensorSpec
-from mlxpool.worker.layers.interface import LayerBuilder
+from mlxpool.worker.layers.layer_types import LayerBuilder
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.match import WeightMatch
@@ -104,7 +104,7 @@ def features_of(prefix: str) -> tuple[str, ...]:
 
 
 def _built_by_mlx_lm(builder: LayerBuilder) -> NoReturn:
-    raise NotImplementedError("such a model is loaded by mlx_lm_engine.py")
+    raise NotImplementedError("such a model is loaded by mlx_lm/engine.py")
 
 
 @cache

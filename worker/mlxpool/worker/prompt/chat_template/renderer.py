@@ -22,11 +22,11 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest, Internal
 from mlxpool.common.protocol.frames import MAX_BLOB
-from mlxpool.worker.prompt.chat_template.limits import RENDER_TIMEOUT
-from mlxpool.worker.prompt.chat_template.message_stream import pack, receive
+from mlxpool.worker.prompt.chat_template.renderer_process import pack, receive
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 from mlxpool.worker.system.cpu_threads import process_cpu_threads
 
+RENDER_TIMEOUT = 2.0  # seconds for one chat
 SHORT_WAIT_MS = 3  # milliseconds after which rendering a chat is long work
 START_TIMEOUT = 60.0  # seconds for the process to start, in addition to the chat's own time
 MAX_TRIES = 2  # when a process was ended from outside, the chat is not to blame

@@ -22,8 +22,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.worker.prompt.chat_template.limits import MAX_RENDERER_MEMORY
 
+MAX_RENDERER_MEMORY = 2**30  # bytes of address space of the process that renders
 _FILE = "<template>"  # the file name that jinja2 gives to a template without one
 
 

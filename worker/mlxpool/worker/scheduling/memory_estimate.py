@@ -7,13 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mlxpool.worker.layers.derived_weights import MODULE_TENSORS, TensorSpec
-from mlxpool.worker.weights.inspect import ModelFolder
+from mlxpool.worker.weights.inspect import FLOAT_BYTES, ModelFolder, dequantised_growth
 from mlxpool.worker.weights.safetensors_header import Tensor
 
-FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_DEQUANTISED_SHARE = 0.25  # of a worker's limit, for weights that are dequantised at load
-PACKED_BYTES = {"U32": 4, "U8": 1}
 PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets 1 / 4 of what weights leave
 DTYPE_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
@@ -100,25 +97,8 @@ def dequantises_at_load(folder: ModelFolder, *, limit: int, float32: bool) -> bo
     return dequantised <= MAX_DEQUANTISED_SHARE * limit
 
 
-def dequantised_growth(folder: ModelFolder, width: int) -> int:
-    """The bytes that dequantising to numbers of `width` bytes adds."""
-    return sum(_module_growth(folder, module, width) for module in folder.match.layouts)
-
-
 def _weight_bytes(folder: ModelFolder, width: int) -> int:
     return sum(_in_memory(tensor, width) for tensor in folder.tensors.values())
-
-
-def _module_growth(folder: ModelFolder, module: str, width: int) -> int:
-    specs = folder.match.weights
-    names = (f"{module}.{kind}" for kind in MODULE_TENSORS if kind != "bias")
-    packed = sum(_spec_bytes(specs[name], width) for name in names if name in specs)
-    return math.prod(folder.plan.shapes[f"{module}.weight"]) * width - packed
-
-
-def _spec_bytes(spec: TensorSpec, width: int) -> int:
-    item = width if spec.dtype in FLOAT_BYTES else PACKED_BYTES[spec.dtype]
-    return math.prod(spec.shape) * item
 
 
 def main_dtype(tensors: Iterable[Tensor]) -> str:

@@ -16,23 +16,29 @@ import mlx.core as mx
 
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
 from mlxpool.common.options import Options
-from mlxpool.worker.engine import backend
-from mlxpool.worker.engine.base import RowEngine
-from mlxpool.worker.engine.mlx_lm_cache import MlxLmRow, class_name, flatten
+from mlxpool.worker.attention.row_copies import RowStore
+from mlxpool.worker.engine.row_engine import RowEngine
+from mlxpool.worker.kernels import device
+from mlxpool.worker.mlx_lm.rows import MlxLmRow, class_name, flatten
 from mlxpool.worker.prefix import cache as prefix_cache
-from mlxpool.worker.prefix.row_copies import RowStore
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling import sampler
-from mlxpool.worker.sampling.sequences import last_token, sample_request, sampled_tokens
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, activation_bytes, blocks_for
+from mlxpool.worker.sampling.batch import (
+    SampleRequest,
+    last_token,
+    penalty_history,
+    sampled_tokens,
+)
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
 from mlxpool.worker.scheduling.scheduler import pair_budget
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.weights.inspect import ModelFolder
-from mlxpool.worker.weights.load import Progress
+from mlxpool.worker.weights.load import OnProgress
 from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of, features_of
 
 TENSORS_PER_REPORT = 16  # tensors that are read between two progress reports
-WARM_UP_CHUNKS = (BLOCK_SIZE, 2 * BLOCK_SIZE)  # tokens of the chunks that are measured at load
+# Tokens of the chunks that are measured at load.
+WARM_UP_CHUNKS = (KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
 
 
 @contextmanager
@@ -46,7 +52,7 @@ def open_file_limit_kept() -> Iterator[None]:
         resource.setrlimit = setrlimit
 
 
-def load(folder: ModelFolder, on_progress: Progress = lambda tensors, size: None) -> Any:
+def load(folder: ModelFolder, on_progress: OnProgress = lambda tensors, size: None) -> Any:
     """Loads mlx-lm's model with its weights, in float32 on the CPU.
 
     Raises ModelLoadFailed with mlx-lm's message.
@@ -62,7 +68,7 @@ def load(folder: ModelFolder, on_progress: Progress = lambda tensors, size: None
             f"{folder.path}: mlx-lm cannot load model_type {folder.model_type!r}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if not backend.on_gpu():
+    if not device.on_gpu():
         model.set_dtype(mx.float32)
     weights = [array for _, array in tree_flatten(model.parameters())]
     for end in range(TENSORS_PER_REPORT, len(weights) + TENSORS_PER_REPORT, TENSORS_PER_REPORT):
@@ -86,7 +92,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         context: int | None = None,
         prefix: str = "tree",
         prefix_bytes: int = 0,
-        sequences: int = 8,
+        max_sequences: int = 8,
         limit: int = 0,
         blocks: int | None = None,
     ) -> None:
@@ -100,7 +106,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
             weights=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
             context=context,
             prefix_bytes=prefix_bytes,
-            sequences=sequences,
+            max_sequences=max_sequences,
             limit=limit,
             blocks=blocks,
         )
@@ -124,7 +130,11 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         """See Engine.decode. A row keeps its logits until its token is sampled."""
         with self._discard_on_failure(rows):
             logits = mx.concatenate([self._logits(seq) for seq in rows])
-            sampled = sampler.sample(logits, [sample_request(seq) for seq in rows])
+            requests = [
+                SampleRequest(seq.options, seq.seed, len(seq.ids), penalty_history(seq))
+                for seq in rows
+            ]
+            sampled = sampler.sample(logits, requests)
             mx.eval(*sampled.arrays(), *(self._rows[seq].arrays() for seq in rows))
         return sampled_tokens(sampled, {seq: line for line, seq in enumerate(rows)})
 

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from mlxpool.worker.layers.interface import Shape
-
 ROLLBACK_STEPS = 2  # an unused step that ran ahead, and the step whose token is drawn again
 WINDOW_SLACK = 256  # tokens between two moves of a window's tokens to the front of their array
 
@@ -69,7 +67,7 @@ class RecurrentSpec:
     The initial state is zeros.
     """
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
     def token_bytes(self, item: int) -> int:
         """See KeyValueSpec."""

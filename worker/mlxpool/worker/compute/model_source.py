@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from mlxpool.common.config.schema import Counting, ModelConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
 from mlxpool.worker import versions
 from mlxpool.worker.engine.counting_engine import CountingEngine, CountingText
 from mlxpool.worker.engine.description import require_deterministic
-from mlxpool.worker.engine.interface import Engine
-from mlxpool.worker.prompt.interface import Opened
+from mlxpool.worker.engine.engine import Engine
+from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import COUNTING, locate, open_files
-from mlxpool.worker.weights.memory_estimate import dequantises_at_load
 
 NO_BACK_END = (
     "MLX has no usable back end here ({error}); on Linux install one of mlxpool[cpu],"
@@ -27,13 +27,23 @@ NO_BACK_END = (
 OnProgress = Callable[[int, int], None]
 
 
+class EngineSettings(TypedDict):
+    """Arguments of both engines of MLX, see ModelEngine."""
+
+    context: int
+    prefix: str
+    prefix_bytes: int
+    max_sequences: int
+    limit: int
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """A checked model that is not loaded yet."""
 
     opened: Opened
     load: Callable[[OnProgress], Engine]
-    sequences: int  # that its engine runs at once
+    max_sequences: int  # that its engine runs at once
 
 
 def open_source(
@@ -46,13 +56,13 @@ def open_source(
     return _folder(open_files(locate(config)), config)
 
 
-def _counting(engine: CountingEngine, sequences: int) -> ModelSource:
+def _counting(engine: CountingEngine, max_sequences: int) -> ModelSource:
     def load(on_progress: OnProgress) -> Engine:
         engine.load(on_progress)
         return engine
 
     opened = Opened(engine.digest, engine.context, engine.vocab_size, CountingText())
-    return ModelSource(opened, load, sequences)
+    return ModelSource(opened, load, max_sequences)
 
 
 def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
@@ -67,23 +77,23 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
             import mlx.core  # noqa: F401
         except ImportError as error:
             raise ModelLoadFailed(NO_BACK_END.format(error=error)) from error
-        from mlxpool.worker.engine import backend
-        from mlxpool.worker.engine.engine import ModelEngine
+        from mlxpool.worker.engine.model_engine import ModelEngine
+        from mlxpool.worker.kernels import device
         from mlxpool.worker.weights.load import load as load_weights
 
-        backend.log_device()
+        device.log_device()
         if config.deterministic:
-            require_deterministic(folder, on_gpu=backend.on_gpu())
-        backend.keep_large_arrays_off_heap()
-        settings: dict[str, Any] = {
+            require_deterministic(folder, on_gpu=device.on_gpu())
+        device.keep_large_arrays_off_heap()
+        settings: EngineSettings = {
             "context": context,
             "prefix": config.prefix_cache,
             "prefix_bytes": config.prefix_bytes,
-            "sequences": config.sequences,
+            "max_sequences": config.sequences,
             "limit": config.memory_limit,
         }
         if folder.uses_mlx_lm:
-            from mlxpool.worker.engine import mlx_lm_engine
+            from mlxpool.worker.mlx_lm import engine as mlx_lm_engine
 
             model = mlx_lm_engine.load(folder, on_progress)
             return mlx_lm_engine.MlxLmEngine(model, folder, text, **settings)
@@ -93,8 +103,8 @@ def _folder(files: ModelFiles, config: ModelConfig) -> ModelSource:
             deterministic=config.deterministic,
             dequantise=dequantises_at_load(
                 folder,
-                limit=backend.memory_limit(config.memory_limit),
-                float32=not backend.on_gpu(),
+                limit=device.memory_limit(config.memory_limit),
+                float32=not device.on_gpu(),
             ),
         )
         return ModelEngine(loaded, text, **settings)

@@ -18,19 +18,17 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
-from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.layers.cache_kinds import (  # noqa: E402
+from mlxpool.worker.attention.row_copies import LayerStates, RowStore  # noqa: E402
+from mlxpool.worker.caches.kinds import (  # noqa: E402
     CacheKind,
     FullCache,
     StateCache,
     WindowCache,
-    can_rewind,
-    lowest_rewind,
 )
-from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prefix import cache as prefix_cache  # noqa: E402
 from mlxpool.worker.prefix.cache import TreeCache  # noqa: E402
-from mlxpool.worker.prefix.row_copies import LayerStates, RowStore  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence as Seq  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -75,7 +73,7 @@ class KindsRow:
         view = held[:, :, start - first : end - first]
         return view, -view
 
-    def put(self, layer: int, parts: Sequence[Arrays], room: int) -> None:
+    def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
         assert layer not in self.layers and self.offset == 0
         for keys, values in parts:
             assert mx.array_equal(keys, -values)
@@ -161,7 +159,7 @@ requests = st.tuples(prompts, prompts, st.integers(0, 24), st.integers(0, 12))
 @pytest.mark.parametrize("company", COMPANIES)
 @settings(max_examples=15, deadline=None)
 @given(st.lists(requests, max_size=8), st.sampled_from((ROOMY, 400)))
-def test_what_is_found_is_what_would_be_computed(
+def test_a_restored_prefix_equals_a_computed_one(
     company: str, lines: list[Any], budget: int
 ) -> None:
     kinds = COMPANIES[company]
@@ -174,18 +172,7 @@ def test_what_is_found_is_what_would_be_computed(
     assert cache.nbytes == 0
 
 
-def test_a_kind_says_how_far_back_it_can_go() -> None:
-    assert [lowest_rewind(WindowCache(0, 4), end) for end in (3, 4, 9)] == [0, 4, 9]
-    assert [lowest_rewind(StateCache(0), 5), lowest_rewind(FullCache(0), 5)] == [5, 0]
-    assert [can_rewind(WindowCache(0, 4), 3, 1), can_rewind(WindowCache(0, 4), 9, 8)] == [
-        True,
-        False,
-    ]
-    assert [can_rewind(StateCache(0), 5, 5), can_rewind(StateCache(0), 5, 4)] == [True, False]
-    assert can_rewind(FullCache(0), 9, 0)
-
-
-def test_recurrent_restores_exactly_its_place() -> None:
+def test_a_snapshot_is_restored_at_its_own_length_only() -> None:
     """'Recurrent restore 5/15/10 of snap 10: only 10', 'restore after wrap'."""
     for kind in (StateCache(0), WindowCache(0, 4)):
         cache = cache_of((kind,))
@@ -196,7 +183,7 @@ def test_recurrent_restores_exactly_its_place() -> None:
         assert found == [0, 10]
 
 
-def test_layers_without_a_whole_state_are_left_alone() -> None:
+def test_only_layers_that_need_snapshots_have_them() -> None:
     """HasAllSnapshots, MergeSkipsStatelessLayers: states belong to the layers that need them."""
     kinds = COMPANIES["full+window"]
     cache = cache_of(kinds)
@@ -270,7 +257,7 @@ def test_snapshot_free_restore_then_split_and_merge(cut: int) -> None:
     assert same_rows(row, whole)
 
 
-def test_a_row_goes_on_without_touching_what_is_kept() -> None:
+def test_a_later_write_does_not_change_a_kept_prefix() -> None:
     """A later append does not change a kept prefix: the row has its own memory."""
     cache = TreeCache(row_store(), ROOMY)
     for prompt in ([*range(300)], [*range(200), 7, 7, 7]):
@@ -287,7 +274,7 @@ def test_a_row_goes_on_without_touching_what_is_kept() -> None:
     assert cached == 300 and same_rows(row, expected)
 
 
-def test_a_row_begun_has_room_for_its_prompt() -> None:
+def test_a_row_from_the_cache_is_allocated_for_its_whole_prompt() -> None:
     cache = TreeCache(row_store(), ROOMY)
     prompt = [*range(700)]
     row, _ = cache.begin(prompt[:256])
@@ -300,7 +287,7 @@ def test_a_row_begun_has_room_for_its_prompt() -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_what_is_kept_holds_no_row_alive(kv_heads: int) -> None:
+def test_a_kept_prefix_keeps_no_row_in_memory(kv_heads: int) -> None:
     """Slices of a row are copied: 64 tokens of a row of 4,096 cost about 64 tokens."""
     shape = RowShape((KeyValueSpec(kv_heads, 64, 64),) * 2, mx.float32, 4096)
     cache = TreeCache(row_store(shape), ROOMY)
@@ -317,7 +304,7 @@ def test_what_is_kept_holds_no_row_alive(kv_heads: int) -> None:
     assert cache.nbytes <= grown < 1.05 * cache.nbytes + row_bytes / 100
 
 
-def test_bytes_are_those_of_unique_tokens() -> None:
+def test_stored_bytes_are_those_of_unique_tokens() -> None:
     """Stored bytes, as MLX counts them, within 5 % of unique tokens x bytes of a token.
 
     On CUDA MLX counts a small array as the next power of two.
@@ -362,7 +349,7 @@ def ask(engine: ModelEngine, prompt: tuple[int, ...], steps: int = 12) -> Seq:
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_model_gives_the_same_tokens(loaded: LoadedModel, lookahead: bool) -> None:
+def test_a_model_gives_the_same_tokens_in_every_mode(loaded: LoadedModel, lookahead: bool) -> None:
     """Three interleaved conversations give the tokens of an engine without a cache."""
     cached = ModelEngine(loaded, prefix="tree", lookahead=lookahead)
     plain = ModelEngine(loaded, prefix="off", lookahead=False)
@@ -383,7 +370,7 @@ def test_a_model_gives_the_same_tokens(loaded: LoadedModel, lookahead: bool) -> 
     assert cached.memory().prefix == cached.prefix.nbytes > 0
 
 
-def test_the_modes_reach_the_engine(loaded: LoadedModel) -> None:
+def test_the_engine_uses_the_configured_mode(loaded: LoadedModel) -> None:
     found = {}
     for mode in prefix_cache.MODES:
         engine = ModelEngine(loaded, prefix=mode)

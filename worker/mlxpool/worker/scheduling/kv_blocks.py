@@ -1,4 +1,4 @@
-"""How many KV-cache blocks a sequence needs. Pure.
+"""The size of a KV-cache block, and how many blocks a sequence needs. Pure.
 
 A sequence starts with the blocks of its prompt and one more and grows block by block. A preempted
 one is admitted again only when all blocks that it may still need are free, so that it is not
@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from mlxpool.worker.scheduling.sequence import Sequence
 
-BLOCK_SIZE = 256  # tokens of a block
+KV_BLOCK_TOKENS = 256  # tokens of a block of keys and values, in every layout and on every device
 LOOKAHEAD = 2  # tokens that a step may write after a sequence: the next one and one in flight
 
 
 def blocks_for(tokens: int) -> int:
     """Returns the blocks that hold `tokens` tokens."""
-    return -(-tokens // BLOCK_SIZE)
+    return -(-tokens // KV_BLOCK_TOKENS)
 
 
 def promise_blocks(seq: Sequence, capacity: int) -> None:

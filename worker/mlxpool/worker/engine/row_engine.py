@@ -15,15 +15,15 @@ import mlx.core as mx
 
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
 from mlxpool.worker import versions
-from mlxpool.worker.engine import backend
-from mlxpool.worker.engine.interface import MemoryUse, PrefillShare
+from mlxpool.worker.engine.engine import MemoryUse, PrefillShare
+from mlxpool.worker.kernels import device
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.store import PrefixRow
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
-from mlxpool.worker.scheduling.block_manager import BLOCK_SIZE, block_capacity
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity
+from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.weights.inspect import ModelFolder
-from mlxpool.worker.weights.memory_estimate import default_prefix_cache_bytes
 
 CPU_BUFFER_CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
 GPU_BUFFER_CACHE = 4 * 1024**3  # the same on a GPU, where getting them again is slow
@@ -73,7 +73,7 @@ class RowEngine(ABC, Generic[R]):
         weights: int,
         context: int | None,
         prefix_bytes: int,
-        sequences: int,
+        max_sequences: int,
         limit: int,
         blocks: int | None,
     ) -> None:
@@ -81,20 +81,20 @@ class RowEngine(ABC, Generic[R]):
         self.context = min(folder.context, context or folder.context)
         self.vocab_size = folder.plan.vocab_size
         self.eos = folder.eos_ids
-        self.chunk = min(backend.prefill_chunk(), self.context)
+        self.chunk = min(device.prefill_chunk(), self.context)
         self.digest = versions.digest_of(folder.digest)
         self._text = text or ChatTokenizer.from_folder(folder)
         self._weights = weights
-        self._limit = backend.memory_limit(limit)
+        self._limit = device.memory_limit(limit)
         self._prefix_bytes = prefix_bytes or default_prefix_cache_bytes(self._limit, weights)
-        self._sequences = sequences
+        self._max_sequences = max_sequences
         self._fixed_blocks = blocks
         self._rows: dict[Sequence, R] = {}
-        self._block_bytes = BLOCK_SIZE
+        self._block_bytes = KV_BLOCK_TOKENS
         self._row_bytes = self._activation_bytes = 0
-        self._process_bytes_at_start = self._process_bytes = backend.non_mlx_bytes()
+        self._process_bytes_at_start = self._process_bytes = device.non_mlx_bytes()
         self._cache = min(
-            GPU_BUFFER_CACHE if backend.on_gpu() else CPU_BUFFER_CACHE, self._limit // 16
+            GPU_BUFFER_CACHE if device.on_gpu() else CPU_BUFFER_CACHE, self._limit // 16
         )
 
     @abstractmethod
@@ -137,7 +137,7 @@ class RowEngine(ABC, Generic[R]):
             if chunk.at_restore_point:
                 self._bound_prefix()
                 self._prefix.keep(chunk.row, chunk.seq.tokens)
-        if some and not backend.on_gpu():
+        if some and not device.on_gpu():
             mx.clear_cache()
         return [chunk.count for chunk in chunks]
 
@@ -171,7 +171,7 @@ class RowEngine(ABC, Generic[R]):
     @property
     def yields_cores(self) -> bool:
         """See Engine.yields_cores."""
-        return not backend.on_gpu()
+        return not device.on_gpu()
 
     def step_in_flight(self) -> bool:
         """See Engine.step_in_flight."""
@@ -179,7 +179,7 @@ class RowEngine(ABC, Generic[R]):
 
     def device_works(self) -> bool:
         """See Engine.device_works."""
-        return backend.device_computes()
+        return device.device_computes()
 
     def prefix_blocks(self) -> int:
         """See Engine.prefix_blocks."""
@@ -205,12 +205,12 @@ class RowEngine(ABC, Generic[R]):
             cache=mx.get_cache_memory(),
             peak=mx.get_peak_memory(),
             limit=self._limit,
-            device_free=backend.device_memory()[1],
+            device_free=device.device_memory()[1],
         )
 
     @property
     def prefix(self) -> PrefixCache[R]:
-        """The prefix cache, whose counters are reported."""
+        """See Engine.prefix."""
         return self._prefix
 
     def piece(self, token: int) -> bytes:
@@ -226,10 +226,10 @@ class RowEngine(ABC, Generic[R]):
 
     def _measure_process(self) -> None:
         """Lowers the capacity while the process uses more outside MLX than after the warm-up."""
-        outside = backend.non_mlx_bytes()
+        outside = device.non_mlx_bytes()
         if outside > self._process_bytes:
-            backend.trim_heap()
-            outside = backend.non_mlx_bytes()
+            device.trim_heap()
+            outside = device.non_mlx_bytes()
         self._process_bytes = max(self._process_bytes_at_start, outside)
         before, self.blocks = self.blocks, self._capacity()
         if self.blocks < before:
@@ -253,9 +253,9 @@ class RowEngine(ABC, Generic[R]):
         self._prefix.clear()
         mx.set_cache_limit(self._cache)
         mx.clear_cache()
-        backend.trim_heap()
-        growth = min(HEAP_GROWTH, self._limit // 16) if backend.non_mlx_bytes() else 0
-        self._process_bytes_at_start = self._process_bytes = backend.non_mlx_bytes() + growth
+        device.trim_heap()
+        growth = min(HEAP_GROWTH, self._limit // 16) if device.non_mlx_bytes() else 0
+        self._process_bytes_at_start = self._process_bytes = device.non_mlx_bytes() + growth
         self.blocks = self._capacity()
         self._require_min_blocks()
 
@@ -271,15 +271,15 @@ class RowEngine(ABC, Generic[R]):
     def _blocks_in_budget(self, spare: int = 0) -> int:
         """Returns the blocks for which there is memory; `spare` bytes are for unused blocks."""
         used = self._weights + self._activation_bytes + self._cache + self._process_bytes
-        used += spare + self._sequences * self._row_bytes
+        used += spare + self._max_sequences * self._row_bytes
         return block_capacity(self._limit - used, self._block_bytes)
 
     def _too_few_blocks(self, spare: int = 0) -> str:
-        apart = spare + self._sequences * self._row_bytes
+        apart = spare + self._max_sequences * self._row_bytes
         return (
             f"the memory limit is {self._limit} bytes; weights take {self._weights},"
             f" a step {self._activation_bytes}, freed buffers {self._cache}, the process itself"
-            f" {self._process_bytes}, {self._sequences} rows {apart} besides their tokens,"
-            f" which leaves {self.blocks} blocks of {BLOCK_SIZE} tokens"
+            f" {self._process_bytes}, {self._max_sequences} rows {apart} besides their tokens,"
+            f" which leaves {self.blocks} blocks of {KV_BLOCK_TOKENS} tokens"
             f" ({self._block_bytes} bytes each); at least {MIN_BLOCKS} are needed"
         )

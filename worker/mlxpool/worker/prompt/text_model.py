@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class EncodedPrompt:
     """The token ids of one prompt.
 
     `restore_at` counts the ids before the generation prompt, where a later conversation may branch
@@ -46,7 +46,7 @@ class TextModel(Protocol):
 
     def chat(
         self, messages: Any, tools: Any, now: float, fits: Fits = any_size, think: Any = None
-    ) -> Prompt: ...
+    ) -> EncodedPrompt: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
-from mlxpool.worker.layers.switch import SORT_CHOICES, SwitchGLU, SwitchLinear  # noqa: E402
+from mlxpool.worker.layers.linear import SORT_CHOICES, SwitchGLU, SwitchLinear  # noqa: E402
 
 EXPERTS, WIDTH, INNER, CHOSEN = 6, 64, 32, 3
 LAYOUTS: dict[str, list[QuantLayout | None]] = {

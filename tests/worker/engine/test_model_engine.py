@@ -19,12 +19,12 @@ from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.layouts import LAYOUTS, PagedLayout, SlabLayout  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache, RowShape  # noqa: E402
 from mlxpool.worker.attention.slabs import Slabs  # noqa: E402
-from mlxpool.worker.engine import backend  # noqa: E402
-from mlxpool.worker.engine import engine as engine_module  # noqa: E402
-from mlxpool.worker.engine.base import HEAP_GROWTH  # noqa: E402
-from mlxpool.worker.engine.engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.interface import Engine  # noqa: E402
-from mlxpool.worker.layers.cache_specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.engine import model_engine as engine_module  # noqa: E402
+from mlxpool.worker.engine.engine import Engine  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.row_engine import HEAP_GROWTH  # noqa: E402
+from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
@@ -103,7 +103,9 @@ def ids_of(engine: ModelEngine, seq: Sequence, steps: int = 30) -> list[int]:
     return seq.ids
 
 
-def test_is_an_engine(engine: ModelEngine, loaded: LoadedModel, text: ChatTokenizer) -> None:
+def test_model_engine_is_an_engine(
+    engine: ModelEngine, loaded: LoadedModel, text: ChatTokenizer
+) -> None:
     checked: Engine = engine
     assert (checked.context, checked.vocab_size, checked.chunk) == (512, 264, 512)
     assert (checked.eos, checked.piece(104)) == (frozenset({EOS}), b"h")
@@ -112,7 +114,9 @@ def test_is_an_engine(engine: ModelEngine, loaded: LoadedModel, text: ChatTokeni
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64, 2048])
-def test_chunks_change_no_token(loaded: LoadedModel, text: ChatTokenizer, budget: int) -> None:
+def test_the_chunk_size_changes_no_token(
+    loaded: LoadedModel, text: ChatTokenizer, budget: int
+) -> None:
     prompt = prompt_of(100)
     expected = ids_of(ModelEngine(loaded, text), sequence(prompt))
     engine, seq = ModelEngine(loaded, text), sequence(prompt)
@@ -131,7 +135,7 @@ def test_a_prompt_of_one_token_needs_no_prefill(engine: ModelEngine) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_company_changes_no_token(
+def test_other_rows_of_a_batch_change_no_token(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq) for seq in mixture()]
@@ -176,14 +180,16 @@ def staggered(engine: ModelEngine) -> list[list[int]]:
     return [seq.ids for seq in rows]
 
 
-def test_rows_that_come_and_go(loaded: LoadedModel, text: ChatTokenizer) -> None:
+def test_rows_that_join_and_leave_get_the_right_tokens(
+    loaded: LoadedModel, text: ChatTokenizer
+) -> None:
     expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq, 14) for seq in mixture()]
     for lookahead in (False, True):
         assert staggered(ModelEngine(loaded, text, lookahead=lookahead)) == expected
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_resume_continues_as_if_nothing_happened(
+def test_a_resume_gives_the_same_tokens(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     for salt in range(len(MIXTURE)):
@@ -196,7 +202,7 @@ def test_a_resume_continues_as_if_nothing_happened(
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_cancelled_prefill_keeps_its_part(
+def test_the_computed_part_of_a_cancelled_prefill_is_kept(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(47)))
@@ -210,7 +216,7 @@ def test_a_cancelled_prefill_keeps_its_part(
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_cancelled_completion_serves_the_next_turn(
+def test_a_cancelled_completion_is_a_prefix_for_the_next_turn(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
@@ -225,7 +231,7 @@ def test_a_cancelled_completion_serves_the_next_turn(
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_token_that_is_not_taken_is_drawn_again(
+def test_a_token_that_is_not_appended_is_sampled_again(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
@@ -261,7 +267,7 @@ def test_a_context_of_16(loaded: LoadedModel, text: ChatTokenizer, lookahead: bo
     decode(engine, [full])
 
 
-def test_release_is_for_every_phase(engine: ModelEngine) -> None:
+def test_release_works_in_every_phase(engine: ModelEngine) -> None:
     waiting, admitted = sequence((1, 2)), sequence((1, 2, 3))
     engine.release(waiting)
     engine.admit(admitted)
@@ -270,7 +276,7 @@ def test_release_is_for_every_phase(engine: ModelEngine) -> None:
     assert engine.memory().kv == 0
 
 
-def test_memory_tells_rows_from_prefixes(loaded: LoadedModel, text: ChatTokenizer) -> None:
+def test_memory_counts_rows_and_prefixes_apart(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine = ModelEngine(loaded, text, layout="slabs", blocks=200)
     seq = sequence(prompt_of(300))
     prefill(engine, seq)
@@ -314,7 +320,7 @@ def test_no_step_copies_the_cache(loaded: LoadedModel, text: ChatTokenizer) -> N
 
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
+def test_a_preempted_sequence_gets_the_same_tokens(
     loaded: LoadedModel, text: ChatTokenizer, layout: str, lookahead: bool
 ) -> None:
     """With lookahead its token in flight belongs to the released row."""
@@ -340,9 +346,8 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
 def test_capacity_is_what_the_limit_leaves(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        backend, "non_mlx_bytes", lambda: 0
-    )  # what other tests leave in the heap varies
+    # What other tests leave in the heap varies.
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)
     block = 256 * 2 * 2 * 8 * 4 * 2
     small, large = (
         ModelEngine(loaded, text, limit=size * 2**30, layout=GROWING) for size in (2, 4)
@@ -357,13 +362,15 @@ def test_capacity_is_what_the_limit_leaves(
     assert ModelEngine(loaded, text, blocks=7).blocks == 7
 
 
-def test_a_pool_leaves_room_for_what_a_step_needs(
+def test_a_pool_leaves_the_activation_memory_of_a_step(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool is allocated at once, and again when the activation memory is known."""
-    monkeypatch.setattr(backend, "non_mlx_bytes", lambda: 0)
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)
     limit = 2**26
-    engine = ModelEngine(loaded, text, layout="pool", sequences=2, prefix_bytes=2**30, limit=limit)
+    engine = ModelEngine(
+        loaded, text, layout="pool", max_sequences=2, prefix_bytes=2**30, limit=limit
+    )
     before = engine._layout.blocks
     outside = mx.get_active_memory() - before * engine._block_bytes
     engine.warm_up()
@@ -376,7 +383,7 @@ def test_a_pool_leaves_room_for_what_a_step_needs(
     assert engine.memory().prefix == engine.memory().kv == 0
 
 
-def test_what_the_process_takes_beside_mlx_is_kept_from_the_rows(
+def test_memory_outside_mlx_reduces_the_capacity(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live, freed = 2**26, 2**25
@@ -385,8 +392,8 @@ def test_what_the_process_takes_beside_mlx_is_kept_from_the_rows(
         nonlocal freed
         freed = 0
 
-    monkeypatch.setattr(backend, "non_mlx_bytes", lambda: live + freed)
-    monkeypatch.setattr(backend, "trim_heap", trim)
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: live + freed)
+    monkeypatch.setattr(device, "trim_heap", trim)
     engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
     engine.warm_up()
     blocks = engine.blocks
@@ -406,13 +413,13 @@ def test_what_the_process_takes_beside_mlx_is_kept_from_the_rows(
 
 
 @pytest.mark.parametrize(("on_gpu", "trims"), [(False, 2), (True, 0)])
-def test_the_heap_is_trimmed_now_and_then_on_a_cpu(
+def test_the_heap_is_trimmed_at_intervals_on_a_cpu(
     engine: ModelEngine, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, trims: int
 ) -> None:
     calls: list[None] = []
     monkeypatch.setattr(engine_module, "CLEAR_INTERVAL", 3)
-    monkeypatch.setattr(backend, "on_gpu", lambda: on_gpu)
-    monkeypatch.setattr(backend, "trim_heap", lambda: calls.append(None))
+    monkeypatch.setattr(device, "on_gpu", lambda: on_gpu)
+    monkeypatch.setattr(device, "trim_heap", lambda: calls.append(None))
     seq = sequence(prompt_of(10))
     prefill(engine, seq)
     decode(engine, [seq], 8)
@@ -420,11 +427,11 @@ def test_the_heap_is_trimmed_now_and_then_on_a_cpu(
     engine.release(seq)
 
 
-def test_a_capacity_that_shrinks_takes_from_the_prefix_cache(
+def test_a_capacity_that_shrinks_evicts_cached_prefixes(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = 0
-    monkeypatch.setattr(backend, "non_mlx_bytes", lambda: outside)
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: outside)
     engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
     for salt in range(3):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
@@ -434,7 +441,7 @@ def test_a_capacity_that_shrinks_takes_from_the_prefix_cache(
     assert engine.blocks == 2 and 0 < engine.prefix_blocks() <= 2
 
 
-def test_a_limit_that_is_too_small_is_told_with_all_that_is_taken(
+def test_a_limit_that_is_too_small_is_refused_with_all_parts(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
     engine = ModelEngine(loaded, text, limit=1000, layout="slabs")
@@ -448,7 +455,9 @@ def test_a_limit_that_is_too_small_is_told_with_all_that_is_taken(
     assert parts[-1] == engine._layout.spare > 0
 
 
-def test_the_prefix_cache_leaves_room_for_rows(loaded: LoadedModel, text: ChatTokenizer) -> None:
+def test_the_prefix_cache_uses_only_what_rows_leave(
+    loaded: LoadedModel, text: ChatTokenizer
+) -> None:
     engine = ModelEngine(loaded, text, blocks=18, layout="slabs")
     slabs = slabs_of(engine)
     for salt in range(30):
@@ -458,7 +467,9 @@ def test_the_prefix_cache_leaves_room_for_rows(loaded: LoadedModel, text: ChatTo
     assert engine.prefix_blocks() > 0
 
 
-def test_what_a_running_row_began_from_goes_last(loaded: LoadedModel, text: ChatTokenizer) -> None:
+def test_the_prefix_of_a_running_row_is_evicted_last(
+    loaded: LoadedModel, text: ChatTokenizer
+) -> None:
     engine = ModelEngine(loaded, text)
     ids_of(engine, sequence(prompt_of(300)), 3)
     expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(300)))
@@ -472,7 +483,7 @@ def test_what_a_running_row_began_from_goes_last(loaded: LoadedModel, text: Chat
     assert row.ids == expected and engine.memory().prefix > 0
 
 
-def test_few_blocks_leave_some_for_the_prefix_cache(
+def test_the_prefix_cache_gets_blocks_when_there_are_few(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
     engine = ModelEngine(loaded, text, blocks=4)  # fewer than those of a slab
@@ -504,7 +515,7 @@ def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
         engine.decode([seq])
 
 
-def test_a_step_that_fails_half_way_leaves_nothing_of_it(
+def test_a_failed_step_leaves_nothing_behind(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, hit, beside = (
@@ -532,7 +543,7 @@ def test_a_step_that_fails_half_way_leaves_nothing_of_it(
     assert ids_of(engine, again) == ids_of(ModelEngine(loaded, text), sequence(prompt_of(20)))
 
 
-def test_where_rows_are_apart_a_failed_step_hits_its_own_alone(
+def test_with_separate_rows_a_failed_step_damages_its_own_rows_only(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ModelEngine(loaded, text, layout="rows", lookahead=False)

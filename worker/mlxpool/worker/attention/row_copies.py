@@ -12,7 +12,7 @@ from typing import Generic, TypeVar, cast
 
 import mlx.core as mx
 
-from mlxpool.worker.layers.cache_kinds import (
+from mlxpool.worker.caches.kinds import (
     CacheKind,
     FullCache,
     LayeredRow,
@@ -65,14 +65,14 @@ class RowStore(Generic[R]):
         kept: Sequence[tuple[Kept, int]],
         state: LayerStates | None,
         tokens: int,
-        room: int,
+        capacity: int,
     ) -> None:
         """See Store."""
         for index, kind in enumerate(self._full):
-            row.put(kind.layer, [_head(held[index], count) for held, count in kept], room)
+            row.put(kind.layer, [_head(held[index], count) for held, count in kept], capacity)
         if state is not None:
             for whole, arrays in zip(self._whole, state.layers, strict=True):
-                _put_whole(row, whole, arrays, state.end, tokens, room)
+                _put_whole(row, whole, arrays, state.end, tokens, capacity)
         row.advance(tokens)
         _evaluate(tuple(row.arrays()))
 
@@ -137,12 +137,12 @@ class RowStore(Generic[R]):
 
 
 def _put_whole(
-    row: LayeredRow[mx.array], kind: CacheKind, arrays: Arrays, end: int, tokens: int, room: int
+    row: LayeredRow[mx.array], kind: CacheKind, arrays: Arrays, end: int, tokens: int, capacity: int
 ) -> None:
     if isinstance(kind, StateCache):
         _recurrent(row).put_state(kind.layer, arrays)
     else:
-        row.put(kind.layer, [_head(arrays, arrays[0].shape[2] - (end - tokens))], room)
+        row.put(kind.layer, [_head(arrays, arrays[0].shape[2] - (end - tokens))], capacity)
 
 
 def _recurrent(row: LayeredRow[mx.array]) -> RecurrentRow[mx.array]:

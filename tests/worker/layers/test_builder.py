@@ -7,7 +7,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.layers import column_major  # noqa: E402
+from mlxpool.worker.layers import builder  # noqa: E402
 
 
 @pytest.mark.parametrize("numpy", [True, False])
@@ -18,17 +18,15 @@ def test_values_stay_and_columns_are_contiguous(
     if mx.default_device().type != mx.DeviceType.cpu:
         pytest.skip("weights lie by columns on the CPU alone")
     if not numpy:
-        monkeypatch.setattr(column_major, "np", None)
+        monkeypatch.setattr(builder, "np", None)
     weight = mx.random.normal(shape, key=mx.random.key(0))
     weight[0, 0] = float("nan")
     cut = shape[0] // 3 + 1
-    turned = column_major.to_column_major(
-        [weight[:cut], weight[cut:]] if shape[0] > cut else [weight]
-    )
+    turned = builder.to_column_major([weight[:cut], weight[cut:]] if shape[0] > cut else [weight])
     assert np.array_equal(np.array(turned), np.array(weight), equal_nan=True)
     assert np.array(turned, copy=False).T.flags.c_contiguous
 
 
 def test_another_dtype() -> None:
     weight = mx.random.normal((300, 400)).astype(mx.bfloat16)
-    assert mx.array_equal(column_major.to_column_major([weight]), weight).item()
+    assert mx.array_equal(builder.to_column_major([weight]), weight).item()

@@ -20,12 +20,12 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.config.schema import ModelConfig  # noqa: E402
 from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.caches.kinds import FullCache, StateCache  # noqa: E402
+from mlxpool.worker.compute import model_source  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402
-from mlxpool.worker.engine import factory  # noqa: E402
 from mlxpool.worker.engine.description import quantisation  # noqa: E402
-from mlxpool.worker.engine.interface import Engine  # noqa: E402
-from mlxpool.worker.engine.mlx_lm_engine import MlxLmEngine, load  # noqa: E402
-from mlxpool.worker.layers.cache_kinds import FullCache, StateCache  # noqa: E402
+from mlxpool.worker.engine.engine import Engine  # noqa: E402
+from mlxpool.worker.mlx_lm.engine import MlxLmEngine, load  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.weights import mlx_lm_models  # noqa: E402
@@ -156,7 +156,7 @@ def test_rows_in_turn_give_mlx_lms_tokens(case: str, checked: dict[str, Checked]
 
 @every
 @pytest.mark.parametrize("prefix", ["tree", "single", "off"])
-def test_prefixes_are_found_again(case: str, prefix: str, checked: dict[str, Checked]) -> None:
+def test_prefixes_are_reused(case: str, prefix: str, checked: dict[str, Checked]) -> None:
     one = checked[case]
     engine, prompt = one.engine(prefix), prompt_of(PROMPTS[2])
     begun = sequence((*prompt[:30], 1, 2, 3), restore_at=20)
@@ -178,7 +178,7 @@ def test_prefixes_are_found_again(case: str, prefix: str, checked: dict[str, Che
 
 
 @every
-def test_what_is_kept_is_not_written_to(case: str, checked: dict[str, Checked]) -> None:
+def test_kept_prefixes_are_not_overwritten(case: str, checked: dict[str, Checked]) -> None:
     """Three sequences continue from one prefix; ring buffers of windows are written in place."""
     one = checked[case]
     engine, prompt = one.engine(), prompt_of(PROMPTS[0])
@@ -218,7 +218,9 @@ def test_preemption_and_resume_change_no_token(
 
 
 @every
-def test_a_token_that_is_not_taken_is_drawn_again(case: str, checked: dict[str, Checked]) -> None:
+def test_a_token_that_is_not_appended_is_sampled_again(
+    case: str, checked: dict[str, Checked]
+) -> None:
     one = checked[case]
     engine, rows = one.engine(), [sequence(prompt_of(size)) for size in PROMPTS]
     for seq in rows:
@@ -229,7 +231,7 @@ def test_a_token_that_is_not_taken_is_drawn_again(case: str, checked: dict[str, 
     assert [seq.ids for seq in rows] == one.ids
 
 
-def test_a_row_that_fails_costs_its_neighbours_nothing(
+def test_a_failed_row_does_not_change_other_rows(
     checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = checked["mamba"]
@@ -246,7 +248,7 @@ def test_a_row_that_fails_costs_its_neighbours_nothing(
     assert [rows[0].ids, rows[2].ids] == [one.ids[0], one.ids[2]]
 
 
-def test_a_step_that_fails_half_way_leaves_nothing_of_it(
+def test_a_failed_step_leaves_nothing_behind(
     checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, seq = checked["phi3"].engine(), sequence(prompt_of(20))
@@ -279,7 +281,7 @@ def test_memory_is_measured_at_load(checked: dict[str, Checked]) -> None:
         checked["phi3"].engine(limit=1000).warm_up()
 
 
-def test_features_are_what_the_caches_allow(checked: dict[str, Checked]) -> None:
+def test_features_follow_from_the_cache_classes(checked: dict[str, Checked]) -> None:
     assert checked["phi3"].engine().features == ("tree", "resume")
     assert checked["mamba"].engine("single").features == ("single", "resume")
     assert checked["phi3"].engine("off").features == mlx_lm_models.FEATURES == ("resume",)
@@ -304,7 +306,7 @@ def test_caches_that_cannot_be_copied_are_not_kept(
         assert seq.cached == 0
 
 
-def test_what_is_known_without_loading(checked: dict[str, Checked]) -> None:
+def test_the_description_without_loading(checked: dict[str, Checked]) -> None:
     folder = checked["phi3"].folder
     assert folder.uses_mlx_lm and folder.eos_ids == {EOS}
     assert (folder.context, folder.plan.vocab_size) == (512, 264)
@@ -312,7 +314,7 @@ def test_what_is_known_without_loading(checked: dict[str, Checked]) -> None:
     assert checked["mamba"].folder.context == mlx_lm_models.UNBOUNDED_CONTEXT
 
 
-def test_what_check_says_of_it(checked: dict[str, Checked]) -> None:
+def test_check_reports_what_is_known_without_mlx_lms_code(checked: dict[str, Checked]) -> None:
     """The report has no numbers that only mlx-lm's code knows."""
     path = str(checked["phi3"].folder.path)
     report = check("m", ModelConfig(path=path), machine=True)
@@ -333,7 +335,7 @@ def test_what_check_says_of_it(checked: dict[str, Checked]) -> None:
         ({"quant_method": "other"}, "f32"),
     ],
 )
-def test_quantised_by_mlx_lm_in_words(
+def test_the_quantisation_of_mlx_lm_in_words(
     told: dict[str, Any], words: str, checked: dict[str, Checked]
 ) -> None:
     plain = checked["phi3"].folder
@@ -343,24 +345,24 @@ def test_quantised_by_mlx_lm_in_words(
     assert quantisation(folder) == words
 
 
-def test_the_catalogue_opens_it_and_limits_stay(checked: dict[str, Checked]) -> None:
+def test_open_source_loads_the_engine_and_keeps_process_limits(checked: dict[str, Checked]) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     path = str(checked["phi3"].folder.path)
-    source = factory.open_source(ModelConfig(path=path, context=100))
+    source = model_source.open_source(ModelConfig(path=path, context=100))
     seen: list[tuple[int, int]] = []
     engine = source.load(lambda tensors, size: seen.append((tensors, size)))
     assert isinstance(engine, MlxLmEngine) and engine.context == source.opened.context == 100
     assert seen[-1][1] == engine.memory().weights
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
     with pytest.raises(ModelLoadFailed, match=r"deterministic = true is not built for .*'phi3'"):
-        factory.open_source(ModelConfig(path=path, deterministic=True))
+        model_source.open_source(ModelConfig(path=path, deterministic=True))
 
 
 def test_importing_mlx_lm_lowers_no_limit() -> None:
     """Runs in a new process, because here it may be imported already."""
     code = (
         "import resource; before = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
-        "from mlxpool.worker.engine.mlx_lm_engine import open_file_limit_kept\n"
+        "from mlxpool.worker.mlx_lm.engine import open_file_limit_kept\n"
         "with open_file_limit_kept():\n    import mlx_lm\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == before\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))\n"
@@ -372,7 +374,7 @@ def test_importing_mlx_lm_lowers_no_limit() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_without_the_extra_it_is_named(
+def test_without_mlx_lm_the_error_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: dict[str, Checked]
 ) -> None:
     monkeypatch.setattr(mlx_lm_models, "_home", lambda: None)
@@ -386,15 +388,15 @@ def test_without_the_extra_it_is_named(
 @pytest.mark.parametrize(
     "model_type", ["unheard_of", "../models/phi3", "cache.py", None, 3, ["phi3"]]
 )
-def test_a_type_that_mlx_lm_has_not_is_refused(tmp_path: Path, model_type: Any) -> None:
+def test_a_type_that_mlx_lm_lacks_is_refused(tmp_path: Path, model_type: Any) -> None:
     assert not mlx_lm_models.is_available({"model_type": model_type})
 
 
-def test_a_type_that_we_have_is_ours(tmp_path: Path) -> None:
+def test_a_type_of_our_own_is_not_computed_by_mlx_lm(tmp_path: Path) -> None:
     assert not inspect(write_checkpoint(tmp_path)).uses_mlx_lm
 
 
-def test_what_mlx_lm_cannot_load_is_said_in_its_words(tmp_path: Path) -> None:
+def test_a_failed_load_has_the_message_of_mlx_lm(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path)  # a llama's tensors
     write_json(path / "config.json", config(model_type="phi3"))
     with pytest.raises(ModelLoadFailed, match=r"mlx-lm cannot load model_type 'phi3': ValueError"):

@@ -1,6 +1,6 @@
 """The estimated memory of a model."""
 
-from mlxpool.worker.weights.memory_estimate import default_prefix_cache_bytes
+from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes
 
 
 def test_the_prefix_cache_gets_a_quarter_of_what_weights_leave() -> None:

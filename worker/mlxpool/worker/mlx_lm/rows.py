@@ -1,7 +1,7 @@
 """A row whose keys, values and states are in mlx-lm's own cache objects.
 
 Objects of the classes in weights.mlx_lm_models.CACHE_KINDS can be copied to and from the prefix
-cache; a model with any other class has no prefix cache. Implements layers.cache_kinds.RecurrentRow.
+cache; a model with any other class has no prefix cache. Implements caches.kinds.RecurrentRow.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MlxLmRow:
         cache = flatten(self.caches)[layer]
         return cache.keys[..., start:end, :], cache.values[..., start:end, :]
 
-    def put(self, layer: int, parts: Sequence[Arrays], room: int) -> None:
+    def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
         """Writes parts from `part` into the KVCache of an empty row; the cache grows by itself."""
         cache = flatten(self.caches)[layer]
         keys, values = (mx.concatenate(list(side), axis=2) for side in zip(*parts, strict=True))

@@ -28,8 +28,8 @@ class LayeredRow(Protocol[A]):
     def part(self, layer: int, start: int, end: int) -> tuple[A, ...]:
         """Keys and values of tokens [start, end)."""
 
-    def put(self, layer: int, parts: Sequence[tuple[A, ...]], room: int) -> None:
-        """Fills an empty layer with consecutive results of `part`; `room` is its capacity."""
+    def put(self, layer: int, parts: Sequence[tuple[A, ...]], capacity: int) -> None:
+        """Fills an empty layer with consecutive results of `part`; `capacity` is in tokens."""
 
     def advance(self, count: int) -> None:
         """Counts `count` more tokens in every layer."""

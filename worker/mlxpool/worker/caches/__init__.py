@@ -1,0 +1,4 @@
+"""What each layer of a model keeps of a sequence, and how it is kept for later prompts.
+
+Pure: `specs` count bytes, `kinds` say where a kept prefix can be cut.
+"""
