@@ -19,9 +19,10 @@ from chaos.harness import LIMITS, Chaos, model
 from chaos.raw_zmtp import GREETING, LONG, MORE, RawZmtp, frame, message, ready
 from chaos.storm import free_port
 from mlxpool.broker.transport.peers import MAX_SKIPPED_PARTS
-from mlxpool.common.protocol import deltas, frames, kinds, token_ids
+from mlxpool.common.protocol import deltas, frames, token_ids
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
+from support import kinds
 from support.pool import PATIENCE, until
 from support.relay import Relay
 
@@ -420,7 +421,8 @@ def test_a_forged_worker_has_no_effect(target: Target) -> None:
         )
         for stream in streams
     ]
-    body, blob = deltas.pack_deltas(forged)
+    sent = deltas.Deltas(forged)
+    body, (blob,) = sent.body(), sent.blobs()
     with RawZmtp(sockets.ipc(target.pool.run_dir, "back")) as peer:
         peer.greet()
         for kind, what, blobs in (

@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from mlxpool.broker.telemetry.stats import pool_stats
+from mlxpool.broker.telemetry.reports import pool_stats
 from mlxpool.common.config.bounds import host_port
 from mlxpool.common.config.loading import load
 from mlxpool.common.config.schema import PoolConfig

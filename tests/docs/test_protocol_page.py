@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Header, Message
+from support import kinds
 from support.doc_blocks import blocks
 from support.pool import Pool
 from support.raw_peer import RawPeer
@@ -31,7 +32,7 @@ def test_a_broker_answers_the_bytes_of_the_page(tmp_path: Path) -> None:
 
 
 def test_the_other_bytes_of_the_page_are_a_delta() -> None:
-    """As it is written: of the first token, without facts."""
+    """The example: a delta of the first token, without facts."""
     header = Header(kinds.DELTA, ID, BOOT, 1, 0)
     assert frames.encode(header, {"text": "19280 ", "n": 1}, [PARTS[4]]) == PARTS[2:]
     assert PARTS[4] == (19280).to_bytes(4, "little")

@@ -14,10 +14,11 @@ import zmq
 
 from mlxpool.client import AsyncClient, Client
 from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized
-from mlxpool.common.protocol import deltas, frames, kinds, token_ids
+from mlxpool.common.protocol import deltas, frames, token_ids
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from mlxpool.common.transport.keys import Credentials
+from support import kinds
 from support.bystander import Bystander
 from support.counting_checker import expected_ids
 from support.pool import until
@@ -288,7 +289,8 @@ def test_a_worker_that_forges_rows_affects_only_itself(
     assert welcome.kind == kinds.WELCOME
     victim = bystander.stream.id
     row = deltas.Delta(victim, 1, len(bystander.ids), "lie", token_ids.pack_ids([1]))
-    body, blob = deltas.pack_deltas([row])
+    message = deltas.Deltas([row])
+    body, (blob,) = message.body(), message.blobs()
     raw.send_multipart(
         frames.encode(Header(kinds.DELTAS, None, welcome.header.epoch), body, (blob,))
     )

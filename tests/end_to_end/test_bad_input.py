@@ -11,8 +11,9 @@ import msgpack
 import pytest
 
 from mlxpool.common.errors import BadRequest, Draining, PoolError
-from mlxpool.common.protocol import frames, kinds, token_ids
+from mlxpool.common.protocol import frames, token_ids
 from mlxpool.common.protocol.frames import Header
+from support import kinds
 from support.counting_checker import expected_ids
 from support.pool import Pool, until
 from support.raw_peer import RawPeer
@@ -387,7 +388,7 @@ def test_an_unwritable_worker_log_fails_that_start_only(tmp_path: Path) -> None:
         pool.in_state("counting/0", state="none")
         log = pool.run_dir / "logs" / "counting-0.log"
         log.unlink()
-        log.mkdir()  # cannot be opened for writing, whoever we are
+        log.mkdir()  # a folder cannot be opened for writing, not even by root
         with pytest.raises(Exception, match="cannot start the worker"):
             client.generate("counting", "x", max_tokens=1)
         log.rmdir()

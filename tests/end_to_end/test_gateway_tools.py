@@ -13,9 +13,9 @@ import ollama
 import openai
 import pytest
 
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import kinds
 from support.fake_broker import FACTS, PATIENCE, USAGE, FakeBroker
 from support.gateway_thread import GatewayThread
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxpool.broker.interface import client_events
-from mlxpool.broker.interface import events as ev
-from mlxpool.common.protocol import kinds, to_broker
-from mlxpool.common.protocol.frames import Header
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.edge.client_ingress import event_of
+from mlxpool.common.protocol import to_broker
+from mlxpool.common.protocol.frames import Header, Message
+from support import kinds
 
 Body = Mapping[str, Any]
 
@@ -22,18 +23,7 @@ def client(
     entropy: int = 0,
 ) -> ev.Event:
     """The event of a client's message."""
-    kind, ident = header.kind, header.id or bytes(16)
-    if kind == kinds.GENERATE:
-        return client_events.generate(link, owner, header, body, blobs, entropy)
-    if kind == kinds.CANCEL:
-        return ev.Cancel(link, owner, ident)
-    if kind == kinds.ACK:
-        return client_events.ack(link, body)
-    if kind == kinds.PING:
-        return ev.Ping(link, ident, header.attempt)
-    if kind == kinds.MODELS:
-        return ev.ListModels(link, ident, header.attempt)
-    return client_events.tokenizer_call(link, header, body, blobs)
+    return event_of(link, owner, Message(header, dict(body), tuple(blobs)), lambda: entropy)
 
 
 def call(
@@ -70,5 +60,5 @@ def bye(epoch: int, error: Body | None) -> ev.WorkerBye:
     return ev.WorkerBye(epoch, to_broker.Bye(error))
 
 
-def ack(link: int, have: Any) -> ev.Ack:
-    return client_events.ack(link, {"have": have})
+def ack(link: int, have: Any) -> ev.Event:
+    return client(link, "", Header(kinds.ACK), {"have": have})

@@ -12,24 +12,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxpool.broker.core import actions as act
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
-from mlxpool.broker.interface import actions as act
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.events import Sample
 from mlxpool.broker.models.lifecycle import DEMANDED
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.workers.liveness import Sample
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.progress import ProgressReading
-from mlxpool.common.protocol import deltas, kinds
+from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol import frames as wire
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from support import core_events as make
+from support import kinds
 
 BOOT = 77
 START = 1000.0
@@ -273,7 +274,7 @@ class Story:
     def cancel(
         self, request: bytes, link: int | None = 1, owner: str | None = OWNER
     ) -> list[act.Action]:
-        return self.do(ev.Cancel(link, owner, request))
+        return self.do(ev.CancelRequest(link, owner, request))
 
     def ack(self, request: bytes, count: Any, link: int = 1) -> list[act.Action]:
         return self.do(make.ack(link, [[request, count]]))
@@ -285,7 +286,7 @@ class Story:
         return ident
 
     def hear(self, link: int = 1) -> None:
-        self.do(ev.Heard(link))
+        self.do(ev.ClientHeard(link))
 
     def ready_worker(
         self, name: str = "m", sequences: int = 4, replica: int = 0, **hello: Any
@@ -294,7 +295,7 @@ class Story:
         slot = f"{name}/{replica}"
         self._wait_out(name, slot)
         if self.core.state.registry.slots[slot].worker is None:
-            self.do(ev.Load(name))
+            self.do(ev.LoadModel(name))
         return self.workers[slot].hello(**hello).credit(sequences)
 
     def _wait_out(self, name: str, slot: str) -> None:

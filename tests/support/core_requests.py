@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxpool.broker.requests.reader import Reader
-from mlxpool.broker.requests.request import Request
+from mlxpool.broker.requests.request import Reader, Request, Run
 from mlxpool.broker.requests.request_states import RequestState
-from mlxpool.broker.requests.run import Run
 from mlxpool.common.protocol.to_broker import Generate
 
 

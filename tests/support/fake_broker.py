@@ -11,10 +11,11 @@ from typing import Any
 import zmq
 
 from mlxpool.client import Pace
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.common.transport import sockets
+from support import kinds
 
 PATIENCE = 30  # seconds; no test measures time, so this only bounds a failure
 NEVER = 3600.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import kinds
 from support.fake_broker import FACTS, FakeBroker
 
 

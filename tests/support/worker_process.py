@@ -18,11 +18,12 @@ import zmq
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import WORKER_VARIABLE, Counting, ModelConfig, WorkerConfig
 from mlxpool.common.progress import Block
-from mlxpool.common.protocol import deltas, frames, kinds
+from mlxpool.common.protocol import deltas, frames
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.trace import VARIABLE
 from mlxpool.common.transport import sockets
+from support import kinds
 from support.pool import PATIENCE
 
 TOKEN = "first-token"

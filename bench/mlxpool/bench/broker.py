@@ -22,7 +22,7 @@ import zmq
 from mlxpool.bench.firehose import Flood, environment
 from mlxpool.bench.measurement import OURS, Measurement
 from mlxpool.bench.pools import serving, started
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import frames, to_broker, to_client
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 
@@ -81,7 +81,7 @@ class CountingClient:
                 "model": "m", "prompt": "x", "batch": batch, "window": 1 << 20,
                 "options": {"max_tokens": tokens},
             }  # fmt: skip
-            header = Header(kinds.GENERATE, os.urandom(16), 0, 1)
+            header = Header(to_broker.Generate.kind, os.urandom(16), 0, 1)
             self.socket.send_multipart(frames.encode(header, body))
 
     def read(self, *, delays: bool) -> None:
@@ -99,7 +99,7 @@ class CountingClient:
             self.ids += len(parts[2]) // 4
             if delays:
                 self._add_delays(frames.decode(parts))
-        elif frames.decode(parts).kind in (kinds.DONE, kinds.ERROR):
+        elif frames.decode(parts).kind in (to_client.Done.kind, to_client.Failed.kind):
             self.ended += 1
         return True
 

@@ -23,8 +23,8 @@ import msgpack
 import zmq
 
 from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
+from mlxpool.common.protocol import deltas, to_broker, to_worker
 from mlxpool.common.protocol import frames as wire
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 
@@ -64,16 +64,16 @@ def serve() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = sockets.dealer(context, config.endpoint)
     hello = {"slot": config.slot, "token": config.token, "digest": "firehose", "context": 1 << 30}
-    socket.send_multipart(wire.encode(Header(kinds.HELLO), hello))
+    socket.send_multipart(wire.encode(Header(to_broker.Hello.kind), hello))
     requests: list[tuple[bytes, int]] = []
     epoch = 0
     while True:
         message = wire.decode(socket.recv_multipart(), max_body=wire.MAX_BACK_BODY)
-        if message.kind == kinds.WELCOME:
+        if message.kind == to_worker.Welcome.kind:
             epoch = message.header.epoch
             credit = {"sequences": flood.streams, "works": 0}
-            socket.send_multipart(wire.encode(Header(kinds.CREDIT, None, epoch), credit))
-        elif message.kind == kinds.WORK:
+            socket.send_multipart(wire.encode(Header(to_broker.Credit.kind, None, epoch), credit))
+        elif message.kind == to_worker.Work.kind:
             requests.append((message.header.id or b"", message.header.attempt))
             if len(requests) == flood.streams:
                 send_round(socket, epoch, requests, flood)
@@ -84,7 +84,7 @@ def send_round(
     socket: zmq.Socket[bytes], epoch: int, requests: list[tuple[bytes, int]], flood: Flood
 ) -> None:
     """Send all frames of one round."""
-    header = wire.encode(Header(kinds.DELTAS, None, epoch))[0]
+    header = wire.encode(Header(deltas.Deltas.kind, None, epoch))[0]
     blob = bytes(4 * flood.rows)
     pause = 1 / flood.rate if flood.rate else 0.0
     due = time.monotonic()

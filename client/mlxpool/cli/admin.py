@@ -13,7 +13,7 @@ import zmq
 
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BrokerLost, Unauthorized, from_body
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import frames, to_client
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 from mlxpool.common.transport.handshake import Handshake
@@ -51,7 +51,7 @@ def ask(
         handshake.close()
         socket.close(linger=0)
         context.term()
-    if message.kind == kinds.ERROR:
+    if message.kind == to_client.Failed.kind:
         raise from_body(message.body)
     return message.body
 

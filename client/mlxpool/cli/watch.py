@@ -13,7 +13,7 @@ from mlxpool.cli.admin import no_answer
 from mlxpool.cli.target import Target
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost, from_body
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import admin, frames, to_client
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 
@@ -58,12 +58,12 @@ class Subscription(Closing):
         now = time.monotonic()
         if now - self._renewed_at >= RENEW_INTERVAL:
             self._renewed_at = now
-            self._socket.send_multipart(frames.encode(Header(kinds.WATCH, self._id), {}))
+            self._socket.send_multipart(frames.encode(Header(admin.WATCH, self._id), {}))
 
     def _receive(self) -> dict[str, Any]:
         message = frames.decode(self._socket.recv_multipart(), max_body=frames.MAX_BLOB)
         self._lost_at = time.monotonic() + NEXT_TIMEOUT
-        if message.kind == kinds.ERROR:
+        if message.kind == to_client.Failed.kind:
             raise from_body(message.body)
         return message.body
 

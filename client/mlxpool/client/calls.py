@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from mlxpool.client.retry import UNKNOWN_PEER, Pace, Peer, nth
 from mlxpool.common.errors import DuplicateId, PoolError, from_body
-from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol import to_broker, to_client
 from mlxpool.common.protocol.frames import Message
 
-ANSWERED_AT_ONCE = frozenset({kinds.MODELS, kinds.CANCEL})  # the others may wait for a model
+# The others may wait for a model.
+ANSWERED_AT_ONCE = frozenset({to_broker.ListModels.kind, to_broker.Cancel.kind})
 
 OnReply = Callable[[Message | PoolError], None]
 Send = Callable[[Sequence[bytes]], None]
@@ -57,10 +58,10 @@ class Calls:
         self._open.pop(ident, None)
 
     def answer(self, message: Message, now: float) -> None:
-        """Give an answer to those who wait for it."""
+        """Give an answer to the callers that wait for it."""
         ident = message.header.id or b""
         call = self._open[ident]
-        answer = from_body(message.body) if message.kind == kinds.ERROR else message
+        answer = from_body(message.body) if message.kind == to_client.Failed.kind else message
         if isinstance(answer, DuplicateId) and call.sendings > 1:
             # The broker works on an earlier sending, and answers it on a connection that is gone.
             call.due = now + nth(self._pace.answer, call.sendings)
@@ -70,7 +71,7 @@ class Calls:
             reply(answer)
 
     def identified(self, peer: Peer, now: float) -> None:
-        """The broker told who it is. What was sent to another peer is sent again."""
+        """The broker sent its boot and link. What was sent to another peer is sent again."""
         self._peer = peer
         for call in self._open.values():
             if call.peer not in (UNKNOWN_PEER, peer):

@@ -11,7 +11,7 @@ import pytest
 
 from mlxpool.broker.admin.reload import FIXED, CurrentSettings, Reloader, compare
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.common.config.schema import BUILTIN, KeyConfig, ModelConfig, PoolConfig
 
@@ -27,7 +27,7 @@ def test_the_same_settings_change_nothing() -> None:
     )
 
 
-def test_every_kind_of_change_is_told() -> None:
+def test_compare_reports_every_kind_of_change() -> None:
     models = {"demo": replace(BUILTIN["demo"], replicas=2), "new": ModelConfig(path="builtin:demo")}
     new = replace(
         POOL, models=models, keys={}, queue_limit=7, front=("tcp://127.0.0.1:1",), metrics="h:1"
@@ -40,7 +40,7 @@ def test_every_kind_of_change_is_told() -> None:
     assert change.config == replace(new, front=(), metrics=""), "what cannot change stays"
 
 
-def test_what_needs_a_restart_is_a_setting() -> None:
+def test_each_fixed_setting_is_a_field_of_the_settings() -> None:
     assert set(FIXED) <= set(PoolConfig.__dataclass_fields__)
 
 
@@ -92,7 +92,7 @@ def test_a_reload_is_applied() -> None:
     reload = Reload(POOL, after)
     assert reload.settings.config == after and reload.target.used == [after]
     kinds = [type(event) for event in reload.events]
-    assert kinds == [ev.Reload, ev.Revoked, ev.ModelFound, ev.Load]
+    assert kinds == [ev.Reload, ev.Revoked, ev.ModelFound, ev.LoadModel]
     assert reload.target.disconnected == [f"key:{ALICE}"]
     assert "extra" in reload.target.models
 

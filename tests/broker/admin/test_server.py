@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlxpool.broker.admin.commands import Commands
+from mlxpool.broker.admin.commands import Commands, Operations
 from mlxpool.broker.admin.server import AdminServer
 from mlxpool.broker.admin.subscriptions import MAX_SUBSCRIBERS
-from mlxpool.broker.edge.core_view import CoreView
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.telemetry.snapshot import Snapshot
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.transport.peers import Peer
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Header, Message
-from support import snapshots
+from support import kinds, snapshots
 from support.core_harness import Story
 from support.fake_peers import FakePeers
 from support.pool import Pool
@@ -26,39 +23,24 @@ from support.raw_peer import RawPeer
 ID = bytes(16)
 
 
-class FakeOperations:
-    def __init__(self, story: Story) -> None:
-        self.story = story
-        self.can_reload = True
-        self.stopped_at: list[float] = []
-
-    def snapshot(self, now: float, *, listing: bool = False) -> Snapshot:
-        return snapshots.of(self.story)
-
-    def last_dump(self, slot: str) -> Path | None:
-        return None
-
-    def reload(self) -> bool:
-        return self.can_reload
-
-    def stop(self, now: float) -> None:
-        self.stopped_at.append(now)
-
-    def drain_grace(self) -> float:
-        return 30.0
-
-
 class Admin:
     """A server over the core of a story."""
 
     def __init__(self, story: Story) -> None:
         self.story, self.peers = story, FakePeers()
-        self.operations = FakeOperations(story)
+        self.grace: float | Exception = 30.0
+        self.can_reload = True
+        self.stopped_at: list[float] = []
         self.events: list[ev.Event] = []
         self.figures: Mapping[str, Any] | Exception = {}
-        commands = Commands(
-            CoreView(story.core), self.operations, lambda event, now: self.events.append(event)
+        operations = Operations(
+            snapshot=lambda now, listing: snapshots.of(story),
+            last_dump=lambda slot: None,
+            reload=lambda: self.can_reload,
+            stop=self.stopped_at.append,
+            drain_grace=self._grace,
         )
+        commands = Commands(story.core, operations, lambda event, now: self.events.append(event))
         self.server = AdminServer(
             self.peers,
             commands,
@@ -66,6 +48,11 @@ class Admin:
             lambda answer, now: answer(now),
             story.core.state.counters,
         )
+
+    def _grace(self) -> float:
+        if isinstance(self.grace, Exception):
+            raise self.grace
+        return self.grace
 
     def _figures(self, now: float) -> Mapping[str, Any]:
         if isinstance(self.figures, Exception):
@@ -104,7 +91,7 @@ def test_an_answer_has_the_kind_and_the_id_of_its_command(admin: Admin) -> None:
     assert admin.peers.forgotten == [1], "the connection takes no memory any more"
 
 
-def test_what_is_no_message_is_answered(admin: Admin) -> None:
+def test_a_frame_that_cannot_be_decoded_gets_an_error(admin: Admin) -> None:
     admin.send([b"\x00"])
     ((_, answer),) = admin.peers.sent
     assert (answer.kind, answer.body["code"]) == (kinds.ERROR, "bad_request")
@@ -112,24 +99,24 @@ def test_what_is_no_message_is_answered(admin: Admin) -> None:
 
 def test_a_peer_whose_key_is_not_allowed_gets_no_answer(admin: Admin) -> None:
     admin.send(frames.encode(Header("stop", ID), {}), admitted=False)
-    assert not admin.peers.sent and not admin.operations.stopped_at
+    assert not admin.peers.sent and not admin.stopped_at
     assert admin.story.core.state.counters.auth_failures == 1
 
 
 def test_commands_become_events(admin: Admin) -> None:
     for kind, body, event in (
-        ("load", {"model": "m"}, ev.Load("m")),
-        ("unload", {"model": "m"}, ev.Unload("m")),
-        ("drain", {}, ev.Drain(None, None, 30.0)),
-        ("drain", {"model": "m", "timeout_ms": 0}, ev.Drain(None, "m", 0.0)),
-        ("restart", {"slot": "m/0"}, ev.Restart("m/0")),
-        ("cancel", {}, ev.Cancel(None, None, ID)),
+        ("load", {"model": "m"}, ev.LoadModel("m")),
+        ("unload", {"model": "m"}, ev.UnloadModel("m")),
+        ("drain", {}, ev.StartDrain(None, None, 30.0)),
+        ("drain", {"model": "m", "timeout_ms": 0}, ev.StartDrain(None, "m", 0.0)),
+        ("restart", {"slot": "m/0"}, ev.RestartWorker("m/0")),
+        ("cancel", {}, ev.CancelRequest(None, None, ID)),
     ):
         assert admin.ask(kind, **body).kind == kind
         assert admin.events == [event]
         admin.events.clear()
     assert admin.ask("stop").body == {"state": "stopping"}
-    assert admin.operations.stopped_at == [1.0]
+    assert admin.stopped_at == [1.0]
     assert admin.ask("reload").body == {"state": "reloading"}
 
 
@@ -153,13 +140,13 @@ def test_bad_commands_are_refused_with_the_reason(
     assert words in admin.refused(kind, **body)
 
 
-def test_what_cannot_be_reloaded(admin: Admin) -> None:
-    admin.operations.can_reload = False
+def test_reload_is_refused_without_settings_to_read(admin: Admin) -> None:
+    admin.can_reload = False
     assert "not started from settings that can be read again" in admin.refused("reload")
 
 
 def test_a_bug_in_a_command_costs_one_answer(admin: Admin) -> None:
-    admin.operations.drain_grace = lambda: 1 // 0  # type: ignore[method-assign]
+    admin.grace = ZeroDivisionError("a bug")
     assert admin.refused("drain").startswith("the admin command failed: ZeroDivisionError")
     assert admin.story.core.state.counters.internal_errors == 1
 
@@ -167,14 +154,14 @@ def test_a_bug_in_a_command_costs_one_answer(admin: Admin) -> None:
 # ---- subscriptions -------------------------------------------------------------------------------
 
 
-def test_one_subscriber_too_many_is_refused(admin: Admin) -> None:
+def test_a_watch_above_the_bound_of_subscribers_is_refused(admin: Admin) -> None:
     for number in range(100, 100 + MAX_SUBSCRIBERS):
         assert admin.ask(kinds.WATCH, number).kind == kinds.WATCH
     refused = admin.ask(kinds.WATCH)
     assert refused.body["code"] == "queue_full" and refused.body["retry_after_ms"] == 5000
 
 
-def test_figures_that_fail_end_nothing(admin: Admin, caplog: pytest.LogCaptureFixture) -> None:
+def test_figures_that_raise_cost_one_update(admin: Admin, caplog: pytest.LogCaptureFixture) -> None:
     admin.figures = ValueError("no figures")
     admin.send(frames.encode(Header(kinds.WATCH, ID), {}))
     assert admin.story.core.state.counters.internal_errors == 1

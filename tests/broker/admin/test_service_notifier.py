@@ -1,4 +1,4 @@
-"""What a service manager hears, on a socket of both kinds."""
+"""The messages that a service manager receives, on a path and on an abstract socket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ours(manager: NotifySocket, **more: str) -> dict[str, str]:
     return {"NOTIFY_SOCKET": manager.address, **more}
 
 
-def test_each_word(manager: NotifySocket) -> None:
+def test_each_message_has_the_text_of_the_protocol(manager: NotifySocket) -> None:
     with ServiceNotifier.from_environment(ours(manager)) as notify:
         notify.ready()
         notify.stopping()
@@ -37,7 +37,7 @@ def test_each_word(manager: NotifySocket) -> None:
         assert time.startswith("MONOTONIC_USEC=") and time.partition("=")[2].isdecimal()
 
 
-def test_a_watchdog_at_half_its_time(manager: NotifySocket) -> None:
+def test_the_watchdog_message_is_sent_at_half_its_time(manager: NotifySocket) -> None:
     with ServiceNotifier.from_environment(ours(manager, WATCHDOG_USEC="30000000")) as notify:
         for now, pings in ((100.0, 1), (114.9, 0), (115.0, 1), (129.9, 0), (140.0, 1), (150.0, 0)):
             notify.on_turn(str, now)
@@ -45,12 +45,12 @@ def test_a_watchdog_at_half_its_time(manager: NotifySocket) -> None:
         assert notify.next_wake() == 155.0
 
 
-def test_the_loop_need_not_wait_for_the_first(manager: NotifySocket) -> None:
+def test_the_first_watchdog_message_is_due_at_once(manager: NotifySocket) -> None:
     with ServiceNotifier.from_environment(ours(manager, WATCHDOG_USEC="1000000")) as notify:
         assert notify.next_wake() == 0.0
 
 
-def test_no_watchdog_unless_asked(manager: NotifySocket) -> None:
+def test_without_a_watchdog_time_no_message_is_due(manager: NotifySocket) -> None:
     with ServiceNotifier.from_environment(ours(manager)) as notify:
         notify.on_turn(str, 100.0)
         assert manager.received() == []
@@ -69,13 +69,13 @@ def test_a_watchdog_of_another_process_is_not_ours(
 
 
 @pytest.mark.parametrize("time", ["soon", "-5", "1e6", "²", ""])
-def test_a_time_that_is_none(manager: NotifySocket, time: str) -> None:
+def test_a_watchdog_time_that_is_no_number_is_ignored(manager: NotifySocket, time: str) -> None:
     with ServiceNotifier.from_environment(ours(manager, WATCHDOG_USEC=time)) as notify:
         notify.on_turn(str, 100.0)
         assert manager.received() == []
 
 
-def test_a_status_when_it_has_changed(manager: NotifySocket) -> None:
+def test_a_status_is_sent_when_it_has_changed(manager: NotifySocket) -> None:
     with ServiceNotifier.from_environment(ours(manager)) as notify:
         notify.on_turn(lambda: "one", 100.0)
         notify.on_turn(lambda: "too soon", 101.0)
@@ -84,13 +84,13 @@ def test_a_status_when_it_has_changed(manager: NotifySocket) -> None:
         assert manager.received() == ["STATUS=one", "STATUS=two"]
 
 
-def test_the_variables_are_gone() -> None:
+def test_the_variables_are_removed_from_the_environment() -> None:
     environment = {"NOTIFY_SOCKET": "/x", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "1", "HOME": "/"}
     ServiceNotifier.from_environment(environment).close()
     assert environment == {"HOME": "/"}
 
 
-def test_without_a_manager_it_is_silent() -> None:
+def test_without_a_service_manager_nothing_is_sent() -> None:
     def never() -> str:
         raise AssertionError("nobody reads it")
 
@@ -100,28 +100,28 @@ def test_without_a_manager_it_is_silent() -> None:
         assert notify.next_wake() == float("inf")
 
 
-def test_a_manager_that_is_gone_harms_nobody(manager: NotifySocket) -> None:
+def test_a_service_manager_that_is_gone_raises_no_error(manager: NotifySocket) -> None:
     with ServiceNotifier.from_environment(ours(manager, WATCHDOG_USEC="1000000")) as notify:
         manager.close()
         notify.ready()
         notify.on_turn(lambda: "here", 100.0)
 
 
-def test_a_manager_that_does_not_read_blocks_nobody(manager: NotifySocket) -> None:
+def test_a_service_manager_that_does_not_read_does_not_block(manager: NotifySocket) -> None:
     with ServiceNotifier.from_environment(ours(manager, WATCHDOG_USEC="2")) as notify:
         for turn in range(10_000):
             notify.on_turn(str, float(turn))
         assert 0 < len(manager.received()) < 10_000
 
 
-def test_a_socket_of_another_kind_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_socket_of_another_kind_is_logged_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
     with ServiceNotifier.from_environment({"NOTIFY_SOCKET": "vsock:2:1234"}) as notify:
         notify.ready()
     assert "no such service manager" in caplog.text
     assert not notify.enabled
 
 
-def test_it_is_a_socket_that_no_child_has(manager: NotifySocket) -> None:
+def test_child_processes_do_not_inherit_the_socket(manager: NotifySocket) -> None:
     with ServiceNotifier.from_environment(ours(manager)) as notify:
         assert isinstance(notify._socket, socket.socket)
         assert not notify._socket.get_inheritable()

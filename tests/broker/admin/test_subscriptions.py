@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.admin.subscriptions import INTERVAL, LEASE, MAX_SUBSCRIBERS, Subscriptions
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.frames import Header
+from support import kinds
 from support.fake_peers import FakePeers
 
 ID = bytes(16)
@@ -38,7 +38,9 @@ def test_nothing_is_due_while_nobody_watches(
     assert told(peers) == []
 
 
-def test_at_once_and_then_each_second(subscriptions: Subscriptions, peers: FakePeers) -> None:
+def test_updates_come_at_once_and_then_each_second(
+    subscriptions: Subscriptions, peers: FakePeers
+) -> None:
     subscriptions.renew(1, ID, 10.0)
     assert told(peers) == [(1, 10.0)]
     assert subscriptions.next_wake() == 10.0 + INTERVAL
@@ -49,7 +51,9 @@ def test_at_once_and_then_each_second(subscriptions: Subscriptions, peers: FakeP
     assert told(peers) == [(1, 11.0)]
 
 
-def test_all_are_told_of_the_same_moment(subscriptions: Subscriptions, peers: FakePeers) -> None:
+def test_all_subscribers_get_the_figures_of_the_same_moment(
+    subscriptions: Subscriptions, peers: FakePeers
+) -> None:
     subscriptions.renew(1, ID, 10.0)
     subscriptions.renew(2, ID, 10.5)
     assert told(peers) == [(1, 10.0), (2, 10.5)]
@@ -57,7 +61,7 @@ def test_all_are_told_of_the_same_moment(subscriptions: Subscriptions, peers: Fa
     assert told(peers) == [(1, 11.0), (2, 11.0)]
 
 
-def test_asking_again_prolongs_and_brings_no_second_picture(
+def test_a_repeated_watch_prolongs_the_subscription_without_an_update(
     subscriptions: Subscriptions, peers: FakePeers
 ) -> None:
     subscriptions.renew(1, ID, 10.0)
@@ -70,7 +74,7 @@ def test_asking_again_prolongs_and_brings_no_second_picture(
     assert len(subscriptions) == 0 and subscriptions.next_wake() == math.inf
 
 
-def test_who_does_not_ask_again_is_forgotten(
+def test_a_subscriber_that_does_not_ask_again_is_forgotten(
     subscriptions: Subscriptions, peers: FakePeers
 ) -> None:
     subscriptions.renew(1, ID, 10.0)
@@ -79,7 +83,9 @@ def test_who_does_not_ask_again_is_forgotten(
     assert (told(peers), peers.forgotten) == ([], [1])
 
 
-def test_who_does_not_read_gets_no_more(subscriptions: Subscriptions, peers: FakePeers) -> None:
+def test_a_subscriber_with_a_backlog_gets_no_update(
+    subscriptions: Subscriptions, peers: FakePeers
+) -> None:
     subscriptions.renew(1, ID, 10.0)
     subscriptions.renew(2, ID, 10.0)
     told(peers)
@@ -88,7 +94,9 @@ def test_who_does_not_read_gets_no_more(subscriptions: Subscriptions, peers: Fak
     assert told(peers) == [(2, 11.0)]
 
 
-def test_who_is_gone_is_forgotten(subscriptions: Subscriptions, peers: FakePeers) -> None:
+def test_a_subscriber_whose_connection_is_gone_is_forgotten(
+    subscriptions: Subscriptions, peers: FakePeers
+) -> None:
     subscriptions.renew(1, ID, 10.0)
     peers.dead.add(1)
     subscriptions.send_due(11.0)
@@ -97,7 +105,7 @@ def test_who_is_gone_is_forgotten(subscriptions: Subscriptions, peers: FakePeers
     assert subscriptions.next_wake() == math.inf
 
 
-def test_there_is_an_end_of_watchers(subscriptions: Subscriptions) -> None:
+def test_the_number_of_subscribers_is_bounded(subscriptions: Subscriptions) -> None:
     for number in range(MAX_SUBSCRIBERS):
         assert subscriptions.accepts(number)
         subscriptions.renew(number, ID, 10.0)

@@ -1,4 +1,4 @@
-"""Answers wait for a scan, but not for ever, and the scan's results are handled before them."""
+"""Answers wait for a scan for a bounded time, and its results are handled before them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from mlxpool.broker.catalogue import catalogue as module
 from mlxpool.broker.catalogue.catalogue import MAX_WAIT, Catalogue
 from mlxpool.broker.catalogue.scanner import Scanner
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from support.model_inspection import program
 from support.pool import until
@@ -39,7 +39,9 @@ def stuck(events: list[ev.Event]) -> Iterator[Catalogue]:
         yield made
 
 
-def test_no_answer_waits_for_ever(stuck: Catalogue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_given_at_the_latest_after_max_wait(
+    stuck: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 2)
     answered: list[float] = []
     for _ in range(3):

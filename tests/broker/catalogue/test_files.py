@@ -1,4 +1,4 @@
-"""What the files of a model tell without being read."""
+"""Locations, sizes and fingerprints of model files that were not read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxpool.common.config.schema import ModelConfig
 from support.model_inspection import model_folder
 
 
-def test_fingerprints(tmp_path: Path) -> None:
+def test_fingerprints_change_with_files_and_skip_broken_links(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "m")
     first = fingerprints(model)
     assert [name for name, _, _ in first] == ["config.json"]
@@ -21,7 +21,7 @@ def test_fingerprints(tmp_path: Path) -> None:
     assert [name for name, _, _ in fingerprints(model / "config.json")] == ["config.json"]
 
 
-def test_locations_and_weights(tmp_path: Path) -> None:
+def test_locations_follow_links_and_broken_links_weigh_nothing(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "m")
     (tmp_path / "link").symlink_to(model)
     (model / "gone.safetensors").symlink_to(tmp_path / "nothing")

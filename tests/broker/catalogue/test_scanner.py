@@ -83,7 +83,7 @@ def test_each_model_is_inspected_once_until_its_files_change(start: Start, tmp_p
     assert [name for name, _ in reports.described[2:]] == ["two"]
 
 
-def test_a_folder_that_comes_later(start: Start, tmp_path: Path) -> None:
+def test_a_folder_that_appears_later_is_found(start: Start, tmp_path: Path) -> None:
     model_folder(tmp_path / "old")
     models = {"old": str(tmp_path / "old")}
     scanner, reports = start(models, models_dir=tmp_path)
@@ -96,7 +96,7 @@ def test_a_folder_that_comes_later(start: Start, tmp_path: Path) -> None:
     assert [name for name, _ in reports.described] == ["old", "org/new"]
 
 
-def test_a_folder_that_comes_while_others_are_inspected(start: Start, tmp_path: Path) -> None:
+def test_a_folder_that_appears_during_an_inspection_is_found(start: Start, tmp_path: Path) -> None:
     for name in ("a", "b"):
         model_folder(tmp_path / name)
     wait = f"while not __import__('os').path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
@@ -112,7 +112,7 @@ def test_a_folder_that_comes_while_others_are_inspected(start: Start, tmp_path: 
     assert sorted(name for name, _ in reports.described) == ["a", "b", "new"]
 
 
-def test_a_models_folder_that_is_gone(start: Start, tmp_path: Path) -> None:
+def test_a_missing_models_folder_has_no_models(start: Start, tmp_path: Path) -> None:
     scanner, reports = start({}, models_dir=tmp_path / "gone")
     scan(scanner, reports)
     assert reports.found == []
@@ -137,7 +137,9 @@ def test_a_model_that_ends_the_process_costs_no_other(
     assert described["first"]["problems"] == described["last"]["problems"] == []
 
 
-def test_a_disk_that_hangs(start: Start, tmp_path: Path) -> None:
+def test_a_disk_that_hangs_is_reported_as_a_problem_of_the_model(
+    start: Start, tmp_path: Path
+) -> None:
     models = {name: str(model_folder(tmp_path / name)) for name in ("one", "two")}
     scanner, reports = start(models, program("__import__('time').sleep(600)"), max_seconds=0.1)
     scan(scanner, reports)
@@ -146,7 +148,7 @@ def test_a_disk_that_hangs(start: Start, tmp_path: Path) -> None:
     assert [name for name, _ in reports.described] == ["one", "two"]
 
 
-def test_a_process_that_cannot_be_started(start: Start, tmp_path: Path) -> None:
+def test_an_inspector_that_cannot_be_started_is_reported(start: Start, tmp_path: Path) -> None:
     models = {"m": str(model_folder(tmp_path / "m"))}
     scanner, reports = start(models, (str(tmp_path / "nothing"),))
     scan(scanner, reports)

@@ -158,7 +158,7 @@ MUTANTS = (
     _broker(
         "the second end by one request counts against its model",
         "core/worker_pool",
-        "        elif not commanded and not worker.ended_by_suspect:\n",
+        "        elif not commanded and not worker.ended_by_charged_request:\n",
         "        elif not commanded:\n",
     ),
     _broker(
@@ -221,8 +221,8 @@ MUTANTS = (
     _broker(
         "a take-over leaves the old run alone",
         "core/admission",
-        "        self._pool.cancel_run(request)\n        self._links.detach(request)\n",
-        "        self._links.detach(request)\n",
+        "        self._pool.cancel_run(request)\n        self._state.detach(request)\n",
+        "        self._state.detach(request)\n",
     ),
     _broker(
         "text is lost when deltas merge",
@@ -244,7 +244,7 @@ MUTANTS = (
     ),
     _broker(
         "a broker that was frozen blames its clients",
-        "core/expiry",
+        "core/endings",
         "            link.heard_at = min(now, link.heard_at + event.seconds)\n",
         "            pass\n",
     ),
@@ -254,9 +254,9 @@ MUTANTS = (
         " and m.local_workers and m.config.keep_alive >= 0]\n",
         " and m.local_workers]\n",
     ),
-    Mutant(
+    _broker(
         "a kill from outside is taken for its own",
-        "broker/mlxpool/broker/processes/exits.py",
+        "workers/exit_causes",
         "    own = code >= 0 or -code in _FAULTS\n",
         "    own = True\n",
     ),

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from mlxpool.broker.interface.events import Sample
-from mlxpool.client.incoming import Frame, frame_of_row, parse_frame
+from mlxpool.broker.workers.liveness import Sample
 from mlxpool.client.request import resumed
 from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
-from mlxpool.client.stream import StreamState
+from mlxpool.client.stream import Frame, StreamState, frame_of_row, parse_frame
 from mlxpool.common.errors import BrokerLost, from_body
 from mlxpool.common.progress import ProgressReading
-from mlxpool.common.protocol import deltas, kinds
+from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.protocol.to_broker import GenerateDraft
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
+from support import kinds
 
 DIGEST = "sim"
 HELD, STOP = 5, 41  # an id that these divide may begin a stop string, is the end of one

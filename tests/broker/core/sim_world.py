@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from broker.core.sim_actors import DIGEST, PACE, Client, Worker
+from mlxpool.broker.core import actions as act
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
-from mlxpool.broker.interface import actions as act
-from mlxpool.broker.interface import events as ev
 from mlxpool.client.retry import SilenceTimer
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header, Message
 from support import core_events as make
+from support import kinds
 
 LOOK = 1.0  # seconds between two looks of the supervisor
 CONFIG = PoolConfig(

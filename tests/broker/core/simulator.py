@@ -24,7 +24,7 @@ import heapq
 
 from broker.core.sim_actors import PACE, Client, Stream, Violation, Worker, truth
 from broker.core.sim_world import World
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.client.retry import StreamRetry
 from mlxpool.client.stream import StreamState
 from mlxpool.common.protocol.frames import ID_BYTES
@@ -173,9 +173,9 @@ class Run:
     def operate(self) -> None:
         slot = self.rng.choice(["m/0", "m/1"])
         what: list[ev.Event] = [
-            ev.Restart(slot),
-            ev.Drain(slot, None, 3 * self.rng.random()),
-            ev.Load("m"),
+            ev.RestartWorker(slot),
+            ev.StartDrain(slot, None, 3 * self.rng.random()),
+            ev.LoadModel("m"),
         ]
         if self.world.now >= self.world.core_frozen:
             self.world.do(self.rng.choice(what))

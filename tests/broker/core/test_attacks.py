@@ -1,17 +1,18 @@
-"""Ways in which streams died that need not, or somebody got more than a share: found by attack."""
+"""Sequences of events that once ended a stream wrongly or gave an owner more than its share."""
 
 from __future__ import annotations
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.requests.request_states import RequestState
-from mlxpool.common.protocol import kinds, token_ids
+from mlxpool.common.protocol import token_ids
 from support import core_events as make
+from support import kinds
 from support.core_harness import Story, model
 
 TWO = {"m": model(replicas=2), "other": model()}
 
 
-def test_a_sibling_that_cannot_load_ends_nobodys_stream() -> None:
+def test_a_replica_that_cannot_load_ends_no_stream_of_another_worker() -> None:
     story = Story(TWO)
     first = story.ready_worker()
     request = story.generate()
@@ -38,7 +39,7 @@ def test_a_model_that_grew_beyond_the_limit_can_still_be_started() -> None:
     story.assert_ended(request, "stop")
 
 
-def test_new_connections_count_as_no_losses() -> None:
+def test_a_new_connection_of_a_worker_counts_as_no_loss() -> None:
     """As after a freeze of the broker: every worker says hello again, one after the other."""
     story = Story({"m": model(replicas=4)})
     workers = [story.ready_worker(replica=n) for n in range(4)]
@@ -55,27 +56,27 @@ def test_new_connections_count_as_no_losses() -> None:
     story.assert_ended(request, "stop")
 
 
-def test_an_unload_before_a_restart_leaves_nobody_waiting(story: Story) -> None:
+def test_an_unload_before_a_restart_leaves_no_request_waiting(story: Story) -> None:
     request = story.generate()
     story.workers["m/0"].hello().die("killed by SIGSEGV")
-    story.do(ev.Unload("m"))
+    story.do(ev.UnloadModel("m"))
     story.later(3)
     story.ready_worker().end(request)
     story.assert_ended(request, "stop")
 
 
-def test_a_broker_that_ends_starts_nobody(story: Story) -> None:
+def test_a_broker_that_ends_starts_no_worker(story: Story) -> None:
     story.ready_worker()
     story.do(ev.Shutdown())
-    story.do(ev.Restart("other/0"))
+    story.do(ev.RestartWorker("other/0"))
     assert story.started() == []
-    story.do(ev.Restart("m/0"))
+    story.do(ev.RestartWorker("m/0"))
     story.workers["m/0"].die("stopped")
     story.later(400)
     assert story.started() == []
 
 
-def test_sending_again_while_waiting_gains_nothing(story: Story) -> None:
+def test_a_later_sending_of_a_queued_request_does_not_advance_it(story: Story) -> None:
     worker = story.ready_worker(sequences=1)
     running = story.generate()
     first, second = story.generate(), story.generate()
@@ -86,7 +87,7 @@ def test_sending_again_while_waiting_gains_nothing(story: Story) -> None:
     assert story.request(second).state is RequestState.QUEUED
 
 
-def test_resumes_from_another_broker_have_a_bound_too() -> None:
+def test_resumes_of_streams_from_another_broker_are_bounded() -> None:
     story = Story(queue_limit=2)
     for number in range(9):
         story.generate(resume={"count": 1}, blobs=[b"1234"], attempt=2)
@@ -95,7 +96,7 @@ def test_resumes_from_another_broker_have_a_bound_too() -> None:
     assert len(story.model().queue) == 8
 
 
-def test_poison_of_one_is_no_end_of_anothers_stream(story: Story) -> None:
+def test_a_poisoned_request_ends_no_stream_of_another_owner(story: Story) -> None:
     worker = story.ready_worker()
     live = story.generate(prompt="the same", owner="uid:2", link=2)
     worker.tokens(live, 2)
@@ -117,7 +118,7 @@ def test_one_id_for_calls_of_two_models_is_refused(story: Story) -> None:
     story.assert_sent(1, "error", code="duplicate_id")
 
 
-def test_nobody_begins_again_what_was_cancelled(story: Story) -> None:
+def test_a_cancelled_id_cannot_be_sent_again(story: Story) -> None:
     _, request = story.running()
     story.cancel(request)
     story.generate(request, attempt=2)
@@ -125,7 +126,7 @@ def test_nobody_begins_again_what_was_cancelled(story: Story) -> None:
     assert request not in story.core.state.requests
 
 
-def test_what_a_worker_says_of_itself_is_no_trap(story: Story) -> None:
+def test_odd_values_of_a_worker_raise_no_error(story: Story) -> None:
     worker, request = story.running()
     for body in ({"sequences": "x", "works": None}, {}, {"sequences": -5, "works": 1}):
         story.do(make.credit(worker.epoch, body))

@@ -1,4 +1,4 @@
-"""Calls beside streams, and what operations ask."""
+"""`ping`, `models` and tokenizer calls, and what operators ask beside streams."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.interface import events as ev
-from mlxpool.common.protocol import kinds
+from mlxpool.broker.core import events as ev
 from support import core_events as make
+from support import kinds
 from support.core_harness import (
     BOOT,
     FakeWorker,
@@ -21,12 +21,12 @@ from support.core_harness import (
 # ---- questions -----------------------------------------------------------------------------------
 
 
-def test_ping(story: Story) -> None:
+def test_a_ping_is_answered_with_boot_link_and_version(story: Story) -> None:
     story.ask(kinds.PING, 6)
     story.assert_sent(6, "pong", boot=BOOT, link=6, version=1, attempt=3)
 
 
-def test_models(story: Story) -> None:
+def test_models_are_listed_with_their_states(story: Story) -> None:
     story.ready_worker()
     story.ask(kinds.MODELS)
     models = body_of(story.assert_sent(1, "models"))["models"]
@@ -37,7 +37,7 @@ def test_models(story: Story) -> None:
 
 
 @pytest.mark.parametrize("kind", [kinds.TOKENIZE, kinds.DETOKENIZE])
-def test_a_question_for_a_worker_starts_it_and_is_forwarded(story: Story, kind: str) -> None:
+def test_a_tokenizer_call_starts_a_worker_and_is_forwarded(story: Story, kind: str) -> None:
     ident = story.ask(kind, 1, b"blob", model="m", text="a")
     assert story.started() == ["m/0"]
     worker = story.ready_worker()
@@ -50,7 +50,7 @@ def test_a_question_for_a_worker_starts_it_and_is_forwarded(story: Story, kind: 
     story.assert_idle()
 
 
-def test_a_question_that_the_worker_refuses(story: Story) -> None:
+def test_an_error_of_the_worker_is_the_answer_of_a_call(story: Story) -> None:
     worker = story.ready_worker()
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     story.do(make.tokens(worker.epoch, ident, {"code": "bad_request", "message": "no"}, ()))
@@ -61,12 +61,14 @@ def test_a_question_that_the_worker_refuses(story: Story) -> None:
     ("body", "code"),
     [({"model": "x"}, "unknown_model"), ({}, "bad_request"), ({"model": 3}, "bad_request")],
 )
-def test_a_question_about_no_model(story: Story, body: dict[str, Any], code: str) -> None:
+def test_a_call_for_an_unknown_model_is_refused(
+    story: Story, body: dict[str, Any], code: str
+) -> None:
     ident = story.ask(kinds.TOKENIZE, **body)
     story.assert_sent(1, "error", id=ident, code=code)
 
 
-def test_a_question_that_is_asked_again_is_answered_where_it_was_asked_last(story: Story) -> None:
+def test_a_call_sent_twice_is_answered_on_the_newest_link(story: Story) -> None:
     worker = story.ready_worker()
     for link in (1, 2):
         story.do(make.call(link, kinds.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
@@ -76,7 +78,7 @@ def test_a_question_that_is_asked_again_is_answered_where_it_was_asked_last(stor
     assert not story.to_client(link=1)
 
 
-def test_a_question_that_waits_moves_too(story: Story) -> None:
+def test_a_waiting_call_sent_twice_is_answered_on_the_newest_link(story: Story) -> None:
     for link in (1, 2):
         story.do(make.call(link, kinds.TOKENIZE, X, link, {"model": "m", "text": "a"}, ()))
     worker = story.ready_worker()
@@ -85,23 +87,23 @@ def test_a_question_that_waits_moves_too(story: Story) -> None:
     story.assert_sent(2, "tokens", id=X, attempt=2)
 
 
-def test_questions_that_wait_are_bounded() -> None:
+def test_waiting_calls_are_bounded_by_count_and_bytes() -> None:
     story = Story(queue_limit=2)
     for _ in range(3):
         story.ask(kinds.TOKENIZE, model="m", text="a")
     story.assert_sent(1, "error", code="queue_full")
 
 
-def test_a_question_for_a_draining_model_is_answered_by_the_next_worker(story: Story) -> None:
+def test_a_call_for_a_draining_worker_is_answered_by_the_next(story: Story) -> None:
     worker = story.ready_worker()
-    story.do(ev.Unload("m"))
+    story.do(ev.UnloadModel("m"))
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     worker.die("stopped")
     assert story.started() == ["m/0"]
     assert story.ready_worker().asked[0].header.id == ident
 
 
-def test_a_model_without_keep_alive_answers_a_question_before_it_goes() -> None:
+def test_a_model_without_keep_alive_answers_a_call_before_it_is_unloaded() -> None:
     story = Story({"m": model(keep_alive=0)})
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     worker = story.ready_worker()
@@ -155,17 +157,17 @@ def test_shutdown_ends_everything_with_draining(story: Story) -> None:
 
 def test_nothing_starts_a_worker_once_the_broker_goes_down(story: Story) -> None:
     story.do(ev.Shutdown())
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert story.started() == []
 
 
-def test_unload_by_the_operator_ends_what_runs(story: Story) -> None:
+def test_an_unload_fails_what_runs(story: Story) -> None:
     worker, request = story.running()
-    story.do(ev.Unload("m"))
+    story.do(ev.UnloadModel("m"))
     frame = story.assert_sent(1, "error", id=request, code="worker_lost")
     assert "unloaded by the operator" in body_of(frame)["message"]
     assert story.stopped() == ["m/0"]
-    story.do(ev.Unload("m"))
+    story.do(ev.UnloadModel("m"))
     assert story.stopped() == []
     worker.die("stopped")
     story.later(1000)
@@ -173,10 +175,10 @@ def test_unload_by_the_operator_ends_what_runs(story: Story) -> None:
     assert story.model().failures == 0
 
 
-def test_unload_leaves_what_waits_to_the_next_worker(story: Story) -> None:
+def test_an_unload_leaves_waiting_requests_to_the_next_worker(story: Story) -> None:
     worker, _running = story.running(sequences=1)
     waiting = story.generate()
-    story.do(ev.Unload("m"))
+    story.do(ev.UnloadModel("m"))
     assert waiting in story.core.state.requests
     worker.die("stopped")
     assert story.started() == ["m/0"]
@@ -185,26 +187,26 @@ def test_unload_leaves_what_waits_to_the_next_worker(story: Story) -> None:
 
 
 def test_a_worker_that_is_unloaded_while_it_starts_is_not_welcomed(story: Story) -> None:
-    story.do(ev.Load("m"))
-    story.do(ev.Unload("m"))
+    story.do(ev.LoadModel("m"))
+    story.do(ev.UnloadModel("m"))
     assert story.stopped() == ["m/0"]
     assert story.do(make.hello("m/0", {})) == []
 
 
-def test_load_by_the_operator(story: Story) -> None:
-    story.do(ev.Load("m"))
+def test_a_load_starts_a_worker_once(story: Story) -> None:
+    story.do(ev.LoadModel("m"))
     assert story.started() == ["m/0"]
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert story.started() == []
 
 
-def test_an_end_that_nobody_knows_is_nothing(story: Story) -> None:
+def test_an_exit_of_an_empty_slot_does_nothing(story: Story) -> None:
     assert story.do(ev.WorkerExited("m/0", "killed")) == []
     assert story.do(ev.Spawned("m/0", 1)) == []
     assert story.do(ev.SpawnFailed("m/0", "no")) == []
 
 
-def test_a_question_is_put_to_the_next_worker_once(story: Story) -> None:
+def test_a_call_of_a_lost_worker_is_sent_to_one_more(story: Story) -> None:
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     story.ready_worker().die()
     assert story.to_client() == []
@@ -216,7 +218,7 @@ def test_a_question_is_put_to_the_next_worker_once(story: Story) -> None:
     story.assert_idle()
 
 
-def test_a_question_goes_on_in_another_replica_at_once() -> None:
+def test_a_call_of_a_lost_worker_goes_to_another_replica_at_once() -> None:
     story = Story({"m": model(replicas=2)})
     first, second = story.ready_worker(), story.ready_worker(replica=1)
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
@@ -225,7 +227,7 @@ def test_a_question_goes_on_in_another_replica_at_once() -> None:
     assert [asked.header.id for asked in second.asked] == [ident]
 
 
-def test_the_answer_of_a_fenced_worker_is_not_taken(story: Story) -> None:
+def test_an_answer_of_a_fenced_worker_is_dropped(story: Story) -> None:
     worker = story.ready_worker()
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     old = worker.epoch
@@ -237,7 +239,7 @@ def test_the_answer_of_a_fenced_worker_is_not_taken(story: Story) -> None:
     story.assert_sent(1, "tokens", id=ident, text="new")
 
 
-def test_a_question_under_way_is_answered_at_shutdown(story: Story) -> None:
+def test_a_call_in_flight_is_answered_at_shutdown(story: Story) -> None:
     story.ready_worker()
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     story.do(ev.Shutdown())

@@ -1,15 +1,15 @@
-"""Drain and restart: streams end where they are, or go on elsewhere, and nobody is blamed."""
+"""Drain and restart: streams end in their worker or are resumed elsewhere, and none is charged."""
 
 from __future__ import annotations
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.models import listing
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.progress import ProgressReading
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import core_events as make
+from support import kinds
 from support.core_harness import (
     Story,
     X,
@@ -21,7 +21,7 @@ from support.core_harness import (
 def drain(
     story: Story, slot: str | None = "m/0", name: str | None = None, grace: float = 5
 ) -> None:
-    story.do(ev.Drain(slot, name, grace))
+    story.do(ev.StartDrain(slot, name, grace))
 
 
 # ---- a worker ------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_a_worker_that_hands_nothing_back_is_ended(story: Story) -> None:
     assert story.core.state.registry.slots["m/0"].last_exit == "drained"
 
 
-def test_drain_twice_is_drain_once(story: Story) -> None:
+def test_a_second_drain_of_a_worker_changes_nothing(story: Story) -> None:
     worker, request = story.running()
     drain(story, grace=5)
     drain(story, grace=50)
@@ -110,7 +110,7 @@ def test_drain_twice_is_drain_once(story: Story) -> None:
     assert story.last == []
 
 
-def test_drain_of_an_idle_or_absent_worker(story: Story) -> None:
+def test_a_drain_stops_an_idle_worker_and_ignores_an_empty_slot(story: Story) -> None:
     drain(story)
     assert story.last == []
     worker = story.ready_worker()
@@ -129,7 +129,7 @@ def test_a_call_under_way_is_waited_for(story: Story) -> None:
     assert worker.stopped
 
 
-def test_a_yield_of_what_is_not_there_is_nothing(story: Story) -> None:
+def test_a_yield_of_an_unknown_run_does_nothing(story: Story) -> None:
     worker, request = story.running()
     for runs in (None, 3, [3], [[request]], [[request, 99]], [[X, 1]], [["x", 1]]):
         story.do(make.handed_back(worker.epoch, runs))
@@ -139,7 +139,7 @@ def test_a_yield_of_what_is_not_there_is_nothing(story: Story) -> None:
     assert story.core.state.counters.fenced == fenced + 1
 
 
-def test_a_yield_of_a_cancelled_run_frees_its_place(story: Story) -> None:
+def test_a_yield_of_a_cancelled_run_ends_its_lease(story: Story) -> None:
     worker, request = story.running()
     story.cancel(request)
     drain(story, grace=0)
@@ -164,7 +164,7 @@ def test_a_hung_worker_is_condemned_though_it_drains(story: Story) -> None:
 def test_a_restart_moves_the_streams_to_the_next_worker(story: Story) -> None:
     worker, request = story.running()
     worker.tokens(request, 3)
-    story.do(ev.Restart("m/0"))
+    story.do(ev.RestartWorker("m/0"))
     story.later(0)
     assert worker.draining
     worker.give_back()
@@ -180,15 +180,15 @@ def test_a_restart_moves_the_streams_to_the_next_worker(story: Story) -> None:
 
 def test_a_restart_of_an_idle_worker_starts_another(story: Story) -> None:
     worker = story.ready_worker()
-    story.do(ev.Restart("m/0"))
+    story.do(ev.RestartWorker("m/0"))
     assert worker.stopped
     worker.die("stopped")
     assert story.started() == ["m/0"]
 
 
 def test_a_restart_of_a_starting_worker_is_no_failure(story: Story) -> None:
-    story.do(ev.Load("m"))
-    story.do(ev.Restart("m/0"))
+    story.do(ev.LoadModel("m"))
+    story.do(ev.RestartWorker("m/0"))
     story.later(1)
     story.workers["m/0"].die("stopped")
     assert story.started() == ["m/0"]
@@ -196,7 +196,7 @@ def test_a_restart_of_a_starting_worker_is_no_failure(story: Story) -> None:
 
 
 def test_a_restart_of_an_empty_slot_fills_it(story: Story) -> None:
-    story.do(ev.Restart("m/0"))
+    story.do(ev.RestartWorker("m/0"))
     assert story.started() == ["m/0"]
 
 
@@ -223,7 +223,7 @@ def test_a_drained_model_takes_nothing_new_until_it_is_loaded(story: Story) -> N
     assert {m["name"]: m["state"] for m in listing.rows(story.core.state.registry, story.now)}[
         "m"
     ] == "drained"
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert story.started() == ["m/0"]
     story.generate()
     story.assert_sent(1, "accepted")
@@ -237,7 +237,7 @@ def test_a_take_over_passes_a_drained_model(story: Story) -> None:
     story.assert_sent(1, "accepted", attempt=2)
 
 
-def test_a_models_drain_has_an_end(story: Story) -> None:
+def test_what_outlives_the_grace_of_a_drained_model_fails(story: Story) -> None:
     worker, request = story.running(sequences=1)
     waiting, other = story.generate(), story.generate(name="other")
     drain(story, None, "m", 3)
@@ -276,7 +276,7 @@ def test_an_idle_pool_is_drained_at_once(story: Story) -> None:
     assert story.pool_stopped == 1
 
 
-def test_a_pools_drain_has_an_end(story: Story) -> None:
+def test_what_outlives_the_grace_of_a_drained_pool_fails(story: Story) -> None:
     worker, request = story.running()
     worker.tokens(request, 2)
     drain(story, None, None, 3)
@@ -300,7 +300,7 @@ def test_a_stream_of_a_draining_pool_survives_its_worker(story: Story) -> None:
 def test_a_call_that_waits_in_a_drained_model_is_answered(story: Story) -> None:
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     story.workers["m/0"].hello().die("killed by SIGSEGV", own=True)
-    story.do(ev.Drain(None, "m", 0.5))
+    story.do(ev.StartDrain(None, "m", 0.5))
     story.later(0.6)
     story.assert_sent(1, "error", id=ident, code="draining")
     story.assert_idle()

@@ -1,4 +1,4 @@
-"""A request's life as stories: who says what, and who then gets to hear what."""
+"""A request's life as stories: which message follows from which."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.interface import actions as act
+from mlxpool.broker.core import actions as act
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.token_ids import pack_ids
@@ -40,7 +40,7 @@ def test_a_request_from_the_queue_to_its_end(story: Story) -> None:
     story.assert_conserved()
 
 
-def test_accepted_says_where_the_request_stands(story: Story) -> None:
+def test_accepted_has_the_position_in_the_queue(story: Story) -> None:
     story.generate()
     request = story.generate(link=5, options={"seed": 9})
     frame = story.assert_sent(
@@ -49,7 +49,7 @@ def test_accepted_says_where_the_request_stands(story: Story) -> None:
     assert frame.header.attempt == 1
 
 
-def test_a_request_without_a_seed_gets_one_from_outside(story: Story) -> None:
+def test_a_request_without_a_seed_gets_the_entropy_of_its_event(story: Story) -> None:
     request = story.generate()
     story.assert_sent(1, "accepted", seed=ENTROPY)
     worker = story.ready_worker()
@@ -107,7 +107,7 @@ def test_the_oldest_of_the_highest_priority_goes_first(story: Story) -> None:
     assert order == [first, second, low]
 
 
-def test_never_more_work_than_credit(story: Story) -> None:
+def test_a_worker_never_gets_more_work_than_it_has_credit_for(story: Story) -> None:
     worker = story.ready_worker(sequences=2)
     requests = [story.generate() for _ in range(5)]
     assert list(worker.runs) == requests[:2]
@@ -129,7 +129,7 @@ def test_credit_that_crossed_work_is_not_counted_twice(story: Story) -> None:
     assert story.request(third).state is RequestState.QUEUED
 
 
-def test_work_goes_to_the_worker_with_most_places() -> None:
+def test_work_goes_to_the_worker_with_most_credit() -> None:
     story = Story({"m": model(replicas=2)})
     small, big = story.ready_worker(sequences=1), story.ready_worker(sequences=3, replica=1)
     for _ in range(4):
@@ -149,19 +149,19 @@ def test_an_error_of_the_worker_is_the_terminal(story: Story) -> None:
 # ---- refused before accepted ---------------------------------------------------------------------
 
 
-def test_an_unknown_model_is_told_the_nearest(story: Story) -> None:
+def test_an_error_about_an_unknown_model_names_the_nearest(story: Story) -> None:
     story.generate(name="othr")
     story.assert_refused("unknown_model", "'othr'", "did you mean 'other'?")
     assert story.core.state.counters.rejected["unknown_model"] == 1
     story.assert_idle()
 
 
-def test_a_model_like_no_other_is_told_all(story: Story) -> None:
+def test_an_error_about_a_model_like_no_other_names_all(story: Story) -> None:
     story.generate(name="zzzz")
     story.assert_refused("unknown_model", "known: m, other")
 
 
-def test_a_full_queue_says_its_numbers() -> None:
+def test_the_error_of_a_full_queue_has_its_numbers() -> None:
     story = Story(queue_limit=2)
     story.generate(), story.generate()
     story.generate()
@@ -249,7 +249,9 @@ def test_unknown_top_level_keys_are_ignored(story: Story) -> None:
         {"options": {"seed": b"\0" * 100_000}},
     ],
 )
-def test_an_error_about_something_huge_still_travels(story: Story, body: dict[str, Any]) -> None:
+def test_an_error_about_a_huge_value_fits_into_a_message(
+    story: Story, body: dict[str, Any]
+) -> None:
     story.generate(**body)
     assert len(body_of(story.assert_refused("bad_request"))["message"]) <= 2000
 

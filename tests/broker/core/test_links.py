@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.interface import actions as act
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import actions as act
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.protocol import deltas
@@ -39,7 +39,7 @@ def test_a_silent_links_streams_are_cancelled_after_the_grace(story: Story) -> N
     story.assert_conserved()
 
 
-def test_a_link_that_is_heard_lives_on(story: Story) -> None:
+def test_a_link_that_is_heard_from_keeps_its_streams(story: Story) -> None:
     request = story.generate()
     for _ in range(10):
         story.later(5)
@@ -61,11 +61,11 @@ def test_nothing_is_sent_on_a_lost_link_and_its_streams_end_in_time(story: Story
     story.assert_conserved()
 
 
-def test_the_loss_of_an_unknown_link_is_nothing(story: Story) -> None:
+def test_the_loss_of_an_unknown_link_does_nothing(story: Story) -> None:
     assert story.do(ev.LinkLost(4)) == []
 
 
-def test_a_links_end_and_a_deadline_at_one_wake(story: Story) -> None:
+def test_a_silent_link_and_a_deadline_at_one_wake_end_a_stream_once(story: Story) -> None:
     """As after a suspend of the machine: everything is due at once."""
     requests = [story.generate(deadline_ms=20_000) for _ in range(2)]
     story.now += 100
@@ -102,7 +102,7 @@ def test_frames_of_an_old_epoch_are_fenced(story: Story) -> None:
     story.assert_ended(request, "stop", attempt=2)
 
 
-def test_a_place_that_the_worker_does_not_have_is_fenced(story: Story) -> None:
+def test_a_row_of_a_run_that_the_worker_does_not_have_is_fenced(story: Story) -> None:
     worker, request = story.running()
     for strange in (
         deltas.Delta(X, 1, 0, "x", pack_ids([0])),

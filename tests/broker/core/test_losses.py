@@ -1,4 +1,4 @@
-"""A worker is lost and its streams go on elsewhere; when they cannot, they say why."""
+"""Streams of a lost worker are resumed elsewhere; those that cannot be fail with the reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker import PROVEN_TOKENS
 from mlxpool.common.protocol.token_ids import pack_ids
@@ -89,7 +89,7 @@ def test_a_loss_ends_no_stream_elsewhere(story: Story) -> None:
     story.assert_conserved()
 
 
-def test_what_was_at_work_goes_before_what_waits(story: Story) -> None:
+def test_resumed_requests_go_before_fresh_ones(story: Story) -> None:
     worker = story.ready_worker(sequences=2)
     first, second, waiting = (story.generate() for _ in range(3))
     worker.tokens(second, 1)
@@ -104,7 +104,7 @@ def test_what_was_at_work_goes_before_what_waits(story: Story) -> None:
     assert order == [first, second, waiting]
 
 
-def test_a_warm_replica_goes_on_at_once() -> None:
+def test_a_ready_replica_resumes_a_lost_stream_at_once() -> None:
     story = Story({"m": model(replicas=2)})
     worker, other = story.ready_worker(sequences=2), story.ready_worker(sequences=1, replica=1)
     request = story.generate()
@@ -181,7 +181,7 @@ def test_losses_with_a_token_between_them_do_not_count() -> None:
     assert body_of(story.assert_ended(request, "stop"))["attempts"] == 8
 
 
-def test_text_alone_is_no_token(story: Story) -> None:
+def test_text_without_an_id_counts_as_no_progress(story: Story) -> None:
     worker, request = story.running()
     for _ in range(2):
         worker.tokens(request, 0, text="")
@@ -191,7 +191,7 @@ def test_text_alone_is_no_token(story: Story) -> None:
     story.assert_ended(request, "worker_lost")
 
 
-def test_resumes_of_earlier_brokers_count(story: Story) -> None:
+def test_resumes_under_earlier_brokers_count(story: Story) -> None:
     request = story.generate(
         attempt=3, resume={"count": 1, "resumes": 2, "seed": 5}, blobs=[pack_ids([0])]
     )
@@ -207,7 +207,7 @@ def test_a_token_in_a_drained_run_counts_as_progress(story: Story) -> None:
         worker.die()
         worker = story.ready_worker()
     worker.tokens(request, 1)
-    story.do(ev.Drain("m/0", None, 0.0))
+    story.do(ev.StartDrain("m/0", None, 0.0))
     story.later(0)
     worker.give_back()
     worker.die("drained")
@@ -235,7 +235,7 @@ def test_what_waits_goes_out_before_the_error_of_a_lost_worker(story: Story) -> 
     assert story.heard[request, 1].ids == list(range(6))
 
 
-def test_a_cancel_between_two_workers(story: Story) -> None:
+def test_a_cancel_between_two_workers_ends_the_stream(story: Story) -> None:
     worker, request = story.running()
     worker.tokens(request, 2)
     worker.die()
@@ -246,7 +246,7 @@ def test_a_cancel_between_two_workers(story: Story) -> None:
     story.assert_idle()
 
 
-def test_a_cancelled_run_is_not_begun_again(story: Story) -> None:
+def test_a_cancelled_run_is_not_resumed_after_a_loss(story: Story) -> None:
     worker, request = story.running()
     worker.tokens(request, 2)
     story.cancel(request)
@@ -255,7 +255,7 @@ def test_a_cancelled_run_is_not_begun_again(story: Story) -> None:
     story.assert_idle()
 
 
-def test_a_deadline_between_two_workers(story: Story) -> None:
+def test_a_deadline_between_two_workers_ends_the_stream(story: Story) -> None:
     worker, request = story.running(deadline_ms=500)
     worker.die()
     story.later(0.5)

@@ -1,10 +1,10 @@
-"""The memory budget: idle models make room, in the order in which they were last used."""
+"""The memory limit: idle models are evicted, the least recently used first."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from support.core_harness import (
     FakeWorker,
     Story,
@@ -30,7 +30,7 @@ def used(story: Story, name: str) -> FakeWorker:
     return worker
 
 
-def test_the_least_recently_used_idle_model_goes() -> None:
+def test_the_least_recently_used_idle_model_is_evicted() -> None:
     story = pool(a={"need": 4}, b={"need": 4}, c={"need": 4})
     a, b = used(story, "a"), used(story, "b")
     request = story.generate(name="c")
@@ -42,7 +42,7 @@ def test_the_least_recently_used_idle_model_goes() -> None:
     story.assert_ended(request, "stop")
 
 
-def test_as_many_go_as_are_needed_and_no_more() -> None:
+def test_no_more_models_are_evicted_than_needed() -> None:
     story = pool(memory=12, a={"need": 4}, b={"need": 4}, c={"need": 4}, d={"need": 8})
     workers = [used(story, name) for name in "abc"]
     story.generate(name="d")
@@ -53,7 +53,7 @@ def test_as_many_go_as_are_needed_and_no_more() -> None:
     assert story.started() == ["d/0"]
 
 
-def test_a_model_that_goes_already_is_not_counted_twice() -> None:
+def test_a_worker_that_is_ending_counts_as_freed_memory_once() -> None:
     story = pool(a={"need": 4, "keep_alive": 1.0}, b={"need": 4}, c={"need": 9})
     a = used(story, "a")
     b = used(story, "b")
@@ -63,7 +63,7 @@ def test_a_model_that_goes_already_is_not_counted_twice() -> None:
     assert b.stopped
 
 
-def test_pinned_models_never_go() -> None:
+def test_pinned_models_are_never_evicted() -> None:
     story = pool(a={"need": 6, "keep_alive": -1.0}, b={"need": 6})
     a = used(story, "a")
     request = story.generate(name="b", deadline_ms=2000)
@@ -73,7 +73,7 @@ def test_pinned_models_never_go() -> None:
     story.assert_ended(request, "deadline_exceeded")
 
 
-def test_a_busy_model_goes_when_it_is_idle() -> None:
+def test_a_busy_model_is_evicted_when_it_is_idle() -> None:
     story = pool(a={"need": 6}, b={"need": 6})
     a = story.ready_worker("a")
     running, waiting = story.generate(name="a"), story.generate(name="b")
@@ -87,7 +87,7 @@ def test_a_busy_model_goes_when_it_is_idle() -> None:
     story.assert_ended(waiting, "stop")
 
 
-def test_a_model_that_can_never_fit_says_its_numbers() -> None:
+def test_the_error_of_a_model_that_can_never_fit_has_its_numbers() -> None:
     story = pool(a={"need": 4}, big={"need": 11})
     a = used(story, "a")
     story.generate(name="big")
@@ -97,16 +97,16 @@ def test_a_model_that_can_never_fit_says_its_numbers() -> None:
     assert story.started() == []
 
 
-def test_a_load_by_the_operator_makes_room_too() -> None:
+def test_a_load_by_the_operator_evicts_idle_models() -> None:
     story = pool(a={"need": 6}, b={"need": 6})
     a = used(story, "a")
-    story.do(ev.Load("b"))
+    story.do(ev.LoadModel("b"))
     assert a.stopped
     a.die("stopped")
     assert story.started() == ["b/0"]
 
 
-def test_a_second_replica_evicts_nobody() -> None:
+def test_a_second_replica_evicts_no_model() -> None:
     story = pool(a={"need": 4}, b={"need": 4, "replicas": 2})
     a = used(story, "a")
     story.generate(name="b")
@@ -114,7 +114,7 @@ def test_a_second_replica_evicts_nobody() -> None:
     assert not a.stopped
 
 
-def test_what_a_worker_takes_is_learnt_from_its_beats() -> None:
+def test_the_need_of_a_model_is_learnt_from_beats() -> None:
     story = pool(a={"need": 1}, b={"need": 6})
     a = used(story, "a")
     a.beat(memory={"active": 5 * GB})
@@ -122,7 +122,7 @@ def test_what_a_worker_takes_is_learnt_from_its_beats() -> None:
     assert a.stopped
 
 
-def test_a_limit_that_was_set_is_what_counts() -> None:
+def test_a_set_memory_limit_is_the_need_of_a_model() -> None:
     story = pool(a={"need": 1, "memory_limit": 3 * GB}, b={"need": 7})
     a = used(story, "a")
     a.beat(memory={"active": 5 * GB})
@@ -133,7 +133,7 @@ def test_a_limit_that_was_set_is_what_counts() -> None:
 def test_a_worker_that_is_ending_still_holds_its_memory() -> None:
     story = pool(a={"need": 6}, b={"need": 6})
     a = used(story, "a")
-    story.do(ev.Unload("a"))
+    story.do(ev.UnloadModel("a"))
     story.generate(name="b")
     assert story.started() == []
     a.die("stopped")

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
-from mlxpool.broker.interface import events as ev
 from mlxpool.broker.models import listing
 from mlxpool.common.config.model_names import MAX_SCANNED
 from mlxpool.common.config.schema import Counting, ModelConfig
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import frames
+from support import kinds
 from support.core_harness import Story, body_of, model
 
 HERE, THERE = "/models/here", "/models/there"
@@ -68,7 +69,7 @@ def test_workers_are_not_shared_under_other_settings(other: dict[str, Any]) -> N
     assert row(story, "b")["shares"] is None
 
 
-def test_what_is_about_company_only_is_the_most_that_any_name_asks_for() -> None:
+def test_replicas_and_keep_alive_are_the_largest_of_all_names() -> None:
     story = twins(replicas=2, keep_alive=5000.0)
     assert list(story.core.state.registry.slots) == ["a/0", "a/1"]
     assert story.model("a").config.keep_alive == 5000.0
@@ -76,7 +77,7 @@ def test_what_is_about_company_only_is_the_most_that_any_name_asks_for() -> None
     assert twins(pin=True, keep_alive=-1.0).model("a").config.pin
 
 
-def test_models_without_a_place_are_never_shared() -> None:
+def test_models_without_files_share_no_worker() -> None:
     story = pool({}, a=model(), b=model())
     assert list(story.core.state.registry.slots) == ["a/0", "b/0"]
 
@@ -86,7 +87,7 @@ def test_each_stream_and_each_error_keeps_the_name_that_was_asked_for() -> None:
     worker = story.ready_worker("a", sequences=1)
     runs, waits = story.generate(name="a"), story.generate(name="b")
     assert story.request(waits).message.model == "b"
-    story.do(ev.Drain(None, "a", 10.0))
+    story.do(ev.StartDrain(None, "a", 10.0))
     story.generate(name="b")
     story.assert_refused("draining", "model 'b' is drained")
     worker.end(runs)
@@ -94,7 +95,7 @@ def test_each_stream_and_each_error_keeps_the_name_that_was_asked_for() -> None:
     assert waits in worker.runs
 
 
-def test_those_who_wait_for_a_model_that_gives_up_are_told_by_their_name() -> None:
+def test_errors_of_waiting_requests_use_the_name_that_was_asked_for() -> None:
     story = twins()
     story.model("a").failures = 4
     requests = {name: story.generate(name=name) for name in "ab"}
@@ -104,7 +105,7 @@ def test_those_who_wait_for_a_model_that_gives_up_are_told_by_their_name() -> No
         assert f"model {name!r} failed 5 times" in message
 
 
-def test_the_first_words_of_a_fault_are_those_of_all_names() -> None:
+def test_a_fault_of_a_shared_model_is_shown_for_all_its_names() -> None:
     story = twins()
     request = story.generate(name="b")
     worker = story.workers["a/0"].hello()
@@ -136,7 +137,7 @@ def test_one_digest_in_two_places_is_one_model() -> None:
     assert row(story, "b")["shares"] == "a"
 
 
-def test_names_that_share_already_find_their_twins_together() -> None:
+def test_names_that_share_a_model_join_another_together() -> None:
     places = {"a": HERE, "b": HERE, "c": THERE, "d": THERE}
     story = pool(places, **{name: model() for name in "abcd"})
     shares = []
@@ -150,19 +151,19 @@ def test_names_that_share_already_find_their_twins_together() -> None:
     worker.end(story.generate(name="d"))
 
 
-def test_a_model_at_work_stays_what_it_is_until_it_is_quiet() -> None:
+def test_a_model_in_use_becomes_no_alias_until_it_is_unused() -> None:
     story = pool({"a": HERE, "b": THERE}, a=model(), b=model())
     worker = story.ready_worker("b")
     for name in "ab":
         describe(story, name, "d1")
     assert row(story, "b")["shares"] is None
-    story.do(ev.Unload("b"))
+    story.do(ev.UnloadModel("b"))
     worker.die("stopped")
     describe(story, "b", "d1")
     assert row(story, "b")["shares"] == "a"
 
 
-def test_names_part_when_the_files_of_one_change() -> None:
+def test_names_are_separated_when_the_files_of_one_change() -> None:
     story = pool({"a": HERE, "b": THERE}, a=model(), b=model())
     for name in "ab":
         describe(story, name, "d1")
@@ -176,7 +177,7 @@ def test_names_part_when_the_files_of_one_change() -> None:
     story.assert_ended(old, "stop")
 
 
-def test_when_the_files_of_the_first_name_change_the_others_leave_it() -> None:
+def test_the_other_names_leave_a_model_whose_own_files_change() -> None:
     story = pool({"a": HERE, "b": THERE, "c": HERE}, a=model(), b=model(), c=model())
     for name in "ab":
         describe(story, name, "d1")
@@ -185,12 +186,12 @@ def test_when_the_files_of_the_first_name_change_the_others_leave_it() -> None:
     assert shares == {"a": None, "b": None, "c": "a"}, "c is the same folder, whatever is in it"
 
 
-def test_timers_of_a_model_that_found_its_twin_do_nothing() -> None:
+def test_timers_of_a_model_that_became_an_alias_do_nothing() -> None:
     story = pool({"a": HERE, "b": THERE}, a=model(), b=model(keep_alive=1.0))
     worker = story.ready_worker("b")
-    story.do(ev.Drain("b/0", None, 30.0))
+    story.do(ev.StartDrain("b/0", None, 30.0))
     worker.die("stopped")
-    story.do(ev.Unload("b"))
+    story.do(ev.UnloadModel("b"))
     story.do(ev.WorkerExited("b/0", "stopped"))  # the one that took the drained one's place
     for key in (("drained", "b"), ("restart", "b"), ("idle", "b")):
         story.core.state.timers.set(key, story.now + 1)
@@ -205,7 +206,7 @@ def test_timers_of_a_model_that_found_its_twin_do_nothing() -> None:
     ]
 
 
-def test_what_was_found_in_a_model_is_shown() -> None:
+def test_the_list_shows_what_was_found_in_the_files() -> None:
     story = pool({"a": HERE}, a=model(context=64))
     chat = {"tools": "hermes", "thinking": None}
     about = {"type": "llama", "size": 500, "quantisation": "bf16", "context": 128}
@@ -228,7 +229,7 @@ def test_what_was_found_in_a_model_is_shown() -> None:
     assert story.model("a").need == 500
 
 
-def test_what_is_wrong_with_a_cold_model_is_shown_and_nobody_is_refused_for_it() -> None:
+def test_a_fault_of_a_cold_model_is_shown_and_refuses_no_request() -> None:
     story = pool({"a": HERE}, a=model())
     describe(story, "a", "", problems=["first", "second"])
     assert (row(story, "a")["state"], row(story, "a")["error"]) == ("failed", "first")
@@ -253,7 +254,7 @@ def test_the_list_of_many_models_fits_into_a_frame(count: int) -> None:
     assert ("error" in body_of(frame)["models"][0]) == (count <= listing.MAX_DETAILED)
 
 
-def test_a_model_that_is_found_later() -> None:
+def test_a_model_that_is_found_later_can_be_asked_for() -> None:
     story = pool({"a": HERE}, a=model())
     story.generate(name="b")
     story.assert_refused("unknown_model", "known: a")
@@ -282,7 +283,7 @@ def test_a_name_is_a_key_and_never_a_path(name: str) -> None:
 # ---- pinned models ---------------------------------------------------------------------------
 
 
-def test_a_pinned_model_comes_again_without_being_asked_for() -> None:
+def test_a_pinned_model_is_restarted_without_a_request() -> None:
     story = pool({}, a=model(pin=True, keep_alive=-1.0))
     worker = story.ready_worker("a")
     story.later(10_000)
@@ -294,7 +295,7 @@ def test_a_pinned_model_comes_again_without_being_asked_for() -> None:
 
 def test_a_pinned_model_that_cannot_be_loaded_is_tried_again() -> None:
     story = pool({}, a=model(pin=True, keep_alive=-1.0))
-    story.do(ev.Load("a"))
+    story.do(ev.LoadModel("a"))
     worker = story.workers["a/0"].hello()
     worker.bye("model_load_failed", "no config.json")
     worker.die("exit code 1", own=True)
@@ -305,7 +306,7 @@ def test_a_pinned_model_that_cannot_be_loaded_is_tried_again() -> None:
 def test_a_pinned_model_that_was_unloaded_stays_so_until_it_is_asked_for() -> None:
     story = pool({}, a=model(pin=True, keep_alive=-1.0))
     worker = story.ready_worker("a")
-    story.do(ev.Unload("a"))
+    story.do(ev.UnloadModel("a"))
     worker.die("stopped")
     story.later(10_000)
     assert story.core.state.registry.slots["a/0"].worker is None

@@ -1,4 +1,4 @@
-"""Requests that end their workers are found out; their neighbours are not blamed for good."""
+"""Requests that end their workers are found; requests beside them are cleared."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def charge(story: Story, request: bytes) -> float:
     return story.request(request).run.charge
 
 
-def test_the_one_in_prefill_is_charged_alone(story: Story) -> None:
+def test_the_request_in_prefill_is_charged_alone(story: Story) -> None:
     worker, (a, b, c) = company(story, 3)
     worker.die("killed by SIGSEGV", own=True, prefill=b)
     assert [charge(story, r) for r in (a, b, c)] == [0, 1, 0]
     assert [story.request(r).run.batch_bound for r in (a, b, c)] == [0, 1, 0]
 
 
-def test_without_a_prefill_all_are_charged_alike(story: Story) -> None:
+def test_without_a_prefill_all_requests_are_charged_alike(story: Story) -> None:
     worker, requests = company(story, 4)
     worker.die("exit code 1", own=True)
     assert [charge(story, r) for r in requests] == [0.25] * 4
 
 
-def test_a_prefill_that_is_not_there_any_more_charges_all(story: Story) -> None:
+def test_a_prefill_of_an_ended_request_charges_all(story: Story) -> None:
     worker, requests = company(story, 2)
     worker.die("exit code 1", own=True, prefill=X)
     assert [charge(story, r) for r in requests] == [0.5] * 2
 
 
-def test_a_kill_from_outside_charges_nobody(story: Story) -> None:
+def test_a_kill_from_outside_charges_no_request(story: Story) -> None:
     worker, requests = company(story, 2)
     for _ in range(2):
         worker.die("killed by SIGKILL", prefill=requests[0])
@@ -53,7 +53,7 @@ def test_a_kill_from_outside_charges_nobody(story: Story) -> None:
     assert len(worker.runs) == 2
 
 
-def test_charged_requests_come_back_in_small_groups(story: Story) -> None:
+def test_charged_requests_are_retried_in_small_groups(story: Story) -> None:
     worker, requests = company(story, 8)
     worker.die("killed by SIGSEGV", own=True)
     assert {story.request(r).run.batch_bound for r in requests} == {2}
@@ -119,7 +119,7 @@ def test_a_solo_retry_waits_for_its_worker_to_run_dry(story: Story) -> None:
     assert list(again.runs) == [fresh]
 
 
-def test_at_two_it_is_poisoned_and_refused_for_a_time() -> None:
+def test_a_request_with_a_charge_of_two_is_refused_for_a_time() -> None:
     story = Story(poison_life=60.0)
     worker, bad = story.running(prompt="bad")
     worker.die("killed by SIGSEGV", own=True, prefill=bad)
@@ -140,7 +140,7 @@ def test_at_two_it_is_poisoned_and_refused_for_a_time() -> None:
     story.assert_conserved()
 
 
-def test_a_poisonous_request_does_not_take_its_neighbours_with_it(story: Story) -> None:
+def test_a_poisonous_request_ends_no_stream_beside_it(story: Story) -> None:
     """Whenever the bad one has made a token, its worker dies by itself: all others end well."""
     _, requests = company(story, 8)
     bad, worker = requests[5], story.workers["m/0"]
@@ -159,7 +159,7 @@ def test_a_poisonous_request_does_not_take_its_neighbours_with_it(story: Story) 
     story.assert_idle()
 
 
-def test_who_is_cleared_has_lost_nothing(story: Story) -> None:
+def test_a_cleared_request_counts_no_resume_without_progress(story: Story) -> None:
     worker, requests = company(story, 3)
     worker.die("killed by SIGSEGV", own=True, prefill=requests[1])
     assert [story.request(r).run.resumes_without_progress for r in requests] == [0, 1, 0]
@@ -169,7 +169,7 @@ def test_who_is_cleared_has_lost_nothing(story: Story) -> None:
     assert [story.request(r).run.resumes_without_progress for r in requests] == [1, 1, 0]
 
 
-def test_who_runs_alone_is_judged_by_its_own_ends(story: Story) -> None:
+def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> None:
     """Kills from outside say nothing of it; but there is an end to them, too."""
     worker, (bad, other) = company(story, 2)
     worker.die("killed by SIGSEGV", own=True, prefill=bad)
@@ -181,7 +181,7 @@ def test_who_runs_alone_is_judged_by_its_own_ends(story: Story) -> None:
     story.assert_ended(bad, "worker_lost")
 
 
-def test_the_second_end_by_one_request_says_nothing_of_its_model(story: Story) -> None:
+def test_the_second_exit_by_one_request_is_no_failure_of_its_model(story: Story) -> None:
     """The first one does: what no request gets through is broken, and ends whoever asks."""
     worker, requests = company(story, 5)
     model = story.core.state.registry.models["m"]
@@ -197,7 +197,7 @@ def test_the_second_end_by_one_request_says_nothing_of_its_model(story: Story) -
     story.assert_ended(requests[4], "model_unavailable")
 
 
-def test_nor_does_the_second_hang_by_one_request(story: Story) -> None:
+def test_the_second_hang_by_one_request_is_no_failure_of_its_model(story: Story) -> None:
     worker, requests = company(story, 2)
     model = story.core.state.registry.models["m"]
     for n, request in enumerate(requests, 1):
@@ -232,7 +232,7 @@ def test_poison_in_a_pass_of_many_prompts_ends_alone(places: tuple[int, ...]) ->
             story.assert_ended(request, "stop")
 
 
-def test_a_hang_charges_what_was_in_prefill(story: Story) -> None:
+def test_a_hang_charges_the_request_in_prefill(story: Story) -> None:
     worker, (a, b) = company(story, 2)
     worker.watched(21, ProgressReading("prefill", request=a, count=5))
     assert worker.state is WorkerState.CONDEMNED

@@ -1,4 +1,4 @@
-"""The core under events in any order: what a client may rely on holds after each of them.
+"""The core under events in any order: its invariants hold after each of them.
 
 `Story` itself checks every frame (positions, ids, terminals, credit, company); here are the laws
 between them.
@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import FENCED, WorkerState
 from mlxpool.common.progress import ProgressReading
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import core_events as make
+from support import kinds
 from support.core_harness import FakeWorker, Story, model, owed, request_id
 
 IDS = [request_id(n) for n in range(101, 107)]  # calls have lower ones
@@ -191,7 +191,7 @@ class Pool(RuleBasedStateMachine):
     @rule(replica=replicas)
     def serve(self, replica: int) -> None:
         """The usual course, so that there is always somebody who works."""
-        self.story.do(ev.Load("m"))
+        self.story.do(ev.LoadModel("m"))
         worker = self.pick(replica)
         if worker is not None:
             if not worker.epoch:
@@ -326,12 +326,12 @@ class Pool(RuleBasedStateMachine):
     @rule(
         what=st.sampled_from(
             [
-                ev.Load("m"),
-                ev.Load("other"),
-                ev.Unload("m"),
-                ev.Drain(None, "m", 3.0),
-                ev.Restart("m/1"),
-                *(ev.Drain(f"m/{n}", None, grace) for n in (0, 1) for grace in (0.0, 3.0)),
+                ev.LoadModel("m"),
+                ev.LoadModel("other"),
+                ev.UnloadModel("m"),
+                ev.StartDrain(None, "m", 3.0),
+                ev.RestartWorker("m/1"),
+                *(ev.StartDrain(f"m/{n}", None, grace) for n in (0, 1) for grace in (0.0, 3.0)),
             ]
         )
     )
@@ -348,7 +348,7 @@ class Pool(RuleBasedStateMachine):
     def drain_pool(self) -> None:
         self.steps += 1
         if self.steps > 3:  # rarely, for nothing comes after it
-            self.story.do(ev.Drain(None, None, 5.0))
+            self.story.do(ev.StartDrain(None, None, 5.0))
 
     # ---- the laws ----------------------------------------------------------------------------
 

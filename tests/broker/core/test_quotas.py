@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from support import core_events as make
 from support.core_harness import BOB, OWNER, FakeWorker, Story, body_of, model
 
@@ -30,7 +30,7 @@ def test_live_requests_are_counted_for_each_owner() -> None:
     assert sum(story.core.state.owned.values()) == len(story.core.state.requests)
 
 
-def test_a_request_that_is_sent_again_is_no_second_one() -> None:
+def test_a_later_sending_counts_as_no_second_live_request() -> None:
     story = Story(quota_requests=1)
     request = story.generate()
     story.generate(request, attempt=2)
@@ -38,7 +38,7 @@ def test_a_request_that_is_sent_again_is_no_second_one() -> None:
     assert story.core.state.owned == {OWNER: 1}
 
 
-def test_whatever_ends_it_gives_the_place_back() -> None:
+def test_every_end_of_a_request_frees_its_quota() -> None:
     story = Story(quota_requests=1)
     story.cancel(story.generate())
     assert not story.core.state.owned
@@ -49,7 +49,7 @@ def test_whatever_ends_it_gives_the_place_back() -> None:
     assert not story.core.state.owned
 
 
-def test_prompts_that_wait_are_bounded() -> None:
+def test_the_waiting_tokens_of_an_owner_are_bounded() -> None:
     story = Story(quota_tokens=300)
     story.generate(prompt="x" * 800)
     story.generate(prompt="x" * 800)
@@ -61,7 +61,7 @@ def test_prompts_that_wait_are_bounded() -> None:
     story.assert_sent(1, "accepted")
 
 
-def test_who_cancels_too_often_has_to_wait_with_new_requests() -> None:
+def test_an_owner_that_cancels_too_often_is_refused_new_requests() -> None:
     story = Story(quota_cancels=2)
     for _ in range(2):
         story.cancel(story.generate())
@@ -93,7 +93,7 @@ def test_new_limits_hold_at_once_and_for_new_requests() -> None:
     refused(story, "2 live requests", "at most 1")
 
 
-def test_a_revoked_owners_streams_end_and_nobody_elses() -> None:
+def test_a_revoked_key_ends_the_streams_of_its_owner_alone() -> None:
     story = Story()
     worker = story.ready_worker(sequences=1)
     running, waiting = story.generate(), story.generate()
@@ -122,7 +122,7 @@ def remote(**settings: int) -> Story:
     return Story({"m": model(replicas=0, **settings)})
 
 
-def test_nothing_is_started_and_requests_wait() -> None:
+def test_without_local_workers_nothing_is_started_and_requests_wait() -> None:
     story = remote()
     request = story.generate()
     assert story.started() == [] and story.core.state.requests
@@ -130,7 +130,7 @@ def test_nothing_is_started_and_requests_wait() -> None:
     assert request in worker.runs
 
 
-def test_a_lost_worker_is_replaced_by_whoever_dials_in() -> None:
+def test_the_streams_of_a_lost_remote_worker_are_resumed_in_another() -> None:
     story = remote()
     first, second = dial(story), dial(story)
     assert (first.slot, second.slot) == ("m/0", "m/1")
@@ -175,7 +175,7 @@ def test_a_model_that_a_worker_brings_can_be_asked_for() -> None:
     assert story.generate(name="new") in worker.runs
 
 
-def test_a_broker_that_is_going_down_welcomes_nobody() -> None:
+def test_a_broker_that_is_going_down_welcomes_no_worker() -> None:
     story = remote()
     story.do(ev.Shutdown())
     story.do(make.dialled("m/0", "m", {}, "t"))
@@ -185,7 +185,7 @@ def test_a_broker_that_is_going_down_welcomes_nobody() -> None:
 # ---- models come and go ------------------------------------------------------------------------
 
 
-def test_a_model_that_is_gone_finishes_and_is_unknown() -> None:
+def test_a_removed_model_finishes_its_streams_and_is_unknown() -> None:
     story = Story()
     worker, request = story.running()
     story.do(ev.ModelGone("m", 5.0))
@@ -200,7 +200,7 @@ def test_a_model_that_is_gone_finishes_and_is_unknown() -> None:
     story.assert_sent(1, "accepted")
 
 
-def test_what_a_gone_model_does_not_finish_in_time_ends() -> None:
+def test_what_outlives_the_grace_of_a_removed_model_fails() -> None:
     story = Story()
     _, request = story.running()
     story.do(ev.ModelGone("m", 5.0))
@@ -215,5 +215,5 @@ def test_fewer_replicas_drain_the_others() -> None:
     story.do(ev.ModelChanged("m", config, "", 0, 5.0))
     assert second.stopped and not first.stopped
     second.die()
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert story.core.state.registry.slots["m/1"].worker is None

@@ -6,15 +6,14 @@ import math
 
 import pytest
 
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.models import listing
 from mlxpool.broker.requests.request_states import RequestState
-from mlxpool.broker.workers.restart_delay import restart_delay
-from mlxpool.broker.workers.worker import PROVEN_TOKENS
+from mlxpool.broker.workers.worker import PROVEN_TOKENS, restart_delay
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.errors import MAX_MESSAGE
-from mlxpool.common.protocol import kinds
 from support import core_events as make
+from support import kinds
 from support.core_harness import (
     BOOT,
     Story,
@@ -103,10 +102,10 @@ def test_the_breaker_opens_after_five_failures(story: Story) -> None:
     story.assert_ended(probe, "stop")
 
 
-def test_the_operator_closes_the_breaker(story: Story) -> None:
+def test_a_load_by_the_operator_closes_the_breaker(story: Story) -> None:
     story.generate()
     fail_in_a_row(story, 5)
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert story.started() == ["m/0"]
     story.generate()
     story.assert_sent(1, "accepted")
@@ -114,12 +113,12 @@ def test_the_operator_closes_the_breaker(story: Story) -> None:
 
 def test_the_back_off_has_a_bound() -> None:
     story = Story(restart_limit=100, restart_delay_max=3.0)
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert fail_in_a_row(story, 6) == [pause(n, 3.0) for n in (1, 2, 3, 4, 5)]
     assert pause(5, 3.0) <= 4.0
 
 
-def test_a_load_failure_tells_all_that_wait_in_the_same_words(story: Story) -> None:
+def test_a_load_failure_fails_all_waiting_requests_with_its_message(story: Story) -> None:
     requests = [story.generate(link=n) for n in (1, 2)]
     asked = story.ask(kinds.TOKENIZE, 3, model="m", text="a")
     worker = story.workers["m/0"].hello()
@@ -142,7 +141,7 @@ def test_a_load_failure_tells_all_that_wait_in_the_same_words(story: Story) -> N
 
 
 @pytest.mark.parametrize("made", [0, 5, PROVEN_TOKENS])
-def test_the_last_word_of_a_worker_that_was_ready_is_how_it_ended(story: Story, made: int) -> None:
+def test_the_error_of_a_bye_is_the_cause_of_a_ready_workers_end(story: Story, made: int) -> None:
     """Its streams go on though it proved nothing: the model could be had."""
     worker, request = story.running()
     frail = story.generate(link=2, durable=False)
@@ -159,7 +158,7 @@ def test_the_last_word_of_a_worker_that_was_ready_is_how_it_ended(story: Story, 
     story.assert_ended(request, "stop")
 
 
-def test_who_said_that_it_ends_gets_no_more_work(story: Story) -> None:
+def test_a_worker_that_said_bye_gets_no_more_work(story: Story) -> None:
     worker, request = story.running()
     worker.bye("internal", "the device is lost")
     later, asked = story.generate(link=2), story.ask(kinds.TOKENIZE, 3, model="m", text="a")
@@ -182,7 +181,7 @@ def test_who_said_that_it_ends_gets_no_more_work(story: Story) -> None:
         ({}, "it cannot serve any longer"),
     ],
 )
-def test_last_words_are_bounded(story: Story, error: dict[str, str], cause: str) -> None:
+def test_the_error_of_a_bye_is_bounded(story: Story, error: dict[str, str], cause: str) -> None:
     worker, _ = story.running()
     frail = story.generate(link=2, durable=False)
     story.do(make.bye(worker.epoch, error))
@@ -199,7 +198,7 @@ def test_a_worker_that_cannot_be_started_is_a_load_failure(story: Story) -> None
 
 
 def test_the_pid_of_a_worker_is_known_once_it_is_started(story: Story) -> None:
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     story.do(ev.Spawned("m/0", 4711))
     assert story.model().workers[0].pid == 4711
 
@@ -211,7 +210,7 @@ def pause(failures: int, most: float = 60.0) -> float:
 
 def test_a_probe_starts_one_replica_until_it_has_served() -> None:
     story = Story({"m": model(replicas=3)}, restart_limit=2)
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     assert len(story.started()) == 3
     for replica in range(3):
         story.workers[f"m/{replica}"].die("exit code 3", own=True)
@@ -227,7 +226,7 @@ def test_a_probe_starts_one_replica_until_it_has_served() -> None:
 
 def test_a_failed_probe_waits_as_long_again() -> None:
     story = Story(restart_limit=1)
-    story.do(ev.Load("m"))
+    story.do(ev.LoadModel("m"))
     story.workers["m/0"].die("exit code 3", own=True)
     for _ in range(2):
         story.later(300)
@@ -243,7 +242,7 @@ def test_the_delays_of_two_pools_differ() -> None:
     assert all(4.0 <= delay <= 5.0 for delay in delays)
 
 
-def test_a_worker_that_says_goodbye_is_to_blame_for_nothing(story: Story) -> None:
+def test_the_exit_of_a_worker_that_said_bye_charges_no_request(story: Story) -> None:
     """As one that was told to end by somebody else does."""
     worker, request = story.running()
     story.do(make.bye(worker.epoch, None))

@@ -1,4 +1,4 @@
-"""The same id again, and cancel."""
+"""Several sendings with one id, and cancels."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_take_over_goes_on_from_the_ids_the_client_has(story: Story) -> None:
     story.assert_sent(2, "delta", pos=2)
 
 
-def test_an_ended_id_is_remembered(story: Story) -> None:
+def test_an_equal_attempt_of_an_ended_id_is_refused(story: Story) -> None:
     worker, _ = story.running(request=X)
     worker.end(X)
     story.generate(X)
@@ -152,7 +152,7 @@ def test_tombstones_are_bounded(story: Story, monkeypatch: pytest.MonkeyPatch) -
 # ---- cancel --------------------------------------------------------------------------------------
 
 
-def test_cancel_while_queued(story: Story) -> None:
+def test_a_cancel_ends_a_queued_request(story: Story) -> None:
     request = story.generate()
     story.cancel(request)
     story.assert_sent(1, "fate", id=request, state="queued", pos=0)
@@ -161,7 +161,7 @@ def test_cancel_while_queued(story: Story) -> None:
     story.assert_conserved()
 
 
-def test_cancel_while_assigned(story: Story) -> None:
+def test_a_cancel_ends_an_assigned_request(story: Story) -> None:
     worker, request = story.running()
     story.cancel(request)
     story.assert_sent(1, "fate", state="assigned", pos=0)
@@ -169,7 +169,7 @@ def test_cancel_while_assigned(story: Story) -> None:
     assert worker.cancelled == [(request, 1)]
 
 
-def test_cancel_while_streaming_keeps_the_place_until_confirmed(story: Story) -> None:
+def test_a_cancelled_run_keeps_its_lease_until_the_worker_confirms(story: Story) -> None:
     worker, request = story.running(sequences=1)
     worker.tokens(request, 3)
     story.cancel(request)
@@ -186,7 +186,7 @@ def test_cancel_while_streaming_keeps_the_place_until_confirmed(story: Story) ->
     assert waiting in worker.runs
 
 
-def test_cancel_after_the_end_changes_nothing(story: Story) -> None:
+def test_a_cancel_after_the_end_changes_nothing(story: Story) -> None:
     worker, request = story.running()
     worker.end(request, count=2)
     story.cancel(request)
@@ -194,7 +194,7 @@ def test_cancel_after_the_end_changes_nothing(story: Story) -> None:
     assert len(story.last) == 1
 
 
-def test_cancel_twice(story: Story) -> None:
+def test_a_second_cancel_is_answered_with_cancelled(story: Story) -> None:
     request = story.generate()
     story.cancel(request)
     story.cancel(request)
@@ -202,12 +202,12 @@ def test_cancel_twice(story: Story) -> None:
     assert story.to_client("done") == []
 
 
-def test_cancel_of_an_unknown_id(story: Story) -> None:
+def test_a_cancel_of_an_unknown_id_is_answered_with_unknown(story: Story) -> None:
     story.cancel(X)
     story.assert_sent(1, "fate", id=X, state="unknown", pos=0)
 
 
-def test_what_belongs_to_another_owner_is_unknown(story: Story) -> None:
+def test_a_cancel_by_another_owner_is_answered_with_unknown(story: Story) -> None:
     _worker, request = story.running()
     story.cancel(request, link=2, owner=BOB)
     story.assert_sent(2, "fate", state="unknown", pos=0)
@@ -225,7 +225,7 @@ def test_the_admin_may_cancel_anything(story: Story) -> None:
     story.assert_sent(1, "done", reason="cancelled")
 
 
-def test_a_stranger_cannot_learn_of_a_request(story: Story) -> None:
+def test_the_fate_of_a_request_is_hidden_from_other_owners(story: Story) -> None:
     request = story.generate()
     assert story.core.fate(request, BOB).state == "unknown"
     assert story.core.fate(request, OWNER).state == "queued"

@@ -1,4 +1,4 @@
-"""Stories in plain words: `scripts/*.txt`, one line one thing that happens or has to be seen.
+"""Stories in plain text: each line of `scripts/*.txt` is an event or an expected action.
 
     client 1: generate a max_tokens=3      a is the name of a stream; its client speaks on link 1
     client 2: again a have=2               the same request again, from so many ids
@@ -27,12 +27,12 @@ from typing import Any
 
 import pytest
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
-from mlxpool.broker.interface import events as ev
 from mlxpool.common.progress import ProgressReading
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import kinds
 from support.core_harness import BOOT, FakeWorker, Story, body_of, model
 
 SCRIPTS = sorted(Path(__file__).with_name("scripts").glob("*.txt"))
@@ -179,14 +179,14 @@ class Play:
         grace = float(values(words).get("grace", 30))
         target = words[1] if len(words) > 1 else ""
         events: dict[str, ev.Event] = {
-            "restart": ev.Restart(target),
-            "unload": ev.Unload(target),
-            "load": ev.Load(target),
+            "restart": ev.RestartWorker(target),
+            "unload": ev.UnloadModel(target),
+            "load": ev.LoadModel(target),
         }
         if words[0] == "drain":
             slot = target if "/" in target else None
             whole = "the pool" in rest or slot is not None
-            self.story.do(ev.Drain(slot, None if whole else target, grace))
+            self.story.do(ev.StartDrain(slot, None if whole else target, grace))
         else:
             self.story.do(events[words[0]])
 
@@ -244,7 +244,7 @@ class Play:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_script(script: Path) -> None:
+def test_a_script_gives_the_recorded_actions(script: Path) -> None:
     play = Play()
     for number, raw in enumerate(script.read_text("utf-8").splitlines(), 1):
         text = raw.split("#")[0].strip()
@@ -256,5 +256,5 @@ def test_script(script: Path) -> None:
             raise AssertionError(f"{script.name}:{number}: {text}: {error!r}") from error
 
 
-def test_there_are_scripts() -> None:
+def test_scripts_are_found() -> None:
     assert len(SCRIPTS) >= 8

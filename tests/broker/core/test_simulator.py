@@ -1,4 +1,4 @@
-"""Ten thousand short lives of a pool, in each of which other things go wrong."""
+"""Ten thousand short simulated runs of a pool, each with other faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEEDS = 10_000
 
 
 @pytest.mark.timeout(900)
-def test_no_seed_breaks_the_promise() -> None:
+def test_no_seed_breaks_an_invariant() -> None:
     ends, faults, seen = Counter[str](), 0, 0
     for outcome in run_seeds(0, SEEDS, os.cpu_count() or 1):
         assert not outcome.error, f"seed {outcome.seed}: {outcome.error}"
@@ -31,7 +31,7 @@ def test_no_seed_breaks_the_promise() -> None:
     assert ends["done"] > 0.8 * ends.total()
 
 
-def test_a_seed_is_the_same_run_every_time() -> None:
+def test_a_seed_gives_the_same_run_every_time() -> None:
     for seed in (1, 2, 3):
         one, two = run_seed(seed), run_seed(seed)
         assert one == two
@@ -53,9 +53,9 @@ def test_every_fault_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(struck) == set(FAULTS)
 
 
-def test_it_sees_a_token_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulator_notices_a_wrong_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     """A core that resumes from what was sent makes ids behind a shut window again."""
-    make_work = dispatcher._work
+    make_work = dispatcher.work_of
 
     def from_sent(request: Request, deadline_ms: int) -> Work:
         run, ids = request.run, request.run.ids
@@ -64,5 +64,5 @@ def test_it_sees_a_token_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         run.ids = ids
         return work
 
-    monkeypatch.setattr(dispatcher, "_work", from_sent)
+    monkeypatch.setattr(dispatcher, "work_of", from_sent)
     assert any(run_seed(seed).error for seed in range(400))

@@ -1,4 +1,4 @@
-"""The three tables of states: what is not in them raises and changes nothing."""
+"""The three tables of states: an event that is not in them raises and changes nothing."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_another_owner_or_payload_touches_nothing(story: Story, change: dict[str
     story.assert_ended(X, "stop")
 
 
-def test_queue_ms_and_first_token_ms_are_of_the_first_sending(story: Story) -> None:
+def test_queue_ms_and_first_token_ms_hold_for_the_first_sending_alone(story: Story) -> None:
     worker, _ = story.running(request=X, queue_ms=100, first_token_ms=2000)
     worker.tokens(X, 1)
     worker.die()
@@ -126,7 +126,7 @@ def test_queue_ms_and_first_token_ms_are_of_the_first_sending(story: Story) -> N
     assert story.request(X).live
 
 
-def test_a_take_over_while_its_old_run_has_the_last_place(story: Story) -> None:
+def test_a_take_over_waits_while_its_old_run_holds_the_last_credit(story: Story) -> None:
     worker, _ = story.running(sequences=1, request=X)
     worker.tokens(X, 2)
     old = worker.runs[X]

@@ -20,7 +20,7 @@ from support.core_harness import (
 # ---- time ----------------------------------------------------------------------------------------
 
 
-def test_deadline_in_the_queue(story: Story) -> None:
+def test_a_deadline_ends_a_queued_request(story: Story) -> None:
     request = story.generate(deadline_ms=1500)
     story.later(1.4)
     assert story.to_client() == []
@@ -30,7 +30,7 @@ def test_deadline_in_the_queue(story: Story) -> None:
     story.assert_idle()
 
 
-def test_deadline_in_mid_stream_stops_the_run(story: Story) -> None:
+def test_a_deadline_ends_a_stream_and_stops_its_run(story: Story) -> None:
     worker, request = story.running(deadline_ms=2000)
     worker.tokens(request, 3)
     story.later(2)
@@ -99,7 +99,9 @@ def test_a_cancelled_run_keeps_a_model_alive_until_it_is_confirmed() -> None:
 
 
 @pytest.mark.parametrize(("keep_alive", "stopped"), [(-1.0, False), (0.0, True)])
-def test_keep_alive_for_ever_and_not_at_all(keep_alive: float, stopped: bool) -> None:
+def test_keep_alive_below_zero_is_for_ever_and_zero_unloads_at_once(
+    keep_alive: float, stopped: bool
+) -> None:
     story = Story({"m": model(keep_alive=keep_alive)})
     request = story.generate()
     worker = story.ready_worker()
@@ -125,7 +127,7 @@ def test_a_request_for_a_draining_model_starts_it_again() -> None:
 # ---- slow readers --------------------------------------------------------------------------------
 
 
-def test_past_the_window_deltas_merge_until_an_ack(story: Story) -> None:
+def test_behind_a_shut_window_deltas_merge_until_an_ack(story: Story) -> None:
     worker, request = story.running(window=4)
     worker.tokens(request, 4)
     story.assert_sent(1, "delta", pos=0, n=4)
@@ -138,7 +140,7 @@ def test_past_the_window_deltas_merge_until_an_ack(story: Story) -> None:
     story.assert_sent(1, "delta", pos=10, n=1)
 
 
-def test_tail_and_terminal_pass_a_shut_window(story: Story) -> None:
+def test_the_last_output_and_the_terminal_pass_a_shut_window(story: Story) -> None:
     worker, request = story.running(window=1)
     worker.tokens(request, 1)
     assert worker.tokens(request, 2) == []
@@ -232,14 +234,14 @@ def test_an_ack_cannot_go_back(story: Story) -> None:
 
 
 @pytest.mark.parametrize("have", [None, 3, [3], [[1, 2]], [[b"x"]], [[b"x", "y"]], [[b"x", 1, 2]]])
-def test_an_ack_that_makes_no_sense(story: Story, have: Any) -> None:
+def test_a_malformed_ack_is_answered_with_an_error(story: Story, have: Any) -> None:
     story.generate()
     story.do(make.ack(1, have))
     frame = story.assert_sent(1, "error", code="bad_request")
     assert frame.header.id is None and "about" in body_of(frame)
 
 
-def test_acks_of_ended_or_foreign_streams_are_nothing(story: Story) -> None:
+def test_acks_of_ended_or_foreign_streams_do_nothing(story: Story) -> None:
     worker, request = story.running(window=1)
     worker.tokens(request, 1)
     worker.tokens(request, 1)
@@ -258,7 +260,7 @@ def test_what_waits_goes_out_before_the_terminal(story: Story) -> None:
     assert story.heard[request, 1].ids == list(range(6))
 
 
-def test_no_first_token_in_time(story: Story) -> None:
+def test_a_request_without_a_token_in_first_token_ms_fails(story: Story) -> None:
     _worker, request = story.running(first_token_ms=1500)
     story.later(1.4)
     assert story.to_client() == []
@@ -268,7 +270,7 @@ def test_no_first_token_in_time(story: Story) -> None:
     assert not story.core.state.requests
 
 
-def test_a_first_token_ends_that_wait(story: Story) -> None:
+def test_a_first_token_ends_the_bound_of_first_token_ms(story: Story) -> None:
     worker, request = story.running(first_token_ms=1500)
     worker.tokens(request, 0, text="")
     story.later(1)
@@ -288,7 +290,7 @@ def test_queue_ms_counts_only_until_the_first_worker(story: Story) -> None:
     story.assert_ended(request, "stop")
 
 
-def test_an_idle_model_goes_though_a_replica_has_no_room() -> None:
+def test_an_idle_model_is_unloaded_though_a_replica_found_no_memory() -> None:
     story = Story({"m": model(replicas=2, keep_alive=5.0)}, needs={"m": 6}, memory=10)
     worker = story.ready_worker()
     story.later(5)

@@ -1,4 +1,4 @@
-"""The order of a turn, its waiting, and what it reports when it is late."""
+"""The order of a turn, how long it waits, and what it reports when it is late."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from functools import partial
 import pytest
 
 from mlxpool.broker.edge import loop as module
-from mlxpool.broker.edge.loop import Loop, Priority
-from mlxpool.broker.telemetry.loop_lag import LoopLag
+from mlxpool.broker.edge.loop import Loop, LoopLag, Priority
 
 
 @pytest.fixture
@@ -38,7 +37,9 @@ def _append(calls: list[str], name: str, now: float) -> None:
     calls.append(name)
 
 
-def test_sources_by_priority_then_tasks(loop: Loop, pipes: list[tuple[int, int]]) -> None:
+def test_a_turn_handles_sources_by_priority_and_then_tasks(
+    loop: Loop, pipes: list[tuple[int, int]]
+) -> None:
     calls: list[str] = []
     priorities = (Priority.CLIENTS, Priority.WORKERS, Priority.WORKER_EXITS)
     for (reader, writer), priority in zip(pipes, priorities, strict=True):
@@ -54,7 +55,7 @@ def test_sources_by_priority_then_tasks(loop: Loop, pipes: list[tuple[int, int]]
     assert calls == ["WORKER_EXITS", "task"]
 
 
-def test_it_waits_for_the_first_task_that_is_due(loop: Loop, pipes: list[tuple[int, int]]) -> None:
+def test_a_turn_waits_until_the_first_task_is_due(loop: Loop, pipes: list[tuple[int, int]]) -> None:
     begun = time.monotonic()
     loop.add_source(pipes[0][0], lambda now: None)
     loop.add_task(lambda now: None, lambda: begun + 0.05)

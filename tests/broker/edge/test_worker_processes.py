@@ -1,4 +1,4 @@
-"""A worker's exit and its last message arrive on different ways; both count, in either order."""
+"""A worker's exit and its last message arrive separately; both are handled, in either order."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import pytest
 
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.core import Core
 from mlxpool.broker.edge.loop import Priority
 from mlxpool.broker.edge.worker_processes import MAX_DELAY, WorkerProcesses
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.events import Sample
-from mlxpool.broker.processes.exits import WorkerExit
 from mlxpool.broker.processes.supervisor import OBSERVE_INTERVAL
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
-from mlxpool.common.config.schema import ModelConfig
+from mlxpool.broker.workers.exit_causes import WorkerExit
+from mlxpool.broker.workers.liveness import Sample
+from mlxpool.broker.workers.worker import Worker
+from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.progress import ProgressReading
 from support.fake_peers import FakePeers
 
@@ -68,19 +70,6 @@ class FakeSupervisor:
         return WorkerExit("exit code 1", True, None)
 
 
-class FakePool:
-    """What the core would know. `explained`: the worker has said `bye`."""
-
-    explained = False
-
-    def model_config(self, model: str) -> ModelConfig:
-        return ModelConfig()
-
-    def has_explained_end(self, epoch: int) -> bool:
-        assert epoch == EPOCH
-        return self.explained
-
-
 class FakeLoop:
     def __init__(self) -> None:
         self.handlers: dict[int, Callable[[float], object]] = {}
@@ -99,7 +88,9 @@ class Workers:
     """One worker that was welcomed. `on_read` is called at each read of the back socket."""
 
     def __init__(self) -> None:
-        self.supervisor, self.pool, self.loop = FakeSupervisor(), FakePool(), FakeLoop()
+        self.supervisor, self.loop = FakeSupervisor(), FakeLoop()
+        state = Core(PoolConfig(models={"m": ModelConfig()}), boot=1).state
+        self.worker = state.workers[EPOCH] = Worker(SLOT, "m", epoch=EPOCH)
         self.events: list[ev.Event] = []
         self.remote: set[str] = set()
         self.on_read: Callable[[], bool] = lambda: True
@@ -107,7 +98,7 @@ class Workers:
         self.processes = WorkerProcesses(
             self.supervisor,
             self.sessions,
-            self.pool,
+            state,
             lambda event, now: self.events.append(event),
             self.loop,
             read_pending=lambda now: self.on_read(),
@@ -135,20 +126,20 @@ EXITED = ev.WorkerExited(SLOT, "exit code 1", own=True)
 
 def test_a_worker_that_exits_by_itself_has_time_for_its_last_message(workers: Workers) -> None:
     assert not workers.exit(0.0)
-    workers.pool.explained = True
+    workers.worker.said_bye = True
     assert workers.exit(0.01)
     assert workers.events == [EXITED]
     assert not workers.loop.handlers and workers.sessions.connection(SLOT) is None
 
 
-def test_one_that_was_killed_sends_no_last_message(workers: Workers) -> None:
+def test_the_exit_of_a_killed_worker_is_reported_at_once(workers: Workers) -> None:
     workers.supervisor.by_itself = False
     assert workers.exit(0.0)
 
 
 def test_the_last_message_may_be_read_in_the_same_turn(workers: Workers) -> None:
     def read() -> bool:
-        workers.pool.explained = True
+        workers.worker.said_bye = True
         return True
 
     workers.on_read = read
@@ -156,14 +147,14 @@ def test_the_last_message_may_be_read_in_the_same_turn(workers: Workers) -> None
 
 
 def test_an_exit_waits_until_all_frames_are_handled(workers: Workers) -> None:
-    workers.pool.explained = True
+    workers.worker.said_bye = True
     workers.on_read = lambda: False
     assert not workers.exit(0.0)
     workers.on_read = lambda: True
     assert workers.exit(0.01)
 
 
-def test_but_not_for_ever(workers: Workers) -> None:
+def test_an_exit_is_reported_at_the_latest_after_max_delay(workers: Workers) -> None:
     assert not workers.exit(0.0)
     assert not workers.exit(MAX_DELAY / 2)
     assert workers.exit(MAX_DELAY)

@@ -1,4 +1,4 @@
-"""What the kernel knows of a process, and the twins for where Linux is missing."""
+"""What the operating system says of a process, on Linux and with the portable functions."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def child() -> Iterator[int]:
         process.kill()
 
 
-def test_memory_of_a_process(anywhere: bool) -> None:
+def test_the_resident_memory_of_a_process_is_read(anywhere: bool) -> None:
     assert os_process.resident_bytes(os.getpid()) > 1_000_000
     assert os_process.resident_bytes(NOBODY) == 0
 
 
-def test_a_stopped_process(anywhere: bool, child: int) -> None:
+def test_a_stopped_process_is_recognised(anywhere: bool, child: int) -> None:
     assert not os_process.is_stopped(child)
     os.kill(child, signal.SIGSTOP)
     until(lambda: os_process.is_stopped(child), "it is stopped")
@@ -46,7 +46,7 @@ def test_a_stopped_process(anywhere: bool, child: int) -> None:
     assert not os_process.is_stopped(NOBODY)
 
 
-def test_waiting_for_a_processor(anywhere: bool) -> None:
+def test_the_time_on_the_run_queue_is_read(anywhere: bool) -> None:
     """Two busy threads on one processor cannot both run."""
     me = os.getpid()
     assert os_process.run_queue_wait_ns(me, 0) == 0
@@ -71,7 +71,7 @@ def test_waiting_for_a_processor(anywhere: bool) -> None:
             burner.kill()
 
 
-def test_when_a_process_began(child: int) -> None:
+def test_the_start_time_of_a_process_is_read(child: int) -> None:
     began = os_process.start_time(child)
     assert began is not None and began == os_process.start_time(child)
     assert os_process.start_time(NOBODY) is None
@@ -80,7 +80,9 @@ def test_when_a_process_began(child: int) -> None:
 @pytest.mark.parametrize(
     ("text", "count"), [("low 0\noom 3\noom_kill 2\n", 2), ("oom_kill_disable 0\n", 0), ("", 0)]
 )
-def test_the_kernels_count_of_kills_for_memory(tmp_path: Path, text: str, count: int) -> None:
+def test_the_kernels_count_of_kills_for_memory_is_read(
+    tmp_path: Path, text: str, count: int
+) -> None:
     (tmp_path / "memory.events").write_text(text)
     assert os_process._oom_kills_in(tmp_path / "memory.events") == count
 

@@ -1,4 +1,4 @@
-"""Which connection of the HTTP server is shut down to make room."""
+"""Which connection of the HTTP server is closed to make room."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def shut(guests: list[Guest]) -> list[int]:
     return [place for place, guest in enumerate(guests) if guest.shut]
 
 
-def test_there_is_room_for_some(guests: list[Guest]) -> None:
+def test_connections_up_to_the_bound_are_kept(guests: list[Guest]) -> None:
     assert len(full(guests, Stage.REQUEST)) == MAX_CONNECTIONS
     assert shut(guests) == []
 
@@ -67,7 +67,7 @@ def test_there_is_room_for_some(guests: list[Guest]) -> None:
         ((Stage.ANSWER, Stage.ANSWER, Stage.SENDING, Stage.ANSWER), 2),
     ],
 )
-def test_the_oldest_idle_one_gives_way(
+def test_the_oldest_idle_connection_is_closed_for_a_new_one(
     guests: list[Guest], stages: tuple[Stage, ...], gives_way: int
 ) -> None:
     connections = full(guests, *stages)
@@ -76,27 +76,27 @@ def test_the_oldest_idle_one_gives_way(
     assert len(connections) == MAX_CONNECTIONS
 
 
-def test_nobody_gives_way_who_waits_for_us(guests: list[Guest]) -> None:
+def test_a_connection_that_waits_for_an_answer_is_not_closed(guests: list[Guest]) -> None:
     connections = full(guests, Stage.ANSWER)
     assert not connections.add(guests[-1].inner, 9.0)
     assert shut(guests) == []
 
 
-def test_one_that_leaves_makes_room(guests: list[Guest]) -> None:
+def test_a_closed_connection_makes_room(guests: list[Guest]) -> None:
     connections = full(guests, Stage.ANSWER)
     connections.remove(guests[3].inner)
     assert connections.add(guests[-1].inner, 9.0)
     assert shut(guests) == []
 
 
-def test_time_is_up_for_those_that_came_first(guests: list[Guest]) -> None:
+def test_the_oldest_connections_time_out_first(guests: list[Guest]) -> None:
     connections = full(guests, Stage.REQUEST, Stage.ANSWER, Stage.SENDING)
     connections.shut_down_overdue(2.5 + MAX_SECONDS)
     assert shut(guests) == [0, 1, 2]
     assert len(connections) == MAX_CONNECTIONS - 3
 
 
-def test_what_was_shut_is_known_no_more(guests: list[Guest]) -> None:
+def test_a_connection_that_was_closed_is_forgotten(guests: list[Guest]) -> None:
     connections = full(guests, Stage.REQUEST)
     connections.shut_down_overdue(1e9)
     for guest in guests:
@@ -105,7 +105,7 @@ def test_what_was_shut_is_known_no_more(guests: list[Guest]) -> None:
     assert len(connections) == 0
 
 
-def test_a_peer_that_went_first(guests: list[Guest]) -> None:
+def test_closing_a_connection_that_its_peer_closed_raises_nothing(guests: list[Guest]) -> None:
     connections = full(guests, Stage.REQUEST)
     guests[0].inner.close()
     assert connections.add(guests[-1].inner, 9.0)

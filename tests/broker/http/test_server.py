@@ -22,7 +22,7 @@ from mlxpool.broker.http import routes
 from mlxpool.broker.http.connections import MAX_CONNECTIONS, Stage
 from mlxpool.broker.http.server import SWITCH_INTERVAL, HttpServer
 from mlxpool.broker.http.status_page import PAGE
-from mlxpool.broker.telemetry.stats import stats
+from mlxpool.broker.telemetry.reports import stats
 from mlxpool.common.config.bounds import ConfigError, host_port
 from mlxpool.common.config.loading import load
 from support import snapshots
@@ -55,7 +55,7 @@ def get(server: HttpServer, path: str, method: str = "GET") -> tuple[int, str, s
             return error.code, error.headers["Content-Type"], error.read().decode()
 
 
-def test_metrics(server: HttpServer, loop: Loop) -> None:
+def test_metrics_are_answered_in_prometheus_format(server: HttpServer, loop: Loop) -> None:
     status, kind, text = get(server, "/metrics")
     assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
     assert "mlxpool_build_info" in {m.name for m in text_string_to_metric_families(text)}
@@ -67,7 +67,7 @@ def test_stats_are_those_of_the_admin(server: HttpServer, loop: Loop) -> None:
     assert json.loads(text) == stats(loop.snapshot)
 
 
-def test_health(server: HttpServer, loop: Loop) -> None:
+def test_healthz_is_ok_while_the_loop_runs(server: HttpServer, loop: Loop) -> None:
     assert get(server, "/healthz")[::2] == (200, "ok\n")
     assert get(server, "/readyz")[::2] == (200, "ready\n")
 
@@ -91,7 +91,7 @@ def test_not_ready_while_no_model_can_be_had(server: HttpServer, story: Story) -
     assert text == "no model can be had: m is broken, other is broken\n"
 
 
-def test_a_path_that_is_not_there(server: HttpServer, loop: Loop) -> None:
+def test_an_unknown_path_is_not_found(server: HttpServer, loop: Loop) -> None:
     status, _, text = get(server, "/metric")
     assert status == 404
     assert "'/metric'" in text and "/, /metrics, /healthz, /readyz, /stats, /status.json" in text
@@ -109,12 +109,14 @@ def test_head_has_no_body(server: HttpServer, loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-def test_nothing_can_be_changed(server: HttpServer, loop: Loop, method: str) -> None:
+def test_methods_other_than_get_and_head_are_refused(
+    server: HttpServer, loop: Loop, method: str
+) -> None:
     assert get(server, "/metrics", method)[0] == 501
     assert loop.left == 0
 
 
-def test_many_scrapes_are_little_work_for_the_loop(server: HttpServer, loop: Loop) -> None:
+def test_many_scrapes_share_one_snapshot(server: HttpServer, loop: Loop) -> None:
     server.latest.fresh = 3600.0
     for _ in range(20):
         assert get(server, "/metrics")[0] == 200
@@ -129,7 +131,7 @@ def test_an_old_snapshot_is_not_given_out(server: HttpServer, loop: Loop) -> Non
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/stats", "/status.json"])
-def test_a_loop_that_is_stuck_is_told(server: HttpServer, loop: Loop, path: str) -> None:
+def test_a_loop_that_is_stuck_is_reported(server: HttpServer, loop: Loop, path: str) -> None:
     server.latest.fresh = 0.0
     server.latest.max_wait = 0.05
     loop.turning = False
@@ -162,7 +164,7 @@ def test_a_crowd_that_says_too_little_keeps_nobody_out(server: HttpServer, loop:
         assert get(server, "/healthz")[0] == 200
 
 
-def test_who_takes_no_answer_gives_way(
+def test_a_connection_that_does_not_read_its_answer_is_closed(
     server: HttpServer, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer larger than the buffers of a connection, which nobody reads."""
@@ -200,7 +202,7 @@ def test_a_slow_connection_has_its_time(server: HttpServer, loop: Loop) -> None:
     until(lambda: not len(server.connections), "it is counted no more")
 
 
-def test_the_page(server: HttpServer, loop: Loop) -> None:
+def test_the_status_page_is_served(server: HttpServer, loop: Loop) -> None:
     with urllib.request.urlopen(server.url, timeout=60) as answer:
         assert answer.read() == PAGE
         policy = answer.headers["Content-Security-Policy"]
@@ -208,12 +210,12 @@ def test_the_page(server: HttpServer, loop: Loop) -> None:
     assert loop.left == 0, "the loop was bothered"
 
 
-def test_the_page_is_there_while_the_loop_is_stuck(server: HttpServer, loop: Loop) -> None:
+def test_the_status_page_is_served_while_the_loop_is_stuck(server: HttpServer, loop: Loop) -> None:
     loop.turning = False
     assert get(server, "/")[0] == 200
 
 
-def test_what_the_page_shows(server: HttpServer, loop: Loop) -> None:
+def test_status_json_has_the_figures_of_the_pool(server: HttpServer, loop: Loop) -> None:
     status, kind, text = get(server, "/status.json")
     assert (status, kind) == (200, "application/json")
     assert [model["name"] for model in json.loads(text)["models"]] == ["m", "other"]
@@ -242,7 +244,7 @@ def test_the_past_goes_on_after_a_stuck_loop(story: Story) -> None:
         until(lambda: len(points) > before, "further points")
 
 
-def test_an_end_waits_for_no_loop(server: HttpServer) -> None:
+def test_close_does_not_wait_for_the_loop(server: HttpServer) -> None:
     """The loop itself ends it, so nobody answers any more."""
     server.latest.max_wait = 3600.0
     with connect(server, b"GET /stats HTTP/1.0\r\n\r\n") as peer:
@@ -254,7 +256,9 @@ def test_an_end_waits_for_no_loop(server: HttpServer) -> None:
 
 
 @pytest.mark.parametrize("junk", [b"\r\n\r\n", b"\x16\x03\x01\x00", b"GET\r\n\r\n", b"x" * 70_000])
-def test_junk_harms_nobody(server: HttpServer, loop: Loop, junk: bytes) -> None:
+def test_junk_on_a_connection_ends_that_connection_alone(
+    server: HttpServer, loop: Loop, junk: bytes
+) -> None:
     host, port = host_port(server.url.removeprefix("http://"))
     with socket.create_connection((host, port)) as peer:
         peer.sendall(junk)
@@ -268,7 +272,7 @@ def test_a_port_in_use_is_named() -> None:
             HttpServer(address)
 
 
-def test_it_leaves_nothing_behind(story: Story) -> None:
+def test_close_leaves_no_thread_and_no_socket(story: Story) -> None:
     before = sys.getswitchinterval()
     with HttpServer("127.0.0.1:0") as server:
         url = server.url
@@ -287,14 +291,14 @@ def test_it_leaves_nothing_behind(story: Story) -> None:
         ("localhost:65535", ("localhost", 65535)),
     ],
 )
-def test_addresses(text: str, parts: tuple[str, int]) -> None:
+def test_addresses_of_the_metrics_setting_are_parsed(text: str, parts: tuple[str, int]) -> None:
     assert host_port(text) == parts
 
 
 @pytest.mark.parametrize(
     "text", ["9464", ":9464", "127.0.0.1", "127.0.0.1:65536", "::1:9464", "http://a:1", "a b:1"]
 )
-def test_what_is_no_address(text: str) -> None:
+def test_a_malformed_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"pool\.metrics must be HOST:PORT such as"):
         host_port(text)
 

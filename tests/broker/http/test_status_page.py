@@ -1,4 +1,4 @@
-"""The status page's file: one, of ours alone, under a strict policy."""
+"""The file of the status page: it loads nothing else, and its policy allows nothing else."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mlxpool.broker.metrics import histograms
 from mlxpool.broker.metrics.histograms import Figures, Histogram
-from mlxpool.common.protocol import kinds
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import kinds
 from support.core_harness import START, FakeWorker, Story, X
 
 TABLES = (histograms.FIRST_TOKEN, histograms.INTER_TOKEN, histograms.REQUEST, histograms.TOKENS)
@@ -35,7 +35,7 @@ def bucket(histogram: Histogram, bound: float) -> int:
 
 
 @pytest.mark.parametrize("bounds", TABLES)
-def test_bounds_go_up(bounds: tuple[float, ...]) -> None:
+def test_the_bounds_of_histograms_increase(bounds: tuple[float, ...]) -> None:
     assert all(low < high for low, high in pairwise(bounds))
 
 
@@ -142,7 +142,7 @@ def test_ids_that_a_client_brings_are_nobodys_latency(story: Story) -> None:
     assert ours.tokens == 1
 
 
-def test_one_that_never_ran_waited_and_ended(story: Story) -> None:
+def test_a_request_that_never_ran_counts_its_wait_and_its_end(story: Story) -> None:
     request = story.generate(queue_ms=500)
     story.later(1)
     story.assert_ended(request, "deadline_exceeded")
@@ -153,7 +153,7 @@ def test_one_that_never_ran_waited_and_ended(story: Story) -> None:
 
 
 @pytest.mark.parametrize("said", ["a code of its own", "stop it", ""])
-def test_a_worker_cannot_make_up_outcomes(story: Story, said: str) -> None:
+def test_an_unknown_outcome_of_a_worker_counts_as_other(story: Story, said: str) -> None:
     worker, request = story.running()
     worker.fail(request, said)
     assert of(story).outcomes == {histograms.OTHER: 1}
@@ -165,7 +165,7 @@ def test_a_cancel_is_an_outcome(story: Story) -> None:
     assert of(story).outcomes == {"cancelled": 1}
 
 
-def test_what_was_refused_is_no_request_of_the_model(story: Story) -> None:
+def test_a_refused_request_is_not_counted_for_its_model(story: Story) -> None:
     story.generate(options={"temperature": "hot"})
     story.assert_refused("bad_request")
     story.generate(name="nowhere")
@@ -175,7 +175,7 @@ def test_what_was_refused_is_no_request_of_the_model(story: Story) -> None:
     assert of(story).accepted == 0
 
 
-def test_a_second_sending_is_no_second_request(story: Story) -> None:
+def test_a_later_sending_is_not_counted_again(story: Story) -> None:
     worker, request = story.running()
     worker.tokens(request)
     story.later(1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mlxpool.broker.models.eviction import to_evict
 from mlxpool.broker.models.model import Model
-from mlxpool.broker.workers.slot import Slot
-from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.schema import ModelConfig
 
@@ -15,7 +14,7 @@ def idle(name: str, since: float, need: int = 4, **config: float) -> Model:
     return Model(name, ModelConfig(path="p", **config), [slot], need=need, idle_since=since)  # type: ignore[arg-type]
 
 
-def test_who_makes_room() -> None:
+def test_the_least_recently_used_idle_models_are_chosen() -> None:
     models = [idle("a", 3.0), idle("b", 1.0), idle("c", 2.0), idle("busy", 0.0)]
     models.append(idle("pinned", 0.5, keep_alive=-1.0))
     assert [m.name for m in to_evict(models, 4)] == ["b"]

@@ -1,4 +1,4 @@
-"""The registry of models: what becomes of a model when its settings change."""
+"""The registry of models: the effect of changed settings on a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where OpenBLAS is looked for, and what a worker is told of it."""
+"""Where OpenBLAS is looked for, and which variable makes a worker load it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A system that has its libraries in one folder, which is empty."""
     monkeypatch.delenv("MLXPOOL_OPENBLAS", raising=False)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
-    monkeypatch.setattr(blas, "_FOLDERS", (str(tmp_path),))
+    monkeypatch.setattr(blas, "FOLDERS", (str(tmp_path),))
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("platform.machine", lambda: "mips")
     return tmp_path
@@ -27,12 +27,12 @@ def library(folder: Path, name: str) -> Path:
     return path
 
 
-def test_there_is_none(folder: Path) -> None:
+def test_without_a_library_nothing_is_preloaded(folder: Path) -> None:
     assert blas.find() is None
     assert blas.preload() == {}
 
 
-def test_the_usual_places(folder: Path) -> None:
+def test_openblas_is_found_in_the_usual_folders(folder: Path) -> None:
     plain = library(folder, "libopenblas.so.0")
     assert blas.find() == plain
     better = library(folder, "mips-linux-gnu/openblas-pthread/libblas.so.3")
@@ -46,7 +46,7 @@ def test_it_comes_before_what_was_preloaded(folder: Path, monkeypatch: pytest.Mo
     assert blas.preload() == {"LD_PRELOAD": f"{path}:/lib/other.so"}
 
 
-def test_named_by_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_names_the_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library(folder, "libopenblas.so")
     mine = library(folder, "mine/any.so")
     monkeypatch.setenv("MLXPOOL_OPENBLAS", str(mine))
@@ -54,7 +54,9 @@ def test_named_by_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("value", ["", "/nowhere/lib.so"])
-def test_turned_off(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_an_empty_or_missing_path_turns_the_preload_off(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     library(folder, "libopenblas.so")
     monkeypatch.setenv("MLXPOOL_OPENBLAS", value)
     assert blas.find() is None

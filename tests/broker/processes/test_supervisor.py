@@ -1,4 +1,4 @@
-"""Real child processes: their end is noticed, they are ended, and it is said why."""
+"""Real child processes: they are started, observed and ended, and their exits get a cause."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.processes.exits import WorkerExit, exit_of
 from mlxpool.broker.processes.supervisor import KEPT_DUMPS, Child, Supervisor
+from mlxpool.broker.workers.exit_causes import WorkerExit, exit_of
 from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
 from mlxpool.common.progress import PHASES, ProgressReading
 from support.pool import until
@@ -96,7 +96,9 @@ def test_an_exit_is_noticed(nursery: Nursery) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells before it is collected")
 @pytest.mark.parametrize(("deed", "by_itself"), [("sys.exit(3)", True), ("os.abort()", False)])
-def test_an_end_by_itself_is_told_from_others(nursery: Nursery, deed: str, by_itself: bool) -> None:
+def test_an_exit_is_told_from_an_end_by_a_signal(
+    nursery: Nursery, deed: str, by_itself: bool
+) -> None:
     child = nursery.start(f"import os, sys; print('up', flush=True); sys.stdin.read(); {deed}")
     assert not nursery.supervisor.exited_by_itself("m/0")
     assert child.process.stdin is not None
@@ -115,7 +117,7 @@ def test_nothing_of_a_reaped_child_is_left_open(nursery: Nursery) -> None:
     assert len(os.listdir("/dev/fd")) == len(before)
 
 
-def test_sigterm_is_enough_for_most(nursery: Nursery) -> None:
+def test_sigterm_ends_a_worker(nursery: Nursery) -> None:
     child = nursery.start()
     nursery.supervisor.stop("m/0", now=100.0)
     assert nursery.supervisor.observation_due(106.9)
@@ -127,7 +129,7 @@ def test_sigterm_is_enough_for_most(nursery: Nursery) -> None:
     assert nursery.supervisor.next_wake() == float("inf")
 
 
-def test_sigkill_follows_for_the_deaf(nursery: Nursery) -> None:
+def test_sigkill_follows_when_sigterm_is_ignored(nursery: Nursery) -> None:
     child = nursery.start(DEAF)
     nursery.supervisor.stop("m/0", now=100.0)
     nursery.supervisor.stop("m/0", now=105.0)
@@ -139,7 +141,7 @@ def test_sigkill_follows_for_the_deaf(nursery: Nursery) -> None:
     assert child.process.returncode == -signal.SIGKILL
 
 
-def test_to_stop_what_is_not_there_is_nothing(nursery: Nursery) -> None:
+def test_a_stop_of_an_empty_slot_does_nothing(nursery: Nursery) -> None:
     nursery.supervisor.stop("m/0", now=1.0)
     nursery.supervisor.kill_overdue(now=1.0)
     child = nursery.start("pass")
@@ -148,7 +150,7 @@ def test_to_stop_what_is_not_there_is_nothing(nursery: Nursery) -> None:
     nursery.supervisor.kill_overdue(now=99.0)
 
 
-def test_close_ends_everybody_at_once(nursery: Nursery) -> None:
+def test_close_kills_all_workers(nursery: Nursery) -> None:
     children = [nursery.start(DEAF, slot) for slot in ("m/0", "m/1")]
     nursery.supervisor.close()
     assert nursery.supervisor.children == {}
@@ -178,7 +180,7 @@ def test_a_worker_is_told_its_settings(nursery: Nursery) -> None:
     assert len(json.loads(line)["token"]) == 32
 
 
-def test_tokens_differ(nursery: Nursery) -> None:
+def test_each_worker_gets_its_own_token(nursery: Nursery) -> None:
     assert nursery.start().token != nursery.start(slot="m/1").token
 
 
@@ -202,7 +204,7 @@ def test_a_log_is_appended_to_and_cut_when_it_is_long(nursery: Nursery) -> None:
     assert nursery.said() == "a" * 1020 + "end\n" + "new\n"
 
 
-def test_what_cannot_be_logged_is_not_started(nursery: Nursery) -> None:
+def test_a_worker_whose_log_cannot_be_opened_is_not_started(nursery: Nursery) -> None:
     (nursery.folder / "logs").rmdir()
     (nursery.folder / "logs").write_text("no folder")
     before = set(os.listdir("/dev/fd"))
@@ -229,7 +231,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_nobody_of_a_dead_workers_group_is_left(nursery: Nursery) -> None:
+def test_the_process_group_of_an_ended_worker_is_killed(nursery: Nursery) -> None:
     child = nursery.start(LEADER_OF_ANOTHER)
     other = int(nursery.said().splitlines()[0])
     assert is_alive(other)
@@ -258,7 +260,7 @@ def test_a_pid_that_is_another_process_by_now_is_left_alone(nursery: Nursery) ->
     assert list((nursery.folder / "workers").iterdir()) == []
 
 
-def test_what_can_be_seen_of_a_child(nursery: Nursery) -> None:
+def test_a_child_is_observed_from_outside(nursery: Nursery) -> None:
     child = nursery.start()
     sample = nursery.supervisor.observe("m/0")
     assert sample.look.phase == "boot" and not sample.stopped and sample.rss > 0
@@ -280,7 +282,7 @@ DUMPER = (
 )
 
 
-def test_stacks_are_kept_of_those_who_were_asked(nursery: Nursery) -> None:
+def test_stacks_are_kept_of_workers_that_were_asked_for_them(nursery: Nursery) -> None:
     supervisor = nursery.supervisor
     for number in range(KEPT_DUMPS + 2):
         child = nursery.start(DUMPER)
@@ -299,7 +301,7 @@ def test_stacks_are_kept_of_those_who_were_asked(nursery: Nursery) -> None:
     assert supervisor.last_dump("m/1") is None
 
 
-def test_a_program_that_is_not_there(nursery: Nursery) -> None:
+def test_a_missing_program_raises_oserror_and_leaks_nothing(nursery: Nursery) -> None:
     nursery.patch.setattr("sys.executable", str(nursery.folder / "missing"))
     before = set(os.listdir("/dev/fd"))
     with pytest.raises(OSError):
@@ -331,7 +333,7 @@ def test_without_pidfd_the_portable_twin_is_taken(
         (0, True, False, "stopped", False),
     ],
 )
-def test_causes_in_words_and_whom_they_speak_against(
+def test_exit_codes_become_causes_in_words(
     code: int, commanded: bool, out_of_memory: bool, words: str, own: bool
 ) -> None:
     look = ProgressReading(request=bytes(range(16)))

@@ -8,7 +8,7 @@ from mlxpool.broker.requests import blame
 from support.core_requests import new_request
 
 
-def test_whom_to_blame() -> None:
+def test_the_shares_of_a_charge() -> None:
     runs = [new_request(bytes([n]) * 16) for n in range(4)]
     ids = [each.id for each in runs]
     assert blame.shares(runs, ids[2]) == {ids[0]: 0, ids[1]: 0, ids[2]: 1, ids[3]: 0}
@@ -20,5 +20,5 @@ def test_whom_to_blame() -> None:
     ("charge", "group", "bound"),
     [(0.0, 8, 0), (0.125, 8, 2), (0.9, 3, 1), (1.0, 100, 1), (0.01, 100, 25), (0.5, 2, 1)],
 )
-def test_how_many_may_run_together(charge: float, group: int, bound: int) -> None:
+def test_the_batch_bound_follows_from_the_charge(charge: float, group: int, bound: int) -> None:
     assert blame.batch_bound(charge, group) == bound

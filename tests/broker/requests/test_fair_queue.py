@@ -1,4 +1,4 @@
-"""Who is next: priorities are strict, owners inside one share by what they ask for."""
+"""The order of waiting requests: strict priorities, and shares between owners in tokens."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ def test_shares_are_of_tokens_not_of_requests() -> None:
     assert 0.8 < spent["long"] / spent["short"] < 1.25
 
 
-def test_who_waits_for_nothing_saves_nothing() -> None:
+def test_an_owner_without_waiting_requests_keeps_no_deficit() -> None:
     queue = filled(request(1, "a", tokens=5000))
     served(queue, 1)
     assert queue.head() is None
     assert not any(lane.deficits for lane in queue.lanes)
 
 
-def test_what_a_request_costs() -> None:
+def test_the_cost_of_a_request_is_its_tokens() -> None:
     assert cost(request(1, prompt="x" * 400, tokens=50)) == 1 + 100 + 50
     assert cost(request(1, prompt="x")) == 1 + OPEN_ENDED_TOKENS
     assert cost(request(1, tokens=10**6)) == MAX_COST
 
 
-def test_what_was_at_work_comes_back_in_its_old_order() -> None:
+def test_resumed_requests_keep_the_order_of_arrival() -> None:
     queue = filled(request(9))
     for number in (3, 1, 2):
         queue.add_resumed(request(number))
@@ -93,7 +93,7 @@ def test_what_was_at_work_comes_back_in_its_old_order() -> None:
     assert queue.position(head) == 4
 
 
-def test_a_drop_in_the_middle() -> None:
+def test_a_request_in_the_middle_can_be_dropped() -> None:
     requests = [request(n) for n in range(3)]
     queue = filled(*requests)
     queue.drop(requests[1])
@@ -102,7 +102,7 @@ def test_a_drop_in_the_middle() -> None:
         queue.drop(requests[1])
 
 
-def test_bytes_are_counted() -> None:
+def test_the_bytes_of_waiting_prompts_are_counted() -> None:
     one, two = request(1, prompt="x" * 10), request(2, prompt="y" * 20)
     queue = filled(one)
     queue.add_resumed(two)
@@ -118,7 +118,7 @@ waiting = st.tuples(
 
 
 @given(st.lists(waiting, max_size=40))
-def test_everyone_is_served_once(entries: list[tuple[str, int, int, bool, bool]]) -> None:
+def test_every_request_is_taken_once(entries: list[tuple[str, int, int, bool, bool]]) -> None:
     queue, left = Queue(), set()
     for number, (owner, priority, tokens, back, gone) in enumerate(entries):
         each = request(number, owner, tokens=tokens, priority=priority)

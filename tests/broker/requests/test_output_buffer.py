@@ -1,4 +1,4 @@
-"""What waits for a client: merged, never split, bounded in pieces."""
+"""Output that waits for a client: merged up to a bound, never split."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.broker.requests.output_buffer import MAX_CHUNK, Chunk, append
+from mlxpool.broker.requests.output_buffer import MAX_CHUNK, append
 from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.to_client import StreamDelta
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 
 
@@ -17,12 +18,12 @@ def delta(pos: int, count: int = 1, text: str = "x", **parts: Any) -> Delta:
     return Delta(bytes(16), 1, pos, text, pack_ids(range(pos, pos + count)), **parts)
 
 
-def add(chunks: deque[Chunk], step: Delta) -> int:
+def add(chunks: deque[StreamDelta], step: Delta) -> int:
     return append(chunks, step.pos, step.text, step.ids, step.logprobs, step.facts)
 
 
 def test_small_steps_merge() -> None:
-    chunks: deque[Chunk] = deque()
+    chunks: deque[StreamDelta] = deque()
     sizes = [add(chunks, delta(n, text=f"<{n}>")) for n in range(3)]
     (chunk,) = chunks
     assert (chunk.pos, "".join(chunk.texts), chunk.count) == (0, "<0><1><2>", 3)
@@ -31,7 +32,7 @@ def test_small_steps_merge() -> None:
 
 
 def test_facts_and_logprobs_are_kept() -> None:
-    chunks: deque[Chunk] = deque()
+    chunks: deque[StreamDelta] = deque()
     add(chunks, delta(0, facts={"now": 1}, logprobs=[{"logprob": -1.0, "top": [1, 2]}]))
     add(chunks, delta(1, logprobs=[{"logprob": -2.0}]))
     body = chunks[0].body()
@@ -40,14 +41,14 @@ def test_facts_and_logprobs_are_kept() -> None:
 
 
 def test_a_step_that_does_not_fit_begins_a_new_piece() -> None:
-    chunks: deque[Chunk] = deque()
+    chunks: deque[StreamDelta] = deque()
     add(chunks, delta(0, text="x" * (MAX_CHUNK // 4 - 10)))
     add(chunks, delta(1, text="y" * 20))
     assert [(c.pos, c.count) for c in chunks] == [(0, 1), (1, 1)]
 
 
 def test_one_huge_step_is_one_piece() -> None:
-    chunks: deque[Chunk] = deque()
+    chunks: deque[StreamDelta] = deque()
     add(chunks, delta(0, text="x" * MAX_CHUNK))
     assert len(chunks) == 1
     add(chunks, delta(1))
@@ -56,7 +57,7 @@ def test_one_huge_step_is_one_piece() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9000)), max_size=30))
 def test_nothing_is_lost_doubled_or_out_of_order(steps: list[tuple[int, int]]) -> None:
-    chunks: deque[Chunk] = deque()
+    chunks: deque[StreamDelta] = deque()
     pos, text, total = 0, "", 0
     for number, (count, size) in enumerate(steps):
         part = chr(97 + number % 26) * size

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlxpool.broker.requests.quotas import MAX_DEBT, MAX_OWNERS, Rates
 
 
-def test_a_seconds_worth_is_free_and_the_rest_has_to_wait() -> None:
+def test_a_burst_of_one_second_is_free_and_the_rest_waits() -> None:
     rates = Rates()
     assert rates.wait("a", 10, 0.0) == 0
     rates.spend("a", 10, 10, 0.0)
@@ -25,7 +25,7 @@ def test_one_large_message_passes_and_is_paid_for_afterwards() -> None:
     assert rates.wait("a", 10, 2.6) == 0
 
 
-def test_a_debt_has_an_end() -> None:
+def test_a_debt_is_bounded() -> None:
     rates = Rates()
     rates.spend("a", 10**9, 10, 0.0)
     assert rates.broke("a", 10, 0.0)
@@ -33,14 +33,14 @@ def test_a_debt_has_an_end() -> None:
     assert not rates.broke("a", 10, 0.1)
 
 
-def test_no_limit_is_no_limit() -> None:
+def test_a_limit_of_zero_is_no_limit() -> None:
     rates = Rates()
     rates.spend("a", 10**9, 0, 0.0)
     assert rates.wait("a", 0, 0.0) == 0
     assert not rates.broke("a", 0, 0.0)
 
 
-def test_who_owes_nothing_is_forgotten() -> None:
+def test_accounts_that_owe_nothing_are_dropped() -> None:
     rates = Rates()
     for number in range(MAX_OWNERS):
         rates.spend(f"o{number}", 1, 10, float(number))
@@ -49,7 +49,7 @@ def test_who_owes_nothing_is_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 50)), max_size=60))
-def test_nobody_gets_more_than_his_rate(spendings: list[tuple[float, int]]) -> None:
+def test_no_owner_gets_more_than_its_rate(spendings: list[tuple[float, int]]) -> None:
     """What passes is at most a burst, what the time allows, and the last message's excess."""
     limit, now, passed, largest, rates = 20, 0.0, 0, 0, Rates()
     for pause, amount in spendings:

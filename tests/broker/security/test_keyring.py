@@ -27,7 +27,7 @@ def test_a_key_counts_in_its_role_alone() -> None:
         assert ring.owner(user, role) == "", (user, role)
 
 
-def test_who_is_on_this_machine_is_who_the_kernel_says() -> None:
+def test_users_of_this_machine_are_known_by_the_kernels_uid() -> None:
     assert Keyring({}).owner("uid:7", "client") == "uid:7"
 
 
@@ -42,7 +42,9 @@ def test_who_is_on_this_machine_is_who_the_kernel_says() -> None:
         ({"alice": KeyConfig("client", ALICE), "bob": KeyConfig("client", BOB)}, {}),
     ],
 )
-def test_what_a_new_list_revokes(after: dict[str, KeyConfig], revoked: dict[str, str]) -> None:
+def test_a_new_list_revokes_removed_and_changed_keys(
+    after: dict[str, KeyConfig], revoked: dict[str, str]
+) -> None:
     ring = Keyring({"alice": KeyConfig("client", ALICE)})
     assert ring.replace(after) == revoked
     assert ring.replace(after) == {}

@@ -51,7 +51,7 @@ def request(domain: bytes, mechanism: bytes, *credentials: bytes) -> list[bytes]
     ],
     ids=["client", "worker", "admin", "nowhere", "stranger", "password", "ticket", "ipc"],
 )
-def test_who_may_come_in(
+def test_a_key_is_admitted_in_its_role_alone(
     zap: ZapHandler,
     refused: list[int],
     domain: bytes,

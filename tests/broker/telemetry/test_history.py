@@ -29,7 +29,7 @@ def recorded(story: Story, *seconds: float) -> RecentHistory:
     return ring
 
 
-def test_tokens_a_second(story: Story) -> None:
+def test_a_point_has_the_tokens_a_second_since_the_last(story: Story) -> None:
     worker, request = story.running()
     worker.tokens(request, 3)
     ring = recorded(story, 10.0)
@@ -42,7 +42,7 @@ def test_tokens_a_second(story: Story) -> None:
     assert (idle.tokens, idle.rate) == ({}, 0.0)
 
 
-def test_what_is_there(story: Story) -> None:
+def test_a_point_has_the_running_and_waiting_requests(story: Story) -> None:
     worker, _ = story.running(sequences=1)
     story.generate()
     story.generate()
@@ -51,7 +51,7 @@ def test_what_is_there(story: Story) -> None:
     assert (now.running, now.waiting, now.memory) == (1, 2, 900)
 
 
-def test_memory_of_a_device_of_its_own(story: Story) -> None:
+def test_the_memory_of_a_worker_is_the_larger_of_active_and_resident(story: Story) -> None:
     worker, _ = story.running()
     worker.beat(memory={"active": 6000, "rss": 900})
     assert recorded(story, 10.0, 12.0).points[0].memory == 6000
@@ -71,13 +71,13 @@ def test_the_time_to_the_first_token_is_that_of_the_last_minute(story: Story) ->
     assert ring.points[0].p95 is not None and ring.points[0].p95 > medians[0]
 
 
-def test_it_does_not_grow(story: Story) -> None:
+def test_the_number_of_points_is_bounded(story: Story) -> None:
     ring = recorded(story, *range(MAX_POINTS + 50))
     assert len(ring.points) == MAX_POINTS
     assert ring.points[-1].at == MAX_POINTS + 49
 
 
-def test_a_clock_that_stands_makes_no_point(story: Story) -> None:
+def test_a_second_record_at_the_same_time_makes_no_point(story: Story) -> None:
     assert len(recorded(story, 1.0, 1.0, 3.0).points) == 1
 
 
@@ -108,12 +108,12 @@ def test_columns_of_a_model_that_paused_and_of_the_too_old() -> None:
     assert recent_rates(found, "nobody", late + 4) == []
 
 
-def test_columns_do_not_grow() -> None:
+def test_the_number_of_columns_is_bounded() -> None:
     found = columns(*((COLUMN_SECONDS * place, "m", 1) for place in range(2 * MAX_COLUMNS)))
     assert len(found) == MAX_COLUMNS
 
 
-def test_no_quantile_of_nothing() -> None:
+def test_without_values_there_is_no_quantile() -> None:
     assert quantile((1.0, 2.0), (0, 0, 0), 0.5) is None
 
 

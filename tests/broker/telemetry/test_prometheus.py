@@ -67,7 +67,7 @@ def test_every_family_of_the_table_is_there_in_its_kind(story: Story) -> None:
     assert len(metrics) == len(FAMILIES)
 
 
-def test_names_keep_to_the_rules() -> None:
+def test_names_of_metrics_follow_the_rules_of_prometheus() -> None:
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
     for family in FAMILIES:
         assert family.name.startswith(("mlxpool_", "process_")), family.name
@@ -75,7 +75,7 @@ def test_names_keep_to_the_rules() -> None:
         assert not {"id", "owner", "pid", "link", "epoch"} & set(family.labels), family.name
 
 
-def test_the_values(story: Story) -> None:
+def test_metrics_have_the_values_of_the_snapshot(story: Story) -> None:
     busy(story)
     metrics = read(story, lag=0.125)
     assert value(metrics, "mlxpool_broker_loop_lag_seconds") == 0.125
@@ -160,7 +160,7 @@ def test_the_name_of_a_model_may_be_anything(name: str) -> None:
     assert value(metrics, "mlxpool_e2e_request_latency_seconds_count", model=name) == 1
 
 
-def test_a_writer_says_what_is_new(story: Story) -> None:
+def test_a_writer_renders_changed_histograms_again(story: Story) -> None:
     busy(story)
     writer = PrometheusWriter()
     first = read(story, writer)

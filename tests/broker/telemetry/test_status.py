@@ -1,4 +1,4 @@
-"""What the status page is told."""
+"""The JSON that the status page shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.core_harness import START, Story, model
 MAX_PAGE_BYTES = 100_000  # bytes of the page and its first figures
 
 
-def test_a_pool_at_work(story: Story) -> None:
+def test_the_status_of_a_pool_at_work(story: Story) -> None:
     worker, request = story.running(sequences=1)
     story.generate()
     past = RecentHistory()
@@ -44,7 +44,7 @@ def test_a_pool_at_work(story: Story) -> None:
     assert told["past"]["running"] == [1]
 
 
-def test_a_worker_that_ended(story: Story) -> None:
+def test_the_status_of_a_worker_that_ended(story: Story) -> None:
     worker, _ = story.running()
     worker.die(cause="killed by SIGKILL")
     (row,) = status(snapshots.of(story), RecentHistory(), START)["workers"]
@@ -61,7 +61,7 @@ def test_errors_are_not_the_ends_that_somebody_asked_for(story: Story) -> None:
     assert (row["accepted"], row["failed"]) == (3, 1)
 
 
-def test_nothing_of_a_request_is_told(story: Story) -> None:
+def test_the_status_has_no_text_of_a_request(story: Story) -> None:
     _, request = story.running(prompt="a secret")
     told = json.dumps(status(snapshots.of(story, run_dir="/where"), RecentHistory(), START))
     for kept in ("a secret", request.hex(), "uid:1", "/where"):

@@ -87,7 +87,7 @@ def gone(wires: Wire, peer: Peer) -> bool:
     return not wires.peers.send(peer.number, [b"x"])
 
 
-def test_nothing_is_there(wires: Wire) -> None:
+def test_receive_returns_none_without_a_message(wires: Wire) -> None:
     assert wires.peers.receive(1.0) is None
 
 
@@ -103,11 +103,11 @@ def test_each_connection_gets_a_number_and_its_answers(wires: Wire) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the kernel's word is Linux's")
-def test_the_owner_is_the_kernels_word(wires: Wire) -> None:
+def test_the_owner_of_a_peer_is_the_uid_that_the_kernel_gives(wires: Wire) -> None:
     assert wires.met(wires.dealer()).owner == f"uid:{os.getuid()}"
 
 
-def test_who_was_never_heard_of_is_gone(wires: Wire) -> None:
+def test_a_send_to_an_unknown_number_fails(wires: Wire) -> None:
     assert wires.peers.send(99, [b"x"]) is False
 
 
@@ -121,7 +121,7 @@ def test_a_peer_that_closed_is_reported_gone_and_forgotten(wires: Wire) -> None:
 
 
 @pytest.mark.parametrize("keep_gone", [False, True])
-def test_the_last_messages_of_who_was_found_gone(keep_gone: bool) -> None:
+def test_the_last_messages_of_a_peer_found_gone_are_received(keep_gone: bool) -> None:
     """A worker that is sent work after its end has said before how it ended."""
     with made(keep_gone=keep_gone) as wires:
         dealer = wires.dealer()
@@ -215,7 +215,7 @@ def test_a_full_peer_that_goes_is_reported_by_the_retry(keep_gone: bool) -> None
         assert wires.peers.retry() == [] and not peer.backlog_bytes * keep_gone
 
 
-def test_who_comes_back_by_its_name_is_not_gone() -> None:
+def test_a_peer_that_comes_back_under_its_name_is_not_gone() -> None:
     with made(keep_gone=True) as wires:
         for _ in range(2):
             dealer = wires.dealer(name=b"own")

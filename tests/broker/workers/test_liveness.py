@@ -1,4 +1,4 @@
-"""Busy or hung: every phase's limit, two strikes, and what is nobody's fault."""
+"""Busy or hung: the limit of each phase, and which causes charge no request."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.events import Sample
-from mlxpool.broker.workers.liveness import Watch, judge, limit_of
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.workers.liveness import Sample, Watch, judge, limit_of
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.progress import ProgressReading
@@ -57,7 +56,7 @@ def test_each_phase_has_its_limit(look: ProgressReading, limit: float) -> None:
     assert limit_of(look, CONFIG) == limit
 
 
-def test_two_strikes_in_decode() -> None:
+def test_a_worker_hangs_after_twice_the_limit_in_decode() -> None:
     look = ProgressReading("decode", count=3)
     for seconds, suspect, hung in ((4, False, False), (5, True, False), (9, True, False)):
         verdict = judge(still(seconds, look), CONFIG, welcomed=True)
@@ -67,7 +66,7 @@ def test_two_strikes_in_decode() -> None:
     assert verdict.cause == "hung in decode for 10.0 s"
 
 
-def test_any_movement_begins_again() -> None:
+def test_any_progress_resets_the_age() -> None:
     moving = [(100.0 + n, Sample(ProgressReading("decode", count=n))) for n in range(30)]
     assert watched(moving).still == 0
     phases = [
@@ -82,7 +81,7 @@ def test_any_movement_begins_again() -> None:
     assert watched(since, tick=9).still == 0
 
 
-def test_idle_and_blocked_may_rest() -> None:
+def test_idle_and_blocked_workers_have_no_limit() -> None:
     for phase in ("idle", "blocked"):
         assert not judge(still(10_000, ProgressReading(phase)), CONFIG, welcomed=True).suspect
 
@@ -110,7 +109,7 @@ def test_a_gap_between_two_looks_counts_for_two_ticks_at_most() -> None:
     assert watched([(100.0, look), (101.0, look), (4000.0, look)]).still == 3.0
 
 
-def test_silence_is_a_cause_of_its_own() -> None:
+def test_missing_beats_are_a_cause_of_their_own() -> None:
     looks = [(100.0 + n, Sample(ProgressReading("idle", edge_ns=n))) for n in range(21)]
     verdict = judge(watched(looks, beats=False), CONFIG, welcomed=True)
     assert verdict.hung and not verdict.own, "its edge turns: the connection is to blame"
@@ -135,7 +134,7 @@ def test_waiting_for_a_cpu_is_no_silence() -> None:
     assert not judge(watched(looks, beats=False), CONFIG, welcomed=True).suspect
 
 
-def test_stopped_by_a_signal_is_nobodys_fault() -> None:
+def test_a_worker_stopped_by_a_signal_is_not_to_blame() -> None:
     verdict = judge(
         still(10, ProgressReading("decode", count=3), stopped=True), CONFIG, welcomed=True
     )
@@ -152,7 +151,7 @@ def test_more_memory_than_its_limit_ends_it_at_once() -> None:
     assert "out of memory: 5000000000 bytes resident, memory_limit 4000000000" in verdict.cause
 
 
-def test_the_worse_of_two_ages_is_told() -> None:
+def test_the_worse_of_two_ages_is_the_verdict() -> None:
     """9 s without progress of 5 is worse than 9 s without a beat of 10."""
     looks = [(100.0 + n, Sample(ProgressReading("decode", count=1))) for n in range(10)]
     verdict = judge(watched(looks, beats=False), CONFIG, welcomed=True)
@@ -194,7 +193,7 @@ def test_a_hung_worker_is_condemned_and_its_cause_told(story: Story) -> None:
     assert story.request(request).run.charge == 1.0
 
 
-def test_a_frozen_broker_condemns_nobody(story: Story) -> None:
+def test_a_frozen_broker_condemns_no_worker(story: Story) -> None:
     worker, _ = story.running()
     look = ProgressReading("decode", count=7)
     worker.watched(2, look)
@@ -203,7 +202,7 @@ def test_a_frozen_broker_condemns_nobody(story: Story) -> None:
     worker.assert_is(WorkerState.READY)
 
 
-def test_a_frozen_broker_forgives_silent_clients(story: Story) -> None:
+def test_a_frozen_broker_counts_no_silence_of_clients(story: Story) -> None:
     worker, request = story.running(window=1)
     worker.tokens(request, 1)
     worker.tokens(request, 1)
@@ -240,7 +239,7 @@ def test_a_worker_beyond_its_memory_limit(story: Story) -> None:
     assert story.core.state.registry.slots["m/0"].last_exit.startswith("out of memory: 1001 bytes")
 
 
-def test_a_stopped_worker_charges_nobody(story: Story) -> None:
+def test_a_stopped_worker_charges_no_request(story: Story) -> None:
     worker, request = story.running()
     worker.watched(11, ProgressReading("decode", count=7), stopped=True)
     worker.assert_is(WorkerState.CONDEMNED)
@@ -248,5 +247,5 @@ def test_a_stopped_worker_charges_nobody(story: Story) -> None:
     assert story.request(request).run.charge == 0
 
 
-def test_a_look_at_an_empty_slot_is_nothing(story: Story) -> None:
+def test_a_sample_of_an_empty_slot_does_nothing(story: Story) -> None:
     assert story.do(ev.Looked("m/0", Sample(ProgressReading()), 1.0)) == []

@@ -25,7 +25,7 @@ def worker(name: str, free: int, ready_at: float = 1.0, **fields: int) -> Worker
     return made
 
 
-def test_no_worker() -> None:
+def test_without_workers_none_is_chosen() -> None:
     assert choose_worker([], request(1)) is None
     assert choose_worker([worker("a", 0), worker("b", 2, unseen=2)], request(1)) is None
 
@@ -38,7 +38,7 @@ def test_a_worker_that_is_not_ready_gets_nothing() -> None:
     assert choose_worker([suspect, other], request(1)) is other
 
 
-def test_the_worker_with_most_room_then_the_longest_ready() -> None:
+def test_the_worker_with_most_credit_is_chosen_then_the_longest_ready() -> None:
     few, many = worker("a", 1), worker("b", 3, unseen=1)
     assert choose_worker([few, many], request(1)) is many
     young, old = worker("a", 2, ready_at=9.0), worker("b", 2, ready_at=3.0)
@@ -49,7 +49,7 @@ def with_prompt(prompt: str, session: str = "", owner: str = "uid:1") -> Request
     return new_request(owner=owner, prompt=prompt, session=session)
 
 
-def test_the_worker_that_knows_the_prompts_head_before_the_emptier_one() -> None:
+def test_a_worker_that_knows_the_prompts_head_goes_before_an_emptier_one() -> None:
     few, many = worker("a", 1), worker("b", 3)
     head = "x" * 300
     remember_prefixes(few, prefix_keys(with_prompt(head + "one")))
@@ -57,7 +57,7 @@ def test_the_worker_that_knows_the_prompts_head_before_the_emptier_one() -> None
     assert choose_worker([few, many], with_prompt("y" + head)) is many
 
 
-def test_a_session_is_the_surer_sign() -> None:
+def test_a_known_session_goes_before_a_known_head() -> None:
     by_head, by_session = worker("a", 9), worker("b", 1)
     remember_prefixes(by_head, prefix_keys(with_prompt("hello")))
     remember_prefixes(by_session, prefix_keys(with_prompt("other", "s1")))

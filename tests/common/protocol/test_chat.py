@@ -27,7 +27,7 @@ def calling(*calls: Any, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_every_role(role: str) -> None:
+def test_messages_of_every_role_pass(role: str) -> None:
     assert check_messages([{"role": role, "content": ""}]) == [{"role": role, "content": ""}]
 
 
@@ -45,12 +45,12 @@ def test_every_role(role: str) -> None:
         {"role": "user", "content": "x", "a_key_that_templates_may_know": [1, {"b": 2}]},
     ],
 )
-def test_what_passes_stays_as_it_is(message: dict[str, Any]) -> None:
+def test_checked_messages_keep_their_other_keys(message: dict[str, Any]) -> None:
     assert check_messages([message]) == [message]
 
 
 @pytest.mark.parametrize("given", ['{"zone": "UTC"}', {"zone": "UTC"}])
-def test_arguments_become_a_map(given: Any) -> None:
+def test_arguments_of_a_tool_call_become_a_map(given: Any) -> None:
     call = {"function": {"name": "clock", "arguments": given}}
     (message,) = check_messages([calling(call)])
     assert message["tool_calls"][0]["function"]["arguments"] == {"zone": "UTC"}
@@ -58,7 +58,7 @@ def test_arguments_become_a_map(given: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [None, "", "{}", {}, " ", "null"])
-def test_no_arguments(given: Any) -> None:
+def test_a_tool_call_without_arguments_gets_an_empty_map(given: Any) -> None:
     (message,) = check_messages([calling({"function": {"name": "f", "arguments": given}})])
     assert message["tool_calls"][0]["function"]["arguments"] == {}
 
@@ -93,12 +93,12 @@ def test_no_arguments(given: Any) -> None:
         ([calling({"function": {"name": "f", "arguments": "[" * 9**5}})], "is not JSON"),
     ],
 )
-def test_malformed_messages_are_named(messages: Any, words: str) -> None:
+def test_malformed_messages_are_refused_with_their_index(messages: Any, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
         check_messages(messages)
 
 
-def test_tools() -> None:
+def test_tools_pass_with_and_without_a_function_key() -> None:
     bare = {"name": "clock", "description": "the time"}
     assert check_tools([TOOL, bare]) == [TOOL, bare]
     assert check_tools(None) == check_tools([]) == []
@@ -116,11 +116,11 @@ def test_tools() -> None:
         ([{"name": "f", "parameters": [1]}], r"tools\[0\]: parameters must be a map"),
     ],
 )
-def test_malformed_tools_are_named(tools: Any, words: str) -> None:
+def test_malformed_tools_are_refused_with_their_index(tools: Any, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
         check_tools(tools)
 
 
-def test_joined() -> None:
+def test_the_texts_of_a_content_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert [joined(parts), joined("ab"), joined(None), joined([])] == ["ab", "ab", "", ""]

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge
-from mlxpool.common.protocol import deltas, frames, kinds, to_broker, token_ids
+from mlxpool.common.protocol import deltas, frames, to_broker, token_ids
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Garbage, Header, Message
+from support import kinds
 
 ID = bytes(range(16))
 counts = st.integers(0, frames.MAX_NUMBER)
@@ -49,7 +50,7 @@ def garbage(*parts: bytes) -> Garbage:
 
 
 @given(headers, bodies, st.lists(st.binary(max_size=20), max_size=2))
-def test_a_message_comes_back_as_it_went(
+def test_a_message_is_decoded_as_it_was_encoded(
     header: Header, body: dict[str, Any], blobs: list[bytes]
 ) -> None:
     parts = frames.encode(header, body, blobs)
@@ -75,19 +76,19 @@ def test_every_kind_fits_the_header() -> None:
 
 
 @given(st.lists(id_values, max_size=50))
-def test_ids_come_back(ids: list[int]) -> None:
+def test_ids_are_unpacked_as_they_were_packed(ids: list[int]) -> None:
     blob = token_ids.pack_ids(ids)
     assert token_ids.unpack_ids(blob) == ids
     assert blob == b"".join(i.to_bytes(4, "little") for i in ids)
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**32], [1.5], ["a"], [None], 3, "abc"])
-def test_what_is_no_id(ids: Any) -> None:
+def test_values_that_are_no_u32_are_refused(ids: Any) -> None:
     with pytest.raises(BadRequest, match="token ids must be integers"):
         token_ids.pack_ids(ids)
 
 
-def test_a_blob_of_ids_has_whole_ids() -> None:
+def test_a_blob_with_a_part_of_an_id_is_refused() -> None:
     with pytest.raises(BadRequest, match="5 bytes"):
         token_ids.unpack_ids(bytes(5))
 
@@ -135,20 +136,20 @@ def test_one_wrong_byte_is_garbage_at_worst(
 
 
 @pytest.mark.parametrize("number", [0, 5, 50])
-def test_too_few_and_too_many_parts(number: int) -> None:
+def test_messages_with_too_few_or_too_many_parts_are_refused(number: int) -> None:
     error = garbage(*[head()] * number).error
     assert f"got {number}" in error.message
 
 
 @pytest.mark.parametrize("version", [0, 2, 255])
-def test_another_version(version: int) -> None:
+def test_another_version_is_refused(version: int) -> None:
     error = garbage(head(version, "ping", None, 0, 0, 0)).error
     assert error.code == "version_mismatch"
     assert str(version) in error.message
     assert error.details == {"version": 1}
 
 
-def test_another_version_may_have_another_header() -> None:
+def test_another_version_is_refused_whatever_its_header() -> None:
     assert garbage(head(2)).error.code == "version_mismatch"
 
 
@@ -175,18 +176,18 @@ def test_elements_of_a_later_minor_version_are_ignored() -> None:
         (1, "ping", None, 0, 0, 2**63),
     ],
 )
-def test_headers_that_are_wrong(fields: tuple[Any, ...]) -> None:
+def test_malformed_headers_are_refused(fields: tuple[Any, ...]) -> None:
     found = garbage(packed(list(fields)))
     assert found.error.code == "bad_request"
     assert found.about is None
 
 
 @pytest.mark.parametrize("part", [b"", packed({}), packed("ping"), packed(None), b"\xc1"])
-def test_headers_that_are_no_list(part: bytes) -> None:
+def test_headers_that_are_no_list_are_refused(part: bytes) -> None:
     assert garbage(part).error.code == "bad_request"
 
 
-def test_a_header_has_a_bound() -> None:
+def test_the_size_of_a_header_is_bounded() -> None:
     assert garbage(head(1, "x" * 200, None, 0, 0, 0)).error.code == "too_large"
 
 
@@ -210,14 +211,14 @@ def test_a_header_has_a_bound() -> None:
         packed({"a": msgpack.ExtType(5, b"x")}),
     ],
 )
-def test_bodies_that_are_wrong(body: bytes) -> None:
+def test_malformed_bodies_are_refused(body: bytes) -> None:
     found = garbage(head(1, "generate", ID, 0, 1, 0), body)
     assert found.error.code == "bad_request"
     assert found.about == ID, "whom the answer is about is known"
     assert len(found.error.message) < 300
 
 
-def test_a_time_stamp_is_an_extension_too() -> None:
+def test_a_time_stamp_is_refused_as_an_extension() -> None:
     body = packed({"a": msgpack.Timestamp(1)})
     assert garbage(head(1, "generate", ID, 0, 1, 0), body).error.code == "bad_request"
 
@@ -229,7 +230,7 @@ def nested(depth: int) -> list[bytes]:
     return [head(1, "generate", ID, 0, 1, 0), packed({"a": value})]
 
 
-def test_a_body_has_a_depth() -> None:
+def test_the_depth_of_a_body_is_bounded() -> None:
     assert frames.decode(nested(frames.MAX_DEPTH - 1)).body, "the body itself is the first"
     found = garbage(*nested(frames.MAX_DEPTH))
     assert found.about == ID
@@ -243,7 +244,7 @@ def body_of(size: int) -> dict[str, str]:
     return {"p": "x" * (size - 8)}  # a map of one: 1 + 2 + 5 bytes around the text
 
 
-def test_a_body_has_a_bound() -> None:
+def test_the_size_of_a_body_is_bounded() -> None:
     assert len(frames.encode(Header("x"), body_of(frames.MAX_BODY))[1]) == frames.MAX_BODY
     with pytest.raises(TooLarge, match=str(frames.MAX_BODY + 1)):
         frames.encode(Header("x"), body_of(frames.MAX_BODY + 1))
@@ -254,14 +255,14 @@ def test_a_body_has_a_bound() -> None:
     assert frames.decode(big, max_body=frames.MAX_BACK_BODY).body
 
 
-def test_a_blob_has_a_bound() -> None:
+def test_the_size_of_a_blob_is_bounded() -> None:
     frames.decode(frames.encode(Header("x"), {}, [bytes(frames.MAX_BLOB)]))
     with pytest.raises(TooLarge, match="a blob"):
         frames.encode(Header("x"), {}, [bytes(frames.MAX_BLOB + 1)])
     assert garbage(head(), packed({}), bytes(frames.MAX_BLOB + 1)).error.code == "too_large"
 
 
-def test_a_message_has_a_bound() -> None:
+def test_the_size_of_a_message_is_bounded() -> None:
     full = bytes(frames.MAX_BLOB)
     found = garbage(head(), packed({}), full, full)
     assert found.error.code == "too_large"
@@ -289,16 +290,14 @@ rows = st.builds(
 
 
 @given(st.lists(rows, max_size=5))
-def test_deltas_come_back(sent: list[Delta]) -> None:
-    body, blob = deltas.pack_deltas(sent)
-    message = frames.decode(frames.encode(Header(kinds.DELTAS), body, [blob]))
-    assert deltas.unpack_deltas(message) == sent
+def test_deltas_are_unpacked_as_they_were_sent(sent: list[Delta]) -> None:
+    assert deltas.unpack_deltas(frames.decode(frames.encoded(deltas.Deltas(sent)))) == sent
 
 
 def test_absent_fields_of_a_row_are_left_out() -> None:
     plain = Delta(ID, 1, 0, "a", b"")
-    body, _ = deltas.pack_deltas([plain, Delta(ID, 1, 0, "a", b"", facts={"now": 1})])
-    assert [len(row) for row in body["rows"]] == [5, 7]
+    message = deltas.Deltas([plain, Delta(ID, 1, 0, "a", b"", facts={"now": 1})])
+    assert [len(row) for row in message.body()["rows"]] == [5, 7]
 
 
 ROW = [ID, 1, 0, "a", 1]
@@ -325,7 +324,7 @@ ROW = [ID, 1, 0, "a", 1]
         ([], bytes(4)),
     ],
 )
-def test_deltas_that_are_wrong(rows: Any, blob: bytes) -> None:
+def test_malformed_deltas_are_refused(rows: Any, blob: bytes) -> None:
     with pytest.raises(BadRequest, match="deltas:"):
         deltas.unpack_deltas(Message(Header(kinds.DELTAS), {"rows": rows}, (blob,)))
 
@@ -344,8 +343,7 @@ def test_batches_keep_the_order_and_fit(sizes: list[int]) -> None:
     groups = list(deltas.batches(sent))
     assert [d for group in groups for d in group] == sent
     for group in groups:
-        body, blob = deltas.pack_deltas(group)
-        frames.encode(Header(kinds.DELTAS), body, [blob])
+        frames.encoded(deltas.Deltas(group))
 
 
 # ---- the digest ----------------------------------------------------------------------------------
@@ -361,7 +359,7 @@ def test_a_digest_is_of_the_request_not_of_the_sending() -> None:
     assert len(first) == 16
 
 
-def test_the_ids_of_a_resume_do_not_count() -> None:
+def test_the_ids_of_a_resume_are_no_part_of_the_digest() -> None:
     blob = {**BASE, "prompt": True}
     resumed = {**blob, "resume": {"count": 1}}
     assert to_broker.request_digest(resumed, [b"text", b"1234"]) == to_broker.request_digest(
@@ -375,11 +373,11 @@ def test_the_ids_of_a_resume_do_not_count() -> None:
 @pytest.mark.parametrize(
     "other", [{"model": "n"}, {"prompt": "b"}, {"options": {}}, {"priority": 1}, {"session": "s"}]
 )
-def test_another_request_has_another_digest(other: dict[str, Any]) -> None:
+def test_different_requests_have_different_digests(other: dict[str, Any]) -> None:
     assert to_broker.request_digest({**BASE, **other}, []) != to_broker.request_digest(BASE, [])
 
 
-def test_a_prompt_in_a_blob_counts() -> None:
+def test_a_prompt_in_a_blob_is_part_of_the_digest() -> None:
     body = {**BASE, "prompt": True}
     assert to_broker.request_digest(body, [b"a"]) != to_broker.request_digest(body, [b"b"])
 
@@ -393,6 +391,8 @@ def test_a_prompt_in_a_blob_counts() -> None:
         ({"messages": [{"content": {1}}]}, "messages.0.content is of the type set"),
     ],
 )
-def test_what_msgpack_cannot_hold_is_named(body: dict[str, Any], words: str) -> None:
+def test_an_error_names_the_value_that_msgpack_cannot_hold(
+    body: dict[str, Any], words: str
+) -> None:
     with pytest.raises(BadRequest, match=words):
         frames.encode(Header("generate", bytes(16)), body)

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxpool.common.errors import PoolError, TooLarge
-from mlxpool.common.protocol import deltas, frames, kinds, to_broker, token_ids
+from mlxpool.common.protocol import deltas, frames, to_broker, token_ids
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Garbage, Header, Message
 from mlxpool.common.protocol.to_broker import Generate
+from support import kinds
 
 ID = bytes(range(16))
 MUTATIONS = 20_000
@@ -65,8 +66,7 @@ def corpus() -> list[list[bytes]]:
     messages = [
         frames.encode(Header(kinds.GENERATE, ID, 0, 1), body, blobs) for body, blobs in GENERATES
     ]
-    body, blob = deltas.pack_deltas(DELTAS)
-    messages.append(frames.encode(Header(kinds.DELTAS, None, 5), body, [blob]))
+    messages.append(frames.encoded(deltas.Deltas(DELTAS), epoch=5))
     messages.append(frames.encode(Header(kinds.PING)))
     messages.append(frames.encode(Header(kinds.ACK), {"have": [[ID, 5], [ID, 2**40]]}))
     messages.append(frames.encode(Header(kinds.CANCEL, ID)))
@@ -151,7 +151,7 @@ def bend(parts: list[bytes], rng: random.Random) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_mutations_of_legal_messages(seed: int) -> None:
+def test_mutated_messages_raise_pool_errors_alone(seed: int) -> None:
     """Both ends of the road are seen, so the injuries are neither too small nor too large."""
     rng, legal = random.Random(seed), corpus()
     seen = {"garbage": 0}
@@ -190,13 +190,13 @@ OPTION_NAMES = st.sampled_from(
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.binary(max_size=200), max_size=6))
-def test_any_bytes(parts: list[bytes]) -> None:
+def test_random_bytes_raise_pool_errors_alone(parts: list[bytes]) -> None:
     digest(parts)
 
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(VALUES, max_size=8), st.binary(max_size=60))
-def test_any_header(fields: list[Any], body: bytes) -> None:
+def test_random_headers_raise_pool_errors_alone(fields: list[Any], body: bytes) -> None:
     digest([msgpack.packb(fields), body])
 
 
@@ -206,7 +206,9 @@ def test_any_header(fields: list[Any], body: bytes) -> None:
     st.dictionaries(OPTION_NAMES, VALUES),
     st.lists(st.binary(max_size=40), max_size=2),
 )
-def test_any_body(body: dict[str, Any], options: dict[str, Any], blobs: list[bytes]) -> None:
+def test_random_bodies_raise_pool_errors_alone(
+    body: dict[str, Any], options: dict[str, Any], blobs: list[bytes]
+) -> None:
     whole = {"model": "m", "prompt": "x", **body, "options": options}
     head = msgpack.packb([1, kinds.GENERATE, ID, 0, 1, 0])
     digest([head, msgpack.packb(whole), *blobs])
@@ -214,7 +216,7 @@ def test_any_body(body: dict[str, Any], options: dict[str, Any], blobs: list[byt
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.lists(VALUES, max_size=9), max_size=4), st.binary(max_size=40))
-def test_any_rows(rows: list[Any], blob: bytes) -> None:
+def test_random_rows_raise_pool_errors_alone(rows: list[Any], blob: bytes) -> None:
     digest([msgpack.packb([1, kinds.DELTAS, None, 5, 0, 0]), msgpack.packb({"rows": rows}), blob])
 
 

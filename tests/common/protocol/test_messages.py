@@ -10,13 +10,13 @@ import pytest
 
 from mlxpool.common.errors import BadRequest, QueueFull
 from mlxpool.common.options import Options
-from mlxpool.common.protocol import kinds, to_broker, to_client, to_worker
-from mlxpool.common.protocol.content import Content, encoded
-from mlxpool.common.protocol.deltas import Delta, unpack_deltas
-from mlxpool.common.protocol.frames import Message, decode
+from mlxpool.common.protocol import deltas, to_broker, to_client, to_worker
+from mlxpool.common.protocol.deltas import Delta, Deltas, unpack_deltas
+from mlxpool.common.protocol.frames import Content, Message, decode, encoded
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.token_ids import pack_ids
+from support import kinds
 
 ID = bytes(range(16))
 FACTS = {"digest": "d", "context": 64, "max_tokens": 9, "prompt_tokens": 3, "now": 1.5, "new": [1]}
@@ -38,6 +38,9 @@ PARSED_BY_BODY: list[Any] = [
     to_worker.Welcome(9, "t"),
     to_worker.Stop(True),
     to_client.Accepted(1, 2, 0, 7),
+    to_client.Fate("streaming", 3),
+    to_client.Pong(1, 2, 1),
+    to_client.ModelList([{"name": "m"}]),
     to_client.Done("stop", "rest", {"prompt_tokens": 1}, {"total": 2.5}, 1),
 ]
 
@@ -93,8 +96,7 @@ def test_work_without_a_resume_begins_with_an_empty_one() -> None:
 
 def test_rows_travel_both_ways() -> None:
     rows = [Delta(ID, 1, 0, "a", pack_ids([1]), facts=FACTS), Delta(ID, 2, 3, "", b"")]
-    assert unpack_deltas(decode(encoded(to_broker.WorkerDeltas(rows)))) == rows
-    assert encoded(to_client.StreamDeltas(rows)) == encoded(to_broker.WorkerDeltas(rows))
+    assert unpack_deltas(decode(encoded(Deltas(rows)))) == rows
 
 
 def test_messages_without_content() -> None:
@@ -121,7 +123,7 @@ def test_a_call_of_the_tokenizer_keeps_what_the_worker_reads(kind: str) -> None:
         to_broker.TokenizerCall.parse(kind, {"model": 1}, [])
 
 
-@pytest.mark.parametrize("module", [to_broker, to_worker, to_client])
+@pytest.mark.parametrize("module", [deltas, to_broker, to_worker, to_client])
 def test_every_kind_is_known_and_every_message_is_frozen(module: Any) -> None:
     known = {value for name, value in vars(kinds).items() if name.isupper()}
     contents = [
@@ -131,7 +133,8 @@ def test_every_kind_is_known_and_every_message_is_frozen(module: Any) -> None:
     ]
     assert contents
     for each in contents:
-        assert vars(each)["__dataclass_params__"].frozen, each
+        # A delta is filled step by step: a new object for each step would cost the hot path.
+        assert vars(each)["__dataclass_params__"].frozen or each is to_client.StreamDelta, each
         assert each is to_broker.TokenizerCall or each.kind in known
 
 

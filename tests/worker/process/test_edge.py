@@ -10,7 +10,7 @@ import pytest
 
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.options import Options
-from mlxpool.common.protocol import deltas, frames, kinds
+from mlxpool.common.protocol import deltas, frames
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_broker import Hello
@@ -25,6 +25,7 @@ from mlxpool.worker.process.prepare import Prepared
 from mlxpool.worker.process.runs import LiveRun
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Sequence
+from support import kinds
 from support.counting_checker import expected_ids, text_of
 from support.pool import until
 from support.worker_process import TOKEN, WorkerProcess, id_of

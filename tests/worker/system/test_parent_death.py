@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mlxpool.common.protocol import kinds
+from support import kinds
 from support.pool import PATIENCE, gone, until
 from support.worker_process import WorkerProcess
 

@@ -15,7 +15,7 @@ import pytest
 
 from mlxpool.common.config.schema import FAULTS, Counting
 from mlxpool.common.options import Options
-from mlxpool.common.protocol import deltas, kinds
+from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol import frames as wire
 from mlxpool.common.protocol.token_ids import unpack_ids
 from mlxpool.common.trace import History
@@ -32,6 +32,7 @@ from mlxpool.worker.testing.faults import (
     Struck,
 )
 from mlxpool.worker.testing.faulty_engine import FaultyEngine
+from support import kinds
 from support.counting_checker import expected_ids
 from support.pool import PATIENCE, until
 from support.worker_process import WorkerProcess, id_of

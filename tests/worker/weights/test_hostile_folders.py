@@ -13,12 +13,13 @@ import pytest
 from mlxpool.cli.commands.check import lines
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.common.protocol import frames
 from mlxpool.worker.compute.model_source import open_source
 from mlxpool.worker.diagnose.check import check
 from mlxpool.worker.layers.config_fields import MAX_INTEGER, MAX_MODULES
 from mlxpool.worker.prompt.chat_template.templates import MAX_TEMPLATE_CHARS
 from mlxpool.worker.weights import json_files
+from support import kinds
 from support.worker_checkpoints import write_checkpoint, write_json
 
 

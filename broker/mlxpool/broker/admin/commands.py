@@ -6,107 +6,46 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mlxpool.broker.admin.subscriptions import MAX_SUBSCRIBERS
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.ports import Perform
-from mlxpool.broker.models.model import Model
-from mlxpool.broker.telemetry.ps import ps
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.core import Core
+from mlxpool.broker.core.events import Perform
+from mlxpool.broker.models import listing
+from mlxpool.broker.telemetry.reports import live_requests, ps, stats
 from mlxpool.broker.telemetry.snapshot import Snapshot
-from mlxpool.broker.telemetry.stats import stats
-from mlxpool.broker.workers.slot import Slot
-from mlxpool.common.checks import is_integer
+from mlxpool.broker.workers.worker import Slot
 from mlxpool.common.errors import BadRequest, Draining, QueueFull
+from mlxpool.common.protocol.admin import DrainRequest, model_name
 from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.to_client import Fate
 
 log = logging.getLogger("mlxpool.broker")
 
 LOGGED = frozenset({"load", "unload", "drain", "restart", "cancel", "reload", "stop"})
-MAX_GRACE_MS = 24 * 3600 * 1000
 SHOWN_SLOTS = 20  # in an error
 
 Answer = Mapping[str, Any]  # the body of the answer, which the command line prints as JSON
 
 
-class Pool(Protocol):
-    """What the core knows of its models, slots and requests."""
-
-    @property
-    def admits(self) -> bool:
-        """Whether it takes new requests."""
-
-    @property
-    def slots(self) -> Mapping[str, Slot]: ...
-
-    def model(self, name: str) -> Model:
-        """Raises UnknownModel."""
-
-    def fate(self, request_id: bytes) -> Fate:
-        """The state of a request."""
-
-    def list_models(self, now: float) -> list[dict[str, Any]]: ...
-
-    def list_requests(self, now: float) -> list[dict[str, Any]]: ...
-
-
-class Operations(Protocol):
+@dataclass(frozen=True, slots=True)
+class Operations:
     """What the broker does beside the core."""
 
-    def snapshot(self, now: float, *, listing: bool = False) -> Snapshot: ...
-
-    def last_dump(self, slot: str) -> Path | None:
-        """The newest file with stacks of a slot's workers."""
-
-    def reload(self) -> bool:
-        """Begin to read the settings anew; False when there is nothing to read them from."""
-
-    def stop(self, now: float) -> None:
-        """End the broker for good."""
-
-    def drain_grace(self) -> float:
-        """Seconds that a drain gives to streams, by the settings."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrainRequest:
-    """`drain` of a slot, a model, or (both None) the pool. `grace` is seconds, None: as set.
-
-    `slot` is checked against the slots that there are, of whatever type it is.
-    """
-
-    slot: object
-    model: str | None
-    grace: float | None
-
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> DrainRequest:
-        """Raises BadRequest naming the key and its value."""
-        slot, grace_ms = body.get("slot"), body.get("timeout_ms")
-        if grace_ms is not None and not (is_integer(grace_ms) and 0 <= grace_ms <= MAX_GRACE_MS):
-            raise BadRequest(
-                f"drain: timeout_ms must be from 0 to {MAX_GRACE_MS}, got {grace_ms!r:.60}"
-            )
-        if slot is not None and body.get("model") is not None:
-            raise BadRequest("drain: give slot or model, not both")
-        model = None if body.get("model") is None else model_name("drain", body)
-        return cls(slot, model, None if grace_ms is None else grace_ms / 1000)
-
-
-def model_name(kind: str, body: Mapping[str, Any]) -> str:
-    """The model that a command is about. Raises BadRequest."""
-    name = body.get("model")
-    if not isinstance(name, str):
-        raise BadRequest(f"{kind}: model must be a name")
-    return name
+    snapshot: Callable[[float, bool], Snapshot]  # at a time, with rows of models or without
+    last_dump: Callable[[str], Path | None]  # the newest file with stacks of a slot's workers
+    reload: Callable[[], bool]  # begins to read the settings anew; False: there is nothing to read
+    stop: Callable[[float], None]  # ends the broker for good
+    drain_grace: Callable[[], float]  # seconds that a drain gives to streams, by the settings
 
 
 class Commands:
     """Answers one message with one body. Owned by the broker's thread."""
 
-    def __init__(self, pool: Pool, operations: Operations, perform: Perform) -> None:
-        self._pool = pool
+    def __init__(self, core: Core, operations: Operations, perform: Perform) -> None:
+        """`core` is only read: what changes it are events."""
+        self._core = core
+        self._state = core.state
         self._operations = operations
         self._perform = perform
 
@@ -125,33 +64,33 @@ class Commands:
     # ---- what only reads -----------------------------------------------------------------------
 
     def ps(self, message: Message, now: float) -> Answer:
-        snapshot = self._operations.snapshot(now, listing=True)
+        snapshot = self._operations.snapshot(now, True)
         return ps(snapshot, self._operations.last_dump)
 
     def stats(self, message: Message, now: float) -> Answer:
-        return stats(self._operations.snapshot(now))
+        return stats(self._operations.snapshot(now, False))
 
     def watch(self, message: Message, now: float) -> Answer:
         """Reached only when there are too many subscribers."""
         raise QueueFull(f"{MAX_SUBSCRIBERS} others watch the pool already", retry_after_ms=5000)
 
     def models(self, message: Message, now: float) -> Answer:
-        return {"models": self._pool.list_models(now)}
+        return {"models": listing.rows(self._state.registry, now)}
 
     def requests(self, message: Message, now: float) -> Answer:
-        return {"requests": self._pool.list_requests(now)}
+        return {"requests": live_requests(self._state.requests.values(), now)}
 
     # ---- what changes the pool -----------------------------------------------------------------
 
     def load(self, message: Message, now: float) -> Answer:
         self._refuse_while_ending()
         name = model_name(message.kind, message.body)
-        self._perform(ev.Load(self._pool.model(name).name), now)
+        self._perform(ev.LoadModel(self._state.registry.model(name).name), now)
         return {"model": name}
 
     def unload(self, message: Message, now: float) -> Answer:
         name = model_name(message.kind, message.body)
-        self._perform(ev.Unload(self._pool.model(name).name), now)
+        self._perform(ev.UnloadModel(self._state.registry.model(name).name), now)
         return {"model": name}
 
     def drain(self, message: Message, now: float) -> Answer:
@@ -164,15 +103,15 @@ class Commands:
             self._check_drainable(found)
             slot = found.name
         elif request.model is not None:
-            of_name = self._pool.model(request.model)
+            of_name = self._state.registry.model(request.model)
             if not of_name.admits:
                 raise BadRequest(
                     f"model {request.model!r} is drained already; load it to open it again"
                 )
             model = of_name.name
-        elif not self._pool.admits:
+        elif not self._state.admits:
             raise BadRequest("the pool is being drained already")
-        self._perform(ev.Drain(slot, model, grace), now)
+        self._perform(ev.StartDrain(slot, model, grace), now)
         drained = slot or request.model or "pool"
         return {"draining": drained, "timeout_ms": round(grace * 1000)}
 
@@ -182,7 +121,7 @@ class Commands:
         slot = self._slot(message.kind, message.body.get("slot"))
         if slot.worker is not None:
             self._check_drainable(slot)
-        self._perform(ev.Restart(slot.name), now)
+        self._perform(ev.RestartWorker(slot.name), now)
         return {"slot": slot.name}
 
     def reload(self, message: Message, now: float) -> Answer:
@@ -194,8 +133,8 @@ class Commands:
     def cancel(self, message: Message, now: float) -> Answer:
         if message.header.id is None:
             raise BadRequest("cancel needs the request's id")
-        fate = self._pool.fate(message.header.id)
-        self._perform(ev.Cancel(None, None, message.header.id), now)
+        fate = self._core.fate(message.header.id)
+        self._perform(ev.CancelRequest(None, None, message.header.id), now)
         return fate.body()
 
     def stop(self, message: Message, now: float) -> Answer:
@@ -205,11 +144,11 @@ class Commands:
     # ---- checks --------------------------------------------------------------------------------
 
     def _refuse_while_ending(self) -> None:
-        if not self._pool.admits:
+        if not self._state.admits:
             raise Draining("the broker is being drained or going down: nothing is started any more")
 
     def _slot(self, kind: str, name: object) -> Slot:
-        slots = self._pool.slots
+        slots = self._state.registry.slots
         if not isinstance(name, str) or name not in slots:
             known = ", ".join(list(slots)[:SHOWN_SLOTS])
             raise BadRequest(f"{kind}: there is no slot {name!r:.60}; known: {known}")

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.catalogue.files import all_locations, all_weights_bytes
-from mlxpool.broker.host.memory import memory_limit_bytes
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.ports import Perform
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.events import Perform
+from mlxpool.broker.host.os_process import memory_limit_bytes
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.security.keyring import KEY
 from mlxpool.common.config.bounds import ConfigError
@@ -208,7 +208,7 @@ class Reloader:
             self._target.use_models(config.models)
         for name in change.added:
             if config.models[name].pin:
-                self._perform(ev.Load(self._target.model_of(name)), now)
+                self._perform(ev.LoadModel(self._target.model_of(name)), now)
         shown = {k: getattr(change, k) for k in ("limits", "added", "gone", "changed", "keys")}
         log.info("reloaded", extra={k: v for k, v in shown.items() if v})
 

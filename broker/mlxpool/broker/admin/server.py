@@ -12,9 +12,8 @@ from mlxpool.broker.admin.subscriptions import Subscriptions
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.errors import Internal, PoolError
-from mlxpool.common.protocol import frames, kinds
-from mlxpool.common.protocol.content import encoded
-from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol import admin, frames, to_broker
+from mlxpool.common.protocol.frames import Header, Message, encoded
 from mlxpool.common.protocol.to_client import Failed
 
 log = logging.getLogger("mlxpool.broker")
@@ -61,9 +60,9 @@ class AdminServer:
         except frames.Garbage as garbage:
             self._send(number, encoded(Failed.of(garbage.error)))
             return
-        if message.kind == kinds.WATCH and self.subscriptions.accepts(number):
+        if message.kind == admin.WATCH and self.subscriptions.accepts(number):
             self._guarded(partial(self.subscriptions.renew, number, message.header.id), now)
-        elif message.kind == kinds.MODELS:
+        elif message.kind == to_broker.ListModels.kind:
             self._after_scan(partial(self._answer, number, message), now)
         else:
             self._answer(number, message, now)

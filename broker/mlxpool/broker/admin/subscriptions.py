@@ -9,25 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from mlxpool.common.protocol import frames, kinds
+from mlxpool.broker.transport.peers import Peers
+from mlxpool.common.protocol import admin, frames
 from mlxpool.common.protocol.frames import Header
 
 INTERVAL = 1.0  # seconds between two updates
 LEASE = 5.0  # seconds for which one request is answered
 MAX_SUBSCRIBERS = 64
-
-
-class Connections(Protocol):
-    """The part of transport.peers.Peers that is used."""
-
-    @property
-    def full(self) -> set[int]: ...
-
-    def send(self, number: int, parts: list[bytes]) -> bool: ...
-
-    def forget(self, number: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -41,9 +31,7 @@ class Subscription:
 class Subscriptions:
     """Owned by the broker's thread."""
 
-    def __init__(
-        self, connections: Connections, figures: Callable[[float], Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, connections: Peers, figures: Callable[[float], Mapping[str, Any]]) -> None:
         """`figures` makes the body of an update."""
         self._connections = connections
         self._figures = figures
@@ -93,7 +81,7 @@ class Subscriptions:
         if number in self._connections.full:
             return
         self._count += 1
-        header = Header(kinds.WATCH, self._by_number[number].id)
+        header = Header(admin.WATCH, self._by_number[number].id)
         body = {"seq": self._count, **figures}
         if not self._connections.send(
             number, frames.encode(header, body, max_body=frames.MAX_BLOB)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mlxpool.broker.catalogue.scanner import Scanner
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.ports import Perform
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.events import Perform
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.transport.waker import Waker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -48,7 +49,7 @@ class Scanner(threading.Thread):
         self._changed = threading.Condition()
         self._uninspected: deque[str] = deque()
         self._requested = self._begun = self._done = 0  # numbers of scans
-        self._done_at = 0.0
+        self._done_at = -math.inf
         self._closing = False
         self._new_models: Mapping[str, ModelConfig] | None = None  # known from the next scan on
         self._inspector: Inspector | None = None

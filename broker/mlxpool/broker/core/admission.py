@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import math
 
-from mlxpool.broker.core import admission_checks as checks
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.actions import Outbox, ToClient
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.ended_requests import EndedRequests
-from mlxpool.broker.core.links import Links
-from mlxpool.broker.core.outbox import Outbox
-from mlxpool.broker.core.state import State
+from mlxpool.broker.core.state import QUEUE_RETRY_MS, State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.actions import ToClient
-from mlxpool.broker.requests.reader import Reader
-from mlxpool.broker.requests.request import Request, Tombstone
+from mlxpool.broker.models.model import Model
+from mlxpool.broker.requests.fair_queue import prompt_tokens
+from mlxpool.broker.requests.quotas import milliseconds
+from mlxpool.broker.requests.request import Reader, Request, Run, Tombstone
 from mlxpool.broker.requests.request_states import RequestState
-from mlxpool.broker.requests.run import Run
-from mlxpool.common.errors import BadRequest, DuplicateId, PoolError
-from mlxpool.common.protocol import kinds
+from mlxpool.common.errors import BadRequest, DuplicateId, OverQuota, PoolError, QueueFull
+from mlxpool.common.protocol import to_client
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.protocol.to_broker import Generate
 from mlxpool.common.protocol.to_client import Accepted, Failed
 from mlxpool.common.protocol.token_ids import count_of
+
+RESUME_FACTOR = 4  # times the bounds hold for streams that another broker had accepted
 
 
 class Admission:
@@ -33,7 +33,6 @@ class Admission:
         self,
         state: State,
         outbox: Outbox,
-        links: Links,
         pool: WorkerPool,
         ended: EndedRequests,
         delivery: Delivery,
@@ -41,14 +40,13 @@ class Admission:
     ) -> None:
         self._state = state
         self._outbox = outbox
-        self._links = links
         self._pool = pool
         self._ended = ended
         self._delivery = delivery
         self._dispatcher = dispatcher
 
-    def on_generate(self, event: ev.Generate, now: float) -> None:
-        self._links.heard(event.link, now)
+    def on_generate(self, event: ev.ClientGenerate, now: float) -> None:
+        self._state.heard(event.link, now)
         known = self._state.requests.get(event.id) or self._state.tombstones.get(event.id)
         if known is not None and not self._may_send_again(known, event):
             return
@@ -63,7 +61,7 @@ class Admission:
         except PoolError as error:
             self._refuse(live, event, error, now)
 
-    def _may_send_again(self, known: Request | Tombstone, event: ev.Generate) -> bool:
+    def _may_send_again(self, known: Request | Tombstone, event: ev.ClientGenerate) -> bool:
         """Whether this is a higher attempt of the same request; if not, it is answered."""
         ended = isinstance(known, Tombstone)
         if (known.owner, known.digest) != (event.owner, event.digest):
@@ -78,38 +76,38 @@ class Admission:
             self._send_accepted(known, event.link)
         return False
 
-    def _refuse_id(self, event: ev.Generate, why: str) -> None:
+    def _refuse_id(self, event: ev.ClientGenerate, why: str) -> None:
         self._state.counters.rejected[DuplicateId.code] += 1
         error = DuplicateId(f"the id {event.id.hex()} {why}; make a new id for each request")
-        header = Header(kinds.ERROR, None, self._state.boot, event.attempt)
+        header = Header(to_client.Failed.kind, None, self._state.boot, event.attempt)
         # Past the check for lost links: the client sends on this one, so it may still receive.
         self._outbox.add(ToClient(event.link, header, Failed.about(error, event.id)))
 
     def _refuse(
-        self, live: Request | None, event: ev.Generate, error: PoolError, now: float
+        self, live: Request | None, event: ev.ClientGenerate, error: PoolError, now: float
     ) -> None:
         """Answer with the terminal. The stream that it should have taken over ends with it."""
         if live is None:
             self._state.counters.rejected[error.code] += 1
             self._outbox.send(event.link, Failed.of(error), event.id, event.attempt)
             return
-        self._links.detach(live)
+        self._state.detach(live)
         live.reader.link, live.reader.attempt = event.link, event.attempt
-        self._links.attach(live)
+        self._state.attach(live)
         live.reader.unread.clear()
         self._delivery.fail(live, error, now)
 
     # ---- first sendings ----------------------------------------------------------------------
 
-    def _accept(self, event: ev.Generate, message: Generate, now: float) -> None:
+    def _accept(self, event: ev.ClientGenerate, message: Generate, now: float) -> None:
         """Accept a request that is not live. Raises PoolError if it is refused."""
         state = self._state
         model = state.registry.model(message.model)
-        checks.check_admits(state, model, message.model)
-        checks.check_live_requests(state, event.owner, message)
-        checks.check_waiting_tokens(state, event.owner, message)
-        checks.check_cancels(state, event.owner, now)
-        checks.check_queue(state, model, message)
+        state.check_admits(model, message.model)
+        _check_live_requests(state, event.owner, message)
+        _check_waiting_tokens(state, event.owner, message)
+        _check_cancels(state, event.owner, now)
+        _check_queue(state, model, message)
         self._ended.check_quarantine(event.digest)
         state.registry.check_available(model, now, message.model)
         state.last_arrival += 1
@@ -125,7 +123,7 @@ class Admission:
         self._queued(request, now)
 
     def _new_request(
-        self, event: ev.Generate, message: Generate, model: str, now: float
+        self, event: ev.ClientGenerate, message: Generate, model: str, now: float
     ) -> Request:
         run = Run(_seed(message, event.entropy))
         _set_ids(run, message)
@@ -150,8 +148,8 @@ class Admission:
 
     def _queued(self, request: Request, now: float) -> None:
         """A request was queued, for the first time or again by a new sending."""
-        self._links.attach(request)
-        self._links.watch(request.reader.link, now)
+        self._state.attach(request)
+        self._state.watch_link(request.reader.link, now)
         self._delivery.set_timer(request)
         self._send_accepted(request, request.reader.link)
         model = self._state.model_of(request)
@@ -167,7 +165,7 @@ class Admission:
     # ---- later sendings ----------------------------------------------------------------------
 
     def _take_over(
-        self, request: Request, event: ev.Generate, message: Generate, now: float
+        self, request: Request, event: ev.ClientGenerate, message: Generate, now: float
     ) -> None:
         """Go on from the ids that the client has; the run of the earlier sending is cancelled.
 
@@ -177,7 +175,7 @@ class Admission:
         _check_ids(run, message.resume_ids)
         self._state.registry.check_available(model, now, message.model)
         self._pool.cancel_run(request)
-        self._links.detach(request)
+        self._state.detach(request)
         if request.state is RequestState.QUEUED:
             model.queue.resize(message.size - request.message.size)
             request.message = message
@@ -192,7 +190,7 @@ class Admission:
         self._queued(request, now)
 
 
-def _new_reader(event: ev.Generate, message: Generate) -> Reader:
+def _new_reader(event: ev.ClientGenerate, message: Generate) -> Reader:
     have = count_of(message.resume_ids)
     return Reader(event.link, event.attempt, message.window, message.batch, sent=have, acked=have)
 
@@ -226,4 +224,69 @@ def _check_ids(run: Run, ids: bytes) -> None:
         raise BadRequest(
             f"resume has {count_of(ids)} ids that are not those of the stream, which has"
             f" {run.taken}; send the ids as they came"
+        )
+
+
+# ---- bounds and quotas -----------------------------------------------------------------------
+
+
+def _bound_factor(message: Generate) -> int:
+    """How much larger the bounds are for a message: what was accepted once is refused late."""
+    return RESUME_FACTOR if message.resume_ids else 1
+
+
+def _check_queue(state: State, model: Model, message: Generate) -> None:
+    """Raises QueueFull if the model's queue is full by count or bytes."""
+    factor, queue = _bound_factor(message), model.queue
+    limit, most = factor * state.config.queue_limit, factor * state.config.queue_bytes
+    if len(queue) >= limit or queue.bytes + message.size > most:
+        raise QueueFull(
+            f"{len(queue)} requests with {queue.bytes} bytes of prompt wait for"
+            f" model {message.model!r}, at most {limit} and {most}; retry later",
+            retry_after_ms=QUEUE_RETRY_MS,
+        )
+
+
+def _check_live_requests(state: State, owner: str, message: Generate) -> None:
+    """Raises OverQuota if the owner has as many live requests as it may."""
+    live, most = state.owned[owner], _bound_factor(message) * state.config.quota_requests
+    if 0 < most <= live:
+        raise OverQuota(
+            f"{owner} has {live} live requests, at most {most} (quota_requests); wait until one"
+            " ends",
+            details={"owner": owner, "value": live, "bound": most},
+            retry_after_ms=QUEUE_RETRY_MS,
+        )
+
+
+def _check_waiting_tokens(state: State, owner: str, message: Generate) -> None:
+    """Raises OverQuota if too many of the owner's prompt tokens would wait."""
+    most = _bound_factor(message) * state.config.quota_tokens
+    if not most:
+        return
+    waiting = sum(
+        prompt_tokens(request.message)
+        for model in state.registry.models.values()
+        for request in model.queue
+        if request.owner == owner
+    )
+    if waiting + prompt_tokens(message) > most:
+        raise OverQuota(
+            f"{owner} has about {waiting} tokens of prompt waiting, with this request more than"
+            f" {most} (quota_tokens); wait until some are read",
+            details={"owner": owner, "value": waiting, "bound": most},
+            retry_after_ms=QUEUE_RETRY_MS,
+        )
+
+
+def _check_cancels(state: State, owner: str, now: float) -> None:
+    """Raises OverQuota if the owner cancels too many requests a second."""
+    bound = state.config.quota_cancels
+    wait = state.cancel_rates.wait(owner, bound, now)
+    if wait:
+        raise OverQuota(
+            f"{owner} cancels more than {bound} requests a second"
+            " (quota_cancels); cancel less, or wait",
+            details={"owner": owner, "bound": bound},
+            retry_after_ms=milliseconds(wait),
         )

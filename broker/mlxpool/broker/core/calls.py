@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlxpool.broker.core.admission_checks import check_admits
-from mlxpool.broker.core.links import Links
-from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.state import QUEUE_RETRY_MS, State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.interface import events as ev
 from mlxpool.broker.models import listing
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests.call import Call
@@ -24,36 +22,35 @@ MAX_TRIES = 2  # workers that a call is sent to, one after the other
 class Calls:
     """A call is answered once. If its worker is lost it is sent to one more."""
 
-    def __init__(self, state: State, outbox: Outbox, links: Links, pool: WorkerPool) -> None:
+    def __init__(self, state: State, outbox: Outbox, pool: WorkerPool) -> None:
         self._state = state
         self._outbox = outbox
-        self._links = links
         self._pool = pool
 
-    def on_ping(self, event: ev.Ping, now: float) -> None:
-        self._links.heard(event.link, now)
+    def on_ping(self, event: ev.ClientPing, now: float) -> None:
+        self._state.heard(event.link, now)
         pong = Pong(self._state.boot, event.link, VERSION)
         self._outbox.send(event.link, pong, event.id, event.attempt)
 
-    def on_list_models(self, event: ev.ListModels, now: float) -> None:
-        self._links.heard(event.link, now)
+    def on_list_models(self, event: ev.ClientListModels, now: float) -> None:
+        self._state.heard(event.link, now)
         rows = listing.brief(listing.rows(self._state.registry, now))
         self._outbox.send(event.link, ModelList(rows), event.id, event.attempt)
 
-    def on_call_tokenizer(self, event: ev.CallTokenizer, now: float) -> None:
-        self._links.heard(event.link, now)
+    def on_call_tokenizer(self, event: ev.ClientTokenizerCall, now: float) -> None:
+        self._state.heard(event.link, now)
         try:
             self._queue(event, now)
         except PoolError as error:
             self._outbox.send(event.link, Failed.of(error), event.id, event.attempt)
 
-    def _queue(self, event: ev.CallTokenizer, now: float) -> None:
+    def _queue(self, event: ev.ClientTokenizerCall, now: float) -> None:
         """Queue a call. Raises PoolError if it is bad, or cannot be answered now."""
         if isinstance(event.message, PoolError):
             raise event.message
         registry, name = self._state.registry, event.message.model
         model = registry.model(name)
-        check_admits(self._state, model, name)
+        self._state.check_admits(model, name)
         registry.check_available(model, now, name)
         call = Call(event.id, event.link, event.attempt, event.message)
         if self._redirect(model, call):

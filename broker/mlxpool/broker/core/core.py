@@ -8,33 +8,29 @@ accepted = done + failed + cancelled + live.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.actions import Action, Outbox
 from mlxpool.broker.core.admission import Admission
 from mlxpool.broker.core.calls import Calls
-from mlxpool.broker.core.cancellation import Cancellation
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.drain import Drainer
 from mlxpool.broker.core.ended_requests import EndedRequests
-from mlxpool.broker.core.expiry import Expiry
+from mlxpool.broker.core.endings import Endings
 from mlxpool.broker.core.failover import Failover
-from mlxpool.broker.core.links import Links
 from mlxpool.broker.core.operations import Operations
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.token_ingest import TokenIngest
 from mlxpool.broker.core.worker_events import WorkerEvents
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.actions import Action
 from mlxpool.broker.models.registry import Registry
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.protocol.to_client import Fate
 
 NO_LIMIT = 1 << 62  # bytes
 
-Handler = Callable[[Any, float], None]
+Handler = Callable[..., None]  # takes an event of the type in the table, and the time
 
 
 class Core:
@@ -57,30 +53,28 @@ class Core:
             registry.add(name, spec, (places or {}).get(name, ""), (needs or {}).get(name, 0))
         self.state = state = State(config, boot, registry)
         self.outbox = outbox = Outbox(state)
-        links = Links(state)
         self._ended = ended = EndedRequests(state)
         self.pool = pool = WorkerPool(state, outbox)
-        delivery = Delivery(state, outbox, links, pool, ended)
+        delivery = Delivery(state, outbox, pool, ended)
         dispatcher = Dispatcher(state, outbox, pool, delivery)
-        calls = Calls(state, outbox, links, pool)
-        admission = Admission(state, outbox, links, pool, ended, delivery, dispatcher)
-        cancellation = Cancellation(state, outbox, links, ended, delivery)
+        calls = Calls(state, outbox, pool)
+        admission = Admission(state, outbox, pool, ended, delivery, dispatcher)
         failover = Failover(state, pool, ended, delivery, dispatcher, calls)
         self._drainer = drainer = Drainer(state, outbox, pool, delivery, dispatcher, failover)
         ingest = TokenIngest(state, pool, delivery, failover)
         workers = WorkerEvents(state, outbox, pool, dispatcher, calls, failover)
-        self._expiry = expiry = Expiry(state, outbox, delivery)
+        self._endings = endings = Endings(state, outbox, ended, delivery)
         operations = Operations(state, pool, delivery, calls, failover, drainer)
         self._handlers: dict[type, Handler] = {
-            ev.Generate: admission.on_generate,
-            ev.Cancel: cancellation.on_cancel,
-            ev.Ack: delivery.on_ack,
-            ev.Ping: calls.on_ping,
-            ev.ListModels: calls.on_list_models,
-            ev.CallTokenizer: calls.on_call_tokenizer,
-            ev.Heard: links.on_heard,
-            ev.LinkLost: links.on_link_lost,
-            ev.Revoked: cancellation.on_revoked,
+            ev.ClientGenerate: admission.on_generate,
+            ev.CancelRequest: endings.on_cancel,
+            ev.ClientAck: delivery.on_ack,
+            ev.ClientPing: calls.on_ping,
+            ev.ClientListModels: calls.on_list_models,
+            ev.ClientTokenizerCall: calls.on_call_tokenizer,
+            ev.ClientHeard: endings.on_heard,
+            ev.LinkLost: endings.on_link_lost,
+            ev.Revoked: endings.on_revoked,
             ev.Spawned: workers.on_spawned,
             ev.SpawnFailed: workers.on_spawn_failed,
             ev.WorkerHello: workers.on_hello,
@@ -98,13 +92,13 @@ class Core:
             ev.ModelGone: operations.on_model_gone,
             ev.ModelChanged: operations.on_model_changed,
             ev.Reload: operations.on_reload,
-            ev.Load: operations.on_load,
-            ev.Unload: operations.on_unload,
-            ev.Drain: drainer.on_drain,
-            ev.Restart: operations.on_restart,
+            ev.LoadModel: operations.on_load,
+            ev.UnloadModel: operations.on_unload,
+            ev.StartDrain: drainer.on_drain,
+            ev.RestartWorker: operations.on_restart,
             ev.Shutdown: operations.on_shutdown,
             ev.Wake: self._on_wake,
-            ev.Late: expiry.on_late,
+            ev.Late: endings.on_late,
         }
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
@@ -125,9 +119,9 @@ class Core:
         for key in self.state.timers.due(now):  # a request's id is a key, too
             match key:
                 case bytes():
-                    self._expiry.on_request_timer(key, now)
+                    self._endings.on_request_timer(key, now)
                 case ("link", int(number)):
-                    self._expiry.on_link_timer(number, now)
+                    self._endings.on_link_timer(number, now)
                 case ("drain", str(slot), int(epoch)):
                     self._drainer.on_worker_timer(slot, epoch, now)
                 case ("drained", str(name)):

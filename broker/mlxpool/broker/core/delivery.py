@@ -4,31 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.actions import Note, Outbox
 from mlxpool.broker.core.ended_requests import EndedRequests
-from mlxpool.broker.core.links import Links
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.actions import Note
-from mlxpool.broker.requests.output_buffer import Chunk
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.errors import BadRequest, PoolError, SlowConsumer
-from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.ends import RunEnd, Usage
-from mlxpool.common.protocol.to_client import Done, Failed
+from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage
+from mlxpool.common.protocol.to_client import Done, Failed, StreamDelta
 
 
 class Delivery:
     """Sends one terminal for each accepted id and attempt, and nothing after it."""
 
     def __init__(
-        self, state: State, outbox: Outbox, links: Links, pool: WorkerPool, ended: EndedRequests
+        self, state: State, outbox: Outbox, pool: WorkerPool, ended: EndedRequests
     ) -> None:
         self._state = state
         self._outbox = outbox
-        self._links = links
         self._pool = pool
         self._ended = ended
 
@@ -48,7 +43,7 @@ class Delivery:
             return
         self.set_timer(request)
 
-    def _send_chunk(self, request: Request, chunk: Chunk) -> None:
+    def _send_chunk(self, request: Request, chunk: StreamDelta) -> None:
         reader = request.reader
         reader.sent += chunk.count
         reader.unread_bytes -= chunk.size
@@ -75,8 +70,8 @@ class Delivery:
 
     # ---- acks --------------------------------------------------------------------------------
 
-    def on_ack(self, event: ev.Ack, now: float) -> None:
-        self._links.heard(event.link, now)
+    def on_ack(self, event: ev.ClientAck, now: float) -> None:
+        self._state.heard(event.link, now)
         if isinstance(event.message, PoolError):
             self._outbox.complain(event.link, event.message, None)
             return
@@ -155,7 +150,7 @@ class Delivery:
         if not state.owned[request.owner]:
             del state.owned[request.owner]
         state.timers.clear(request.id)
-        self._links.detach(request)
+        self._state.detach(request)
         self._ended.add_tombstone(request, now)
         outcome = str(terminal.reason) if isinstance(terminal, Done) else terminal.code
         state.counters.end(request, outcome, now)

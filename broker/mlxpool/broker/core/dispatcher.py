@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.delivery import Delivery
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
@@ -93,10 +93,10 @@ class Dispatcher:
         remember_prefixes(worker, prefix_keys(request))
         self._delivery.set_timer(request)
         left_ms = max(0, math.ceil((request.deadline - now) * 1000))
-        self._outbox.tell(worker, _work(request, left_ms), request.id, run.number)
+        self._outbox.tell(worker, work_of(request, left_ms), request.id, run.number)
 
 
-def _work(request: Request, deadline_ms: int) -> Work:
+def work_of(request: Request, deadline_ms: int) -> Work:
     """The `work` of a request: with a resume if it has ids, or facts of its first worker."""
     message, run, resume = request.message, request.run, None
     if run.ids or run.facts is not None:

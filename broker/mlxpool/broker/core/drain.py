@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.failover import Failover
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.interface import events as ev
 from mlxpool.broker.models.model import Model
+from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.errors import Draining
 from mlxpool.common.protocol import to_worker
@@ -32,7 +33,7 @@ class Drainer:
         self._dispatcher = dispatcher
         self._failover = failover
 
-    def on_drain(self, event: ev.Drain, now: float) -> None:
+    def on_drain(self, event: ev.StartDrain, now: float) -> None:
         if event.slot is not None:
             self.drain_worker(event.slot, event.grace, now)
         elif event.model is not None:
@@ -48,7 +49,7 @@ class Drainer:
         if worker is None or not worker.allows("drain"):
             return
         worker.move("drain")
-        worker.cause = "drained"
+        worker.cause = exit_causes.DRAINED
         self._state.timers.set(("drain", slot, worker.epoch), now + grace)
         self._pool.stop_if_drained(worker)
         self._dispatcher.dispatch(self._state.model_of_worker(worker), now)
@@ -60,7 +61,7 @@ class Drainer:
         if worker is None or worker.epoch != epoch:
             return
         if worker.state is WorkerState.YIELDING:
-            self._failover.condemn(worker, "drained", now)
+            self._failover.condemn(worker, exit_causes.DRAINED, now)
         elif worker.state is WorkerState.DRAINING:
             worker.move("yield")
             self._outbox.tell(worker, to_worker.Drain())
@@ -92,7 +93,7 @@ class Drainer:
         elif name in models and not models[name].admits:
             self._fail_requests(name, now)
             self._failover.give_up(models[name], lambda _: _error(), now)
-            self._pool.unload(models[name], "drained")
+            self._pool.unload(models[name], exit_causes.DRAINED)
 
     def _fail_requests(self, model: str | None, now: float) -> None:
         for request in list(self._state.requests.values()):

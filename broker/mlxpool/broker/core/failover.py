@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.interface import events as ev
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests import blame
 from mlxpool.broker.requests.request import Request
+from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.errors import Poisoned, PoolError, WorkerLost
 
@@ -43,7 +44,7 @@ class Failover:
         prefill = sample.look.request
         if self._pool.condemn(worker, cause, at_once=sample.stopped):
             if own:
-                self.mark_if_ended_by_suspect(worker, prefill)
+                self.mark_if_ended_by_charged_request(worker, prefill)
             self.move_work(worker, cause, now, own=own, prefill=prefill)
             self.serve_elsewhere(worker, now)
 
@@ -83,22 +84,21 @@ class Failover:
         leased = (r for r, n in found if r is not None and r.run.leased_by(worker.epoch, n))
         return sorted(leased, key=lambda r: r.arrival)
 
-    def mark_if_ended_by_suspect(self, worker: Worker, prefill: bytes | None) -> None:
+    def mark_if_ended_by_charged_request(self, worker: Worker, prefill: bytes | None) -> None:
         """Mark a worker whose end is charged to a request that has ended another one before.
 
         Such an end says nothing about the model: a few of them would open its breaker.
         """
         lost = self.running(worker)
         shares = blame.shares(lost, prefill) if lost else {}
-        worker.ended_by_suspect |= any(
-            request.run.charge >= blame.SUSPECT_CHARGE and shares[request.id] >= 1
-            for request in lost
+        worker.ended_by_charged_request |= any(
+            request.run.charge >= blame.ALONE_CHARGE and shares[request.id] >= 1 for request in lost
         )
 
     def _resume(self, request: Request, worker: Worker, cause: str, now: float) -> None:
         """Queue a request of a lost worker again, or fail it with the reason against that."""
         run, fail = request.run, self._delivery.fail
-        where = f"the worker {worker.slot} ended: {cause}"
+        where = exit_causes.ended(worker.slot, cause)
         details = {"worker": worker.slot, "cause": cause, "tokens": run.taken}
         if run.charge >= blame.POISON_CHARGE:
             self._ended.quarantine(request.digest, now)

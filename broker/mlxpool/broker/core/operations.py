@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.drain import Drainer
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.workers import exit_causes
+from mlxpool.broker.workers.exit_causes import BROKER_ENDS, UNLOADED
 from mlxpool.common.errors import Draining, WorkerLost
 
 BROKER_RETRY_MS = 1000  # `retry_after_ms` of streams that end with the broker
-UNLOADED = "unloaded by the operator"
-GOING_DOWN = "the broker is going down"
 
 
 class Operations:
@@ -35,7 +35,7 @@ class Operations:
 
     # ---- operators ---------------------------------------------------------------------------
 
-    def on_load(self, event: ev.Load, now: float) -> None:
+    def on_load(self, event: ev.LoadModel, now: float) -> None:
         """Start a model, whatever its breaker and its drain say."""
         if not self._state.admits:
             return
@@ -45,12 +45,12 @@ class Operations:
         model.need = model.floor
         self._pool.require(model, now)
 
-    def on_unload(self, event: ev.Unload, now: float) -> None:
+    def on_unload(self, event: ev.UnloadModel, now: float) -> None:
         """Fail what runs in a model and stop its workers; what waits starts it again."""
         model = self._state.registry.models[event.model]
         for worker in model.workers:
             error = WorkerLost(
-                f"the worker {worker.slot} ended: {UNLOADED}; send the request again",
+                f"{exit_causes.ended(worker.slot, UNLOADED)}; send the request again",
                 details={"worker": worker.slot, "cause": UNLOADED},
             )
             for request in self._failover.running(worker):
@@ -59,7 +59,7 @@ class Operations:
         if (model.queue or model.calls) and not model.workers:  # no exit will start it again
             self._pool.require(model, now)
 
-    def on_restart(self, event: ev.Restart, now: float) -> None:
+    def on_restart(self, event: ev.RestartWorker, now: float) -> None:
         slot = self._state.registry.slots[event.slot]
         if slot.worker is None:
             self._pool.require(self._state.registry.models[slot.model], now)
@@ -70,16 +70,16 @@ class Operations:
     def on_shutdown(self, event: ev.Shutdown, now: float) -> None:
         self._state.phase = PoolPhase.CLOSING
         error = Draining(
-            f"{GOING_DOWN}; send the request again",
+            f"{BROKER_ENDS}; send the request again",
             retry_after_ms=None if event.final else BROKER_RETRY_MS,
         )
         for request in list(self._state.requests.values()):
             self._delivery.fail(request, error, now)
         for model in self._state.registry.models.values():
             for worker in model.workers:
-                self._calls.worker_lost(worker, GOING_DOWN)
+                self._calls.worker_lost(worker, BROKER_ENDS)
             self._failover.give_up(model, lambda _: error, now)
-            self._pool.unload(model, GOING_DOWN)
+            self._pool.unload(model, BROKER_ENDS)
 
     # ---- settings ----------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter, OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mlxpool.broker.core.timers import Timers
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
@@ -15,6 +17,59 @@ from mlxpool.broker.requests.quotas import Rates
 from mlxpool.broker.requests.request import Request, Tombstone
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.config.schema import PoolConfig
+from mlxpool.common.errors import Draining
+
+SLACK = 64  # entries that no longer count, before the heap is compacted
+
+
+class Timers:
+    """A heap in which only the newest time set for a key counts."""
+
+    def __init__(self) -> None:
+        self._at: dict[Hashable, float] = {}
+        self._heap: list[tuple[float, int, Hashable]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._at
+
+    def set(self, key: Hashable, at: float) -> None:
+        """Wake for `key` at this time and at no other; infinity clears it."""
+        if math.isinf(at):
+            self._at.pop(key, None)
+        elif self._at.get(key) != at:
+            self._at[key] = at
+            self._count += 1
+            heapq.heappush(self._heap, (at, self._count, key))
+            if len(self._heap) > SLACK + 4 * len(self._at):
+                self._compact()
+
+    def _compact(self) -> None:
+        """Drop entries that no longer count: cleared times far ahead take no memory."""
+        self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
+        heapq.heapify(self._heap)
+
+    def clear(self, key: Hashable) -> None:
+        self._at.pop(key, None)
+
+    def next(self) -> float:
+        """The earliest time set; infinity if there is none."""
+        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else math.inf
+
+    def due(self, now: float) -> list[Hashable]:
+        """The keys whose time has come, earliest first; they are cleared."""
+        keys = []
+        while self.next() <= now:
+            key = heapq.heappop(self._heap)[2]
+            del self._at[key]
+            keys.append(key)
+        return keys
+
 
 QUEUE_RETRY_MS = 1000  # `retry_after_ms` of a request that a full queue or a quota refuses
 
@@ -64,12 +119,51 @@ class State:
         """Whether the pool takes new requests."""
         return self.phase is PoolPhase.SERVING
 
+    def check_admits(self, model: Model, name: str) -> None:
+        """Raises Draining if the pool or the model, asked for as `name`, takes nothing new."""
+        if not self.admits:
+            raise Draining("the broker is going down; send the request again later")
+        if not model.admits:
+            raise Draining(f"model {name!r} is drained; `mlxpool load {name}` opens it again")
+
     def model_of(self, request: Request) -> Model:
         return self.registry.models[request.model]
 
     def model_of_worker(self, worker: Worker) -> Model:
         return self.registry.models[worker.model]
 
+    def worker_in(self, slot: str) -> Worker | None:
+        """The worker that fills a slot; None if there is none, or no such slot."""
+        known = self.registry.slots.get(slot)
+        return None if known is None else known.worker
+
+    def has_explained_end(self, epoch: int) -> bool:
+        """Whether the worker of this epoch has sent `bye`, or is fenced and need not."""
+        worker = self.workers.get(epoch)
+        return worker is None or worker.said_bye or worker.error is not None
+
     def leaseholder(self, request: Request) -> Worker | None:
         """The worker that runs a request; None if none does."""
         return self.workers.get(request.run.epoch)
+
+    # ---- links -------------------------------------------------------------------------------
+
+    def heard(self, link: int, now: float) -> None:
+        """A frame came on this link."""
+        known = self.links.get(link)
+        if known is None:
+            self.links[link] = Link(now)
+            self.watch_link(link, now)
+        else:
+            known.heard_at = now
+
+    def watch_link(self, link: int, now: float) -> None:
+        """Have its silence noticed when `client_grace` is over."""
+        self.timers.set(("link", link), now + self.config.client_grace)
+
+    def attach(self, request: Request) -> None:
+        """The link of its reader has this stream."""
+        self.links[request.reader.link].ids.add(request.id)
+
+    def detach(self, request: Request) -> None:
+        self.links[request.reader.link].ids.discard(request.id)

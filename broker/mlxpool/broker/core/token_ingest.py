@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.interface import events as ev
 from mlxpool.broker.requests.output_buffer import append
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
-from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.ends import ErrorBody, parse_end
+from mlxpool.broker.workers import exit_causes
+from mlxpool.common.protocol.deltas import Delta, RunEnd
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import Failed
 from mlxpool.common.protocol.token_ids import ID_WIDTH
@@ -71,15 +71,16 @@ class TokenIngest:
 
     def _take(self, epoch: int, row: Delta, touched: dict[bytes, Request], now: float) -> None:
         """Take a row that is the first or the last of its run, or that should not exist."""
-        worker, key = self._state.workers.get(epoch), (row.id, row.attempt)
+        worker, number = self._state.workers.get(epoch), row.attempt
+        key = (row.id, number)
         if worker is None or key not in worker.leases:
             self._state.counters.fenced += 1
             return
         request = self._state.requests.get(row.id)
-        if request is not None and not request.run.leased_by(epoch, row.attempt):
+        if request is not None and not request.run.leased_by(epoch, number):
             request = None
         if request is not None and row.pos != request.run.taken:
-            why = f"it sent position {row.pos} where {request.run.taken} was due"
+            why = exit_causes.wrong_position(row.pos, request.run.taken)
             self._failover.condemn(worker, why, now)
             return
         if row.end is not None:
@@ -114,8 +115,7 @@ class TokenIngest:
             touched[row.id] = request
             return
         self._state.counters.of(request.message.model).tokens_came(request, now)
-        end = parse_end(row.end)
-        if isinstance(end, ErrorBody):
-            self._delivery.fail_with(request, Failed(end.fields), now)
+        if "code" in row.end:
+            self._delivery.fail_with(request, Failed(row.end), now)
         else:
-            self._delivery.finish(request, end, now)
+            self._delivery.finish(request, RunEnd.parse(row.end), now)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.failover import Failover
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.interface import events as ev
 from mlxpool.broker.models.lifecycle import ModelState
+from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import judge
 from mlxpool.broker.workers.worker_states import FENCED, LEAVING, WorkerState
 from mlxpool.common.errors import ModelLoadFailed, from_body, sendable
@@ -40,12 +41,12 @@ class WorkerEvents:
     def on_hello(self, event: ev.WorkerHello, now: float) -> None:
         worker = self._state.registry.slots[event.slot].worker
         if worker is not None and worker.state in LEAVING and worker.epoch:
-            self._failover.condemn(worker, "drained", now)
+            self._failover.condemn(worker, exit_causes.DRAINED, now)
         if worker is None or not worker.allows("hello"):
             self._state.counters.fenced += 1
             return
         if worker.epoch:  # its connection was lost, not its process: no request is charged
-            self._failover.move_work(worker, "it came on a new connection", now, counts=False)
+            self._failover.move_work(worker, exit_causes.NEW_CONNECTION, now, counts=False)
         self._pool.welcome(worker, event.message, event.token, now)
         self._failover.serve_elsewhere(worker, now)
 
@@ -85,7 +86,7 @@ class WorkerEvents:
         error = from_body(event.message.error)
         worker.error, worker.said_bye = error.body(), False
         if worker.ready_at:
-            worker.cause = sendable(error.message) or "it cannot serve any longer"
+            worker.cause = sendable(error.message) or exit_causes.CANNOT_SERVE
 
     # ---- processes ---------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class WorkerEvents:
         state, slot = self._state, self._state.registry.slots[event.slot]
         own = event.own and not (slot.worker is not None and slot.worker.said_bye)
         if own and slot.worker is not None:
-            self._failover.mark_if_ended_by_suspect(slot.worker, event.prefill)
+            self._failover.mark_if_ended_by_charged_request(slot.worker, event.prefill)
         worker = self._pool.exited(slot, event.cause, now, own=own)
         if worker is None:
             return

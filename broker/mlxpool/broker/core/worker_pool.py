@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.actions import DumpStacks, Outbox, StartWorker, StopPool
 from mlxpool.broker.core.state import PoolPhase, State
-from mlxpool.broker.interface.actions import DumpStacks, StartWorker, StopPool
 from mlxpool.broker.models.eviction import to_evict
 from mlxpool.broker.models.lifecycle import DEMANDED, ModelState
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests.request import Request
+from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import Verdict
-from mlxpool.broker.workers.restart_delay import restart_delay
-from mlxpool.broker.workers.slot import Slot
-from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker import Slot, Worker, restart_delay
 from mlxpool.broker.workers.worker_states import FENCED, LEAVING, WorkerState
 from mlxpool.common.protocol.to_broker import Cancel, Credit, Hello
 from mlxpool.common.protocol.to_worker import Welcome
@@ -99,7 +97,7 @@ class WorkerPool:
         """Something of the model ended: it may be idle, its drain or that of the pool complete."""
         self.update_idle_timer(model, now)
         if not model.admits and not model.busy:
-            self.unload(model, "drained")
+            self.unload(model, exit_causes.DRAINED)
         state = self._state
         if state.phase is PoolPhase.DRAINING and not state.requests:
             state.phase = PoolPhase.DRAINED
@@ -190,7 +188,7 @@ class WorkerPool:
         """Stop its run, if a worker has one; the lease lasts until the worker confirms."""
         worker, key = self._state.leaseholder(request), (request.id, request.run.number)
         if worker is not None and key in worker.leases:
-            self._outbox.tell(worker, Cancel(), id=request.id, attempt=request.run.number)
+            self._outbox.tell(worker, Cancel(), id=request.id, run=request.run.number)
 
     # ---- ends --------------------------------------------------------------------------------
 
@@ -226,7 +224,7 @@ class WorkerPool:
         if not worker.allows("stop"):
             return
         worker.move("stop")
-        worker.cause = worker.cause or "stopped"
+        worker.cause = worker.cause or exit_causes.STOPPED
         self._outbox.stop_process(worker)
         self._outbox.note_worker("info", "worker stopping", worker, why=why)
 
@@ -240,8 +238,8 @@ class WorkerPool:
         """The process of a slot is gone: free the slot, count the failure, plan the restart.
 
         A worker that did not end by itself (`own`) delays the next one but opens no breaker. An
-        end by a request that had ended another worker (`ended_by_suspect`) is no failure of its
-        model.
+        end by a request that had ended another worker (`ended_by_charged_request`) is no failure
+        of its model.
         """
         worker = slot.worker
         if worker is None:
@@ -257,7 +255,7 @@ class WorkerPool:
         commanded = was in LEAVING
         if worker.proven:
             model.failures = 0
-        elif not commanded and not worker.ended_by_suspect:
+        elif not commanded and not worker.ended_by_charged_request:
             most = model.failures + 1 if own else self._state.config.restart_limit - 1
             model.failures = max(model.failures, min(model.failures + 1, most))
         if not commanded:
@@ -293,6 +291,6 @@ class WorkerPool:
         if not stopped:
             slot.restarts += 1
         if worker.said_bye and not worker.cause:
-            slot.last_exit = "it left"
+            slot.last_exit = exit_causes.LEFT
         level = "info" if stopped or worker.said_bye else "warning"
         self._outbox.note_worker(level, "worker ended", worker, cause=slot.last_exit)

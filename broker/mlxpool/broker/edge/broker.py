@@ -11,33 +11,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mlxpool.broker.admin.commands import Commands
+from mlxpool.broker.admin.commands import Commands, Operations
 from mlxpool.broker.admin.reload import CurrentSettings, Reloader, without_local_workers
 from mlxpool.broker.admin.server import AdminServer
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.catalogue.catalogue import Catalogue
 from mlxpool.broker.catalogue.files import BUILTIN, all_locations, all_weights_bytes
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.edge.client_ingress import ClientIngress
-from mlxpool.broker.edge.core_view import CoreView
-from mlxpool.broker.edge.endpoints import Endpoints
+from mlxpool.broker.edge.endpoints import Endpoints, IdlePeers
 from mlxpool.broker.edge.executor import Actions, Executor
-from mlxpool.broker.edge.idle_peers import IdlePeers
-from mlxpool.broker.edge.lifecycle import Lifecycle
-from mlxpool.broker.edge.loop import Loop, Priority
-from mlxpool.broker.edge.operations import AdminOperations, ReloadTarget
+from mlxpool.broker.edge.lifecycle import Lifecycle, Signals, lock, raise_descriptor_limit
+from mlxpool.broker.edge.loop import Loop, LoopLag, Priority
+from mlxpool.broker.edge.reload_target import ReloadTarget
 from mlxpool.broker.edge.reporting import Reporter
-from mlxpool.broker.edge.signals import Signals
-from mlxpool.broker.edge.startup import lock, raise_descriptor_limit
-from mlxpool.broker.edge.worker_handshake import WorkerHandshake
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
-from mlxpool.broker.host.memory import memory_limit_bytes
-from mlxpool.broker.interface import events as ev
+from mlxpool.broker.host.os_process import memory_limit_bytes
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
-from mlxpool.broker.telemetry.loop_lag import LoopLag
-from mlxpool.broker.telemetry.top import top
+from mlxpool.broker.telemetry.reports import top
 from mlxpool.broker.transport.memory_guard import MemoryGuard
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.config.loading import check_run_dir
@@ -75,9 +69,9 @@ class Broker:
             memory_limit_bytes(config),
             all_locations(config),
         )
-        self.view = CoreView(self.core)
-        self.counters = self.core.state.counters
-        self.executor = Executor(self.view, self.counters, History("broker"))
+        self.state = self.core.state
+        self.counters = self.state.counters
+        self.executor = Executor(self.core, self.counters, History("broker"))
         self.perform = self.executor.perform
         self.lifecycle = Lifecycle(self.perform, self.notifier)
         self.endpoints = Endpoints(config, descriptors, self._count_refusal)
@@ -100,25 +94,24 @@ class Broker:
         return self.settings.config
 
     def _build_workers(self, config: PoolConfig) -> None:
-        perform, view = self.perform, self.view
+        perform, state = self.perform, self.state
         self.sessions = sessions = WorkerSessions(self.endpoints.back)
         self.supervisor = Supervisor(config, self.endpoints.ipc("back"))
         self.remote_workers = RemoteWorkers(
             sessions,
-            view,
+            state,
             perform,
             read_pending=lambda now: self.worker_ingress.read_all(MAX_READ_ROUNDS, now),
             stopping=lambda: self.lifecycle.stopping,
             local_workers=config.local_workers,
         )
-        handshake = WorkerHandshake(
-            sessions, self.supervisor, self.remote_workers, view.worker, perform, self.counters
+        self.worker_ingress = WorkerIngress(
+            sessions, self.supervisor, self.remote_workers, state, perform, self.counters
         )
-        self.worker_ingress = WorkerIngress(sessions, handshake.on_hello, perform, self.counters)
         self.worker_processes = WorkerProcesses(
             self.supervisor,
             sessions,
-            view,
+            state,
             perform,
             self.loop,
             read_pending=self.worker_ingress.read,
@@ -133,11 +126,11 @@ class Broker:
             self.counters,
             boot=self.boot,
             settings=self._current,
-            is_live=self.view.is_live,
+            is_live=lambda id: id in self.state.requests,
             after_scan=self.catalogue.after_scan,
         )
-        self.guard = MemoryGuard(self.endpoints.listener, front, self.view)
-        self.idle_peers = IdlePeers(front, self.sessions, self.view.has_link)
+        self.guard = MemoryGuard(self.endpoints.listener, front, self.state)
+        self.idle_peers = IdlePeers(front, self.sessions, lambda link: link in self.state.links)
         self.executor.bind(
             Actions(
                 front,
@@ -150,7 +143,7 @@ class Broker:
 
     def _build_operations(self, reread: Callable[[], PoolConfig] | None) -> None:
         self.reporter = reporter = Reporter(
-            self.core,
+            self.state,
             self.lifecycle,
             self.lag,
             boot=self.boot,
@@ -163,17 +156,25 @@ class Broker:
             metrics_url=None if self.http is None else self.http.url,
         )
         target = ReloadTarget(
-            self.view, self.supervisor, self.endpoints, self.remote_workers, self.catalogue
+            self.state.registry,
+            self.supervisor,
+            self.endpoints,
+            self.remote_workers,
+            self.catalogue,
         )
         self.reloader = Reloader(
             self.settings, reread, target, self.perform, self.notifier, self.counters
         )
-        operations = AdminOperations(
-            reporter, self.supervisor, self.lifecycle, self.settings, self.reloader.begin
+        operations = Operations(
+            reporter.snapshot,
+            self.supervisor.last_dump,
+            self.reloader.begin,
+            stop=lambda now: self.lifecycle.stop(now, final=True),
+            drain_grace=lambda: self.settings.config.drain_grace,
         )
         self.admin = AdminServer(
             self.endpoints.admin,
-            Commands(self.view, operations, self.perform),
+            Commands(self.core, operations, self.perform),
             lambda now: top(reporter.snapshot(now)),
             self.catalogue.after_scan,
             self.counters,
@@ -251,7 +252,7 @@ class Broker:
         self.catalogue.start(scan=config.local_workers and own)
         for name, model in config.models.items():
             if model.pin:
-                self.perform(ev.Load(self.view.model(name).name), time.monotonic())
+                self.perform(ev.LoadModel(self.state.registry.model(name).name), time.monotonic())
 
     def close(self) -> None:
         """Free everything: child processes, threads, sockets, the lock."""

@@ -6,24 +6,26 @@ import secrets
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import ParamSpec, TypeVar
 
 from mlxpool.broker.admin.commands import HANDLERS
-from mlxpool.broker.interface import client_events
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.ports import Perform
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.events import Perform
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.requests.quotas import Rates, milliseconds
 from mlxpool.broker.transport.peers import Peer, Peers
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import BadRequest, OverQuota, PoolError
-from mlxpool.common.protocol import frames, kinds
-from mlxpool.common.protocol.content import encoded
-from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol import frames, to_broker
+from mlxpool.common.protocol.frames import Header, Message, encoded
 from mlxpool.common.protocol.to_client import Failed
 
 MAX_MESSAGES = 256  # read from the socket before the others are read
 MAX_SECONDS = 0.001  # the same: a flood of clients must not delay the frames of workers
 SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, cancel
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 AfterScan = Callable[[Callable[[float], None], float], None]
 
@@ -75,7 +77,7 @@ class ClientIngress:
             return
         try:
             message = frames.decode(parts)
-            event = self._event(peer, message)
+            event = event_of(peer.number, peer.owner, message, new_seed)
         except frames.Garbage as garbage:
             self._counters.bad_frames += 1
             self._refuse(peer, garbage.error, garbage.about, 0, now)
@@ -83,7 +85,7 @@ class ClientIngress:
             self._counters.bad_frames += 1
             self._refuse(peer, error, message.header.id, message.header.attempt, now)
         else:
-            if isinstance(event, ev.ListModels):
+            if isinstance(event, ev.ClientListModels):
                 self._after_scan(partial(self._perform, event), now)
             else:
                 self._perform(event, now)
@@ -112,37 +114,52 @@ class ClientIngress:
             self._refuse(peer, error, header.id, header.attempt, now)
         return False
 
-    def _event(self, peer: Peer, message: Message) -> ev.Event:
-        """Raises BadRequest."""
-        header, body, kind, link = message.header, message.body, message.kind, peer.number
-        if kind == kinds.ACK:
-            return client_events.ack(link, body)
-        if kind == kinds.PING:
-            return ev.Ping(link, header.id or bytes(frames.ID_BYTES), header.attempt)
-        if header.id is None:
-            raise BadRequest(f"{kind!r:.40} needs an id of {frames.ID_BYTES} bytes")
-        if kind == kinds.GENERATE:
-            entropy = secrets.randbits(63)
-            return client_events.generate(link, peer.owner, header, body, message.blobs, entropy)
-        if kind == kinds.CANCEL:
-            return ev.Cancel(link, peer.owner, header.id)
-        if kind == kinds.MODELS:
-            return ev.ListModels(link, header.id, header.attempt)
-        if kind in (kinds.TOKENIZE, kinds.DETOKENIZE):
-            return client_events.tokenizer_call(link, header, body, message.blobs)
-        if kind in HANDLERS:
-            raise BadRequest(
-                f"{kind!r} is an operator's command, and this endpoint is for clients: use the"
-                " broker's run directory (--run-dir), or an endpoint of `admin` with an admin's key"
-                " (`mlxpool serve --admin ENDPOINT` opens one)"
-            )
-        raise BadRequest(f"a client cannot send the kind {kind!r:.40}")
-
     def _refuse(
         self, peer: Peer, error: PoolError, about: bytes | None, attempt: int, now: float
     ) -> None:
         """Answer with an error; it ends no live stream."""
-        self._perform(ev.Heard(peer.number), now)
+        self._perform(ev.ClientHeard(peer.number), now)
         id = None if about is None or self._is_live(about) else about
         parts = encoded(Failed.about(error, about), id, self._boot, attempt)
         self._peers.send(peer.number, parts)
+
+
+def new_seed() -> int:
+    return secrets.randbits(63)
+
+
+def event_of(link: int, owner: str, message: Message, entropy: Callable[[], int]) -> ev.Event:
+    """The event of a client's message. Raises BadRequest for one that a client cannot send."""
+    header, kind = message.header, message.kind
+    if kind == to_broker.Ack.kind:
+        return ev.ClientAck(link, _parsed(to_broker.Ack.parse, message.body))
+    if kind == to_broker.Ping.kind:
+        return ev.ClientPing(link, header.id or bytes(frames.ID_BYTES), header.attempt)
+    if header.id is None:
+        raise BadRequest(f"{kind!r:.40} needs an id of {frames.ID_BYTES} bytes")
+    if kind == to_broker.Generate.kind:
+        digest = to_broker.request_digest(message.body, message.blobs)
+        parsed = _parsed(to_broker.Generate.parse, message.body, message.blobs)
+        return ev.ClientGenerate(link, owner, header.id, header.attempt, digest, parsed, entropy())
+    if kind == to_broker.Cancel.kind:
+        return ev.CancelRequest(link, owner, header.id)
+    if kind == to_broker.ListModels.kind:
+        return ev.ClientListModels(link, header.id, header.attempt)
+    if kind in (to_broker.TOKENIZE, to_broker.DETOKENIZE):
+        call = _parsed(to_broker.TokenizerCall.parse, kind, message.body, message.blobs)
+        return ev.ClientTokenizerCall(link, header.id, header.attempt, call)
+    if kind in HANDLERS:
+        raise BadRequest(
+            f"{kind!r} is an operator's command, and this endpoint is for clients: use the"
+            " broker's run directory (--run-dir), or an endpoint of `admin` with an admin's key"
+            " (`mlxpool serve --admin ENDPOINT` opens one)"
+        )
+    raise BadRequest(f"a client cannot send the kind {kind!r:.40}")
+
+
+def _parsed(parse: Callable[P, T], *args: P.args, **keys: P.kwargs) -> T | PoolError:
+    """A parsed body, or the error that its parsing raised: the core answers it."""
+    try:
+        return parse(*args, **keys)
+    except PoolError as error:
+        return error

@@ -9,11 +9,14 @@ import zmq
 from mlxpool.broker.security.access import AccessControl
 from mlxpool.broker.transport.listener import Listener, backlog_of
 from mlxpool.broker.transport.peers import Peers
+from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.transport import sockets
 
 NAMES = ("front", "back", "admin")  # of the ipc files in the run directory
+IDLE_TIME = 20.0  # seconds after which a silent client without streams is forgotten
+SWEEP_INTERVAL = IDLE_TIME / 4
 
 
 class Endpoints(Closing):
@@ -64,3 +67,31 @@ class Endpoints(Closing):
         self.access.close()
         self._context.term()
         self._unlink()
+
+
+class IdlePeers:
+    """Forgets connections that are of no use any more, so that they take no memory.
+
+    Owned by the broker's thread. `has_link`: whether the core knows a client's connection.
+    """
+
+    def __init__(
+        self, front: Peers, sessions: WorkerSessions, has_link: Callable[[int], bool]
+    ) -> None:
+        self._front = front
+        self._sessions = sessions
+        self._has_link = has_link
+        self._sweep_at = 0.0
+
+    def next_wake(self) -> float:
+        return self._sweep_at
+
+    def sweep(self, now: float) -> None:
+        """Forget what is idle, if it is time."""
+        if now < self._sweep_at:
+            return
+        self._sweep_at = now + SWEEP_INTERVAL
+        for peer in list(self._front.by_number.values()):
+            if now - peer.heard_at > IDLE_TIME and not self._has_link(peer.number):
+                self._front.forget(peer.number)
+        self._sessions.sweep()

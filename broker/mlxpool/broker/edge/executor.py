@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
 
+from mlxpool.broker.core import actions as act
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.core import Core
+from mlxpool.broker.core.events import Perform
 from mlxpool.broker.edge import trace
-from mlxpool.broker.interface import actions as act
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.ports import Perform
+from mlxpool.broker.edge.worker_processes import WorkerProcesses
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
@@ -18,21 +19,6 @@ from mlxpool.common.trace import History
 
 log = logging.getLogger("mlxpool.broker")
 requests_log = logging.getLogger("mlxpool.request")  # one line for each request that ends
-
-
-class Core(Protocol):
-    def handle(self, event: ev.Event, now: float) -> Sequence[act.Action]: ...
-
-    def pending(self) -> Sequence[act.Action]:
-        """What was decided so far for an event that raised an exception."""
-
-
-class Workers(Protocol):
-    def start(self, slot: str, model: str, now: float) -> None: ...
-
-    def stop(self, slot: str, now: float, *, at_once: bool) -> None: ...
-
-    def dump_stacks(self, slot: str) -> None: ...
 
 
 class Executor:
@@ -57,7 +43,7 @@ class Executor:
         except Exception:  # a bug of ours costs one event, never the pool
             self._counters.internal_errors += 1
             log.exception("the core failed", extra={"on": type(event).__name__})
-            actions = self._core.pending()  # its state holds what it had decided so far
+            actions = self._core.outbox.actions  # its state holds what it had decided so far
         assert self._actions is not None
         for action in actions:
             if self._history.on:
@@ -76,7 +62,7 @@ class Actions:
         self,
         front: Peers,
         sessions: WorkerSessions,
-        workers: Workers,
+        workers: WorkerProcesses,
         perform: Perform,
         stop_pool: Callable[[float], None],
     ) -> None:
@@ -119,7 +105,7 @@ class Actions:
         logger.log(logging.getLevelName(action.level.upper()), action.event, extra=action.fields)
 
 
-PERFORM: dict[type, Callable[[Actions, Any, float], None]] = {
+PERFORM: dict[type, Callable[..., None]] = {
     act.ToClient: Actions.to_client,
     act.ToWorker: Actions.to_worker,
     act.StartWorker: Actions.start_worker,

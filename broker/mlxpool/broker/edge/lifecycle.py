@@ -1,10 +1,65 @@
-"""The end of the broker: begun once, by a signal, an operator or a completed drain."""
+"""The beginning and the end of the broker's process: lock, descriptors, signals, stop."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.ports import Perform
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.events import Perform
+from mlxpool.common.transport.waker import Waker
+
+log = logging.getLogger("mlxpool.broker")
+
+MIN_DESCRIPTORS = 256
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class AlreadyRunning(OSError):
+    """Another broker holds this run directory."""
+
+
+def lock(run_dir: Path) -> int:
+    """Lock the run directory; the kernel releases it when this process ends, however it ends.
+
+    Returns a descriptor to close. Raises AlreadyRunning.
+    """
+    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise AlreadyRunning(
+            f"another broker (pid {holder}) serves the run directory {run_dir};"
+            " stop it, or give another with --run-dir"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, str(os.getpid()).encode())
+    return descriptor
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files to the hard one, and return it.
+
+    Raises OSError below MIN_DESCRIPTORS: libzmq aborts the process when it runs out of them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < MIN_DESCRIPTORS:
+        raise OSError(
+            f"the limit of open files is {hard}, the broker needs {MIN_DESCRIPTORS};"
+            " raise it with ulimit -n"
+        )
+    return hard
 
 
 class Lifecycle:
@@ -21,3 +76,43 @@ class Lifecycle:
             self.stopping = True
             self._notifier.stopping()
             self._perform(ev.Shutdown(final), now)
+
+
+class Signals:
+    """`waker` becomes readable after a signal. Made and used on the main thread."""
+
+    def __init__(
+        self, lifecycle: Lifecycle, kill_workers: Callable[[], None], reload: Callable[[], object]
+    ) -> None:
+        self.waker = Waker()
+        self._lifecycle = lifecycle
+        self._kill_workers = kill_workers
+        self._reload = reload
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals inside of a `with`."""
+        before = {number: signal.signal(number, self._on_signal) for number in HANDLED}
+        # Workers inherit this: SIGUSR1 before one has a handler must not end it.
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.waker.wake(number)
+
+    def handle(self, now: float) -> None:
+        """Act on the signals that came since the last call."""
+        numbers = self.waker.drain()
+        for number in set(numbers):
+            log.info("signal", extra={"number": number})
+        if signal.SIGHUP in numbers:
+            self._reload()
+        ends = sum(number in (signal.SIGTERM, signal.SIGINT) for number in numbers)
+        if ends > 1 or (ends and self._lifecycle.stopping):
+            self._kill_workers()  # the second signal: wait for nothing
+        if ends:
+            self._lifecycle.stop(now, final=False)  # the sender may start another broker

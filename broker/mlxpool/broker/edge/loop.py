@@ -12,15 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import zmq
-
-from mlxpool.broker.telemetry.loop_lag import LoopLag
 
 log = logging.getLogger("mlxpool.broker")
 
 MAX_WAIT = 60.0  # seconds of one turn
+LAG_WINDOW = 15.0  # seconds
 LATE = 1.0  # seconds that a turn may begin after it was due until that is reported
 
 Handler = Callable[[float], object]  # its argument is the time in seconds
@@ -52,6 +51,33 @@ class Task:
 
     run: Handler
     next_wake: Callable[[], float]
+
+
+class LoopLag:
+    """The longest time for which the loop was busy or late, over a moving window."""
+
+    __slots__ = ("_current", "_previous", "_since")
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._current = self._previous = 0.0
+
+    def record(self, seconds: float, now: float) -> None:
+        """One turn took `seconds`."""
+        if now - self._since >= LAG_WINDOW:
+            self._roll(now)
+        if seconds > self._current:
+            self._current = seconds
+
+    def worst(self, now: float) -> float:
+        """Seconds: the longest of the last LAG_WINDOW at least, of twice as long at most."""
+        if now - self._since >= LAG_WINDOW:
+            self._roll(now)
+        return max(self._current, self._previous)
+
+    def _roll(self, now: float) -> None:
+        self._previous = self._current if now - self._since < 2 * LAG_WINDOW else 0.0
+        self._since, self._current = now, 0.0
 
 
 class Loop:
@@ -106,7 +132,7 @@ class Loop:
         return max(0, math.ceil((min(wake, now + MAX_WAIT) - now) * 1000))
 
 
-def _key(source: zmq.Socket[bytes] | HasDescriptor | int) -> Any:
+def _key(source: zmq.Socket[bytes] | HasDescriptor | int) -> object:
     """What the poller returns for a source: a ZeroMQ socket itself, else a descriptor."""
     if isinstance(source, zmq.Socket | int):
         return source

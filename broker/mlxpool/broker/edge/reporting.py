@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from mlxpool.broker.core.core import Core
-from mlxpool.broker.edge.core_view import CoreView
+from mlxpool.broker.core.state import State
 from mlxpool.broker.edge.lifecycle import Lifecycle
+from mlxpool.broker.edge.loop import LoopLag
 from mlxpool.broker.telemetry import snapshot
-from mlxpool.broker.telemetry.loop_lag import LoopLag
 from mlxpool.broker.telemetry.snapshot import BrokerInfo, Snapshot
 from mlxpool.broker.transport.listener import Listener
 from mlxpool.broker.transport.memory_guard import MemoryGuard
@@ -22,7 +21,7 @@ class Reporter:
 
     def __init__(
         self,
-        core: Core,
+        pool: State,
         lifecycle: Lifecycle,
         lag: LoopLag,
         *,
@@ -36,8 +35,7 @@ class Reporter:
         metrics_url: str | None,
     ) -> None:
         """`endpoints` are those of back and admin beside the run directory's."""
-        self._core = core
-        self._view = CoreView(core)
+        self._pool = pool
         self._lifecycle = lifecycle
         self._lag = lag
         self._boot = boot
@@ -49,19 +47,22 @@ class Reporter:
         self._endpoints = endpoints
         self._metrics_url = metrics_url
 
-    def snapshot(self, now: float, *, listing: bool = False) -> Snapshot:
+    def snapshot(self, now: float, listing: bool = False) -> Snapshot:
         """With `listing` also the rows of models that `ps` shows."""
         broker, lag = self._broker(now), self._lag.worst(now)
-        return snapshot.take(self._core.state, broker, lag, now, listing=listing)
+        return snapshot.take(self._pool, broker, lag, now, listing=listing)
 
     def status(self) -> str:
         """A line for the service manager."""
-        return f"{self._state()}: {self._view.summary()}"
+        pool = self._pool
+        busy = sum(bool(model.workers) for model in pool.registry.models.values())
+        counts = f"workers {len(pool.workers)}, models with workers {busy}"
+        return f"{self._state()}: {counts}, streams {len(pool.requests)}"
 
     def _state(self) -> str:
         if self._lifecycle.stopping:
             return "stopping"
-        return "ready" if self._view.admits else "draining"
+        return "ready" if self._pool.admits else "draining"
 
     def _broker(self, now: float) -> BrokerInfo:
         config = self._settings()

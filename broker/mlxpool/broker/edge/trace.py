@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from mlxpool.broker.interface import actions as act
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.requests.output_buffer import Chunk
-from mlxpool.common.protocol import kinds, to_client, to_worker
+from mlxpool.broker.core import actions as act
+from mlxpool.broker.core import events as ev
+from mlxpool.common.protocol import to_client, to_worker
+from mlxpool.common.protocol.deltas import Deltas
+from mlxpool.common.protocol.to_client import StreamDelta
 from mlxpool.common.trace import History
 
 
@@ -23,7 +23,7 @@ def of_action(history: History, action: act.Action) -> None:
     """Write the line of an action."""
     if isinstance(action, act.ToClient):
         _to_client(history, action)
-    elif isinstance(action, act.ToWorker) and action.header.kind == kinds.WORK:
+    elif isinstance(action, act.ToWorker) and action.header.kind == to_worker.Work.kind:
         header, message = action.header, action.message
         resume = message.resume if isinstance(message, to_worker.Work) else None
         count = 0 if resume is None else resume.count
@@ -39,10 +39,10 @@ def of_action(history: History, action: act.Action) -> None:
 
 def _to_client(history: History, action: act.ToClient) -> None:
     header, message = action.header, action.message
-    if isinstance(message, to_client.StreamDeltas):
+    if isinstance(message, Deltas):
         for row in message.rows:
             history.write("sent", id=row.id, attempt=row.attempt, pos=row.pos, n=row.n)
-    elif isinstance(message, Chunk):
+    elif isinstance(message, StreamDelta):
         history.write("sent", id=header.id, attempt=header.attempt, pos=header.pos, n=message.count)
     elif isinstance(message, to_client.Accepted | to_client.Done | to_client.Failed):
         outcome = None
@@ -64,9 +64,9 @@ def _rows(history: History, event: ev.WorkerDeltas) -> None:
         )  # fmt: skip
 
 
-_EVENTS: dict[type, Callable[[History, Any], None]] = {
-    ev.Generate: lambda h, e: h.write("generate", id=e.id, attempt=e.attempt, link=e.link),
-    ev.Cancel: lambda h, e: h.write("cancel", id=e.id),
+_EVENTS: dict[type, Callable[..., None]] = {
+    ev.ClientGenerate: lambda h, e: h.write("generate", id=e.id, attempt=e.attempt, link=e.link),
+    ev.CancelRequest: lambda h, e: h.write("cancel", id=e.id),
     ev.WorkerDeltas: _rows,
     ev.WorkerHello: lambda h, e: h.write("hello", slot=e.slot, epoch=0),
     ev.WorkerYield: lambda h, e: h.write("yield", epoch=e.epoch, runs=len(e.message.runs)),

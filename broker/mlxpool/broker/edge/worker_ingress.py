@@ -1,28 +1,31 @@
-"""Turns frames of workers into events. Rows of one worker are gathered over several frames."""
+"""Turns frames of workers into events, and answers their `hello`.
+
+Rows of one worker are gathered over several frames.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.ports import Perform
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.events import Perform
+from mlxpool.broker.core.state import State
 from mlxpool.broker.metrics.counters import Counters
+from mlxpool.broker.processes.remote_workers import RemoteWorkers
+from mlxpool.broker.processes.supervisor import Supervisor
 from mlxpool.broker.transport.peers import Peer
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.errors import BadRequest, PoolError
-from mlxpool.common.protocol import frames, kinds, to_broker
-from mlxpool.common.protocol.content import encoded
-from mlxpool.common.protocol.deltas import Delta, unpack_deltas
-from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.to_worker import Who
+from mlxpool.common.protocol import frames, to_broker
+from mlxpool.common.protocol.deltas import Delta, Deltas, unpack_deltas
+from mlxpool.common.protocol.frames import Message, encoded
+from mlxpool.common.protocol.to_broker import Hello
+from mlxpool.common.protocol.to_worker import Stop, Who
 
 log = logging.getLogger("mlxpool.broker")
 
 MAX_MESSAGES = 256  # read from the socket before the others are read
 MAX_ROWS = 512  # gathered before the core gets them
-
-OnHello = Callable[[Peer, to_broker.Hello, float], None]
 
 
 class WorkerIngress:
@@ -31,13 +34,18 @@ class WorkerIngress:
     def __init__(
         self,
         sessions: WorkerSessions,
-        on_hello: OnHello,
+        supervisor: Supervisor,
+        remote: RemoteWorkers,
+        state: State,
         perform: Perform,
         counters: Counters,
     ) -> None:
+        """`supervisor` started the workers that `remote` has to admit otherwise."""
         self._peers = sessions.peers
         self._sessions = sessions
-        self._on_hello = on_hello
+        self._supervisor = supervisor
+        self._remote = remote
+        self._state = state
         self._perform = perform
         self._counters = counters
         self._rows: list[Delta] = []  # read from the socket, not yet handled by the core
@@ -66,8 +74,8 @@ class WorkerIngress:
             return
         try:
             message = frames.decode(parts, max_body=frames.MAX_BACK_BODY)
-            if message.kind == kinds.HELLO:
-                hello = to_broker.Hello.parse(message.body)
+            if message.kind == to_broker.Hello.kind:
+                hello = Hello.parse(message.body)
                 self.flush_rows(now)
                 self._on_hello(peer, hello, now)
                 return
@@ -107,17 +115,41 @@ class WorkerIngress:
         if epoch is None or epoch != message.header.epoch:
             return None
         body, request_id = message.body, message.header.id or b""
-        if message.kind == kinds.DELTAS:
+        if message.kind == Deltas.kind:
             return ev.WorkerDeltas(epoch, unpack_deltas(message))
-        if message.kind == kinds.BEAT:
+        if message.kind == to_broker.Beat.kind:
             return ev.WorkerBeat(epoch, to_broker.Beat.parse(body))
-        if message.kind == kinds.CREDIT:
+        if message.kind == to_broker.Credit.kind:
             return ev.WorkerCredit(epoch, to_broker.Credit.parse(body))
-        if message.kind == kinds.TOKENS:
+        if message.kind == to_broker.TokenizerAnswer.kind:
             answer = to_broker.TokenizerAnswer(body, message.blobs)
             return ev.WorkerTokens(epoch, request_id, answer)
-        if message.kind == kinds.YIELD:
+        if message.kind == to_broker.Yield.kind:
             return ev.WorkerYield(epoch, to_broker.Yield.parse(body))
-        if message.kind == kinds.BYE:
+        if message.kind == to_broker.Bye.kind:
             return ev.WorkerBye(epoch, to_broker.Bye.parse(body))
         raise BadRequest(f"a worker cannot send the kind {message.kind!r:.40}")
+
+    # ---- hello -------------------------------------------------------------------------------
+
+    def _on_hello(self, peer: Peer, hello: Hello, now: float) -> None:
+        """Welcome a worker that this broker started, or have one that dialled in admitted."""
+        next_token = self._supervisor.accepts(hello.slot, hello.token)
+        if next_token is None:
+            try:
+                self._remote.admit(peer, hello, now)
+            except PoolError as error:
+                self._refuse(peer, hello, error)
+            return
+        self._sessions.open(hello.slot, peer.number)
+        self._perform(ev.WorkerHello(hello.slot, hello, next_token), now)
+        worker = self._state.worker_in(hello.slot)
+        if worker is not None:
+            self._sessions.welcome(peer.number, worker.epoch)
+
+    def _refuse(self, peer: Peer, hello: Hello, error: PoolError) -> None:
+        """Say why, so that the worker ends at once instead of waiting for another broker."""
+        self._counters.auth_failures += 1
+        fields = {"slot": hello.slot, "peer": peer.owner, "why": error.message}
+        log.warning("hello refused", extra=fields)
+        self._peers.send(peer.number, encoded(Stop(error=error.body())))

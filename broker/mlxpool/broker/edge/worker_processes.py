@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.events import Perform
+from mlxpool.broker.core.state import State
 from mlxpool.broker.edge.loop import Priority
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.ports import Perform
-from mlxpool.broker.processes.exits import WorkerExit
 from mlxpool.broker.processes.supervisor import OBSERVE_INTERVAL
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
+from mlxpool.broker.workers.exit_causes import WorkerExit
+from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import ModelConfig
 
 log = logging.getLogger("mlxpool.broker")
@@ -50,22 +52,13 @@ class Supervisor(Protocol):
 
     def observation_due(self, now: float) -> bool: ...
 
-    def observe(self, slot: str) -> ev.Sample: ...
+    def observe(self, slot: str) -> Sample: ...
 
     def dump_stacks(self, slot: str) -> None: ...
 
     def exited_by_itself(self, slot: str) -> bool: ...
 
     def reap(self, slot: str) -> WorkerExit: ...
-
-
-class Pool(Protocol):
-    """What the core knows of models and workers."""
-
-    def model_config(self, model: str) -> ModelConfig: ...
-
-    def has_explained_end(self, epoch: int) -> bool:
-        """Whether the worker of this epoch has sent `bye`, or is fenced and need not."""
 
 
 class Sources(Protocol):
@@ -85,7 +78,7 @@ class WorkerProcesses:
         self,
         supervisor: Supervisor,
         sessions: WorkerSessions,
-        pool: Pool,
+        state: State,
         perform: Perform,
         sources: Sources,
         *,
@@ -98,7 +91,7 @@ class WorkerProcesses:
         """
         self._supervisor = supervisor
         self._sessions = sessions
-        self._pool = pool
+        self._state = state
         self._perform = perform
         self._sources = sources
         self._read_pending = read_pending
@@ -107,7 +100,7 @@ class WorkerProcesses:
 
     def start(self, slot: str, model: str, now: float) -> None:
         try:
-            child = self._supervisor.start(slot, model, self._pool.model_config(model))
+            child = self._supervisor.start(slot, model, self._state.registry.models[model].config)
         except OSError as error:
             why = f"cannot start the worker of {model!r}: {error}"
             log.error("worker not started", extra={"slot": slot, "why": str(error)})
@@ -149,6 +142,6 @@ class WorkerProcesses:
     def _has_explained_end(self, slot: str) -> bool:
         """A worker that exits by itself says why, and its exit may be seen before its message."""
         epoch = self._sessions.epoch_of_slot(slot)
-        if epoch is None or self._pool.has_explained_end(epoch):
+        if epoch is None or self._state.has_explained_end(epoch):
             return True
         return not self._supervisor.exited_by_itself(slot)

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from mlxpool.common.config.schema import PoolConfig
+
 LINUX = sys.platform == "linux"
+DEFAULT_SHARE = 0.8  # of the machine's memory, when no limit is set
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -88,3 +91,8 @@ def _read(path: str | Path) -> str:
         return Path(path).read_text("ascii", "replace")
     except OSError:
         return ""
+
+
+def memory_limit_bytes(config: PoolConfig) -> int:
+    """How much memory all workers together may take."""
+    return config.memory_limit or int(DEFAULT_SHARE * machine_memory_bytes())

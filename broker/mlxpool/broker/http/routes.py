@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from http import HTTPStatus
+from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 
+import zmq
+
+from mlxpool.broker.host import os_process
 from mlxpool.broker.http.status_page import PAGE, POLICY
 from mlxpool.broker.telemetry.history import RecentHistory
 from mlxpool.broker.telemetry.prometheus import CONTENT_TYPE, PrometheusWriter
-from mlxpool.broker.telemetry.snapshot import Snapshot
-from mlxpool.broker.telemetry.stats import stats
+from mlxpool.broker.telemetry.reports import stats
+from mlxpool.broker.telemetry.snapshot import ProcessFigures, Snapshot
 from mlxpool.broker.telemetry.status import status
 
 Answer = tuple[HTTPStatus, str, bytes]  # status, content type, body
@@ -29,6 +36,26 @@ HEADERS = {
 }
 
 
+def _version() -> str:
+    try:
+        return version("mlxpool")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+VERSIONS = (_version(), platform.python_version(), zmq.__version__, zmq.zmq_version())
+
+
+def with_process(snapshot: Snapshot) -> Snapshot:
+    """The snapshot with the figures of this process, as they are now."""
+    pid, times = os.getpid(), os.times()
+    descriptors = len(os.listdir("/dev/fd"))
+    figures = ProcessFigures(
+        VERSIONS, os_process.resident_bytes(pid), times.user + times.system, descriptors
+    )
+    return replace(snapshot, process=figures)
+
+
 class Renderers:
     """What answers share between requests. Used by all threads of the server."""
 
@@ -43,7 +70,7 @@ class Renderers:
 
 
 def _metrics(renderers: Renderers, snapshot: Snapshot) -> Answer:
-    return HTTPStatus.OK, CONTENT_TYPE, renderers.prometheus(snapshot)
+    return HTTPStatus.OK, CONTENT_TYPE, renderers.prometheus(with_process(snapshot))
 
 
 def _stats(renderers: Renderers, snapshot: Snapshot) -> Answer:
@@ -68,7 +95,8 @@ def _readyz(renderers: Renderers, snapshot: Snapshot) -> Answer:
 
 def _status_json(renderers: Renderers, snapshot: Snapshot) -> Answer:
     """What the status page shows."""
-    body = json.dumps(status(snapshot, renderers.history, monotonic()), separators=(",", ":"))
+    shown = replace(snapshot, process=ProcessFigures(VERSIONS))
+    body = json.dumps(status(shown, renderers.history, monotonic()), separators=(",", ":"))
     return HTTPStatus.OK, "application/json", body.encode()
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from mlxpool.broker.models.lifecycle import ADMITTING, TRANSITIONS, ModelState, shown_state
 from mlxpool.broker.requests.call import Call
 from mlxpool.broker.requests.fair_queue import Queue
-from mlxpool.broker.workers.slot import Slot
-from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.broker.workers.worker_states import COMING, SERVING, WorkerState
 from mlxpool.common.config.schema import ModelConfig
 

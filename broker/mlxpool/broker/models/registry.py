@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from mlxpool.broker.models.aliases import SHARED_SETTINGS, Names
 from mlxpool.broker.models.lifecycle import FAILING
 from mlxpool.broker.models.model import Model
-from mlxpool.broker.workers.slot import Slot
-from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelUnavailable, PoolError, UnknownModel, from_body
 

@@ -11,7 +11,7 @@ import platform
 import sys
 from pathlib import Path
 
-_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/opt/OpenBLAS/lib")
+FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/opt/OpenBLAS/lib")
 _NAMES = (
     "openblas-pthread/libblas.so.3",
     "openblas-openmp/libblas.so.3",
@@ -27,7 +27,7 @@ def find() -> Path | None:
     if named is not None:
         return Path(named) if named and Path(named).is_file() else None
     machine = f"{platform.machine()}-linux-gnu"
-    for folder in _FOLDERS:
+    for folder in FOLDERS:
         for name in _NAMES:
             for path in (Path(folder, machine, name), Path(folder, name)):
                 if path.is_file():

@@ -20,7 +20,7 @@ from mlxpool.broker.processes.supervisor import (
     Supervisor,
 )
 from mlxpool.broker.workers.liveness import Watch, judge
-from mlxpool.broker.workers.restart_delay import restart_delay
+from mlxpool.broker.workers.worker import restart_delay
 from mlxpool.common.config.loading import check_run_dir
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.exit_codes import AGAIN, ALONE, REFUSED, STOPPED

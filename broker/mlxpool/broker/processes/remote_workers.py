@@ -1,48 +1,122 @@
-"""Admits workers of other supervisors, observes them by their beats, and notices their ends."""
+"""Workers of other supervisors: admits those that dial in, observes them, notices their ends.
+
+Their processes belong to another supervisor. To the broker such a worker is its connection: when
+that ends, or beats and progress show a hang, the worker is fenced and its streams are resumed on
+another. One that was fenced dials again and is new.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable
-from typing import Protocol
+import secrets
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from mlxpool.broker.interface import events as ev
-from mlxpool.broker.interface.ports import Perform
-from mlxpool.broker.processes.remote_slots import (
-    OBSERVE_INTERVAL,
-    RemoteSlots,
-    model_of,
-    sample_of,
-)
+import zmq
+
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.events import Perform
+from mlxpool.broker.core.state import State
 from mlxpool.broker.security.keyring import KEY, UID
 from mlxpool.broker.transport.descriptors import shut_down
 from mlxpool.broker.transport.peers import Peer
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
-from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers import exit_causes
+from mlxpool.broker.workers.liveness import Sample
 from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.common.config.model_names import fault_of_name
 from mlxpool.common.errors import BadRequest, ModelUnavailable, Unauthorized
-from mlxpool.common.protocol.content import encoded
-from mlxpool.common.protocol.to_broker import Hello
+from mlxpool.common.progress import PHASES, ProgressReading
+from mlxpool.common.protocol.frames import encoded
+from mlxpool.common.protocol.to_broker import Beat, Hello, ProgressSample
 from mlxpool.common.protocol.to_worker import Stop
+
+OBSERVE_INTERVAL = 0.5  # seconds
+
+
+@dataclass(eq=False, slots=True)
+class RemoteSlot:
+    """One worker. Its next connection needs `token`, so that nobody else takes its slot."""
+
+    slot: str
+    model: str
+    number: int  # of its connection
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+
+
+class RemoteSlots:
+    """Owned by the broker's thread."""
+
+    def __init__(self, back: zmq.Socket[bytes]) -> None:
+        self.by_slot: dict[str, RemoteSlot] = {}
+        self._observe_at = 0.0
+        self._back = back
+        self.monitor: zmq.Socket[bytes] = back.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def find(self, number: int, token: str) -> RemoteSlot | None:
+        """The worker that says `hello` again, on the same connection or with its newest token."""
+        for remote in self.by_slot.values():
+            if remote.number == number or secrets.compare_digest(
+                remote.token.encode(), token.encode()
+            ):
+                return remote
+        return None
+
+    def fill(self, slot: str, model: str, number: int) -> RemoteSlot:
+        """A worker on this connection fills the slot."""
+        self.by_slot[slot] = remote = RemoteSlot(slot, model, number)
+        return remote
+
+    def disconnected(self) -> set[int]:
+        """Our ends (descriptors) of the connections that have ended since the last call."""
+        ended = set()
+        try:
+            while True:
+                _, descriptor = struct.unpack("=hi", self.monitor.recv_multipart(zmq.NOBLOCK)[0])
+                ended.add(descriptor)
+        except zmq.Again:
+            return ended
+
+    def due(self, now: float) -> Iterator[RemoteSlot]:
+        """The workers to observe, if it is time."""
+        if self.by_slot and now >= self._observe_at:
+            self._observe_at = now + OBSERVE_INTERVAL
+            yield from list(self.by_slot.values())
+
+    def next_wake(self) -> float:
+        return self._observe_at if self.by_slot else math.inf
+
+    def close(self) -> None:
+        """Close the monitor; call it before the back socket is closed."""
+        self._back.disable_monitor()
+        self.monitor.close()
+
+
+def model_of(hello: Hello) -> str | None:
+    """The model that a `hello` without a slot serves; None when its name is missing or bad."""
+    name = hello.model
+    return None if hello.slot or name is None or fault_of_name(name) is not None else name
+
+
+def sample_of(beat: Beat) -> Sample:
+    """A beat in place of an observation from outside. Pure. Without a phase it is loading."""
+    phase = "load" if beat.phase is None else beat.phase
+    if phase not in PHASES:
+        return Sample(ProgressReading("decode"))
+    step = beat.look or ProgressSample()
+    look = ProgressReading(
+        phase, 0, beat.progress, step.tokens, step.fresh, step.usual_token_ns, step.usual_step_ns
+    )
+    return Sample(look)
+
 
 log = logging.getLogger("mlxpool.broker")
 
 MAX_REMOTE_WORKERS = 4096
 MAX_MODELS = 10_000  # names, above which a worker may bring no new one
-
-
-class Pool(Protocol):
-    """What the core knows of its slots and models."""
-
-    def worker(self, slot: str) -> Worker | None: ...
-
-    def remote_slot_for(self, model: str) -> str:
-        """The name of the slot that the next remote worker of this model fills."""
-
-    def knows_model(self, name: str) -> bool: ...
-
-    def model_count(self) -> int: ...
 
 
 class RemoteWorkers:
@@ -51,7 +125,7 @@ class RemoteWorkers:
     def __init__(
         self,
         sessions: WorkerSessions,
-        pool: Pool,
+        state: State,
         perform: Perform,
         *,
         read_pending: Callable[[float], None],
@@ -61,7 +135,7 @@ class RemoteWorkers:
         """`read_pending` handles what waits on the back socket; `stopping`: the broker ends."""
         self.slots = RemoteSlots(sessions.peers.socket)
         self._sessions = sessions
-        self._pool = pool
+        self._state = state
         self._perform = perform
         self._read_pending = read_pending
         self._stopping = stopping
@@ -82,12 +156,12 @@ class RemoteWorkers:
             remote = self.slots.fill(slot, model, peer.number)
             event: ev.Event = ev.WorkerHello(slot, hello, remote.token)
         else:
-            slot = self._pool.remote_slot_for(model)
+            slot = self._state.registry.remote_slot_name(model)
             remote = self.slots.fill(slot, model, peer.number)
             event = ev.WorkerDialled(slot, model, hello, remote.token)
         self._sessions.open(slot, peer.number)
         self._perform(event, now)
-        worker = self._pool.worker(slot)
+        worker = self._state.worker_in(slot)
         if worker is None:
             self.slots.by_slot.pop(slot, None)
             self._sessions.release(slot)
@@ -114,7 +188,8 @@ class RemoteWorkers:
             raise ModelUnavailable(
                 f"{MAX_REMOTE_WORKERS} workers have dialled in, as many as there may be"
             )
-        if not self._pool.knows_model(model) and self._pool.model_count() >= MAX_MODELS:
+        known = self._state.registry.names.known
+        if model not in known and len(known) >= MAX_MODELS:
             raise ModelUnavailable(f"there are {MAX_MODELS} models, as many as there may be")
 
     # ---- ends ----------------------------------------------------------------------------------
@@ -127,11 +202,11 @@ class RemoteWorkers:
         """
         if slot not in self.slots.by_slot:
             return False
-        worker = self._pool.worker(slot)
+        worker = self._state.worker_in(slot)
         if worker is not None and not self._stopping():
             again = worker.replace or worker.state is not WorkerState.STOPPING
             self._sessions.send(slot, encoded(Stop(again=again), epoch=worker.epoch))
-        self._end(slot, "stopped", now)
+        self._end(slot, exit_causes.STOPPED, now)
         return True
 
     def _end(self, slot: str, cause: str, now: float, *, disconnect: bool = False) -> None:
@@ -150,21 +225,21 @@ class RemoteWorkers:
             peer = peers.get(remote.number)
             if peer is None or peer.gone or peer.descriptor in ended:
                 self._read_pending(now)
-                self._end(remote.slot, "its connection ended", now)
+                self._end(remote.slot, exit_causes.CONNECTION_ENDED, now)
 
     def revoke(self, user: str, now: float) -> None:
         """Disconnect the workers whose handshake had this user id."""
         for remote in list(self.slots.by_slot.values()):
             peer = self._sessions.peers.by_number.get(remote.number)
             if peer is not None and peer.user == user:
-                self._end(remote.slot, "its key was revoked", now, disconnect=True)
+                self._end(remote.slot, exit_causes.KEY_REVOKED, now, disconnect=True)
 
     # ---- observation ---------------------------------------------------------------------------
 
     def observe(self, now: float) -> None:
         """Have the core judge them by their beats."""
         for remote in self.slots.due(now):
-            worker = self._pool.worker(remote.slot)
+            worker = self._state.worker_in(remote.slot)
             if worker is not None:
                 sample = sample_of(worker.beat)
                 self._perform(ev.Looked(remote.slot, sample, OBSERVE_INTERVAL), now)

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mlxpool.broker.host import os_process
-from mlxpool.broker.interface.events import Sample
 from mlxpool.broker.processes.blas import preload
-from mlxpool.broker.processes.exits import WorkerExit, exit_of
 from mlxpool.broker.processes.records import WorkerRecords, file_stem, kill_group
+from mlxpool.broker.workers.exit_causes import WorkerExit, exit_of
+from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
 from mlxpool.common.progress import Block
 

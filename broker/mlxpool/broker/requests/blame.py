@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mlxpool.broker.requests.request import Request
 
-SUSPECT_CHARGE = 1.0  # from this charge on a request runs alone
+ALONE_CHARGE = 1.0  # from this charge on a request runs alone
 POISON_CHARGE = 2.0  # at this charge a request is refused
 MAX_RESUMES = 2  # in a row without a new token
 MAX_RESUMES_ALONE = 4  # the same of a request that runs alone: its worker's next end decides
@@ -26,9 +26,9 @@ def batch_bound(charge: float, group: int) -> int:
     """How many may run together with a request of this charge that was one of `group`; 0: any."""
     if charge <= 0:
         return 0
-    return 1 if charge >= SUSPECT_CHARGE else max(1, group // 4)
+    return 1 if charge >= ALONE_CHARGE else max(1, group // 4)
 
 
 def max_resumes(charge: float) -> int:
     """How many resumes in a row without a new token a request of this charge may have."""
-    return MAX_RESUMES if charge < SUSPECT_CHARGE else MAX_RESUMES_ALONE
+    return MAX_RESUMES if charge < ALONE_CHARGE else MAX_RESUMES_ALONE

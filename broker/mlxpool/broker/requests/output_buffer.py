@@ -7,55 +7,16 @@ of the ids it has.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-from mlxpool.common.protocol import kinds
-from mlxpool.common.protocol.content import Content
 from mlxpool.common.protocol.deltas import size_of_logprobs
-from mlxpool.common.protocol.token_ids import ID_WIDTH
+from mlxpool.common.protocol.to_client import StreamDelta
 
 MAX_CHUNK = 64 * 1024  # bytes of text, ids and log-probabilities in one chunk
 
 
-@dataclass(eq=False, slots=True)
-class Chunk(Content):
-    """One `delta` message: whole steps of the worker, merged until it is sent.
-
-    It is the message itself, because a `StreamDelta` for each would cost the hot path an object.
-    """
-
-    kind: ClassVar[str] = kinds.DELTA
-    pos: int
-    texts: list[str] = field(default_factory=list)
-    ids: bytearray = field(default_factory=bytearray)
-    logprobs: list[Any] = field(default_factory=list)
-    facts: dict[str, Any] | None = None
-    size: int = 0
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def count(self) -> int:
-        """How many ids."""
-        return len(self.ids) // ID_WIDTH
-
-    def body(self) -> dict[str, Any]:
-        body: dict[str, Any] = {"text": "".join(self.texts), "n": len(self.ids) // ID_WIDTH}
-        if self.logprobs:
-            body["logprobs"] = self.logprobs
-        if self.facts is not None:
-            body["facts"] = self.facts
-        return body
-
-    def blobs(self) -> tuple[bytes, ...]:
-        return (bytes(self.ids),)
-
-
 def append(
-    chunks: deque[Chunk],
+    chunks: deque[StreamDelta],
     pos: int,
     text: str,
     ids: bytes,
@@ -69,7 +30,7 @@ def append(
     if chunks and chunks[-1].size + size <= MAX_CHUNK:
         last = chunks[-1]
     else:
-        last = Chunk(pos)
+        last = StreamDelta(pos)
         chunks.append(last)
     last.texts.append(text)
     last.ids += ids

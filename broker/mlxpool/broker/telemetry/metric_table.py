@@ -9,17 +9,16 @@ states, kinds, codes; never an id, an owner or a process.
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
-import zmq
-
-from mlxpool.broker.host import os_process
 from mlxpool.broker.metrics.histograms import OTHER, Frozen
-from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot, WorkerSnapshot
+from mlxpool.broker.telemetry.snapshot import (
+    ModelSnapshot,
+    ProcessFigures,
+    Snapshot,
+    WorkerSnapshot,
+)
 from mlxpool.common.errors import BY_CODE
 
 REASONS = ("stop", "length", "cancelled")
@@ -143,31 +142,15 @@ def _queries(worker: WorkerSnapshot) -> int | None:
     return prefix.get("hits", 0) + prefix.get("misses", 0) if prefix else None
 
 
-def _version() -> str:
-    try:
-        return version("mlxpool")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-VERSION = _version()
-_BUILD = (VERSION, platform.python_version(), zmq.__version__, zmq.zmq_version())
-
-
-def _process(value: Callable[[], float]) -> Callable[[Snapshot], Rows]:
-    return lambda _: [((), value())]
-
-
-def _cpu_seconds() -> float:
-    times = os.times()
-    return times.user + times.system
+def _process(value: Callable[[ProcessFigures], float]) -> Callable[[Snapshot], Rows]:
+    return lambda snapshot: [((), value(snapshot.process))]
 
 
 _MODEL, _WORKER = ("model",), ("model", "worker")
 
 BROKER = (
     Family("mlxpool_build_info", GAUGE, "Versions; always 1",
-           ("version", "python", "pyzmq", "libzmq"), lambda _: [(_BUILD, 1.0)]),
+           ("version", "python", "pyzmq", "libzmq"), lambda s: [(s.process.versions, 1.0)]),
     Family("mlxpool_broker_state", GAUGE, "1 for the state it is in",
            ("state",), _broker_states, BROKER_STATES),
     Family("mlxpool_broker_uptime_seconds", GAUGE, "Since the broker's start",
@@ -196,11 +179,11 @@ BROKER = (
     Family("mlxpool_requests_rejected_total", COUNTER, "Requests that were not accepted",
            ("error",), _rejected, CODES),
     Family("process_resident_memory_bytes", GAUGE, "Memory of the broker",
-           (), _process(lambda: os_process.resident_bytes(os.getpid()))),
+           (), _process(lambda p: p.resident)),
     Family("process_cpu_seconds_total", COUNTER, "Processor time of the broker",
-           (), _process(_cpu_seconds)),
+           (), _process(lambda p: p.cpu_seconds)),
     Family("process_open_fds", GAUGE, "Descriptors the broker has open",
-           (), _process(lambda: len(os.listdir("/dev/fd")))),
+           (), _process(lambda p: p.descriptors)),
     Family("process_max_fds", GAUGE, "Descriptors the broker may have open",
            (), _pool(lambda s: s.broker.descriptors)),
 )  # fmt: skip

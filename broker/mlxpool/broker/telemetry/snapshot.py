@@ -16,8 +16,7 @@ from mlxpool.broker.metrics.histograms import Figures, Frozen, Histogram
 from mlxpool.broker.models import listing as model_listing
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
-from mlxpool.broker.workers.slot import Slot
-from mlxpool.broker.workers.worker import Worker
+from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.protocol.to_broker import Beat
 
 MAX_PHASE_CHARS = 20  # of a phase, which is a worker's own word
@@ -108,7 +107,19 @@ class WorkerSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessFigures:
+    """What the operating system says of the broker's process, and of what it was built."""
+
+    versions: tuple[str, ...] = ("unknown",) * 4  # of mlxpool, Python, pyzmq, libzmq
+    resident: int = 0  # bytes
+    cpu_seconds: float = 0.0
+    descriptors: int = 0  # that are open
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
+    """The whole pool. Who renders it adds `process` on its own thread: the loop does not wait."""
+
     broker: BrokerInfo
     counters: Counters  # a copy
     sizes: Mapping[str, int]  # entries of each map of the core
@@ -117,6 +128,7 @@ class Snapshot:
     lag: float  # seconds, see loop_lag
     memory_limit: int  # bytes that all workers may take together
     listing: tuple[Mapping[str, Any], ...] = ()  # a row for each name, with its path
+    process: ProcessFigures = ProcessFigures()
 
 
 def take(

@@ -12,9 +12,8 @@ from mlxpool.broker.telemetry.history import (
     RecentHistory,
     recent_rates,
 )
-from mlxpool.broker.telemetry.metric_table import VERSION
+from mlxpool.broker.telemetry.reports import pool_stats
 from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot, WorkerSnapshot
-from mlxpool.broker.telemetry.stats import pool_stats
 
 MAX_ROWS = 40  # of models and of workers: the page stays small however large the pool is
 FAULTY = ("failed", "broken", "suspect", "condemned")
@@ -39,7 +38,7 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
             "uptime_s": broker.uptime_s,
             "links": broker.links,
         },
-        "version": VERSION,
+        "version": snapshot.process.versions[0],
         "lag_s": round(snapshot.lag, 4),
         "requests": pool["requests"],
         "resumed": pool["resumed"],

@@ -15,8 +15,8 @@ import ctypes
 import logging
 import os
 import socket
-from typing import Protocol
 
+from mlxpool.broker.core.state import State
 from mlxpool.broker.host import os_process
 from mlxpool.broker.transport.descriptors import accepted
 from mlxpool.broker.transport.listener import Listener
@@ -28,26 +28,17 @@ MAX_UNEXPLAINED = 512 * 1024 * 1024  # bytes
 CHECK_INTERVAL = 0.25  # seconds
 SETTLE_TIME = 0.5  # seconds until memory of ended connections is freed; shorter than the unbinding
 RECENT = 2.0  # seconds within which a client with live streams has sent a whole message
+UNREAD_ID_BYTES = 64  # of a token id that was sent and not acknowledged, somewhere in a socket
 OVERHEAD = 2  # memory of a message in Python, in multiples of its bytes
-
-
-class LiveStreams(Protocol):
-    """What the core knows of its clients."""
-
-    def bytes_held(self) -> int:
-        """Payloads and tokens of all live requests, and ids of tokens not acknowledged."""
-
-    def links_heard(self, since: float) -> list[int]:
-        """Numbers of the connections with live streams that sent a message after `since`."""
 
 
 class MemoryGuard:
     """Owned by the broker's thread. Only memory is guarded; the loop shares out its time."""
 
-    def __init__(self, listener: Listener, front: Peers, streams: LiveStreams) -> None:
+    def __init__(self, listener: Listener, front: Peers, state: State) -> None:
         self.listener = listener
         self.front = front
-        self.streams = streams
+        self._state = state
         self.disconnected = 0  # connections so far
         self._check_at = 0.0
         self._floor = 0  # bytes that remained when nobody was connected
@@ -91,13 +82,13 @@ class MemoryGuard:
     def _explained(self) -> int:
         """Bytes that requests and backlogs may take at most."""
         backlogs = sum(self.front.by_number[number].backlog_bytes for number in self.front.full)
-        return OVERHEAD * (self.streams.bytes_held() + backlogs)
+        return OVERHEAD * (_bytes_held(self._state) + backlogs)
 
     def _active(self, now: float) -> set[int]:
         """Descriptors of clients with live streams that are not in the middle of a message."""
         return {
             peer.descriptor
-            for number in self.streams.links_heard(now - RECENT)
+            for number in _links_heard(self._state, now - RECENT)
             if (peer := self.front.by_number.get(number)) is not None
         }
 
@@ -110,6 +101,23 @@ class MemoryGuard:
                     count += 1
         self.disconnected += count
         log.warning("turned peers out: memory is short", extra={"peers": count, "bytes": used})
+
+
+def _bytes_held(state: State) -> int:
+    """Payloads and tokens of all live requests, and ids of tokens not acknowledged."""
+    return sum(
+        request.message.size
+        + len(request.run.ids)
+        + request.reader.unread_bytes
+        + UNREAD_ID_BYTES * (request.reader.sent - request.reader.acked)
+        for request in state.requests.values()
+    )
+
+
+def _links_heard(state: State, since: float) -> list[int]:
+    """Numbers of the connections with live streams that sent a message after `since`."""
+    links = state.links.items()
+    return [number for number, link in links if link.ids and link.heard_at > since]
 
 
 def _trim_heap() -> None:

@@ -10,12 +10,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from mlxpool.broker.interface.events import Sample
+from mlxpool.broker.workers import exit_causes
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.progress import ProgressReading
 
 USUAL_FACTOR = 40  # times the usual duration is past the limit
 EDGE_FRESH = 2.0  # seconds: an edge thread that moved so lately is alive
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A process as its supervisor sees it. Waits are nanoseconds spent runnable but not run."""
+
+    look: ProgressReading
+    stopped: bool = False  # by a signal
+    compute_wait_ns: int = 0
+    edge_wait_ns: int = 0
+    rss: int = 0  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +100,22 @@ def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int
     """The worst verdict that the signals give. Before its welcome a worker owes no beats."""
     sample, look = watch.sample, watch.sample.look
     if 0 < memory_limit < sample.rss:
-        cause = f"out of memory: {sample.rss} bytes resident, memory_limit {memory_limit}"
+        cause = exit_causes.over_memory_limit(sample.rss, memory_limit)
         return Verdict(1.0, 0.5, cause, own=True, dump=False)
     compute = Verdict(
         watch.still,
         limit_of(look, config),
-        f"hung in {look.phase} for {watch.still:.1f} s",
+        exit_causes.hung(look.phase, watch.still),
         own=True,
     )
     silent = Verdict(
         watch.silent,
         config.beat_limit if welcomed else math.inf,
-        f"no beat for {watch.silent:.1f} s",
+        exit_causes.silent(watch.silent),
         own=watch.edge_still > EDGE_FRESH,
     )
     worst = max(compute, silent, key=lambda verdict: verdict.age / verdict.limit)
     if sample.stopped and worst.suspect:
-        cause = f"stopped by a signal (SIGSTOP) for {worst.age:.1f} s"
+        cause = exit_causes.stopped_by_signal(worst.age)
         return Verdict(worst.age, worst.limit, cause, own=False, dump=False)
     return worst

@@ -1,7 +1,8 @@
-"""The record of one worker: one incarnation of a slot."""
+"""One worker: the record of one incarnation of a slot, and the slot it fills."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ class Worker:
     suspect_since: float = 0.0  # past a limit of liveness, whatever its state; 0: it is not
     suspicion: str = ""  # why it is past a limit
     cause: str = ""  # why we ended it, or why it said it would end
-    ended_by_suspect: bool = False  # a request that had ended another worker ended it
+    ended_by_charged_request: bool = False  # a request that had ended another worker ended it
     said_bye: bool = False  # it was asked to go, by whomever
     error: Mapping[str, object] | None = None  # the body of the error it left with
     replace: bool = False  # its slot is filled again at once
@@ -107,3 +108,28 @@ class Worker:
         self.end_all_leases()
         self.calls.clear()
         self.suspect_since = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    name: str
+    model: str
+    worker: Worker | None = None
+    restarts: int = 0
+    last_exit: str = ""  # the cause of the last worker's end
+    remote: bool = False  # for workers that dial in; no process is started here
+
+
+JITTER = 0.25  # of a delay
+
+
+def restart_delay(failures: int, first: float, most: float, boot: int = 0) -> float:
+    """Seconds to wait after `failures` workers in a row that never served: 1, 2, 4 … times `first`.
+
+    `boot` spreads the restarts of many pools by up to JITTER; 0 does not.
+    """
+    if failures <= 0:
+        return 0.0
+    share = hashlib.blake2b(b"%d %d" % (boot, failures), digest_size=2).digest()
+    spread = JITTER * int.from_bytes(share, "big") / 2**16 if boot else 0.0
+    return min(most, first * 2.0 ** min(failures - 1, 32)) * (1 + spread)

@@ -1,18 +1,24 @@
-"""Rows of `deltas`: what one step adds to one stream. The hot path of worker, broker and client."""
+"""`deltas`: rows of what one step adds to one stream, and how a run ends in its last row.
+
+The hot path of worker, broker and client.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
+from mlxpool.common.checks import mapping
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol.frames import ID_BYTES, MAX_BODY, Message
+from mlxpool.common.protocol.frames import ID_BYTES, MAX_BODY, Content, Message
 from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
 class Delta(NamedTuple):
     """What one step adds to one stream: an entry of `deltas`. A tuple, for there are many.
 
+    `attempt` is that of the header: a client's sending, or from a worker the number of the run.
     `ids` holds the new token ids as bytes (see `token_ids`). `end` is the body of the terminal that
     comes with them; `end["code"]` is set when it is an error.
     """
@@ -30,21 +36,6 @@ class Delta(NamedTuple):
     def n(self) -> int:
         """Number of ids."""
         return len(self.ids) // ID_WIDTH
-
-
-def pack_deltas(deltas: Sequence[Delta]) -> tuple[dict[str, Any], bytes]:
-    """Body and blob of a `deltas` message: trailing absent fields of an entry are left out."""
-    return {"rows": pack_rows(deltas)}, join_ids(deltas)
-
-
-def pack_rows(deltas: Iterable[Delta]) -> list[list[Any]]:
-    """The entries of a `deltas` message without their ids."""
-    return [_pack_row(delta) for delta in deltas]
-
-
-def join_ids(deltas: Iterable[Delta]) -> bytes:
-    """The blob of a `deltas` message: all ids in the order of the rows."""
-    return b"".join([delta.ids for delta in deltas])
 
 
 ROW_BYTES = 512  # an entry without its text, ids, log-probabilities
@@ -92,7 +83,10 @@ def _pack_row(delta: Delta) -> list[Any]:
 
 
 def unpack_deltas(message: Message) -> list[Delta]:
-    """Undo `pack_deltas`. Raises BadRequest for a malformed entry or a blob that does not fit."""
+    """The rows of a `deltas` message.
+
+    Raises BadRequest for a malformed entry or a blob that does not fit.
+    """
     rows = message.body.get("rows")
     blob = message.blobs[0] if message.blobs else b""
     if not isinstance(rows, list):
@@ -134,3 +128,68 @@ def unpack_deltas(message: Message) -> list[Delta]:
 
 
 _tuple = tuple.__new__  # half the time of Delta's own
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas(Content):
+    """What steps made: one row for each stream that got something.
+
+    A worker sends it to the broker about runs. The broker sends it to a client about streams with
+    `batch`.
+    """
+
+    kind: ClassVar[str] = "deltas"
+    rows: Sequence[Delta]
+
+    def body(self) -> dict[str, Any]:
+        return {"rows": [_pack_row(delta) for delta in self.rows]}
+
+    def blobs(self) -> tuple[bytes, ...]:
+        """All ids in the order of the rows."""
+        return (b"".join([delta.ids for delta in self.rows]),)
+
+
+# ---- the end of a run ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of tokens of the whole completion, ids of a resume included."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a run ended in its worker, as it travels in the last row of `deltas`.
+
+    `usage` and `timings_ms` are passed on as the worker made them.
+    """
+
+    reason: str
+    text: str = ""  # what was held back; "" behind a stop string
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    timings_ms: Mapping[str, Any] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"text": self.text, "reason": self.reason, "usage": self.usage}
+        return {**body, "timings_ms": self.timings_ms} if self.timings_ms else body
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> RunEnd:
+        """Read leniently: a missing reason is `stop`, what is no map is an empty one."""
+        return cls(
+            body.get("reason", "stop"),
+            body.get("text", ""),
+            mapping(body.get("usage")),
+            mapping(body.get("timings_ms")),
+        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack
 
@@ -37,8 +37,9 @@ MAX_NUMBER = 2**63 - 1
 class Header:
     """`epoch`: the worker's epoch on the back socket, the broker's boot number on the front.
 
-    `attempt` counts the sendings of an id. `pos` is the index of the first token id of the frame in
-    the completion; in a terminal, the number of ids sent before it.
+    `attempt` counts a client's sendings of an id on the front; on the back it is the number of a
+    run, which the broker gives. `pos` is the index of the first token id of the frame in the
+    completion; in a terminal, the number of ids sent before it.
     """
 
     kind: str
@@ -213,3 +214,39 @@ def _check_sizes(parts: Sequence[bytes], max_body: int) -> None:
     total, most = sum(map(len, parts)), MAX_TOTAL + max_body - MAX_BODY
     if total > most:
         raise TooLarge(f"the message has {total} bytes, at most {most}")
+
+
+# ---- contents ---------------------------------------------------------------------------------
+
+
+class Content:
+    """Base of every typed message. A subclass is a frozen dataclass with its fields.
+
+    Where a message is received as well as sent, `parse` makes the dataclass from a body and its
+    blobs; unknown keys are ignored.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[str]
+
+    def body(self) -> dict[str, Any] | None:
+        """The body as msgpack packs it; None sends the header alone."""
+        return {}
+
+    def blobs(self) -> tuple[bytes, ...]:
+        """The raw parts behind the body."""
+        return ()
+
+
+def encoded(
+    content: Content,
+    id: bytes | None = None,
+    epoch: int = 0,
+    attempt: int = 0,
+    pos: int = 0,
+    *,
+    max_body: int = MAX_BODY,
+) -> list[bytes]:
+    """The parts of a message with this content. Raises TooLarge and BadRequest as `encode` does."""
+    header = Header(content.kind, id, epoch, attempt, pos)
+    return encode(header, content.body(), content.blobs(), max_body=max_body)

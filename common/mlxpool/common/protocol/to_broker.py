@@ -1,4 +1,4 @@
-"""Messages to the broker: those of clients, then those of workers."""
+"""Messages to the broker: those of clients, then those of workers. `deltas`: see `deltas`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import msgpack
 from mlxpool.common.checks import flag, integer, mapping, natural, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
-from mlxpool.common.protocol import kinds
-from mlxpool.common.protocol.content import Content
-from mlxpool.common.protocol.deltas import Delta, join_ids, pack_rows
+from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.prompts import Prompt, blobs_of_prompt, parse_prompt
 from mlxpool.common.protocol.resume import Resume
 
+TOKENIZE, DETOKENIZE = "tokenize", "detokenize"  # the kinds of a `TokenizerCall`
 MAX_WINDOW = 1 << 20
 DEFAULT_WINDOW = 1024  # token ids that may be sent and not acknowledged
 MAX_PRIORITY = 2
@@ -31,6 +30,7 @@ PER_SENDING = frozenset({"resume", "deadline_ms", "queue_ms", "first_token_ms", 
 class Generate:
     """A checked `generate`. Times are milliseconds, None where the client sets no bound."""
 
+    kind: ClassVar[str] = "generate"
     model: str
     prompt: Prompt
     options: Options = field(default_factory=Options)
@@ -92,7 +92,7 @@ class GenerateDraft(Content):
     `settings` are the keys beside prompt and options, such as `deadline_ms` and `session`.
     """
 
-    kind: ClassVar[str] = kinds.GENERATE
+    kind: ClassVar[str] = Generate.kind
     model: str
     prompt: Prompt
     options: Mapping[str, Any]
@@ -123,7 +123,7 @@ def request_digest(body: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:
 class Ack(Content):
     """How many ids of each stream the client has read in all: pairs of (id, count)."""
 
-    kind: ClassVar[str] = kinds.ACK
+    kind: ClassVar[str] = "ack"
     have: Sequence[tuple[bytes, int]]
 
     def body(self) -> dict[str, Any]:
@@ -151,14 +151,14 @@ def _is_pair(pair: object) -> bool:
 class Cancel(Content):
     """End the stream of the header's id. The broker sends the same to a worker about a run."""
 
-    kind: ClassVar[str] = kinds.CANCEL
+    kind: ClassVar[str] = "cancel"
 
 
 @dataclass(frozen=True, slots=True)
 class Ping(Content):
     """Ask which broker process and which link this is; a sign of life."""
 
-    kind: ClassVar[str] = kinds.PING
+    kind: ClassVar[str] = "ping"
 
     def body(self) -> None:
         return None
@@ -168,7 +168,7 @@ class Ping(Content):
 class ListModels(Content):
     """Ask for every model that can be named."""
 
-    kind: ClassVar[str] = kinds.MODELS
+    kind: ClassVar[str] = "models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class Hello(Content):
     `token` is the newest one that the broker gave it; `start_time` is seconds since 1970.
     """
 
-    kind: ClassVar[str] = kinds.HELLO
+    kind: ClassVar[str] = "hello"
     slot: str
     model: str | None = None
     token: str = ""
@@ -250,7 +250,7 @@ class Hello(Content):
 class Credit(Content):
     """Room for more work: `sequences` are free, `works` frames were received in this epoch."""
 
-    kind: ClassVar[str] = kinds.CREDIT
+    kind: ClassVar[str] = "credit"
     sequences: int = 0
     works: int = 0
 
@@ -286,7 +286,7 @@ class Beat(Content):
     `phase` None: the worker did not say. `prefill` is the request whose prompt it reads.
     """
 
-    kind: ClassVar[str] = kinds.BEAT
+    kind: ClassVar[str] = "beat"
     phase: str | None = None
     phase_age_ms: float = 0
     progress: int = 0
@@ -337,24 +337,10 @@ class Beat(Content):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerDeltas(Content):
-    """What steps made: one row for each stream that got something."""
-
-    kind: ClassVar[str] = kinds.DELTAS
-    rows: Sequence[Delta]
-
-    def body(self) -> dict[str, Any]:
-        return {"rows": pack_rows(self.rows)}
-
-    def blobs(self) -> tuple[bytes, ...]:
-        return (join_ids(self.rows),)
-
-
-@dataclass(frozen=True, slots=True)
 class TokenizerAnswer(Content):
     """The answer to `tokenize` or `detokenize`; the body of an error if it has a `code`."""
 
-    kind: ClassVar[str] = kinds.TOKENS
+    kind: ClassVar[str] = "tokens"
     fields: Mapping[str, Any]
     packed: tuple[bytes, ...] = ()
 
@@ -373,7 +359,7 @@ class TokenizerAnswer(Content):
 class Yield(Content):
     """A drained worker hands back the runs that it has not finished: (id, run number) each."""
 
-    kind: ClassVar[str] = kinds.YIELD
+    kind: ClassVar[str] = "yield"
     runs: Sequence[tuple[bytes, int]] = ()
 
     def body(self) -> dict[str, Any]:
@@ -400,7 +386,7 @@ class Yield(Content):
 class Bye(Content):
     """A worker leaves; `error` is the body of an error, if it cannot serve or no longer can."""
 
-    kind: ClassVar[str] = kinds.BYE
+    kind: ClassVar[str] = "bye"
     error: Mapping[str, Any] | None = None
 
     def body(self) -> dict[str, Any]:

@@ -1,24 +1,22 @@
-"""Messages of the broker to a client."""
+"""Messages of the broker to a client. `deltas`: see `deltas`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mlxpool.common.checks import mapping
+from mlxpool.common.checks import mapping, natural
 from mlxpool.common.errors import PoolError, from_body
-from mlxpool.common.protocol import kinds
-from mlxpool.common.protocol.content import Content
-from mlxpool.common.protocol.deltas import Delta, join_ids, pack_rows
-from mlxpool.common.protocol.token_ids import count_of
+from mlxpool.common.protocol.frames import Content
+from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted(Content):
     """The broker has taken the request. `queue_position` requests wait in front of it."""
 
-    kind: ClassVar[str] = kinds.ACCEPTED
+    kind: ClassVar[str] = "accepted"
     boot: int
     link: int
     queue_position: int
@@ -38,21 +36,34 @@ class Accepted(Content):
         return cls(int(body["boot"]), int(body["link"]), position, int(body["seed"]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class StreamDelta(Content):
-    """A piece of one stream: text and the packed ids it came with. The header has its `pos`.
+    """A piece of one stream: whole steps of the worker, merged until it is sent.
 
-    `facts` come with the first ids of a worker, as the worker made them.
+    The broker fills it step by step: a second object for each would cost the hot path. `pos`
+    travels in the header, `size` (bytes of text, ids and log-probabilities) not at all. `facts`
+    come with the first ids of a worker, as the worker made them.
     """
 
-    kind: ClassVar[str] = kinds.DELTA
-    text: str
-    ids: bytes = b""
-    logprobs: Sequence[Mapping[str, Any]] = ()
-    facts: Mapping[str, Any] | None = None
+    kind: ClassVar[str] = "delta"
+    pos: int
+    texts: list[str] = field(default_factory=list)
+    ids: bytearray = field(default_factory=bytearray)
+    logprobs: list[Any] = field(default_factory=list)
+    facts: dict[str, Any] | None = None
+    size: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def count(self) -> int:
+        """How many ids."""
+        return len(self.ids) // ID_WIDTH
 
     def body(self) -> dict[str, Any]:
-        body: dict[str, Any] = {"text": self.text, "n": count_of(self.ids)}
+        body: dict[str, Any] = {"text": "".join(self.texts), "n": len(self.ids) // ID_WIDTH}
         if self.logprobs:
             body["logprobs"] = self.logprobs
         if self.facts is not None:
@@ -60,21 +71,7 @@ class StreamDelta(Content):
         return body
 
     def blobs(self) -> tuple[bytes, ...]:
-        return (self.ids,)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamDeltas(Content):
-    """Pieces of several streams of one client, merged into one frame."""
-
-    kind: ClassVar[str] = kinds.DELTAS
-    rows: Sequence[Delta]
-
-    def body(self) -> dict[str, Any]:
-        return {"rows": pack_rows(self.rows)}
-
-    def blobs(self) -> tuple[bytes, ...]:
-        return (join_ids(self.rows),)
+        return (bytes(self.ids),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,7 @@ class Done(Content):
     often the broker gave the request to a worker.
     """
 
-    kind: ClassVar[str] = kinds.DONE
+    kind: ClassVar[str] = "done"
     reason: str
     text: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)
@@ -119,7 +116,7 @@ class Failed(Content):
     `fields` is the body that `PoolError.body` makes, passed on as it came.
     """
 
-    kind: ClassVar[str] = kinds.ERROR
+    kind: ClassVar[str] = "error"
     fields: Mapping[str, Any]
 
     @classmethod
@@ -147,19 +144,23 @@ class Failed(Content):
 class Fate(Content):
     """Answer to `cancel`: where the request stood before it; `pos` ids were sent."""
 
-    kind: ClassVar[str] = kinds.FATE
+    kind: ClassVar[str] = "fate"
     state: str
     pos: int
 
     def body(self) -> dict[str, Any]:
         return {"state": self.state, "pos": self.pos}
 
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Fate:
+        return cls(str(body.get("state")), natural(body.get("pos")))
+
 
 @dataclass(frozen=True, slots=True)
 class Pong(Content):
     """Answer to `ping`: which broker process this is, and which link of it."""
 
-    kind: ClassVar[str] = kinds.PONG
+    kind: ClassVar[str] = "pong"
     boot: int
     link: int
     version: int
@@ -167,13 +168,21 @@ class Pong(Content):
     def body(self) -> dict[str, Any]:
         return {"boot": self.boot, "link": self.link, "version": self.version}
 
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Pong:
+        return cls(int(body["boot"]), int(body["link"]), natural(body.get("version")))
+
 
 @dataclass(frozen=True, slots=True)
 class ModelList(Content):
     """Answer to `models`: a row for each name, see docs/protocol.md, `models`."""
 
-    kind: ClassVar[str] = kinds.MODELS
-    models: Sequence[Mapping[str, Any]]
+    kind: ClassVar[str] = "models"
+    models: list[dict[str, Any]]
 
     def body(self) -> dict[str, Any]:
         return {"models": self.models}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> ModelList:
+        return cls(list(body["models"]))

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from mlxpool.common.checks import is_integer, is_number
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import Options
-from mlxpool.common.protocol import kinds
-from mlxpool.common.protocol.content import Content
+from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.prompts import (
     ChatPrompt,
     PackedPrompt,
@@ -19,13 +18,14 @@ from mlxpool.common.protocol.prompts import (
     blobs_of_prompt,
 )
 from mlxpool.common.protocol.resume import Resume
+from mlxpool.common.protocol.to_broker import DETOKENIZE, TOKENIZE
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Content):
     """Answer to `hello`: the header's epoch is the worker's. The next `hello` needs `token`."""
 
-    kind: ClassVar[str] = kinds.WELCOME
+    kind: ClassVar[str] = "welcome"
     boot: int = 0
     token: str | None = None
 
@@ -43,14 +43,14 @@ class Welcome(Content):
 class Heard(Content):
     """Answer to a beat: the broker lives."""
 
-    kind: ClassVar[str] = kinds.HEARD
+    kind: ClassVar[str] = "heard"
 
 
 @dataclass(frozen=True, slots=True)
 class Who(Content):
     """The connection has no welcome: the worker drops all runs and says `hello` again."""
 
-    kind: ClassVar[str] = kinds.WHO
+    kind: ClassVar[str] = "who"
 
     def body(self) -> None:
         return None
@@ -60,14 +60,14 @@ class Who(Content):
 class Drain(Content):
     """Stop all runs, hand them back with `yield`, take no more."""
 
-    kind: ClassVar[str] = kinds.DRAIN
+    kind: ClassVar[str] = "drain"
 
 
 @dataclass(frozen=True, slots=True)
 class Stop(Content):
     """Leave. `again`: a fresh worker is wanted in its place. `error`: its `hello` is refused."""
 
-    kind: ClassVar[str] = kinds.STOP
+    kind: ClassVar[str] = "stop"
     again: bool | None = None
     error: Mapping[str, Any] | None = None
 
@@ -89,7 +89,7 @@ class Work(Content):
     worker, so its prompt is read in a pass of its own.
     """
 
-    kind: ClassVar[str] = kinds.WORK
+    kind: ClassVar[str] = "work"
     prompt: Prompt
     options: Options
     seed: int = 0
@@ -132,7 +132,7 @@ class Work(Content):
 class Tokenize:
     """A worker's view of `tokenize`: text, or UTF-8 that travelled as a blob."""
 
-    kind: ClassVar[str] = kinds.TOKENIZE
+    kind: ClassVar[str] = TOKENIZE
     text: str | bytes
 
     @classmethod
@@ -150,7 +150,7 @@ class Tokenize:
 class Detokenize:
     """A worker's view of `detokenize`: packed token ids."""
 
-    kind: ClassVar[str] = kinds.DETOKENIZE
+    kind: ClassVar[str] = DETOKENIZE
     packed: bytes
 
     @classmethod

@@ -10,8 +10,7 @@ from time import monotonic
 from typing import Self
 
 from mlxpool.common.errors import DeadlineExceeded, PoolError
-from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.ends import RunEnd, Usage
+from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey

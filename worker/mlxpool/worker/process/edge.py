@@ -20,7 +20,7 @@ import zmq
 from mlxpool.common.config.schema import WorkerConfig
 from mlxpool.common.errors import PoolError, TooLarge, from_body
 from mlxpool.common.exit_codes import AGAIN, ALONE, REFUSED
-from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol import to_broker, to_worker
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.to_broker import Beat, Bye, Hello, ProgressSample, TokenizerAnswer
 from mlxpool.common.protocol.to_worker import Detokenize, Stop, Tokenize, Welcome
@@ -288,13 +288,13 @@ class Edge:
 
     def _handle(self, message: Message) -> None:
         kind, epoch = message.kind, message.header.epoch
-        if kind == kinds.WELCOME:
+        if kind == to_worker.Welcome.kind:
             self._welcome(epoch, Welcome.parse(message.body))
-        elif kind == kinds.WHO:
+        elif kind == to_worker.Who.kind:
             self._who()
-        elif kind == kinds.STOP:
+        elif kind == to_worker.Stop.kind:
             self._stop(Stop.parse(message.body))
-        elif kind == kinds.HEARD:
+        elif kind == to_worker.Heard.kind:
             pass  # the link has noted that a frame came
         elif epoch != self.link.epoch or not self.link.epoch:
             log.warning("frame of another epoch", extra={"kind": kind})
@@ -305,13 +305,13 @@ class Edge:
         """Handle a message of the current epoch."""
         kind, header = message.kind, message.header
         key = (header.id or b"", header.attempt)
-        if kind == kinds.WORK:
+        if kind == to_worker.Work.kind:
             self.runs.work(message, key)
-        elif kind in (kinds.TOKENIZE, kinds.DETOKENIZE):
+        elif kind in (to_worker.Tokenize.kind, to_worker.Detokenize.kind):
             self._call_tokenizer(message)
-        elif kind == kinds.CANCEL:
+        elif kind == to_broker.Cancel.kind:
             self.runs.cancel(key)
-        elif kind == kinds.DRAIN:
+        elif kind == to_worker.Drain.kind:
             self.runs.drain()
 
     def _welcome(self, epoch: int, welcome: Welcome) -> None:
@@ -336,7 +336,7 @@ class Edge:
     def _call_tokenizer(self, message: Message) -> None:
         if self._preparer is None:
             return
-        parse = Tokenize.parse if message.kind == kinds.TOKENIZE else Detokenize.parse
+        parse = Tokenize.parse if message.kind == to_worker.Tokenize.kind else Detokenize.parse
         try:
             call = parse(message.body, message.blobs)
         except PoolError as error:

@@ -14,10 +14,14 @@ from dataclasses import dataclass, replace
 import zmq
 
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol import kinds
-from mlxpool.common.protocol.content import Content, encoded
-from mlxpool.common.protocol.deltas import Delta, pack_deltas
-from mlxpool.common.protocol.frames import MAX_BACK_BODY, Header, Message, decode, encode
+from mlxpool.common.protocol.deltas import Delta, Deltas
+from mlxpool.common.protocol.frames import (
+    MAX_BACK_BODY,
+    Content,
+    Message,
+    decode,
+    encoded,
+)
 from mlxpool.common.protocol.to_broker import Hello
 from mlxpool.common.protocol.to_worker import Welcome
 from mlxpool.common.trace import History
@@ -167,9 +171,7 @@ class Link:
         """Send deltas that fit one message; without an epoch, nothing."""
         if not self.epoch:
             return
-        body, blob = pack_deltas(deltas)
-        header = Header(kinds.DELTAS, None, self.epoch)
-        parts = encode(header, body, (blob,), max_body=MAX_BACK_BODY)
+        parts = encoded(Deltas(deltas), epoch=self.epoch, max_body=MAX_BACK_BODY)
         if self.history.on:
             for delta in deltas:
                 self._write_delta(delta)

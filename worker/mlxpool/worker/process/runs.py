@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from mlxpool.common.errors import Internal, PoolError
-from mlxpool.common.protocol.deltas import Delta, batches
-from mlxpool.common.protocol.ends import RunEnd
+from mlxpool.common.protocol.deltas import Delta, RunEnd, batches
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.to_broker import Credit, Yield
 from mlxpool.common.protocol.to_worker import Work, count_of_resume

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mlxpool.common.protocol import kinds
+from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Header, encode
 from mlxpool.common.protocol.prompts import ChatPrompt, Prompt, TextPrompt
@@ -80,7 +80,7 @@ class FaultyLink(Link):
         elif self.faults.name == "duplicate":
             self.put(parts)
         elif self.faults.name == "stale":
-            header = Header(kinds.DELTAS, None, max(0, self.epoch - 1))
+            header = Header(deltas.Deltas.kind, None, max(0, self.epoch - 1))
             self.put([*encode(header), *parts[1:]])
         else:
             self._late.append(_LateFrame(FRAMES_BEFORE_LATE, self.epoch, parts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.broker.workers.restart_delay import restart_delay
+from mlxpool.broker.workers.worker import restart_delay
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The kinds of message of MLXP/1, by who sends them to whom. docs/protocol.md describes each."""
+"""The kinds of message of MLXP/1, as raw peers of tests write them."""
 
 from __future__ import annotations
 

@@ -7,17 +7,17 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.broker.core.timers import Timers
+from mlxpool.broker.core.state import Timers
 
 
-def test_nothing_waits() -> None:
+def test_without_a_time_the_next_is_infinity() -> None:
     timers = Timers()
     assert timers.next() == math.inf
     assert timers.due(1e9) == []
     assert len(timers) == 0
 
 
-def test_the_earliest_comes_first() -> None:
+def test_the_earliest_key_is_due_first() -> None:
     timers = Timers()
     for key, at in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
         timers.set(key, at)
@@ -38,7 +38,7 @@ def test_only_the_newest_time_of_a_key_counts() -> None:
     assert timers.due(9.0) == []
 
 
-def test_back_to_a_time_it_had_before() -> None:
+def test_a_key_can_be_set_back_to_an_earlier_time() -> None:
     timers = Timers()
     for at in (1.0, 2.0, 1.0):
         timers.set("a", at)
@@ -46,7 +46,7 @@ def test_back_to_a_time_it_had_before() -> None:
     assert timers.next() == math.inf
 
 
-def test_clear() -> None:
+def test_a_cleared_key_is_not_due() -> None:
     timers = Timers()
     timers.set("a", 1.0)
     timers.set("b", 2.0)
@@ -69,7 +69,7 @@ steps = st.lists(st.tuples(st.integers(0, 4), st.none() | st.integers(0, 9)), ma
 
 
 @given(steps, st.integers(0, 9))
-def test_as_a_plain_map_would_do_it(changes: list[tuple[int, int | None]], now: int) -> None:
+def test_timers_agree_with_a_plain_map(changes: list[tuple[int, int | None]], now: int) -> None:
     timers, plain = Timers(), dict[int, int]()
     for key, at in changes:
         if at is None:

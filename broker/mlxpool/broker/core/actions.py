@@ -1,16 +1,76 @@
-"""Collects the actions of one event: messages, log lines, starts and stops of processes."""
+"""Actions: what the core can decide, and the outbox that collects those of one event."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 from mlxpool.broker.core.state import State
-from mlxpool.broker.interface import actions
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol.content import Content
-from mlxpool.common.protocol.deltas import Delta, batches
-from mlxpool.common.protocol.frames import Header
-from mlxpool.common.protocol.to_client import Failed, StreamDeltas
+from mlxpool.common.protocol.deltas import Delta, Deltas, batches
+from mlxpool.common.protocol.frames import Content, Header
+from mlxpool.common.protocol.to_client import Failed
+
+
+@dataclass(frozen=True, slots=True)
+class ToClient:
+    link: int
+    header: Header
+    message: Content
+
+
+@dataclass(frozen=True, slots=True)
+class ToWorker:
+    slot: str
+    header: Header
+    message: Content
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    slot: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """Ask a process to end, then kill it; `at_once`: kill it now, for it cannot react."""
+
+    slot: str
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetLink:
+    """The next frame on this connection makes a new link."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class DumpStacks:
+    """Have the worker write the stacks of its threads into its log."""
+
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopPool:
+    """The drain of the pool is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A log line. It never holds a prompt or a completion."""
+
+    level: str
+    event: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+Action = ToClient | ToWorker | StartWorker | StopWorker | ForgetLink | DumpStacks | StopPool | Note
 
 
 class Outbox:
@@ -21,20 +81,20 @@ class Outbox:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self.actions: list[actions.Action] = []
+        self.actions: list[Action] = []
         self.merged: dict[int, list[Delta]] = {}  # link -> rows of the current event
 
     def open(self) -> None:
         """Begin an event."""
         self.actions = []
 
-    def close(self) -> list[actions.Action]:
+    def close(self) -> list[Action]:
         """End an event; returns its actions in order."""
         for link in list(self.merged):
             self._flush_merged(link)
         return self.actions
 
-    def add(self, action: actions.Action) -> None:
+    def add(self, action: Action) -> None:
         self.actions.append(action)
 
     # ---- clients -----------------------------------------------------------------------------
@@ -48,7 +108,7 @@ class Outbox:
         known = self._state.links.get(link)
         if known is None or not known.lost:
             header = Header(message.kind, id, self._state.boot, attempt, pos)
-            self.actions.append(actions.ToClient(link, header, message))
+            self.actions.append(ToClient(link, header, message))
 
     def send_stream(self, request: Request, message: Content, pos: int) -> None:
         """Send on a request's stream."""
@@ -65,20 +125,19 @@ class Outbox:
 
     def _flush_merged(self, link: int) -> None:
         for rows in batches(self.merged.pop(link)):
-            self.send(link, StreamDeltas(rows))
+            self.send(link, Deltas(rows))
 
     # ---- workers -----------------------------------------------------------------------------
 
-    def tell(
-        self, worker: Worker, message: Content, id: bytes | None = None, attempt: int = 0
-    ) -> None:
-        header = Header(message.kind, id, worker.epoch, attempt)
-        self.actions.append(actions.ToWorker(worker.slot, header, message))
+    def tell(self, worker: Worker, message: Content, id: bytes | None = None, run: int = 0) -> None:
+        """Send to a worker; `run` is the number of the run that the message is about."""
+        header = Header(message.kind, id, worker.epoch, run)
+        self.actions.append(ToWorker(worker.slot, header, message))
 
     def stop_process(self, worker: Worker, *, at_once: bool = False) -> None:
-        self.actions.append(actions.StopWorker(worker.slot, at_once))
+        self.actions.append(StopWorker(worker.slot, at_once))
 
     def note_worker(self, level: str, event: str, worker: Worker, **fields: object) -> None:
         """A log line about a worker."""
         known = {"model": worker.model, "worker": worker.slot, "epoch": worker.epoch}
-        self.actions.append(actions.Note(level, event, {**known, "pid": worker.pid, **fields}))
+        self.actions.append(Note(level, event, {**known, "pid": worker.pid, **fields}))

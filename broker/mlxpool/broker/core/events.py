@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.errors import PoolError
-from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol import to_broker
 from mlxpool.common.protocol.deltas import Delta
+
+
+class Event:
+    """Base of all events."""
+
+    __slots__ = ()
+
+
+# The one way into the core for everything around it: lets the core handle an event at a time in
+# seconds, then performs the actions that it decided.
+Perform = Callable[[Event, float], None]
 
 # ---- clients ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Generate:
+class ClientGenerate(Event):
     """A client sent `generate`.
 
     `digest` is that of the sending, see `to_broker.request_digest`. `message` is the error that
@@ -33,7 +44,7 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelRequest(Event):
     """`cancel` of a client, or of the admin (`link` and `owner` None), who may cancel anything."""
 
     link: int | None
@@ -42,7 +53,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Ack:
+class ClientAck(Event):
     """`ack` of a client, or the error that parsing it raised."""
 
     link: int
@@ -50,21 +61,21 @@ class Ack:
 
 
 @dataclass(frozen=True, slots=True)
-class Ping:
+class ClientPing(Event):
     link: int
     id: bytes
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class ListModels:
+class ClientListModels(Event):
     link: int
     id: bytes
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class CallTokenizer:
+class ClientTokenizerCall(Event):
     """`tokenize` or `detokenize` of a client, or the error that parsing it raised."""
 
     link: int
@@ -74,21 +85,21 @@ class CallTokenizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ClientHeard(Event):
     """A frame came on this link that makes no other event."""
 
     link: int
 
 
 @dataclass(frozen=True, slots=True)
-class LinkLost:
+class LinkLost(Event):
     """The connection is gone, or its peer receives nothing any more."""
 
     link: int
 
 
 @dataclass(frozen=True, slots=True)
-class Revoked:
+class Revoked(Event):
     """The key of an owner is no longer allowed: all streams of the owner end."""
 
     owner: str
@@ -98,7 +109,7 @@ class Revoked:
 
 
 @dataclass(frozen=True, slots=True)
-class Spawned:
+class Spawned(Event):
     """The process of a slot was started."""
 
     slot: str
@@ -106,7 +117,7 @@ class Spawned:
 
 
 @dataclass(frozen=True, slots=True)
-class SpawnFailed:
+class SpawnFailed(Event):
     """The process of a slot could not be started."""
 
     slot: str
@@ -114,7 +125,7 @@ class SpawnFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerHello:
+class WorkerHello(Event):
     """The worker of a slot sent `hello` with its one-time token, which the edge has checked.
 
     `token` is the one that its next `hello` needs.
@@ -126,7 +137,7 @@ class WorkerHello:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerDialled:
+class WorkerDialled(Event):
     """A worker of another supervisor dialled in; the edge has checked its key.
 
     It serves `model`, which may be a name that was unknown before, and fills `slot`. `token` is the
@@ -140,25 +151,25 @@ class WorkerDialled:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerDeltas:
+class WorkerDeltas(Event):
     epoch: int
     rows: Sequence[Delta]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerBeat:
+class WorkerBeat(Event):
     epoch: int
     message: to_broker.Beat
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerCredit:
+class WorkerCredit(Event):
     epoch: int
     message: to_broker.Credit
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerTokens:
+class WorkerTokens(Event):
     """The answer to the `tokenize` or `detokenize` with this id."""
 
     epoch: int
@@ -167,19 +178,19 @@ class WorkerTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerYield:
+class WorkerYield(Event):
     epoch: int
     message: to_broker.Yield
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerBye:
+class WorkerBye(Event):
     epoch: int
     message: to_broker.Bye
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerExited:
+class WorkerExited(Event):
     """The process is gone; everything that it had sent has been handled before.
 
     `own`: it ended by itself, so that a request in it may be to blame. `prefill` is the request
@@ -193,18 +204,7 @@ class WorkerExited:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """A process as its supervisor sees it. Waits are nanoseconds spent runnable but not run."""
-
-    look: ProgressReading
-    stopped: bool = False  # by a signal
-    compute_wait_ns: int = 0
-    edge_wait_ns: int = 0
-    rss: int = 0  # bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Looked:
+class Looked(Event):
     """The supervisor sampled a worker; it does so every `tick` seconds."""
 
     slot: str
@@ -216,7 +216,7 @@ class Looked:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFound:
+class ModelFound(Event):
     """A model that was not there before; see Registry.add for the fields."""
 
     name: str
@@ -226,7 +226,7 @@ class ModelFound:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelDescribed:
+class ModelDescribed(Event):
     """The files of a model were read; `about` is described in docs/protocol.md, `models`."""
 
     name: str
@@ -234,7 +234,7 @@ class ModelDescribed:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelGone:
+class ModelGone(Event):
     """A name was taken out of the settings: what it has accepted has `grace` seconds to end."""
 
     name: str
@@ -242,7 +242,7 @@ class ModelGone:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelChanged:
+class ModelChanged(Event):
     """A model has other settings: its workers are replaced, their streams have `grace` seconds."""
 
     name: str
@@ -253,7 +253,7 @@ class ModelChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class Reload:
+class Reload(Event):
     """New settings of the pool; models come by ModelFound and go by ModelGone."""
 
     config: PoolConfig
@@ -264,17 +264,17 @@ class Reload:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadModel(Event):
     model: str
 
 
 @dataclass(frozen=True, slots=True)
-class Unload:
+class UnloadModel(Event):
     model: str
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class StartDrain(Event):
     """Let a worker, a model or (both None) the pool finish within `grace` seconds."""
 
     slot: str | None
@@ -283,14 +283,14 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
+class RestartWorker(Event):
     """Replace a slot's worker: its streams are resumed in the next one."""
 
     slot: str
 
 
 @dataclass(frozen=True, slots=True)
-class Shutdown:
+class Shutdown(Event):
     """The broker ends: every live stream gets its terminal now.
 
     `final`: no other broker follows, so clients are not told when to retry.
@@ -303,49 +303,12 @@ class Shutdown:
 
 
 @dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(Event):
     """The time that `Core.next_wake` named has come."""
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class Late(Event):
     """The broker did not run for so many seconds; they count as nobody's silence."""
 
     seconds: float
-
-
-Event = (
-    Generate
-    | Cancel
-    | Ack
-    | Ping
-    | ListModels
-    | CallTokenizer
-    | Heard
-    | LinkLost
-    | Revoked
-    | Spawned
-    | SpawnFailed
-    | WorkerHello
-    | WorkerDialled
-    | WorkerDeltas
-    | WorkerBeat
-    | WorkerCredit
-    | WorkerTokens
-    | WorkerYield
-    | WorkerBye
-    | WorkerExited
-    | Looked
-    | ModelFound
-    | ModelDescribed
-    | ModelGone
-    | ModelChanged
-    | Reload
-    | Load
-    | Unload
-    | Drain
-    | Restart
-    | Shutdown
-    | Wake
-    | Late
-)

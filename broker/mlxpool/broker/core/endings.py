@@ -1,0 +1,105 @@
+"""Ends streams that were cancelled, or had their time: deadlines, slow readers, silent links."""
+
+from __future__ import annotations
+
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.actions import ForgetLink, Outbox
+from mlxpool.broker.core.delivery import Delivery
+from mlxpool.broker.core.ended_requests import EndedRequests
+from mlxpool.broker.core.state import State
+from mlxpool.common.errors import DeadlineExceeded, Unauthorized
+
+
+class Endings:
+    def __init__(
+        self,
+        state: State,
+        outbox: Outbox,
+        ended: EndedRequests,
+        delivery: Delivery,
+    ) -> None:
+        self._state = state
+        self._outbox = outbox
+        self._ended = ended
+        self._delivery = delivery
+
+    # ---- asked for ---------------------------------------------------------------------------
+
+    def on_cancel(self, event: ev.CancelRequest, now: float) -> None:
+        state, bound = self._state, self._state.config.quota_cancels
+        if event.link is not None:
+            state.heard(event.link, now)
+            fate = self._ended.fate(event.id, event.owner)
+            self._outbox.send(event.link, fate, event.id, pos=fate.pos)
+        if event.owner is not None and bound:
+            state.cancel_rates.spend(event.owner, 1, bound, now)
+        request = state.requests.get(event.id)
+        if request is not None and event.owner in (None, request.owner):
+            self._delivery.cancel(request, now)
+            self._ended.make_final(event.id)
+
+    def on_revoked(self, event: ev.Revoked, now: float) -> None:
+        error = Unauthorized(f"{event.owner} was revoked: nothing of it is served any more")
+        for request in list(self._state.requests.values()):
+            if request.owner == event.owner:
+                self._delivery.fail(request, error, now)
+
+    # ---- links -------------------------------------------------------------------------------
+
+    def on_heard(self, event: ev.ClientHeard, now: float) -> None:
+        self._state.heard(event.link, now)
+
+    def on_link_lost(self, event: ev.LinkLost, now: float) -> None:
+        link = self._state.links.get(event.link)
+        if link is not None and not link.lost:
+            link.lost = True
+            self._state.counters.links_lost += 1
+
+    def on_link_timer(self, number: int, now: float) -> None:
+        """Cancel the streams of a link that was silent for `client_grace`, and forget it."""
+        link = self._state.links.get(number)
+        if link is None:
+            return
+        silent_until = link.heard_at + self._state.config.client_grace
+        if now < silent_until:
+            self._state.timers.set(("link", number), silent_until)
+            return
+        if link.ids:
+            # It gets no terminal, and a new number: a client that wakes up sees that and retries.
+            link.lost = True
+            self._outbox.add(ForgetLink(number))
+        for request_id in sorted(link.ids):
+            self._delivery.cancel(self._state.requests[request_id], now)
+        del self._state.links[number]
+
+    # ---- time --------------------------------------------------------------------------------
+
+    def on_late(self, event: ev.Late, now: float) -> None:
+        """The time in which the broker did not run counts neither as silence nor as slowness."""
+        for link in self._state.links.values():
+            link.heard_at = min(now, link.heard_at + event.seconds)
+        for request in self._state.requests.values():
+            reader = request.reader
+            if reader.blocked_since:
+                reader.blocked_since = min(now, reader.blocked_since + event.seconds)
+
+    def on_request_timer(self, request_id: bytes, now: float) -> None:
+        """Fail a request that is past a deadline or whose reader is too slow; else wait on."""
+        request = self._state.requests.get(request_id)
+        if request is None:  # an earlier timer of the same wake ended it
+            return
+        waited, since = now - request.accepted_at, request.reader.blocked_since
+        if now >= request.deadline:
+            limit = request.deadline - request.accepted_at
+            why = f"not finished after {limit:.3f} s (deadline_ms), {request.run.taken} tokens done"
+        elif now >= request.queue_deadline:
+            why = f"no worker was free after {waited:.3f} s (queue_ms)"
+        elif now >= request.first_token_deadline:
+            why = f"no token came after {waited:.3f} s (first_token_ms)"
+        else:
+            if since and now >= since + self._state.config.ack_grace:
+                self._delivery.fail_slow(request, f"no ack for {now - since:.0f} s", now)
+            else:
+                self._delivery.set_timer(request)
+            return
+        self._delivery.fail(request, DeadlineExceeded(why), now)

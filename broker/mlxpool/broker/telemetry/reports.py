@@ -1,0 +1,149 @@
+"""What `mlxpool ps`, `stats`, `requests` and `top` print as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mlxpool.broker.metrics.histograms import FIRST_TOKEN, Frozen, Histogram
+from mlxpool.broker.requests.request import Request
+from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot, WorkerSnapshot
+
+
+def stats(snapshot: Snapshot) -> dict[str, Any]:
+    return {"broker": asdict(snapshot.broker), **pool_stats(snapshot)}
+
+
+def pool_stats(snapshot: Snapshot) -> dict[str, Any]:
+    """All of `stats` but the broker's own row."""
+    counters, sizes = snapshot.counters, snapshot.sizes
+    ended = counters.done + counters.failed + counters.cancelled
+    return {
+        "requests": {
+            "accepted": counters.accepted,
+            "done": counters.done,
+            "failed": counters.failed,
+            "cancelled": counters.cancelled,
+            "live": sizes["requests"],
+        },
+        "resumed": counters.resumed,
+        "conserved": counters.accepted == ended + sizes["requests"],
+        "rejected": dict(counters.rejected),
+        "failures": dict(counters.failures),
+        "tokens": {"generated": counters.tokens, "prompt": counters.prompt_tokens},
+        "frames": {"bad": counters.bad_frames, "fenced": counters.fenced},
+        "seconds": {"queue": round(counters.queue_s, 3), "total": round(counters.total_s, 3)},
+        "links": {"known": sizes["links"], "lost": counters.links_lost},
+        "auth_failures": counters.auth_failures,
+        "internal_errors": counters.internal_errors,
+        "queued": sum(model.waiting for model in snapshot.models),
+        "tombstones": sizes["tombstones"],
+        "poisoned": sizes["poisoned"],
+        "sizes": dict(sizes),
+    }
+
+
+def ps(snapshot: Snapshot, last_dump: Callable[[str], Path | None]) -> dict[str, Any]:
+    """`snapshot` has a listing; `last_dump` finds the newest file with stacks of a slot."""
+    workers = [
+        {**worker_row(worker), "last_dump": _text(last_dump(worker.slot))}
+        for worker in snapshot.workers
+    ]
+    return {
+        "broker": asdict(snapshot.broker),
+        "workers": workers,
+        "models": [dict(row) for row in snapshot.listing],
+    }
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def worker_row(worker: WorkerSnapshot) -> dict[str, Any]:
+    """A slot and what the last beat of its worker said; few keys where it has none."""
+    row: dict[str, Any] = {
+        "slot": worker.slot,
+        "model": worker.model,
+        "restarts": worker.restarts,
+        "last_exit": worker.last_exit or None,
+    }
+    beat = worker.beat
+    if beat is None:
+        return {**row, "pid": None, "epoch": None, "state": "none", "phase": None, "memory": {}}
+    beat_age_ms = worker.beat_age * 1000
+    return {
+        **row,
+        "pid": worker.pid,
+        "epoch": worker.epoch,
+        "state": worker.state,
+        "phase": beat.phase or "boot",
+        "phase_age_ms": round(beat.phase_age_ms + beat_age_ms),
+        "progress_age_ms": round(worker.progress_age * 1000),
+        "suspect": worker.suspect,
+        "cause": worker.cause or None,
+        "beat_age_ms": round(beat_age_ms),
+        "progress": beat.progress,
+        "tokens": worker.tokens,
+        "running": beat.running,
+        "waiting": beat.waiting,
+        "step_ms": beat.step_ms,
+        "uptime_s": round(worker.uptime, 3),
+        "remote": worker.remote,
+        "host": worker.host,
+        "load_s": None if worker.load_s is None else round(worker.load_s, 3),
+        "context": worker.context,
+        "layout": beat.layout or None,
+        "memory": beat.memory,
+        "prefix": beat.prefix,
+    }
+
+
+MAX_ROWS = 1000
+
+
+def live_requests(requests: Iterable[Request], now: float) -> list[dict[str, Any]]:
+    """The oldest MAX_ROWS of them, the oldest first, as they stand in `requests`."""
+    return [
+        {
+            "id": request.id.hex(),
+            "model": request.message.model,
+            "state": request.state.value,
+            "owner": request.owner,
+            "tokens": request.run.taken,
+            "age_s": round(now - request.accepted_at, 3),
+        }
+        for request in islice(requests, MAX_ROWS)
+    ]
+
+
+_EMPTY = Histogram(FIRST_TOKEN).frozen()
+
+
+def top(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "broker": asdict(snapshot.broker),
+        "stats": pool_stats(snapshot),
+        "models": [_model_row(model) for model in snapshot.models if model.used],
+        "workers": [worker_row(worker) for worker in snapshot.workers],
+    }
+
+
+def _model_row(model: ModelSnapshot) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "state": model.state,
+        "waiting": model.waiting,
+        "running": model.running,
+        "accepted": model.counts["accepted"],
+        "tokens": model.counts["tokens"],
+        "first_token": _histogram(model.histograms.get("first_token", _EMPTY)),
+    }
+
+
+def _histogram(histogram: Frozen) -> dict[str, Any]:
+    """`counts[i]` counts values above bound i-1 and up to bound i, seconds; the last is open."""
+    return {"bounds": list(histogram.bounds), "counts": list(histogram.counts)}

@@ -1,0 +1,88 @@
+"""Why workers end, in words, and whether a worker itself is to blame. All causes are here.
+
+They stand in errors (`details.cause`), in `ps` (`last_exit`, `cause`) and in the log.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from mlxpool.common.progress import ProgressReading
+
+STOPPED = "stopped"
+DRAINED = "drained"
+UNLOADED = "unloaded by the operator"
+BROKER_ENDS = "the broker is going down"
+LEFT = "it left"
+CANNOT_SERVE = "it cannot serve any longer"
+NEW_CONNECTION = "it came on a new connection"
+CONNECTION_ENDED = "its connection ended"
+KEY_REVOKED = "its key was revoked"
+OUT_OF_MEMORY = "killed by the kernel: out of memory"
+
+# Signals that a process brings on itself.
+_FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+
+def ended(slot: str, cause: str) -> str:
+    """The beginning of an error about what a worker ran."""
+    return f"the worker {slot} ended: {cause}"
+
+
+# ---- judged by the broker ------------------------------------------------------------------------
+
+
+def hung(phase: str, seconds: float) -> str:
+    return f"hung in {phase} for {seconds:.1f} s"
+
+
+def silent(seconds: float) -> str:
+    return f"no beat for {seconds:.1f} s"
+
+
+def over_memory_limit(resident: int, limit: int) -> str:
+    return f"out of memory: {resident} bytes resident, memory_limit {limit}"
+
+
+def stopped_by_signal(seconds: float) -> str:
+    return f"stopped by a signal (SIGSTOP) for {seconds:.1f} s"
+
+
+def wrong_position(sent: int, due: int) -> str:
+    return f"it sent position {sent} where {due} was due"
+
+
+# ---- exits of processes --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """`own`: it ended by itself, not by a signal from outside.
+
+    `prefill` is the request whose prompt it was reading.
+    """
+
+    cause: str
+    own: bool
+    prefill: bytes | None
+
+
+def exit_of(code: int, commanded: bool, out_of_memory: bool, look: ProgressReading) -> WorkerExit:
+    """`code` as Popen gives it, negative for a signal; `look` is the last progress."""
+    if commanded:
+        return WorkerExit(STOPPED, False, look.request)
+    if code == -signal.SIGKILL and out_of_memory:
+        return WorkerExit(OUT_OF_MEMORY, True, look.request)
+    own = code >= 0 or -code in _FAULTS
+    return WorkerExit(cause_of(code), own, look.request)
+
+
+def cause_of(code: int) -> str:
+    """An exit code in words: `exit code 3`, `killed by SIGSEGV`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
