@@ -9,6 +9,9 @@ JOBS ?= 2
 COMMA := ,
 SERVES := $(VENV)/.serves-$(EXTRA)
 READY := $(VENV)/.ready-$(EXTRA)
+# What draws the diagrams of the site in the reader's browser; mkdocs.yml names the same version.
+MERMAID := 11.12.2
+MERMAID_FILE := docs/js/mermaid-$(MERMAID).min.js
 
 .PHONY: all demo test chaos soak check format pages docs demo-model bench clean
 
@@ -54,7 +57,14 @@ pages: $(READY)           ## make the pages of docs/ that come from the code aga
 	$(BIN)/python docs/make_pages.py
 	$(BIN)/python docs/make_architecture.py
 
-docs: $(READY)            ## the documentation as a site, in site/
+$(MERMAID_FILE):
+	@mkdir -p $(@D)
+	cd $(@D) && npm pack --silent mermaid@$(MERMAID) && tar -xzf mermaid-$(MERMAID).tgz --strip-components 2 package/dist/mermaid.min.js
+	rm $(@D)/mermaid-$(MERMAID).tgz
+	mv $(@D)/mermaid.min.js $@
+	@touch $@
+
+docs: $(READY) $(MERMAID_FILE)  ## the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 demo-model: $(READY)      ## train the embedded model again
@@ -65,4 +75,4 @@ bench: $(READY)           ## measure the embedded model here; `mlxpool bench --h
 	$(BIN)/mlxpool bench end-to-end
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist site
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist site docs/js

@@ -113,7 +113,7 @@ def main() -> None:
         )
         for name, found in figures.items()
     ]
-    head = ("workers", "looking at others, tokens/s", "taking all cores, tokens/s", "ratio")
+    head = ("workers", "measuring others, tokens/s", "using all cores, tokens/s", "ratio")
     print(report.table(head, rows))
     report.save(options.json, figures)
 

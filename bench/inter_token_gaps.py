@@ -83,7 +83,7 @@ def busy_neighbour(client: Client) -> None:
 
 
 PEERS: dict[str, Callable[[Client], None]] = {
-    "control: a busy process as nice": busy_neighbour,
+    "control: a busy process of the same niceness": busy_neighbour,
     "control: 256 KiB of ids": large_ids,
     "prompts of 256 KiB": large_prompts,
     "a template that never ends": endless_templates,
@@ -183,7 +183,7 @@ def main() -> None:
             figures = measure(pool, options.rounds, options.tokens)
     print(f"{report.versions()}; {report.machine()}")
     print(f"{options.tokens} tokens, {options.rounds} rounds: median (minimum - maximum)\n")
-    head = ("beside eight streams", "quiet, p99 ms", "beside it, p99 ms", f"ratio, goal {GOAL}")
+    head = ("other work", "quiet, p99 ms", "with it, p99 ms", f"ratio, goal {GOAL}")
     rows = [
         (name, *(report.spread(found[key], 2) for key in ("quiet_ms", "beside_ms", "ratio")))
         for name, found in figures.items()

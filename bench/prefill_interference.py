@@ -251,7 +251,7 @@ def show(figures: dict[str, Any], rounds: int) -> None:
     print(f"{report.versions()}; {report.machine()}; OpenBLAS {blas}")
     print(f"{rounds} rounds: median (minimum - maximum)\n")
     names = ("p99", "quiet", "alone", "beside")
-    head = ("4,000 tokens enter, seconds", "p99 gap", "p99 quiet", "first token alone", "beside 8")
+    head = ("4,000 tokens join, seconds", "p99 gap", "p99 quiet", "first token alone", "with the 8")
     entries = [
         (side, *(report.spread([one[name] for one in figures[side]], 3) for name in names))
         for side in ("ours", "theirs")

@@ -1,17 +1,14 @@
 """What the site needs besides the pages of docs/: MkDocs calls these functions (mkdocs.yml, hooks).
 
 README.md, CONTRIBUTING.md and CHANGELOG.md become pages. A file that a page links to outside docs/
-is copied into the site. Mermaid fences become SVG.
+is copied into the site.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
-from typing import Any
-from zlib import crc32
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -19,24 +16,9 @@ from mkdocs.structure.pages import Page
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(DOCS))
-
-from drawing.svg import render  # noqa: E402 (the folder is put on the path above)
-
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 TEXT_OF_LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)/?\)")
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    fences = [{"name": "mermaid", "class": "diagram", "format": mermaid}]
-    config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = fences
-    return config
-
-
-def mermaid(source: str, *_: Any, **__: Any) -> str:
-    """The SVG of one fence. The id of its arrow head is the same for the same diagram."""
-    return f"<div class='drawing'>{render(source, f'head{crc32(source.encode()):x}')}</div>"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -1,13 +1,13 @@
 """Train the demo model: a small Llama-shaped language model of Python source.
 
-It learns from the standard library of the Python that runs this script (PSF licence), so the
-only input is what every Python already has. Whole modules are held out, together with their
-tests, and the model is judged by the bits it needs per byte of them, beside `xz -9`.
+The training text is the standard library of the Python that runs this script (PSF licence), so no
+download is needed. Whole modules are held out, together with their
+tests, and the model is evaluated by the bits it needs per byte of them, compared with `xz -9`.
 
     python examples/train_demo_model.py --steps 1600
 
-A GPU makes it minutes. With the same seed, source and MLX back end it is the same run, up to
-the order in which a GPU adds floating-point numbers.
+On a GPU it takes minutes. With the same seed, source and MLX back end the run is the same, except
+for the order in which a GPU adds floating-point numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 DEMO = Path(__file__).resolve().parent.parent / "worker" / "mlxpool" / "worker" / "demo"
 END = "<|endoftext|>"
 
-# Never seen in training, nor are their tests. Chosen before the first run, for variety.
+# Held out of training, as are their tests. Chosen before the first run, for variety.
 HELD_OUT = (
     *("argparse", "calendar", "cmd", "colorsys", "configparser", "csv", "dataclasses"),
     *("difflib", "fileinput", "fractions", "graphlib", "heapq", "ipaddress", "mailbox"),
@@ -47,7 +47,7 @@ HELD_OUT = (
     *("uuid", "zipfile"),
 )
 
-# Chosen before the first run as well: docs/demo-model.md shows what the model makes of each.
+# Also chosen before the first run. docs/demo-model.md shows the completion of each.
 PROMPTS = (
     "def factorial(n):\n",
     "class Stack:\n    def __init__(self):\n",
@@ -61,9 +61,9 @@ PROMPTS = (
     "# Return the largest item of the list.\ndef largest(items):\n",
 )
 
-# What byte-pair merges may not cross. Indentation is one piece and its line break another, so
-# that a prompt ending in a newline leaves the model free to indent; a word takes the one space
-# or dot before it along.
+# Byte-pair merges do not cross the borders of these pieces. Indentation is one piece and its line
+# break another, so that the model can choose the indentation after a prompt that ends in a
+# newline. A word includes the one space or dot before it.
 PIECES = "|".join(
     (
         r" {2,}",
@@ -76,8 +76,8 @@ PIECES = "|".join(
     )
 )
 
-# The model has seen no conversation. Words become comments, code stays code, and the model
-# goes on from there.
+# The model was trained on no conversation. Words become comments, code stays code, and the model
+# completes the result.
 CHAT_TEMPLATE = (
     "{{- bos_token -}}"
     "{%- for message in messages -%}"
@@ -114,7 +114,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how hard to train."""
+    """The settings of a training run."""
 
     steps: int
     batch: int = 32
@@ -132,7 +132,7 @@ class Corpus:
     held_out: dict[str, str]
 
     def sha256(self) -> str:
-        """Names the training text, so that two runs can be known to have read the same."""
+        """A digest of the training text, by which two runs can be compared."""
         digest = hashlib.sha256()
         for text in self.train.values():
             digest.update(text.encode() + b"\0")
@@ -143,7 +143,7 @@ class Corpus:
 
 
 def read_corpus(source: Path) -> Corpus:
-    """Read every module under `source` once; exact copies are dropped, held-out ones first."""
+    """Read every module under `source` once, held-out ones first; exact copies are dropped."""
     texts = dict(read_modules(source))
     held_out = {name: texts[f"{name}.py"] for name in HELD_OUT}
     seen = set(held_out.values())
@@ -156,7 +156,7 @@ def read_corpus(source: Path) -> Corpus:
 
 
 def read_modules(source: Path) -> Iterator[tuple[str, str]]:
-    """Yield (path, text) of the library's own UTF-8 modules, without what a build wrote."""
+    """Yield (path, text) of the library's own UTF-8 modules, without generated files."""
     for file in sorted(source.rglob("*.py")):
         path = file.relative_to(source)
         built = path.parts[0].startswith(("config-", "_sysconfigdata")) or (
@@ -178,7 +178,7 @@ def tells_of_held_out(path: Path) -> bool:
 
 
 def train_tokenizer(corpus: Corpus, vocab: int) -> Tokenizer:
-    """Byte-level BPE: any text has tokens, and decoding gives back its very bytes.
+    """Byte-level BPE: any text has tokens, and decoding returns the same bytes.
 
     Encoding puts END in front, as before every document that the model has seen.
     """
@@ -211,7 +211,7 @@ def encode_train(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> mx.array:
 
 
 def batches(tokens: mx.array, context: int, plan: Plan) -> Iterator[mx.array]:
-    """Yield [batch, context + 1] without end: each epoch cuts the text at other places."""
+    """Yield [batch, context + 1] without end; each epoch divides the text at other places."""
     span = mx.arange(context + 1)
     rng = random.Random(plan.seed)
     while True:
@@ -223,7 +223,7 @@ def batches(tokens: mx.array, context: int, plan: Plan) -> Iterator[mx.array]:
 
 # --------------------------------------------------------------------------------- the model
 # Attribute names are those of the Hugging Face layout, so that weights need no renaming.
-# Weights are float32; each is cast where it is used to the type that the activations have.
+# Weights are float32; each is cast to the type of the activations where it is used.
 
 
 class Linear(nn.Module):
@@ -292,7 +292,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each added to what came in."""
+    """Attention and feed-forward, each added to its input."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """One vector per token; the same table reads tokens and scores them."""
+    """One vector per token; the same table embeds tokens and computes their logits."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class Llama(nn.Module):
 
 
 def residual_scale(shape: Shape) -> float:
-    """Keeps the sum of all layers' outputs as large as one at the start."""
+    """The scale that keeps the sum of all layers' outputs as large as one of them at the start."""
     return 1.0 / math.sqrt(2 * shape.layers)
 
 
@@ -355,7 +355,7 @@ def residual_scale(shape: Shape) -> float:
 
 
 def nats(model: Llama, ids: mx.array) -> mx.array:
-    """Cost in float32 of each token of `ids` but the first, given those before it."""
+    """The loss in float32 of each token of `ids` except the first, given the tokens before it."""
     logits = model(ids[:, :-1]).astype(mx.float32)
     return nn.losses.cross_entropy(logits, ids[:, 1:])
 
@@ -399,7 +399,7 @@ def compiled_step(model: Llama, plan: Plan) -> tuple[Callable[[mx.array], mx.arr
 def train(
     shape: Shape, plan: Plan, tokens: mx.array, watch: Callable[[int, float, Llama], None]
 ) -> Llama:
-    """Train from scratch. `watch` gets the step, its cost in nats and the model, now and then."""
+    """Train from scratch. `watch` gets the step, its loss in nats and the model at intervals."""
     mx.random.seed(plan.seed)
     model = Llama(shape, compute_type())
     step, state = compiled_step(model, plan)
@@ -430,9 +430,9 @@ def steps_in(seconds: float, shape: Shape, plan: Plan, tokens: mx.array) -> int:
 
 
 def windows(ids: list[int], context: int) -> Iterator[tuple[list[int], list[float]]]:
-    """Cut a document into overlapping windows, with a 1 at each target counted in this one.
+    """Divide a document into overlapping windows, with a 1 at each target counted in the window.
 
-    After the first window only the second half counts: every token is judged once, with at
+    After the first window only the second half counts: every token is evaluated once, with at
     least half a context before it where the document has that much.
     """
     half = context // 2
@@ -547,7 +547,7 @@ def save(folder: Path, shape: Shape, tokenizer: Tokenizer, model: Llama) -> None
 
 
 def load(folder: Path, shape: Shape) -> tuple[Llama, Tokenizer]:
-    """Read back what was saved, to judge the very weights that are shipped, in float32."""
+    """Load the saved model in float32, to evaluate the weights that are shipped."""
     model = Llama(shape)
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
@@ -556,7 +556,7 @@ def load(folder: Path, shape: Shape) -> tuple[Llama, Tokenizer]:
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Write what a person can read and compare."""
+    """Write a value as indented JSON."""
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -564,7 +564,7 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 def make(folder: Path, corpus: Corpus, args: argparse.Namespace) -> dict[str, Any]:
-    """Train the tokenizer and the model, save both, and tell how it went."""
+    """Train the tokenizer and the model, save both, and return the report."""
     shape = Shape(feed_forward=args.feed_forward, layers=args.layers)
     tokenizer = train_tokenizer(corpus, shape.vocab)
     tokens = encode_train(corpus, tokenizer, args.seed)
@@ -622,7 +622,7 @@ def sizes_from(config: dict[str, Any]) -> dict[str, int]:
 
 
 def completions(folder: Path) -> str:
-    """What the saved model makes of each prompt, as Markdown."""
+    """The completion of each prompt by the saved model, as Markdown."""
     shape = Shape(**sizes_from(json.loads((folder / "config.json").read_text())))
     model, tokenizer = load(folder, shape)
     parts = []
@@ -662,7 +662,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Make the model, judge it, and write both reports beside it."""
+    """Train the model, evaluate it, and write both reports beside it."""
     args = arguments()
     corpus = read_corpus(args.source)
     report = args.out / "training.json"

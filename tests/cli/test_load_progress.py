@@ -1,4 +1,4 @@
-"""What is told of a load, from what `ps` says."""
+"""The text that shows a load's progress, made of answers of `ps`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_broker_that_starts_no_worker() -> None:
     )
 
 
-def test_a_name_that_nobody_knows() -> None:
+def test_progress_of_an_unknown_model() -> None:
     assert (
         progress_text({"broker": {}, "models": [], "workers": []}, "m") == "starting a worker for m"
     )

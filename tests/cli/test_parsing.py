@@ -1,4 +1,4 @@
-"""The command line in this process: usage, exit codes, where the run directory may stand."""
+"""The command line in this process: usage, exit codes, the position of --run-dir, output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from mlxpool.cli import admin, formatting
 from mlxpool.cli import main as cli
-from mlxpool.cli.commands import check, operations, run
+from mlxpool.cli.commands import check, pool, run
 from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
@@ -31,18 +31,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def empty() -> Iterator[Path]:
-    """A run directory without a broker; its path is short, for it has to fit a socket."""
+    """A run directory without a broker; its path is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         yield Path(folder)
 
 
 class Asked:
-    """Stands in for the admin socket."""
+    """Replaces the admin socket: records questions and returns one answer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
         self.answer = answer
         self.calls: list[tuple[Path, str, dict[str, Any], bytes | None]] = []
-        monkeypatch.setattr(operations, "ask", self)
+        monkeypatch.setattr(pool, "ask", self)
 
     def __call__(
         self,
@@ -58,7 +58,7 @@ class Asked:
 
 
 def ended(*arguments: str) -> int:
-    """The exit code of what argparse ends itself."""
+    """The exit code where argparse ends the process."""
     with pytest.raises(SystemExit) as caught:
         main(list(arguments))
     assert isinstance(caught.value.code, int)
@@ -88,7 +88,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("prompt", ["Hello there", "-"])
 @pytest.mark.parametrize("flags", [["--chat"], ["--chat", "--max-tokens", "3", "--stop", "x"]])
-def test_a_prompt_may_stand_behind_flags(
+def test_a_prompt_may_follow_flags(
     prompt: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[argparse.Namespace] = []
@@ -131,7 +131,7 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("ident", ["", "xyz", "00", "0" * 31, "0" * 34])
-def test_an_id_that_is_none(ident: str, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_id(ident: str, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--run-dir", str(empty), "cancel", ident]) == USAGE
     assert "32 hexadecimal digits" in capsys.readouterr().err
 
@@ -146,7 +146,7 @@ def test_an_id_that_is_none(ident: str, empty: Path, capsys: pytest.CaptureFixtu
         (["check", ""], "MODEL must not be empty"),
     ],
 )
-def test_settings_that_are_wrong(
+def test_wrong_settings_of_serve(
     arguments: list[str], word: str, empty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--run-dir", str(empty), *arguments]) == USAGE
@@ -278,10 +278,10 @@ def test_exit_codes_of_cancel(
     assert state in capsys.readouterr().out
 
 
-def test_a_reader_that_went_away_is_no_news() -> None:
+def test_a_closed_pipe_prints_no_error() -> None:
     """`mlxpool stats | head -0`: no traceback, no message."""
     code = (
-        "import sys\nfrom mlxpool.cli.commands import operations as ops\n"
+        "import sys\nfrom mlxpool.cli.commands import pool as ops\n"
         "from mlxpool.cli.main import main\n"
         "ops.ask = lambda *a, **k: {str(n): n for n in range(100_000)}\n"
         "sys.exit(main(['stats', '--run-dir', '/a']))"
@@ -297,7 +297,7 @@ def test_a_reader_that_went_away_is_no_news() -> None:
     assert said == b""
 
 
-# ---- what is shown -------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,7 +329,7 @@ def test_check_shows_the_first_of_many_problems() -> None:
     ]
 
 
-def test_check_shows_no_figure_of_what_is_not_known() -> None:
+def test_check_shows_a_dash_for_unknown_figures() -> None:
     model = {"type": "phi3", "size": 5, "quantisation": "f32", "context": 9, "vocabulary": 7}
     model |= {"tokenizer": "BPE", "templates": [], "eos_ids": [], "digest": "0", "features": []}
     memory: dict[str, Any] = {"context": 9, "sequences": 2, "weights": 5, "prefix_cache": 3}
@@ -356,7 +356,9 @@ def test_check_says_why_a_model_cannot_run() -> None:
     ("target", "key"),
     [("demo", "model"), ("org/name", "model"), ("demo/0", "slot"), ("a/b/12", "slot")],
 )
-def test_what_is_drained(monkeypatch: pytest.MonkeyPatch, target: str, key: str) -> None:
+def test_drain_tells_a_slot_from_a_model(
+    monkeypatch: pytest.MonkeyPatch, target: str, key: str
+) -> None:
     asked = Asked(monkeypatch, {"draining": target, "timeout_ms": 1})
     assert main(["drain", target, "--run-dir", "/a"]) == OK
     assert asked.calls == [(Path("/a"), "drain", {key: target}, None)]
@@ -391,7 +393,7 @@ def test_every_command_is_documented() -> None:
 
 
 def test_every_command_is_found_in_its_module() -> None:
-    """A command alone, with those of its module, and among all the others."""
+    """The parser of one module's commands and the parser of all know each command."""
     whole = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
     assert set(whole.choices) == set(cli.COMMAND_MODULES)
     for name in cli.COMMAND_MODULES:
@@ -408,10 +410,10 @@ def test_help_and_errors_know_every_command(arguments: list[str]) -> None:
     assert set(own.choices) == set(cli.COMMAND_MODULES)
 
 
-def test_ps_imports_little() -> None:
-    """What it does not need it does not wait for."""
+def test_ps_imports_few_modules() -> None:
+    """`ps` does not import modules that it does not need, as imports take time."""
     code = (
-        "import sys\nfrom mlxpool.cli.commands import operations as ops\n"
+        "import sys\nfrom mlxpool.cli.commands import pool as ops\n"
         "ops.ask = lambda *a, **k: sys.exit(0)\n"
         "import atexit; atexit.register(lambda: print(*sys.modules))\n"
         "from mlxpool.cli.main import main; main(['ps', '--run-dir', '/a'])"

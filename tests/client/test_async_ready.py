@@ -1,4 +1,4 @@
-"""Deltas taken together: none is lost to an end behind them, nor to who stops waiting."""
+"""`AsyncStream.ready`: several deltas in one list. An error or a cancelled wait loses none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def broker() -> Iterator[FakeBroker]:
         made.close()
 
 
-def test_what_has_come_is_taken_together_and_then_the_error(broker: FakeBroker) -> None:
+def test_waiting_deltas_come_together_and_then_the_error(broker: FakeBroker) -> None:
     def speak() -> None:
         request = broker.accept()
         for pos in range(3):
@@ -44,7 +44,7 @@ def test_what_has_come_is_taken_together_and_then_the_error(broker: FakeBroker) 
     asyncio.run(read())
 
 
-def test_deltas_that_are_there_come_in_one_list(broker: FakeBroker) -> None:
+def test_waiting_deltas_come_in_one_list(broker: FakeBroker) -> None:
     def speak() -> None:
         request = broker.accept()
         for pos in range(3):
@@ -64,7 +64,7 @@ def test_deltas_that_are_there_come_in_one_list(broker: FakeBroker) -> None:
     asyncio.run(read())
 
 
-def test_who_stops_waiting_loses_nothing(broker: FakeBroker) -> None:
+def test_a_cancelled_wait_loses_no_delta(broker: FakeBroker) -> None:
     async def read() -> None:
         async with AsyncClient(broker.run_dir, pace=NO_RESEND_PACE) as client:
             stream = client.stream("m", "x")

@@ -1,4 +1,4 @@
-"""The clients against a broker that does what a test says."""
+"""Client and AsyncClient against a fake broker that the test controls."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from support.fake_broker import NEVER, NO_RESEND_PACE, PATIENCE, FakeBroker
 
 @pytest.fixture
 def broker() -> Iterator[FakeBroker]:
-    """Not open yet: some tests want silence first."""
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # short: its path has to fit
+    """A broker whose socket is not open yet: some tests begin without a broker."""
+    with tempfile.TemporaryDirectory(
+        prefix="mlxpool-"
+    ) as folder:  # a short path, as a socket needs
         made = FakeBroker(Path(folder))
         try:
             yield made
@@ -91,7 +93,7 @@ def test_an_error_is_raised_by_every_way_to_read(broker: FakeBroker, client: Cli
         _ = streams[2].result
 
 
-def test_an_error_about_our_id_before_it_was_accepted_is_ours(
+def test_an_error_about_a_stream_not_yet_accepted_ends_it(
     broker: FakeBroker, client: Client
 ) -> None:
     stream = client.stream("m", "a")
@@ -111,10 +113,10 @@ def test_an_error_about_a_live_stream_ends_nothing(broker: FakeBroker, client: C
     assert stream.read().reason == "stop"
 
 
-# ---- the broker goes -----------------------------------------------------------------------------
+# ---- without a broker ----------------------------------------------------------------------------
 
 
-def test_a_broker_that_never_was(broker: FakeBroker) -> None:
+def test_no_broker_ever_answers(broker: FakeBroker) -> None:
     with Client(broker.run_dir, connect_timeout=0.2, pace=NO_RESEND_PACE) as client:
         with pytest.raises(BrokerLost, match="no broker answers at ipc://"):
             client.generate("m", "a")
@@ -145,7 +147,7 @@ def test_pings_keep_a_slow_stream_alive(broker: FakeBroker) -> None:
         assert stream.read().reason == "stop"
 
 
-def test_a_broker_that_comes_late_gets_what_was_sent_before(
+def test_a_broker_that_starts_late_gets_requests_sent_before(
     broker: FakeBroker, client: Client
 ) -> None:
     stream = client.stream("m", "a")
@@ -170,7 +172,7 @@ def test_a_call_given_up_long_ago_does_not_end_the_next_one(broker: FakeBroker) 
 
 
 async def answered(broker: FakeBroker, call: asyncio.Future[Any]) -> Any:
-    """Answer the call for models that is the newest, unless it has ended before."""
+    """Answer the newest `models` call, unless it has ended before."""
     while not call.done():
         assert broker.socket is not None
         if not await asyncio.to_thread(broker.socket.poll, 20):
@@ -219,7 +221,7 @@ def test_the_end_of_a_with_cancels_even_when_the_client_closes_at_once(
     assert broker.receive(kinds.CANCEL).header.id == stream.id
 
 
-def test_what_is_over_is_not_cancelled(broker: FakeBroker, client: Client) -> None:
+def test_a_finished_stream_is_not_cancelled(broker: FakeBroker, client: Client) -> None:
     with client.stream("m", "a") as stream:
         broker.done(broker.open().accept(), 0)
         stream.read()
@@ -263,7 +265,7 @@ def test_the_rest_is_acknowledged_with_the_next_ping(broker: FakeBroker, client:
     assert broker.receive(kinds.ACK).body["have"] == [[request, 3]]
 
 
-def test_what_was_not_read_is_not_acknowledged(broker: FakeBroker, client: Client) -> None:
+def test_unread_ids_are_not_acknowledged(broker: FakeBroker, client: Client) -> None:
     client.stream("m", "a")
     broker.tokens(broker.open().accept(), 0, 100)
     for _ in range(3):
@@ -302,7 +304,7 @@ def test_calls(broker: FakeBroker, client: Client) -> None:
             wrong.result(PATIENCE)
 
 
-def test_frames_that_make_no_sense_change_nothing(broker: FakeBroker, client: Client) -> None:
+def test_invalid_frames_are_ignored(broker: FakeBroker, client: Client) -> None:
     stream = client.stream("m", "a")
     request = broker.open().accept()
     assert broker.socket is not None
@@ -314,7 +316,7 @@ def test_frames_that_make_no_sense_change_nothing(broker: FakeBroker, client: Cl
     assert stream.read().reason == "stop"
 
 
-# ---- the client's own end ------------------------------------------------------------------------
+# ---- closing the client --------------------------------------------------------------------------
 
 
 def test_a_client_that_was_never_used() -> None:
@@ -342,7 +344,7 @@ def test_a_path_that_is_too_long() -> None:
         Client("/" + "x" * 200)
 
 
-def test_an_endpoint_that_is_none() -> None:
+def test_a_malformed_endpoint() -> None:
     with Client(endpoint="carrier://pigeon") as client:
         for _ in range(2):
             with pytest.raises(OSError, match="carrier://pigeon"):
@@ -427,6 +429,6 @@ def test_async_errors(broker: FakeBroker) -> None:
         ({"tokens": "abc"}, "integers from 0 to 4294967295, got 'abc'"),
     ],
 )
-def test_what_is_no_prompt_is_refused_here(asked: dict[str, Any], words: str) -> None:
+def test_an_invalid_prompt_is_refused_by_the_client(asked: dict[str, Any], words: str) -> None:
     with Client("/nowhere") as client, pytest.raises(BadRequest, match=words):
         client.stream("m", **asked)

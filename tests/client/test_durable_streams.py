@@ -1,4 +1,4 @@
-"""Streams that outlive connections and brokers, against a broker that does what a test says."""
+"""Durable streams after lost connections and brokers, against a fake broker of the test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ Lose = Callable[[FakeBroker, Stream], None]
 
 @pytest.fixture
 def broker() -> Iterator[FakeBroker]:
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # short: its path has to fit
+    with tempfile.TemporaryDirectory(
+        prefix="mlxpool-"
+    ) as folder:  # a short path, as a socket needs
         made = FakeBroker(Path(folder)).open()
         try:
             yield made
@@ -68,7 +70,9 @@ def lose_before_the_end(broker: FakeBroker, stream: Stream) -> None:
 
 
 @pytest.mark.parametrize("lose", [restart, relink, lose_a_frame, lose_before_the_end])
-def test_it_goes_on_from_the_ids_that_came(broker: FakeBroker, client: Client, lose: Lose) -> None:
+def test_a_stream_is_resumed_from_the_ids_received(
+    broker: FakeBroker, client: Client, lose: Lose
+) -> None:
     given: dict[str, Any] = {
         "temperature": 0,
         "queue_ms": 7000,
@@ -109,7 +113,9 @@ def test_it_goes_on_from_the_ids_that_came(broker: FakeBroker, client: Client, l
         (lose_before_the_end, "token 7, 1 were received"),
     ],
 )
-def test_without_durable_it_ends(broker: FakeBroker, client: Client, lose: Lose, why: str) -> None:
+def test_a_stream_with_durable_false_ends(
+    broker: FakeBroker, client: Client, lose: Lose, why: str
+) -> None:
     stream = client.stream("m", "a", durable=False)
     request = broker.accept()
     broker.tokens(request, 0)
@@ -121,7 +127,7 @@ def test_without_durable_it_ends(broker: FakeBroker, client: Client, lose: Lose,
     assert broker.kinds().count(kinds.GENERATE) == 1
 
 
-def test_a_stream_beside_it_tells_of_the_new_connection(broker: FakeBroker) -> None:
+def test_another_streams_accepted_shows_the_new_connection(broker: FakeBroker) -> None:
     with client_of(broker, ping=NEVER) as client:
         old = client.stream("m", "a")
         broker.accept()
@@ -134,7 +140,7 @@ def test_a_stream_beside_it_tells_of_the_new_connection(broker: FakeBroker) -> N
             assert stream.read().reason == "stop"
 
 
-def test_an_answer_that_does_not_come_is_asked_for_again(broker: FakeBroker) -> None:
+def test_a_request_without_accepted_is_sent_again(broker: FakeBroker) -> None:
     with client_of(broker, answer=(0.05, NEVER)) as client:
         stream = client.stream("m", "a", queue_ms=5)
         assert broker.receive(kinds.GENERATE).header.attempt == 1
@@ -148,8 +154,8 @@ def test_an_answer_that_does_not_come_is_asked_for_again(broker: FakeBroker) -> 
         assert stream.read().seed == 6
 
 
-def test_silence_makes_a_new_connection(broker: FakeBroker) -> None:
-    """The old one is still there, as a half-open one is on our side."""
+def test_silence_replaces_the_connection(broker: FakeBroker) -> None:
+    """The old connection stays open on our side, like a half-open one."""
     with client_of(broker, silence=2.0) as client, ThreadPoolExecutor(1) as pool:
         stream = client.stream("m", "a")
         request = broker.accept()
@@ -170,9 +176,7 @@ def test_silence_makes_a_new_connection(broker: FakeBroker) -> None:
         assert call.result(PATIENCE) == [4]
 
 
-def test_brokers_that_bring_nothing_are_told_to_the_next(
-    broker: FakeBroker, client: Client
-) -> None:
+def test_resumes_counts_brokers_that_sent_no_id(broker: FakeBroker, client: Client) -> None:
     stream = client.stream("m", "a")
     request = broker.accept()
     broker.tokens(request, 0)
@@ -187,7 +191,7 @@ def test_brokers_that_bring_nothing_are_told_to_the_next(
     assert told == [0, 1]
 
 
-# ---- errors that are no end ----------------------------------------------------------------------
+# ---- errors that do not end a stream -------------------------------------------------------------
 
 
 def test_a_broker_that_drains(broker: FakeBroker, client: Client) -> None:
@@ -233,7 +237,7 @@ def test_a_duplicate_id_ends_the_newest_sending_only(broker: FakeBroker, client:
         stream.read()
 
 
-def test_what_became_too_large_to_travel_ends(
+def test_a_resume_that_is_too_large_ends_the_stream(
     broker: FakeBroker, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = client.stream("m", "a")
@@ -248,10 +252,10 @@ def test_what_became_too_large_to_travel_ends(
         next(iterator)
 
 
-# ---- the end by our own word ---------------------------------------------------------------------
+# ---- ends that the client decides ----------------------------------------------------------------
 
 
-def test_after_the_deadline_the_client_ends_it_itself(broker: FakeBroker) -> None:
+def test_the_client_ends_a_stream_after_its_deadline(broker: FakeBroker) -> None:
     with client_of(broker, overdue=0.05) as client:
         stream = client.stream("m", "a", deadline_ms=30)
         broker.accept()
@@ -259,7 +263,7 @@ def test_after_the_deadline_the_client_ends_it_itself(broker: FakeBroker) -> Non
             stream.read()
 
 
-def test_nobody_finds_what_was_given_up(broker: FakeBroker) -> None:
+def test_a_broker_that_starts_late_does_not_get_ended_requests(broker: FakeBroker) -> None:
     broker.close()
     late = FakeBroker(broker.run_dir)
     try:
@@ -277,7 +281,7 @@ def test_nobody_finds_what_was_given_up(broker: FakeBroker) -> None:
 # ---- cancel --------------------------------------------------------------------------------------
 
 
-def test_a_cancel_follows_the_connection_and_the_stream_does_not(
+def test_a_cancel_is_sent_on_the_new_connection_and_the_stream_is_not(
     broker: FakeBroker, client: Client
 ) -> None:
     stream = client.stream("m", "a")
@@ -297,7 +301,7 @@ def test_a_cancel_follows_the_connection_and_the_stream_does_not(
 
 
 def settled(stream: Stream) -> Stream:
-    """A stream whose reader has left; its end still comes."""
+    """Wait for the end of a stream whose reader has left."""
     while stream._queue.get(timeout=PATIENCE) is not None:
         pass
     return stream
@@ -315,7 +319,7 @@ def test_a_terminal_that_was_lost_is_not_waited_for(broker: FakeBroker, state: s
         assert stream.read().reason == "cancelled"
 
 
-def test_the_terminal_counts_when_it_comes(broker: FakeBroker, client: Client) -> None:
+def test_a_terminal_after_the_fate_counts(broker: FakeBroker, client: Client) -> None:
     with ThreadPoolExecutor(1) as pool:
         stream = client.stream("m", "a")
         request = broker.accept()
@@ -330,7 +334,7 @@ def test_the_terminal_counts_when_it_comes(broker: FakeBroker, client: Client) -
 # ---- acks ----------------------------------------------------------------------------------------
 
 
-def test_acks_after_another_sending(broker: FakeBroker) -> None:
+def test_acks_after_a_resume(broker: FakeBroker) -> None:
     with client_of(broker, ping=0.02) as client:
         stream = client.stream("m", "a")
         request = broker.accept()
@@ -342,7 +346,7 @@ def test_acks_after_another_sending(broker: FakeBroker) -> None:
         iterator = iter(stream)
         next(iterator)
         before = len(broker.seen)
-        next(iterator)  # all three are read, and the broker knows that without being told
+        next(iterator)  # all three are read; the broker knows that from the resume
         for _ in range(3):
             broker.receive(kinds.PING)
         broker.accepted(request)
@@ -362,7 +366,7 @@ def call(broker: FakeBroker, message: Message, body: dict[str, Any], *blobs: byt
     broker.say(kind, message.header.id, body, *blobs)
 
 
-def test_a_call_follows_the_connection(broker: FakeBroker) -> None:
+def test_a_call_is_sent_on_the_new_connection(broker: FakeBroker) -> None:
     with client_of(broker, answer=(0.02, 0.02)) as client, ThreadPoolExecutor(1) as pool:
         tokens = pool.submit(client.tokenize, "m", "text")
         first = broker.receive(kinds.TOKENIZE)
@@ -376,7 +380,7 @@ def test_a_call_follows_the_connection(broker: FakeBroker) -> None:
         assert tokens.result(PATIENCE) == [4]
 
 
-def test_a_quick_call_is_repeated(broker: FakeBroker) -> None:
+def test_a_call_that_is_answered_at_once_is_repeated(broker: FakeBroker) -> None:
     with client_of(broker, answer=(0.05, NEVER)) as client, ThreadPoolExecutor(1) as pool:
         models = pool.submit(client.models)
         first = broker.receive(kinds.MODELS)
@@ -387,7 +391,7 @@ def test_a_quick_call_is_repeated(broker: FakeBroker) -> None:
         assert models.result(PATIENCE) == []
 
 
-def test_two_who_cancel_the_same_both_get_the_answer(broker: FakeBroker, client: Client) -> None:
+def test_two_cancels_of_one_request_both_get_the_answer(broker: FakeBroker, client: Client) -> None:
     with ThreadPoolExecutor(2) as pool:
         fates = [pool.submit(client.cancel, bytes(16)) for _ in range(2)]
         for _ in fates:
@@ -396,10 +400,10 @@ def test_two_who_cancel_the_same_both_get_the_answer(broker: FakeBroker, client:
         assert [fate.result(PATIENCE)["pos"] for fate in fates] == [3, 3]
 
 
-# ---- asyncio, history ----------------------------------------------------------------------------
+# ---- asyncio, trace ------------------------------------------------------------------------------
 
 
-def test_the_async_client_goes_on_too(broker: FakeBroker) -> None:
+def test_the_async_client_resumes(broker: FakeBroker) -> None:
     async def story() -> None:
         async with AsyncClient(
             broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
@@ -416,7 +420,7 @@ def test_the_async_client_goes_on_too(broker: FakeBroker) -> None:
     asyncio.run(story())
 
 
-def test_the_history_tells_all_of_it(
+def test_the_trace_has_every_event(
     broker: FakeBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))

@@ -1,4 +1,4 @@
-"""What is no request's id is refused here: nobody would answer it."""
+"""The client refuses an invalid request id, because the broker would not answer it."""
 
 from __future__ import annotations
 

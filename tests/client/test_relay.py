@@ -1,4 +1,4 @@
-"""The bad network that other tests use does what it says; and a client that lives behind it."""
+"""The relay that simulates a bad network for other tests, and a client that connects through it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.relay import Relay
 
 @pytest.fixture
 def echo() -> Iterator[tuple[str, str, int]]:
-    """A server that says everything back."""
+    """A server that sends everything back."""
     server = socket.create_server(("127.0.0.1", 0))
     threads = []
 
@@ -83,7 +83,7 @@ def test_it_forwards_everything(relay: Relay) -> None:
 
 
 @pytest.mark.parametrize("how", ["delay", "drip"])
-def test_slow_is_still_whole(relay: Relay, how: str) -> None:
+def test_a_slow_relay_loses_nothing(relay: Relay, how: str) -> None:
     if how == "delay":
         relay.delay(0.05)
     else:
@@ -93,7 +93,7 @@ def test_slow_is_still_whole(relay: Relay, how: str) -> None:
         assert read(connection, 300) == b"x" * 300
 
 
-def test_a_cut_is_felt(relay: Relay) -> None:
+def test_both_sides_notice_a_cut(relay: Relay) -> None:
     with dial(relay) as connection:
         connection.sendall(b"a")
         read(connection, 1)
@@ -105,13 +105,13 @@ def test_a_cut_is_felt(relay: Relay) -> None:
         assert read(connection, 1) == b"b"
 
 
-def test_a_freeze_is_not_felt(relay: Relay) -> None:
+def test_a_freeze_is_not_reported_to_either_side(relay: Relay) -> None:
     with dial(relay) as connection:
         connection.sendall(b"a")
         read(connection, 1)
         relay.freeze()
         connection.sendall(b"b")
-        with dial(relay) as late:  # the kernel takes it, nobody else does
+        with dial(relay) as late:  # the kernel accepts the connection, the relay does not
             connection.settimeout(0.2)
             with pytest.raises(TimeoutError):
                 connection.recv(1)
@@ -123,7 +123,7 @@ def test_a_freeze_is_not_felt(relay: Relay) -> None:
             assert read(late, 1) == b"c"
 
 
-def test_a_cut_while_frozen(relay: Relay) -> None:
+def test_a_cut_during_a_freeze(relay: Relay) -> None:
     with dial(relay) as connection:
         connection.sendall(b"a")
         read(connection, 1)
@@ -133,7 +133,7 @@ def test_a_cut_while_frozen(relay: Relay) -> None:
             connection.recv(1)
 
 
-def test_refused(relay: Relay) -> None:
+def test_a_refusing_relay(relay: Relay) -> None:
     relay.refuse(True)
     with pytest.raises(ConnectionResetError), dial(relay) as connection:
         connection.recv(1)
@@ -143,7 +143,7 @@ def test_refused(relay: Relay) -> None:
         assert read(connection, 1) == b"a"
 
 
-def test_nobody_behind_it() -> None:
+def test_a_relay_without_a_server() -> None:
     with Relay(("ipc", "/nowhere/at/all")) as relay:
         with pytest.raises(ConnectionResetError), dial(relay) as connection:
             connection.recv(1)
@@ -171,7 +171,7 @@ def survive(broker: FakeBroker, relay: Relay, fault: str) -> None:
         next(iterator)
         if fault == "cut":
             relay.cut()
-            broker.number += 1  # as a broker would call a new connection
+            broker.number += 1  # the broker's number for the new connection
         else:
             relay.freeze()
             until(lambda: reconnects(client), "the client has a new connection")

@@ -1,15 +1,15 @@
-"""From the arguments of a call to a message."""
+"""The messages that are made of the arguments of the client's methods."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from mlxpool.client import request
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.options import REQUEST_KEYS
+from mlxpool.common.options import REQUEST_KEYS, GenerateOptions
 from mlxpool.common.protocol.frames import TEXT_AS_BLOB
 from mlxpool.common.protocol.prompts import PackedPrompt, TextPrompt
 from mlxpool.common.protocol.resume import Facts
@@ -19,7 +19,7 @@ from mlxpool.common.protocol.token_ids import pack_ids
 
 def made(**given: Any) -> tuple[dict[str, Any], list[bytes]]:
     prompt, messages, tokens = (given.pop(k, None) for k in ("prompt", "messages", "tokens"))
-    draft = request.generate("m", prompt, messages, tokens, given)
+    draft = request.generate("m", prompt, messages, tokens, cast(GenerateOptions, given))
     return written(draft)
 
 
@@ -94,12 +94,12 @@ def test_biases_have_text_keys_on_the_wire() -> None:
     ("given", "count"),
     [({}, 0), ({"prompt": "a", "tokens": [1]}, 2), ({"prompt": "", "messages": []}, 2)],
 )
-def test_one_of_three(given: dict[str, Any], count: int) -> None:
+def test_exactly_one_of_prompt_messages_and_tokens(given: dict[str, Any], count: int) -> None:
     with pytest.raises(BadRequest, match=f"got {count}"):
         made(**given)
 
 
-def test_tokens_that_are_none() -> None:
+def test_invalid_token_ids() -> None:
     with pytest.raises(BadRequest, match="token ids must be integers"):
         made(tokens=[-1])
 
@@ -116,7 +116,7 @@ def state_of(*ids: int, boot: int = 7, **more: Any) -> StreamState:
     return StreamState(bytes(16), boot=boot, seed=42 if boot else -1, ids=list(ids), **more)
 
 
-def test_again_from_the_ids_we_have() -> None:
+def test_a_resume_from_the_ids_received() -> None:
     state = state_of(4, 5, facts=Facts.from_worker({"now": 3}), barren_boots=1)
     body, blobs = written(request.resumed(SENT, state, 1.2341))
     resume = {"count": 2, "seed": 42, "resumes": 1, "facts": {"now": 3}}
@@ -126,14 +126,14 @@ def test_again_from_the_ids_we_have() -> None:
     assert SENT.settings["queue_ms"] == 5
 
 
-def test_again_before_the_first_id() -> None:
+def test_a_resume_before_the_first_id() -> None:
     draft = GenerateDraft("m", TextPrompt("a"), {})
     body, _ = written(request.resumed(draft, state_of(), None))
     assert body["resume"] == {"count": 0, "seed": 42, "resumes": 0}
     assert "deadline_ms" not in body
 
 
-def test_again_what_was_never_accepted() -> None:
+def test_a_request_never_accepted_is_sent_without_resume() -> None:
     draft = GenerateDraft("m", PackedPrompt("prompt", b"x"), {}, SENT.settings)
     body, blobs = written(request.resumed(draft, state_of(boot=0), -4.0))
     assert "resume" not in body and body["deadline_ms"] == 1
@@ -150,6 +150,6 @@ def test_the_prompts_blob_comes_first() -> None:
     ("given", "seconds"),
     [(None, None), (1500, 1.5), (0, None), (True, None), ("5", None), (-1, None)],
 )
-def test_a_deadline_of_the_users(given: Any, seconds: float | None) -> None:
+def test_the_deadline_of_a_request(given: Any, seconds: float | None) -> None:
     draft = GenerateDraft("m", TextPrompt("a"), {}, {"deadline_ms": given})
     assert request.deadline_of(draft) == seconds

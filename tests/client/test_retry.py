@@ -1,4 +1,4 @@
-"""When a stream is sent again and when it is given up, with made-up times."""
+"""StreamRetry and SilenceTimer: when a stream is sent again or given up, with simulated times."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlxpool.client.incoming import parse_frame
 from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
-from mlxpool.client.stream import Delta, StreamState
+from mlxpool.client.stream import Delta, StreamState, parse_frame
 from mlxpool.common.errors import BrokerLost, DuplicateId, PoolError, from_body
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.protocol.token_ids import pack_ids
@@ -49,7 +48,7 @@ class Story:
         self.say(kinds.ERROR, {"code": code, "message": "no", **more}, left=left)
 
     def tick(self, heard: float = HEARD, left: float | None = None) -> Action:
-        """What is due now; done at once, as the link does it."""
+        """The action that is due now; performs it at once, as the connection does."""
         step = self.retry.tick(self.at, heard, left)
         if step is Action.SEND:
             self.retry.sent_again(self.at)
@@ -61,10 +60,10 @@ class Story:
         return self.retry.due - self.at
 
 
-# ---- unanswered ----------------------------------------------------------------------------------
+# ---- without an answer ---------------------------------------------------------------------------
 
 
-def test_a_sending_without_an_answer_is_repeated_ever_later() -> None:
+def test_an_unanswered_request_is_sent_again_at_growing_intervals() -> None:
     story = Story()
     for attempt, wait in enumerate((2.0, 4.0, 8.0, 8.0), start=1):
         assert story.state.attempt == attempt and story.due_in() == wait
@@ -76,7 +75,7 @@ def test_a_sending_without_an_answer_is_repeated_ever_later() -> None:
     assert story.retry.due == math.inf
 
 
-def test_nobody_there_is_no_reason_to_send_into_the_dark() -> None:
+def test_nothing_is_sent_again_while_no_broker_is_heard() -> None:
     story = Story()
     sent_at = story.at
     story.at += 100
@@ -84,18 +83,20 @@ def test_nobody_there_is_no_reason_to_send_into_the_dark() -> None:
     assert story.tick(heard=sent_at) is Action.SEND
 
 
-def test_what_was_accepted_waits_for_as_long_as_it_takes() -> None:
+def test_an_accepted_stream_waits_without_limit() -> None:
     story = Story()
     story.accepted()
     story.at += 1e6
     assert story.tick() is Action.NOTHING
 
 
-# ---- lost ----------------------------------------------------------------------------------------
+# ---- lost connections and frames -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("home", "why"), [((8, 3), "restarted"), ((7, 4), "connection")])
-def test_another_home_than_the_streams(home: tuple[int, int], why: str) -> None:
+def test_another_boot_or_link_than_the_streams_sends_it_again(
+    home: tuple[int, int], why: str
+) -> None:
     story = Story()
     story.accepted()
     story.retry.identified((7, 3), story.at)
@@ -118,7 +119,7 @@ def test_a_gap_is_sent_again_once() -> None:
     assert (story.state.ids, story.state.attempt) == ([0], 2)
 
 
-def test_sendings_that_bring_nothing_slow_down_and_an_id_makes_them_quick_again() -> None:
+def test_retries_without_a_new_id_slow_down_until_an_id_comes() -> None:
     story = Story()
     for link, pause in enumerate((0.0, 0.0, 2.0, 4.0, 8.0, 8.0), start=3):
         story.accepted(link=link)
@@ -132,7 +133,7 @@ def test_sendings_that_bring_nothing_slow_down_and_an_id_makes_them_quick_again(
     assert story.tick() is Action.SEND
 
 
-def test_a_new_connection_of_ours_sends_again() -> None:
+def test_a_replaced_connection_sends_streams_again() -> None:
     story = Story()
     story.accepted()
     story.retry.reconnected(story.at)
@@ -158,16 +159,16 @@ def test_a_stream_that_is_not_durable_ends(loss: str) -> None:
     assert isinstance(story.state.error, BrokerLost) and story.state.attempt == 1
 
 
-# ---- errors that are no end ----------------------------------------------------------------------
+# ---- errors that do not end a stream -------------------------------------------------------------
 
 
-def test_a_first_sending_is_refused_for_good() -> None:
+def test_a_refused_first_sending_ends_the_stream() -> None:
     story = Story()
     story.refused(retry_after_ms=5)
     assert story.state.over
 
 
-def test_a_broker_that_drains_is_asked_again() -> None:
+def test_draining_puts_an_accepted_stream_off() -> None:
     story = Story()
     story.accepted()
     story.refused("draining", retry_after_ms=1500)
@@ -184,14 +185,16 @@ def test_a_broker_that_drains_is_asked_again() -> None:
         ({"durable": False}, "draining", {"retry_after_ms": 5}),
     ],
 )
-def test_other_errors_are_the_end(given: dict[str, Any], code: str, more: dict[str, Any]) -> None:
+def test_errors_without_retry_after_end_the_stream(
+    given: dict[str, Any], code: str, more: dict[str, Any]
+) -> None:
     story = Story(**given)
     story.accepted()
     story.refused(code, **more)
     assert story.state.over
 
 
-def test_a_later_sending_comes_back_until_the_grace_is_over() -> None:
+def test_a_refused_retry_is_repeated_until_broker_grace() -> None:
     story = Story()
     story.at += 2
     assert story.tick() is Action.SEND
@@ -205,7 +208,7 @@ def test_a_later_sending_comes_back_until_the_grace_is_over() -> None:
 
 
 @pytest.mark.parametrize("end", ["an id", "another broker"])
-def test_what_ends_a_row_of_refusals(end: str) -> None:
+def test_an_id_or_another_boot_ends_a_row_of_refusals(end: str) -> None:
     story = Story()
     story.accepted()
     for boot in range(8, 20):
@@ -217,7 +220,7 @@ def test_what_ends_a_row_of_refusals(end: str) -> None:
             story.token()
 
 
-def test_a_deadline_ends_a_row_of_refusals() -> None:
+def test_a_deadline_limits_a_row_of_refusals() -> None:
     story = Story()
     story.accepted()
     story.refused("draining", left=100, retry_after_ms=90_000)
@@ -227,7 +230,7 @@ def test_a_deadline_ends_a_row_of_refusals() -> None:
     assert story.state.over
 
 
-def test_a_refusal_is_waited_for_even_when_the_connection_changes() -> None:
+def test_a_new_connection_does_not_shorten_retry_after() -> None:
     story = Story()
     story.accepted()
     story.refused("draining", retry_after_ms=5000)
@@ -251,7 +254,7 @@ def test_a_duplicate_id_counts_for_the_newest_sending_only() -> None:
     assert isinstance(story.retry.error_of_sending(*about("duplicate_id", 2)), DuplicateId)
 
 
-def test_other_errors_about_a_stream_end_it_only_before_it_was_accepted() -> None:
+def test_other_errors_of_sending_end_a_stream_only_before_it_was_accepted() -> None:
     story = Story()
     assert story.retry.error_of_sending(*about("bad_request", 0)) is not None
     assert story.retry.error_of_sending(*about("bad_request", 3)) is None
@@ -270,7 +273,7 @@ def cancelled() -> Story:
 
 
 @pytest.mark.parametrize("loss", ["home", "silence", "no answer"])
-def test_a_cancel_is_sent_again_and_never_the_stream(loss: str) -> None:
+def test_after_a_cancel_only_the_cancel_is_sent_again(loss: str) -> None:
     story = cancelled()
     if loss == "home":
         story.retry.identified((8, 1), story.at)
@@ -285,21 +288,21 @@ def test_a_cancel_is_sent_again_and_never_the_stream(loss: str) -> None:
     assert story.tick() is Action.NOTHING
 
 
-def test_a_gap_after_a_cancel_changes_nothing() -> None:
+def test_a_gap_after_a_cancel_is_ignored() -> None:
     story = cancelled()
     story.say(kinds.DELTA, {"text": "", "n": 0}, pos=4)
     story.refused("draining", retry_after_ms=5)
     assert story.state.error is not None and story.state.attempt == 1
 
 
-def test_a_stream_that_nobody_knows_is_cancelled() -> None:
+def test_the_fate_unknown_ends_a_cancelled_stream() -> None:
     story = cancelled()
     story.retry.fate("unknown", story.at)
     assert story.state.result is not None and story.state.result.reason == "cancelled"
 
 
 @pytest.mark.parametrize("state", ["done", "failed", "cancelled"])
-def test_a_terminal_that_was_lost(state: str) -> None:
+def test_a_lost_terminal_after_a_cancel(state: str) -> None:
     story = cancelled()
     story.retry.fate(state, story.at)
     story.at += 1.75
@@ -309,7 +312,7 @@ def test_a_terminal_that_was_lost(state: str) -> None:
     assert story.state.result is not None and story.state.result.reason == "cancelled"
 
 
-def test_a_live_fate_waits_for_the_terminal() -> None:
+def test_the_fate_of_a_live_request_waits_for_its_terminal() -> None:
     story = cancelled()
     story.retry.fate("streaming", story.at)
     story.at += 2
@@ -318,7 +321,7 @@ def test_a_live_fate_waits_for_the_terminal() -> None:
     assert story.state.result is not None and story.state.result.reason == "stop"
 
 
-def test_somebody_elses_fate_is_not_ours() -> None:
+def test_a_fate_without_a_cancel_is_ignored() -> None:
     story = Story()
     story.accepted()
     story.retry.fate("unknown", story.at)
@@ -328,7 +331,7 @@ def test_somebody_elses_fate_is_not_ours() -> None:
 # ---- the deadline --------------------------------------------------------------------------------
 
 
-def test_after_the_deadline_it_is_not_sent_and_soon_given_up() -> None:
+def test_after_the_deadline_a_stream_is_given_up_and_not_sent_again() -> None:
     story = Story()
     story.at += 5
     assert story.tick(left=-0.1) is Action.NOTHING
@@ -342,14 +345,14 @@ def test_after_the_deadline_it_is_not_sent_and_soon_given_up() -> None:
 
 
 def run(timer: SilenceTimer, wall: float, seconds: float) -> float:
-    """Turn as a healthy loop does; returns the wall's time."""
+    """Advance the timer in the steps of a healthy loop; returns the monotonic time."""
     for _ in range(round(seconds / 0.25)):
         wall += 0.25
         timer.advance(wall)
     return wall
 
 
-def test_silence_moves_the_connection_ever_later() -> None:
+def test_silence_replaces_the_connection_at_growing_intervals() -> None:
     timer = SilenceTimer(PACE, 100.0)
     wall = run(timer, 100.0, 1)
     timer.heard()
@@ -366,7 +369,7 @@ def test_silence_moves_the_connection_ever_later() -> None:
     assert not timer.lost and not timer.reconnect_due and timer.reconnects == 0
 
 
-def test_what_was_never_heard_is_given_up_sooner() -> None:
+def test_a_broker_never_heard_is_given_up_sooner() -> None:
     timer = SilenceTimer(PACE, 0.0)
     wall = run(timer, 0.0, 5)
     assert not timer.lost
@@ -374,7 +377,7 @@ def test_what_was_never_heard_is_given_up_sooner() -> None:
     assert timer.lost
 
 
-def test_time_in_which_we_did_not_run_is_no_silence() -> None:
+def test_time_while_the_process_was_stopped_does_not_count() -> None:
     timer = SilenceTimer(PACE, 0.0)
     timer.heard()
     wall = run(timer, 0.0, 2)
@@ -382,13 +385,13 @@ def test_time_in_which_we_did_not_run_is_no_silence() -> None:
     assert timer.silent == 2.0 + PACE.gap and not timer.reconnect_due and not timer.lost
 
 
-def test_a_clock_that_goes_back_stands_still() -> None:
+def test_a_clock_that_goes_back_adds_no_time() -> None:
     timer = SilenceTimer(PACE, 100.0)
     timer.advance(50.0)
     assert timer.now == 0.0
 
 
-def test_nothing_waited_for_is_no_silence() -> None:
+def test_time_without_open_streams_is_no_silence() -> None:
     timer = SilenceTimer(PACE, 0.0)
     run(timer, 0.0, 100)
     timer.reset()

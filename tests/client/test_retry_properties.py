@@ -1,4 +1,4 @@
-"""Whatever is lost on the way: each id reaches the reader once, in order, and the stream ends."""
+"""With any losses, each id reaches the reader once and in order, and the stream ends."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxpool.client.incoming import parse_frame
 from mlxpool.client.request import resumed
 from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
-from mlxpool.client.stream import Delta, StreamState
+from mlxpool.client.stream import Delta, StreamState, parse_frame
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.protocol.prompts import TextPrompt
 from mlxpool.common.protocol.to_broker import GenerateDraft
@@ -30,17 +29,17 @@ def token(seed: int, position: int) -> int:
 
 
 def text(seed: int, count: int) -> str:
-    """What is out after so many ids: the newest one's text is held back."""
+    """The text sent after so many ids: that of the newest id is held back."""
     return "".join(f"{token(seed, i)} " for i in range(count - 1))
 
 
 @dataclass
 class ModelBroker:
-    """Answers as docs/protocol.md says, a token for each call of `work`."""
+    """A broker that follows docs/protocol.md and makes a token at each call of `work`."""
 
     boot: int = 1
     link: int = 1
-    open: bool = True  # False: half-open, nothing goes through and nobody is told
+    open: bool = True  # False: half-open, frames are lost without an error
     attempt: int = 0
     pos: int = 0
     seed: int = 0
@@ -80,7 +79,7 @@ class ModelBroker:
         self.out.append(Message(Header(kind, ident, self.boot, self.attempt, pos), body, blobs))
 
     def relink(self) -> None:
-        """What was under way is lost."""
+        """Lose the frames that are in flight."""
         self.link += 1
         self.open = True
         self.out.clear()
@@ -96,7 +95,7 @@ class ModelBroker:
 
 
 class Reader:
-    """The client: a stream, its retries and its timer, and what the reader was given."""
+    """The client: a stream, its retries, its timer, and the deltas delivered to the reader."""
 
     def __init__(self, broker: ModelBroker) -> None:
         self.broker = broker
@@ -118,7 +117,7 @@ class Reader:
         self._send(kinds.GENERATE, draft.body(), *draft.blobs())
 
     def turn(self, seconds: float = TICK) -> None:
-        """As the link does: read everything, then look at what is due."""
+        """One turn of the connection: read everything, then do what is due."""
         self.wall += seconds
         self.timer.advance(self.wall)
         while self.broker.open and self.broker.out:
@@ -151,7 +150,7 @@ class Reader:
 
 def strike(broker: ModelBroker, reader: Reader, fault: str) -> None:
     if fault == "lose a frame":
-        # A terminal is lost only together with its connection: nothing behind it would tell.
+        # A terminal is lost only together with its connection: no later frame would show the gap.
         if broker.out and broker.out[0].kind not in (kinds.DONE, kinds.ERROR):
             broker.out.popleft()
     elif fault == "half-open":
@@ -161,7 +160,9 @@ def strike(broker: ModelBroker, reader: Reader, fault: str) -> None:
     elif fault == "freeze":
         reader.turn(3600.0)
     elif fault == "drain":
-        if reader.state.boot or reader.state.attempt > 1:  # else it is a refusal, and final
+        if (
+            reader.state.boot or reader.state.attempt > 1
+        ):  # otherwise the error refuses the request and ends it
             broker.drain()
     elif fault in ("relink", "restart"):
         getattr(broker, fault)()
@@ -177,7 +178,7 @@ def test_each_id_once_and_in_order(story: list[tuple[str, int]]) -> None:
         strike(broker, reader, fault)
         for _ in range(turns):
             reader.turn()
-    for _ in range(400):  # a hundred seconds without a fault: longer than any back-off
+    for _ in range(400):  # 100 s without a fault, which is longer than any retry interval
         broker.work()
         reader.turn()
     state = reader.state

@@ -1,4 +1,4 @@
-"""What a client knows of a stream: frames in, deltas and the end out."""
+"""StreamState: from frames to deltas and the end of a stream."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.client.incoming import Frame, parse_frame
-from mlxpool.client.stream import Delta, StreamState
+from mlxpool.client.stream import Delta, Frame, StreamState, parse_frame
 from mlxpool.common.errors import ContextExceeded, Internal
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.protocol.token_ids import pack_ids
@@ -71,7 +70,7 @@ def test_done_holds_the_whole_completion() -> None:
     assert state.facts is not None and state.facts.raw == {"now": 3}
 
 
-def test_text_that_was_held_back_comes_with_the_end() -> None:
+def test_held_back_text_comes_with_the_end() -> None:
     state = accepted()
     state.receive(delta(0, 5, text="a"))
     assert state.receive(frame(kinds.DONE, {**DONE, "text": "z"}, pos=1)) == Delta("z", (), 1)
@@ -79,7 +78,7 @@ def test_text_that_was_held_back_comes_with_the_end() -> None:
 
 
 @pytest.mark.parametrize("pos", [0, 2, 9])
-def test_a_gap_or_a_repetition_is_not_taken(pos: int) -> None:
+def test_a_gap_or_a_repetition_is_not_appended(pos: int) -> None:
     state = accepted()
     state.receive(delta(0, 5))
     assert state.receive(delta(pos, 6)) is None
@@ -93,21 +92,21 @@ def test_a_frame_without_all_its_ids_is_a_gap() -> None:
     assert state.gap and state.ids == []
 
 
-def test_an_end_that_does_not_fit_is_no_result() -> None:
+def test_a_done_with_another_position_is_a_gap() -> None:
     state = accepted()
     state.receive(delta(0, 5))
     state.receive(frame(kinds.DONE, DONE, pos=2))
     assert state.gap and not state.over
 
 
-def test_nothing_is_taken_before_it_was_accepted() -> None:
+def test_deltas_before_accepted_are_ignored() -> None:
     state = StreamState(ID)
     assert state.receive(delta(0, 5)) is None
     state.receive(frame(kinds.DONE, DONE))
     assert state.ids == [] and not state.over and not state.gap
 
 
-def test_it_goes_on_after_another_sending() -> None:
+def test_a_stream_continues_in_the_next_attempt() -> None:
     state = accepted()
     state.receive(delta(0, 5, text="a", facts={"now": 3}))
     state.receive(delta(2, 9))
@@ -123,7 +122,7 @@ def test_it_goes_on_after_another_sending() -> None:
     assert state.facts is not None and state.facts.raw == {"now": 3}
 
 
-def test_brokers_that_brought_nothing_are_counted() -> None:
+def test_boots_that_sent_no_id_are_counted() -> None:
     state = accepted()
     for attempt, boot, counted in ((2, 8, 1), (3, 8, 1), (4, 9, 2)):
         state.begin_attempt()
@@ -133,7 +132,7 @@ def test_brokers_that_brought_nothing_are_counted() -> None:
     assert state.barren_boots == 0
 
 
-def test_another_seed_is_no_way_to_go_on() -> None:
+def test_another_seed_ends_the_stream() -> None:
     state = accepted()
     state.receive(delta(0, 5))
     state.begin_attempt()
@@ -141,7 +140,7 @@ def test_another_seed_is_no_way_to_go_on() -> None:
     assert isinstance(state.error, Internal) and "seed 42" in state.error.message
 
 
-def test_cancelled_here() -> None:
+def test_cancel_without_a_terminal() -> None:
     state = accepted()
     state.receive(delta(0, 5, text="a", facts={"prompt_tokens": 3}))
     state.cancel_here()
@@ -150,7 +149,7 @@ def test_cancelled_here() -> None:
     assert state.result.usage == {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 1}
 
 
-def test_frames_of_another_attempt_are_nothing() -> None:
+def test_frames_of_another_attempt_are_ignored() -> None:
     state = accepted()
     for strange in (
         delta(0, 9, attempt=2),
@@ -179,12 +178,12 @@ def test_nothing_counts_after_the_end() -> None:
     assert state.result is result and state.error is None and state.ids == []
 
 
-def test_kinds_of_tomorrow_are_nothing() -> None:
+def test_unknown_kinds_are_ignored() -> None:
     assert parse_frame(Message(Header("news", ID, 7, 1, 0), {"a": 1})) is None
 
 
 @given(st.lists(st.integers(0, 5), max_size=20))
-def test_however_it_is_cut_it_is_the_same(cuts: list[int]) -> None:
+def test_the_result_does_not_depend_on_how_frames_are_divided(cuts: list[int]) -> None:
     state, pos = accepted(), 0
     for count in cuts:
         ids = range(pos, pos + count)

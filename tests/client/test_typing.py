@@ -1,4 +1,4 @@
-"""A user's program is type-checked against the wheel, as it is installed."""
+"""mypy --strict checks a user's program against the installed wheel."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ later.stream("demo", "x", stop=1)
 print(client.generate("demo", "x").texts)
 client.detokenize("demo", "x")
 """
-FOUND = {  # line of WRONG: what mypy says of it
+FOUND = {  # line of WRONG: the error that mypy reports
     4: 'Unexpected keyword argument "temprature" for "generate" of "Client"',
     5: 'Argument "max_tokens" to "stream" of "Client" has incompatible type "str"',
     6: 'Argument "stop" to "stream" of "AsyncClient" has incompatible type "int"',
@@ -64,7 +64,7 @@ FOUND = {  # line of WRONG: what mypy says of it
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that has nothing but our wheel."""
+    """The Python of an environment with our wheel alone."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=100)
@@ -76,7 +76,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checked(python: Path, program: str, folder: Path) -> list[str]:
-    """What `mypy --strict` says of a program outside of our tree."""
+    """The output of `mypy --strict` for a program outside of our tree."""
     (folder / "program.py").write_text(program)
     flags = ["--strict", "--no-error-summary", "--config-file=", "--cache-dir=/dev/null"]
     mypy = [sys.executable, "-m", "mypy", *flags, f"--python-executable={python}", "program.py"]

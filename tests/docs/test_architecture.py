@@ -19,7 +19,7 @@ BOUNDS = {  # how many files a change may touch
     "an architecture": 2,
     "a metric": 2,
     "a setting": 2,
-    "an HTTP route": 2,
+    "an HTTP route": 4,
     "an error": 2,
 }
 

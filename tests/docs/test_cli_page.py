@@ -42,12 +42,12 @@ def shapes(section: str) -> list[Any]:
     return [json.loads(block) for block in re.findall(r"```json\n(.*?)```", section, re.S)]
 
 
-def test_every_command_has_a_section_and_no_other() -> None:
+def test_the_sections_are_the_commands() -> None:
     assert {name for name in SECTIONS if name.startswith("mlxpool ")} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_is_there_and_no_other(name: str) -> None:
+def test_the_options_of_each_section_are_those_of_the_command(name: str) -> None:
     own = {text for action in COMMANDS[name]._actions for text in action.option_strings}
     own -= set(OF_ALL)
     told = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]*)", SECTIONS[name])) - set(OF_ALL)
@@ -71,10 +71,10 @@ path = "/nowhere/at/all"
 path = "builtin:counting"
 counting.step_us = 20000
 """
-# What serves prints nothing; tests/bench looks at the rest.
+# Commands that serve print nothing; tests/bench checks the output of `bench`.
 SERVING = {f"mlxpool {name}" for name in ("serve", "broker", "worker", "gateway")}
 NO_JSON = {*SERVING, *(n for n in COMMANDS if " bench " in n)}
-# In this order, for one changes what the next one finds. ID is that of a live request.
+# The order matters, as a command changes what later ones print. ID is that of a live request.
 TRIED: tuple[tuple[str, ...], ...] = (
     ("load", "counting", "--wait"),
     ("run", "counting", "hello", "--max-tokens", "3", "--logprobs"),
@@ -165,5 +165,5 @@ def test_an_error_has_the_shape_that_the_page_gives(tmp_path: Path) -> None:
         ("x", {"a": "any"}, 1),
     ],
 )
-def test_a_shape_is_more_than_a_wish(value: Any, shape: Any, count: int) -> None:
+def test_values_that_do_not_fit_a_shape_are_found(value: Any, shape: Any, count: int) -> None:
     assert len(list(faults(value, shape))) == count

@@ -23,11 +23,11 @@ from support.doc_blocks import RUNNABLE, Block, Command, agrees, blocks, command
 
 pytestmark = pytest.mark.timeout(600)  # a page is many processes, one after the other
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = {  # kinds of blocks that are run, but not here
+ELSEWHERE = {  # kinds of blocks that other tests run
     "json": "test_cli_page.py compares shapes; tests/end_to_end/test_metrics.py the log line",
     "hex": "test_protocol_page.py sends them to a broker",
     "js": "tests/examples/test_node_client.py",
-    "mermaid": "test_site.py draws them",
+    "mermaid": "test_site.py has a browser draw them",
     "text": "no code: a picture, a prompt, an answer",
 }
 PORTS = re.compile(r"(?<=[: ])(7200|7201|7202|8080|9464)\b")
@@ -36,7 +36,7 @@ PLACES = re.compile(r"(?<![\w./$@~-])/(?=(?:data|etc|home|opt|path|run|var)/)")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a page takes for granted, and what it says for what is otherwise here.
+    """The preparations that a page needs, and the texts that are replaced in it.
 
     Folders that begin with `/` are in one of the test's own, ports are free ones.
     """
@@ -44,21 +44,21 @@ class Page:
     before: tuple[str, ...] = ()
     instead: Mapping[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()  # packages
-    programs: tuple[str, ...] = ()  # that not every machine has
+    programs: tuple[str, ...] = ()  # that some machines lack
 
 
 def unquoted(words: str) -> str:
-    """What the shell has to look at in the midst of a text in single quotes."""
+    """Words that the shell evaluates within a text in single quotes."""
     return f"'\"{words}\"'"
 
 
 def public(name: str) -> str:
-    """The public key of a pair that the page has made."""
+    """A shell command for the public key of a pair that the page has made."""
     return f"$(sed -n 's/^public = \"\\(.*\\)\"/\\1/p' ~/.mlxpool/keys/{name}.key)"
 
 
 def section(name: str, role: str) -> tuple[str, str]:
-    """One of the allow-list, and the same with its key."""
+    """A section of the allow-list as the page has it, and the same with its key."""
     text = f'[keys.{name}]\nrole = "{role}"\npublic = '
     return f'{text}"…"', f'{text}"{unquoted(public(name))}"'
 
@@ -78,7 +78,7 @@ BROKEN = (
 PAGES = {
     "README.md": Page(
         ("mkdir -p /path/to", 'ln -s "$PWD/worker/mlxpool/worker/demo" /path/to/folder'),
-        # The page's picture is of a worker that has told that it is idle again.
+        # The page shows a worker that has reported that it is idle again.
         {"mlxpool ps": "until mlxpool ps | grep -q idle; do :; done; mlxpool ps"},
     ),
     "CONTRIBUTING.md": Page(),
@@ -100,7 +100,7 @@ PAGES = {
             LOADED,
             *KNOWN,
         ),
-        {  # as the machine is
+        {  # depends on the machine
             "slabs": "…",
             "up to 5.1 GB": "…",
             "cpu, 25.3 GB, 24.4 GB free now": "…",
@@ -126,7 +126,7 @@ PAGES = {
 
 
 def free_ports() -> dict[str, int]:
-    """One for each that pages name."""
+    """A free port for each port that pages name."""
     with ExitStack() as stack:
         taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(5)]
         numbers = [server.getsockname()[1] for server in taken]
@@ -181,8 +181,8 @@ ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glo
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-def test_every_block_is_run_or_says_why_not(path: Path) -> None:
-    """Also what is only indented would be shown as a block."""
+def test_every_block_is_run_or_has_a_reason(path: Path) -> None:
+    """Indented text would be shown as a block as well, so pages have none."""
     text = path.read_text("utf-8")
     name = str(path.relative_to(ROOT))
     for block in blocks(text):
@@ -192,7 +192,7 @@ def test_every_block_is_run_or_says_why_not(path: Path) -> None:
     assert not re.findall(r"^\n    \S.*", rest, re.M)
 
 
-def test_what_is_not_run_has_its_reason() -> None:
+def test_programs_that_are_not_run_have_a_reason() -> None:
     """There is a stub for each program with a reason, and no other."""
     assert {words.split()[0] for words in program_stubs.REASONS} == set(program_stubs.STUBS)
 

@@ -32,7 +32,7 @@ def test_a_broker_answers_the_bytes_of_the_page(tmp_path: Path) -> None:
 
 
 def test_the_other_bytes_of_the_page_are_a_delta() -> None:
-    """As it is written: of the first token, without facts."""
+    """The example: a delta of the first token, without facts."""
     header = Header(kinds.DELTA, ID, BOOT, 1, 0)
     assert frames.encode(header, {"text": "19280 ", "n": 1}, [PARTS[4]]) == PARTS[2:]
     assert PARTS[4] == (19280).to_bytes(4, "little")

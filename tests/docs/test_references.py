@@ -18,7 +18,7 @@ FILE = re.compile(
     rf"(?<![\w./~-])((?:{TOPS})/[\w./-]+\.(?:cu|cuh|html|js|json|md|py|toml|yaml|yml|h))\b"
 )
 TEST = re.compile(r"\b(test_\w+)\b")
-NOT_OURS = {"test_NAME"}  # stand for a name of the reader's
+NOT_OURS = {"test_NAME"}  # placeholders for names that the reader chooses
 
 
 @cache

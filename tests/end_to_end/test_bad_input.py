@@ -388,7 +388,7 @@ def test_an_unwritable_worker_log_fails_that_start_only(tmp_path: Path) -> None:
         pool.in_state("counting/0", state="none")
         log = pool.run_dir / "logs" / "counting-0.log"
         log.unlink()
-        log.mkdir()  # cannot be opened for writing, whoever we are
+        log.mkdir()  # a folder cannot be opened for writing, not even by root
         with pytest.raises(Exception, match="cannot start the worker"):
             client.generate("counting", "x", max_tokens=1)
         log.rmdir()

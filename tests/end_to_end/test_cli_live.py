@@ -133,7 +133,7 @@ def test_commands_that_wait_for_a_load_show_its_progress(
             waiting.until(">>> ", after=waiting.until("(cancelled)", after=at))
             waiting.send("\x04")
         assert waiting.ended() == (0 if command[0] == "chat" else 130)
-    assert waiting.raw.count("\r\x1b[K") > waiting.raw.count("stuck: ")  # it is wiped out
+    assert waiting.raw.count("\r\x1b[K") > waiting.raw.count("stuck: ")  # the line is erased
 
 
 def test_without_a_terminal_no_progress_is_shown(pool: Pool) -> None:
@@ -172,7 +172,7 @@ def test_ctrl_c_ends_the_answer_but_not_the_chat(pool: Pool) -> None:
         chat.until(">>> ")
         chat.send("hello\n")
         begun = chat.until("hello")
-        begun = chat.until(" ", after=begun + 2)  # its first token is there
+        begun = chat.until(" ", after=begun + 2)  # its first token is shown
         chat.send("\x03")
         at = chat.until("(cancelled)", after=begun)
         at = chat.until(">>> ", after=at)

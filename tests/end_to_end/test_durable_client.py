@@ -26,13 +26,13 @@ COUNT = 300
 def started(client: Client, seed: int) -> Stream:
     """A stream that has received its first ids."""
     stream = client.stream("slow", "hello", seed=seed, max_tokens=COUNT, batch=seed % 2 == 0)
-    until(lambda: stream._state.ids, "the first ids")
+    until(lambda: stream._open.state.ids, "the first ids")
     return stream
 
 
 def taken_over(stream: Stream, before: int) -> bool:
     """Whether a later attempt was accepted, or the stream has ended."""
-    state = stream._state
+    state = stream._open.state
     return state.over or (state.accepted and state.attempt > before)
 
 
@@ -55,13 +55,13 @@ def test_a_killed_broker_that_comes_back(tmp_path: Path) -> None:
                 until(partial(taken_over, stream, attempt), "the new broker has taken it over")
         for seed, stream in streams.items():
             whole(stream, seed)
-            assert stream._state.attempt > 1
+            assert stream._open.state.attempt > 1
 
 
 def test_a_stream_that_is_not_durable_ends_with_its_broker(tmp_path: Path) -> None:
     with Pool(tmp_path, CONFIG) as pool, pool.client(broker_grace=PATIENCE) as client:
         stream = client.stream("slow", "hello", seed=1, durable=False)
-        until(lambda: stream._state.ids, "the first ids")
+        until(lambda: stream._open.state.ids, "the first ids")
         pool.kill()
         pool.start()
         with pytest.raises(BrokerLost):
@@ -90,4 +90,4 @@ def test_a_bad_network(tmp_path: Path, fault: Callable[[Relay, Client], None]) -
         fault(relay, client)
         for seed, stream in streams.items():
             whole(stream, seed)
-            assert stream._state.attempt > 1
+            assert stream._open.state.attempt > 1

@@ -119,7 +119,7 @@ def test_the_concurrent_requests_of_a_key_are_bounded(pool: Pool) -> None:
     with GatewayThread(pool.run_dir, per_key=1) as gateway:
         url = f"{gateway.url}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=PATIENCE) as stream:
-            lines = stream.iter_lines()  # who lets go of it closes the connection
+            lines = stream.iter_lines()  # deleting it closes the connection
             next(lines)
             response = httpx.post(url, json=body, timeout=PATIENCE)
             refused(response, 429, "over_quota")
@@ -369,7 +369,9 @@ def test_requests_in_flight_at_shutdown_get_an_error(pool: Pool, tmp_path: Path)
             until(lambda: pool.ask("stats")["requests"]["accepted"] == wanted, "all are asked")
             process.terminate()
             for answer, (_, _, last) in zip(answers, OUTLASTING, strict=True):
-                assert last in answer.result().content  # whole: httpx refuses half a body
+                assert (
+                    last in answer.result().content
+                )  # the body is complete: httpx refuses half a body
         assert process.wait(PATIENCE) == 0
     assert "Traceback" not in (tmp_path / "log").read_text()
     until(lambda: pool.ask("stats")["requests"]["live"] == 0, "its requests are cancelled")

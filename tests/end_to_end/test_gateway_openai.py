@@ -180,7 +180,9 @@ def test_a_prompt_that_does_not_fit(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="the context of the model is 64") as caught:
         client.completions.create(model="small", prompt="x" * 70)
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError):  # before the first word a stream has a status too
+    with pytest.raises(
+        openai.BadRequestError
+    ):  # an error before the first token has its own status
         client.completions.create(model="small", prompt="x" * 70, stream=True)
 
 

@@ -136,7 +136,7 @@ def test_a_real_prometheus_scrapes_a_running_pool(pool: Pool, tmp_path: Path) ->
     ):
         until(lambda: prometheus.value('up{job="mlxpool"}') == 1, "it scraped")
         with client.stream("slow", "hello", max_tokens=10_000) as stream:
-            reading = iter(stream)  # it cancels when it goes
+            reading = iter(stream)  # cancels when it is deleted
             next(reading)
             query = 'mlxpool_requests_running{model="slow"}'
             until(lambda: prometheus.value(query) == 1, "the stream is seen running")
@@ -156,7 +156,7 @@ def test_a_scrape_while_the_broker_drains(tmp_path: Path) -> None:
     with Pool(tmp_path, CONFIG) as pool, pool.client() as client:
         base = url(pool)
         with client.stream("slow", "hello", max_tokens=10_000) as stream:
-            reading = iter(stream)  # it cancels when it goes
+            reading = iter(stream)  # cancels when it is deleted
             next(reading)
             pool.ask("drain", timeout_ms=3_600_000)
             until(lambda: get(base, "/readyz") == (503, "draining\n"), "it is not ready")
@@ -178,7 +178,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         config = tmp_path / "other.toml"
         config.write_text(f'[pool]\nmetrics = "{address}"\n')
         run_dir = tmp_path / "run"
-        with Pool(tmp_path) as pool:  # lends its command line
+        with Pool(tmp_path) as pool:  # for its command line
             done = pool.cli("--run-dir", str(run_dir), "serve", "--config", str(config))
     assert done.returncode == 1
     assert f"cannot listen on {address}: Address already in use" in done.stderr

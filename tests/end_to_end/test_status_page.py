@@ -167,7 +167,7 @@ def test_a_broker_that_is_killed_and_restarted(browser: Chromium, tmp_path: Path
         pool.start()
         browser.wait_for_text("#state", "ready")
         until(lambda: not browser.text(ALARM), "the alarm is over")
-    browser.console_messages()  # the browser told of the refused connections
+    browser.console_messages()  # drops messages about refused connections
 
 
 def test_a_broker_whose_loop_is_stuck(browser: Chromium) -> None:
@@ -184,4 +184,4 @@ def test_a_broker_whose_loop_is_stuck(browser: Chromium) -> None:
         server.latest.max_wait = 60.0
         loop.turning = True
         browser.wait_for_text("#state", "ready")
-    browser.console_messages()  # the browser told of the status 503
+    browser.console_messages()  # drops the message about status 503

@@ -45,7 +45,7 @@ def whole(stream: Stream, seed: int, count: int) -> None:
 
 
 def begun(streams: Sequence[Stream]) -> bool:
-    return all(stream._state.ids for stream in streams)
+    return all(stream._open.state.ids for stream in streams)
 
 
 def upgrade(pool: Pool, port: int) -> None:
@@ -69,7 +69,7 @@ def test_a_restart_without_drain(tmp_path: Path, port: int) -> None:
         upgrade(pool, port)
         for seed, stream in streams.items():
             whole(stream, seed, SLOW)
-            assert stream._state.attempt > 1
+            assert stream._open.state.attempt > 1
 
 
 def test_drain_restart_resume(tmp_path: Path, port: int) -> None:
@@ -87,9 +87,9 @@ def test_drain_restart_resume(tmp_path: Path, port: int) -> None:
         assert pool.cli("drain", "--timeout", "3600").returncode == 0
         for seed, stream in short.items():
             whole(stream, seed, FAST)
-            assert stream._state.attempt == 1, "what is soon done ends in the old broker"
+            assert stream._open.state.attempt == 1, "what is soon done ends in the old broker"
         for client in clients:
-            with pytest.raises(Draining):  # what is new is for the next broker
+            with pytest.raises(Draining):  # new requests are refused
                 client.generate("fast", "hello", max_tokens=1)
         assert pool.ask("ps")["broker"]["state"] == "draining"
 
@@ -98,7 +98,7 @@ def test_drain_restart_resume(tmp_path: Path, port: int) -> None:
         assert new["pid"] != old["pid"] and new["boot"] != old["boot"]
         for seed, stream in long.items():
             whole(stream, seed, SLOW)
-            assert stream._state.attempt > 1, "what was under way goes on in the new one"
+            assert stream._open.state.attempt > 1, "what was under way goes on in the new one"
         for client in clients:
             assert client.generate("fast", "hello", max_tokens=1).reason == "length"
         told = pool.ask("stats")

@@ -32,7 +32,7 @@ class Bystander(Closing):
         try:
             for delta in self.stream:
                 self.ids.extend(delta.ids)
-                self.attempts.add(self.stream._state.attempt)
+                self.attempts.add(self.stream._open.state.attempt)
                 if self._over.is_set():
                     return
         except Exception as error:

@@ -25,8 +25,7 @@ PATIENCE = 60.0  # seconds; no test measures time, so this only bounds a failure
 
 def reconnects(client: Client) -> int:
     """How often a client has replaced its connection since it last heard the broker."""
-    session = client._connection._session
-    return 0 if session is None else session.timer.reconnects
+    return client._connection.timer.reconnects
 
 
 def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:

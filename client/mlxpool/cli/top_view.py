@@ -153,16 +153,16 @@ def _medians(before: Snapshot, now: Snapshot) -> dict[str, float | None]:
 def _of_one_broker(history: Sequence[Snapshot]) -> Sequence[Snapshot]:
     """The snapshots of the newest broker process: another one counted from 0."""
     boot = history[-1]["broker"]["boot"]
-    return [picture for picture in history if picture["broker"]["boot"] == boot]
+    return [one for one in history if one["broker"]["boot"] == boot]
 
 
 def _incarnation(worker: Mapping[str, Any]) -> tuple[str, Any]:
     return worker["slot"], worker.get("pid")
 
 
-def _model(picture: Snapshot, name: str) -> Mapping[str, Any]:
+def _model(snapshot: Snapshot, name: str) -> Mapping[str, Any]:
     """A model by name, for its second replica and further ones."""
-    return next((m for m in picture["models"] if m["name"] == name), {})
+    return next((m for m in snapshot["models"] if m["name"] == name), {})
 
 
 def _row(

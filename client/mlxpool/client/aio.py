@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
-from mlxpool.client.open_stream import OpenStream
+from mlxpool.client.connection import Connection
 from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
-from mlxpool.client.stream import Delta, Result, StreamState
-from mlxpool.client.transport import Connection
+from mlxpool.client.stream import Delta, Result
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import GenerateOptions
-from mlxpool.common.protocol.frames import ID_BYTES
+from mlxpool.common.protocol.to_broker import GenerateDraft
 from mlxpool.common.transport.keys import Credentials
 
 Answer = TypeVar("Answer")
@@ -30,13 +28,11 @@ class AsyncStream:
     `async with` cancels what is not finished.
     """
 
-    def __init__(self, connection: Connection, state: StreamState) -> None:
+    def __init__(self, connection: Connection, draft: GenerateDraft) -> None:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
-        self._state = state
-        self._open = OpenStream(state, self._put, lambda: self._put(None))
-        self._finished = False
+        self._open = connection.open(draft, self._put)
 
     def _put(self, delta: Delta | None) -> None:
         _call_in_loop(self._loop, lambda: self._queue.put_nowait(delta))
@@ -44,15 +40,15 @@ class AsyncStream:
     @property
     def id(self) -> bytes:
         """The request's id, 16 bytes."""
-        return self._state.id
+        return self._open.state.id
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the stream's first worker told of it (docs/protocol.md, `facts`).
+        """What the stream's first worker reported (docs/protocol.md, `facts`).
 
         Empty before the first delta.
         """
-        return self._state.facts.raw if self._state.facts else {}
+        return self._open.state.facts.raw if self._open.state.facts else {}
 
     @property
     def result(self) -> Result:
@@ -60,11 +56,7 @@ class AsyncStream:
 
         Raises the stream's error, and RuntimeError before the end; `read` waits for it.
         """
-        if self._state.error is not None:
-            raise self._state.error
-        if self._state.result is None:
-            raise RuntimeError("the stream is not over")
-        return self._state.result
+        return self._open.state.whole()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         try:
@@ -74,16 +66,9 @@ class AsyncStream:
             self.close()
 
     async def _next(self) -> Delta | None:
-        if self._finished:
+        if self._open.finished:
             return None
-        delta = await self._queue.get()
-        if delta is None:
-            self._finished = True
-            if self._state.error is not None:
-                raise self._state.error
-        else:
-            self._connection.took(self._open, len(delta.ids))
-        return delta
+        return self._connection.took(self._open, await self._queue.get())
 
     async def ready(self) -> list[Delta]:
         """Wait for the next delta; returns it and all others that are there, none at the end.
@@ -97,7 +82,7 @@ class AsyncStream:
             if delta is None:
                 self._queue.put_nowait(None)  # the next call reports the end
                 break
-            self._connection.took(self._open, len(delta.ids))
+            self._connection.took(self._open, delta)
             deltas.append(delta)
         return deltas
 
@@ -109,10 +94,7 @@ class AsyncStream:
 
     def close(self) -> None:
         """Cancel the stream if it is not finished."""
-        if not self._finished:
-            self._finished = True
-            if not self._state.over:
-                self._connection.cancel(self._open)
+        self._connection.leave(self._open)
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -157,10 +139,7 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
         """Start a completion; takes the arguments of `Client.stream`, and raises what it does."""
-        draft = generate(model, prompt, messages, tokens, options)
-        stream = AsyncStream(self._connection, StreamState(os.urandom(ID_BYTES)))
-        self._connection.open(stream._open, draft)
-        return stream
+        return AsyncStream(self._connection, generate(model, prompt, messages, tokens, options))
 
     async def generate(
         self,

@@ -58,7 +58,7 @@ class Calls:
         self._open.pop(ident, None)
 
     def answer(self, message: Message, now: float) -> None:
-        """Give an answer to those who wait for it."""
+        """Give an answer to the callers that wait for it."""
         ident = message.header.id or b""
         call = self._open[ident]
         answer = from_body(message.body) if message.kind == to_client.Failed.kind else message
@@ -71,7 +71,7 @@ class Calls:
             reply(answer)
 
     def identified(self, peer: Peer, now: float) -> None:
-        """The broker told who it is. What was sent to another peer is sent again."""
+        """The broker sent its boot and link. What was sent to another peer is sent again."""
         self._peer = peer
         for call in self._open.values():
             if call.peer not in (UNKNOWN_PEER, peer):

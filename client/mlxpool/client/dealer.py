@@ -14,38 +14,43 @@ from mlxpool.common.transport.keys import Credentials
 from mlxpool.common.transport.waker import Waker
 
 SEND_RETRY_INTERVAL = 0.01  # seconds until a full socket is tried again
-MAX_READ = 1000  # messages read before something else gets its turn
+MAX_READ = 1000  # messages read in one turn of the loop
 
 
 class Dealer:
-    """A DEALER socket that can be replaced. All but `wake` belongs to one thread."""
+    """A DEALER socket that can be replaced. Between `open` and `close` one thread owns it.
+
+    Only `wake` is for other threads. `handshake` is that of the present socket.
+    """
 
     def __init__(self, endpoint: str, credentials: Credentials | None = None) -> None:
-        """Raises OSError for a malformed endpoint."""
         self.endpoint = endpoint
         self._credentials = credentials
         self._unsent: deque[Sequence[bytes]] = deque()
+        self._poller = zmq.Poller()
+
+    def open(self) -> None:
+        """Connect. Raises OSError for a malformed endpoint."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._socket = sockets.dealer(self._context, endpoint, credentials)
+            self._socket = sockets.dealer(self._context, self.endpoint, self._credentials)
         except OSError:
             self._context.term()
             raise
         self._waker = Waker()
-        self._poller = zmq.Poller()
         self._poller.register(self._waker, zmq.POLLIN)
         self._register()
 
     def _register(self) -> None:
         """Poll the socket and its handshake's monitor."""
-        self._handshake = Handshake(self._socket, self.endpoint, self._credentials)
-        for source in (self._socket, self._handshake.monitor):
+        self.handshake = Handshake(self._socket, self.endpoint, self._credentials)
+        for source in (self._socket, self.handshake.monitor):
             self._poller.register(source, zmq.POLLIN)
 
     def _close_socket(self, linger_ms: int) -> None:
-        for source in (self._socket, self._handshake.monitor):
+        for source in (self._socket, self.handshake.monitor):
             self._poller.unregister(source)
-        self._handshake.close()
+        self.handshake.close()
         self._socket.close(linger=linger_ms)
 
     def wake(self) -> None:
@@ -62,8 +67,8 @@ class Dealer:
         self.flush()
 
     def send(self, parts: Sequence[bytes]) -> None:
-        """Send behind what is not sent yet; a refused connection is replaced first."""
-        if self.refusal:
+        """Send after what is not sent yet; a refused connection is replaced first."""
+        if self.handshake.refusal:
             self.replace()
         self._unsent.append(parts)
         self.flush()
@@ -85,25 +90,6 @@ class Dealer:
             except zmq.Again:
                 return
 
-    def connected(self) -> bool:
-        """Whether a handshake succeeded since the last call: perhaps with another broker."""
-        return self._handshake.succeeded()
-
-    @property
-    def refusal(self) -> str:
-        """Why the broker refuses this client, as of the last `connected`; "": it does not."""
-        return self._handshake.refusal
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether a client that was never connected should stop trying."""
-        return self._handshake.hopeless
-
-    @property
-    def trouble(self) -> str:
-        """Why the newest attempt to connect failed, as far as that is known."""
-        return self._handshake.trouble
-
     def replace(self) -> None:
         """Connect anew; messages that the old connection still holds are dropped."""
         try:
@@ -116,7 +102,7 @@ class Dealer:
         self._register()
 
     def close(self) -> None:
-        """Close the socket; messages have 200 ms to leave."""
+        """Close the socket; unsent messages get 200 ms."""
         self._close_socket(linger_ms=200)
         self._context.term()
         self._waker.close()

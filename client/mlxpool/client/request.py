@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from mlxpool.client.stream import StreamState
 from mlxpool.common.errors import BadRequest, Internal, PoolError
-from mlxpool.common.options import REQUEST_KEYS
+from mlxpool.common.options import REQUEST_KEYS, GenerateOptions
 from mlxpool.common.protocol import to_broker
 from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Content, Message
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
@@ -30,28 +30,28 @@ Answer = TypeVar("Answer")
 def generate(
     model: str,
     prompt: str | None,
-    messages: Sequence[Mapping[str, Any]] | None,
+    messages: Sequence[Mapping[str, object]] | None,
     tokens: Sequence[int] | None,
-    options: Mapping[str, Any],
+    options: GenerateOptions,
 ) -> GenerateDraft:
-    """The `generate` of a call; keys of the request are told from sampling options.
+    """The `generate` of a call; divides keys of the request from sampling options.
 
     Raises BadRequest unless exactly one of prompt, messages and tokens is given, and for a prompt
     that cannot be sent. The broker checks everything else.
     """
     given = {key: value for key, value in options.items() if value is not None}
-    settings: dict[str, Any] = {"batch": True}  # one frame a step for all streams of the client
+    settings: dict[str, object] = {"batch": True}  # one frame a step for all streams of the client
     settings.update({key: value for key, value in given.items() if key in REQUEST_KEYS})
     sampling = {key: value for key, value in given.items() if key not in REQUEST_KEYS}
-    if isinstance(sampling.get("logit_bias"), Mapping):  # a map's keys are text on the wire
-        biases = sampling["logit_bias"]
+    biases = sampling.get("logit_bias")
+    if isinstance(biases, Mapping):  # a map's keys are text on the wire
         sampling["logit_bias"] = {str(token): bias for token, bias in biases.items()}
     return GenerateDraft(model, _prompt(prompt, messages, tokens), sampling, settings)
 
 
 def _prompt(
     prompt: str | None,
-    messages: Sequence[Mapping[str, Any]] | None,
+    messages: Sequence[Mapping[str, object]] | None,
     tokens: Sequence[int] | None,
 ) -> Prompt:
     given = [value for value in (prompt, messages, tokens) if value is not None]
@@ -70,7 +70,7 @@ def _prompt(
     return TextPrompt(str(prompt))
 
 
-def _maps(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _maps(messages: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
     found = list(messages) if isinstance(messages, Iterable) else [messages]
     if not all(isinstance(one, Mapping) for one in found):
         raise BadRequest(f"messages must be a list of maps, got {messages!r:.60}")
@@ -131,7 +131,7 @@ def list_models() -> Question[list[dict[str, Any]]]:
 
 
 def tokenize(model: str, text: str) -> Question[list[int]]:
-    """Ask for the ids of a text. Raises BadRequest for what is no text."""
+    """Ask for the ids of a text. Raises BadRequest for a value that is no str."""
     data = _utf8(text)
     if len(data) > TEXT_AS_BLOB:
         content = TokenizerCall(to_broker.TOKENIZE, model, {"text": True}, (data,))
@@ -145,13 +145,13 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
 
 
 def detokenize(model: str, ids: Sequence[int]) -> Question[str]:
-    """Ask for the text of ids. Raises BadRequest for what is no token id."""
+    """Ask for the text of ids. Raises BadRequest for an invalid token id."""
     content = TokenizerCall(to_broker.DETOKENIZE, model, packed=(pack_ids(ids),))
     return Question(os.urandom(ID_BYTES), content, lambda answer: str(answer.body["text"]))
 
 
 def cancel(request_id: bytes) -> Question[dict[str, Any]]:
-    """Cancel a request and ask for its fate. Raises BadRequest for what is no id."""
+    """Cancel a request and ask for its fate. Raises BadRequest for an invalid id."""
     if not isinstance(request_id, bytes) or len(request_id) != ID_BYTES:
         raise BadRequest(
             f"a request's id is {ID_BYTES} bytes, got {request_id!r:.60};"

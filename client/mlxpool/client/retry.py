@@ -1,4 +1,4 @@
-"""When a stream is sent again, and when it is given up. Pure: time is an argument.
+"""Decides when a stream is sent again, and when it is given up. Pure: time is an argument.
 
 All times are those of `SilenceTimer.now`: seconds in which this process ran. Only deadlines are
 real time; they are passed as `left`, the seconds until then.
@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from mlxpool.client.incoming import Frame
-from mlxpool.client.stream import Delta, StreamState
+from mlxpool.client.stream import Delta, Frame, StreamState
 from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, PoolError
 from mlxpool.common.protocol.to_client import Accepted, Failed
 
@@ -131,7 +130,7 @@ class StreamRetry:
     refused_at: float = math.inf  # the first in a row of errors that put the stream off
     cancelled: bool = False
     ended_at_broker: bool = False  # a `fate` said so; its terminal may be lost
-    peer: Peer = UNKNOWN_PEER  # as the broker told it last
+    peer: Peer = UNKNOWN_PEER  # the newest that the broker reported
     overdue_at: float = math.inf
 
     # ---- what is sent --------------------------------------------------------------------------
@@ -198,7 +197,7 @@ class StreamRetry:
         return True
 
     def identified(self, peer: Peer, now: float) -> None:
-        """The broker told who it is. What was sent to another peer is lost."""
+        """The broker sent its boot and link. What was sent to another peer is lost."""
         before, self.peer = self.peer, peer
         state = self.state
         if self.cancelled:

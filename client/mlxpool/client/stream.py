@@ -1,4 +1,4 @@
-"""What the client knows of one stream. Pure: frames in, deltas and the end out; no I/O, no clock.
+"""One stream, from the broker's messages to deltas and the end. Pure: no I/O, no clock.
 
 Invariants: a frame counts only if its attempt is that of the newest sending; ids count only after
 that sending was accepted, and only if their `pos` is the number of ids received so far.
@@ -10,11 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxpool.client.incoming import Frame, Piece
+from mlxpool.common.checks import mapping
 from mlxpool.common.errors import Internal, PoolError
+from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol.deltas import Usage
+from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.to_client import Accepted, Done, Failed
+from mlxpool.common.protocol.to_client import Accepted, Done, Failed, StreamDelta
+from mlxpool.common.protocol.token_ids import unpack_ids
+
+# ---- what the reader gets ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +42,77 @@ class Result:
     usage: Mapping[str, int]  # prompt_tokens, cached_tokens, completion_tokens
     timings_ms: Mapping[str, float]  # queue, prefill, first_token, decode, total
     seed: int
-    attempts: int  # how often the broker gave it to a worker; 0: no broker was there to tell
+    attempts: int  # how often the broker gave it to a worker; 0: no broker reported it
     logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if they were asked for
+
+
+# ---- what the broker says ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text and token ids of a stream: of a `delta` message, or of a row of `deltas`."""
+
+    text: str
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[Mapping[str, object], ...] = ()
+    facts: Facts | None = None
+    complete: bool = True  # False: the message announced another number of ids
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message about a stream.
+
+    `attempt` is the sending that it answers, 0 if the broker could not read that. `pos` is the
+    index of the first token id in the completion; in a terminal, how many ids were sent before.
+    """
+
+    content: Accepted | Piece | Done | Failed
+    attempt: int
+    pos: int = 0
+
+
+def parse_frame(message: Message) -> Frame | None:
+    """The frame in a message; None for a kind that is not about a stream, or unknown.
+
+    Raises PoolError, KeyError, TypeError or ValueError for a malformed body.
+    """
+    content: Accepted | Piece | Done | Failed
+    if message.kind == StreamDelta.kind:
+        content = _parse_delta(message)
+    elif message.kind == Accepted.kind:
+        content = Accepted.parse(message.body)
+    elif message.kind == Done.kind:
+        content = Done.parse(message.body)
+    elif message.kind == Failed.kind:
+        content = Failed(message.body)
+    else:
+        return None
+    return Frame(content, message.header.attempt, message.header.pos)
+
+
+def frame_of_row(row: deltas.Delta) -> Frame:
+    """The frame in a row of `deltas`."""
+    facts = Facts.from_worker(row.facts) if row.facts else None
+    piece = Piece(row.text, tuple(unpack_ids(row.ids)), tuple(row.logprobs or ()), facts)
+    return Frame(piece, row.attempt, row.pos)
+
+
+def _parse_delta(message: Message) -> Piece:
+    body = message.body
+    ids = tuple(unpack_ids(message.blobs[0])) if message.blobs else ()
+    facts = mapping(body.get("facts"))
+    return Piece(
+        str(body.get("text", "")),
+        ids,
+        tuple(body.get("logprobs") or ()),
+        Facts.from_worker(facts) if facts else None,
+        complete=body.get("n", len(ids)) == len(ids),
+    )
+
+
+# ---- the state -----------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +128,7 @@ class StreamState:
     seed: int = -1
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    logprobs: list[Mapping[str, Any]] = field(default_factory=list)
+    logprobs: list[Mapping[str, object]] = field(default_factory=list)
     facts: Facts | None = None
     gap: str = ""  # why the newest sending brings nothing usable any more; "": it may
     result: Result | None = None
@@ -64,6 +138,14 @@ class StreamState:
     def over(self) -> bool:
         """Whether the stream has ended."""
         return self.result is not None or self.error is not None
+
+    def whole(self) -> Result:
+        """The completion. Raises the stream's error, and RuntimeError before the end."""
+        if self.error is not None:
+            raise self.error
+        if self.result is None:
+            raise RuntimeError("the stream is not over")
+        return self.result
 
     def begin_attempt(self) -> None:
         """Count one more sending; frames for the earlier ones are ignored from now on."""

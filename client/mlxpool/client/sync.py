@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,15 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
-from mlxpool.client.open_stream import OpenStream
+from mlxpool.client.connection import Connection
 from mlxpool.client.request import Question, cancel, detokenize, generate, list_models, tokenize
 from mlxpool.client.retry import BROKER_GRACE, CONNECT_GRACE, Pace
-from mlxpool.client.stream import Delta, Result, StreamState
-from mlxpool.client.transport import Connection
+from mlxpool.client.stream import Delta, Result
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.options import GenerateOptions
-from mlxpool.common.protocol.frames import ID_BYTES
+from mlxpool.common.protocol.to_broker import GenerateDraft
 from mlxpool.common.transport.keys import Credentials
 
 CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait until the model is loaded
@@ -33,17 +31,15 @@ class Stream(Closing):
     delta `result` holds the whole completion.
     """
 
-    def __init__(self, connection: Connection, state: StreamState) -> None:
+    def __init__(self, connection: Connection, draft: GenerateDraft) -> None:
         self._connection = connection
         self._queue: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
-        self._state = state
-        self._open = OpenStream(state, self._queue.put, lambda: self._queue.put(None))
-        self._finished = False
+        self._open = connection.open(draft, self._queue.put)
 
     @property
     def id(self) -> bytes:
         """The request's id, 16 bytes."""
-        return self._state.id
+        return self._open.state.id
 
     @property
     def result(self) -> Result:
@@ -51,11 +47,7 @@ class Stream(Closing):
 
         Raises the stream's error, and RuntimeError before the end; `read` waits for it.
         """
-        if self._state.error is not None:
-            raise self._state.error
-        if self._state.result is None:
-            raise RuntimeError("the stream is not over")
-        return self._state.result
+        return self._open.state.whole()
 
     def __iter__(self) -> Iterator[Delta]:
         try:
@@ -65,16 +57,9 @@ class Stream(Closing):
             self.close()
 
     def _next(self) -> Delta | None:
-        if self._finished:
+        if self._open.finished:
             return None
-        delta = self._queue.get()
-        if delta is None:
-            self._finished = True
-            if self._state.error is not None:
-                raise self._state.error
-        else:
-            self._connection.took(self._open, len(delta.ids))
-        return delta
+        return self._connection.took(self._open, self._queue.get())
 
     def read(self) -> Result:
         """Wait for the end; returns the whole completion. Raises the stream's error."""
@@ -84,10 +69,7 @@ class Stream(Closing):
 
     def close(self) -> None:
         """Cancel the stream if it is not finished."""
-        if not self._finished:
-            self._finished = True
-            if not self._state.over:
-                self._connection.cancel(self._open)
+        self._connection.leave(self._open)
 
 
 class Client(Closing):
@@ -133,10 +115,7 @@ class Client(Closing):
         below. Raises BadRequest for what cannot be sent; every other error ends the stream and is
         raised where that is read.
         """
-        draft = generate(model, prompt, messages, tokens, options)
-        stream = Stream(self._connection, StreamState(os.urandom(ID_BYTES)))
-        self._connection.open(stream._open, draft)
-        return stream
+        return Stream(self._connection, generate(model, prompt, messages, tokens, options))
 
     def generate(
         self,
@@ -171,7 +150,7 @@ class Client(Closing):
         """Cancel any request of this owner by its id, 16 bytes.
 
         Returns {state, pos}: the state that it was in (`unknown` if there is none with this id) and
-        the number of token ids sent. Raises BadRequest for what is no id.
+        the number of token ids sent. Raises BadRequest for an invalid id.
         """
         return self._call(cancel(request_id))
 

@@ -17,7 +17,7 @@ VARIABLE = "MLXPOOL_HISTORY"
 
 
 class History:
-    """An append-only file. A line is one system call, so a kill does not tear earlier lines."""
+    """An append-only file. A line is one system call, so a kill leaves earlier lines whole."""
 
     def __init__(self, who: str, folder: str | None = None) -> None:
         self._who = who

@@ -1,37 +1,36 @@
-"""The ASGI application: its routes, and the pool's client for as long as it runs."""
+"""The ASGI application: its routes, how each is served, and the client of the pool."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import PoolError
+from mlxpool.gateway import errors
 from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
-from mlxpool.gateway.endpoint import (
-    OLLAMA_ERRORS,
-    OPENAI_ERRORS,
-    Endpoint,
-    ErrorFormat,
-    Handler,
-    Work,
-)
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.generation import PoolAccess
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
 from mlxpool.gateway.ollama.routes import OllamaRoutes
+from mlxpool.gateway.openai.responses import error_event
 from mlxpool.gateway.openai.routes import OpenAIRoutes
-from mlxpool.gateway.pool_access import PoolAccess
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
 
+Work: TypeAlias = Coroutine[Any, Any, None]
+Handler: TypeAlias = Callable[[Request, ResponseWriter], Work]
 GetHandler: TypeAlias = Callable[[ResponseWriter], Work]
 PostHandler: TypeAlias = Callable[[Mapping[str, Any], ResponseWriter], Work]
 
@@ -58,6 +57,77 @@ OLLAMA_NOT_BUILT = {
     "/api/delete": CONFIGURED_MODELS,
     "/api/blobs/{digest}": CONFIGURED_MODELS,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFormat:
+    """How an interface encodes an error: as a whole response, and at the end of a stream."""
+
+    body: Callable[[HttpError], dict[str, Any]]
+    stream: Callable[[HttpError], bytes]
+
+
+OPENAI_ERRORS = ErrorFormat(HttpError.openai_body, error_event)
+OLLAMA_ERRORS = ErrorFormat(
+    HttpError.ollama_body, lambda error: f"{json.dumps(error.ollama_body())}\n".encode()
+)
+
+
+class Endpoint:
+    """Checks the method and the access, runs the handler, and answers with its error if it fails.
+
+    It is an ASGI application of its own, so that no middleware copies the pieces of a stream.
+    """
+
+    def __init__(
+        self,
+        access: AccessControl | None,
+        methods: tuple[str, ...],
+        handler: Handler,
+        error_format: ErrorFormat = OPENAI_ERRORS,
+    ) -> None:
+        """`access`: None for a path that everybody may read."""
+        self._access = access
+        self._methods = methods
+        self._handler = handler
+        self._error_format = error_format
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, response = Request(scope, receive), ResponseWriter(send)
+        try:
+            if request.method not in self._methods:
+                path, methods = request.url.path, " and ".join(self._methods)
+                message = f"{path} takes {methods}, not {request.method}"
+                raise HttpError(405, message, "method_not_allowed", retry=False)
+            with self._access.admitted(request) if self._access else contextlib.nullcontext():
+                await self._handler(request, response)
+        except HttpError as error:
+            await self._fail(response, error)
+        except PoolError as error:
+            await self._fail(response, errors.from_pool_error(error))
+        except ClientDisconnect:  # before the body was complete
+            pass
+        except asyncio.CancelledError:  # uvicorn's shutdown timeout has passed
+            await self._abort(response)
+        except Exception as error:
+            if response.started and isinstance(error, OSError):
+                return  # the client disconnected while the response was written
+            log.exception("a request to %s failed", scope["path"])
+            failure = HttpError(500, "the gateway failed", "internal", retry=False)
+            await self._fail(response, failure)
+
+    async def _abort(self, response: ResponseWriter) -> None:
+        """Answer with an error, or end the open stream with one: the gateway is shutting down."""
+        error = HttpError(503, "the gateway is ending", "draining", retry_after=1.0)
+        await self._fail(response, error)
+        if response.streaming:
+            await response.write(self._error_format.stream(error))
+            await response.close()
+
+    async def _fail(self, response: ResponseWriter, error: HttpError) -> None:
+        if not response.started:
+            body = self._error_format.body(error)
+            await response.json(body, error.status, error.headers())
 
 
 class Gateway:

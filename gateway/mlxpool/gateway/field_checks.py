@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.options import CHECKS
+from mlxpool.common.options import CHECKS, MAX_TOP_LOGPROBS
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
 
 # field -> (values that request nothing, what to do instead)
 RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
+NO_CONSTRAINTS = "constrained decoding is not built; ask for the form in the prompt"
 
 
 def check_names(
@@ -92,6 +93,17 @@ def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping | None):
         raise bad_request(f"{name!r} must be a map, got {value!r:.60}", name)
     return value or {}
+
+
+def logprob_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The pool's options for `logprobs` and `top_logprobs`; empty without. Raises HttpError."""
+    logprobs = flag(body, "logprobs", False)
+    top = integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if logprobs:
+        return {"logprobs": True, "top_logprobs": top or 0}
+    if top:
+        raise bad_request("'top_logprobs' goes with 'logprobs': true", "top_logprobs")
+    return {}
 
 
 def checked(name: str, check: Callable[[object], Any], value: object) -> Any:

@@ -1,18 +1,24 @@
-"""The streams of one HTTP request, one a choice: turns the pool's deltas into events."""
+"""The streams of one HTTP request, one a choice: from the pool's deltas to a streamed response."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from mlxpool.client import AsyncClient, AsyncStream, Delta, Result
 from mlxpool.common.errors import PoolError
-from mlxpool.gateway.formats import NO_CHAT, ChatFormats, make_parser
+from mlxpool.gateway import errors
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.formats import NO_CHAT, ChatFormats, make_parser, template_messages
 from mlxpool.gateway.formats.events import Event, Parser
+from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.models import ModelList
+from mlxpool.gateway.settings import Settings
 
+NO_TIMEOUT = 10.0**9  # seconds
 MAX_UNWRITTEN_UPDATES = 4  # updates of all choices together that are read but not yet written
 
 
@@ -70,32 +76,38 @@ def _logprobs(deltas: Sequence[Delta]) -> tuple[Mapping[str, Any], ...]:
     return tuple(entry for delta in deltas for entry in delta.logprobs)
 
 
+def _stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[str, Any]:
+    """The arguments with the deadline, and with messages in the template's form."""
+    found = dict(request.arguments)
+    if deadline is not None:
+        found["deadline_ms"] = max(1, round(deadline * 1000))
+    if "messages" in found:
+        found["messages"] = template_messages(request.chat, found["messages"])
+    return found
+
+
 class Generation:
     """All choices of a request. Leaving the context cancels the unfinished ones.
 
     A single choice is read directly. Several are read by a task each, which share a bounded queue.
     """
 
-    def __init__(self, client: AsyncClient, requests: Sequence[ChoiceRequest]) -> None:
-        """Start the streams. Raises PoolError for a request that cannot be sent."""
+    def __init__(
+        self, client: AsyncClient, requests: Sequence[ChoiceRequest], deadline: float | None
+    ) -> None:
+        """Start the streams, with `deadline` in seconds. Raises PoolError if one cannot be sent."""
         self._choices: list[Choice] = []
-        self._unfinished = len(requests)
         self._updates: asyncio.Queue[ChoiceUpdate | Exception] = asyncio.Queue(
             MAX_UNWRITTEN_UPDATES
         )
         self._tasks: list[asyncio.Task[None]] = []
         for number, request in enumerate(requests):
             try:
-                stream = client.stream(request.model, **request.arguments)
+                stream = client.stream(request.model, **_stream_arguments(request, deadline))
             except PoolError:
                 self.close()
                 raise
             self._choices.append(Choice(number, stream, request))
-
-    @property
-    def started(self) -> bool:
-        """Whether a model has produced output for any choice."""
-        return any(choice.started for choice in self._choices)
 
     @property
     def choices(self) -> int:
@@ -107,24 +119,28 @@ class Generation:
         """The id of the first stream in hex, as in the pool's log."""
         return self._choices[0].stream.id.hex()
 
-    @property
-    def finished(self) -> bool:
-        """Whether every choice has its result."""
-        return self._unfinished == 0
+    async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
+        """Every update of any choice; None for each `timeout` seconds without one.
 
-    async def next_update(self, timeout: float) -> ChoiceUpdate | None:
-        """The next update of any choice; None when none came for `timeout` seconds.
-
-        Raises the first error of any choice. Not to be called once `finished`.
+        Raises HttpError for the first error of a choice, and if an operator cancels a choice.
         """
-        try:
-            async with asyncio.timeout(timeout):
-                update = await self._next()
-        except TimeoutError:
-            return None
-        if update.result is not None:
-            self._unfinished -= 1
-        return update
+        unfinished = len(self._choices)
+        while unfinished:
+            try:
+                async with asyncio.timeout(timeout):
+                    update = await self._next()
+            except TimeoutError:
+                yield None
+                continue
+            except PoolError as error:
+                started = any(choice.started for choice in self._choices)
+                raise errors.from_pool_error(error, started=started) from error
+            if update.result is not None:
+                unfinished -= 1
+                if update.result.reason == "cancelled":
+                    message = "the request was cancelled by an operator"
+                    raise HttpError(503, message, "cancelled", retry=False)
+            yield update
 
     async def _next(self) -> ChoiceUpdate:
         if len(self._choices) == 1:
@@ -164,3 +180,59 @@ class Generation:
     ) -> None:
         self.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class PoolAccess:
+    """What the routes share: the gateway's settings, its connection to the pool, the models."""
+
+    def __init__(self, settings: Settings, client: AsyncClient) -> None:
+        self.settings = settings
+        self.client = client
+        self.models = ModelList(client)
+
+    def generate(self, requests: Sequence[ChoiceRequest]) -> Generation:
+        """Start the streams of a request, with the gateway's deadline. Raises PoolError."""
+        return Generation(self.client, requests, self.settings.deadline)
+
+
+# ---- the response --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """How an interface encodes a streamed response."""
+
+    content_type: str
+    update: Callable[[ChoiceUpdate], bytes]
+    error: Callable[[HttpError], bytes]
+    head: bytes = b""  # written before the first update
+    keep_alive: bytes = b""  # written for each `keep_alive_interval` without an update
+    keep_alive_interval: float = NO_TIMEOUT  # seconds
+
+
+async def write_stream(
+    response: ResponseWriter, generation: Generation, encoding: StreamFormat
+) -> list[Result] | None:
+    """Write every update as it comes; returns the results by choice, None after an error.
+
+    The response is opened with the first update or keep-alive, so that a request that is refused
+    at once gets a status of its own. The caller closes the response after a success.
+    """
+    results: dict[int, Result] = {}
+    try:
+        async for update in generation.updates(encoding.keep_alive_interval):
+            data = encoding.keep_alive if update is None else encoding.update(update)
+            if not response.started:
+                await response.open(encoding.content_type)
+                data = encoding.head + data
+            if update is not None and update.result is not None:
+                results[update.choice] = update.result
+            if data:
+                await response.write(data)
+    except HttpError as error:
+        if not response.started:
+            raise
+        await response.write(encoding.error(error))
+        await response.close()
+        return None
+    return [results[number] for number in sorted(results)]

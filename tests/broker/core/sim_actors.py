@@ -12,10 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from mlxpool.broker.workers.liveness import Sample
-from mlxpool.client.incoming import Frame, frame_of_row, parse_frame
 from mlxpool.client.request import resumed
 from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
-from mlxpool.client.stream import StreamState
+from mlxpool.client.stream import Frame, StreamState, frame_of_row, parse_frame
 from mlxpool.common.errors import BrokerLost, from_body
 from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol import deltas

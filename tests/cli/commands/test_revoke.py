@@ -1,4 +1,4 @@
-"""`mlxpool revoke`: what is left of the settings, and what is refused."""
+"""`mlxpool revoke`: the settings that remain, and files that it refuses to change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ public = "b"
 """
 
 
-def test_a_section_goes_and_nothing_else() -> None:
+def test_only_the_section_of_the_key_is_removed() -> None:
     rest = TEXT.replace('[keys.alice]\nrole = "client"  # since May\npublic = "a"\n', "")
     assert without(TEXT, "alice", "x") == rest
     assert without(TEXT, "gpu.1", "x") == TEXT[: TEXT.index('[keys."gpu.1"]')]
@@ -44,13 +44,13 @@ def test_a_section_goes_and_nothing_else() -> None:
         ('[pool]\na = """\n[keys.bob]\n"""\n[keys.bob]\nb = 1', "bob", "by hand"),
     ],
 )
-def test_what_cannot_be_taken_out(text: str, name: str, words: str) -> None:
+def test_sections_that_cannot_be_removed(text: str, name: str, words: str) -> None:
     with pytest.raises(ValueError) as caught:
         without(text, name, "x")
     assert words in str(caught.value)
 
 
-def test_the_file_keeps_its_mode_and_nothing_is_left_beside_it(
+def test_the_file_keeps_its_mode_and_no_temporary_file_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "a.toml"

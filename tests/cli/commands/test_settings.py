@@ -33,7 +33,7 @@ def written(tmp_path: Path, text: str) -> str:
 def test_what_is_shown_can_be_read_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also with origins: they are comments."""
+    """The TOML can be read again, also with origins, which are comments."""
     text = '[pool]\nqueue_limit = 9\n[models."größer/x"]\npath = "a\\tb\\"c"\n'
     first = written(tmp_path, text)
     for flags in ([], ["--origin"]):
@@ -72,7 +72,7 @@ def test_the_file_of_the_usual_place_is_read(
         ("queue =", ["a.toml is not TOML"]),
     ],
 )
-def test_what_a_broker_would_refuse(
+def test_settings_that_a_broker_would_refuse(
     text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for verb in ("show", "check"):
@@ -81,7 +81,7 @@ def test_what_a_broker_would_refuse(
         assert all(word in said for word in words), said
 
 
-def test_a_broker_that_would_refuse_says_all_of_it(
+def test_check_lists_every_problem_of_refused_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path, "[pool]\nqueue_limit = 0\nqueue_limti = 3\n[models.x]\n")
@@ -93,7 +93,7 @@ def test_a_broker_that_would_refuse_says_all_of_it(
     assert printed.err == f"mlxpool: 3 settings are wrong:\n{shown}"
 
 
-def test_check_finds_what_is_missing_and_what_is_unread(
+def test_check_finds_missing_models_and_unread_variables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(tmp_path, '[models.x]\npath = "/nowhere/at/all"')
@@ -128,7 +128,7 @@ def test_the_script_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
 
 
 def completed_by_bash(words: list[str]) -> list[str]:
-    """What bash offers for the last of these words, with the script loaded."""
+    """The completions that bash offers for the last of these words, with the script loaded."""
     quoted = " ".join(f"'{word}'" for word in words)
     ask = (
         'source /dev/stdin <<< "$SCRIPT"\n'
@@ -159,7 +159,7 @@ def test_bash_completes_commands_and_flags() -> None:
 
 
 @pytest.mark.parametrize("shell", completion.SHELLS)
-def test_the_shell_can_read_it(shell: str) -> None:
+def test_each_shell_can_read_its_script(shell: str) -> None:
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"{shell} is not installed")
@@ -171,7 +171,7 @@ def test_the_shell_can_read_it(shell: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_without_shtab_the_cure_is_named() -> None:
+def test_without_shtab_the_error_names_the_package() -> None:
     code = (
         "import sys; from importlib import util\n"
         "util.find_spec = lambda name, *a: None\n"

@@ -1,4 +1,4 @@
-"""`mlxpool top` without a terminal: from pictures to rows, from keys to an order."""
+"""`mlxpool top` without a terminal: rows made of snapshots, and the order that keys choose."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def worker(slot: str = "m/0", **more: Any) -> dict[str, Any]:
     return {**base, "tokens": 0, "uptime_s": 3.0, "restarts": 0, "memory": {}, **more}
 
 
-def picture(
+def snapshot(
     at: float, workers: list[dict[str, Any]], models: list[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
     requests = {"live": 1, "done": 2, "failed": 3, "cancelled": 4}
@@ -33,26 +33,26 @@ def picture(
     return {"broker": broker, "stats": stats, "models": models, "workers": workers}
 
 
-def test_rates_are_of_the_brokers_time() -> None:
-    """Three seconds by its clock, however long the reader took."""
+def test_rates_use_the_brokers_time() -> None:
+    """Rates count three seconds of the broker's clock, however long the reader took."""
     history = [
-        picture(at, [worker(tokens=tokens)], [model()])
+        snapshot(at, [worker(tokens=tokens)], [model()])
         for at, tokens in ((1.0, 0), (2.0, 900), (3.5, 1000), (5.0, 1300))
     ]
     assert rows(history)[0].rate == 1300 / 4
-    assert rows([picture(0.0, [worker()], [model()]), *history])[0].rate == (1300 - 0) / 4
+    assert rows([snapshot(0.0, [worker()], [model()]), *history])[0].rate == (1300 - 0) / 4
     assert rows(history[:1])[0].rate is None
 
 
 def test_another_worker_in_the_slot_begins_at_zero() -> None:
-    before = picture(1.0, [worker(tokens=5000)], [model()])
-    after = picture(2.0, [worker(pid=6, tokens=30)], [model()])
+    before = snapshot(1.0, [worker(tokens=5000)], [model()])
+    after = snapshot(2.0, [worker(pid=6, tokens=30)], [model()])
     assert rows([before, after])[0].rate == 30
 
 
-def test_another_broker_has_no_past() -> None:
-    before = picture(90.0, [worker(tokens=50)], [model(counts=[9, 0, 0, 0])])
-    after = picture(1.0, [worker(tokens=10)], [model()], boot=2)
+def test_snapshots_of_an_earlier_broker_are_dropped() -> None:
+    before = snapshot(90.0, [worker(tokens=50)], [model(counts=[9, 0, 0, 0])])
+    after = snapshot(1.0, [worker(tokens=10)], [model()], boot=2)
     row = rows([before, after])[0]
     assert (row.rate, row.first_token) == (None, None)
     assert summary([before, after]).endswith("; - tokens/s")
@@ -68,14 +68,14 @@ def test_another_broker_has_no_past() -> None:
         ([0, 0, 0, 7], 0.4),
     ],
 )
-def test_a_median_lies_evenly_in_its_bucket(counts: list[int], value: float | None) -> None:
+def test_a_median_is_interpolated_within_its_bucket(counts: list[int], value: float | None) -> None:
     found = median(BOUNDS, counts)
     assert found == (None if value is None else pytest.approx(value))
 
 
 def test_the_first_token_is_that_of_the_last_minute() -> None:
-    before = picture(1.0, [worker()], [model(counts=[100, 0, 0, 0])])
-    after = picture(2.0, [worker()], [model(counts=[100, 2, 0, 0])])
+    before = snapshot(1.0, [worker()], [model(counts=[100, 0, 0, 0])])
+    after = snapshot(2.0, [worker()], [model(counts=[100, 2, 0, 0])])
     assert rows([before])[0].first_token == pytest.approx(0.05)
     assert rows([before, after])[0].first_token == pytest.approx(0.15)
     assert rows([before, before])[0].first_token == pytest.approx(0.05)
@@ -90,7 +90,7 @@ def test_a_slot_without_a_worker_and_a_model_without_slots() -> None:
         "memory": {},
         "restarts": 2,
     }
-    shown = rows([picture(1.0, [gone], [model(waiting=3), model("n", state="cold", waiting=1)])])
+    shown = rows([snapshot(1.0, [gone], [model(waiting=3), model("n", state="cold", waiting=1)])])
     assert shown == [
         Row("m", "m/0", "none", waiting=3, restarts=2),
         Row("n", state="cold", waiting=1),
@@ -99,13 +99,13 @@ def test_a_slot_without_a_worker_and_a_model_without_slots() -> None:
 
 
 def test_two_replicas_have_the_queue_of_their_model() -> None:
-    shown = rows([picture(1.0, [worker("m/0"), worker("m/1")], [model(waiting=7)])])
+    shown = rows([snapshot(1.0, [worker("m/0"), worker("m/1")], [model(waiting=7)])])
     assert [(row.slot, row.waiting) for row in shown] == [("m/0", 7), ("m/1", 7)]
 
 
 def test_cells() -> None:
     memory = {"limit": 1100, "weights": 100, "kv": 250, "active": 5_000_000}
-    row = rows([picture(1.0, [worker(memory=memory, suspect=True, running=2)], [model()])])[0]
+    row = rows([snapshot(1.0, [worker(memory=memory, suspect=True, running=2)], [model()])])[0]
     assert row.kv == 0.25 and row.state == "suspect"
     line = dict(zip(HEAD, cells(row), strict=True))
     assert (line["KV%"], line["MEM"], line["RUN"], line["UP"]) == ("25", "5.0 MB", "2", "3.0 s")
@@ -136,13 +136,13 @@ def test_keys() -> None:
 def test_a_page_fits_the_terminal() -> None:
     view = View("model")
     view.history.append(
-        picture(1.0, [worker(f"m{n}/0") for n in range(50)], [model(f"m{n}") for n in range(50)])
+        snapshot(1.0, [worker(f"m{n}/0") for n in range(50)], [model(f"m{n}") for n in range(50)])
     )
     page = view.page(40, 10, live=True).splitlines()
     assert len(page) <= 10 and max(map(len, page)) <= 40
     assert "quit" in page[-1]
 
 
-def test_no_key_means_two_things() -> None:
+def test_each_key_has_one_meaning() -> None:
     keys = [order.key for order in SORT_ORDERS]
     assert len(set(keys)) == len(keys) and not set(keys) & set("qsr")

@@ -122,13 +122,13 @@ class PoolConfig:
     run_dir: Path = field(default_factory=default_run_dir)
     # Further endpoints for clients; front.ipc in the run directory is always there.
     front: tuple[str, ...] = ()
-    # Endpoints for workers that dial in.
+    # Endpoints for workers that connect to the broker.
     back: tuple[str, ...] = ()
     # Further endpoints for operators; admin.ipc in the run directory is always there.
     admin: tuple[str, ...] = ()
-    # The file of the broker's key; with it every tcp endpoint speaks CURVE.
+    # The file of the broker's key; with it every tcp endpoint uses CURVE.
     secret_key: Path | None = None
-    # Whether the broker starts workers; false: all of them dial in.
+    # Whether the broker starts workers; false: workers only connect to it.
     local_workers: Flag = True
     # Live requests of one peer; 0: no limit, as for the next three.
     quota_requests: Annotated[int, Within(0, 10**6)] = 0
@@ -188,7 +188,7 @@ class PoolConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a worker is told at its start, by the environment of its process."""
+    """What a worker gets at its start, in the environment of its process."""
 
     endpoint: str  # the broker's back socket
     slot: str

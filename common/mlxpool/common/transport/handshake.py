@@ -18,8 +18,8 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-HOPELESS_FAILURES = 3  # in a row; a broker that is just ending may break one or two
-_SHORT = 8  # characters of a public key that tell it from others
+HOPELESS_FAILURES = 3  # in a row; a broker that is ending may fail one or two
+_SHORT = 8  # characters of a public key that error messages show
 
 
 class Handshake:

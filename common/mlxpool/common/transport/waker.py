@@ -1,4 +1,4 @@
-"""Wakes a thread out of its poll: from other threads, and on signals."""
+"""Ends the poll of a thread: from other threads, and on signals."""
 
 from __future__ import annotations
 

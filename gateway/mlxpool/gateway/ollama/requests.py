@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpool.common.options import MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
-from mlxpool.gateway.field_checks import RefusedFields
+from mlxpool.gateway.field_checks import NO_CONSTRAINTS, RefusedFields
 
 # field of `options` -> option of the pool; `num_ctx` is checked apart
 OPTIONS: Mapping[str, str] = {
@@ -51,9 +50,8 @@ OPTIONS_REFUSED: RefusedFields = {
 COMMON = frozenset({"model", "stream", "options", "think", "logprobs", "top_logprobs"})
 GENERATE = COMMON | {"prompt", "system", "raw"}
 CHAT = COMMON | {"messages", "tools"}
-NO_FORMAT = "constrained decoding is not built; ask for the form in the prompt"
 REFUSED: RefusedFields = {
-    "format": (("",), NO_FORMAT),
+    "format": (("",), NO_CONSTRAINTS),
     "keep_alive": ((), "how long a model stays is a setting of the pool: [models.NAME] keep_alive"),
     "images": (([],), "models take text only"),
     "template": (("",), "the template is the model's own; with `raw` the prompt is taken as it is"),
@@ -76,7 +74,6 @@ class OllamaRequest:
     options: Mapping[str, Any]
     num_ctx: int | None
     think: bool | str | None
-    logprobs: bool
     prompt: str = ""
     system: str = ""
     raw: bool = False
@@ -116,19 +113,13 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     given = fields.mapping(body, "options")
     fields.check_names(given, {*OPTIONS, "num_ctx"}, (), OPTIONS_REFUSED, "options.")
     options = fields.options(given, OPTIONS, "options.")
-    logprobs = fields.flag(body, "logprobs", False)
-    top = fields.integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if logprobs:
-        options |= {"logprobs": True, "top_logprobs": top or 0}
-    elif top:
-        raise bad_request("'top_logprobs' goes with 'logprobs': true", "top_logprobs")
+    options |= fields.logprob_options(body)
     return {
         "model": fields.text(body, "model"),
         "stream": fields.flag(body, "stream", True),
         "options": options,
         "num_ctx": fields.integer(given, "num_ctx", 1, 2**31 - 1),
         "think": fields.checked("think", check_think, body.get("think")),
-        "logprobs": logprobs,
     }
 
 

@@ -7,11 +7,16 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from mlxpool.common.errors import PoolError
-from mlxpool.gateway import errors
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import HARMONY, NO_CHAT, ChatFormats
-from mlxpool.gateway.generation import ChoiceRequest, ChoiceUpdate, Generation
+from mlxpool.gateway.generation import (
+    ChoiceRequest,
+    ChoiceUpdate,
+    Generation,
+    PoolAccess,
+    StreamFormat,
+    write_stream,
+)
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.ollama import requests
@@ -29,8 +34,6 @@ from mlxpool.gateway.ollama.responses import (
     show,
     tag,
 )
-from mlxpool.gateway.pool_access import PoolAccess
-from mlxpool.gateway.streaming import StreamFormat, updates, write_stream
 
 NDJSON = "application/x-ndjson"
 STATES_WITH_WORKERS = ("ready", "draining")
@@ -110,10 +113,7 @@ class OllamaRoutes:
         response: ResponseWriter,
     ) -> None:
         """Load the model: a request to tokenize an empty text starts a worker for it."""
-        try:
-            await self._pool.client.tokenize(model.name, "")
-        except PoolError as error:
-            raise errors.from_pool_error(error) from error
+        await self._pool.client.tokenize(model.name, "")
         value = {**make_body(OutputPart()), **load_end()}
         if not request.stream:
             return await response.json(value)
@@ -132,13 +132,11 @@ class OllamaRoutes:
         template = model.chat or NO_CHAT
         chat = template if "messages" in prompt else NO_CHAT
         arguments = {**prompt, **request.options, **_think(request, template)}
-        choice = ChoiceRequest(
-            model.name, self._pool.stream_arguments(arguments, chat), chat, request.tools
-        )
+        choice = ChoiceRequest(model.name, arguments, chat, request.tools)
         async with self._pool.generate([choice]) as generation:
             if request.stream:
                 return await _stream(generation, make_body, response)
-            collected = [update async for update in updates(generation) if update is not None]
+            collected = [update async for update in generation.updates() if update is not None]
             result = collected[-1].result
             assert result is not None
             part = OutputBuilder().part(collected)

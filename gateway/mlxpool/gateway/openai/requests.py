@@ -13,7 +13,7 @@ from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
-from mlxpool.gateway.field_checks import RefusedFields
+from mlxpool.gateway.field_checks import NO_CONSTRAINTS, RefusedFields
 
 MAX_CHOICES = 32  # streams of one request
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
@@ -55,7 +55,6 @@ CHAT = COMMON | {
 }
 COMPLETION = COMMON | {"prompt"}
 
-NO_CONSTRAINTS = "constrained decoding is not built; ask for the form in the prompt"
 REFUSED: RefusedFields = {
     "store": ((False,), "nothing is kept; leave it out"),
     "min_tokens": ((0,), "leave it out"),
@@ -109,8 +108,12 @@ class CompletionRequest:
     choices: int  # of each prompt
     stream: bool
     usage: bool  # the stream ends with usage
-    logprobs: bool
     tools: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the request asks for log-probabilities."""
+        return "logprobs" in self.options
 
     @property
     def thinks(self) -> bool:
@@ -140,15 +143,11 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
         raise bad_request(
             "'max_tokens' and 'max_completion_tokens' differ", "max_completion_tokens"
         )
-    logprobs = fields.flag(body, "logprobs", False)
-    top = fields.integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top and not logprobs:
-        raise bad_request("'top_logprobs' goes with 'logprobs': true", "top_logprobs")
-    options |= {"logprobs": True, "top_logprobs": top or 0} if logprobs else {}
+    options |= fields.logprob_options(body)
     think = _think(body)
     options |= {} if think is None else {"think": think}
     options |= {"tools": tools} if tools else {}
-    return _request(body, [{"messages": messages}], options, logprobs, tools)
+    return _request(body, [{"messages": messages}], options, tools)
 
 
 def completion(body: Mapping[str, Any]) -> CompletionRequest:
@@ -158,14 +157,13 @@ def completion(body: Mapping[str, Any]) -> CompletionRequest:
     top = fields.integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None:
         options |= {"logprobs": True, "top_logprobs": top}
-    return _request(body, _prompts(body.get("prompt")), options, top is not None, ())
+    return _request(body, _prompts(body.get("prompt")), options, ())
 
 
 def _request(
     body: Mapping[str, Any],
     prompts: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
-    logprobs: bool,
     tools: Sequence[Mapping[str, Any]],
 ) -> CompletionRequest:
     choices = fields.integer(body, "n", 1, MAX_CHOICES) or 1
@@ -184,7 +182,6 @@ def _request(
         choices,
         stream,
         _usage(body, stream),
-        logprobs,
         tools,
     )
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.events import Content
-from mlxpool.gateway.generation import ChoiceRequest, ChoiceUpdate, Generation
+from mlxpool.gateway.generation import (
+    ChoiceRequest,
+    Generation,
+    PoolAccess,
+    StreamFormat,
+    write_stream,
+)
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai import requests
@@ -27,21 +33,8 @@ from mlxpool.gateway.openai.responses import (
     text_choice,
     usage,
 )
-from mlxpool.gateway.pool_access import PoolAccess
-from mlxpool.gateway.streaming import StreamFormat, updates, write_stream
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-
-
-class Chunks(Protocol):
-    """Encodes the updates of a stream."""
-
-    frame: StreamFrame
-
-    def head(self) -> bytes:
-        """What comes before the first update."""
-
-    def update(self, update: ChoiceUpdate) -> bytes: ...
 
 
 class OpenAIRoutes:
@@ -116,7 +109,7 @@ class OpenAIRoutes:
         await response.json(_with_usage({**members, "choices": choices}, wholes, request))
 
     def _generate(self, request: CompletionRequest, model: str, chat: ChatFormats) -> Generation:
-        every = [self._pool.stream_arguments(one, chat) for one in request.arguments()]
+        every = request.arguments()
         return self._pool.generate(
             [ChoiceRequest(model, one, chat, request.tools) for one in every]
         )
@@ -125,7 +118,7 @@ class OpenAIRoutes:
         self,
         generation: Generation,
         request: CompletionRequest,
-        chunks: Chunks,
+        chunks: ChatChunks | TextChunks,
         response: ResponseWriter,
     ) -> None:
         interval = self._pool.settings.keep_alive
@@ -144,7 +137,7 @@ def _members(name: str, kind: str, request: CompletionRequest) -> dict[str, Any]
 
 async def _collect(generation: Generation) -> list[WholeChoice]:
     wholes = [WholeChoice() for _ in range(generation.choices)]
-    async for update in updates(generation):
+    async for update in generation.updates():
         if update is not None:
             wholes[update.choice].add(update)
     return wholes

@@ -1,4 +1,7 @@
-"""`ps`, `stats`, `models`, `drain`, `restart` and others: one question to the admin socket each."""
+"""The commands about a running pool: each sends one message to the broker's admin socket.
+
+They are ps, models, requests, stats, load, unload, drain, restart, cancel, reload and stop.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ SLOT = re.compile(r"/\d+$")  # the end of a slot's name; no model's name ends so
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add the commands of operators."""
+    """Add the commands about a running pool."""
     for name, text, action in (
         ("ps", "workers: state, phase, memory", ps),
         ("models", "the models that can be asked for", models),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from mlxpool.gateway.endpoint import Endpoint
+from mlxpool.gateway.app import Endpoint
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect
 
 SCOPE = {"type": "http", "method": "GET", "path": "/x", "headers": [], "query_string": b""}

@@ -1,0 +1,386 @@
+"""A client's one connection: a thread that reads the socket, serves streams and calls, sends again.
+
+Methods of the first two sections are for any thread. Everything else belongs to the connection's
+thread, which starts with the first command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from mlxpool.client.calls import Calls
+from mlxpool.client.dealer import Dealer
+from mlxpool.client.request import Question, deadline_of, resumed
+from mlxpool.client.retry import Action, Pace, Peer, SilenceTimer, StreamRetry
+from mlxpool.client.stream import Delta, Frame, StreamState, frame_of_row, parse_frame
+from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized, from_body
+from mlxpool.common.paths import default_run_dir
+from mlxpool.common.protocol import frames
+from mlxpool.common.protocol.deltas import Deltas, unpack_deltas
+from mlxpool.common.protocol.frames import Content, Message, encoded
+from mlxpool.common.protocol.to_broker import Ack, Cancel, GenerateDraft, Ping
+from mlxpool.common.protocol.to_client import Failed, Fate, Pong
+from mlxpool.common.trace import History
+from mlxpool.common.transport import sockets
+from mlxpool.common.transport.keys import Credentials
+
+ACK_IDS = 64  # ids read before an ack goes out; the rest follows with the next ping
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(eq=False, slots=True)
+class OpenStream:
+    """A stream on its connection: its state, its retries and where its deltas go."""
+
+    state: StreamState
+    retry: StreamRetry
+    draft: GenerateDraft  # as it was sent first
+    deadline: float | None  # the user's own, in monotonic seconds
+    deliver: Callable[[Delta | None], None]  # called on the connection's thread; None: the end
+    read: int = 0  # ids that the reader has taken; written by its thread alone
+    finished: bool = False  # the reader has seen the end, or has left; written by its thread alone
+    acked: int = 0  # ids of which the broker knows that they arrived
+
+    def left(self) -> float | None:
+        """Seconds to the user's deadline; None without one."""
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+
+class Connection:
+    """One connection to a broker, for any number of streams and calls of any thread."""
+
+    def __init__(
+        self,
+        run_dir: str | Path | None,
+        endpoint: str | None,
+        pace: Pace,
+        credentials: Credentials | None,
+    ) -> None:
+        """Raises ValueError for a run directory whose path is too long for a socket."""
+        endpoint = endpoint or sockets.ipc(Path(run_dir or default_run_dir()), "front")
+        self.timer = SilenceTimer(pace, time.monotonic())
+        self._pace = pace
+        self._dealer = Dealer(endpoint, credentials)
+        self._calls = Calls(pace, self._dealer.send)
+        self._streams: dict[bytes, OpenStream] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._history = History("client")
+        self._ping_at = self._tick_at = 0.0
+        self._lock = threading.Lock()  # around the start and the end of the thread
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def close(self) -> None:
+        """End the thread. Open streams are cancelled and end with BrokerLost."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._closing.set()
+        if thread is None:
+            self._history.close()
+        else:
+            self._dealer.wake()
+            if thread is not threading.current_thread():
+                thread.join(timeout=5)
+
+    def _do(self, command: Callable[[], None]) -> None:
+        """Have the thread run a command. Raises BrokerLost after `close`; see `Dealer.open`."""
+        with self._lock:
+            if self._closing.is_set():
+                raise BrokerLost("the client is closed")
+            if self._thread is None:
+                self._dealer.open()
+                thread = threading.Thread(target=self._run, name="mlxpool", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._commands.put(command)
+        self._dealer.wake()
+
+    # ---- commands of other threads ---------------------------------------------------------------
+
+    def open(self, draft: GenerateDraft, deliver: Callable[[Delta | None], None]) -> OpenStream:
+        """Send a new stream's `generate`. Raises TooLarge or BadRequest if it cannot be sent."""
+        state = StreamState(os.urandom(frames.ID_BYTES))
+        parts = encoded(draft, state.id, attempt=state.attempt)
+        durable = draft.settings.get("durable") is not False
+        seconds = deadline_of(draft)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        retry = StreamRetry(state, self._pace, durable)
+        stream = OpenStream(state, retry, draft, deadline, deliver)
+
+        def send() -> None:
+            self._history.write("submit", id=state.id)
+            self._streams[state.id] = stream
+            self._dealer.send(parts)
+            retry.sent(self.timer.now)
+            self._history.write("sent", id=state.id, attempt=state.attempt, count=0)
+
+        self._do(send)
+        return stream
+
+    def took(self, stream: OpenStream, delta: Delta | None) -> Delta | None:
+        """The reader took what was delivered; returns it. Raises the stream's error at the end."""
+        if delta is None:
+            stream.finished = True
+            if stream.state.error is not None:
+                raise stream.state.error
+            return None
+        stream.read += len(delta.ids)
+        if stream.read - stream.acked >= ACK_IDS:
+            self._do(self._acknowledge)
+        return delta
+
+    def leave(self, stream: OpenStream) -> None:
+        """The reader leaves: cancel what has not ended. `close` has cancelled everything."""
+        finished, stream.finished = stream.finished, True
+        if finished or stream.state.over:
+            return
+
+        def send() -> None:
+            if self._streams.get(stream.state.id) is stream:
+                self._send(Cancel(), stream.state.id)
+                stream.retry.cancel_sent(self.timer.now)
+
+        with contextlib.suppress(BrokerLost):
+            self._do(send)
+
+    def ask(
+        self, question: Question[Answer], on_reply: Callable[[Answer | PoolError], None]
+    ) -> None:
+        """Send a call; `on_reply` gets the answer, or an error, on the connection's thread."""
+        ident, kind = question.id, question.content.kind
+        parts = encoded(question.content, ident)
+
+        def send() -> None:
+            now = self.timer.now
+            self._calls.ask(ident, kind, parts, lambda reply: on_reply(question.answer(reply)), now)
+            if kind == Cancel.kind and ident in self._streams:
+                self._streams[ident].retry.cancel_sent(now)
+
+        self._do(send)
+
+    def forget(self, question: Question[Answer]) -> None:
+        """Drop a call whose caller no longer waits."""
+        self._do(lambda: self._calls.forget(question.id))
+
+    # ---- the thread's loop -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Serve until `closing` is set; then cancel the streams and end them with BrokerLost."""
+        try:
+            while not self._closing.is_set():
+                self._turn()
+            self._run_commands()  # such as the cancel of a stream left early
+            for ident in self._streams:
+                self._send(Cancel(), ident)
+            self._dealer.flush()
+        finally:
+            self._closing.set()
+            self._end_all(BrokerLost("the client was closed before the stream ended"))
+            self._dealer.close()
+            self._history.close()
+
+    def _turn(self) -> None:
+        """Wait, read everything, then do what is due: the delay may have been our own."""
+        waiting = self._waiting()
+        due_in = min(self._ping_at, self._tick_at) - time.monotonic()
+        self._dealer.wait(due_in if waiting else None)
+        now = time.monotonic()
+        self.timer.advance(now)
+        if self._dealer.handshake.succeeded() and waiting:
+            self._send(Ping())  # its `pong` tells whether streams have to be sent again
+        if self._dealer.handshake.refusal and waiting:
+            self._end_all(Unauthorized(self._dealer.handshake.refusal))
+        if not waiting:
+            self.timer.reset()
+            self._ping_at, self._tick_at = now + self._pace.ping, now + self._pace.tick
+        self._run_commands()
+        self._read()
+        if now >= self._tick_at:
+            self._tick_at = now + self._pace.tick
+            self._tick()
+        if now >= self._ping_at:
+            self._ping_at = now + self._pace.ping
+            self._acknowledge()
+            if self._waiting():
+                self._send(Ping())
+
+    def _waiting(self) -> bool:
+        """Whether anything of the broker is waited for."""
+        return bool(self._streams or self._calls)
+
+    def _run_commands(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _send(self, content: Content, ident: bytes | None = None) -> None:
+        self._dealer.send(encoded(content, ident))
+
+    def _acknowledge(self) -> None:
+        """Send how many ids readers have taken, of the streams that this broker accepted."""
+        have = []
+        for stream in self._streams.values():
+            if stream.state.accepted and stream.read > stream.acked:
+                stream.acked = stream.read
+                have.append((stream.state.id, stream.read))
+        if have:
+            self._send(Ack(have))
+
+    # ---- what arrives ----------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        for parts in self._dealer.received():
+            self.timer.heard()
+            try:
+                self._handle(frames.decode(parts))
+            except (PoolError, KeyError, TypeError, ValueError):
+                continue  # an unreadable frame counts as lost: the next `pos` shows the gap
+
+    def _handle(self, message: Message) -> None:
+        kind, ident = message.kind, message.header.id
+        stream = self._streams.get(ident or b"")
+        if kind == Deltas.kind:
+            for row in unpack_deltas(message):
+                if (of_row := self._streams.get(row.id)) is not None:
+                    self._receive(of_row, frame_of_row(row))
+        elif kind == Pong.kind:
+            pong = Pong.parse(message.body)
+            self._identified((pong.boot, pong.link))
+        elif kind == Fate.kind:
+            self._fate(message)
+        elif stream is not None:
+            if (frame := parse_frame(message)) is not None:
+                self._receive(stream, frame)
+        elif ident in self._calls:
+            self._calls.answer(message, self.timer.now)
+        elif kind == Failed.kind:
+            self._error_of_sending(message)
+
+    def _receive(self, stream: OpenStream, frame: Frame) -> None:
+        state, retry, had = stream.state, stream.retry, stream.state.accepted
+        left = stream.left() if isinstance(frame.content, Failed) else None
+        delta = retry.receive(frame, self.timer.now, left)
+        if delta is not None:
+            if self._history.on:
+                what = {"id": state.id, "attempt": state.attempt, "pos": delta.pos}
+                self._history.write("taken", **what, ids=list(delta.ids))
+            stream.deliver(delta)
+        if state.over:
+            self._end(stream)
+        elif retry.due <= self.timer.now:
+            self._retry(stream)
+        elif state.accepted and not had:
+            peer = {"boot": state.boot, "link": state.link}
+            self._history.write("accepted", id=state.id, attempt=state.attempt, **peer)
+            self._identified((state.boot, state.link))
+
+    def _fate(self, message: Message) -> None:
+        ident = message.header.id
+        stream = self._streams.get(ident or b"")
+        if stream is not None:
+            stream.retry.fate(Fate.parse(message.body).state, self.timer.now)
+            if stream.state.over:
+                self._end(stream)
+        if ident in self._calls:
+            self._calls.answer(message, self.timer.now)
+
+    def _error_of_sending(self, message: Message) -> None:
+        """An error about one of our messages, such as `duplicate_id`, which is no terminal."""
+        stream = self._streams.get(message.body.get("about") or b"")
+        if stream is not None:
+            error, attempt = from_body(message.body), message.header.attempt
+            stream.state.error = stream.retry.error_of_sending(error, attempt)
+            if stream.state.over:
+                self._end(stream)
+
+    def _identified(self, peer: Peer) -> None:
+        """The broker sent its boot and link. What was sent to another peer is lost."""
+        for stream in list(self._streams.values()):
+            stream.retry.identified(peer, self.timer.now)
+            self._retry(stream)
+        self._calls.identified(peer, self.timer.now)
+
+    # ---- what is due -----------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        timer, streams = self.timer, self._streams.values()
+        if timer.lost or (self._dealer.handshake.hopeless and timer.heard_at == -math.inf):
+            self._give_up()
+        elif timer.reconnect_due and (self._calls or any(s.retry.durable for s in streams)):
+            self._reconnect()  # what is not durable cannot go on over a new connection
+        for stream in list(streams):
+            self._retry(stream)
+        if timer.heard_at > -math.inf:
+            self._calls.tick(timer.now)
+
+    def _reconnect(self) -> None:
+        self._dealer.replace()
+        self.timer.reconnected()
+        self._send(Ping())
+        for stream in self._streams.values():
+            stream.retry.reconnected(self.timer.now)
+        self._calls.reconnected(self.timer.now)
+
+    def _give_up(self) -> None:
+        known = self.timer.heard_at > -math.inf
+        advice = "" if known else "; start one with `mlxpool serve`"
+        endpoint, trouble = self._dealer.endpoint, self._dealer.handshake.trouble
+        silence = f"no broker answers at {endpoint} for {self.timer.silent:.0f} s"
+        self._end_all(Unauthorized(trouble) if trouble else BrokerLost(silence + advice))
+        self._dealer.replace()  # or a broker that starts later would get requests that have ended
+        self.timer.reset()
+
+    def _retry(self, stream: OpenStream) -> None:
+        """Do what is due for one stream."""
+        left = stream.left()
+        action = stream.retry.tick(self.timer.now, self.timer.heard_at, left)
+        if action is Action.SEND:
+            self._send_again(stream, left)
+        elif action is Action.CANCEL:
+            self._send(Cancel(), stream.state.id)
+            stream.retry.cancel_sent(self.timer.now)
+        elif action is Action.GIVE_UP:
+            stream.state.error = BrokerLost(
+                f"the deadline passed {-(left or 0):.0f} s ago, and the broker at"
+                f" {self._dealer.endpoint} did not end the stream"
+            )
+        if stream.state.over:
+            self._end(stream)
+
+    def _send_again(self, stream: OpenStream, left: float | None) -> None:
+        state, why = stream.state, stream.retry.why
+        draft = resumed(stream.draft, state, left)
+        stream.retry.sent_again(self.timer.now)
+        try:
+            parts = encoded(draft, state.id, attempt=state.attempt)
+        except PoolError as error:  # prompt and ids together became too large for a message
+            state.error = error
+            return
+        self._dealer.send(parts)
+        stream.acked = len(state.ids)
+        self._history.write("resend", id=state.id, why=why)
+        self._history.write("sent", id=state.id, attempt=state.attempt, count=len(state.ids))
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def _end(self, stream: OpenStream) -> None:
+        state = stream.state
+        if self._streams.pop(state.id, None) is not None:
+            reason = state.result.reason if state.result else getattr(state.error, "code", "")
+            self._history.write("end", id=state.id, reason=reason)
+            stream.deliver(None)
+
+    def _end_all(self, error: PoolError) -> None:
+        for stream in list(self._streams.values()):
+            stream.state.error = error
+            self._end(stream)
+        self._calls.fail(error)
