@@ -15,7 +15,7 @@ SOURCES = ("bench", "broker", "client", "common", "gateway", "worker")
 PACKAGES = (*SOURCES, "cli")  # the command line lies beside the client
 
 
-MAX_FILES = 24  # modules of one folder
+MAX_FILES = 20  # modules of one folder
 
 
 def cycle_in(graph: grimp.ImportGraph) -> list[str]:

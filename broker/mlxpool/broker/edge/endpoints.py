@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import zmq
 
-from mlxpool.broker.security.access import AccessControl
+from mlxpool.broker.transport.access import AccessControl
 from mlxpool.broker.transport.listener import Listener, backlog_of
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.broker.transport.worker_sessions import WorkerSessions

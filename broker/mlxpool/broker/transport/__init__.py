@@ -1,4 +1,4 @@
 """The broker's sockets: the peers of each ROUTER, the front's endpoints, which worker is connected.
 
-Also the guard that ends connections when messages that were never finished fill the memory.
+Also what protects them: access by keys, and the guard against messages that are never finished.
 """

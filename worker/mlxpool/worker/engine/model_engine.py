@@ -29,6 +29,7 @@ from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import (
+    ALL_OPTIONS,
     Rows,
     SamplingBatch,
     StepOutput,
@@ -43,15 +44,6 @@ from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.weights.load import LoadedModel
 
 CLEAR_INTERVAL = 256  # decode steps after which freed buffers are given back
-ALL_OPTIONS = Options(
-    min_p=0.01,
-    repeat_penalty=1.1,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    logit_bias={0: 1.0},
-    logprobs=True,
-    top_logprobs=1,
-)
 CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
 GPU_WARM_UP_CHUNKS = (256, 1024)  # the same; above paged_runner.CHUNK_WIDTHS
 

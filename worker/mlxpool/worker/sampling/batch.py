@@ -19,6 +19,16 @@ NO_TOKEN = -1  # sampled from logits that are not numbers
 MIN_TEMPERATURE = 1e-7
 _WORD = 0xFFFFFFFF
 NO_TOP_P = 2.0  # a top-p that keeps all tokens, however sums are rounded
+# Every option that needs arrays or a kernel of its own, each in use: engines warm up with them.
+ALL_OPTIONS = Options(
+    min_p=0.01,
+    repeat_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    logprobs=True,
+    top_logprobs=1,
+)
 
 Rows = dict[Sequence, int]  # the row of each sequence in a SamplerOutput
 
