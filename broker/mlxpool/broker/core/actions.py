@@ -16,6 +16,8 @@ from mlxpool.common.protocol.to_client import Failed
 
 @dataclass(frozen=True, slots=True)
 class ToClient:
+    """Send a message to a client."""
+
     link: int
     header: Header
     message: Content
@@ -23,6 +25,8 @@ class ToClient:
 
 @dataclass(frozen=True, slots=True)
 class ToWorker:
+    """Send a message to the worker of a slot."""
+
     slot: str
     header: Header
     message: Content
@@ -30,6 +34,8 @@ class ToWorker:
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
+    """Start the worker process of a slot."""
+
     slot: str
     model: str
 

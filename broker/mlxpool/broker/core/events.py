@@ -62,6 +62,8 @@ class ClientAck(Event):
 
 @dataclass(frozen=True, slots=True)
 class ClientPing(Event):
+    """`ping` of a client."""
+
     link: int
     id: bytes
     attempt: int
@@ -69,6 +71,8 @@ class ClientPing(Event):
 
 @dataclass(frozen=True, slots=True)
 class ClientListModels(Event):
+    """`models` of a client."""
+
     link: int
     id: bytes
     attempt: int
@@ -152,18 +156,24 @@ class WorkerDialled(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkerDeltas(Event):
+    """Rows of `deltas`, gathered over several messages of one worker."""
+
     epoch: int
     rows: Sequence[Delta]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerBeat(Event):
+    """`beat` of a worker."""
+
     epoch: int
     message: to_broker.Beat
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCredit(Event):
+    """`credit` of a worker."""
+
     epoch: int
     message: to_broker.Credit
 
@@ -179,12 +189,16 @@ class WorkerTokens(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkerYield(Event):
+    """`yield` of a drained worker."""
+
     epoch: int
     message: to_broker.Yield
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerBye(Event):
+    """`bye` of a worker."""
+
     epoch: int
     message: to_broker.Bye
 
@@ -265,11 +279,15 @@ class Reload(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadModel(Event):
+    """Start a model, whatever its breaker and its drain say."""
+
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class UnloadModel(Event):
+    """Fail what runs in a model and stop its workers."""
+
     model: str
 
 
