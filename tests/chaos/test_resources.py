@@ -62,6 +62,26 @@ def test_a_thousand_clients_and_300_descriptors(tmp_path: Path, monkeypatch: Pat
         later.close()
 
 
+def test_idle_connections_make_way_for_live_streams(tmp_path: Path, monkeypatch: Patch) -> None:
+    """400 clients without a request redial for ever; four streams never stop."""
+    with Chaos(tmp_path, monkeypatch, model(), prefix=with_descriptors(300)) as chaos:
+        streams = chaos.start(2000, 4)
+        chaos.reach(streams, 10)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, 2000)
+        front = sockets.ipc(chaos.pool.run_dir, "front")
+        crowd = [sockets.dealer(context, front) for _ in range(400)]
+        try:
+            chaos.finish(streams)
+            shut = chaos.pool.ask("ps")["broker"]["front_shut"]
+        finally:
+            for each in crowd:
+                each.close(linger=0)
+            context.term()
+        chaos.assert_all_done()
+        assert shut == 0
+
+
 def test_a_full_file_system(tmp_path: Path, monkeypatch: Patch) -> None:
     """Logs, stacks and records cannot be written; streams are not affected."""
     full = Path("/dev/full")

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mlxpool.broker.admin.commands import Commands, Operations
@@ -32,7 +33,7 @@ from mlxpool.broker.host.os_process import memory_limit_bytes
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
 from mlxpool.broker.telemetry.reports import top
-from mlxpool.broker.transport.memory_guard import MemoryGuard
+from mlxpool.broker.transport.memory_guard import MemoryGuard, busy_descriptors
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.config.loading import check_run_dir
 from mlxpool.common.config.schema import PoolConfig
@@ -130,6 +131,7 @@ class Broker:
             after_scan=self.catalogue.after_scan,
         )
         self.guard = MemoryGuard(self.endpoints.listener, front, self.state)
+        self.endpoints.listener.busy = partial(busy_descriptors, front, self.state)
         self.idle_peers = IdlePeers(front, self.sessions, lambda link: link in self.state.links)
         self.executor.bind(
             Actions(

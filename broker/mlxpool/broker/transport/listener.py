@@ -1,23 +1,30 @@
-"""The front's endpoints: unbound while file descriptors are short, bound again when they are not.
+"""Keeps file descriptors free: libzmq aborts the process when accepting on ipc finds none.
 
-libzmq aborts the process when accepting on ipc finds no descriptor, so that must never happen. When
-an endpoint is unbound, libzmq closes its connections: clients redial and send their requests again.
+When descriptors become short, connections without live streams are ended, the newest first, so that
+newcomers wait. When that does not suffice, the front's endpoints are unbound until there are enough
+again: libzmq closes all their connections then, and clients redial and send their requests again.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from itertools import count
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from mlxpool.broker.transport.descriptors import count_open
+from mlxpool.broker.transport.descriptors import accepted, count_open, inode_of, shut_down
 from mlxpool.common.transport import sockets
 from mlxpool.common.transport.keys import KeyPair
 
 log = logging.getLogger("mlxpool.broker")
 
 UNBIND_ABOVE = 0.8  # of all descriptors
+END_IDLE_ABOVE = 0.65  # the same, and at least BURST below UNBIND_ABOVE
+END_IDLE_SHARE = 0.1  # of all descriptors: so many more are made free
+BURST = 128  # connections that may be accepted until the next count
 BIND_BELOW = 0.6
 RECOUNT_AFTER = 0.02  # of all descriptors: accepted connections that cause a new count
 COUNT_INTERVAL = 1.0  # seconds between two counts while nobody connects
@@ -44,7 +51,11 @@ class Listener:
         self.limit = limit
         self.unbound = False
         self.times_unbound = 0
+        self._end_idle_above = min(END_IDLE_ABOVE * limit, UNBIND_ABOVE * limit - BURST)
+        self.busy: Callable[[], set[int]] = set  # descriptors of connections with live streams
         self.monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        self._order = count()
+        self._accepted_as: dict[int, int] = {}  # order in which descriptors were accepted last
         self._accepted = 0  # connections since the last count
         self._count_at = 0.0
 
@@ -56,14 +67,15 @@ class Listener:
         """The monitor is readable: connections were accepted."""
         try:
             while True:
-                self.monitor.recv_multipart(zmq.NOBLOCK)
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+                self._accepted_as[event["value"]] = next(self._order)
                 self._accepted += 1
         except zmq.Again:
             pass
         self.check(now)
 
     def check(self, now: float) -> None:
-        """Unbind or bind if it is time to count descriptors."""
+        """End idle connections, unbind or bind if it is time to count descriptors."""
         if self._accepted <= RECOUNT_AFTER * self.limit and now < self._count_at:
             return
         self._accepted, self._count_at = 0, now + COUNT_INTERVAL
@@ -71,6 +83,8 @@ class Listener:
         if not self.unbound and used > UNBIND_ABOVE * self.limit:
             self._unbind()
             log.warning("front shut: descriptors are short", extra={"used": used, "of": self.limit})
+        elif not self.unbound and used > self._end_idle_above:
+            self._end_idle(math.ceil(used - self._end_idle_above + END_IDLE_SHARE * self.limit))
         elif self.unbound and used < BIND_BELOW * self.limit:
             self._bind()
             log.info("front open again", extra={"used": used, "of": self.limit})
@@ -84,6 +98,18 @@ class Listener:
         self._count_at = now + COUNT_INTERVAL
         if not self.unbound:
             self._unbind()
+
+    def _end_idle(self, wanted: int) -> None:
+        """End so many connections without live streams, those accepted last first."""
+        busy = self.busy()
+        idle = [fd for fd, _ in accepted(set(self.endpoints)) if fd not in busy]
+        newest = sorted(idle, key=lambda fd: self._accepted_as.get(fd, -1), reverse=True)
+        for descriptor in newest[:wanted]:
+            shut_down(descriptor, inode_of(descriptor))
+        log.warning(
+            "descriptors are short: idle connections ended",
+            extra={"ended": len(newest[:wanted]), "busy": len(busy), "of": self.limit},
+        )
 
     def _unbind(self) -> None:
         for endpoint in self.endpoints:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import socket
 
@@ -64,7 +65,8 @@ class MemoryGuard:
         self._check_at = now + SETTLE_TIME
         self._strikes += 1
         if self._strikes == 1:
-            self._disconnect_except(self._active(now), used)
+            # A client with live streams that is not in the middle of a message has sent a ping.
+            self._disconnect_except(busy_descriptors(self.front, self._state, now - RECENT), used)
         elif self._strikes == 2:
             self.listener.unbind_now(now)
             self._disconnect_except(set(), used)
@@ -83,14 +85,6 @@ class MemoryGuard:
         """Bytes that requests and backlogs may take at most."""
         backlogs = sum(self.front.by_number[number].backlog_bytes for number in self.front.full)
         return OVERHEAD * (_bytes_held(self._state) + backlogs)
-
-    def _active(self, now: float) -> set[int]:
-        """Descriptors of clients with live streams that are not in the middle of a message."""
-        return {
-            peer.descriptor
-            for number in _links_heard(self._state, now - RECENT)
-            if (peer := self.front.by_number.get(number)) is not None
-        }
 
     def _disconnect_except(self, spared: set[int], used: int) -> None:
         count = 0
@@ -114,10 +108,14 @@ def _bytes_held(state: State) -> int:
     )
 
 
-def _links_heard(state: State, since: float) -> list[int]:
-    """Numbers of the connections with live streams that sent a message after `since`."""
-    links = state.links.items()
-    return [number for number, link in links if link.ids and link.heard_at > since]
+def busy_descriptors(front: Peers, state: State, since: float = -math.inf) -> set[int]:
+    """Descriptors of clients with live streams that sent a message after `since`."""
+    return {
+        peer.descriptor
+        for number, link in state.links.items()
+        if link.ids and link.heard_at > since
+        if (peer := front.by_number.get(number)) is not None
+    }
 
 
 def _trim_heap() -> None:

@@ -1,0 +1,90 @@
+"""When descriptors are short: idle connections end first, the newest of them before the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from mlxpool.broker.transport import listener as module
+from mlxpool.broker.transport.descriptors import accepted
+from mlxpool.broker.transport.listener import BURST, Listener
+from mlxpool.common.transport import sockets
+from support.pool import until
+
+LIMIT = 300
+IDLE_BOUND = int(module.UNBIND_ABOVE * LIMIT) - BURST
+
+
+class Front:
+    """A ROUTER with its listener, and dealers that connect one after the other and never redial."""
+
+    def __init__(self, path: Path) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.endpoint = sockets.ipc(path, "front")
+        self.router = sockets.router(self.context, self.endpoint, backlog=64, domain="")
+        self.listener = Listener(self.router, self.endpoint, LIMIT)
+        self.dealers: list[zmq.Socket[bytes]] = []
+
+    def connect(self, count: int) -> list[int]:
+        """The descriptors of so many new connections, in the order of their acceptance."""
+        found: list[int] = []
+        for _ in range(count):
+            before = set(self.accepted())
+            dealer = self.context.socket(zmq.DEALER)
+            self.dealers.append(dealer)
+            dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+            dealer.connect(self.endpoint)
+            until(lambda: len(self.accepted()) > len(before), "it is accepted")  # noqa: B023
+            found += set(self.accepted()) - before
+            until(lambda: bool(self.listener.monitor.poll(0)), "the event is there")
+            self.listener.on_accepted(0.0)
+        return found
+
+    def accepted(self) -> list[int]:
+        return [descriptor for descriptor, _ in accepted({self.endpoint})]
+
+    def close(self) -> None:
+        self.listener.close()
+        for each in (*self.dealers, self.router):
+            each.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Iterator[Front]:
+    one = Front(tmp_path)
+    yield one
+    one.close()
+
+
+def test_the_newest_idle_connections_are_ended_first(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "count_open", lambda: 0)
+    descriptors = front.connect(36)
+    busy = {descriptors[0], descriptors[35]}
+    front.listener.busy = lambda: busy
+    monkeypatch.setattr(module, "count_open", lambda: IDLE_BOUND)
+    front.listener.check(10.0)
+    assert len(front.accepted()) == 36  # not yet above the bound
+    monkeypatch.setattr(module, "count_open", lambda: IDLE_BOUND + 1)
+    front.listener.check(20.0)
+    kept = {*descriptors[:4], descriptors[35]}
+    until(lambda: set(front.accepted()) == kept, "the 31 newest idle ones are closed")
+    assert not front.listener.unbound
+
+
+def test_the_front_is_unbound_when_ending_idle_connections_does_not_suffice(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front.connect(1)
+    monkeypatch.setattr(module, "count_open", lambda: 241)
+    front.listener.check(10.0)
+    assert front.listener.unbound and front.listener.times_unbound == 1
+    monkeypatch.setattr(module, "count_open", lambda: 100)
+    front.listener.check(20.0)
+    assert not front.listener.unbound
+    front.connect(1)
