@@ -2,7 +2,7 @@
 
 Faults, with weights: SIGKILL of a worker, a short stop, a long stop (which the broker's liveness
 checks end), SIGTERM, restart by the operator, reset of the clients' tcp connections, SIGKILL of the
-broker.
+broker, prompts that are too large for the context.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from support.pool import PATIENCE, Pool
 from support.relay import Relay
 
 WEIGHTS = {
-    "kill": 58, "short freeze": 16, "long freeze": 3, "term": 8, "restart": 7, "cut": 6, "broker": 2
+    "kill": 54, "short freeze": 16, "long freeze": 3, "term": 8, "restart": 7, "cut": 6, "broker": 2,
+    "large prompt": 4,
 }  # fmt: skip
+LARGE_PROMPT = "x" * 2**21  # bytes; the context of the counting model is 131,072
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ class Storm:
             "restart": self._restart,
             "cut": relay.cut,
             "broker": self._kill_broker,
+            "large prompt": self._send_large_prompts,
         }
         names, weights = list(WEIGHTS), list(WEIGHTS.values())
         while self._faults_left() and not self.finished.is_set():
@@ -178,6 +181,17 @@ class Storm:
 
     def _restart(self) -> None:
         self.pool.ask("restart", slot=self._random_worker()[0])
+
+    def _send_large_prompts(self) -> None:
+        """Eight at once; each ends `context_exceeded`, whatever happens to workers meanwhile."""
+        with self.pool.client(connect_timeout=PATIENCE) as client:
+            streams = [client.stream("m", LARGE_PROMPT, max_tokens=1) for _ in range(8)]
+            for stream in streams:
+                try:
+                    stream.read()
+                    self.errors["a large prompt was accepted"] += 1
+                except PoolError as error:
+                    self.errors[f"large prompt: {error.code}"] += 1
 
     def _kill_broker(self) -> None:
         self.history.write("broker killed")

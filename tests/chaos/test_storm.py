@@ -16,6 +16,8 @@ def test_a_storm(tmp_path: Path, seed: int) -> None:
     assert not outcome.hit_twice_and_not_done, outcome.figures
     assert outcome.findings.streams >= 250
     assert outcome.faults.total() == 25, outcome.figures
+    large = {code for code in outcome.errors if "large prompt" in code}
+    assert large <= {"large prompt: context_exceeded"}, outcome.errors
 
 
 @pytest.mark.long

@@ -29,6 +29,7 @@ from mlxpool.common.transport.waker import Waker
 from mlxpool.worker.compute.messages import Loaded, Outbound, StepDeltas, Unusable
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.thread import Compute
+from mlxpool.worker.preparation.service import Load
 from mlxpool.worker.process.link import Link
 from mlxpool.worker.process.prepare import Answer, Prepared, Preparer
 from mlxpool.worker.process.runs import Runs
@@ -59,16 +60,15 @@ class Heartbeat:
     def is_due(self, now: float) -> bool:
         return now >= self.next_at or self._progress.phase != self._phase
 
-    def beat(self, now: float, preparing: int, prepare_memory: int = 0) -> Beat:
-        """The beat that is sent now; `preparing` runs wait for the compute thread.
-
-        `prepare_memory`: resident bytes of the processes that prepare requests.
+    def beat(self, now: float, preparing: int, load: Load) -> Beat:
+        """The beat that is sent now; `preparing` runs wait for the compute thread, because of the
+        `load` of what prepares requests.
         """
         progress = self._progress
         self._phase, self.next_at = progress.phase, now + BEAT_INTERVAL
-        idle = progress.phase == "idle"
+        prepares = progress.phase == "idle" and (load.running or load.waiting)
         return Beat(
-            phase="prepare" if idle and preparing else progress.phase,
+            phase="prepare" if prepares else progress.phase,
             phase_age_ms=round((now - progress.since) * 1000),
             progress=progress.count,
             prefill=progress.prefilling_request,
@@ -79,7 +79,7 @@ class Heartbeat:
             memory={
                 **progress.memory,
                 "rss": self._process.memory_info().rss,
-                "prepare": prepare_memory,
+                "prepare": load.memory,
             },
             prefix=progress.prefix,
             look=self._sample() if self._with_sample else None,
@@ -178,8 +178,8 @@ class Edge:
         self.link.flush()
 
     def _beat(self, now: float) -> Beat:
-        memory = 0 if self._preparer is None else self._preparer.load.memory
-        return self.heartbeat.beat(now, self.runs.preparing, memory)
+        load = Load() if self._preparer is None else self._preparer.load
+        return self.heartbeat.beat(now, self.runs.preparing, load)
 
     def _timeout_ms(self) -> int:
         now = monotonic()

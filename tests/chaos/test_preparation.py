@@ -1,0 +1,122 @@
+"""Requests whose preparation takes too long, too much memory, or never ends, harm no other one."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mlxpool.client import Client
+from mlxpool.common.errors import BadRequest, ContextExceeded, PoolError
+from support.pool import PATIENCE, Pool
+from support.worker_checkpoints import write_checkpoint, write_json
+
+pytest.importorskip("mlx.core")
+
+LARGE = "lorem ipsum " * (2**22 // 12)  # 4 MiB; the tokenizer needs seconds and 400 MB for it
+SLOW_PATTERN = r"(?:x+x+)+y"
+SLOW = ("x" * 20 + " ") * 700  # a short text that takes some 9 s of a core
+PANICS = "x" * 60  # the matcher of the pattern gives up, by a panic of native code
+MAX_GROWTH = 300 * 2**20  # bytes
+CONFIG = """\
+[pool]
+prepare_limit = 1.0
+[models.m]
+path = "{folder}"
+sequences = 16
+"""
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    """A pool with a small model whose tokenizer splits texts by a pattern that can take for ever.
+
+    Its vocabulary has every byte, so that a text has at most as many bytes as tokens.
+    """
+    folder = write_checkpoint(tmp_path / "model", max_position_embeddings=32_768)
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": SLOW_PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    both = {"type": "Sequence", "pretokenizers": [split, raw["pre_tokenizer"]]}
+    write_json(folder / "tokenizer.json", {**raw, "pre_tokenizer": both})
+    with Pool(tmp_path, CONFIG.format(folder=folder)) as one:
+        yield one
+
+
+def in_background(work: Callable[[], Any], count: int) -> list[threading.Thread]:
+    def run() -> None:
+        with pytest.raises(PoolError):
+            work()
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def completes(client: Client) -> bool:
+    with client.stream("m", "hello", max_tokens=3, temperature=0, ignore_eos=True) as stream:
+        return len(stream.read().ids) == 3
+
+
+def test_prompts_over_the_context_are_refused_unread(pool: Pool) -> None:
+    """200 prompts of 4 MiB end at once: nothing is tokenised, no memory is taken."""
+    with pool.client() as client:
+        assert completes(client)
+        worker = psutil.Process(int(pool.worker("m/0")["pid"]))
+        before, used = worker.memory_info().rss, processor_time(worker)
+        for _ in range(200):
+            with pytest.raises(ContextExceeded, match=r"4194300 bytes.* context .* 32768"):
+                client.stream("m", LARGE, max_tokens=1).read()
+        assert processor_time(worker) - used < 60  # reading one takes more than 1 s
+        assert worker.memory_info().rss - before < MAX_GROWTH
+        assert completes(client)
+
+
+def processor_time(worker: psutil.Process) -> float:
+    """Of a worker and of the processes that prepare its requests."""
+    times = [one.cpu_times() for one in (worker, *worker.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+def test_a_short_request_passes_eight_large_ones(pool: Pool) -> None:
+    with pool.client() as client:
+        assert completes(client)
+        threads = in_background(lambda: client.tokenize("m", LARGE), 8)
+        pool.in_state("m/0", phase="prepare")
+        assert completes(client)
+        assert sum(thread.is_alive() for thread in threads) >= 6
+        worker = psutil.Process(int(pool.worker("m/0")["pid"]))
+        assert worker.memory_info().rss < 2**30  # eight at once in the worker took 3 GB
+        for thread in threads:
+            thread.join(4 * PATIENCE)
+        assert completes(client)
+
+
+@pytest.mark.parametrize("text", [SLOW, PANICS], ids=["hang", "panic"])
+def test_a_tokenizer_that_hangs_or_panics_ends_its_request_alone(pool: Pool, text: str) -> None:
+    with pool.client() as client:
+        assert completes(client)
+        before = pool.worker("m/0")
+        with client.stream("m", "a", max_tokens=400, ignore_eos=True) as stream:
+            deltas = iter(stream)
+            next(deltas)
+            for _ in range(2):
+                with pytest.raises(BadRequest, match="tokenizer"):
+                    client.stream("m", text, max_tokens=1).read()
+            assert completes(client)
+            for _ in deltas:
+                pass
+            assert len(stream.result.ids) == 400
+        after = pool.worker("m/0")
+        assert (after["pid"], after["restarts"]) == (before["pid"], before["restarts"])
+        assert after["state"] == "ready"
