@@ -1,12 +1,15 @@
-"""Measures the gaps between tokens of running streams while the worker prepares other requests.
+"""Measures running streams and first tokens while the worker prepares other requests.
 
     python bench/inter_token_gaps.py [--rounds 7] [--tokens 400] [--json FILE]
 
 Eight streams of the embedded model decode in one worker, behind a broker. Meanwhile another process
-sends prompts of 256 KiB, one after the other, or chats whose template never ends. The gaps are
-those between two deltas of a stream at its client; p99, in pairs with a quiet round. There are two
-controls. One does not use the pool and loads the processor as the tokenizer's threads and the
-template process may. The other sends as many bytes as token ids, which need no tokenizer.
+has large texts tokenised, sends chats whose template never ends, or many small prompts. The gaps
+are those between two deltas of a stream at its client; p99, in pairs with a quiet round. There are
+two controls. One does not use the pool and loads the processor as the preparing processes may. The
+other sends as many bytes as token ids, which need no tokenizer.
+
+The second table is the time to the first token of a short request, alone and beside eight texts of
+4 MiB that are tokenised, in pairs.
 """
 
 from __future__ import annotations
@@ -40,23 +43,48 @@ from support.pool import Pool
 ENDLESS_TEMPLATE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 CONFIG = '[models.m]\npath = "{path}"\nsequences = 12\nprefix_cache = "off"\n'
 LARGE_PROMPT = 256 * 1024  # characters
+LARGEST_PROMPT = 4 * 2**20 - 1024  # characters; a message holds 4 MiB
+AT_ONCE = 8  # of the largest prompts
+FIRST_TOKENS = 100  # short requests in a round
+SMALL_INTERVAL = 60 / 10_000  # seconds between two small prompts
 STREAMS = 8
 PAUSE = 0.2  # seconds between two large prompts
 GOAL = 1.2
 
 
-def large_text(rng: random.Random) -> str:
+def large_text(rng: random.Random, size: int = LARGE_PROMPT) -> str:
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 9))) for _ in range(5000)]
-    return " ".join(rng.choices(words, k=60_000))[:LARGE_PROMPT]
+    return " ".join(rng.choices(words, k=size // 4))[:size]
 
 
-def large_prompts(client: Client) -> None:
-    rng = random.Random(0)
-    text = large_text(rng)
+def large_texts(client: Client) -> None:
+    """Calls of `tokenize`: a prompt that is too long for the context would not be tokenised."""
+    text = large_text(random.Random(0))
     while True:
-        with contextlib.suppress(PoolError):  # larger than the context
-            client.generate("m", f"{rng.random()} {text}"[:LARGE_PROMPT], max_tokens=1)
+        client.tokenize("m", text)
         time.sleep(PAUSE)
+
+
+def largest_texts(client: Client) -> None:
+    text = large_text(random.Random(0), LARGEST_PROMPT)
+
+    def tokenise() -> None:
+        while True:
+            with contextlib.suppress(PoolError):  # more ids than an answer holds
+                client.tokenize("m", text)
+
+    for _ in range(AT_ONCE - 1):
+        threading.Thread(target=tokenise, daemon=True).start()
+    tokenise()
+
+
+def small_prompts(client: Client) -> None:
+    """Calls of `tokenize`, so that no prompt is computed."""
+    due = time.monotonic()
+    while True:
+        client.tokenize("m", "a small prompt of a few words")
+        due += SMALL_INTERVAL
+        time.sleep(max(0.0, due - time.monotonic()))
 
 
 def large_ids(client: Client) -> None:
@@ -82,8 +110,10 @@ def busy_neighbour(client: Client) -> None:
 PEERS: dict[str, Callable[[Client], None]] = {
     "control: a busy process of the same niceness": busy_neighbour,
     "control: 256 KiB of ids": large_ids,
-    "prompts of 256 KiB": large_prompts,
+    "texts of 256 KiB": large_texts,
+    "eight texts of 4 MiB at once": largest_texts,
     "a template that never ends": endless_templates,
+    "10,000 small prompts a minute": small_prompts,
 }
 
 
@@ -112,6 +142,32 @@ def p99(client: Client, tokens: int) -> float:
     for thread in threads:
         thread.join()
     return statistics.quantiles(found, n=100)[98]
+
+
+def first_token_p99(client: Client) -> float:
+    """The 99th percentile of the time to the first token of short requests, in milliseconds."""
+    found = []
+    for _ in range(FIRST_TOKENS):
+        start = time.perf_counter()
+        with client.stream("m", "a short request", max_tokens=1) as stream:
+            stream.read()
+        found.append(1000 * (time.perf_counter() - start))
+    return statistics.quantiles(found, n=100)[98]
+
+
+def measure_first_tokens(pool: Pool, rounds: int) -> dict[str, list[float]]:
+    pairs = []
+    with pool.client() as client:
+        first_token_p99(client)
+        for _ in range(rounds):
+            alone = first_token_p99(client)
+            with peer("eight texts of 4 MiB at once", pool.run_dir):
+                pairs.append((alone, first_token_p99(client)))
+    return {
+        "alone_ms": [alone for alone, _ in pairs],
+        "beside_ms": [beside for _, beside in pairs],
+        "ratio": [beside / alone for alone, beside in pairs],
+    }
 
 
 def measure(pool: Pool, rounds: int, tokens: int) -> dict[str, Any]:
@@ -150,6 +206,7 @@ def main() -> None:
         (folder / "chat_template.jinja").write_text(ENDLESS_TEMPLATE)
         with Pool(Path(root), CONFIG.format(path=folder)) as pool:
             figures = measure(pool, options.rounds, options.tokens)
+            first = measure_first_tokens(pool, options.rounds)
     print(f"{report.versions()}; {report.machine()}")
     print(f"{options.tokens} tokens, {options.rounds} rounds: median (minimum - maximum)\n")
     head = ("other work", "quiet, p99 ms", "with it, p99 ms", f"ratio, goal {GOAL}")
@@ -158,7 +215,16 @@ def main() -> None:
         for name, found in figures.items()
     ]
     print(report.table(head, rows))
-    report.save(options.json, figures)
+    print()
+    head = (
+        "first token of a short request",
+        "alone, p99 ms",
+        "beside it, p99 ms",
+        "ratio, goal 1.5",
+    )
+    row = (report.spread(first[key], 2) for key in ("alone_ms", "beside_ms", "ratio"))
+    print(report.table(head, [("eight texts of 4 MiB at once", *row)]))
+    report.save(options.json, {**figures, "first token": first})
 
 
 if __name__ == "__main__":
