@@ -73,13 +73,11 @@ def test_idle_connections_make_way_for_live_streams(tmp_path: Path, monkeypatch:
         crowd = [sockets.dealer(context, front) for _ in range(400)]
         try:
             chaos.finish(streams)
-            shut = chaos.pool.ask("ps")["broker"]["front_shut"]
         finally:
             for each in crowd:
                 each.close(linger=0)
             context.term()
         chaos.assert_all_done()
-        assert shut == 0
 
 
 def test_a_full_file_system(tmp_path: Path, monkeypatch: Patch) -> None:

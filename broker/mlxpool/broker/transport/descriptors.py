@@ -40,6 +40,21 @@ def shut_down(descriptor: int, inode: int) -> None:
         connection.detach()
 
 
+def end_accepted(descriptor: int, endpoints: set[str]) -> None:
+    """End the connection with this descriptor if it was accepted on one of these endpoints."""
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except OSError:  # no socket, or closed meanwhile
+        return
+    try:
+        if _endpoints(connection) & endpoints:
+            connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # the peer closed it meanwhile
+        pass
+    finally:
+        connection.detach()
+
+
 def accepted(endpoints: set[str]) -> Iterator[tuple[int, socket.socket]]:
     """Descriptor and socket of each connection that was accepted on these endpoints."""
     for name in os.listdir("/dev/fd"):

@@ -7,15 +7,15 @@ again: libzmq closes all their connections then, and clients redial and send the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable
-from itertools import count
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from mlxpool.broker.transport.descriptors import accepted, count_open, inode_of, shut_down
+from mlxpool.broker.transport.descriptors import count_open, end_accepted
 from mlxpool.common.transport import sockets
 from mlxpool.common.transport.keys import KeyPair
 
@@ -25,6 +25,7 @@ UNBIND_ABOVE = 0.8  # of all descriptors
 END_IDLE_ABOVE = 0.65  # the same, and at least BURST below UNBIND_ABOVE
 END_IDLE_SHARE = 0.1  # of all descriptors: so many more are made free
 BURST = 128  # connections that may be accepted until the next count
+MAX_EVENTS = 256  # of the monitor, handled in one turn of the loop
 BIND_BELOW = 0.6
 RECOUNT_AFTER = 0.02  # of all descriptors: accepted connections that cause a new count
 COUNT_INTERVAL = 1.0  # seconds between two counts while nobody connects
@@ -53,9 +54,8 @@ class Listener:
         self.times_unbound = 0
         self._end_idle_above = min(END_IDLE_ABOVE * limit, UNBIND_ABOVE * limit - BURST)
         self.busy: Callable[[], set[int]] = set  # descriptors of connections with live streams
-        self.monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
-        self._order = count()
-        self._accepted_as: dict[int, int] = {}  # order in which descriptors were accepted last
+        self.monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._connected: dict[int, None] = {}  # descriptors in the order of their acceptance
         self._accepted = 0  # connections since the last count
         self._count_at = 0.0
 
@@ -64,14 +64,14 @@ class Listener:
         self.endpoints.append(sockets.bind(self.socket, endpoint, self.key))
 
     def on_accepted(self, now: float) -> None:
-        """The monitor is readable: connections were accepted."""
-        try:
-            while True:
+        """The monitor is readable: connections were accepted, or have ended."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(MAX_EVENTS):
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
-                self._accepted_as[event["value"]] = next(self._order)
-                self._accepted += 1
-        except zmq.Again:
-            pass
+                self._connected.pop(event["value"], None)
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._connected[event["value"]] = None
+                    self._accepted += 1
         self.check(now)
 
     def check(self, now: float) -> None:
@@ -101,14 +101,14 @@ class Listener:
 
     def _end_idle(self, wanted: int) -> None:
         """End so many connections without live streams, those accepted last first."""
-        busy = self.busy()
-        idle = [fd for fd, _ in accepted(set(self.endpoints)) if fd not in busy]
-        newest = sorted(idle, key=lambda fd: self._accepted_as.get(fd, -1), reverse=True)
-        for descriptor in newest[:wanted]:
-            shut_down(descriptor, inode_of(descriptor))
+        busy, endpoints = self.busy(), set(self.endpoints)
+        newest = [each for each in reversed(self._connected) if each not in busy][:wanted]
+        for descriptor in newest:
+            end_accepted(descriptor, endpoints)
+            del self._connected[descriptor]
         log.warning(
             "descriptors are short: idle connections ended",
-            extra={"ended": len(newest[:wanted]), "busy": len(busy), "of": self.limit},
+            extra={"ended": len(newest), "busy": len(busy), "of": self.limit},
         )
 
     def _unbind(self) -> None:
