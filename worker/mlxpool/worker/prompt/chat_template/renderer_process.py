@@ -34,8 +34,10 @@ def main() -> None:
     """Answer requests until the worker closes the connection."""
     die_with_parent()
     os.nice(LONG_WORK_NICENESS)
+    from mlxpool.common import logs
     from mlxpool.worker.prompt.chat_template.sandbox import MAX_RENDERER_MEMORY
 
+    logs.set_up(json_lines=False)
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MAX_RENDERER_MEMORY, MAX_RENDERER_MEMORY))
 
