@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--raw",
         action="store_true",
-        help="print control characters as they are on a terminal, too, where they are escaped",
+        help="print control characters as they are, even on a terminal",
     )
 
 
