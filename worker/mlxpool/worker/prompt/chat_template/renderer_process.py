@@ -8,6 +8,7 @@ message runs no code of the sender, whose template is untrusted.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import signal
@@ -37,7 +38,7 @@ def main() -> None:
     from mlxpool.common import logs
     from mlxpool.worker.prompt.chat_template.sandbox import MAX_RENDERER_MEMORY
 
-    logs.set_up(json_lines=False)
+    logs.set_up(json_lines=False, level=logging.WARNING)
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MAX_RENDERER_MEMORY, MAX_RENDERER_MEMORY))
 
