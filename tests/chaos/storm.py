@@ -31,8 +31,8 @@ from support.pool import PATIENCE, Pool
 from support.relay import Relay
 
 WEIGHTS = {
-    "kill": 54, "short freeze": 16, "long freeze": 3, "term": 8, "restart": 7, "cut": 6, "broker": 2,
-    "large prompt": 4,
+    "kill": 54, "short freeze": 16, "long freeze": 3, "term": 8, "restart": 7, "cut": 6,
+    "broker": 2, "large prompt": 4,
 }  # fmt: skip
 LARGE_PROMPT = "x" * 2**21  # bytes; the context of the counting model is 131,072
 

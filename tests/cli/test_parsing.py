@@ -322,8 +322,8 @@ def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 def test_check_shows_the_first_of_many_problems() -> None:
     wrong = [f"tensor {number}" for number in range(check.MAX_SHOWN + 5)]
     shown = list(check.lines({"name": "m", "path": "/m", "problems": wrong, "model": None}))
-    assert shown[2] == f"{len(wrong)} problems:"
-    assert shown[3:] == [
+    assert shown[3] == f"{len(wrong)} problems:"
+    assert shown[4:] == [
         *(f"  - {words}" for words in wrong[: check.MAX_SHOWN]),
         "  … and 5 more, which --json lists",
     ]
@@ -345,7 +345,7 @@ def test_check_shows_a_dash_for_unknown_figures() -> None:
 def test_check_says_why_a_model_cannot_run() -> None:
     machine = {"fits": False, "why": ["no back end"]}
     report: dict[str, Any] = {"name": "m", "path": "/m", "problems": [], "model": None}
-    assert list(check.lines({**report, "machine": machine}))[2:] == [
+    assert list(check.lines({**report, "machine": machine}))[3:] == [
         "nothing is wrong with it",
         "it cannot run on this machine:",
         "  - no back end",
@@ -384,7 +384,7 @@ def test_ps_of_a_slot_without_a_worker(
 
 
 def test_a_table_is_as_wide_as_its_cells() -> None:
-    assert formatting.table([("A", "BB"), ("xxx", "y")]) == "A    BB\nxxx  y"
+    assert formatting.table([("A", "BB"), ("xxx", "y")]) == ["A    BB", "xxx  y"]
 
 
 def test_every_command_is_documented() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from mlxpool.common.errors import BrokerLost, PoolError, Unauthorized
 from mlxpool.common.protocol import deltas, frames, token_ids
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
+from mlxpool.common.transport.handshake import Handshake
 from mlxpool.common.transport.keys import Credentials
 from support import kinds
 from support.bystander import Bystander
@@ -190,6 +192,32 @@ def test_a_revoked_key_is_disconnected_at_once(secure: SecurePool, bystander: By
         assert not raw.poll(200)
         raw.close(linger=0)
         assert secure.ask("stats")["requests"]["accepted"] == accepted
+    secure.write(*ALL)
+    secure.reload()
+
+
+def test_a_plain_client_may_hear_nothing_of_its_revoked_key(
+    secure: SecurePool, bystander: Bystander
+) -> None:
+    """Its connection is cut right after `unauthorized` is sent; the monitor tells the refusal."""
+    ident, raw = os.urandom(16), peer(secure, "alice", "front")
+    handshake = Handshake(raw, secure.endpoint("front"))
+    body = {"model": "counting", "prompt": "mine", "options": {"max_tokens": 10**6}}
+    raw.send_multipart(frames.encode(Header(kinds.GENERATE, ident, 0, 1), body))
+    assert raw.poll(60_000)
+    secure.write("bob", "hand", "chief")
+    secure.reload()
+    until(lambda: handshake.succeeded() or handshake.refusal, "the new handshake is refused")
+    heard = []
+    while raw.poll(200):
+        heard.append(frames.decode(raw.recv_multipart()))
+    handshake.succeeded()
+    assert handshake.failures == 1, "libzmq tries no more"
+    assert {frame.kind for frame in heard} <= {kinds.ACCEPTED, kinds.DELTA, kinds.ERROR}
+    ends = [frame for frame in heard if frame.kind == kinds.ERROR]
+    assert [(end.header.id, end.body["code"]) for end in ends] in ([], [(ident, "unauthorized")])
+    handshake.close()
+    raw.close(linger=0)
     secure.write(*ALL)
     secure.reload()
 

@@ -217,22 +217,24 @@ def test_a_resume_that_does_not_fit_the_stream(
 
 
 @pytest.mark.parametrize(
-    ("resume", "ids", "words"),
+    ("resume", "ids", "code", "words"),
     [
-        ({"count": 1}, [2**31], "resume: token id 2147483648 is not below"),
-        ({"count": 1, "facts": {"digest": "another"}}, [1], "digest another"),
-        ({"count": 3, "facts": {"max_tokens": 2}}, [1, 2, 3], "2"),
+        ({"count": 1}, [2**31], "bad_request", "resume: token id 2147483648 is not below"),
+        ({"count": 1, "facts": {"digest": "another"}}, [1], "model_unavailable", "digest another"),
+        ({"count": 1, "facts": {"context": 10**9}}, [1], "model_unavailable", "context 1000000000"),
+        ({"count": 1, "facts": {"prompt_tokens": 9}}, [1], "bad_request", "with prompt_tokens 9"),
+        ({"count": 3, "facts": {"max_tokens": 2}}, [1, 2, 3], "bad_request", "max_tokens is 2"),
     ],
 )
 def test_a_resume_that_no_worker_can_take(
-    pool: Pool, resume: dict[str, object], ids: list[int], words: str
+    pool: Pool, resume: dict[str, object], ids: list[int], code: str, words: str
 ) -> None:
     """A resume as after a broker's death, with ids or facts of no stream."""
     body = {"model": "slow", "prompt": "x", "options": {"seed": 1}, "resume": resume}
     with RawPeer(pool.run_dir) as peer:
         peer.say(Header(kinds.GENERATE, os.urandom(16), 0, 2), body, token_ids.pack_ids(ids))
         error = peer.receive_kind(kinds.ERROR)
-        assert error.body["code"] in ("bad_request", "model_unavailable")
+        assert error.body["code"] == code
         assert words in error.body["message"]
 
 

@@ -19,7 +19,8 @@ from support.core_harness import Story
 from support.pool import Pool, until
 from support.web_loop import Loop
 
-HOSTILE = "<img src=x onerror=document.title=1><b>bold</b>"
+HOSTILE = "<img src=x onerror=document.title=1>\u2028<b>bold</b>"
+HOSTILE_SHOWN = HOSTILE.replace("\u2028", r"\u2028")
 CONFIG = f"""
 [pool]
 metrics = "127.0.0.1:{{port}}"
@@ -111,11 +112,11 @@ def test_figures_change_while_streams_run(page: Chromium, pool: Pool) -> None:
         assert points(page) > 3, "a page just opened has what was before"
 
 
-def test_names_with_html_are_escaped(page: Chromium, pool: Pool) -> None:
+def test_names_with_html_and_line_breaks_are_escaped(page: Chromium, pool: Pool) -> None:
     with pool.client() as client:
         client.generate(HOSTILE, "hello", max_tokens=3)
-    until(lambda: model(page, HOSTILE)[1:2] == ["ready"], "its row")
-    assert f"{HOSTILE}/0" in page.texts("#workers tbody td.name")
+    until(lambda: model(page, HOSTILE_SHOWN)[1:2] == ["ready"], "its row")
+    assert f"{HOSTILE_SHOWN}/0" in page.texts("#workers tbody td.name")
     assert page.run("return document.querySelectorAll('main img, main b').length") == 0
     assert page.run("return document.title") == "ready · mlxpool"
     assert page.console_messages() == []

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from mlxpool.common.escapes import escape_line
 
-def table(lines: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as text; a column is as wide as its widest cell."""
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; a column is as wide as its widest cell."""
+    shown = [[escape_line(cell) for cell in row] for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(*shown, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in shown
+    ]
 
 
 def size(value: object) -> str:

@@ -17,6 +17,7 @@ from mlxpool.cli.formatting import duration, size
 from mlxpool.cli.target import Target
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, Draining, ModelLoadFailed, PoolError
+from mlxpool.common.escapes import escape_line
 
 FIRST_DELAY = 0.5  # seconds of waiting before the first question: a short wait shows nothing
 SHOW_INTERVAL = 0.5  # seconds between two questions of `LoadProgress`
@@ -82,7 +83,7 @@ class StatusLine:
     def show(self, text: str) -> None:
         if self.live:
             self._shown = True  # before the write, so that `clear` works after a Ctrl-C in it
-            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.write(f"\r\x1b[K{escape_line(text)}")
             sys.stderr.flush()
 
     def clear(self) -> None:
@@ -148,7 +149,7 @@ def wait_for(target: Target, name: str, seconds: float = math.inf) -> str:
                 raise DeadlineExceeded(f"{name} is not loaded after {seconds:g} s: {text}")
             if text == remote_worker_needed(name) and not told and not line.live:
                 told = True
-                print(f"mlxpool: {text}", file=sys.stderr, flush=True)
+                print(f"mlxpool: {escape_line(text)}", file=sys.stderr, flush=True)
             line.show(text)
             time.sleep(WAIT_INTERVAL)
     finally:

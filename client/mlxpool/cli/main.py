@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from mlxpool.cli import target
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
+from mlxpool.common.escapes import escape_line
 from mlxpool.common.paths import run_dir_of
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
@@ -132,7 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:  # ConfigError among them
         problems = list(getattr(error, "problems", ()))
         details = {"problems": problems} if problems else None
-        return _print_error(options, BadRequest(str(error), details=details), USAGE)
+        lines = getattr(error, "lines", [str(error)])
+        return _print_error(options, BadRequest(str(error), details=details), USAGE, lines)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
@@ -158,11 +160,15 @@ def _message_of(error: OSError) -> str:
     return f"{named}{error.strerror}" if error.strerror else str(error)
 
 
-def _print_error(options: argparse.Namespace, error: PoolError, code: int) -> int:
+def _print_error(
+    options: argparse.Namespace, error: PoolError, code: int, lines: Sequence[str] = ()
+) -> int:
+    """Print the message, or these lines of it; returns the exit code."""
     if options.json:
         print(json.dumps({"error": error.body()}))
     code_shown = "" if error.code in ("internal", "bad_request") else f"{error.code}: "
-    print(f"mlxpool: {code_shown}{error.message}", file=sys.stderr)
+    message = "\n  ".join(map(escape_line, lines or [error.message]))
+    print(f"mlxpool: {code_shown}{message}", file=sys.stderr)
     return code
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.target import Target, target_of
+from mlxpool.common.escapes import escape_text
 from mlxpool.common.options import CHECKS, FLAGS, MAX_DEADLINE_MS
 
 if TYPE_CHECKING:
@@ -15,7 +18,7 @@ BROKER_GRACE = 10.0  # seconds; shorter than the client's own, for a person wait
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each option of `FLAGS`, those of numbers first, and `--deadline`."""
+    """Add a flag for each option of `FLAGS`, numbers first, `--deadline` and `--raw`."""
     for name, (kind, text) in sorted(
         FLAGS.items(), key=lambda flag: flag[1][0] not in (int, float)
     ):
@@ -28,6 +31,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, action="append", metavar="TEXT", help=text)
     parser.add_argument(
         "--deadline", type=_seconds, metavar="SECONDS", help="give up after this time"
+    )
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="print control characters as they are, even on a terminal",
     )
 
 
@@ -47,6 +55,11 @@ def options_of(flags: argparse.Namespace) -> dict[str, Any]:
     if flags.top_logprobs:
         options["logprobs"] = True
     return options
+
+
+def shown_form(options: argparse.Namespace) -> Callable[[str], str]:
+    """What makes a model's text printable: escapes for a terminal, nothing for a file or a pipe."""
+    return escape_text if sys.stdout.isatty() and not options.raw else str
 
 
 def client_of(options: argparse.Namespace, kind: type[Client]) -> Client:

@@ -47,6 +47,36 @@ def test_a_take_over_keeps_what_the_stream_is(story: Story) -> None:
     assert story.heard[X, 2].ids == [1, 2]
 
 
+def test_the_first_connection_is_told_nothing_of_a_take_over(story: Story) -> None:
+    worker, _ = story.running(request=X)
+    worker.tokens(X, 2)
+    again(story, 2, link=2)
+    assert {action.link for action in story.to_client()} == {2}
+    worker.tokens(X, 3)
+    assert {action.link for action in story.to_client()} == {2}
+    assert story.ack(X, 2, link=1) == story.ack(X, 99, link=1) == []
+    for _ in range(12):  # longer than client_grace, without a sign of the first connection
+        story.hear(2)
+        story.later(1)
+    assert story.request(X).live
+    story.cancel(X, link=1)
+    story.assert_sent(1, "fate", id=X, state="streaming")
+    story.assert_sent(2, "done", id=X, attempt=2, reason="cancelled")
+
+
+def test_the_first_connection_takes_its_stream_back_with_a_higher_attempt(story: Story) -> None:
+    worker, _ = story.running(request=X)
+    worker.tokens(X, 2)
+    again(story, 2, link=2)
+    worker.tokens(X, 1)
+    again(story, 2, link=1, attempt=3)
+    story.assert_sent(1, "accepted", id=X, attempt=3)
+    worker.end(X, count=2)
+    story.assert_ended(X, "stop", attempt=3)
+    assert story.heard[X, 3].ids == [2, 3]
+    assert story.heard[X, 2].ended is None
+
+
 def test_nothing_unread_of_the_old_sending_is_sent_twice(story: Story) -> None:
     worker, _ = story.running(request=X, window=1)
     worker.tokens(X, 1)

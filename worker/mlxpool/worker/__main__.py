@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -79,7 +78,7 @@ if __name__ == "__main__":
     try:
         code = main()
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -15,7 +15,9 @@ from mlxpool.cli.request_flags import (
     client_of,
     decode_utf8,
     options_of,
+    shown_form,
 )
+from mlxpool.common.escapes import escape_line
 
 if TYPE_CHECKING:
     from mlxpool.client import Client
@@ -74,7 +76,8 @@ class Conversation:
         if name == "/system":
             self.system = rest.strip()
             return "the system's message is set" if self.system else "there is no system's message"
-        return f"unknown command {name}; /help lists them, //… sends a text that begins with /"
+        unknown = f"unknown command {escape_line(name)}"
+        return f"{unknown}; /help lists them, //… sends a text that begins with /"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -137,6 +140,7 @@ def answer(
     from mlxpool.common.errors import BrokerLost, PoolError
 
     parts: list[str] = []
+    form = shown_form(options)
     stream = client.stream(options.model, messages=conversation.messages(text), **given)
     try:
         with stream, LoadProgress(admin_target_of(options), options.model) as progress:
@@ -144,7 +148,7 @@ def answer(
                 progress.close()
                 parts.append(delta.text)
                 if not options.json:
-                    print(delta.text, end="", flush=True)
+                    print(form(delta.text), end="", flush=True)
             result = stream.result
     except KeyboardInterrupt:
         _end_line(options, parts)
@@ -161,7 +165,7 @@ def answer(
         raise
     except PoolError as error:
         _end_line(options, parts)
-        print(f"mlxpool: {error.code}: {error.message}", file=sys.stderr)
+        print(f"mlxpool: {escape_line(f'{error.code}: {error.message}')}", file=sys.stderr)
         _print_json(options, {"error": error.body()})
         return 1
     _end_line(options, ["text"])

@@ -12,6 +12,7 @@ from typing import Any
 
 from mlxpool.cli.formatting import size, table
 from mlxpool.cli.pool_flags import add_settings, settings_of
+from mlxpool.common.escapes import escape_line
 
 SOUND, UNSOUND = 0, 1
 MAX_SHOWN = 40  # problems; a wrong size in config.json makes one of every tensor
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report))
     else:
-        print("\n".join(lines(report)).encode(errors="backslashreplace").decode())
+        print("\n".join(map(escape_line, lines(report))))
     fits = report.get("machine", {}).get("fits", True)
     return UNSOUND if report["problems"] or not fits else SOUND
 
@@ -103,7 +104,7 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
         rows += _memory_rows(memory)
     if machine:
         rows += _machine_rows(machine)
-    yield table(rows)
+    yield from table(rows)
     yield from (f"note: {words}" for words in report.get("notes", ()))
     wrong = report["problems"]
     yield ""

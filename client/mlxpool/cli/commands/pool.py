@@ -15,6 +15,7 @@ from typing import Any
 from mlxpool.cli.admin import ask
 from mlxpool.cli.formatting import count, duration, size, table
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.escapes import escape_line
 from mlxpool.common.protocol import frames
 
 SLOT = re.compile(r"/\d+$")  # the end of a slot's name; no model's name ends so
@@ -85,8 +86,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub.set_defaults(run=cancel)
 
 
-def _show(options: argparse.Namespace, answer: Mapping[str, Any], text: str) -> int:
-    print(json.dumps(answer) if options.json else text)
+def _show(options: argparse.Namespace, answer: Mapping[str, Any], *lines: str) -> int:
+    print(json.dumps(answer) if options.json else "\n".join(map(escape_line, lines)))
     return 0
 
 
@@ -107,7 +108,7 @@ def ps(options: argparse.Namespace) -> int:
     problems += [
         f"{w['slot']}: stacks in {w['last_dump']}" for w in answer["workers"] if w.get("last_dump")
     ]
-    return _show(options, answer, "\n".join([line, table([head, *rows]), *problems]))
+    return _show(options, answer, line, *table([head, *rows]), *problems)
 
 
 def _worker_row(worker: Mapping[str, Any]) -> Sequence[str]:
@@ -131,7 +132,7 @@ def stats(options: argparse.Namespace) -> int:
     """Print the counters, one a line; with --watch a page each second."""
     if not options.watch:
         answer = ask(options.admin_target, "stats")
-        return _show(options, answer, _counters(answer))
+        return _show(options, answer, *_counters(answer))
     from mlxpool.cli.terminal import screen
     from mlxpool.cli.watch import snapshots
 
@@ -141,7 +142,7 @@ def stats(options: argparse.Namespace) -> int:
         return 0
     with screen() as terminal:
         for snapshot in snapshots(options.admin_target, options.count):
-            terminal.show(_counters(_stats_of(snapshot)))
+            terminal.show("\n".join(map(escape_line, _counters(_stats_of(snapshot)))))
     return 0
 
 
@@ -150,7 +151,7 @@ def _stats_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     return {"broker": snapshot["broker"], **snapshot["stats"]}
 
 
-def _counters(answer: Mapping[str, Any]) -> str:
+def _counters(answer: Mapping[str, Any]) -> list[str]:
     found: dict[str, Any] = {}
     for name, value in answer.items():
         inner = value.items() if isinstance(value, Mapping) else None
@@ -158,7 +159,7 @@ def _counters(answer: Mapping[str, Any]) -> str:
             {f"{name}.{key}": one for key, one in inner} if inner is not None else {name: value}
         )
     widest = max(24, *map(len, found))
-    return "\n".join(f"{name:<{widest}} {_plain(value)}" for name, value in found.items())
+    return [f"{name:<{widest}} {_plain(value)}" for name, value in found.items()]
 
 
 def _plain(value: Any) -> str:
@@ -184,7 +185,7 @@ def models(options: argparse.Namespace) -> int:
         for model in answer["models"]
         if model.get(key)
     ]
-    return _show(options, answer, "\n".join([table([head, *rows]), *notes]))
+    return _show(options, answer, *table([head, *rows]), *notes)
 
 
 def _model_row(model: Mapping[str, Any]) -> Sequence[str]:
@@ -209,7 +210,7 @@ def requests(options: argparse.Namespace) -> int:
         (r["id"], r["model"], r["state"], str(r["tokens"]), duration(r["age_s"]))
         for r in answer["requests"]
     ]
-    return _show(options, answer, table([("ID", "MODEL", "STATE", "TOKENS", "AGE"), *rows]))
+    return _show(options, answer, *table([("ID", "MODEL", "STATE", "TOKENS", "AGE"), *rows]))
 
 
 def load(options: argparse.Namespace) -> int:

@@ -14,7 +14,9 @@ from mlxpool.cli.request_flags import (
     client_of,
     decode_utf8,
     options_of,
+    shown_form,
 )
+from mlxpool.common.escapes import escape_line
 
 if TYPE_CHECKING:
     from mlxpool.client import Delta, Result
@@ -60,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         prompt = decode_utf8(sys.stdin.buffer.read())
     given = options_of(options)
     messages = [{"role": "user", "content": prompt}] if options.chat else None
-    show = _print_json if options.json else _print_text
+    form = shown_form(options)
     started = time.monotonic()
     with (
         client_of(options, Client) as client,
@@ -74,7 +76,10 @@ def run(options: argparse.Namespace) -> int:
             for delta in stream:
                 first = first or time.monotonic()
                 progress.close()
-                show(delta)
+                if options.json:
+                    print(json.dumps(_delta_as_json(delta)), flush=True)
+                else:
+                    print(form(delta.text), end="", flush=True)
                 shown = True
         except BaseException:
             if shown and not options.json:
@@ -86,22 +91,16 @@ def run(options: argparse.Namespace) -> int:
     else:
         print()
         if not options.quiet:
-            print(
-                figures(result, time.monotonic() - started, time.monotonic() - first),
-                file=sys.stderr,
-            )
+            now = time.monotonic()
+            print(escape_line(figures(result, now - started, now - first)), file=sys.stderr)
     return int(result.reason == "cancelled")  # by another client: the text is not complete
 
 
-def _print_text(delta: Delta) -> None:
-    print(delta.text, end="", flush=True)
-
-
-def _print_json(delta: Delta) -> None:
+def _delta_as_json(delta: Delta) -> dict[str, Any]:
     line: dict[str, Any] = {"text": delta.text, "ids": delta.ids, "pos": delta.pos}
     if delta.logprobs:
         line["logprobs"] = delta.logprobs
-    print(json.dumps(line), flush=True)
+    return line
 
 
 def as_json(result: Result) -> dict[str, Any]:

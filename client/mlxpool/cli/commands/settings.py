@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.formatting import table
 from mlxpool.cli.pool_flags import add_settings, flags_of, model_paths_of, settings_of
+from mlxpool.common.escapes import CONTROLS, escape_line
 from mlxpool.common.paths import config_file
 
 if TYPE_CHECKING:
@@ -75,12 +76,14 @@ def as_toml(found: Sequence[Setting], *, origin: bool) -> Iterator[str]:
         if number:
             yield ""
         yield f"[{section}]"
-        yield from table(lines).splitlines()
+        yield from table(lines)
 
 
 def _value(value: Any) -> str:
     """A value in TOML: the same as in JSON, but other alphabets are not escaped."""
-    return json.dumps(value, ensure_ascii=False)
+    return CONTROLS.sub(
+        lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False)
+    )
 
 
 def check(options: argparse.Namespace) -> int:
@@ -104,7 +107,7 @@ def check(options: argparse.Namespace) -> int:
         answer = {"file": str(file) if file else None, "models": models, "problems": problems}
         print(json.dumps(answer))
     else:
-        print(f"file: {file or 'none'}")
-        print(f"models: {', '.join(sorted(loaded.models))}")
-        print("\n".join(problems) if problems else "nothing is wrong with them")
+        lines = [f"file: {file or 'none'}", f"models: {', '.join(sorted(loaded.models))}"]
+        lines += problems or ["nothing is wrong with them"]
+        print("\n".join(map(escape_line, lines)))
     return UNSOUND if problems else SOUND

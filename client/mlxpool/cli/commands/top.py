@@ -12,6 +12,7 @@ from typing import Any
 from mlxpool.cli import top_view
 from mlxpool.cli.formatting import count, table
 from mlxpool.cli.top_view import HEAD, MAX_SNAPSHOTS, SORT_ORDERS, Row, Snapshot, SortOrder
+from mlxpool.common.escapes import escape_line
 
 KEY_INTERVAL = 0.1  # seconds between two reads of the keyboard
 KEYS = "q quit, s next column, r turn round, or a column: " + " ".join(
@@ -74,8 +75,9 @@ class View:
             return "waiting for the broker's first picture"
         shown = self.rows()[: max(1, lines - 4)]
         arrow = "falling" if self.order.descending is not self.reversed else "rising"
-        head = [top_view.summary(self.history), f"sorted by {self.order.name}, {arrow}"]
-        body = _table(shown, columns, live).splitlines()
+        summary = escape_line(top_view.summary(self.history))
+        head = [summary, f"sorted by {self.order.name}, {arrow}"]
+        body = _table(shown, columns, live)
         keys = [KEYS[:columns]] if live else []
         return "\n".join([*(line[:columns] for line in head), *body, *keys])
 
@@ -118,14 +120,14 @@ def as_json(view: View) -> dict[str, Any]:
     }
 
 
-def _table(rows: Sequence[Row], columns: int, colours: bool) -> str:
-    lines = [top_view.cells(row) for row in rows]
+def _table(rows: Sequence[Row], columns: int, colours: bool) -> list[str]:
+    lines = [[escape_line(cell) for cell in top_view.cells(row)] for row in rows]
     if colours and importlib.util.find_spec("rich") is not None:
         return _colour_table(lines, columns)
-    return "\n".join(line[:columns] for line in table([HEAD, *lines]).splitlines())
+    return [line[:columns] for line in table([HEAD, *lines])]
 
 
-def _colour_table(lines: Sequence[Sequence[str]], columns: int) -> str:
+def _colour_table(lines: Sequence[Sequence[str]], columns: int) -> list[str]:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -141,4 +143,4 @@ def _colour_table(lines: Sequence[Sequence[str]], columns: int) -> str:
     console = Console(width=columns)
     with console.capture() as captured:
         console.print(drawn)
-    return captured.get()
+    return captured.get().splitlines()

@@ -21,10 +21,14 @@ class ConfigError(ValueError):
         super().__init__(*problems)
         self.problems = problems
 
+    @property
+    def lines(self) -> list[str]:
+        """The message: the only problem, or a heading and all problems."""
+        heading = [f"{len(self.problems)} settings are wrong:"] * (len(self.problems) != 1)
+        return [*heading, *self.problems]
+
     def __str__(self) -> str:
-        if len(self.problems) == 1:
-            return self.problems[0]
-        return "\n  ".join([f"{len(self.problems)} settings are wrong:", *self.problems])
+        return "\n  ".join(self.lines)
 
 
 class Problems:

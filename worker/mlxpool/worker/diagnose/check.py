@@ -7,6 +7,7 @@ its report, see docs/models.md. MLX is imported only for `machine`, what this ma
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from mlxpool.common import logs
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.worker.compute.model_source import NO_BACK_END
 from mlxpool.worker.diagnose.problems import Problems, find_problems
@@ -145,6 +147,7 @@ def bound_memory(size: int) -> None:
 
 def main(arguments: list[str]) -> int:
     """Answers every line of standard input; `--background` lowers priority and bounds memory."""
+    logs.set_up(json_lines=False, level=logging.WARNING)
     if "--background" in arguments:
         os.nice(NICENESS)
         bound_memory(MAX_BACKGROUND_BYTES)

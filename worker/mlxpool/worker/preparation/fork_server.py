@@ -7,12 +7,12 @@ process has one thread, so that forking is safe.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import struct
 import sys
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.worker.system.parent_death import STDIN, die_with_parent, kill_with_parent
@@ -34,11 +34,13 @@ def main() -> int:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal concerns the broker
     os.nice(NICENESS)
-    from mlxpool.worker.preparation.jobs import receive  # imports what takes long
+    from mlxpool.common import logs  # imports what takes long
+    from mlxpool.worker.preparation.jobs import receive
     from mlxpool.worker.preparation.limits import Limits
     from mlxpool.worker.prompt.text_model import TextSource
     from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 
+    logs.set_up(json_lines=False, level=logging.WARNING)
     with socket.socket(fileno=os.dup(STDIN)) as worker:
         first: dict[str, Any] | None = next(receive(worker), None)
         if first is None:
@@ -83,7 +85,7 @@ def _fork(worker: socket.socket, descriptor: int, text: ChatTokenizer, limits: L
             serve(connection, text, limits)
         code = 0
     except BaseException:
-        traceback.print_exc()
+        logging.getLogger("mlxpool.worker").exception("a lane failed")
     finally:
         sys.stderr.flush()
         os._exit(code)

@@ -95,6 +95,7 @@ class _ServerProcess:
         self._socket, child_end = socket.socketpair()
         environment = {name: text for name, text in os.environ.items() if name not in _LEFT_OUT}
         environment["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
+        environment["RUST_BACKTRACE"] = "0"  # of a tokenizer's panic, which is one request's matter
         try:
             with child_end:
                 process = subprocess.Popen(
