@@ -197,8 +197,8 @@ class RemoteWorkers:
     def stop(self, slot: str, now: float) -> bool:
         """Ask the slot's worker to leave, and fence it. False for a worker that is not remote.
 
-        One that was replaced or was not dismissed is asked to come again. When the broker itself
-        ends, nobody is asked: the workers wait for the next broker.
+        It is asked to connect again if it is replaced, or if it is not in the state `stopping`.
+        While the broker itself ends it is sent nothing: it waits for the next broker.
         """
         if slot not in self.slots.by_slot:
             return False

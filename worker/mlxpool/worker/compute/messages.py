@@ -103,7 +103,8 @@ class DeltaQueue:
     """The bounded queue of deltas from the compute thread to the main thread.
 
     Messages carry the current fence. When the deltas of MAX_UNTAKEN_STEPS steps wait, `put` blocks
-    in the phase `blocked`. The main thread calls `acknowledge` alone.
+    in the phase `blocked`. The compute thread calls all methods but `acknowledge`,
+    which the main thread calls.
     """
 
     def __init__(self, post: Callable[[Outbound], None], progress: Progress) -> None:

@@ -30,7 +30,7 @@ def any_size(size: int) -> None:
 class TextModel(Protocol):
     """Tokenizer and chat templates of a model.
 
-    The thread that prepares requests calls it; the compute thread calls `piece` alone.
+    The thread that prepares requests calls it; the compute thread calls only `piece`.
     To make a long list of ids holds the interpreter lock for milliseconds, so `fits` is called with
     its length before it is made.
     """
