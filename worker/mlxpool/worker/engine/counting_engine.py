@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence as Many
 from typing import Any
 
 from mlxpool.common.config.schema import Counting
@@ -40,7 +40,7 @@ def splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def token_at(prompt: Seq[int], seed: int, position: int, vocab: int) -> int:
+def token_at(prompt: Many[int], seed: int, position: int, vocab: int) -> int:
     """Returns the token id at a position of the completion."""
     root = zlib.crc32(pack_ids(prompt))
     return splitmix64(root ^ splitmix64(seed + position * GOLDEN)) % vocab
@@ -76,11 +76,11 @@ class CountingEngine:
     def admit(self, seq: Sequence) -> None:
         self.rows.append(seq)
 
-    def prefill_batch_size(self, shares: Seq[PrefillShare]) -> int:
+    def prefill_batch_size(self, shares: Many[PrefillShare]) -> int:
         alone = (number for number, (seq, _) in enumerate(shares) if seq.prefill_alone)
         return max(1, min(self.settings.joint, next(alone, len(shares))))
 
-    def prefill_batch(self, shares: Seq[PrefillShare]) -> list[int]:
+    def prefill_batch(self, shares: Many[PrefillShare]) -> list[int]:
         done = [
             max(0, min(budget, self.chunk, seq.length - 1 - seq.prefilled))
             for seq, budget in shares
@@ -90,7 +90,7 @@ class CountingEngine:
             seq.prefilled += count
         return done
 
-    def decode(self, rows: Seq[Sequence]) -> list[SampledToken]:
+    def decode(self, rows: Many[Sequence]) -> list[SampledToken]:
         time.sleep(self.settings.step_us / 1e6)
         return [self._draw(row) for row in rows]
 
@@ -146,7 +146,7 @@ class CountingText:
         fits(len(data))
         return list(data)
 
-    def decode(self, ids: Seq[int]) -> str:
+    def decode(self, ids: Many[int]) -> str:
         return b"".join(map(piece, ids)).decode()
 
     def piece(self, token: int) -> bytes:
@@ -154,7 +154,7 @@ class CountingText:
 
     def chat(
         self,
-        messages: Seq[dict[str, Any]],
+        messages: Many[dict[str, Any]],
         tools: object,
         now: float,
         fits: Fits = any_size,

@@ -115,7 +115,7 @@ def prepare(opened: Opened, key: RunKey, work: Work, received: float, now: float
     detokenizer.replay(ids)
     sequence = Sequence(
         id=key[0],
-        attempt=key[1],
+        run_number=key[1],
         prompt=tuple(prompt.ids),
         options=work.options,
         seed=work.seed,
