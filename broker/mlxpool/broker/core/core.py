@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import Action, Outbox
+from mlxpool.broker.core.actions import Action
 from mlxpool.broker.core.admission import Admission
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
@@ -20,6 +20,7 @@ from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.endings import Endings
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.operations import Operations
+from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.token_ingest import TokenIngest
 from mlxpool.broker.core.worker_events import WorkerEvents
@@ -42,15 +43,15 @@ class Core:
         boot: int,
         needs: Mapping[str, int] | None = None,
         memory: int = NO_LIMIT,
-        places: Mapping[str, str] | None = None,
+        locations: Mapping[str, str] | None = None,
     ) -> None:
         """`needs` is what one worker of a model takes, `memory` what all may take, in bytes.
 
-        `places` says where the files of a model are; names with one place may share workers.
+        `locations` says where the files of a model are; names with one location may share workers.
         """
         registry = Registry(memory, config.restart_limit)
         for name, spec in config.models.items():
-            registry.add(name, spec, (places or {}).get(name, ""), (needs or {}).get(name, 0))
+            registry.add(name, spec, (locations or {}).get(name, ""), (needs or {}).get(name, 0))
         self.state = state = State(config, boot, registry)
         self.outbox = outbox = Outbox(state)
         self._ended = ended = EndedRequests(state)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.core.actions import DumpStacks, Outbox, StartWorker, StopPool
+from mlxpool.broker.core.actions import DumpStacks, StartWorker, StopPool
+from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.models.eviction import to_evict
-from mlxpool.broker.models.lifecycle import DEMANDED, ModelState
 from mlxpool.broker.models.model import Model
+from mlxpool.broker.models.model_states import DEMANDED, ModelState
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import Verdict
