@@ -133,7 +133,7 @@ class Commands:
     def cancel(self, message: Message, now: float) -> Answer:
         if message.header.id is None:
             raise BadRequest("cancel needs the request's id")
-        fate = self._core.fate(message.header.id)
+        fate = self._core.ended.fate(message.header.id)
         self._perform(ev.CancelRequest(None, None, message.header.id), now)
         return fate.body()
 

@@ -27,7 +27,6 @@ from mlxpool.broker.core.worker_events import WorkerEvents
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.registry import Registry
 from mlxpool.common.config.schema import PoolConfig
-from mlxpool.common.protocol.to_client import Fate
 
 NO_LIMIT = 1 << 62  # bytes
 
@@ -54,7 +53,7 @@ class Core:
             registry.add(name, spec, (locations or {}).get(name, ""), (needs or {}).get(name, 0))
         self.state = state = State(config, boot, registry)
         self.outbox = outbox = Outbox(state)
-        self._ended = ended = EndedRequests(state)
+        self.ended = ended = EndedRequests(state)
         self.pool = pool = WorkerPool(state, outbox)
         delivery = Delivery(state, outbox, pool, ended)
         dispatcher = Dispatcher(state, outbox, pool, delivery)
@@ -112,10 +111,6 @@ class Core:
         """When `Wake` is due at the latest; infinity if nothing waits for a time."""
         return self.state.timers.next()
 
-    def fate(self, request_id: bytes, owner: str | None = None) -> Fate:
-        """The state of an id and how many ids were sent; `owner` None may know every id."""
-        return self._ended.fate(request_id, owner)
-
     def _on_wake(self, event: ev.Wake, now: float) -> None:
         for key in self.state.timers.due(now):  # a request's id is a key, too
             match key:
@@ -130,6 +125,6 @@ class Core:
                 case ("idle" | "restart" as what, str(name)):
                     self.pool.on_timer(what, name, now)
                 case "tombstones":
-                    self._ended.expire_tombstones(now)
+                    self.ended.expire_tombstones(now)
                 case "quarantine":
-                    self._ended.expire_quarantine(now)
+                    self.ended.expire_quarantine(now)

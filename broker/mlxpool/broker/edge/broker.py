@@ -137,6 +137,7 @@ class Broker:
                 self.sessions,
                 self.worker_processes,
                 self.perform,
+                dump_stacks=self.supervisor.dump_stacks,
                 stop_pool=lambda now: self.lifecycle.stop(now, final=False),
             )
         )
