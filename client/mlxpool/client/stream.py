@@ -44,7 +44,7 @@ class Result:
     usage: Mapping[str, int]  # prompt_tokens, cached_tokens, completion_tokens
     timings_ms: Mapping[str, float]  # queue, prefill, first_token, decode, total
     seed: int
-    attempts: int  # workers that the broker gave it to; 0: no broker reported it
+    attempts: int  # how often the broker gave it to a worker; 0: no broker reported it
     logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if they were asked for
 
 
