@@ -15,8 +15,8 @@ from typing import Any
 from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
-from mlxpool.broker.models.lifecycle import DEMANDED
 from mlxpool.broker.models.model import Model
+from mlxpool.broker.models.model_states import DEMANDED
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.liveness import Sample

@@ -1,5 +1,7 @@
 """One stream, from the broker's messages to deltas and the end. Pure: no I/O, no clock.
 
+An `attempt` is the number of one of the client's sendings of a stream.
+
 Invariants: a frame counts only if its attempt is that of the newest sending; ids count only after
 that sending was accepted, and only if their `pos` is the number of ids received so far.
 """
@@ -120,7 +122,7 @@ class StreamState:
     """The state of one stream; belongs to the thread that reads the socket."""
 
     id: bytes
-    attempt: int = 1  # the number of the newest sending
+    attempt: int = 1  # the number of this client's newest sending
     accepted: bool = False  # whether the newest sending was accepted
     boot: int = 0  # of the broker process that accepted the stream last; 0: none did
     link: int = 0  # the number that this process gave to the connection

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.admin.commands import Commands, Operations
+from mlxpool.broker.admin.commands import Commands, Controls
 from mlxpool.broker.admin.server import AdminServer
 from mlxpool.broker.admin.subscriptions import MAX_SUBSCRIBERS
 from mlxpool.broker.core import events as ev
@@ -33,14 +33,14 @@ class Admin:
         self.stopped_at: list[float] = []
         self.events: list[ev.Event] = []
         self.figures: Mapping[str, Any] | Exception = {}
-        operations = Operations(
+        controls = Controls(
             snapshot=lambda now, listing: snapshots.of(story),
             last_dump=lambda slot: None,
             reload=lambda: self.can_reload,
             stop=self.stopped_at.append,
             drain_grace=self._grace,
         )
-        commands = Commands(story.core, operations, lambda event, now: self.events.append(event))
+        commands = Commands(story.core, controls, lambda event, now: self.events.append(event))
         self.server = AdminServer(
             self.peers,
             commands,

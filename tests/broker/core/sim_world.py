@@ -78,11 +78,11 @@ class World:
         self.quiet = False
         self.start_broker()
 
-    def at(self, when: float, act: Callable[..., None], *args: Any) -> None:
-        heapq.heappush(self.heap, (when, next(self.order), act, args))
+    def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
+        heapq.heappush(self.heap, (when, next(self.order), call, args))
 
-    def after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
-        self.at(self.now + seconds, act, *args)
+    def after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        self.at(self.now + seconds, call, *args)
 
     def delay(self) -> float:
         return 0.001 + 0.03 * self.rng.random() ** 4 + 0.4 * (self.rng.random() < 0.01)
@@ -118,11 +118,11 @@ class World:
             self.wake_at = due
             self.at(max(due, self.now), self.wake, self.boot)
 
-    def frozen(self, act: Callable[..., None], *args: Any) -> bool:
+    def frozen(self, call: Callable[..., None], *args: Any) -> bool:
         """The broker does not run now: it will do this later."""
         if self.now >= self.core_frozen:
             return False
-        self.at(self.core_frozen, act, *args)
+        self.at(self.core_frozen, call, *args)
         return True
 
     def wake(self, boot: int) -> None:
@@ -226,10 +226,10 @@ class World:
             worker.send("hello", {"context": 1000, "digest": DIGEST})
             self.after(LOOK, self.beat, worker)
 
-    def runs(self, worker: Worker, act: Callable[..., None]) -> bool:
+    def runs(self, worker: Worker, call: Callable[..., None]) -> bool:
         """Whether a worker's thread can do this now; when it is frozen, it will later."""
         if worker.alive and self.now < worker.frozen_until:
-            self.at(worker.frozen_until + 1e-6, act, worker)
+            self.at(worker.frozen_until + 1e-6, call, worker)
             return False
         return worker.alive and not worker.mute
 

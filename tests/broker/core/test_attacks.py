@@ -100,7 +100,7 @@ def test_a_poisoned_request_ends_no_stream_of_another_owner(story: Story) -> Non
     worker = story.ready_worker()
     live = story.generate(prompt="the same", owner="uid:2", link=2)
     worker.tokens(live, 2)
-    story.core._ended.quarantine(story.request(live).digest, story.now)
+    story.core.ended.quarantine(story.request(live).digest, story.now)
     story.generate(
         live, prompt="the same", owner="uid:2", link=3, attempt=2,
         resume={"count": 2}, blobs=[token_ids.pack_ids([0, 1])],

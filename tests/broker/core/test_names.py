@@ -18,9 +18,9 @@ from support.core_harness import Story, body_of, model
 HERE, THERE = "/models/here", "/models/there"
 
 
-def pool(places: dict[str, str], **models: ModelConfig) -> Story:
+def pool(locations: dict[str, str], **models: ModelConfig) -> Story:
     story = Story(models)
-    story.core = Core(story.core.state.config, story.core.state.boot, places=places)
+    story.core = Core(story.core.state.config, story.core.state.boot, locations=locations)
     return story
 
 
@@ -138,8 +138,8 @@ def test_one_digest_in_two_places_is_one_model() -> None:
 
 
 def test_names_that_share_a_model_join_another_together() -> None:
-    places = {"a": HERE, "b": HERE, "c": THERE, "d": THERE}
-    story = pool(places, **{name: model() for name in "abcd"})
+    locations = {"a": HERE, "b": HERE, "c": THERE, "d": THERE}
+    story = pool(locations, **{name: model() for name in "abcd"})
     shares = []
     for name in "abcd":
         describe(story, name, "d1")

@@ -219,7 +219,7 @@ def test_a_cancel_by_another_owner_is_answered_with_unknown(story: Story) -> Non
 
 def test_the_admin_may_cancel_anything(story: Story) -> None:
     _worker, request = story.running()
-    assert story.core.fate(request) == Fate("assigned", 0)
+    assert story.core.ended.fate(request) == Fate("assigned", 0)
     story.cancel(request, link=None, owner=None)
     assert story.to_client("fate") == []
     story.assert_sent(1, "done", reason="cancelled")
@@ -227,5 +227,5 @@ def test_the_admin_may_cancel_anything(story: Story) -> None:
 
 def test_the_fate_of_a_request_is_hidden_from_other_owners(story: Story) -> None:
     request = story.generate()
-    assert story.core.fate(request, BOB).state == "unknown"
-    assert story.core.fate(request, OWNER).state == "queued"
+    assert story.core.ended.fate(request, BOB).state == "unknown"
+    assert story.core.ended.fate(request, OWNER).state == "queued"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.models import lifecycle
-from mlxpool.broker.models.lifecycle import ModelState
+from mlxpool.broker.models import model_states
 from mlxpool.broker.models.model import Model
+from mlxpool.broker.models.model_states import ModelState
 from mlxpool.broker.requests import request_states as requests
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers import worker_states as workers
@@ -22,7 +22,7 @@ from support.core_requests import new_request
 TABLES: list[tuple[type[Enum], Mapping[Any, Mapping[str, Any]], Enum, set[Enum]]] = [
     (RequestState, requests.TRANSITIONS, RequestState.QUEUED, set(requests.TERMINAL)),
     (WorkerState, workers.TRANSITIONS, WorkerState.STARTING, {WorkerState.LOST}),
-    (ModelState, lifecycle.TRANSITIONS, ModelState.COLD, set()),
+    (ModelState, model_states.TRANSITIONS, ModelState.COLD, set()),
 ]
 
 
@@ -102,14 +102,14 @@ def new_model(state: ModelState) -> Model:
     return Model("m", ModelConfig(path="builtin:counting"), [], state=state)
 
 
-@pytest.mark.parametrize(("state", "event", "after"), cases(lifecycle.TRANSITIONS, True))
+@pytest.mark.parametrize(("state", "event", "after"), cases(model_states.TRANSITIONS, True))
 def test_legal_moves_of_a_model(state: ModelState, event: str, after: ModelState) -> None:
     model = new_model(state)
     model.move(event)
     assert model.state is after
 
 
-@pytest.mark.parametrize(("state", "event", "_"), cases(lifecycle.TRANSITIONS, False))
+@pytest.mark.parametrize(("state", "event", "_"), cases(model_states.TRANSITIONS, False))
 def test_illegal_moves_of_a_model(state: ModelState, event: str, _: None) -> None:
     model = new_model(state)
     with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
@@ -140,7 +140,7 @@ def test_illegal_moves_of_a_model(state: ModelState, event: str, _: None) -> Non
 def test_the_state_of_a_model_that_operators_see(
     state: ModelState, workers: list[WorkerState], failures: int, shown: str
 ) -> None:
-    found = lifecycle.shown_state(
+    found = model_states.shown_state(
         state,
         workers,
         load_failed=state is ModelState.FAILED,

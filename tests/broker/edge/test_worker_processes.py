@@ -60,8 +60,6 @@ class FakeSupervisor:
     def observe(self, slot: str) -> Sample:
         return Sample(ProgressReading("idle"))
 
-    def dump_stacks(self, slot: str) -> None: ...
-
     def exited_by_itself(self, slot: str) -> bool:
         return self.by_itself
 

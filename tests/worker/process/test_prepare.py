@@ -44,7 +44,7 @@ def work(*blobs: bytes, **body: Any) -> Admit:
 def test_text_becomes_a_sequence_with_its_facts() -> None:
     admit = work(prompt="abc", options={"max_tokens": 5}, seed=9)
     assert admit.sequence.prompt == (97, 98, 99)
-    assert (admit.sequence.id, admit.sequence.attempt, admit.sequence.seed) == (ID, 2, 9)
+    assert (admit.sequence.id, admit.sequence.run_number, admit.sequence.seed) == (ID, 2, 9)
     assert admit.facts.body() == {
         "digest": "digest",
         "context": 32,

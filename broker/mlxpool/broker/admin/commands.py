@@ -29,8 +29,8 @@ Answer = Mapping[str, Any]  # the body of the answer, which the command line pri
 
 
 @dataclass(frozen=True, slots=True)
-class Operations:
-    """What the broker does beside the core."""
+class Controls:
+    """What commands read or start outside the core."""
 
     snapshot: Callable[[float, bool], Snapshot]  # at a time, with rows of models or without
     last_dump: Callable[[str], Path | None]  # the newest file with stacks of a slot's workers
@@ -42,11 +42,11 @@ class Operations:
 class Commands:
     """Answers one message with one body. Owned by the broker's thread."""
 
-    def __init__(self, core: Core, operations: Operations, perform: Perform) -> None:
+    def __init__(self, core: Core, controls: Controls, perform: Perform) -> None:
         """`core` is only read: what changes it are events."""
         self._core = core
         self._state = core.state
-        self._operations = operations
+        self._operations = controls
         self._perform = perform
 
     def handle(self, message: Message, now: float) -> Answer:
@@ -133,7 +133,7 @@ class Commands:
     def cancel(self, message: Message, now: float) -> Answer:
         if message.header.id is None:
             raise BadRequest("cancel needs the request's id")
-        fate = self._core.fate(message.header.id)
+        fate = self._core.ended.fate(message.header.id)
         self._perform(ev.CancelRequest(None, None, message.header.id), now)
         return fate.body()
 

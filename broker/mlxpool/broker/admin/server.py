@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxpool.broker.admin.commands import Commands
 from mlxpool.broker.admin.subscriptions import Subscriptions
+from mlxpool.broker.core.events import AfterScan
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.errors import Internal, PoolError
@@ -19,8 +20,6 @@ from mlxpool.common.protocol.to_client import Failed
 log = logging.getLogger("mlxpool.broker")
 
 MAX_PER_TURN = 64  # messages answered before the other sockets are read
-
-AfterScan = Callable[[Callable[[float], None], float], None]
 
 
 class AdminServer:

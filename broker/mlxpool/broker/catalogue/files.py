@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlxpool.common.config.model_names import outside_target
-from mlxpool.common.config.schema import ModelConfig, PoolConfig
-
-BUILTIN = "builtin:"
+from mlxpool.common.config.schema import BUILTIN_PREFIX, ModelConfig, PoolConfig
 
 Fingerprints = tuple[tuple[str, int, int], ...]  # name, time and size of each file
 
@@ -15,7 +13,7 @@ Fingerprints = tuple[tuple[str, int, int], ...]  # name, time and size of each f
 def weights_bytes(model: ModelConfig) -> int:
     """Bytes of the model's weights on the disk; 0 where they cannot be seen."""
     folder = Path(model.path)
-    if model.path.startswith(BUILTIN) or not folder.is_dir():
+    if model.path.startswith(BUILTIN_PREFIX) or not folder.is_dir():
         return model.counting.load_bytes
     try:
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -33,7 +31,7 @@ def location(model: ModelConfig) -> str:
 
     That is a model without files, and one that is refused for a link out of the models folder.
     """
-    if model.path == f"{BUILTIN}counting" or (
+    if model.path == f"{BUILTIN_PREFIX}counting" or (
         model.within and outside_target(Path(model.path), Path(model.within)) is not None
     ):
         return ""

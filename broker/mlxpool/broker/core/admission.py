@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import Outbox, ToClient
+from mlxpool.broker.core.actions import ToClient
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.ended_requests import EndedRequests
+from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import QUEUE_RETRY_MS, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import Outbox
+from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import QUEUE_RETRY_MS, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models import listing

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import Action, Outbox
+from mlxpool.broker.core.actions import Action
 from mlxpool.broker.core.admission import Admission
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
@@ -20,13 +20,13 @@ from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.endings import Endings
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.operations import Operations
+from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.token_ingest import TokenIngest
 from mlxpool.broker.core.worker_events import WorkerEvents
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.registry import Registry
 from mlxpool.common.config.schema import PoolConfig
-from mlxpool.common.protocol.to_client import Fate
 
 NO_LIMIT = 1 << 62  # bytes
 
@@ -42,18 +42,18 @@ class Core:
         boot: int,
         needs: Mapping[str, int] | None = None,
         memory: int = NO_LIMIT,
-        places: Mapping[str, str] | None = None,
+        locations: Mapping[str, str] | None = None,
     ) -> None:
         """`needs` is what one worker of a model takes, `memory` what all may take, in bytes.
 
-        `places` says where the files of a model are; names with one place may share workers.
+        `locations` says where the files of a model are; names with one location may share workers.
         """
         registry = Registry(memory, config.restart_limit)
         for name, spec in config.models.items():
-            registry.add(name, spec, (places or {}).get(name, ""), (needs or {}).get(name, 0))
+            registry.add(name, spec, (locations or {}).get(name, ""), (needs or {}).get(name, 0))
         self.state = state = State(config, boot, registry)
         self.outbox = outbox = Outbox(state)
-        self._ended = ended = EndedRequests(state)
+        self.ended = ended = EndedRequests(state)
         self.pool = pool = WorkerPool(state, outbox)
         delivery = Delivery(state, outbox, pool, ended)
         dispatcher = Dispatcher(state, outbox, pool, delivery)
@@ -111,10 +111,6 @@ class Core:
         """When `Wake` is due at the latest; infinity if nothing waits for a time."""
         return self.state.timers.next()
 
-    def fate(self, request_id: bytes, owner: str | None = None) -> Fate:
-        """The state of an id and how many ids were sent; `owner` None may know every id."""
-        return self._ended.fate(request_id, owner)
-
     def _on_wake(self, event: ev.Wake, now: float) -> None:
         for key in self.state.timers.due(now):  # a request's id is a key, too
             match key:
@@ -129,6 +125,6 @@ class Core:
                 case ("idle" | "restart" as what, str(name)):
                     self.pool.on_timer(what, name, now)
                 case "tombstones":
-                    self._ended.expire_tombstones(now)
+                    self.ended.expire_tombstones(now)
                 case "quarantine":
-                    self._ended.expire_quarantine(now)
+                    self.ended.expire_quarantine(now)

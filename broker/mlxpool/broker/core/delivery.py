@@ -1,12 +1,13 @@
-"""Sends the output of runs to their readers: windows, acks, and the end of a stream."""
+"""Sends the output of runs to their readers: flow control (window, acks), the end of a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import Note, Outbox
+from mlxpool.broker.core.actions import Note
 from mlxpool.broker.core.ended_requests import EndedRequests
+from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.requests.request import Request

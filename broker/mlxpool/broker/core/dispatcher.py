@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.delivery import Delivery
+from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model

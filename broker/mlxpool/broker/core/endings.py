@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import ForgetLink, Outbox
+from mlxpool.broker.core.actions import ForgetLink
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.ended_requests import EndedRequests
+from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.common.errors import DeadlineExceeded, Unauthorized
 

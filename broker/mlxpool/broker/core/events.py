@@ -21,6 +21,7 @@ class Event:
 # The one way into the core for everything around it: lets the core handle an event at a time in
 # seconds, then performs the actions that it decided.
 Perform = Callable[[Event, float], None]
+AfterScan = Callable[[Callable[[float], None], float], None]  # see Catalogue.after_scan
 
 # ---- clients ---------------------------------------------------------------------------------
 
@@ -235,7 +236,7 @@ class ModelFound(Event):
 
     name: str
     config: ModelConfig
-    place: str
+    location: str
     need: int
 
 
@@ -261,7 +262,7 @@ class ModelChanged(Event):
 
     name: str
     config: ModelConfig
-    place: str
+    location: str
     need: int
     grace: float
 

@@ -89,7 +89,7 @@ class Operations:
         registry.memory, registry.restart_limit = event.memory, event.config.restart_limit
 
     def on_model_found(self, event: ev.ModelFound, now: float) -> None:
-        self._state.registry.add(event.name, event.config, event.place, event.need)
+        self._state.registry.add(event.name, event.config, event.location, event.need)
 
     def on_model_described(self, event: ev.ModelDescribed, now: float) -> None:
         self._state.registry.describe(event.name, event.about)
@@ -103,7 +103,7 @@ class Operations:
     def on_model_changed(self, event: ev.ModelChanged, now: float) -> None:
         """New settings hold for new workers; old ones finish, or hand over after `grace`."""
         registry = self._state.registry
-        for worker in registry.change(event.name, event.config, event.place, event.need):
+        for worker in registry.change(event.name, event.config, event.location, event.need):
             model = self._state.model_of_worker(worker)
             worker.replace = registry.slots[worker.slot] in model.local_slots
             self._drainer.drain_worker(worker.slot, event.grace, now)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.failover import Failover
+from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.models.lifecycle import ModelState
+from mlxpool.broker.models.model_states import ModelState
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import judge
 from mlxpool.broker.workers.worker_states import FENCED, LEAVING, WorkerState

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.core.actions import DumpStacks, Outbox, StartWorker, StopPool
+from mlxpool.broker.core.actions import DumpStacks, StartWorker, StopPool
+from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.models.eviction import to_evict
-from mlxpool.broker.models.lifecycle import DEMANDED, ModelState
 from mlxpool.broker.models.model import Model
+from mlxpool.broker.models.model_states import DEMANDED, ModelState
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import Verdict
@@ -65,7 +66,7 @@ class WorkerPool:
         if missing > 0 and not model.workers:
             others = (m for m in models if m is not model)
             for idle in to_evict(others, missing):
-                self.unload(idle, f"evicted for {model.name}", remote=False)
+                self.unload(idle, exit_causes.evicted_for(model.name), remote=False)
         return False  # the end of those workers starts it
 
     def require_those_without_worker(self, now: float) -> None:
@@ -89,7 +90,7 @@ class WorkerPool:
     def _unload_if_idle(self, model: Model, now: float) -> None:
         idle = now - model.idle_since + ROUNDING
         if model.idle_since and 0 <= model.config.keep_alive <= idle:
-            self.unload(model, "idle", remote=False)
+            self.unload(model, exit_causes.IDLE, remote=False)
 
     # ---- unloading ---------------------------------------------------------------------------
 
@@ -220,7 +221,7 @@ class WorkerPool:
         return True
 
     def stop(self, worker: Worker, why: str) -> None:
-        """Tell a worker that did nothing wrong to exit, if it was not told before."""
+        """Tell a worker that did nothing wrong to exit, if it was not told before. Logs `why`."""
         if not worker.allows("stop"):
             return
         worker.move("stop")
@@ -237,9 +238,9 @@ class WorkerPool:
     def exited(self, slot: Slot, cause: str, now: float, *, own: bool) -> Worker | None:
         """The process of a slot is gone: free the slot, count the failure, plan the restart.
 
-        A worker that did not end by itself (`own`) delays the next one but opens no breaker. An
-        end by a request that had ended another worker (`ended_by_charged_request`) is no failure
-        of its model.
+        A process that something else ended (`own` is False) delays the next one, but its failures
+        alone open no breaker. When a request that had ended another worker ended this one, too
+        (`ended_by_charged_request`), the model has not failed.
         """
         worker = slot.worker
         if worker is None:

@@ -12,12 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mlxpool.broker.admin.commands import Commands, Operations
+from mlxpool.broker.admin.commands import Commands, Controls
 from mlxpool.broker.admin.reload import CurrentSettings, Reloader, without_local_workers
 from mlxpool.broker.admin.server import AdminServer
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.catalogue.catalogue import Catalogue
-from mlxpool.broker.catalogue.files import BUILTIN, all_locations, all_weights_bytes
+from mlxpool.broker.catalogue.files import all_locations, all_weights_bytes
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.edge.client_ingress import ClientIngress
@@ -36,7 +36,7 @@ from mlxpool.broker.telemetry.reports import top
 from mlxpool.broker.transport.memory_guard import MemoryGuard, busy_descriptors
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.config.loading import check_run_dir
-from mlxpool.common.config.schema import PoolConfig
+from mlxpool.common.config.schema import BUILTIN_PREFIX, PoolConfig
 from mlxpool.common.trace import History
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ class Broker:
                 self.sessions,
                 self.worker_processes,
                 self.perform,
+                dump_stacks=self.supervisor.dump_stacks,
                 stop_pool=lambda now: self.lifecycle.stop(now, final=False),
             )
         )
@@ -167,7 +168,7 @@ class Broker:
         self.reloader = Reloader(
             self.settings, reread, target, self.perform, self.notifier, self.counters
         )
-        operations = Operations(
+        controls = Controls(
             reporter.snapshot,
             self.supervisor.last_dump,
             self.reloader.begin,
@@ -176,7 +177,7 @@ class Broker:
         )
         self.admin = AdminServer(
             self.endpoints.admin,
-            Commands(self.core, operations, self.perform),
+            Commands(self.core, controls, self.perform),
             lambda now: top(reporter.snapshot(now)),
             self.catalogue.after_scan,
             self.counters,
@@ -250,7 +251,7 @@ class Broker:
         """Start the catalogue and the workers of pinned models."""
         config = self.settings.config
         # Built-in models are inspected only when somebody asks for the list.
-        own = any(not model.path.startswith(BUILTIN) for model in config.models.values())
+        own = any(not model.path.startswith(BUILTIN_PREFIX) for model in config.models.values())
         self.catalogue.start(scan=config.local_workers and own)
         for name, model in config.models.items():
             if model.pin:

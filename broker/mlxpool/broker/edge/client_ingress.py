@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from mlxpool.broker.admin.commands import HANDLERS
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.events import Perform
+from mlxpool.broker.core.events import AfterScan, Perform
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.requests.quotas import Rates, milliseconds
 from mlxpool.broker.transport.peers import Peer, Peers
@@ -26,8 +26,6 @@ SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, can
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-AfterScan = Callable[[Callable[[float], None], float], None]
 
 
 class ClientIngress:

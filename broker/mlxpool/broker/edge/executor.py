@@ -64,12 +64,14 @@ class Actions:
         sessions: WorkerSessions,
         workers: WorkerProcesses,
         perform: Perform,
+        dump_stacks: Callable[[str], None],
         stop_pool: Callable[[float], None],
     ) -> None:
         self._front = front
         self._sessions = sessions
         self._workers = workers
         self._perform = perform
+        self._dump_stacks = dump_stacks
         self._stop_pool = stop_pool
 
     def to_client(self, action: act.ToClient, now: float) -> None:
@@ -95,7 +97,7 @@ class Actions:
         self._front.forget(action.link)
 
     def dump_stacks(self, action: act.DumpStacks, now: float) -> None:
-        self._workers.dump_stacks(action.slot)
+        self._dump_stacks(action.slot)
 
     def stop_pool(self, action: act.StopPool, now: float) -> None:
         self._stop_pool(now)

@@ -70,7 +70,7 @@ class LoopLag:
             self._current = seconds
 
     def worst(self, now: float) -> float:
-        """Seconds: the longest of the last LAG_WINDOW at least, of twice as long at most."""
+        """The longest turn in seconds, over a window between LAG_WINDOW and twice that."""
         if now - self._since >= LAG_WINDOW:
             self._roll(now)
         return max(self._current, self._previous)

@@ -40,7 +40,7 @@ class WorkerIngress:
         perform: Perform,
         counters: Counters,
     ) -> None:
-        """`supervisor` started the workers that `remote` has to admit otherwise."""
+        """`supervisor` knows the tokens of the workers it started; `remote` admits all others."""
         self._peers = sessions.peers
         self._sessions = sessions
         self._supervisor = supervisor

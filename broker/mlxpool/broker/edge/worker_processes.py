@@ -54,8 +54,6 @@ class Supervisor(Protocol):
 
     def observe(self, slot: str) -> Sample: ...
 
-    def dump_stacks(self, slot: str) -> None: ...
-
     def exited_by_itself(self, slot: str) -> bool: ...
 
     def reap(self, slot: str) -> WorkerExit: ...
@@ -113,9 +111,6 @@ class WorkerProcesses:
     def stop(self, slot: str, now: float, *, at_once: bool) -> None:
         if not self._stop_remote(slot, now):
             self._supervisor.stop(slot, now, at_once=at_once)
-
-    def dump_stacks(self, slot: str) -> None:
-        self._supervisor.dump_stacks(slot)
 
     def observe(self, now: float) -> None:
         """Kill those that did not end in time, and have the core judge the others."""

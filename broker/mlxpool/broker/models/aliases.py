@@ -1,7 +1,7 @@
 """Every name that can be asked for, and the name under which its model runs. Pure.
 
 Aliases are names of the same weights under the same settings; they share workers. Weights are the
-same if they are in the same place on the disk or have the same digest.
+same if they are at the same location on the disk or have the same digest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Name:
     """One name. `about` is what its files say, see docs/protocol.md, `models`."""
 
     config: ModelConfig
-    place: str  # where its files are; "": it shares them with no other name
+    location: str  # where its files are; "": it shares them with no other name
     model: str  # the name under which it runs
     about: Mapping[str, object] = field(default_factory=dict)
     gone: bool = False  # taken out of the settings: it cannot be asked for
@@ -50,9 +50,9 @@ class Names:
     def __init__(self) -> None:
         self.known: dict[str, Name] = {}
 
-    def add(self, name: str, config: ModelConfig, place: str) -> str:
+    def add(self, name: str, config: ModelConfig, location: str) -> str:
         """Add a name; returns the name under which it runs."""
-        self.known[name] = Name(config, place, name)
+        self.known[name] = Name(config, location, name)
         self.known[name].model = self.alias(name) or name
         return self.known[name].model
 
@@ -79,11 +79,11 @@ class Names:
     def are_aliases(self, one: str, other: str) -> bool:
         """Whether workers of the one can serve the other."""
         a, b = self.known[one], self.known[other]
-        if not a.place or not b.place:
+        if not a.location or not b.location:
             return False
         if any(getattr(a.config, key) != getattr(b.config, key) for key in SHARED_SETTINGS):
             return False
-        return a.place == b.place or bool(a.digest and a.digest == b.digest)
+        return a.location == b.location or bool(a.digest and a.digest == b.digest)
 
     def separated(self, model: str) -> list[str]:
         """Members that workers of `model` can serve no longer, for files of one have changed."""

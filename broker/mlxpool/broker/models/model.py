@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mlxpool.broker.models.lifecycle import ADMITTING, TRANSITIONS, ModelState, shown_state
+from mlxpool.broker.models.model_states import ADMITTING, TRANSITIONS, ModelState, shown_state
 from mlxpool.broker.requests.call import Call
 from mlxpool.broker.requests.fair_queue import Queue
 from mlxpool.broker.workers.worker import Slot, Worker

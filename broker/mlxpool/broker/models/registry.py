@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 from mlxpool.broker.models.aliases import SHARED_SETTINGS, Names
-from mlxpool.broker.models.lifecycle import FAILING
 from mlxpool.broker.models.model import Model
+from mlxpool.broker.models.model_states import FAILING
 from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelUnavailable, PoolError, UnknownModel, from_body
@@ -32,14 +32,14 @@ class Registry:
 
     # ---- names -------------------------------------------------------------------------------
 
-    def add(self, name: str, config: ModelConfig, place: str = "", need: int = 0) -> None:
+    def add(self, name: str, config: ModelConfig, location: str = "", need: int = 0) -> None:
         """Add a name. It gets a model of its own unless it is an alias.
 
-        `place` is where its files are ("": it is no alias), `need` the bytes of a worker at least.
+        `location` is where its files are ("": it is no alias), `need` the least bytes of a worker.
         """
         if name in self.names.known:
             self._reopen(name, config)
-        elif self.names.add(name, config, place) == name:
+        elif self.names.add(name, config, location) == name:
             self._add_model(name, need)
         else:
             self._fit_slots(self.models[self.names.known[name].model])
@@ -64,12 +64,12 @@ class Registry:
         members = self.names.members(model.name)
         return model if all(self.names.known[member].gone for member in members) else None
 
-    def change(self, name: str, config: ModelConfig, place: str, need: int) -> list[Worker]:
+    def change(self, name: str, config: ModelConfig, location: str, need: int) -> list[Worker]:
         """Give a name other settings; returns the workers that were started with the old ones."""
         known = self.names.known.get(name)
         if known is None or known.gone:
             return []
-        before, known.config, known.place = known.config, config, place
+        before, known.config, known.location = known.config, config, location
         model = self.models[known.model]
         restart_keys = (*SHARED_SETTINGS, "path")
         renewed = any(getattr(before, key) != getattr(config, key) for key in restart_keys)

@@ -7,7 +7,6 @@ another. One that was fenced dials again and is new.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import secrets
@@ -20,6 +19,7 @@ import zmq
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import Perform
 from mlxpool.broker.core.state import State
+from mlxpool.broker.processes.supervisor import OBSERVE_INTERVAL
 from mlxpool.broker.security.keyring import KEY, UID
 from mlxpool.broker.transport.descriptors import shut_down
 from mlxpool.broker.transport.peers import Peer
@@ -34,14 +34,15 @@ from mlxpool.common.protocol.frames import encoded
 from mlxpool.common.protocol.to_broker import Beat, Hello, ProgressSample
 from mlxpool.common.protocol.to_worker import Stop
 
-OBSERVE_INTERVAL = 0.5  # seconds
+MAX_REMOTE_WORKERS = 4096
+MAX_MODELS = 10_000  # names, above which a worker may bring no new one
 
 
 @dataclass(eq=False, slots=True)
 class RemoteSlot:
-    """One worker. Its next connection needs `token`, so that nobody else takes its slot."""
+    """A worker that dialled in. Its next connection needs `token`: nobody else takes its slot."""
 
-    slot: str
+    name: str
     model: str
     number: int  # of its connection
     token: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -51,24 +52,22 @@ class RemoteSlots:
     """Owned by the broker's thread."""
 
     def __init__(self, back: zmq.Socket[bytes]) -> None:
-        self.by_slot: dict[str, RemoteSlot] = {}
+        self.by_name: dict[str, RemoteSlot] = {}
         self._observe_at = 0.0
         self._back = back
         self.monitor: zmq.Socket[bytes] = back.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
     def find(self, number: int, token: str) -> RemoteSlot | None:
         """The worker that says `hello` again, on the same connection or with its newest token."""
-        for remote in self.by_slot.values():
-            if remote.number == number or secrets.compare_digest(
-                remote.token.encode(), token.encode()
-            ):
-                return remote
+        for slot in self.by_name.values():
+            if slot.number == number or secrets.compare_digest(slot.token.encode(), token.encode()):
+                return slot
         return None
 
-    def fill(self, slot: str, model: str, number: int) -> RemoteSlot:
+    def fill(self, name: str, model: str, number: int) -> RemoteSlot:
         """A worker on this connection fills the slot."""
-        self.by_slot[slot] = remote = RemoteSlot(slot, model, number)
-        return remote
+        self.by_name[name] = slot = RemoteSlot(name, model, number)
+        return slot
 
     def disconnected(self) -> set[int]:
         """Our ends (descriptors) of the connections that have ended since the last call."""
@@ -81,13 +80,13 @@ class RemoteSlots:
             return ended
 
     def due(self, now: float) -> Iterator[RemoteSlot]:
-        """The workers to observe, if it is time."""
-        if self.by_slot and now >= self._observe_at:
+        """The slots to observe, if it is time."""
+        if self.by_name and now >= self._observe_at:
             self._observe_at = now + OBSERVE_INTERVAL
-            yield from list(self.by_slot.values())
+            yield from list(self.by_name.values())
 
     def next_wake(self) -> float:
-        return self._observe_at if self.by_slot else math.inf
+        return self._observe_at if self.by_name else math.inf
 
     def close(self) -> None:
         """Close the monitor; call it before the back socket is closed."""
@@ -111,12 +110,6 @@ def sample_of(beat: Beat) -> Sample:
         phase, 0, beat.progress, step.tokens, step.fresh, step.usual_token_ns, step.usual_step_ns
     )
     return Sample(look)
-
-
-log = logging.getLogger("mlxpool.broker")
-
-MAX_REMOTE_WORKERS = 4096
-MAX_MODELS = 10_000  # names, above which a worker may bring no new one
 
 
 class RemoteWorkers:
@@ -152,19 +145,19 @@ class RemoteWorkers:
         if known is not None and known.model != model:
             raise BadRequest(f"this connection serves {known.model!r} already; use another")
         if known is not None:
-            slot = known.slot
-            remote = self.slots.fill(slot, model, peer.number)
-            event: ev.Event = ev.WorkerHello(slot, hello, remote.token)
+            name = known.name
+            token = self.slots.fill(name, model, peer.number).token
+            event: ev.Event = ev.WorkerHello(name, hello, token)
         else:
-            slot = self._state.registry.remote_slot_name(model)
-            remote = self.slots.fill(slot, model, peer.number)
-            event = ev.WorkerDialled(slot, model, hello, remote.token)
-        self._sessions.open(slot, peer.number)
+            name = self._state.registry.remote_slot_name(model)
+            token = self.slots.fill(name, model, peer.number).token
+            event = ev.WorkerDialled(name, model, hello, token)
+        self._sessions.open(name, peer.number)
         self._perform(event, now)
-        worker = self._state.worker_in(slot)
+        worker = self._state.worker_in(name)
         if worker is None:
-            self.slots.by_slot.pop(slot, None)
-            self._sessions.release(slot)
+            self.slots.by_name.pop(name, None)
+            self._sessions.release(name)
         else:
             self._sessions.welcome(peer.number, worker.epoch)
 
@@ -184,7 +177,7 @@ class RemoteWorkers:
             )
 
     def _check_limits(self, model: str) -> None:
-        if len(self.slots.by_slot) >= MAX_REMOTE_WORKERS:
+        if len(self.slots.by_name) >= MAX_REMOTE_WORKERS:
             raise ModelUnavailable(
                 f"{MAX_REMOTE_WORKERS} workers have dialled in, as many as there may be"
             )
@@ -197,10 +190,10 @@ class RemoteWorkers:
     def stop(self, slot: str, now: float) -> bool:
         """Ask the slot's worker to leave, and fence it. False for a worker that is not remote.
 
-        One that was replaced or was not dismissed is asked to come again. When the broker itself
-        ends, nobody is asked: the workers wait for the next broker.
+        It is asked to connect again if it is replaced, or if it is not in the state `stopping`.
+        While the broker itself ends it is sent nothing: it waits for the next broker.
         """
-        if slot not in self.slots.by_slot:
+        if slot not in self.slots.by_name:
             return False
         worker = self._state.worker_in(slot)
         if worker is not None and not self._stopping():
@@ -210,7 +203,7 @@ class RemoteWorkers:
         return True
 
     def _end(self, slot: str, cause: str, now: float, *, disconnect: bool = False) -> None:
-        if self.slots.by_slot.pop(slot, None) is None:
+        if self.slots.by_name.pop(slot, None) is None:
             return
         peer = self._sessions.close(slot)
         if disconnect and peer is not None:
@@ -221,25 +214,25 @@ class RemoteWorkers:
         """Connections have ended; what they carried is read before their workers count as lost."""
         ended = self.slots.disconnected()
         peers = self._sessions.peers.by_number
-        for remote in list(self.slots.by_slot.values()):
-            peer = peers.get(remote.number)
+        for slot in list(self.slots.by_name.values()):
+            peer = peers.get(slot.number)
             if peer is None or peer.gone or peer.descriptor in ended:
                 self._read_pending(now)
-                self._end(remote.slot, exit_causes.CONNECTION_ENDED, now)
+                self._end(slot.name, exit_causes.CONNECTION_ENDED, now)
 
     def revoke(self, user: str, now: float) -> None:
         """Disconnect the workers whose handshake had this user id."""
-        for remote in list(self.slots.by_slot.values()):
-            peer = self._sessions.peers.by_number.get(remote.number)
+        for slot in list(self.slots.by_name.values()):
+            peer = self._sessions.peers.by_number.get(slot.number)
             if peer is not None and peer.user == user:
-                self._end(remote.slot, exit_causes.KEY_REVOKED, now, disconnect=True)
+                self._end(slot.name, exit_causes.KEY_REVOKED, now, disconnect=True)
 
     # ---- observation ---------------------------------------------------------------------------
 
     def observe(self, now: float) -> None:
         """Have the core judge them by their beats."""
-        for remote in self.slots.due(now):
-            worker = self._state.worker_in(remote.slot)
+        for slot in self.slots.due(now):
+            worker = self._state.worker_in(slot.name)
             if worker is not None:
                 sample = sample_of(worker.beat)
-                self._perform(ev.Looked(remote.slot, sample, OBSERVE_INTERVAL), now)
+                self._perform(ev.Looked(slot.name, sample, OBSERVE_INTERVAL), now)

@@ -1,7 +1,7 @@
 """The output of a run that its client has not been sent, in chunks that fit a message.
 
 Steps are merged while they wait and never split: after every chunk the client has exactly the text
-of the ids it has.
+of the ids it has. Flow control, which decides when a chunk is sent, is in core/delivery.py.
 """
 
 from __future__ import annotations

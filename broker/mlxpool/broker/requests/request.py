@@ -59,8 +59,8 @@ class Run:
 class Reader:
     """A client that reads a run.
 
-    Counts are of token ids. Invariant: acked <= sent <= taken, and sent + the ids in `unread` ==
-    taken.
+    Flow control with these values is in core/delivery.py. Counts are of token ids. Invariant:
+    acked <= sent <= taken, and sent + the ids in `unread` == taken.
     """
 
     link: int

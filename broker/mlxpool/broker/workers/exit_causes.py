@@ -1,6 +1,7 @@
 """Why workers end, in words, and whether a worker itself is to blame. All causes are here.
 
-They stand in errors (`details.cause`), in `ps` (`last_exit`, `cause`) and in the log.
+They stand in errors (`details.cause`), in `ps` (`last_exit`, `cause`) and in the log. Why a worker
+was unloaded stands in the log alone: everywhere else its cause is STOPPED.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from mlxpool.common.progress import ProgressReading
 
 STOPPED = "stopped"
 DRAINED = "drained"
+IDLE = "idle"
 UNLOADED = "unloaded by the operator"
 BROKER_ENDS = "the broker is going down"
 LEFT = "it left"
@@ -28,6 +30,11 @@ _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.
 def ended(slot: str, cause: str) -> str:
     """The beginning of an error about what a worker ran."""
     return f"the worker {slot} ended: {cause}"
+
+
+def evicted_for(model: str) -> str:
+    """Its memory is needed for another model."""
+    return f"evicted for {model}"
 
 
 # ---- judged by the broker ------------------------------------------------------------------------

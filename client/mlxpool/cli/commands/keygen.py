@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-ROLES = ("client", "worker", "admin", "server")
+from mlxpool.common.transport import keys
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         " broker's own key (--role server) is named there by pool.secret_key.",
     )
     sub.add_argument("name", metavar="NAME", help="whose key it is, as logs will call it")
-    sub.add_argument("--role", choices=ROLES, required=True)
+    sub.add_argument("--role", choices=keys.ROLES, required=True)
     sub.add_argument(
         "--folder", type=Path, metavar="FOLDER", help="where it goes (default: ~/.mlxpool/keys)"
     )
@@ -30,8 +30,6 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Make a key pair, write its file, print the public key."""
-    from mlxpool.common.transport import keys
-
     pair = keys.make(options.name, options.role)
     path = keys.write(pair, options.folder or keys.default_folder())
     answer = {"name": pair.name, "role": pair.role, "public": pair.public, "path": str(path)}

@@ -220,9 +220,11 @@ class WorkerConfig:
 
 WORKER_VARIABLE = "MLXPOOL_WORKER"
 
+BUILTIN_PREFIX = "builtin:"  # of a path
+
 BUILTIN = {
-    "demo": ModelConfig(path="builtin:demo"),
-    "counting": ModelConfig(path="builtin:counting"),
+    "demo": ModelConfig(path=f"{BUILTIN_PREFIX}demo"),
+    "counting": ModelConfig(path=f"{BUILTIN_PREFIX}counting"),
 }
 
 NO_SETTINGS = ("models", "keys", "within")  # fields that are not settings of their section

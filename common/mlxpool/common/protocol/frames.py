@@ -63,7 +63,7 @@ class Message:
 
 
 class Garbage(PoolError):
-    """Not a message of this protocol; `error` is what to answer, `id` whom it is about."""
+    """Not a message of this protocol; `error` is what to answer, `about` the id it has, if any."""
 
     code = "bad_request"
 

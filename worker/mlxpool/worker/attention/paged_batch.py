@@ -85,16 +85,16 @@ class PagedBatch(RotateThenAttend):
         return self._seen(q, keys, values, scores, window)
 
     def rotate_and_attend(
-        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
+        self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
         """See ForwardBatch.rotate_and_attend."""
-        q, k = split_queries_keys(asked, v)
+        q, k = split_queries_keys(qk, v)
         if not self._chunk and self._reads(q.shape[1], v, scores):
             turns, window = self._rotation.turns(rope), self._pool.shape.window(layer)
             return paged_attention.attend(
                 q, k, v, self._pair(layer), self._metadata, scores, turns, window
             )
-        return super().rotate_and_attend(layer, asked, v, scores, rope)
+        return super().rotate_and_attend(layer, qk, v, scores, rope)
 
     def _reads(self, heads: int, v: mx.array, scores: ScoreParams) -> bool:
         """Returns whether the tensor-core kernel attends."""
@@ -106,21 +106,21 @@ class PagedBatch(RotateThenAttend):
         return cast("tuple[mx.array, mx.array]", self._pool.arrays[layer])
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentProjections
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
         """See ForwardBatch.attend_latent."""
         pool, metadata, absorbed = self._pool, self._metadata, heads.absorb(q)
-        served = latent_attention.supports(line.shape[1], heads.rank, pool.shape.dtype)
+        served = latent_attention.supports(latent.shape[1], heads.rank, pool.shape.dtype)
         if self._chunk or not (pool.reads and served):  # else the kernel writes
-            table = pool.write(layer, (line[:, None],), self._slots, self._table)
+            table = pool.write(layer, (latent[:, None],), self._slots, self._table)
             metadata = replace(metadata, table=table)
         if pool.reads and served:
-            (lines,) = pool.arrays[layer]
-            read = latent_attention.attend(absorbed, line, lines, metadata, scale, heads.rank)
+            (latents,) = pool.arrays[layer]
+            read = latent_attention.attend(absorbed, latent, latents, metadata, scale, heads.rank)
         else:
             self.gathers = self._chunk
-            (lines,) = gather_blocks(pool.arrays[layer], metadata.table)
-            read = self._seen(absorbed, lines, lines[..., : heads.rank], ScoreParams(scale))
+            (latents,) = gather_blocks(pool.arrays[layer], metadata.table)
+            read = self._seen(absorbed, latents, latents[..., : heads.rank], ScoreParams(scale))
         return heads.to_values(read)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:

@@ -108,17 +108,17 @@ class RotateThenAttend:
         raise NotImplementedError
 
     def rotate_and_attend(
-        self, layer: int, asked: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
+        self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
         """See ForwardBatch."""
-        q, k = split_queries_keys([self.rope(one, rope) for one in asked], v)
+        q, k = split_queries_keys([self.rope(one, rope) for one in qk], v)
         return self.attend(layer, q, k, v, scores)
 
 
-def split_queries_keys(asked: Sequence[mx.array], v: mx.array) -> tuple[mx.array, mx.array]:
-    """Returns the queries and keys in `asked`, see ForwardBatch.rotate_and_attend."""
-    if len(asked) == 1:
-        queries = asked[0].shape[1] - v.shape[1]
-        return asked[0][:, :queries], asked[0][:, queries:]
-    q, k = asked
+def split_queries_keys(qk: Sequence[mx.array], v: mx.array) -> tuple[mx.array, mx.array]:
+    """Returns the queries and keys in `qk`, see ForwardBatch.rotate_and_attend."""
+    if len(qk) == 1:
+        queries = qk[0].shape[1] - v.shape[1]
+        return qk[0][:, :queries], qk[0][:, queries:]
+    q, k = qk
     return q, k

@@ -76,27 +76,27 @@ class RowBatch(RotateThenAttend):
         return causal_attention(q, keys, values, scores, row.shape.window(layer))
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentProjections
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
         """See ForwardBatch. Projects rows of one token each together."""
         scores = ScoreParams(scale)
 
-        def read(row: CacheRow, q: mx.array, line: mx.array) -> mx.array:
-            (lines,) = cast(RowCache, row).write(layer, line[None, None])
+        def read(row: CacheRow, q: mx.array, latent: mx.array) -> mx.array:
+            (latents,) = cast(RowCache, row).write(layer, latent[None, None])
             # A product of a column slice would copy it for each head: one query multiplies all.
-            values = lines if q.shape[0] == 1 else mx.contiguous(lines[..., : heads.rank])
-            return causal_attention(q, lines, values, scores)[..., : heads.rank]
+            values = latents if q.shape[0] == 1 else mx.contiguous(latents[..., : heads.rank])
+            return causal_attention(q, latents, values, scores)[..., : heads.rank]
 
-        def one(row: CacheRow, q: mx.array, line: mx.array) -> mx.array:
+        def one(row: CacheRow, q: mx.array, latent: mx.array) -> mx.array:
             if not heads.decompresses(q.shape[0], row.offset + q.shape[0]):
-                return heads.to_values(read(row, heads.absorb(q), line))
-            (lines,) = cast(RowCache, row).write(layer, line[None, None])
-            keys, values = heads.decompress(lines[0, 0])
+                return heads.to_values(read(row, heads.absorb(q), latent))
+            (latents,) = cast(RowCache, row).write(layer, latent[None, None])
+            keys, values = heads.decompress(latents[0, 0])
             return causal_attention(q, keys[None], values[None], scores)
 
         if self._single:
-            return heads.to_values(self._by_row(read, heads.absorb(q), line))
-        return self._by_row(one, q, line)
+            return heads.to_values(self._by_row(read, heads.absorb(q), latent))
+        return self._by_row(one, q, latent)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See ForwardBatch. Scans rows of one token each together."""
@@ -105,8 +105,8 @@ class RowBatch(RotateThenAttend):
             states = zip(*(row.state(layer) for row in rows), strict=True)
             together = tuple(mx.stack(list(each)) for each in states)
             out, after = scan(tuple(x[:, None] for x in inputs), together)
-            for line, row in enumerate(rows):
-                row.put_state(layer, tuple(each[line] for each in after))
+            for number, row in enumerate(rows):
+                row.put_state(layer, tuple(each[number] for each in after))
             return out[:, 0]
 
         def one(row: CacheRow, *inputs: mx.array) -> mx.array:

@@ -133,8 +133,8 @@ class FullLayer:
 class WindowLayer:
     """A layer with a window: arrays [1, heads, capacity, size].
 
-    Their tokens [_first, _last) are in use. When the arrays are full, the tokens of the window and
-    one before it move to the front; that one is for a token that is removed again.
+    Their tokens [_first, _last) are in use. When the arrays are full, the tokens of the window move
+    to the front, with the one before them: the window begins there after `trim` removed a token.
     """
 
     def __init__(self, spec: KeyValueSpec, shape: RowShape) -> None:

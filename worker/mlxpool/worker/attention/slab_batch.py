@@ -51,14 +51,14 @@ def slab_accesses(rows: Sequence[SlabRow]) -> list[tuple[Slab, SlabAccess]]:
     """Returns the slabs that a decode step of `rows` reads and writes."""
     seen: dict[Slab, dict[int, tuple[int, int]]] = {}
     writes: dict[Slab, list[tuple[int, int]]] = {}
-    for line, row in enumerate(rows):
+    for number, row in enumerate(rows):
         length = row.offset + 1
         for at in range(blocks_for(length)):
             slab, block = row.table[at]
             tokens = min(length - at * KV_BLOCK_TOKENS, KV_BLOCK_TOKENS)
-            seen.setdefault(slab, {})[block] = (line, tokens)
+            seen.setdefault(slab, {})[block] = (number, tokens)
         slab, place = row.place()
-        writes.setdefault(slab, []).append((line, place))
+        writes.setdefault(slab, []).append((number, place))
     return [(slab, _slab_access(found, writes.get(slab, []))) for slab, found in seen.items()]
 
 
@@ -77,7 +77,7 @@ def _slab_access(found: dict[int, tuple[int, int]], writes: list[tuple[int, int]
         blocks if listed else [],
         [owner for owner, _ in owners],
         [fill for _, fill in owners],
-        [line for line, _ in writes],
+        [number for number, _ in writes],
         [place for _, place in writes],
     )
 
@@ -157,7 +157,7 @@ class SlabBatch(RotateThenAttend):
         return out.reshape(rows, heads, -1)
 
     def attend_latent(
-        self, layer: int, q: mx.array, line: mx.array, scale: float, heads: LatentProjections
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
         """See ForwardBatch.attend_latent."""
         raise NotImplementedError(NOT_PLAIN)

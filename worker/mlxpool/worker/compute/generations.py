@@ -49,7 +49,7 @@ class Generation:
 
     @property
     def key(self) -> RunKey:
-        return self.sequence.id, self.sequence.attempt
+        return self.sequence.id, self.sequence.run_number
 
     def commit(self, drawn: SampledToken, eos: frozenset[int], now: float) -> Delta:
         """Append one drawn token. Returns its delta, with the end if it is the last one."""
@@ -137,7 +137,7 @@ class Generations:
 
     def of(self, sequence: Sequence) -> Generation:
         """The generation of a live sequence."""
-        return self._by_key[sequence.id, sequence.attempt]
+        return self._by_key[sequence.id, sequence.run_number]
 
     def sequences(self) -> list[Sequence]:
         """All live sequences in order of arrival."""

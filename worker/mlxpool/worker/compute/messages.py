@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from mlxpool.common.errors import PoolError
@@ -18,7 +18,7 @@ from mlxpool.worker.scheduling.sequence import Sequence
 
 MAX_UNTAKEN_STEPS = 256  # steps whose deltas may wait for the main thread
 
-RunKey = tuple[bytes, int]  # (request id, attempt): one attempt of a request in one worker
+RunKey = tuple[bytes, int]  # (request id, number of the run, which the broker counts)
 
 
 # ---- to the compute thread ---------------------------------------------------------------------
@@ -85,7 +85,7 @@ class StepDeltas:
     sent over a newer one.
     """
 
-    deltas: Seq[Delta]
+    deltas: Many[Delta]
     fence: int = 0
 
 
@@ -103,7 +103,8 @@ class DeltaQueue:
     """The bounded queue of deltas from the compute thread to the main thread.
 
     Messages carry the current fence. When the deltas of MAX_UNTAKEN_STEPS steps wait, `put` blocks
-    in the phase `blocked`. The main thread calls `acknowledge` alone.
+    in the phase `blocked`. The compute thread calls all methods but `acknowledge`,
+    which the main thread calls.
     """
 
     def __init__(self, post: Callable[[Outbound], None], progress: Progress) -> None:

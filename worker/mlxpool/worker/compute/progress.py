@@ -80,10 +80,6 @@ class Progress:
             self.block.write_request(None)
             self.block.write("tokens", 0)
 
-    def blame(self, request: bytes | None) -> None:
-        """Name the request that is charged with the end of this process; None: no single one."""
-        self.block.write_request(request)
-
     @contextmanager
     def decoding(self, rows: int) -> Iterator[None]:
         """A context for one decode step of `rows` rows."""

@@ -62,7 +62,7 @@ class Compute(threading.Thread):
         try:
             loop.run()
         except DeviceLost as error:
-            self.progress.blame(error.request)
+            self.progress.block.write_request(error.request)  # it is charged with the end
             self._end(error, str(error))
         except BaseException as error:
             self._end(error, f"the compute thread ended: {error!r}")

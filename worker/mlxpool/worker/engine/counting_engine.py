@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence as Many
 from typing import Any
 
 from mlxpool.common.config.schema import Counting
@@ -40,7 +40,7 @@ def splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def token_at(prompt: Seq[int], seed: int, position: int, vocab: int) -> int:
+def token_at(prompt: Many[int], seed: int, position: int, vocab: int) -> int:
     """Returns the token id at a position of the completion."""
     root = zlib.crc32(pack_ids(prompt))
     return splitmix64(root ^ splitmix64(seed + position * GOLDEN)) % vocab
@@ -76,11 +76,11 @@ class CountingEngine:
     def admit(self, seq: Sequence) -> None:
         self.rows.append(seq)
 
-    def prefill_batch_size(self, shares: Seq[PrefillShare]) -> int:
+    def prefill_batch_size(self, shares: Many[PrefillShare]) -> int:
         alone = (number for number, (seq, _) in enumerate(shares) if seq.prefill_alone)
         return max(1, min(self.settings.joint, next(alone, len(shares))))
 
-    def prefill_batch(self, shares: Seq[PrefillShare]) -> list[int]:
+    def prefill_batch(self, shares: Many[PrefillShare]) -> list[int]:
         done = [
             max(0, min(budget, self.chunk, seq.length - 1 - seq.prefilled))
             for seq, budget in shares
@@ -90,7 +90,7 @@ class CountingEngine:
             seq.prefilled += count
         return done
 
-    def decode(self, rows: Seq[Sequence]) -> list[SampledToken]:
+    def decode(self, rows: Many[Sequence]) -> list[SampledToken]:
         time.sleep(self.settings.step_us / 1e6)
         return [self._draw(row) for row in rows]
 
@@ -143,7 +143,7 @@ class CountingText:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "surrogatepass"))
 
-    def decode(self, ids: Seq[int]) -> str:
+    def decode(self, ids: Many[int]) -> str:
         return b"".join(map(piece, ids)).decode()
 
     def piece(self, token: int) -> bytes:
@@ -151,8 +151,8 @@ class CountingText:
 
     def render(
         self,
-        messages: Seq[Mapping[str, Any]],
-        tools: Seq[Mapping[str, Any]],
+        messages: Many[Mapping[str, Any]],
+        tools: Many[Mapping[str, Any]],
         now: float,
         think: bool | str | None,
     ) -> RenderedChat:
@@ -160,5 +160,5 @@ class CountingText:
         lines = [f"{m['role']}: {joined(m.get('content'))}\n" for m in messages]
         return RenderedChat("".join(lines))
 
-    def restore_at(self, text: str, messages_end: int, ids: Seq[int]) -> int:
+    def restore_at(self, text: str, messages_end: int, ids: Many[int]) -> int:
         return 0

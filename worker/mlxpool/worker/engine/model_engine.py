@@ -99,6 +99,7 @@ class ModelEngine(RowEngine[CacheRow]):
         self._pairs = pairs if loaded.deterministic else pairs_in_memory(shape, pairs)
         self._layout_request = name, shape, prefix
         self._layout, self._prefix = self._make_layout()
+        self._spare = self._layout.spare
         self.blocks = self._capacity()
         self._lookahead = device.on_gpu() if lookahead is None else lookahead
         self._in_flight: StepOutput | None = None
@@ -267,11 +268,8 @@ class ModelEngine(RowEngine[CacheRow]):
     def _capacity(self) -> int:
         if self._fixed_blocks is not None:
             return self._fixed_blocks
-        blocks = self._blocks_in_budget(self._layout.spare)
+        blocks = self._blocks_in_budget()
         return min(blocks, self._layout.blocks) if self._layout.holds_prefixes else blocks
-
-    def _too_few_blocks(self, spare: int = 0) -> str:
-        return super()._too_few_blocks(self._layout.spare)
 
     @property
     def yields_cores(self) -> bool:

@@ -92,6 +92,7 @@ class RowEngine(ABC, Generic[R]):
         self._rows: dict[Sequence, R] = {}
         self._block_bytes = KV_BLOCK_TOKENS
         self._row_bytes = self._activation_bytes = 0
+        self._spare = 0  # bytes that may be allocated for unused blocks
         self._process_bytes_at_start = self._process_bytes = device.non_mlx_bytes()
         self._cache = min(
             GPU_BUFFER_CACHE if device.on_gpu() else CPU_BUFFER_CACHE, self._limit // 16
@@ -268,14 +269,14 @@ class RowEngine(ABC, Generic[R]):
         """Returns the blocks that fit beside weights, activations and the process itself."""
         return self._blocks_in_budget() if self._fixed_blocks is None else self._fixed_blocks
 
-    def _blocks_in_budget(self, spare: int = 0) -> int:
-        """Returns the blocks for which there is memory; `spare` bytes are for unused blocks."""
+    def _blocks_in_budget(self) -> int:
+        """Returns the blocks for which there is memory."""
         used = self._weights + self._activation_bytes + self._cache + self._process_bytes
-        used += spare + self._max_sequences * self._row_bytes
+        used += self._spare + self._max_sequences * self._row_bytes
         return block_capacity(self._limit - used, self._block_bytes)
 
-    def _too_few_blocks(self, spare: int = 0) -> str:
-        apart = spare + self._max_sequences * self._row_bytes
+    def _too_few_blocks(self) -> str:
+        apart = self._spare + self._max_sequences * self._row_bytes
         return (
             f"the memory limit is {self._limit} bytes; weights take {self._weights},"
             f" a step {self._activation_bytes}, freed buffers {self._cache}, the process itself"

@@ -18,8 +18,8 @@ MAX_PASSES = 16  # of a model; each takes 0.7 to 1.5 MB for six layers and eight
 class CompiledPasses(Generic[P, R]):
     """A function that MLX compiles once for each kind of arguments.
 
-    MLX itself never frees one; here the least recently used is freed when there are `max_passes`.
-    One at a time: the next one fits into its memory, so the process does not grow.
+    MLX itself never frees one; here the least recently used is freed when there are `max_passes`,
+    just before another is compiled, which gets its memory: the process does not grow.
     """
 
     def __init__(self, function: Callable[P, R], *, max_passes: int = MAX_PASSES) -> None:

@@ -38,7 +38,7 @@ class FusableLinear:
         return self.plain_gated(x())
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """See interface.Linear."""
+        """See layer_types.Linear."""
         if residual.dtype == x.dtype and self.fuses(x):
             return self.fused(x, FusedOps(beside=residual))
         return None
@@ -158,7 +158,7 @@ class ConcatenatedLinear:
         return mx.concatenate([layer(x) for layer in self.layers], axis=-1)
 
     def add_to(self, x: mx.array, residual: mx.array) -> None:
-        """See interface.Linear. It has no kernel."""
+        """See layer_types.Linear. It has no kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class RMSNorm:
         return x, self(x)
 
     def deferred(self, x: mx.array) -> LinearInput:
-        """See interface.Norm."""
+        """See layer_types.Norm."""
         return PendingNorm(x, self) if matmul_small.can_fuse_norm(x, self.weight) else self(x)
 
 

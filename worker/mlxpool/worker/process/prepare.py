@@ -198,7 +198,7 @@ def admit_of(
     detokenizer.replay(ids)
     sequence = Sequence(
         id=key[0],
-        attempt=key[1],
+        run_number=key[1],
         prompt=tuple(prompt_ids),
         options=work.options,
         seed=work.seed,

@@ -5,7 +5,7 @@ Every function takes the sequences in the order of their arrival.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from math import isqrt
 
@@ -26,7 +26,7 @@ class StepPlan:
     decode: tuple[Sequence, ...]
 
 
-def plan_step(live: Seq[Sequence], budget: int, pairs: int) -> StepPlan:
+def plan_step(live: Many[Sequence], budget: int, pairs: int) -> StepPlan:
     """Returns the next step.
 
     `budget` prompt tokens are shared by all sequences: the oldest takes what it can use, the next
@@ -76,7 +76,7 @@ def prefill_budget(chunk: int, streams: bool, token_seconds: float) -> int:
     return min(chunk, max(MIN_CHUNK, int(MAX_STREAM_PAUSE / token_seconds)))
 
 
-def next_admissions(live: Seq[Sequence], slots: int) -> list[Sequence]:
+def next_admissions(live: Many[Sequence], slots: int) -> list[Sequence]:
     """Returns the waiting sequences to admit next, at most one for each free slot.
 
     Preempted sequences come first.
@@ -86,17 +86,17 @@ def next_admissions(live: Seq[Sequence], slots: int) -> list[Sequence]:
     return sorted(order, key=lambda s: not s.preempted)[:free]
 
 
-def running(live: Seq[Sequence]) -> list[Sequence]:
+def running(live: Many[Sequence]) -> list[Sequence]:
     """Returns the sequences that have a row."""
     return [s for s in live if s.phase in _RUNNING]
 
 
-def needing_blocks(live: Seq[Sequence]) -> list[Sequence]:
+def needing_blocks(live: Many[Sequence]) -> list[Sequence]:
     """Returns the decoding sequences whose next step needs more blocks than they have."""
     return [s for s in live if s.phase is Phase.DECODE and blocks_for_step(s) > s.blocks]
 
 
-def preemption_victim(live: Seq[Sequence]) -> Sequence | None:
+def preemption_victim(live: Many[Sequence]) -> Sequence | None:
     """Returns the newest running sequence; None when there is only one."""
     rows = running(live)
     return rows[-1] if len(rows) > 1 else None

@@ -19,14 +19,14 @@ class Phase(Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Compared by identity: one request may be here twice, in two attempts.
+    """Compared by identity: one request may be here twice, in two runs.
 
     `prompt` is never empty. `ids` is the completion so far; of a resumed request it begins with the
-    ids of earlier attempts. `max_tokens` counts the ids of all attempts.
+    ids of earlier runs. `max_tokens` counts the ids of all runs.
     """
 
     id: bytes
-    attempt: int
+    run_number: int
     prompt: tuple[int, ...]
     options: Options
     seed: int

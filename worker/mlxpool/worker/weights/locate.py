@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlxpool.common.config.model_names import outside_target
-from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.config.schema import BUILTIN_PREFIX, ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights import hub_cache, ollama_store
 from mlxpool.worker.weights.files import ModelFiles, folder_files
 
-BUILTIN = "builtin:"
-COUNTING = f"{BUILTIN}counting"
-DEMO = f"{BUILTIN}demo"
+COUNTING = f"{BUILTIN_PREFIX}counting"
+DEMO = f"{BUILTIN_PREFIX}demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 
 
@@ -25,7 +24,7 @@ def locate(config: ModelConfig) -> Path | ModelFiles:
     """
     if config.path == DEMO:
         return DEMO_FOLDER
-    if config.path.startswith(BUILTIN):
+    if config.path.startswith(BUILTIN_PREFIX):
         raise ModelLoadFailed(f"there is no {config.path!r}; built in are {DEMO} and {COUNTING}")
     if config.path.startswith(ollama_store.PREFIX):
         return ollama_store.open_model(config.path.removeprefix(ollama_store.PREFIX))
