@@ -74,30 +74,34 @@ class WorkerIngress:
             return
         try:
             message = frames.decode(parts, max_body=frames.MAX_BACK_BODY)
-            if message.kind == to_broker.Hello.kind:
+            if message.kind == Hello.kind:
                 hello = Hello.parse(message.body)
                 self.flush_rows(now)
                 self._on_hello(peer, hello, now)
                 return
-            event = self._event(peer, message)
+            epoch, rows, event = self._current_epoch(peer, message), None, None
+            if epoch is not None and message.kind == Deltas.kind:
+                rows = unpack_deltas(message)
+            elif epoch is not None:
+                event = self._event(epoch, message)
         except (PoolError, TypeError, ValueError) as error:
             self._counters.bad_frames += 1
             log.warning("bad frame from a worker", extra={"peer": peer.owner, "why": str(error)})
             return
-        if event is None:
+        if epoch is None:
             self._counters.fenced += 1
-        elif isinstance(event, ev.WorkerDeltas):
-            self._gather(event, now)
-        else:
+        elif rows is not None:
+            self._gather(epoch, rows, now)
+        elif event is not None:
             self.flush_rows(now)
             self._perform(event, now)
 
-    def _gather(self, event: ev.WorkerDeltas, now: float) -> None:
+    def _gather(self, epoch: int, rows: list[Delta], now: float) -> None:
         """Rows wait for the next frame of the same worker, so that its clients get fewer frames."""
-        if event.epoch != self._rows_epoch:
+        if epoch != self._rows_epoch:
             self.flush_rows(now)
-        self._rows_epoch = event.epoch
-        self._rows += event.rows
+            self._rows_epoch = epoch
+        self._rows += rows
         if len(self._rows) >= MAX_ROWS:
             self.flush_rows(now)
 
@@ -107,16 +111,16 @@ class WorkerIngress:
             rows, self._rows = self._rows, []
             self._perform(ev.WorkerDeltas(self._rows_epoch, rows), now)
 
-    def _event(self, peer: Peer, message: Message) -> ev.Event | None:
-        """None for a frame that is fenced. Raises BadRequest."""
+    def _current_epoch(self, peer: Peer, message: Message) -> int | None:
+        """The epoch of the connection; None for a message that is fenced."""
         epoch = self._sessions.epoch(peer.number)
         if epoch is None:
             self._peers.send(peer.number, encoded(Who()))
-        if epoch is None or epoch != message.header.epoch:
-            return None
+        return epoch if epoch == message.header.epoch else None
+
+    def _event(self, epoch: int, message: Message) -> ev.Event:
+        """Raises BadRequest."""
         body, request_id = message.body, message.header.id or b""
-        if message.kind == Deltas.kind:
-            return ev.WorkerDeltas(epoch, unpack_deltas(message))
         if message.kind == to_broker.Beat.kind:
             return ev.WorkerBeat(epoch, to_broker.Beat.parse(body))
         if message.kind == to_broker.Credit.kind:
