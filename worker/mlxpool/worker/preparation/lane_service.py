@@ -25,7 +25,7 @@ from mlxpool.worker.preparation.errors import (
 )
 from mlxpool.worker.preparation.jobs import Result
 from mlxpool.worker.preparation.lanes import ForkServer, Lane, LaneEnded
-from mlxpool.worker.preparation.limits import MAX_LANES, SHORT_TEXT, SHORT_TIME
+from mlxpool.worker.preparation.limits import MAX_LANES, QUIET_TIME, SHORT_TEXT, SHORT_TIME
 from mlxpool.worker.preparation.queue import FairQueue, Waiting
 from mlxpool.worker.preparation.service import Deliver, Load, encoding_of
 from mlxpool.worker.prompt.text_model import RenderedChat
@@ -37,13 +37,17 @@ MEMORY_INTERVAL = 0.1  # seconds between two readings of what lanes take while o
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """A job in a lane. `long`: short jobs do not wait for it. `tries`: lanes it was given to."""
+    """A job in a lane. `long`: short jobs do not wait for it. `tries`: lanes it was given to.
+
+    `announced`: steps leave a core to it.
+    """
 
     waiting: Waiting
     lane: Lane
     began: float
     long: bool
     tries: int
+    announced: bool = False
 
 
 class LaneService(threading.Thread):
@@ -127,7 +131,10 @@ class LaneService(threading.Thread):
         for one in list(self._running.values()):
             if now >= one.waiting.deadline:
                 self._end(one.waiting.key, late(one.waiting.size))
-            elif not one.long and now >= one.began + SHORT_TIME and self._has_free_lane:
+                continue
+            if not one.announced and now >= one.began + QUIET_TIME:
+                self._announce(one)
+            if not one.long and now >= one.began + SHORT_TIME and self._has_free_lane:
                 self._become_long(one)
         self._fill(now)
         if now >= self._watch_at:
@@ -146,7 +153,9 @@ class LaneService(threading.Thread):
         due = min(self._watch_at, self._short.next_deadline(), self._long.next_deadline())
         for one in self._running.values():
             due = min(due, one.waiting.deadline)
-            if not one.long and self._has_free_lane:
+            if not one.announced:
+                due = min(due, one.began + QUIET_TIME)
+            elif not one.long and self._has_free_lane:
                 due = min(due, one.began + SHORT_TIME)
         return None if due == math.inf else max(0.0, due - now)
 
@@ -190,8 +199,13 @@ class LaneService(threading.Thread):
 
     def _become_long(self, one: Running) -> None:
         one.long = True
-        self._cpu_threads.begin_long_work()
+        self._announce(one)
         self._watch_at = min(self._watch_at, monotonic())
+
+    def _announce(self, one: Running) -> None:
+        if not one.announced:
+            one.announced = True
+            self._cpu_threads.begin_long_work()
 
     def _end(self, key: Hashable, result: Result) -> None:
         """End a job before its result is there; one that has its result already is left alone."""
@@ -222,7 +236,7 @@ class LaneService(threading.Thread):
 
     def _remove(self, one: Running) -> None:
         del self._running[one.waiting.key]
-        if one.long:
+        if one.announced:
             self._cpu_threads.end_long_work()
 
     # ---- lanes ---------------------------------------------------------------------------------

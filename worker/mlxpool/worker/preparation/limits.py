@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SHORT_TEXT = 16 * 1024  # characters or bytes; to encode so many takes a few milliseconds
+QUIET_TIME = 0.003  # seconds after which steps leave a core to a preparation
 SHORT_TIME = 0.05  # seconds after which a preparation counts as long, whatever its size
 MAX_LANES = 6  # processes at once: one for short preparations, the others for long ones
 ENCODE_MEMORY = 3 * 2**29  # bytes of address space that the tokenizer may take
