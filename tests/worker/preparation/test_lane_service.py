@@ -59,7 +59,7 @@ class Lanes:
     """A service, and the results that it has delivered."""
 
     def __init__(self, folder: Path, limits: Limits | None = None, memory_limit: int = 0) -> None:
-        source = ChatTokenizer.from_folder(inspect(folder)).source
+        self.source = source = ChatTokenizer.from_folder(inspect(folder)).source
         self.results: queue.SimpleQueue[tuple[Hashable, Result]] = queue.SimpleQueue()
         server = ForkServer(source, limits or Limits(render=PATIENCE, tokenize=PATIENCE))
         threads = CpuThreads(None, 1)
@@ -192,6 +192,34 @@ def test_a_failed_chat_is_a_bad_request_and_harms_nothing(
     error = lanes.error(Render(TWO, [], None, 0.0, CONTEXT))
     assert isinstance(error, BadRequest) and words in error.message
     assert lanes.text() == "ok"
+
+
+def test_a_chat_that_cannot_be_sent_to_a_lane_ends_alone(make: Make) -> None:
+    lanes = make()
+    deep: Any = "x"
+    for _ in range(2000):
+        deep = [deep]
+    error = lanes.error(Render([{"role": "user", "content": deep}], [], None, 0.0, CONTEXT))
+    assert isinstance(error, Internal) and "could not be prepared" in error.message
+    assert lanes.text() == "ok"
+
+
+def test_a_fault_of_the_thread_ends_the_worker(make: Make) -> None:
+    """Requests would wait for ever otherwise."""
+    lanes = make()
+    faults: queue.SimpleQueue[None] = queue.SimpleQueue()
+    service = LaneService(
+        ForkServer(lanes.source, Limits()), fail, CpuThreads(None, 1), 0, lambda: faults.put(None)
+    )
+    service.start()
+    service.submit_result("key", Decoded("x"))
+    faults.get(timeout=PATIENCE)
+    service.join(PATIENCE)
+    service.release()
+
+
+def fail(key: Hashable, result: Result) -> None:
+    raise RuntimeError("a fault of ours")
 
 
 # ---- limits --------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import os
 import queue
 import selectors
 import threading
@@ -23,7 +25,7 @@ from mlxpool.worker.preparation.errors import (
     late,
     too_much_memory,
 )
-from mlxpool.worker.preparation.jobs import Result
+from mlxpool.worker.preparation.jobs import Result, pack
 from mlxpool.worker.preparation.lanes import ForkServer, Lane, LaneEnded
 from mlxpool.worker.preparation.limits import MAX_LANES, QUIET_TIME, SHORT_TEXT, SHORT_TIME
 from mlxpool.worker.preparation.queue import FairQueue, Waiting
@@ -33,6 +35,13 @@ from mlxpool.worker.system.cpu_threads import CpuThreads
 
 MAX_TRIES = 2  # when a lane was ended from outside, its job is not to blame
 MEMORY_INTERVAL = 0.1  # seconds between two readings of what lanes take while one has a long job
+
+log = logging.getLogger("mlxpool.worker")
+
+
+def end_process() -> None:
+    """End this worker: its streams go on in another one."""
+    os._exit(1)
 
 
 @dataclass(eq=False, slots=True)
@@ -63,13 +72,18 @@ class LaneService(threading.Thread):
         deliver: Deliver,
         cpu_threads: CpuThreads,
         memory_limit: int = 0,
+        on_fault: Callable[[], object] = end_process,
     ) -> None:
-        """`memory_limit`: bytes of the worker and these processes together; 0: no limit."""
+        """`memory_limit`: bytes of the worker and these processes together; 0: no limit.
+
+        `on_fault` is called when the thread fails: without it, requests would wait for ever.
+        """
         super().__init__(name="prepare", daemon=True)
         self._server = server
         self._deliver = deliver
         self._cpu_threads = cpu_threads
         self._memory_limit = memory_limit
+        self._on_fault = on_fault
         self._worker = psutil.Process()
         self._waker = Waker()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -103,6 +117,7 @@ class LaneService(threading.Thread):
         """End the thread and its processes. For tests: a worker's end ends them as well."""
         self._command(self._close)
         self.join()
+        self.release()
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
@@ -111,10 +126,18 @@ class LaneService(threading.Thread):
     # ---- the loop ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until the process ends."""
+        """Serve until the process ends; a fault of this thread ends the process."""
+        try:
+            self._serve()
+        except BaseException:
+            log.exception("requests can no longer be prepared")
+            self._on_fault()
+
+    def _serve(self) -> None:
         self._selector.register(self._waker, selectors.EVENT_READ, self._waker.drain)
         with contextlib.suppress(Internal):  # the first job tries again and gets the error
             self._idle = self._new_lane()
+        self._watch_at = monotonic()
         while not self._closing:
             for key, _ in self._selector.select(self._timeout(monotonic())):
                 key.data()
@@ -187,14 +210,17 @@ class LaneService(threading.Thread):
         if not long:
             lane, self._idle = self._idle, None
         try:
+            message = pack(waiting.job)
             lane = lane or self._new_lane()
-        except Internal as error:
-            self._deliver(waiting.key, error)
+        except Exception as error:  # it cannot be sent: nested too deep, for one
+            self._idle = lane or self._idle
+            failed = Internal(f"the prompt could not be prepared: {error!r}")
+            self._deliver(waiting.key, error if isinstance(error, Internal) else failed)
             return
         one = self._running[waiting.key] = Running(waiting, lane, now, False, tries)
         if long:
             self._become_long(one)
-        lane.begin(waiting.job)
+        lane.begin(message)
         self._watch(lane)
 
     def _become_long(self, one: Running) -> None:
@@ -226,6 +252,9 @@ class LaneService(threading.Thread):
 
     def _close(self) -> None:
         self._closing = True
+
+    def release(self) -> None:
+        """End all processes. The thread has ended."""
         self._end_all()
         if self._idle is not None:
             self._kill(self._idle)

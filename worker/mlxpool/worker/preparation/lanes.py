@@ -22,10 +22,8 @@ from mlxpool.worker.preparation import fork_server
 from mlxpool.worker.preparation.fork_server import FORK, KILL, REAP, REPLY, REQUEST
 from mlxpool.worker.preparation.jobs import (
     READ_BYTES,
-    Job,
     Result,
     Unpacker,
-    pack,
     pack_map,
     unpack,
 )
@@ -163,9 +161,9 @@ class Lane:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def begin(self, job: Job) -> None:
-        """Send a job; while `has_unsent`, `flush` has to send more of it."""
-        self._unsent = memoryview(pack(job))
+    def begin(self, message: bytes) -> None:
+        """Send a packed job; while `has_unsent`, `flush` has to send more of it."""
+        self._unsent = memoryview(message)
         self.flush()
 
     @property
