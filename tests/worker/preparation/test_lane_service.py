@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -24,7 +25,7 @@ from mlxpool.worker.preparation.errors import CANCELLED
 from mlxpool.worker.preparation.jobs import Decode, Decoded, Encode, Encoded, Job, Render, Result
 from mlxpool.worker.preparation.lane_service import LaneService
 from mlxpool.worker.preparation.lanes import ForkServer
-from mlxpool.worker.preparation.limits import MAX_LANES, SHORT_TEXT, Limits
+from mlxpool.worker.preparation.limits import MAX_LANES, MAX_LANES_OF_OWNER, SHORT_TEXT, Limits
 from mlxpool.worker.preparation.queue import Waiting
 from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
@@ -138,6 +139,7 @@ def lanes_of(server: psutil.Process) -> list[psutil.Process]:
 
 def idle_lane(lanes: Lanes) -> psutil.Process:
     """The lane that waits for a short job; one that took long, on a busy machine, is replaced."""
+    assert lanes.text() == "ok"
     (server,) = servers()
     until(lambda: lanes.text() == "ok" and bool(lanes_of(server)), "a lane waits")
     return lanes_of(server)[0]
@@ -277,12 +279,23 @@ def test_a_panic_of_the_tokenizer_is_a_bad_request(make: Make) -> None:
 def test_a_hang_delays_no_other_request(make: Make) -> None:
     lanes = make(split=SLOW_PATTERN)
     for number in range(MAX_LANES - 1):
-        lanes.submit(("hang", number), Encode(SLOW))
+        lanes.submit(("hang", number), Encode(SLOW), f"owner {number}")
     lanes.submit("short", Encode("a"))
     assert lanes.next() == ("short", Encoded(pack_ids(list(b"a"))))
     for number in range(MAX_LANES - 1):
         lanes.service.cancel(("hang", number))
         assert lanes.next() == (("hang", number), CANCELLED)
+
+
+def test_one_owner_holds_some_lanes_only(make: Make) -> None:
+    lanes = make(split=SLOW_PATTERN)
+    for number in range(2 * MAX_LANES):
+        lanes.submit(("hang", number), Encode(SLOW), "a")
+    lanes.submit("short", Encode("a"), "b")
+    assert lanes.next() == ("short", Encoded(pack_ids(list(b"a"))))
+    until(lambda: lanes.service.load.running == MAX_LANES_OF_OWNER, "he has that many")
+    assert lanes.service.load.waiting == MAX_LANES * 2 - MAX_LANES_OF_OWNER
+    lanes.service.cancel_all()
 
 
 @linux
@@ -369,6 +382,37 @@ def test_a_process_killed_from_outside_is_replaced(make: Make, number: int, whic
     (server if which == "server" else lane).send_signal(number)
     assert lanes.text() == "ok"
     until(lambda: gone(lane), "the lane has ended")
+
+
+def test_all_jobs_of_a_killed_server_are_done_by_the_next_one(make: Make) -> None:
+    """Their lanes must not be reaped or killed through that one: the pids are not its own."""
+    lanes = make(split=SLOW_PATTERN)
+    slow = ("x" * 20 + " ") * 30
+    for number in range(MAX_LANES):
+        lanes.submit(number, Encode(slow), f"owner {number}")
+    until(lambda: lanes.service.load.running > 1, "several run")
+    servers()[0].kill()
+    for _ in range(MAX_LANES):
+        _, result = lanes.next()
+        assert isinstance(result, Encoded), result
+    assert lanes.text() == "ok"
+
+
+@linux
+def test_a_stopped_server_or_lane_is_replaced(make: Make) -> None:
+    lanes = make(split=SLOW_PATTERN)
+    idle_lane(lanes)
+    servers()[0].suspend()
+    lanes.submit("long", Encode(LONG))
+    lanes.service.cancel("long")
+    assert lanes.next() == ("long", CANCELLED)
+    lanes.submit("again", Encode("ab " * SHORT_TEXT))
+    until(lambda: lanes.service.load.running == 1, "it runs")
+    for lane in lanes_of(servers()[0]):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lane.suspend()
+    key, result = lanes.next()
+    assert key == "again" and isinstance(result, Encoded)
 
 
 def test_a_job_whose_lanes_are_killed_is_tried_twice(make: Make) -> None:

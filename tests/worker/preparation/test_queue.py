@@ -24,15 +24,28 @@ def filled(*all: Waiting) -> FairQueue:
 
 def test_owners_take_turns_and_each_has_its_order() -> None:
     queue = filled(*(waiting(key) for key in range(3)), waiting(8, "b"), waiting(9, "c"))
-    assert [queue.take().key for _ in range(5)] == [0, 8, 9, 1, 2]
+    assert [one.key for one in taken(queue)] == [0, 8, 9, 1, 2]
     assert len(queue) == queue.bytes == 0
+
+
+def taken(queue: FairQueue) -> list[Waiting]:
+    """All jobs, in the order in which they are taken."""
+    return [one for _ in range(len(queue)) if (one := queue.take()) is not None]
+
+
+def test_skipped_owners_keep_their_turn() -> None:
+    queue = filled(waiting(1), waiting(2, "b"), waiting(3, "b"))
+    assert queue.take({"a"}) == waiting(2, "b")
+    assert queue.take({"a", "b"}) is None
+    assert [one.key for one in taken(queue)] == [1, 3]
+    assert queue.take() is None
 
 
 def test_a_removed_job_is_not_taken() -> None:
     queue = filled(waiting(1), waiting(2, size=5), waiting(3, "b"))
     assert queue.remove(2) == waiting(2, size=5) and queue.remove(2) is None
     assert queue.bytes == 2
-    assert [queue.take().key for _ in range(len(queue))] == [1, 3]
+    assert [one.key for one in taken(queue)] == [1, 3]
 
 
 def test_deadlines() -> None:
@@ -58,9 +71,9 @@ def test_every_job_is_taken_once_and_no_owner_waits_for_two_of_another(
         else:
             kept[key] = owner
     assert queue.bytes == sum(jobs[key][1] for key in kept)
-    taken = [queue.take() for _ in range(len(queue))]
-    assert {one.key for one in taken} == set(kept) and len(taken) == len(kept)
-    owners = [one.owner for one in taken]
+    all = taken(queue)
+    assert {one.key for one in all} == set(kept) and len(all) == len(kept)
+    owners = [one.owner for one in all]
     for index in range(len(owners) - 1):
         if owners[index] == owners[index + 1]:
             assert set(owners[index + 1 :]) == {owners[index]}

@@ -8,7 +8,9 @@ import math
 import os
 import queue
 import selectors
+import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +29,13 @@ from mlxpool.worker.preparation.errors import (
 )
 from mlxpool.worker.preparation.jobs import Result, pack
 from mlxpool.worker.preparation.lanes import ForkServer, Lane, LaneEnded
-from mlxpool.worker.preparation.limits import MAX_LANES, QUIET_TIME, SHORT_TEXT, SHORT_TIME
+from mlxpool.worker.preparation.limits import (
+    MAX_LANES,
+    MAX_LANES_OF_OWNER,
+    QUIET_TIME,
+    SHORT_TEXT,
+    SHORT_TIME,
+)
 from mlxpool.worker.preparation.queue import FairQueue, Waiting
 from mlxpool.worker.preparation.service import Deliver, Load, encoding_of
 from mlxpool.worker.prompt.text_model import RenderedChat
@@ -194,14 +202,23 @@ class LaneService(threading.Thread):
     def _fill(self, now: float) -> None:
         """Give the next short and the next long job to a lane, unless such a one runs."""
         running = self._running.values()
-        while len(self._short) and self._has_free_lane and all(one.long for one in running):
-            self._start(self._short.take(), now)
+        while self._has_free_lane and all(one.long for one in running):
+            waiting = self._short.take(self._owners_with_many_lanes())
+            if waiting is None:
+                break
+            self._start(waiting, now)
         while (
             len(self._long)
             and self._has_free_lane
             and all(one.waiting.size <= SHORT_TEXT for one in running)
         ):
-            self._start(self._long.take(), now)
+            waiting = self._long.take()
+            assert waiting is not None
+            self._start(waiting, now)
+
+    def _owners_with_many_lanes(self) -> set[str]:
+        lanes = Counter(one.waiting.owner for one in self._running.values())
+        return {owner for owner, count in lanes.items() if count >= MAX_LANES_OF_OWNER}
 
     def _start(self, waiting: Waiting, now: float, tries: int = 1) -> None:
         """Give a job to a lane, or its error to its owner."""
@@ -326,7 +343,11 @@ class LaneService(threading.Thread):
             self._deliver(one.waiting.key, ended_too_often(one.tries, code))
 
     def _watch_memory(self, now: float) -> None:
-        """Measure all processes; end the largest lane when they exceed the limit."""
+        """End lanes that were stopped from outside, and the largest one over the memory limit."""
+        for one in [each for each in self._running.values() if each.lane.is_stopped()]:
+            self._kill(one.lane)
+            self._remove(one)
+            self._on_end(one, -signal.SIGSTOP)
         shared = self._server.memory()
         extra = {one: max(0, one.lane.memory() - shared) for one in self._running.values()}
         memory = shared + sum(extra.values())

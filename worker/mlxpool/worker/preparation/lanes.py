@@ -30,7 +30,8 @@ from mlxpool.worker.preparation.jobs import (
 from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.prompt.text_model import TextSource
 
-START_TIMEOUT = 60.0  # seconds for the fork server to start, and for each of its replies
+START_TIMEOUT = 60.0  # seconds for the fork server to start
+REPLY_TIMEOUT = 2.0  # seconds for each of its replies: it has nothing else to do
 MAX_STARTS = 2  # a server that was ended from outside is started again
 _LEFT_OUT = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES")  # the preloaded BLAS takes memory for nothing
 
@@ -54,26 +55,11 @@ class ForkServer:
             try:
                 if self._process is None:
                     self._process = _ServerProcess(self._first)
-                return self._process.fork(self)
+                return self._process.fork()
             except OSError as error:
                 why = f"{type(error).__name__}: {error}"
                 self.close()
         raise Internal(f"no process could be started to prepare the request: {why}")
-
-    def reap(self, pid: int) -> int:
-        """The exit code of a lane that has closed its connection, below 0 for a signal."""
-        return self._ask(REAP, pid, -signal.SIGKILL)  # lanes end with their server
-
-    def kill(self, pid: int) -> None:
-        """End a lane, without waiting for its end."""
-        self._ask(KILL, pid, 0)
-
-    def _ask(self, what: bytes, pid: int, otherwise: int) -> int:
-        try:
-            return otherwise if self._process is None else self._process.ask(what, pid)
-        except OSError:
-            self.close()
-            return otherwise
 
     def close(self) -> None:
         """End the server, and with it its lanes."""
@@ -110,21 +96,38 @@ class _ServerProcess:
         self._socket.settimeout(START_TIMEOUT)
         self._socket.sendall(first)
         self._reply()
+        self._socket.settimeout(REPLY_TIMEOUT)
 
-    def fork(self, server: ForkServer) -> Lane:
+    def fork(self) -> Lane:
         """A new lane of this process."""
         own, lanes = socket.socketpair()
         try:
             with lanes:
-                return Lane(self.ask(FORK, 0, [lanes.fileno()]), own, server)
+                return Lane(self._ask(FORK, 0, [lanes.fileno()]), own, self)
         except OSError:
             own.close()
             raise
 
-    def ask(self, what: bytes, pid: int, descriptors: list[int] | None = None) -> int:
-        """The server's reply to one request."""
-        socket.send_fds(self._socket, [REQUEST.pack(what, pid)], descriptors or [])
-        return self._reply()
+    def reap(self, pid: int) -> int:
+        """The exit code of a lane that has closed its connection, below 0 for a signal."""
+        try:
+            return self._ask(REAP, pid)
+        except OSError:  # lanes end with their server
+            return -signal.SIGKILL
+
+    def kill(self, pid: int) -> None:
+        """End a lane, without waiting for its end."""
+        with contextlib.suppress(OSError):
+            self._ask(KILL, pid)
+
+    def _ask(self, what: bytes, pid: int, descriptors: list[int] | None = None) -> int:
+        """The server's reply to one request. A server that gives none is ended."""
+        try:
+            socket.send_fds(self._socket, [REQUEST.pack(what, pid)], descriptors or [])
+            return self._reply()
+        except OSError:
+            self.close()
+            raise
 
     def _reply(self) -> int:
         data = self._socket.recv(REPLY.size, socket.MSG_WAITALL)
@@ -148,9 +151,12 @@ def _resident(pid: int) -> int:
 
 
 class Lane:
-    """One lane, which performs one job at a time. Its socket never blocks."""
+    """One lane, which performs one job at a time. Its socket never blocks.
 
-    def __init__(self, pid: int, connection: socket.socket, server: ForkServer) -> None:
+    `server` is the process that forked it: another one would have other lanes by its pid.
+    """
+
+    def __init__(self, pid: int, connection: socket.socket, server: _ServerProcess) -> None:
         self.pid = pid
         self._socket = connection
         self._socket.setblocking(False)
@@ -202,6 +208,13 @@ class Lane:
         """The exit code of the process, which has closed the connection."""
         self._socket.close()
         return self._server.reap(self.pid)
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process: its timers do not end it then."""
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
 
     def memory(self) -> int:
         """Resident bytes, those shared with the server included."""

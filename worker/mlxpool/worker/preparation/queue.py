@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from dataclasses import dataclass
 
 from mlxpool.worker.preparation.jobs import Job
@@ -37,9 +37,15 @@ class FairQueue:
         self._by_key[waiting.key] = waiting
         self.bytes += waiting.size
 
-    def take(self) -> Waiting:
-        """Remove and return the next one; its owner is the last in turn then. KeyError if empty."""
-        owner, own = self._of_owner.popitem(last=False)
+    def take(self, skipped: Set[str] = frozenset()) -> Waiting | None:
+        """Remove and return the next one of an owner who is not skipped; None if there is none.
+
+        The owner is the last in turn then.
+        """
+        owner = next((owner for owner in self._of_owner if owner not in skipped), None)
+        if owner is None:
+            return None
+        own = self._of_owner.pop(owner)
         key, waiting = own.popitem(last=False)
         if own:
             self._of_owner[owner] = own
