@@ -102,6 +102,21 @@ def test_a_short_request_passes_eight_large_ones(pool: Pool) -> None:
         assert completes(client)
 
 
+def test_a_worker_that_drains_answers_the_calls_it_has(pool: Pool) -> None:
+    with pool.client() as client:
+        assert completes(client)
+        first = pool.worker("m/0")["pid"]
+        (thread,) = in_background(lambda: client.tokenize("m", SLOW), 1)
+        pool.in_state("m/0", phase="prepare")
+        pool.ask("restart", slot="m/0")
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+        assert completes(client)
+        after = pool.worker("m/0")
+        assert after["pid"] != first
+        assert after["restarts"] == 0
+
+
 @pytest.mark.parametrize("text", [SLOW, PANICS], ids=["hang", "panic"])
 def test_a_tokenizer_that_hangs_or_panics_ends_its_request_alone(pool: Pool, text: str) -> None:
     with pool.client() as client:

@@ -114,6 +114,7 @@ class Listener:
     def _unbind(self) -> None:
         for endpoint in self.endpoints:
             self.socket.unbind(endpoint)
+        self._connected.clear()  # libzmq ends what was accepted with the endpoint
         self.unbound = True
         self.times_unbound += 1
 

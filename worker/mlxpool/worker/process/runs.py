@@ -145,10 +145,11 @@ class Runs:
         """The compute thread has stopped all runs, and all deltas that it made were delivered."""
         for key in [k for k, run in self.live.items() if run.state is RunState.CANCELLED]:
             self._end(key, _CANCELLED)
+        for key in [k for k, run in self.live.items() if run.state is RunState.PREPARING]:
+            assert self._preparer is not None
+            self._preparer.cancel(key)  # calls of the tokenizer are answered before the end
         self._yield(sorted(self.live))
         self.live.clear()
-        if self._preparer is not None:
-            self._preparer.drop_all()
 
     # ---- to the broker -------------------------------------------------------------------------
 
