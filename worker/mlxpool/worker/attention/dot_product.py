@@ -12,6 +12,9 @@ from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.kernels.score_params import ScoreParams
 
 FUSED_HEAD_SIZES = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
+# Tokens of a block to which chunks are padded on CUDA, see `pad_to_blocks`; more above LONG_ROW.
+PLAN_BLOCK, LONG_PLAN_BLOCK = 256, 1024
+LONG_ROW = 4096  # keys
 MAX_SCORES = 2**25  # scores (heads * queries * keys) that a GPU holds at a time
 # Query-key pairs of one head that a CPU holds at a time: as many as fit into its cache.
 MAX_CPU_PAIRS = 2**16
@@ -65,6 +68,8 @@ def _attend_part(
     q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int
 ) -> mx.array:
     queries = heads_first(q)
+    if _pads(q, keys, values, scores, window):
+        return pad_to_blocks(queries, keys, values, scores).squeeze(0).transpose(1, 0, 2)
     mask = _mask(q.shape[0], keys.shape[2], window)
     if scores.softcap or not on_gpu():
         out = unfused_attention(
@@ -75,6 +80,44 @@ def _attend_part(
             queries, keys, values, scale=scores.scale, mask=mask, sinks=scores.sinks
         )
     return out.squeeze(0).transpose(1, 0, 2)  # `out[0]` would copy the array
+
+
+def _pads(q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int) -> bool:
+    """Returns whether cuDNN attends, which compiles a plan for each pair of lengths."""
+    masked = bool(window) and keys.shape[2] > window
+    served = q.shape[0] > 1 and not masked and scores.sinks is None
+    return served and mx.cuda.is_available() and _fused(q, values, scores)
+
+
+def pad_to_blocks(
+    queries: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams
+) -> mx.array:
+    """Attends causally in whole blocks of queries and keys: shapes as `unfused_attention`.
+
+    cuDNN compiles a plan for each pair of lengths, 45 to 60 ms each on an H200, so exact lengths
+    would cost every new prompt a plan. Queries are padded on both sides and keys behind, which the
+    causal mask hides.
+    """
+    count, length = queries.shape[2], keys.shape[2]
+    before, whole, end = padded_lengths(length - count, count)
+    behind = [(0, 0), (0, 0), (0, end - length), (0, 0)]
+    around = [(0, 0), (0, 0), (before, whole - before - count), (0, 0)]
+    out = mx.fast.scaled_dot_product_attention(
+        mx.pad(queries, around),
+        mx.pad(keys, behind),
+        mx.pad(values, behind),
+        scale=scores.scale,
+        mask="causal",
+    )
+    return out[:, :, before : before + count]
+
+
+def padded_lengths(start: int, count: int) -> tuple[int, int, int]:
+    """Returns the padding before `count` queries at `start`, and the padded queries and keys."""
+    block = PLAN_BLOCK if start + count <= LONG_ROW else LONG_PLAN_BLOCK
+    before = start % block
+    whole = -(-(before + count) // block) * block
+    return before, whole, start - before + whole
 
 
 def _mask(count: int, length: int, window: int) -> mx.array | str | None:
