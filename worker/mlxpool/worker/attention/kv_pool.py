@@ -64,9 +64,13 @@ class KVPool:
         return sum(array.nbytes for arrays in self.arrays for array in arrays)
 
     def copy(self, source: int, target: int) -> None:
-        """Copies one block in all layers; waits for the copy."""
+        """Copies one block in all layers.
+
+        On the device the copy is an evaluation of its own, behind all passes that were submitted:
+        in one evaluation no kernel may write what another reads.
+        """
         if self.in_place:
-            mx.eval(self.written())  # in one eval no kernel may write what another reads
+            mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
             blocks = mx.array([source, target], dtype=mx.int32)
             self.pending += [
                 block_write.copy_block(array, blocks) for arrays in self.arrays for array in arrays
@@ -75,7 +79,7 @@ class KVPool:
             for arrays in self.arrays:
                 for array in arrays:
                     array[target] = array[source]
-        mx.eval(self.written())
+        mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
 
     def written(self) -> list[mx.array]:
         """Returns the arrays whose evaluation completes all writes so far."""

@@ -5,9 +5,10 @@ Memory is allocated in blocks of KV_BLOCK_TOKENS tokens, see scheduling/kv_block
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from mlxpool.worker.attention.paged_runner import (
     padded_tokens,
     padded_width,
 )
+from mlxpool.worker.attention.ragged_runner import RaggedRunner, attention_of
 from mlxpool.worker.attention.row_batch import CacheRow, RowBatch, RowSpan
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
 from mlxpool.worker.attention.row_copies import RowStore
@@ -61,6 +63,7 @@ class Layout:
         self._step = DeterministicBatch if deterministic else RowBatch
         self._fixed = shape.fixed_bytes
         self._deterministic = deterministic
+        self._seen: set[Hashable] = set()  # kinds of passes that were computed
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
@@ -70,58 +73,42 @@ class Layout:
     def reserve(self, row: Any, tokens: int) -> None:
         """Allocates memory for so many tokens, where writing would not."""
 
-    def forward(self, spans: Sequence[RowSpan], ids: mx.array, *, logits: bool) -> mx.array:
-        """Builds one pass over tokens `ids` [T] and advances the rows; computes nothing yet.
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of lines for which passes are compiled; none: passes of any number."""
+        return ()
 
-        Returns logits [R, vocabulary] of the last token of each span, or arrays to evaluate.
+    def is_new(self, spans: Sequence[RowSpan], wanted: int) -> bool:
+        """Returns whether a pass over these spans, with `wanted` rows of logits, is the first."""
+        lines = sum(span.count for span in spans)
+        kind = (1 << (lines - 1).bit_length(), len(spans) == lines and lines)
+        new = kind not in self._seen
+        self._seen.add(kind)
+        return new
+
+    def step(
+        self,
+        spans: Sequence[RowSpan],
+        ids: Sequence[int],
+        drawn: mx.array | None,
+        wanted: Sequence[int],
+    ) -> mx.array:
+        """Builds one pass over inputs `ids` [T] and advances the rows; computes nothing yet.
+
+        A negative id -1 - r stands for element r of `drawn`. Returns logits [E, vocabulary] of the
+        last input of the spans `wanted`, or an array to evaluate where there are none.
         """
-        step = self._step(spans, logits=logits)
+        inputs = mx.array(list(ids), dtype=mx.int32)
+        if drawn is not None:
+            inputs = mx.where(inputs >= 0, inputs, drawn[mx.maximum(-1 - inputs, 0)])
+        return self.forward(spans, inputs, wanted)
+
+    def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> mx.array:
+        """As `step`, with all ids known."""
+        step = self._step(spans, wanted)
         out = self._model(ids, step)
         step.done()
         return out
-
-    def prefill_last(self, row: Any, ids: mx.array) -> mx.array | None:
-        """Builds the pass over the last prompt tokens `ids` [T] of a row and advances the row.
-
-        Returns logits [1, vocabulary] of the last token, or None where this is not supported: with
-        recurrent states, which could not drop the last token again, and for more tokens than a step
-        computes in the same time.
-        """
-        count = ids.shape[0]
-        if self._deterministic or self.store.stateful or count > CHUNK_WIDTHS[-1]:
-            return None
-        return self.forward([RowSpan(row, count)], ids, logits=True)
-
-    @property
-    def max_batch_rows(self) -> int:
-        """The most rows that `prefill_rows` takes; 0: it is not supported.
-
-        Where attention goes row by row, batching would save little.
-        """
-        return 0
-
-    def batch_size(self, spans: Sequence[RowSpan]) -> int:
-        """Returns how many of these spans, from the first on, fit into one pass."""
-        return 0
-
-    def prefill_rows(
-        self, parts: Sequence[tuple[Any, Sequence[int]]], last: Sequence[int]
-    ) -> mx.array:
-        """Builds one pass over rows with their new tokens and advances the rows.
-
-        Returns logits [E, vocabulary] of the last token of each row whose index is in `last`.
-        """
-        raise NotImplementedError(f"{self.name} take one chunk at a time")
-
-    def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
-        """Builds one pass over one token `ids` [R] of each row and advances the rows.
-
-        Returns logits [R, vocabulary].
-        """
-        return self.forward([RowSpan(row, 1) for row in rows], ids, logits=True)
-
-    def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
-        """Compiles the passes that up to `rows` rows of up to `context` tokens need."""
 
     def invalidate(self) -> None:
         """Discards the arrays that a failed pass may have damaged."""
@@ -153,9 +140,11 @@ class SlabLayout(Layout):
         row.reserve(tokens)
         mx.eval(row.arrays())
 
-    def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
-        """See Layout."""
-        return super().decode(rows, ids) if self._deterministic else self._runner(rows, ids)
+    def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> mx.array:
+        """See Layout. Decode steps are compiled."""
+        if not self._deterministic and len(wanted) == len(spans) == ids.shape[0]:
+            return self._runner([cast(SlabRow, span.row) for span in spans], ids)
+        return super().forward(spans, ids, wanted)
 
     def invalidate(self) -> None:
         """See Layout."""
@@ -163,13 +152,25 @@ class SlabLayout(Layout):
 
 
 class PagedLayout(Layout):
-    """Rows and prefix cache share blocks of a pool, for CUDA: see kv_pool.py."""
+    """Rows and prefix cache share blocks of a pool, for CUDA: see kv_pool.py.
+
+    Where our kernels serve the model, a step is one compiled ragged pass. Elsewhere decode rows and
+    short chunks have compiled passes, and every long chunk has a pass of its own.
+    """
 
     holds_prefixes = True
 
     def __init__(
-        self, shape: RowShape, model: Model, blocks: int, *, deterministic: bool, in_place: bool
+        self,
+        shape: RowShape,
+        model: Model,
+        blocks: int,
+        *,
+        rows: int,
+        deterministic: bool,
+        in_place: bool,
     ) -> None:
+        """`rows`: the most rows of a pass."""
         super().__init__(shape, model, deterministic=deterministic)
         reads = in_place and kernels_read(shape)
         self.pool = KVPool(shape, blocks, in_place=in_place, reads=reads)
@@ -179,28 +180,89 @@ class PagedLayout(Layout):
         self.blocks = blocks
         self.compiles_chunks = reads and not deterministic and shape.dtype in HALF_DTYPES
         self.runner = PagedRunner(model, self.pool)
+        self.ragged = self._ragged_runner(rows) if self.compiles_chunks else None
 
-    def forward(self, spans: Sequence[RowSpan], ids: mx.array, *, logits: bool) -> mx.array:
-        """See Layout. A short chunk is computed by a compiled pass."""
-        if logits or not self._token_by_token(spans):
-            return super().forward(spans, ids, logits=logits)
-        return self.runner.chunk(cast(PagedRow, spans[0].row), ids)
-
-    def prefill_last(self, row: Any, ids: mx.array) -> mx.array | None:
-        """See Layout."""
-        if not self._token_by_token([RowSpan(row, ids.shape[0])]):
-            return super().prefill_last(row, ids)
-        return self.runner.chunk(row, ids, logits=True)
+    def _ragged_runner(self, rows: int) -> RaggedRunner | None:
+        """Returns the runner of ragged passes; None where our kernel does not serve the model."""
+        found = attention_of(self._model, self.pool.shape.dtype)
+        return (
+            RaggedRunner(self._model, self.pool, rows, sorted(found.shapes, key=repr))
+            if found.supported
+            else None
+        )
 
     @property
-    def max_batch_rows(self) -> int:
+    def sizes(self) -> tuple[int, ...]:
         """See Layout."""
-        return MAX_PREFILL_ROWS if self.compiles_chunks and not self.runner.gathers else 0
+        return () if self.ragged is None else self.ragged.sizes
 
-    def batch_size(self, spans: Sequence[RowSpan]) -> int:
-        """See Layout. Only short chunks: longer ones keep a GPU busy by themselves."""
+    def is_new(self, spans: Sequence[RowSpan], wanted: int) -> bool:
+        """See Layout."""
+        runner = self.ragged
+        return super().is_new(spans, wanted) if runner is None else runner.is_new(spans, wanted)
+
+    def step(
+        self,
+        spans: Sequence[RowSpan],
+        ids: Sequence[int],
+        drawn: mx.array | None,
+        wanted: Sequence[int],
+    ) -> mx.array:
+        """See Layout."""
+        if self.ragged is None:
+            return super().step(spans, ids, drawn, wanted)
+        return self.ragged.step(spans, ids, drawn, wanted)
+
+    def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> mx.array:
+        """See Layout."""
+        if self._deterministic:
+            return super().forward(spans, ids, wanted)
+        found: dict[int, mx.array] = {}
+        starts = [0, *accumulate(span.count for span in spans)]
+        for part in self._passes(spans, set(wanted)):
+            inside = [number for number in part if number in set(wanted)]
+            every = [ids[starts[number] : starts[number + 1]] for number in part]
+            some = [spans[number] for number in part]
+            got = self._pass(some, mx.concatenate(every), [part.index(n) for n in inside])
+            for row, number in enumerate(inside):
+                found[number] = got[row : row + 1]
+            if not wanted:
+                return got
+        return mx.concatenate([found[number] for number in wanted])
+
+    def _passes(self, spans: Sequence[RowSpan], wanted: set[int]) -> list[list[int]]:
+        """Returns the indices of the spans of each pass."""
+        decoding = [n for n, span in enumerate(spans) if span.count == 1 and n in wanted]
+        rest = [n for n in range(len(spans)) if n not in set(decoding)]
+        passes = [decoding] if decoding else []
+        while rest:
+            count = max(1, self._batch_size([spans[number] for number in rest]))
+            passes.append(rest[:count])
+            rest = rest[count:]
+        return passes
+
+    def _pass(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> mx.array:
+        rows = [cast(PagedRow, span.row) for span in spans]
+        if len(wanted) == len(spans) == ids.shape[0]:
+            return self.runner(rows, ids)
+        if self.compiles_chunks and not self.runner.gathers and self._batch_size(spans):
+            if len(spans) == 1 and spans[0].count <= CHUNK_WIDTHS[-1]:
+                return self.runner.chunk(rows[0], ids, logits=bool(wanted))
+            if len(spans) > 1:
+                return self.runner.chunks(
+                    list(zip(rows, (span.count for span in spans), strict=True)), ids, wanted
+                )
+        return super().forward(spans, ids, wanted)
+
+    def _batch_size(self, spans: Sequence[RowSpan]) -> int:
+        """Returns how many short chunks, from the first on, a compiled pass has; 0: none.
+
+        Long chunks keep a GPU busy by themselves.
+        """
+        if not self.compiles_chunks or self.runner.gathers:
+            return 0
         tokens = pairs = longest = number = 0
-        for span in spans:
+        for span in spans[:MAX_PREFILL_ROWS]:
             end = span.row.offset + span.count
             tokens, longest = tokens + padded_tokens(span.count), max(longest, end)
             pairs += span.count * end
@@ -211,26 +273,6 @@ class PagedLayout(Layout):
             number += 1
         return number
 
-    def prefill_rows(
-        self, parts: Sequence[tuple[Any, Sequence[int]]], last: Sequence[int]
-    ) -> mx.array:
-        """See Layout."""
-        return self.runner.chunks(parts, last)
-
-    def _token_by_token(self, spans: Sequence[RowSpan]) -> bool:
-        return self.compiles_chunks and not self.runner.gathers and _short(spans)
-
-    def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
-        """See Layout."""
-        return super().decode(rows, ids) if self._deterministic else self.runner(rows, ids)
-
-    def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
-        """See Layout."""
-        self.pool.copy(self.pool.spare, self.pool.spare)
-        on_progress()
-        if self.compiles_chunks:
-            self.runner.compile_ahead(rows, context, on_progress)
-
     def invalidate(self) -> None:
         """See Layout."""
         self.pool.pending.clear()  # writes that were not started
@@ -240,14 +282,6 @@ class PagedLayout(Layout):
     def close(self) -> None:
         """See Layout."""
         self.pool.arrays = []
-
-
-def _short(spans: Sequence[RowSpan]) -> bool:
-    """Returns whether this is one chunk with few tokens and few query-key pairs."""
-    if len(spans) != 1:
-        return False
-    count, end = spans[0].count, spans[0].row.offset + spans[0].count
-    return count <= CHUNK_WIDTHS[-1] and count * end <= MAX_CHUNK_PAIRS
 
 
 def choose_layout(
@@ -269,12 +303,25 @@ def choose_layout(
 
 
 def make_layout(
-    name: str, shape: RowShape, model: Model, blocks: int, *, deterministic: bool, on_gpu: bool
+    name: str,
+    shape: RowShape,
+    model: Model,
+    blocks: int,
+    *,
+    rows: int,
+    deterministic: bool,
+    on_gpu: bool,
 ) -> Layout:
-    """Makes the layout of this name; a pool has `blocks` blocks."""
+    """Makes the layout of this name for `rows` rows at most; a pool has `blocks` blocks."""
     if name == "pool":
-        in_place = writes_in_place(shape, on_gpu)
-        return PagedLayout(shape, model, blocks, deterministic=deterministic, in_place=in_place)
+        return PagedLayout(
+            shape,
+            model,
+            blocks,
+            rows=rows,
+            deterministic=deterministic,
+            in_place=writes_in_place(shape, on_gpu),
+        )
     return (SlabLayout if name == "slabs" else Layout)(shape, model, deterministic=deterministic)
 
 

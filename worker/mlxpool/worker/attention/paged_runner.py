@@ -72,32 +72,34 @@ class PagedRunner:
         return found
 
     def chunks(
-        self, parts: Sequence[tuple[PagedRow, Sequence[int]]], last: Sequence[int]
+        self, parts: Sequence[tuple[PagedRow, int]], ids: mx.array, last: Sequence[int]
     ) -> mx.array:
-        """Computes new tokens of up to MAX_PREFILL_ROWS rows and advances the rows.
+        """Computes new tokens `ids` [T] of up to MAX_PREFILL_ROWS rows and advances the rows.
 
-        Their padded tokens are at most `max_width`. Returns logits [E, vocabulary] of the last
-        token of each part whose index is in `last`.
+        `parts` are rows with their numbers of tokens, at most `max_width` in all once padded.
+        Returns logits [E, vocabulary] of the last token of each part whose index is in `last`.
         """
         rows: list[BlockRow] = []
         at: list[int] = []
-        ids: list[int] = []
+        places: list[int] = []  # of the padded tokens in `ids`
         ends = []
-        for row, new in parts:
-            row.reserve(row.offset + len(new))
-            spare = padded_tokens(len(new)) - len(new)
-            ends.append(len(rows) + len(new) - 1)
-            rows += [row] * len(new) + [self._padding_row] * spare
-            at += [*range(row.offset, row.offset + len(new)), *[0] * spare]
-            ids += [*new, *[0] * spare]
+        begin = 0
+        for row, count in parts:
+            row.reserve(row.offset + count)
+            spare = padded_tokens(count) - count
+            ends.append(len(rows) + count - 1)
+            rows += [row] * count + [self._padding_row] * spare
+            at += [*range(row.offset, row.offset + count), *[0] * spare]
+            places += [*range(begin, begin + count), *[0] * spare]
+            begin += count
         wanted = [ends[number] for number in last]
         wanted += [0] * (MAX_PREFILL_ROWS - len(wanted)) if wanted else []
         lines = max(MIN_BATCH_WIDTH, padded_width(len(rows)))
-        array = mx.array(ids, dtype=mx.int32)
-        found = self._computed(rows, at, lines, array, max(at) + 1, wanted)
+        padded = ids[mx.array(places, dtype=mx.int32)]
+        found = self._computed(rows, at, lines, padded, max(at) + 1, wanted)
         self._pool.pending.append(found)
-        for row, new in parts:
-            row.advance(len(new))
+        for row, count in parts:
+            row.advance(count)
         return found[: len(last)]
 
     def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import cast
 
 import mlx.core as mx
@@ -33,9 +34,11 @@ class RowSpan:
 class RowBatch(RotateThenAttend):
     """The ForwardBatch of new tokens of some rows."""
 
-    def __init__(self, spans: Sequence[RowSpan], *, logits: bool) -> None:
+    def __init__(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> None:
+        """The last token of each span in `wanted` gets logits."""
         self.spans = tuple(spans)
-        self.logits = logits  # whether the last token of each row gets logits
+        self.logits = bool(wanted)
+        self._wanted = list(wanted)
         self._single = all(span.count == 1 for span in self.spans)
         starts = [span.row.offset for span in self.spans]
         ends = [span.row.offset + span.count for span in self.spans]
@@ -45,14 +48,11 @@ class RowBatch(RotateThenAttend):
         )
 
     def logit_rows(self, x: mx.array) -> mx.array:
-        """Returns the last token of each row of x [T, d] as [R, d]."""
-        if self._single:
+        """Returns the last token of each wanted span of x [T, d] as [E, d]."""
+        if self._wanted == list(range(x.shape[0])):
             return x
-        ends, end = [], 0
-        for span in self.spans:
-            end += span.count
-            ends.append(end - 1)
-        return x[mx.array(ends, dtype=mx.int32)]
+        ends = list(accumulate(span.count for span in self.spans))
+        return x[mx.array([ends[number] - 1 for number in self._wanted], dtype=mx.int32)]
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """Returns x [T, H, D] rotated by the position of each token."""

@@ -1,6 +1,7 @@
 """The loop of the compute thread: takes messages, runs one step, delivers its results.
 
-A step ends late sequences, grows and admits rows, reads prompt chunks, then decodes all rows.
+A step ends late sequences, grows and admits rows, then computes one pass over all of them. On a GPU
+it is submitted while the one before it is computed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from typing import NoReturn
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.messages import Admit, DeltaQueue, Drop, DropAll, Inbound
-from mlxpool.worker.compute.passes import BlockAllocator, Passes
 from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.compute.steps import BlockAllocator, Steps
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
-from mlxpool.worker.scheduling.scheduler import pair_budget, plan_step, prefill_budget, running
-from mlxpool.worker.scheduling.sequence import Phase
+from mlxpool.worker.scheduling.scheduler import running
 from mlxpool.worker.system.cpu_threads import CpuThreads
 
 REPORT_INTERVAL = 0.1  # seconds between two readings of the memory, which take time
@@ -48,7 +48,7 @@ class ComputeLoop:
         self._begin = begin
         self._generations = Generations(engine)
         self._blocks = BlockAllocator(engine, self._generations, progress)
-        self._passes = Passes(engine, self._generations, progress)
+        self._steps = Steps(engine, self._generations, progress)
         self._reported = 0.0  # when the memory was read last
         self._report_memory(monotonic())
 
@@ -65,6 +65,8 @@ class ComputeLoop:
     def _take_messages(self) -> list[Delta]:
         """Handle the messages in the inbox; without a generation, wait for one."""
         deltas: list[Delta] = []
+        while not self._generations and self._steps.in_flight:
+            self._steps.collect()  # of sequences that have left
         if not self._generations:
             self._report_memory(monotonic())
             self._progress.enter("idle")
@@ -101,17 +103,8 @@ class ComputeLoop:
         self._cpu_threads.begin_step(monotonic())
         deltas = generations.expire(monotonic())
         deltas += self._blocks.grow()
-        deltas += self._blocks.admit(self._max_sequences, self._passes.admit)
-        live = generations.sequences()
-        decoding = any(sequence.phase is Phase.DECODE for sequence in live)
-        budget = prefill_budget(self._engine.chunk, decoding, progress.usual_token)
-        step = plan_step(live, budget, pair_budget(self._engine.chunk))
-        for sequence, share in step.prefill:
-            if not share:
-                self._passes.prompt_read(sequence)
-        deltas += self._passes.prefill([one for one in step.prefill if one[1]])
-        if step.decode:
-            deltas += self._passes.decode(list(step.decode))
+        deltas += self._blocks.admit(self._max_sequences, self._steps.admit)
+        deltas += self._steps.run()
         progress.running = len(running(generations.sequences()))
         progress.waiting = len(generations) - progress.running
         return deltas

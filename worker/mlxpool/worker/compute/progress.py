@@ -8,8 +8,7 @@ few microseconds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import monotonic
 
 from mlxpool.common.progress import PHASES, Block
@@ -40,7 +39,8 @@ class Progress:
         self.block = block or Block.private()
         self._on_phase = on_phase
         self._clock = clock
-        self._seen: set[tuple[str, Hashable]] = set()  # shapes that have been computed
+        self._units = 0  # tokens of the awaited pass; 0: it is a decode step
+        self._started = 0.0
         self._usual = {"prefill": 0.0, "decode": 0.0}  # seconds of a token, of a step
         self._write_phase()
 
@@ -65,48 +65,35 @@ class Progress:
         self.count += 1
         self.block.write("count", self.count)
 
-    @contextmanager
-    def prefilling(self, request: bytes | None, tokens: int) -> Iterator[None]:
-        """A context for a pass over `tokens` prompt tokens; `request` None: of several requests."""
+    def awaits(self, request: bytes | None, tokens: int, rows: int) -> None:
+        """The thread waits for a pass from now on.
+
+        It reads `tokens`, of which some are the prompt's of `request` (None: of several requests),
+        or 0 in a decode step of `rows` rows.
+        """
         self.prefilling_request = request
         self.block.write_request(request)
         self.block.write("tokens", tokens)
-        try:
-            shape = (1 << (tokens - 1).bit_length(), request is None)
-            with self._computing("prefill", shape, tokens):
-                yield
-        finally:
-            self.prefilling_request = None
-            self.block.write_request(None)
-            self.block.write("tokens", 0)
+        self._units = tokens
+        self.enter("prefill" if tokens else "decode")
+        self._started = self._clock()
 
-    @contextmanager
-    def decoding(self, rows: int) -> Iterator[None]:
-        """A context for one decode step of `rows` rows."""
-        started = self._clock()
-        with self._computing("decode", rows, 1):
-            yield
-        self.step_ms = round((self._clock() - started) * 1000, 3)
-
-    @contextmanager
-    def _computing(self, phase: str, shape: Hashable, units: int) -> Iterator[None]:
-        fresh = (phase, shape) not in self._seen
+    def compiles(self, *, fresh: bool) -> None:
+        """Whether the awaited pass has a shape that is new, and so may take longer."""
         self.block.write("fresh", fresh)
-        self.enter(phase)
-        started = self._clock()
-        try:
-            yield
-        finally:
-            self.block.write("fresh", 0)
-        self._seen.add((phase, shape))  # not reached by a pass that failed: its shape stays new
-        self.moved()
-        if not fresh:
-            self._learn(phase, (self._clock() - started) / units)
 
-    @property
-    def usual_token(self) -> float:
-        """Seconds that a prompt token usually takes; 0: unknown."""
-        return self._usual["prefill"]
+    def ended(self, *, fresh: bool) -> None:
+        """The awaited pass has ended."""
+        seconds = self._clock() - self._started
+        self.block.write("fresh", 0)
+        self.prefilling_request = None
+        self.block.write_request(None)
+        self.block.write("tokens", 0)
+        self.moved()
+        if not self._units:
+            self.step_ms = round(seconds * 1000, 3)
+        if not fresh:
+            self._learn("prefill" if self._units else "decode", seconds / max(1, self._units))
 
     def _learn(self, phase: str, seconds: float) -> None:
         known = self._usual[phase]

@@ -17,8 +17,8 @@ from mlxpool.worker.compute.generations import Generation
 from mlxpool.worker.compute.loop import BeginGeneration, ComputeLoop
 from mlxpool.worker.compute.messages import DeltaQueue, Inbound, Loaded, Outbound, Unusable
 from mlxpool.worker.compute.model_source import ModelSource
-from mlxpool.worker.compute.passes import DeviceLost
 from mlxpool.worker.compute.progress import Progress
+from mlxpool.worker.compute.steps import DeviceLost
 from mlxpool.worker.system.cpu_threads import CpuThreads, process_cpu_threads
 
 log = logging.getLogger("mlxpool.worker")

@@ -19,9 +19,11 @@ from typing import Any
 from mlxpool.common.config.schema import Counting
 from mlxpool.common.protocol.chat import joined
 from mlxpool.common.protocol.token_ids import pack_ids
-from mlxpool.worker.engine.engine import MemoryUse, PrefillShare
+from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.prompt.text_model import RenderedChat
+from mlxpool.worker.scheduling.scheduler import Span, StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, TokenLogprob
+from mlxpool.worker.scheduling.step_cost import Load, StepCost
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
@@ -29,6 +31,7 @@ BYTES_PER_TOKEN = 1024  # of keys and values, in the memory report
 CONTEXT = 131_072
 CHUNK = 2048
 LOAD_STEPS = 10
+TARGET_SECONDS = 0.2  # of a step beside streams
 UNLIMITED_BLOCKS = 2**40  # its sequences use no memory
 
 
@@ -63,6 +66,8 @@ class CountingEngine:
         self.digest = f"counting-{settings.vocab}"
         self.blocks = UNLIMITED_BLOCKS
         self.rows: list[Sequence] = []
+        self.flights: list[tuple[Span, ...]] = []
+        self.cost = StepCost()
 
     def load(self, on_progress: Callable[[int, int], None]) -> None:
         """Takes `load_ms` in LOAD_STEPS steps."""
@@ -76,23 +81,46 @@ class CountingEngine:
     def admit(self, seq: Sequence) -> None:
         self.rows.append(seq)
 
-    def prefill_batch_size(self, shares: Many[PrefillShare]) -> int:
-        alone = (number for number, (seq, _) in enumerate(shares) if seq.prefill_alone)
-        return max(1, min(self.settings.joint, next(alone, len(shares))))
+    @property
+    def limits(self) -> StepLimits:
+        lines = self.chunk + len(self.rows)
+        return StepLimits(
+            lines,
+            pair_budget(self.chunk),
+            self.context,
+            seconds=TARGET_SECONDS,
+            prompts=self.settings.joint,
+        )
 
-    def prefill_batch(self, shares: Many[PrefillShare]) -> list[int]:
-        done = [
-            max(0, min(budget, self.chunk, seq.length - 1 - seq.prefilled))
-            for seq, budget in shares
-        ]
-        time.sleep(sum(done) * self.settings.prefill_us / 1e6)
-        for (seq, _), count in zip(shares, done, strict=True):
-            seq.prefilled += count
-        return done
+    def clip(self, seq: Sequence, tokens: int) -> int:
+        return tokens
 
-    def decode(self, rows: Many[Sequence]) -> list[SampledToken]:
-        time.sleep(self.settings.step_us / 1e6)
-        return [self._draw(row) for row in rows]
+    def submit(self, spans: Many[Span]) -> bool:
+        for span in spans:
+            span.sequence.submitted = span.end
+            span.sequence.awaited += span.draws
+        self.flights.append(tuple(spans))
+        return False
+
+    def collect(self) -> StepResult:
+        spans = self.flights.pop(0)
+        read = sum(span.count for span in spans if not span.decodes)
+        seconds = read * self.settings.prefill_us / 1e6
+        if any(span.draws for span in spans):
+            seconds += self.settings.step_us / 1e6
+        time.sleep(seconds)
+        self.cost.observe(Load.of(spans), seconds)
+        drawing = [s.sequence for s in spans if s.draws and s.sequence in self.rows]
+        for seq in drawing:
+            seq.awaited -= 1
+        return StepResult([self._draw(seq) for seq in drawing], [])
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.flights)
+
+    def lost(self, seq: Sequence) -> bool:
+        return False
 
     def _draw(self, row: Sequence) -> SampledToken:
         token = token_at(row.prompt, row.seed, len(row.ids), self.vocab_size)
@@ -106,9 +134,6 @@ class CountingEngine:
 
     @property
     def yields_cores(self) -> bool:
-        return False
-
-    def step_in_flight(self) -> bool:
         return False
 
     def device_works(self) -> bool:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlxpool.worker.prefix.cache import PrefixCache
-from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
+from mlxpool.worker.scheduling.scheduler import Span, StepLimits
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
+from mlxpool.worker.scheduling.step_cost import StepCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,15 @@ class MemoryUse:
     device_free: int = 0  # free on the machine or the GPU, for all processes; 0: unknown
 
 
-PrefillShare = tuple[Sequence, int]  # with the most tokens of its next chunk
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one pass gave; sequences that have left since are not in it.
+
+    `failed`: sequences whose logits were no numbers, which concerns no other one.
+    """
+
+    drawn: list[SampledToken]
+    failed: list[SequenceFailed]
 
 
 class Engine(Protocol):
@@ -44,8 +54,12 @@ class Engine(Protocol):
         """The token ids that end a completion."""
 
     @property
-    def chunk(self) -> int:
-        """The largest prefill chunk in tokens."""
+    def limits(self) -> StepLimits:
+        """The bounds of a pass."""
+
+    @property
+    def cost(self) -> StepCost:
+        """Predicts the time of a pass; `collect` and `warm_up` show it measured ones."""
 
     @property
     def blocks(self) -> int:
@@ -82,28 +96,38 @@ class Engine(Protocol):
     def admit(self, seq: Sequence) -> None:
         """Gives the sequence a row, filled from the prefix cache.
 
-        Sets `seq.cached` and `seq.prefilled`.
+        Sets `seq.cached` and `seq.submitted`.
         """
 
-    def prefill_batch_size(self, shares: Many[PrefillShare]) -> int:
-        """Returns how many of these chunks, from the first on, one pass computes: at least 1."""
+    def clip(self, seq: Sequence, tokens: int) -> int:
+        """Returns how many of `tokens` more inputs of a prompt one chunk may have: at least 1.
 
-    def prefill_batch(self, shares: Many[PrefillShare]) -> list[int]:
-        """Computes a chunk of each sequence in one pass and adds it to `seq.prefilled`.
-
-        Takes as many shares as `prefill_batch_size` allows. Returns the tokens of each chunk: 0
-        when the sequence is ready for decode, which begins with its last token. A failure fails all
-        sequences of the pass, and their rows are lost.
+        A chunk ends at a restore point of the prefix cache.
         """
 
-    def decode(self, rows: Many[Sequence]) -> list[SampledToken]:
-        """Samples one token for each sequence, in order; the caller appends it to `seq.ids`."""
+    def submit(self, spans: Many[Span]) -> bool:
+        """Starts one pass over the spans; the device may still compute the one before.
+
+        Counts their inputs in `seq.submitted`, and in `seq.awaited` the tokens that they draw.
+        Returns whether the pass compiles something, so that its time is no measure. A failure loses
+        the rows of all sequences in flight.
+        """
+
+    def collect(self) -> StepResult:
+        """Waits for the oldest pass in flight; the caller appends the tokens to `seq.ids`.
+
+        A failure loses the rows of all sequences in flight.
+        """
+
+    def lost(self, seq: Sequence) -> bool:
+        """Returns whether a pass that failed has lost inputs of a running sequence."""
+
+    @property
+    def in_flight(self) -> int:
+        """Passes that were submitted and not collected."""
 
     def release(self, seq: Sequence) -> None:
         """Frees the row of a sequence in any phase; ignores an unknown sequence."""
-
-    def step_in_flight(self) -> bool:
-        """Returns whether the device computes a decode step that was not requested yet."""
 
     def device_works(self) -> bool:
         """Returns whether the device still computes; called after an exception.

@@ -1,9 +1,9 @@
-"""The engine of our own model code: computes prefill chunks and decode steps.
+"""The engine of our own model code: one pass a step over decode rows and prompt chunks.
 
-On a GPU decode runs one step ahead: step n+1 is started with the tokens of step n before the host
-has read these. A sequence that ends or is preempted in between loses its token in flight, and its
-row is trimmed to the tokens of the sequence. On the CPU the host waits for nothing, so there is no
-lookahead.
+On a GPU a pass may be submitted while one is in flight: it takes the tokens that the other draws
+from the device, before the host has read them. A sequence that ends or is preempted in between
+loses its token in flight, and its row is trimmed to the tokens of the sequence. On the CPU the host
+waits for nothing, so no pass is submitted ahead.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
+from time import monotonic
 
 import mlx.core as mx
 
@@ -21,8 +23,8 @@ from mlxpool.worker.attention.layouts import Layout, choose_layout, make_layout
 from mlxpool.worker.attention.row_batch import CacheRow, RowSpan
 from mlxpool.worker.attention.row_cache import RowShape
 from mlxpool.worker.engine.description import require_deterministic
-from mlxpool.worker.engine.engine import PrefillShare
-from mlxpool.worker.engine.row_engine import MIN_BLOCKS, PrefillChunk, RowEngine
+from mlxpool.worker.engine.engine import StepResult
+from mlxpool.worker.engine.row_engine import MIN_BLOCKS, Flight, RowEngine
 from mlxpool.worker.kernels import device
 from mlxpool.worker.prefix import cache as prefix_cache
 from mlxpool.worker.prefix.cache import PrefixCache
@@ -30,22 +32,23 @@ from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import (
     ALL_OPTIONS,
-    Rows,
+    NO_TOKEN,
+    SamplerOutput,
     SamplingBatch,
-    StepOutput,
-    last_token,
     penalty_history,
     sampled_tokens,
-    select_rows,
 )
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
-from mlxpool.worker.scheduling.scheduler import pair_budget
-from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
+from mlxpool.worker.scheduling.scheduler import Span, StepLimits, pair_budget
+from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.step_cost import Load, StepTarget
 from mlxpool.worker.weights.load import LoadedModel
 
-CLEAR_INTERVAL = 256  # decode steps after which freed buffers are given back
+CLEAR_INTERVAL = 256  # passes after which freed buffers are given back
 CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
-GPU_WARM_UP_CHUNKS = (256, 1024)  # the same; above paged_runner.CHUNK_WIDTHS
+GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
+WARM_UP_PASSES = 2  # of each size; the first compiles
+UNLIMITED_TOKENS = 10**9
 
 
 class ModelEngine(RowEngine[CacheRow]):
@@ -102,8 +105,8 @@ class ModelEngine(RowEngine[CacheRow]):
         self._spare = self._layout.spare
         self.blocks = self._capacity()
         self._lookahead = device.on_gpu() if lookahead is None else lookahead
-        self._in_flight: StepOutput | None = None
-        self._prefill_logits: dict[Sequence, mx.array] = {}  # [1, V] that a last chunk gave
+        self._draws_alone = self._layout.store.stateful
+        self._target = StepTarget.of_device(on_gpu=device.on_gpu())
         self._last_batch: tuple[list[Sequence], SamplingBatch] | None = None
         self._steps = 0
 
@@ -138,69 +141,82 @@ class ModelEngine(RowEngine[CacheRow]):
             shape,
             self._model,
             max(blocks, MIN_BLOCKS),
+            rows=self._max_sequences,
             deterministic=self._loaded.deterministic,
             on_gpu=device.on_gpu(),
         )
         return layout, prefix_cache.make_prefix_cache(prefix, layout.store, self._prefix_bytes)
 
-    def _compute(self, row: CacheRow, ids: list[int]) -> None:
-        tokens = mx.array(ids, dtype=mx.int32)
-        self._layout.forward([RowSpan(row, len(ids))], tokens, logits=False)
-        mx.eval(row.arrays())
+    @property
+    def limits(self) -> StepLimits:
+        """See Engine.limits."""
+        return StepLimits(
+            lines=self._layout.sizes[-1] if self._layout.sizes else self.chunk,
+            pairs=pair_budget(self.chunk),
+            context=self.context,
+            seconds=self._target.seconds(self.cost.seconds(self._decode_load())),
+            ahead=int(self._lookahead),
+            sizes=self._layout.sizes,
+        )
 
-    def _prefill_last(self, seq: Sequence, row: CacheRow, ids: list[int]) -> bool:
-        logits = self._layout.prefill_last(row, mx.array(ids, dtype=mx.int32))
-        if logits is None:
-            return False
-        mx.eval(logits, *row.arrays())
-        self._prefill_logits[seq] = logits
-        return True
+    def _decode_load(self) -> Load:
+        """Returns the load of a pass over the next input of each row."""
+        rows = len(self._rows)
+        return Load(rows, sum(row.offset for row in self._rows.values()), 0, rows)
 
-    def prefill_batch_size(self, shares: Many[PrefillShare]) -> int:
-        """See Engine.prefill_batch_size."""
-        spans = []
-        for seq, budget in shares[: self._layout.max_batch_rows]:
-            row = self._rows[seq]
-            if seq.prefill_alone or row.offset < seq.prefilled:
-                break  # it is prefilled alone, so that its failure concerns no other sequence
-            spans.append(RowSpan(row, self._chunk(seq, budget).tokens))
-        return max(1, self._layout.batch_size(spans))
+    def submit(self, spans: Many[Span]) -> bool:
+        """See Engine.submit."""
+        began = monotonic()
+        with self._discard_on_failure(spans):
+            rows = [RowSpan(self._require_row(span), span.count) for span in spans]
+            keep = [span for span in spans if self._at_restore_point(span)]
+            drawing = [number for number, span in enumerate(spans) if span.draws]
+            fresh = self._layout.is_new(rows, len(drawing))
+            found = self._layout.step(rows, *self._inputs(spans), drawing)
+            sampled = self._draw([spans[n] for n in drawing], found) if drawing else None
+            done = () if sampled is None else tuple(sampled.arrays())
+            for number, span in enumerate(spans):
+                if not span.draws:
+                    done += tuple(rows[number].row.arrays())
+            mx.async_eval(*done)  # type: ignore[no-untyped-call]
+            self._submitted(spans, keep)
+        order = {spans[n].sequence: row for row, n in enumerate(drawing)}
+        self._flights.append(Flight(tuple(spans), order, sampled, done, began, fresh))
+        return fresh
 
-    def _prefilled(self, chunks: Many[PrefillChunk[CacheRow]]) -> None:
-        if len(chunks) < 2:
-            super()._prefilled(chunks)
-            return
-        parts = [
-            (one.row, one.seq.token_range(one.start, one.start + one.tokens)) for one in chunks
-        ]
-        last = [number for number, chunk in enumerate(chunks) if chunk.is_last]
-        logits = self._layout.prefill_rows(parts, last)
-        mx.eval(logits, *chunks[0].row.arrays())  # all rows share the pool's arrays
-        for row, number in enumerate(last):
-            self._prefill_logits[chunks[number].seq] = logits[row : row + 1]
+    def collect(self) -> StepResult:
+        """See Engine.collect."""
+        with self._discard_on_failure():
+            self._flights[0].wait()
+        flight = self._flights.popleft()
+        self._collected(flight, monotonic())
+        self._clear_buffers(any(not span.decodes for span in flight.spans))
+        for seq in flight.rows:
+            seq.awaited -= 1
+        if flight.sampled is None:
+            return StepResult([], [])
+        return StepResult(*sampled_tokens(flight.sampled, flight.rows))
 
-    def decode(self, rows: Many[Sequence]) -> list[SampledToken]:
-        """See Engine.decode. Raises SequenceFailed when logits are not numbers."""
-        with self._discard_on_failure(rows):
-            outputs = self._outputs_for(rows)
-            self._in_flight = self._start_next_step(outputs, rows) if self._lookahead else None
-            for output, _ in outputs:
-                mx.eval(*output.sampled.arrays())
-        self._clear_buffers()
-        found = [
-            one for output, rows_of in outputs for one in sampled_tokens(output.sampled, rows_of)
-        ]
-        if len(outputs) == 1:
-            return found
-        by_sequence = {one.sequence: one for one in found}
-        return [by_sequence[seq] for seq in rows]
+    def _inputs(self, spans: Many[Span]) -> tuple[list[int], mx.array | None]:
+        """Returns the ids [T] of the spans, and the tokens in flight that negative ids stand for.
+
+        -1 - r is the token of row r of the newest pass in flight.
+        """
+        ids: list[int] = []
+        newest = self._flights[-1] if self._flights else None
+        for span in spans:
+            seq = span.sequence
+            if span.start >= seq.length:
+                assert newest is not None
+                ids.append(-1 - newest.rows[seq])
+            else:
+                ids += seq.token_range(span.start, span.end)
+        drawn = None if newest is None or newest.sampled is None else newest.sampled.tokens
+        return ids, drawn
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
         self._last_batch = None
-        self._prefill_logits.pop(seq, None)
-        if self._in_flight is not None:
-            self._in_flight = self._in_flight.without(seq)
         row = self._rows.get(seq)
         if row is not None:
             # The row may hold a token in flight. A preempted sequence starts again with its last
@@ -224,12 +240,12 @@ class ModelEngine(RowEngine[CacheRow]):
             self._remake_layout(blocks_for(sizes[-1] + 3))
         small, large = map(self._measure_chunk, sizes)
         on_progress()
-        self._activation_bytes = activation_bytes(small, large, self.chunk, self._pairs)
+        one_pass = activation_bytes(small, large, self.chunk, self._pairs)
+        self._activation_bytes = (1 + self._lookahead) * one_pass
         if pooled:
             self._remake_layout()
             self._require_min_blocks()
-        self._warm_up_decode(on_progress)
-        self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
+        self._warm_up_passes(on_progress)
         self._finish_warm_up()
 
     def _remake_layout(self, blocks: int | None = None) -> None:
@@ -240,30 +256,55 @@ class ModelEngine(RowEngine[CacheRow]):
 
     def _measure_chunk(self, size: int) -> tuple[int, int]:
         """Computes a chunk of `size` tokens; returns `size` and the bytes of its activations."""
-        seq = _dummy_sequence(max(size, 1) + 2)  # so that the chunk is not its last
-        row = self._rows[seq] = self._layout.store.new_row()
-        self._layout.reserve(row, seq.length)  # the row's memory is not activation memory
+        (seq,) = self._dummy_rows(1, max(size, 1) + 2)  # so that the chunk is not its last
+        self._layout.reserve(self._rows[seq], seq.length)  # its memory is not activation memory
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        self.prefill(seq, size)
+        self.step([Span(seq, 0, size, draws=False)])
         peak = mx.get_peak_memory() - before
-        self._layout.store.release(self._rows.pop(seq))
+        self._drop_rows([seq])
         return size, peak
 
-    def _warm_up_decode(self, on_progress: Callable[[], None]) -> None:
-        """Computes a decode step of each batch size that fits, and one with every option."""
+    def _warm_up_passes(self, on_progress: Callable[[], None]) -> None:
+        """Computes a pass of each size that is compiled, and one with every sampling option.
+
+        The second pass of a size shows the cost model its time.
+        """
         most = self._layout.blocks if self._layout.holds_prefixes else self._max_sequences
-        plain = [_dummy_sequence(1) for _ in range(min(self._max_sequences, most))]
-        for rows in ([_dummy_sequence(1, ALL_OPTIONS)], plain):
+        rows = min(self._max_sequences, most)
+        for count, options in [(1, ALL_OPTIONS), *((n, None) for n in self._decode_sizes(rows))]:
+            self._warm_up(self._dummy_rows(count, 1, options), 1, on_progress)
+        for size in self._layout.sizes:
+            if rows < size < min(self.context, self.chunk + 1):
+                self._warm_up(self._dummy_rows(1, size), size, on_progress)
+
+    def _decode_sizes(self, rows: int) -> list[int]:
+        """Returns the numbers of rows for which decode passes are warmed."""
+        return [size for size in self._layout.sizes if size <= rows] or list(range(1, rows + 1))
+
+    def _warm_up(self, rows: list[Sequence], count: int, on_progress: Callable[[], None]) -> None:
+        """Computes two passes over so many first inputs of these rows, then frees the rows."""
+        for _ in range(WARM_UP_PASSES):
+            self.step([Span(seq, 0, count, draws=True) for seq in rows])
             for seq in rows:
-                self._rows[seq] = self._layout.store.new_row()
-            for width in range(1, len(rows) + 1):
-                self.decode(rows[:width])
-                on_progress()
-            for seq in rows:
-                self._layout.store.release(self._rows.pop(seq))
-            self._in_flight = None
+                seq.submitted = 0
+                self._rows[seq].trim(0)
+            on_progress()
+        self._drop_rows(rows)
+
+    def _dummy_rows(
+        self, count: int, tokens: int, options: Options | None = None
+    ) -> list[Sequence]:
+        """Returns sequences of `tokens` tokens, each with an empty row."""
+        every = [_dummy_sequence(tokens, options) for _ in range(count)]
+        for seq in every:
+            self._rows[seq] = self._layout.store.new_row()
+        return every
+
+    def _drop_rows(self, rows: Many[Sequence]) -> None:
+        for seq in rows:
+            self._layout.store.release(self._rows.pop(seq))
 
     def _capacity(self) -> int:
         if self._fixed_blocks is not None:
@@ -276,99 +317,45 @@ class ModelEngine(RowEngine[CacheRow]):
         """See Engine.yields_cores."""
         return super().yields_cores and not self._loaded.deterministic
 
-    def step_in_flight(self) -> bool:
-        """See Engine.step_in_flight."""
-        return self._in_flight is not None
-
-    def close(self) -> None:
-        """See Engine.close."""
-        self._in_flight = None
-        self._prefill_logits.clear()
-        super().close()
-
-    def _decode_logits(self, rows: Many[Sequence], ids: mx.array) -> mx.array:
-        """Returns logits [R, vocabulary] after one token `ids` [R] of each sequence."""
-        return self._layout.decode([self._rows[seq] for seq in rows], ids)
-
     @contextmanager
-    def _discard_on_failure(self, hit: Many[Sequence]) -> Iterator[None]:
-        """See RowEngine. Where rows share arrays, a failed pass damages all of them.
+    def _discard_on_failure(self, spans: Many[Span] = ()) -> Iterator[None]:
+        """Wraps a pass over these spans; one that fails empties the rows of all passes in flight.
 
-        Sequences that were not in the pass find their tokens lost at their next step.
+        Where rows share arrays it damages all of them, see `lost`.
         """
         try:
             yield
         except Exception:
-            self._in_flight = None
+            every = chain(spans, *(flight.spans for flight in self._flights))
+            hit = {span.sequence for span in every} & self._rows.keys()
+            self._flights.clear()
             for seq in list(self._rows) if self._layout.shares_arrays else hit:
                 self._rows[seq].release()
-                self._prefill_logits.pop(seq, None)
             if self._layout.shares_arrays and self._layout.holds_prefixes:
                 self._prefix.clear()
             self._layout.invalidate()
             raise
 
-    def _outputs_for(self, rows: Many[Sequence]) -> list[tuple[StepOutput, Rows]]:
-        """Returns the outputs that have the next tokens of these sequences.
-
-        A token is in the step in flight, or is sampled from the logits of a last prefill chunk, or
-        needs a new step.
-        """
-        here = {} if self._in_flight is None else self._in_flight.next_tokens(rows)
-        used = [(self._in_flight, here)] if self._in_flight is not None and here else []
-        if len(here) == len(rows):
-            return used
-        prefilled = [seq for seq in rows if seq in self._prefill_logits and seq not in here]
-        if prefilled:
-            logits = mx.concatenate([self._prefill_logits.pop(seq) for seq in prefilled])
-            used.append(self._sample(prefilled, logits, ahead=0).all_rows())
-        fresh = [seq for seq in rows if seq not in here and seq not in prefilled]
-        if fresh:
-            used.append(self._step(fresh).all_rows())
-        return used
-
-    def _step(self, rows: Many[Sequence]) -> StepOutput:
-        """Builds a decode step from the newest tokens that the host has."""
-        for seq in rows:
-            self._rows[seq].trim(seq.length - 1)  # drops a token in flight that was never read
-            assert self._rows[seq].offset == seq.length - 1, "decode before prefill was done"
-        ids = mx.array([last_token(seq) for seq in rows], dtype=mx.int32)
-        return self._sample(rows, self._decode_logits(rows, ids), ahead=0)
-
-    def _start_next_step(
-        self, outputs: Many[tuple[StepOutput, Rows]], rows: Many[Sequence]
-    ) -> StepOutput | None:
-        """Starts the step after `outputs` on the device, without sequences that certainly end."""
-        going = {seq for seq in rows if self._continues(seq)}
-        order: list[Sequence] = []
-        parts: list[mx.array] = []
-        for output, rows_of in outputs:
-            here = [seq for seq in rows_of if seq in going]
-            if here:
-                order += here
-                parts.append(select_rows(output.sampled.tokens, [rows_of[seq] for seq in here]))
-        if not order:
-            return None
-        ids = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        logits = self._decode_logits(order, ids)
-        ahead = self._sample(order, logits, ahead=1, pending=ids)
-        mx.async_eval(*ahead.sampled.arrays())  # type: ignore[no-untyped-call]
-        return ahead
-
-    def _continues(self, seq: Sequence) -> bool:
-        """Returns whether a token may follow the one that is being sampled."""
-        made = len(seq.ids) + 1
-        return made < seq.max_tokens and len(seq.prompt) + made < self.context
-
-    def _sample(
-        self, rows: Many[Sequence], logits: mx.array, *, ahead: int, pending: mx.array | None = None
-    ) -> StepOutput:
+    def _draw(self, spans: Many[Span], logits: mx.array) -> SamplerOutput:
+        """Returns the next token of each span, from its row of logits."""
+        rows = [span.sequence for span in spans]
         batch = self._sampling_batch(rows)
-        positions = [len(seq.ids) + ahead for seq in rows] if batch.any_random else ()
-        histories = list(map(penalty_history, rows)) if batch.any_penalties else ()
-        sampled = sampler.sample_batch(logits, batch, positions, histories, pending)
-        lengths = tuple([seq.length + ahead for seq in rows])
-        return StepOutput(dict(zip(rows, range(len(rows)), strict=True)), lengths, sampled)
+        positions = [len(seq.ids) + seq.awaited for seq in rows] if batch.any_random else ()
+        if not batch.any_penalties:
+            return sampler.sample_batch(logits, batch, positions, ())
+        histories = list(map(penalty_history, rows))
+        awaited = [seq.awaited for seq in rows]
+        return sampler.sample_batch(
+            logits, batch, positions, histories, self._pending(rows), awaited
+        )
+
+    def _pending(self, rows: Many[Sequence]) -> mx.array | None:
+        """Returns the tokens [R] in flight of these sequences, -1 for those without one."""
+        newest = self._flights[-1] if self._flights else None
+        if newest is None or newest.sampled is None:
+            return None
+        places = mx.array([newest.rows.get(seq, -1) for seq in rows], dtype=mx.int32)
+        return mx.where(places >= 0, newest.sampled.tokens[mx.maximum(places, 0)], NO_TOKEN)
 
     def _sampling_batch(self, rows: Many[Sequence]) -> SamplingBatch:
         """Returns the batch of the last step while it has the same sequences."""
@@ -377,7 +364,7 @@ class ModelEngine(RowEngine[CacheRow]):
             self._last_batch = list(rows), SamplingBatch(options, seeds, self.vocab_size)
         return self._last_batch[1]
 
-    def _clear_buffers(self) -> None:
+    def _clear_buffers(self, after_chunk: bool) -> None:
         """Frees MLX's cached buffers periodically, and on a CPU the C heap: some 4 ms.
 
         Compiled passes that were dropped leave holes in the heap. Arrays of rows, which otherwise
@@ -388,8 +375,12 @@ class ModelEngine(RowEngine[CacheRow]):
             mx.clear_cache()
             if not device.on_gpu():
                 device.trim_heap()
+        elif after_chunk and not device.on_gpu():
+            mx.clear_cache()
 
 
 def _dummy_sequence(tokens: int, options: Options | None = None) -> Sequence:
-    """Returns a sequence for warm-up and measurement."""
-    return Sequence(b"", 0, (0,) * tokens, options or Options(), 0, 1)
+    """Returns a running sequence for warm-up and measurement."""
+    return Sequence(
+        b"", 0, (0,) * tokens, options or Options(), 0, UNLIMITED_TOKENS, phase=Phase.RUNNING
+    )

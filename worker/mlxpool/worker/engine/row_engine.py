@@ -6,23 +6,26 @@ Subclasses compute the forward passes and decide what a failed pass invalidates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence as Many
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import mlx.core as mx
 
-from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
+from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
-from mlxpool.worker.engine.engine import MemoryUse, PrefillShare
+from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.kernels import device
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.store import PrefixRow
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.sampling.batch import SamplerOutput
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity
 from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes
+from mlxpool.worker.scheduling.scheduler import Span
 from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.step_cost import Load, StepCost
 from mlxpool.worker.weights.inspect import ModelFolder
 
 CPU_BUFFER_CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
@@ -35,24 +38,28 @@ R = TypeVar("R", bound=PrefixRow)
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillChunk(Generic[R]):
-    """Tokens [start, end) of a sequence that one forward pass computes; may be empty."""
+class Flight:
+    """A pass that was submitted at `began`; `rows` has the row of each sequence that draws.
 
-    seq: Sequence
-    row: R
-    start: int
-    end: int
-    at_restore_point: bool  # `end` is a restore point of the prefix cache
-    is_last: bool  # it leaves only the token that decode starts with; not at a restore point
+    `fresh`: it compiles something. `done`: arrays to wait for where it draws no token.
+    """
 
-    @property
-    def count(self) -> int:
-        return self.end - self.start
+    spans: tuple[Span, ...]
+    rows: dict[Sequence, int]
+    sampled: SamplerOutput | None
+    done: tuple[mx.array, ...]
+    began: float
+    fresh: bool
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the pass: a last chunk may include the token that decode starts with."""
-        return self.count + self.is_last
+    def without(self, seq: Sequence) -> Flight:
+        """Returns the flight without the draw of a sequence that lost its row."""
+        if seq not in self.rows:
+            return self
+        return replace(self, rows={one: row for one, row in self.rows.items() if one is not seq})
+
+    def wait(self) -> None:
+        """Waits for the tokens, or for the whole pass where it draws none."""
+        mx.eval(*(self.done if self.sampled is None else self.sampled.arrays()))
 
 
 class RowEngine(ABC, Generic[R]):
@@ -82,6 +89,7 @@ class RowEngine(ABC, Generic[R]):
         self.vocab_size = folder.plan.vocab_size
         self.eos = folder.eos_ids
         self.chunk = min(device.prefill_chunk(), self.context)
+        self.cost = StepCost()
         self.digest = versions.digest_of(folder.digest)
         self._text = text or ChatTokenizer.from_folder(folder)
         self._weights = weights
@@ -90,6 +98,9 @@ class RowEngine(ABC, Generic[R]):
         self._max_sequences = max_sequences
         self._fixed_blocks = blocks
         self._rows: dict[Sequence, R] = {}
+        self._flights: deque[Flight] = deque()
+        self._last_end = 0.0  # when a pass ended last, monotonic seconds
+        self._draws_alone = False  # whether a prompt's last input is a span of its own
         self._block_bytes = KV_BLOCK_TOKENS
         self._row_bytes = self._activation_bytes = 0
         self._spare = 0  # bytes that may be allocated for unused blocks
@@ -99,71 +110,73 @@ class RowEngine(ABC, Generic[R]):
         )
 
     @abstractmethod
-    def _compute(self, row: R, ids: list[int]) -> None:
-        """Computes prompt tokens `ids` and appends them to the row; waits for the result."""
-
-    def _prefill_last(self, seq: Sequence, row: R, ids: list[int]) -> bool:
-        """Computes the last chunk and the logits that decode starts with, in one pass.
-
-        Returns False, and computes nothing, where one pass cannot do both.
-        """
-        return False
+    def submit(self, spans: Many[Span]) -> bool:
+        """See Engine.submit."""
 
     @abstractmethod
-    def _discard_on_failure(self, hit: Many[Sequence]) -> AbstractContextManager[None]:
-        """Wraps a pass over these sequences; a failed pass empties the rows that it damaged."""
+    def collect(self) -> StepResult:
+        """See Engine.collect."""
+
+    @property
+    def in_flight(self) -> int:
+        """See Engine.in_flight."""
+        return len(self._flights)
+
+    def step(self, spans: Many[Span]) -> StepResult:
+        """Computes one pass, with none in flight."""
+        self.submit(spans)
+        return self.collect()
 
     def admit(self, seq: Sequence) -> None:
         """See Engine.admit."""
-        self._rows[seq], seq.prefilled = self._prefix.begin(seq.tokens, seq.restore_at)
+        self._rows[seq], seq.submitted = self._prefix.begin(seq.tokens, seq.restore_at)
         if not seq.preempted:
-            seq.cached = seq.prefilled
+            seq.cached = seq.submitted
 
-    def prefill(self, seq: Sequence, budget: int) -> int:
-        """Computes a chunk of one sequence, see `prefill_batch`."""
-        return self.prefill_batch([(seq, budget)])[0]
+    def clip(self, seq: Sequence, tokens: int) -> int:
+        """See Engine.clip. Where rows cannot go back, the last input is a span of its own."""
+        stop = self._prefix.next_restore_point(self._rows[seq])
+        end = seq.submitted + tokens
+        if stop is not None and seq.submitted < stop < end:
+            end = stop
+        if self._draws_alone and end == seq.length:
+            end -= 1
+        return max(1, end - seq.submitted)
 
-    def prefill_batch_size(self, shares: Many[PrefillShare]) -> int:
-        """See Engine.prefill_batch_size."""
-        return 1
+    def _require_row(self, span: Span) -> R:
+        """Returns the row of a span."""
+        row = self._rows[span.sequence]
+        assert row.offset == span.start, f"a row of {row.offset} tokens, a span at {span.start}"
+        return row
 
-    def prefill_batch(self, shares: Many[PrefillShare]) -> list[int]:
-        """See Engine.prefill_batch. A restore point is kept once its chunk is computed."""
-        chunks = [self._chunk(seq, budget) for seq, budget in shares]
-        some = [chunk for chunk in chunks if chunk.count > 0]
-        with self._discard_on_failure([chunk.seq for chunk in some]):
-            self._prefilled(some)
-        for chunk in some:
-            chunk.seq.prefilled = chunk.end
-            if chunk.at_restore_point:
-                self._bound_prefix()
-                self._prefix.keep(chunk.row, chunk.seq.tokens)
-        if some and not device.on_gpu():
-            mx.clear_cache()
-        return [chunk.count for chunk in chunks]
+    def lost(self, seq: Sequence) -> bool:
+        """See Engine.lost."""
+        return seq in self._rows and self._rows[seq].offset < seq.submitted
 
-    def _chunk(self, seq: Sequence, budget: int) -> PrefillChunk[R]:
-        """Returns the next chunk. Raises OutOfMemory when the tokens before it are lost."""
-        row, start, whole = self._rows[seq], seq.prefilled, seq.length - 1
-        stop = self._prefix.next_restore_point(row)
-        last = whole if stop is None else min(stop, whole)
-        end = max(start, min(last, start + min(budget, self.chunk)))
-        if row.offset < start < end:
-            raise OutOfMemory(f"{start} tokens were lost with a step that failed")
-        stops = start < end == stop
-        return PrefillChunk(seq, row, start, end, stops, is_last=start < end == whole and not stops)
+    def _at_restore_point(self, span: Span) -> bool:
+        """Whether a chunk that was not submitted yet ends at a restore point."""
+        row = self._rows[span.sequence]
+        return not span.decodes and self._prefix.next_restore_point(row) == span.end
 
-    def _prefilled(self, chunks: Many[PrefillChunk[R]]) -> None:
-        """Computes chunks of several sequences."""
-        for chunk in chunks:
-            seq, row, start, end = chunk.seq, chunk.row, chunk.start, chunk.end
-            if not chunk.is_last or not self._prefill_last(
-                seq, row, seq.token_range(start, end + 1)
-            ):
-                self._compute(row, seq.token_range(start, end))
+    def _submitted(self, spans: Many[Span], keep: Many[Span]) -> None:
+        """Counts the inputs of a pass that was started; `keep` end at restore points."""
+        for span in spans:
+            seq = span.sequence
+            seq.submitted, seq.awaited = span.end, seq.awaited + span.draws
+        for span in keep:
+            self._bound_prefix()
+            self._prefix.keep(self._rows[span.sequence], span.sequence.tokens)
+
+    def _collected(self, flight: Flight, finished: float) -> None:
+        """Shows the cost model a pass that has ended."""
+        began = max(flight.began, self._last_end)
+        self._last_end = finished
+        if not flight.fresh:
+            self.cost.observe(Load.of(flight.spans), finished - began)
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""
+        self._flights = deque(flight.without(seq) for flight in self._flights)
         row = self._rows.pop(seq, None)
         if row is not None:
             self._bound_prefix()
@@ -173,10 +186,6 @@ class RowEngine(ABC, Generic[R]):
     def yields_cores(self) -> bool:
         """See Engine.yields_cores."""
         return not device.on_gpu()
-
-    def step_in_flight(self) -> bool:
-        """See Engine.step_in_flight."""
-        return False
 
     def device_works(self) -> bool:
         """See Engine.device_works."""
@@ -220,6 +229,7 @@ class RowEngine(ABC, Generic[R]):
 
     def close(self) -> None:
         """See Engine.close."""
+        self._flights.clear()
         self._rows.clear()
         self._prefix.clear()
         mx.synchronize()

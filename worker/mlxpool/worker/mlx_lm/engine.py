@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.common.errors import ModelLoadFailed, OutOfMemory
+from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.row_copies import RowStore
-from mlxpool.worker.engine.row_engine import RowEngine
+from mlxpool.worker.engine.engine import StepResult
+from mlxpool.worker.engine.row_engine import Flight, RowEngine
 from mlxpool.worker.kernels import device
 from mlxpool.worker.mlx_lm.rows import MlxLmRow, class_name, flatten
 from mlxpool.worker.prefix import cache as prefix_cache
@@ -25,17 +27,18 @@ from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import (
     SampleRequest,
-    last_token,
+    SamplerOutput,
     penalty_history,
     sampled_tokens,
 )
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
-from mlxpool.worker.scheduling.scheduler import pair_budget
-from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
+from mlxpool.worker.scheduling.scheduler import Span, StepLimits, pair_budget
+from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.load import OnProgress
 from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of, features_of
 
+TARGET_SECONDS = 0.2  # of a pass beside streams
 TENSORS_PER_REPORT = 16  # tensors that are read between two progress reports
 # Tokens of the chunks that are measured at load.
 WARM_UP_CHUNKS = (KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
@@ -121,47 +124,68 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
 
     layout = "mlx-lm's code"
 
-    def _compute(self, row: MlxLmRow, ids: list[int]) -> None:
-        self._model(mx.array([ids], dtype=mx.int32), cache=row.caches)
-        row.advance(len(ids))
-        mx.eval(row.arrays())
+    @property
+    def limits(self) -> StepLimits:
+        """See Engine.limits. A pass computes span by span, so it reads one prompt."""
+        return StepLimits(
+            self.chunk, pair_budget(self.chunk), self.context, seconds=TARGET_SECONDS, prompts=1
+        )
 
-    def decode(self, rows: Many[Sequence]) -> list[SampledToken]:
-        """See Engine.decode. A row keeps its logits until its token is sampled."""
-        with self._discard_on_failure(rows):
-            logits = mx.concatenate([self._logits(seq) for seq in rows])
-            requests = [
-                SampleRequest(seq.options, seq.seed, len(seq.ids), penalty_history(seq))
-                for seq in rows
-            ]
-            sampled = sampler.sample(logits, requests)
-            mx.eval(*sampled.arrays(), *(self._rows[seq].arrays() for seq in rows))
-        return sampled_tokens(sampled, {seq: line for line, seq in enumerate(rows)})
+    def submit(self, spans: Many[Span]) -> bool:
+        """See Engine.submit. Computes span by span; waits for every chunk."""
+        began = monotonic()
+        with self._discard_on_failure(spans):
+            keep = [span for span in spans if self._at_restore_point(span)]
+            logits = [self._computed(span) for span in spans]
+            drawn = [one for one, span in zip(logits, spans, strict=True) if span.draws]
+            rows = [span.sequence for span in spans if span.draws]
+            sampled = self._drawn(rows, mx.concatenate(drawn)) if rows else None
+            self._submitted(spans, keep)
+        every = tuple(array for span in spans for array in self._rows[span.sequence].arrays())
+        order = {seq: row for row, seq in enumerate(rows)}
+        done = every if sampled is None else (*every, *sampled.arrays())
+        self._flights.append(Flight(tuple(spans), order, sampled, done, began, fresh=False))
+        return False
 
-    def _logits(self, seq: Sequence) -> mx.array:
-        """Returns logits [1, vocabulary] after all tokens of the sequence."""
-        row = self._rows[seq]
-        if row.logits is None or row.offset != seq.length:
-            self._require(row, seq.length - 1)
-            ids = mx.array([[last_token(seq)]], dtype=mx.int32)
-            logits = self._model(ids, cache=row.caches)[:, -1, : self.vocab_size]
-            row.advance(1)
-            row.logits = logits
-        return row.logits
+    def collect(self) -> StepResult:
+        """See Engine.collect."""
+        flight = self._flights[0]
+        with self._discard_on_failure(flight.spans):
+            mx.eval(*flight.done)
+        self._flights.popleft()
+        self._collected(flight, monotonic())
+        for seq in flight.rows:
+            seq.awaited -= 1
+        if flight.sampled is None:
+            return StepResult([], [])
+        return StepResult(*sampled_tokens(flight.sampled, flight.rows))
 
-    def _require(self, row: MlxLmRow, tokens: int) -> None:
-        if row.offset < tokens:
-            raise OutOfMemory(f"{tokens} tokens were lost with a step that failed")
-        assert row.offset == tokens, f"a row of {row.offset} tokens was taken for one of {tokens}"
+    def _computed(self, span: Span) -> mx.array:
+        """Returns logits [1, vocabulary] after the last input of a span."""
+        row = self._require_row(span)
+        ids = mx.array([span.sequence.token_range(span.start, span.end)], dtype=mx.int32)
+        logits: mx.array = self._model(ids, cache=row.caches)[:, -1, : self.vocab_size]
+        row.advance(span.count)
+        if not span.decodes:
+            mx.eval(row.arrays())
+        return logits
+
+    def _drawn(self, rows: Many[Sequence], logits: mx.array) -> SamplerOutput:
+        requests = [
+            SampleRequest(seq.options, seq.seed, len(seq.ids), penalty_history(seq)) for seq in rows
+        ]
+        return sampler.sample(logits, requests)
 
     @contextmanager
-    def _discard_on_failure(self, hit: Many[Sequence]) -> Iterator[None]:
-        """See RowEngine. A failed pass may have written to each of its rows."""
+    def _discard_on_failure(self, spans: Many[Span]) -> Iterator[None]:
+        """Wraps a pass over these spans; one that fails may have written to each of their rows."""
         try:
             yield
         except Exception:
-            for seq in hit:
-                self._rows[seq].release()
+            self._flights.clear()
+            for span in spans:
+                if span.sequence in self._rows:
+                    self._rows[span.sequence].release()
             raise
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
@@ -187,9 +211,9 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        self.prefill(seq, size)
+        self.step([Span(seq, 0, size, draws=False)])
         peak, taken = mx.get_peak_memory() - before, row.nbytes
-        self.decode([seq])
+        self.step([Span(seq, seq.submitted, 1, draws=True)])
         on_progress()
         del self._rows[seq]
         return size, taken, peak

@@ -204,7 +204,7 @@ def admit_of(
         seed=work.seed,
         max_tokens=max_tokens,
         ids=ids,
-        prefill_alone=work.suspect,
+        read_alone=work.suspect,
         restore_at=prompt.restore_at,
     )
     facts = Facts(opened.digest, context, max_tokens, len(prompt_ids), now, prompt.thinks)

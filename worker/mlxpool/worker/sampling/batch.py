@@ -5,7 +5,7 @@ Arrays of options are made once for as long as the rows of a batch are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cached_property
@@ -145,13 +145,14 @@ class SamplingBatch:
     @cached_property
     def kernel_inputs(self) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
         """Temperatures, top-k, top-p, min-p [R] and seeds [R, 2], see kernels/sampling.py."""
-        top_p, min_p = (column[:, 0].astype(mx.float32) for column in (self.top_p, self.min_p))
-        heats = mx.where(self.greedy, 0.0, self.temperature[:, 0]).astype(mx.float32)
+        # From numbers of the host: an operation would have to wait for the passes in flight.
+        options = self.options
+        top_p = mx.array([one.top_p if has_top_p(one) else NO_TOP_P for one in options])
+        min_p = mx.array([float(one.min_p) for one in options])
+        heats = mx.array([_heat(one) for one in options])
         halves = [(seed >> 32 & _WORD, seed & _WORD) for seed in self.seeds]
         seeds = mx.array(halves, dtype=mx.uint32)
-        every = heats, mx.array(self.top_ks, dtype=mx.int32), top_p, min_p, seeds
-        mx.eval(every)
-        return every
+        return heats, mx.array(self.top_ks, dtype=mx.int32), top_p, min_p, seeds
 
     @cached_property
     def zero_positions(self) -> mx.array:
@@ -160,6 +161,11 @@ class SamplingBatch:
 
     def _column(self, of: Callable[[Options], float]) -> mx.array:
         return mx.array([of(one) for one in self.options])[:, None]
+
+
+def _heat(options: Options) -> float:
+    """Returns the temperature; 0 for the most likely token."""
+    return max(options.temperature, MIN_TEMPERATURE) if options.temperature else 0.0
 
 
 def _top_k(options: Options, size: int) -> int:
@@ -185,57 +191,30 @@ class SamplerOutput:
         return [array for array in every if array is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """Sampled tokens, one row for each sequence.
+def sampled_tokens(
+    sampled: SamplerOutput, rows: Rows
+) -> tuple[list[SampledToken], list[SequenceFailed]]:
+    """Returns the tokens of a computed pass, and the sequences whose logits were no numbers.
 
-    `lengths[row]` is the length that a sequence has when its token is its next one.
-    """
-
-    rows: Mapping[Sequence, int]
-    lengths: tuple[int, ...]
-    sampled: SamplerOutput
-
-    def without(self, seq: Sequence) -> StepOutput:
-        """Returns the output without a sequence that lost its row: its token in flight is void."""
-        rows = {one: row for one, row in self.rows.items() if one is not seq}
-        return StepOutput(rows, self.lengths, self.sampled)
-
-    def next_tokens(self, sequences: Many[Sequence]) -> Rows:
-        """Returns the rows of those sequences whose next token is in this output."""
-        rows, lengths = self.rows, self.lengths
-        return {
-            seq: row
-            for seq in sequences
-            if (row := rows.get(seq)) is not None and lengths[row] == seq.length
-        }
-
-    def all_rows(self) -> tuple[StepOutput, Rows]:
-        """Returns the output with the rows of all its sequences."""
-        return self, dict(self.rows)
-
-
-def select_rows(tokens: mx.array, rows: list[int]) -> mx.array:
-    """Returns tokens [R] of these rows; the array itself when these are all rows in order."""
-    return tokens if rows == list(range(tokens.shape[0])) else tokens[mx.array(rows)]
-
-
-def sampled_tokens(sampled: SamplerOutput, rows: Rows) -> list[SampledToken]:
-    """Returns the tokens of a computed step; `rows` has the row of each sequence.
-
-    Raises SequenceFailed when a row has no token.
+    `rows` has the row of each sequence.
     """
     tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
-    for seq, row in rows.items():
-        if tokens[row] == NO_TOKEN:
-            raise SequenceFailed(
-                seq,
-                f"the logits after {seq.length} tokens are no numbers: "
-                "the weights are damaged or overflow in their dtype",
-            )
-    return [
-        SampledToken(seq, tokens[row], _logprob(sampled, seq, row)) for seq, row in rows.items()
+    drawn = [
+        SampledToken(seq, tokens[row], _logprob(sampled, seq, row))
+        for seq, row in rows.items()
+        if tokens[row] != NO_TOKEN
     ]
+    if len(drawn) == len(rows):
+        return drawn, []
+    return drawn, [_no_numbers(seq) for seq, row in rows.items() if tokens[row] == NO_TOKEN]
+
+
+def _no_numbers(seq: Sequence) -> SequenceFailed:
+    return SequenceFailed(
+        seq,
+        f"the logits after {seq.length} tokens are no numbers: "
+        "the weights are damaged or overflow in their dtype",
+    )
 
 
 def _logprob(sampled: SamplerOutput, seq: Sequence, row: int) -> TokenLogprob | None:

@@ -57,15 +57,19 @@ def sample_batch(
     positions: Sequence[int],
     histories: Sequence[Sequence[int]],
     pending: mx.array | None = None,
+    awaited: Sequence[int] = (),
 ) -> SamplerOutput:
     """As `sample`, with the options of a batch; for positions and histories see SampleRequest.
 
-    Positions are used only with random choices, histories only with penalties.
+    Positions are used only with random choices, histories only with penalties. `awaited` [R]: 1
+    where `pending` has a token, 0 where it has NO_TOKEN; empty: every row has one.
     """
+    if awaited and not any(awaited):
+        pending = None
     if kernel.supports(logits.shape[-1], logits.dtype):
-        return _by_kernel(logits, batch, positions, histories, pending)
+        return _by_kernel(logits, batch, positions, histories, pending, awaited)
     raw = logits.astype(mx.float32)
-    adjusted = _processed_logits(raw, batch, histories, pending)
+    adjusted = _processed_logits(raw, batch, histories, pending, awaited)
     tokens = mx.argmax(adjusted, axis=-1).astype(mx.int32)
     if batch.any_random:
         tokens = mx.where(batch.greedy, tokens, _random_tokens(adjusted, batch, positions))
@@ -79,9 +83,10 @@ def _by_kernel(
     positions: Sequence[int],
     histories: Sequence[Sequence[int]],
     pending: mx.array | None,
+    awaited: Sequence[int],
 ) -> SamplerOutput:
     """As `sample_batch`, by our kernel: equal but for the last digits of sums and exponentials."""
-    adjusted = _processed_logits(logits, batch, histories, pending)
+    adjusted = _processed_logits(logits, batch, histories, pending, awaited)
     places = mx.array(list(positions), dtype=mx.int32) if batch.any_random else batch.zero_positions
     tokens = kernel.sample_tokens(adjusted, *batch.kernel_inputs, places)
     return _with_logprobs(logits.astype(mx.float32), tokens, batch)
@@ -92,6 +97,7 @@ def _processed_logits(
     batch: SamplingBatch,
     histories: Sequence[Sequence[int]],
     pending: mx.array | None,
+    awaited: Sequence[int],
 ) -> mx.array:
     """Returns the logits with biases and penalties applied."""
     adjusted = logits
@@ -101,7 +107,7 @@ def _processed_logits(
         lines, ids, biases = batch.bias_arrays
         adjusted = adjusted.at[lines, ids].add(biases)
     if batch.any_penalties:
-        adjusted = _penalised(adjusted, batch, histories, pending)
+        adjusted = _penalised(adjusted, batch, histories, pending, awaited)
     return adjusted
 
 
@@ -110,22 +116,27 @@ def _penalised(
     batch: SamplingBatch,
     histories: Sequence[Sequence[int]],
     pending: mx.array | None,
+    awaited: Sequence[int],
 ) -> mx.array:
-    counts = _counts(batch, histories, pending, logits.shape[-1])
+    counts = _counts(batch, histories, pending, awaited, logits.shape[-1])
     repeated = mx.where(logits < 0, logits * batch.repeat, logits / batch.repeat)
     seen = counts > 0
     return mx.where(seen, repeated - batch.presence, logits) - batch.frequency * counts
 
 
 def _counts(
-    batch: SamplingBatch, histories: Sequence[Sequence[int]], pending: mx.array | None, size: int
+    batch: SamplingBatch,
+    histories: Sequence[Sequence[int]],
+    pending: mx.array | None,
+    awaited: Sequence[int],
+    size: int,
 ) -> mx.array:
     """Returns [R, V] how often each token is in the penalty window of each row.
 
     Column V, which is dropped, counts padding.
     """
-    rows = zip(batch.options, histories, strict=True)
-    windows = [_window(options, history, pending is not None) for options, history in rows]
+    unread = awaited or [int(pending is not None)] * len(histories)
+    windows = list(map(_window, batch.options, histories, unread))
     width = max(map(len, windows))
     padded = [window + [size] * (width - len(window)) for window in windows]
     tokens = mx.array(padded, dtype=mx.int32).reshape(len(windows), width)
@@ -137,12 +148,12 @@ def _counts(
     return counts.at[lines, tokens].add(1.0)[:, :size]
 
 
-def _window(options: Options, history: Sequence[int], pending: bool) -> list[int]:
+def _window(options: Options, history: Sequence[int], awaited: int) -> list[int]:
     if not has_penalties(options):
         return []
     if options.repeat_last_n < 0:
         return list(history)
-    known = min(options.repeat_last_n - pending, len(history))
+    known = min(options.repeat_last_n - awaited, len(history))
     return list(history[len(history) - known :])
 
 

@@ -1,53 +1,106 @@
-"""Chooses the sequences of the next step: admissions, chunks, decode rows, preemptions. Pure.
+"""Chooses the spans of the next step, admissions and preemptions. Pure.
 
-Every function takes the sequences in the order of their arrival.
+A step is one forward pass over spans: the next input of every sequence that decodes, and chunks of
+prompts until the predicted time of the pass reaches its target. Every function takes the sequences
+in the order of their arrival.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 
 from mlxpool.worker.scheduling.kv_blocks import blocks_for_step
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.step_cost import Load
 
 FULL_CHUNK_CONTEXT = 2048  # tokens of context up to which a chunk has its full length
-MAX_STREAM_PAUSE = 0.2  # seconds that a chunk may delay the streams that run
 MIN_CHUNK = 64  # tokens; a smaller chunk costs more than it saves
-_RUNNING = (Phase.PREFILL, Phase.DECODE)
+PROMPT_SHARE = 0.25  # of the target time of a pass, which prompts get even beside many rows
+
+Clip = Callable[[Sequence, int], int]  # (sequence, tokens) -> tokens that its next chunk may have
+Predict = Callable[[Load], float]  # -> seconds of a pass
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: prefill chunks first, then one token for each decoding sequence."""
+class Span:
+    """Inputs [start, start + count) of a sequence in one pass.
 
-    prefill: tuple[tuple[Sequence, int], ...]  # with the tokens of its chunk; 0: it is prefilled
-    decode: tuple[Sequence, ...]
-
-
-def plan_step(live: Many[Sequence], budget: int, pairs: int) -> StepPlan:
-    """Returns the next step.
-
-    `budget` prompt tokens are shared by all sequences: the oldest takes what it can use, the next
-    what is left. `pairs` bounds the query-key pairs of the chunks, so that chunks get shorter as
-    contexts get longer, see `longest_chunk`.
+    `draws`: the logits after the last of them draw the next token. The input of a decode step may
+    be a token that a pass in flight draws.
     """
-    prefill = []
-    for sequence in live:
-        if sequence.phase is Phase.PREFILL and budget > 0:
-            # Decode computes the last token, so a prompt that is fully cached needs no chunk.
-            left = max(0, sequence.length - 1 - sequence.prefilled)
-            share = min(left, budget, longest_chunk(sequence.prefilled, pairs))
-            if left and not share:
-                break
-            prefill.append((sequence, share))
-            budget -= share
-            pairs -= share * (sequence.prefilled + share)
-            if share < left:
-                break
-    decode = tuple(s for s in live if s.phase is Phase.DECODE)
-    return StepPlan(tuple(prefill), decode)
+
+    sequence: Sequence
+    start: int
+    count: int
+    draws: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is the one input of a decode step, not a chunk of a prompt."""
+        return self.draws and self.count == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The spans of one pass: decode rows first, then chunks of prompts.
+
+    `alone`: it reads a prompt that failed before, so no other pass may be in flight with it.
+    """
+
+    spans: tuple[Span, ...] = ()
+    alone: bool = False
+
+    @property
+    def chunks(self) -> list[Span]:
+        """The spans that read prompts."""
+        return [span for span in self.spans if not span.decodes]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The bounds of one pass.
+
+    `lines` are its inputs, `prompts` its chunks (0: no bound), `pairs` their query-key pairs,
+    `seconds` its time while sequences decode (0: no bound). `ahead` passes may be in flight while
+    it is submitted. `sizes` are the numbers of lines for which passes are compiled; none: any.
+    """
+
+    lines: int
+    pairs: int
+    context: int
+    seconds: float = 0.0
+    prompts: int = 0
+    ahead: int = 0
+    sizes: tuple[int, ...] = ()
+
+
+def schedule(
+    live: Many[Sequence],
+    limits: StepLimits,
+    predict: Predict,
+    clip: Clip,
+    *,
+    alone: bool = True,
+) -> Step:
+    """Returns the next step; it may be empty.
+
+    `alone`: a prompt that failed before may be read now, by itself; otherwise it waits while others
+    decode.
+    """
+    rows = [_decode_span(one) for one in live if _decodes(one, limits)]
+    prompts = [one for one in live if one.reads_prompt]
+    if prompts and prompts[0].read_alone and (alone or not rows):
+        return Step((_first_chunk(prompts[0], limits, clip),), alone=True)
+    chunks = _chunks(prompts, rows, limits, predict, clip)
+    return Step((*rows, *_filled(chunks, len(rows), limits.sizes)))
 
 
 def pair_budget(chunk: int) -> int:
@@ -65,15 +118,80 @@ def longest_chunk(start: int, pairs: int) -> int:
     return max(MIN_CHUNK, (isqrt(start * start + 4 * pairs) - start) // 2)
 
 
-def prefill_budget(chunk: int, streams: bool, token_seconds: float) -> int:
-    """Returns the prompt tokens of one step: `chunk`, or fewer while `streams` run.
+def _decodes(sequence: Sequence, limits: StepLimits) -> bool:
+    """Whether the next input of the sequence is known, or drawn by a pass in flight."""
+    if sequence.phase is not Phase.RUNNING:
+        return False
+    if sequence.awaited == 0:
+        return sequence.unread == 1
+    made = len(sequence.ids) + sequence.awaited
+    continues = made < sequence.max_tokens and len(sequence.prompt) + made < limits.context
+    return continues and sequence.awaited <= limits.ahead
 
-    While streams run a chunk takes MAX_STREAM_PAUSE at most. `token_seconds` is the usual time of
-    a prompt token; 0: unknown.
+
+def _decode_span(sequence: Sequence) -> Span:
+    return Span(sequence, sequence.submitted, 1, draws=True)
+
+
+def _chunk(sequence: Sequence, count: int) -> Span:
+    start = sequence.submitted
+    return Span(sequence, start, count, draws=start + count == sequence.length)
+
+
+def _first_chunk(prompt: Sequence, limits: StepLimits, clip: Clip) -> Span:
+    most = min(prompt.unread, limits.lines, longest_chunk(prompt.submitted, limits.pairs))
+    return _chunk(prompt, clip(prompt, most))
+
+
+def _chunks(
+    prompts: Many[Sequence], rows: Many[Span], limits: StepLimits, predict: Predict, clip: Clip
+) -> list[Span]:
+    """Returns chunks of the first prompts, until a bound of the pass is reached."""
+    load = Load.of(rows)
+    bound = limits.seconds and max(limits.seconds, predict(load) + PROMPT_SHARE * limits.seconds)
+    lines, pairs = limits.lines - len(rows), limits.pairs
+    chunks: list[Span] = []
+    for prompt in prompts:
+        if prompt.read_alone or (limits.prompts and len(chunks) == limits.prompts):
+            break
+        most = min(prompt.unread, lines, longest_chunk(prompt.submitted, pairs))
+        if rows and bound:
+            least = 0 if chunks else min(most, MIN_CHUNK)
+            most = max(least, _tokens_within(bound, prompt, most, load, predict))
+        if most <= 0:
+            break
+        span = _chunk(prompt, clip(prompt, most))
+        chunks.append(span)
+        load = load.with_span(span)
+        lines, pairs = lines - span.count, pairs - span.count * span.end
+        if most < prompt.unread and span.count == most:
+            break  # a bound was reached, not a restore point
+    return chunks
+
+
+def _tokens_within(bound: float, prompt: Sequence, most: int, load: Load, predict: Predict) -> int:
+    """Returns the tokens of the longest chunk, up to `most`, with which a pass takes `bound`."""
+
+    def takes(count: int) -> float:
+        return predict(load.with_span(_chunk(prompt, count)))
+
+    return bisect_right(range(1, most + 1), bound, key=takes)
+
+
+def _filled(chunks: list[Span], rows: int, sizes: Many[int]) -> list[Span]:
+    """Returns the chunks, the last one cut so that the lines of the pass are one of `sizes`.
+
+    Only a last chunk that ends inside its prompt is cut: padding is cheaper than another pass.
     """
-    if not streams or token_seconds <= 0:
-        return chunk
-    return min(chunk, max(MIN_CHUNK, int(MAX_STREAM_PAUSE / token_seconds)))
+    if not chunks or not sizes or chunks[-1].end == chunks[-1].sequence.length:
+        return chunks
+    last = chunks[-1]
+    lines = rows + sum(span.count for span in chunks)
+    fitting = bisect_right(sizes, lines)
+    spare = lines - sizes[fitting - 1] if fitting else 0
+    if spare >= last.count:
+        return chunks
+    return [*chunks[:-1], replace(last, count=last.count - spare)]
 
 
 def next_admissions(live: Many[Sequence], slots: int) -> list[Sequence]:
@@ -88,12 +206,12 @@ def next_admissions(live: Many[Sequence], slots: int) -> list[Sequence]:
 
 def running(live: Many[Sequence]) -> list[Sequence]:
     """Returns the sequences that have a row."""
-    return [s for s in live if s.phase in _RUNNING]
+    return [s for s in live if s.phase is Phase.RUNNING]
 
 
 def needing_blocks(live: Many[Sequence]) -> list[Sequence]:
-    """Returns the decoding sequences whose next step needs more blocks than they have."""
-    return [s for s in live if s.phase is Phase.DECODE and blocks_for_step(s) > s.blocks]
+    """Returns the running sequences whose next step needs more blocks than they have."""
+    return [s for s in running(live) if blocks_for_step(s) > s.blocks]
 
 
 def preemption_victim(live: Many[Sequence]) -> Sequence | None:

@@ -12,8 +12,7 @@ class Phase(Enum):
     """The state of a sequence; it moves forward, or back to WAITING at a preemption."""
 
     WAITING = auto()
-    PREFILL = auto()
-    DECODE = auto()
+    RUNNING = auto()  # it has a row
     FINISHED = auto()
 
 
@@ -33,12 +32,13 @@ class Sequence:
     max_tokens: int
     ids: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
-    prefilled: int = 0  # leading tokens of `tokens` whose keys and values are in its row
-    cached: int = 0  # of `prefilled`, those that the prefix cache had at admission
+    submitted: int = 0  # leading inputs whose keys and values are in its row or in a pass in flight
+    awaited: int = 0  # tokens that passes in flight draw: they follow `ids`
+    cached: int = 0  # of `submitted`, those that the prefix cache had at admission
     blocks: int = 0  # KV-cache blocks that it may use, see kv_blocks.py; 0 without a row
     promised: int = 0  # blocks to which it may grow when it runs alone, see kv_blocks.py
     preempted: bool = False  # it had a row and lost it
-    prefill_alone: bool = False  # a forward pass or a worker failed with it
+    read_alone: bool = False  # a pass or a worker failed with it: its prompt has passes of its own
     restore_at: int = 0  # tokens before the generation prompt, where a later prompt may branch off
 
     @property
@@ -50,6 +50,16 @@ class Sequence:
     def length(self) -> int:
         return len(self.prompt) + len(self.ids)
 
+    @property
+    def unread(self) -> int:
+        """Known tokens that no pass has read; one of them is the input of a decode step."""
+        return max(0, self.length - self.submitted)
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether it runs and has more to read than the input of a decode step."""
+        return self.phase is Phase.RUNNING and self.unread > 1
+
     def token_range(self, start: int, end: int) -> list[int]:
         """Returns `tokens[start:end]` without building `tokens`; `end` is at most `length`."""
         size = len(self.prompt)
@@ -58,7 +68,7 @@ class Sequence:
     def return_to_waiting(self) -> None:
         """The sequence has lost its row and waits for another."""
         self.phase = Phase.WAITING
-        self.prefilled = self.blocks = 0
+        self.submitted = self.awaited = self.blocks = 0
 
     def preempt(self) -> None:
         """As `return_to_waiting`, because other sequences need the memory."""
@@ -84,7 +94,7 @@ class SampledToken:
 
 
 class SequenceFailed(Exception):
-    """A step failed for one sequence; the other sequences of the step lost nothing."""
+    """A pass failed for one sequence; the other sequences of the pass lost nothing."""
 
     def __init__(self, sequence: Sequence, message: str) -> None:
         super().__init__(message)

@@ -14,7 +14,8 @@ from mlxpool.worker.compute.loop import BeginGeneration
 from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.compute.model_source import ModelSource, OnProgress
 from mlxpool.worker.engine.counting_engine import LOAD_STEPS, CountingEngine
-from mlxpool.worker.engine.engine import PrefillShare
+from mlxpool.worker.engine.engine import StepResult
+from mlxpool.worker.scheduling.scheduler import Span
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.testing.faults import NO_FAULTS, Faults, Struck
 
@@ -25,6 +26,7 @@ class FaultyEngine:
     def __init__(self, engine: CountingEngine, faults: Faults) -> None:
         self._engine = engine
         self.faults = faults
+        self._sites: list[tuple[Span, ...]] = []  # of the passes in flight
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -48,34 +50,44 @@ class FaultyEngine:
         self.faults.require_device()
         self._engine.admit(seq)
 
-    def prefill_batch(self, shares: Many[PrefillShare]) -> list[int]:
-        if self.faults.site == "prefill":
-            self._strike([seq for seq, _ in shares], [self._chunk(*share) for share in shares])
-        self.faults.require_device()
-        return self._engine.prefill_batch(shares)
+    def submit(self, spans: Many[Span]) -> bool:
+        self._sites.append(tuple(spans))
+        return self._engine.submit(spans)
 
-    def decode(self, rows: Many[Sequence]) -> list[SampledToken]:
-        if self.faults.site == "decode":
-            self._strike(rows, [range(len(row.ids), len(row.ids) + 1) for row in rows])
+    def collect(self) -> StepResult:
+        spans = self._sites.pop(0)
+        failed = self._struck([span for span in spans if not span.decodes], "prefill")
+        failed += self._struck([span for span in spans if span.draws], "decode")
         self.faults.require_device()
-        return self._engine.decode(rows)
+        found = self._engine.collect()
+        hit = {failure.sequence for failure in failed}
+        drawn = [one for one in found.drawn if one.sequence not in hit]
+        return StepResult(drawn, [*found.failed, *failed])
 
     def device_works(self) -> bool:
         return not self.faults.device_lost and self._engine.device_works()
 
-    def _chunk(self, seq: Sequence, budget: int) -> range:
-        count = max(0, min(budget, self._engine.chunk, seq.length - 1 - seq.prefilled))
-        return range(seq.prefilled, seq.prefilled + count)
-
-    def _strike(self, rows: Many[Sequence], spans: Many[range]) -> None:
-        """Injects the fault into the first row that it concerns, at most once in a step."""
-        number = self.faults.victim([row.prompt for row in rows], spans)
+    def _struck(self, spans: Many[Span], site: str) -> list[SequenceFailed]:
+        """Injects the fault into the first span that it concerns, at most once in a step."""
+        if self.faults.site != site or not spans:
+            return []
+        places = [_place(span, site) for span in spans]
+        number = self.faults.victim([span.sequence.prompt for span in spans], places)
         if number is None:
-            return
+            return []
         try:
             self.faults.strike()
         except Struck as error:
-            raise SequenceFailed(rows[number], str(error)) from None
+            return [SequenceFailed(spans[number].sequence, str(error))]
+        return []
+
+
+def _place(span: Span, site: str) -> range:
+    """The tokens of a chunk, or the number of the token that a span draws."""
+    if site == "prefill":
+        return range(span.start, span.end)
+    drawn = span.end - len(span.sequence.prompt)
+    return range(drawn, drawn + 1)
 
 
 def open_source(

@@ -1,4 +1,4 @@
-"""What a step does with the engine: gives sequences KV blocks, then runs the engine's passes.
+"""What a step does with the engine: gives sequences KV blocks, submits and collects passes.
 
 A failure ends the requests that it concerns, or the process when the device is lost.
 """
@@ -6,16 +6,17 @@ A failure ends the requests that it concerns, or the process when the device is 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Many
-from functools import partial
+from dataclasses import dataclass, replace
 from time import monotonic
+from typing import Self
 
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.generations import Generations
 from mlxpool.worker.compute.progress import Progress
-from mlxpool.worker.engine.engine import Engine, PrefillShare
+from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.scheduling.kv_blocks import (
     KV_BLOCK_TOKENS,
     blocks_for,
@@ -24,16 +25,18 @@ from mlxpool.worker.scheduling.kv_blocks import (
     promise_blocks,
 )
 from mlxpool.worker.scheduling.scheduler import (
+    Step,
     needing_blocks,
     next_admissions,
     preemption_victim,
     running,
+    schedule,
 )
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence, SequenceFailed
 
 log = logging.getLogger("mlxpool.worker")
 
-MAX_FAILED_JOINT_PASSES = 3  # then prompts are read one by one
+MAX_FAILED_JOINT_STEPS = 3  # then prompts are read one by one
 _MEMORY_WORDS = ("memory", "alloc", "metal::malloc", "resource limit")
 
 
@@ -113,101 +116,165 @@ class BlockAllocator:
         return self._generations.fail(sequence, too_many_blocks(sequence, self._engine.blocks))
 
 
-class Passes:
-    """The passes of one step. Every method returns the deltas that streams get from it.
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A submitted step. `request` is the one whose prompt it reads, None with several or none.
 
-    An error ends the requests that took part in the pass, and nothing else. A lost device ends
-    none: DeviceLost is raised, and their streams continue in another process.
+    `tokens` of prompts, 0 in a decode step of `rows` rows.
+    """
+
+    step: Step
+    request: bytes | None
+    tokens: int
+    rows: int
+    fresh: bool = False
+
+    @classmethod
+    def of(cls, step: Step) -> Self:
+        chunks = step.chunks
+        request = chunks[0].sequence.id if len(chunks) == 1 else None
+        tokens = sum(span.count for span in step.spans) if chunks else 0
+        return cls(step, request, tokens, len(step.spans))
+
+    @property
+    def shown(self) -> tuple[bytes | None, int, int]:
+        """What the progress shows while the step is awaited."""
+        return self.request, self.tokens, self.rows
+
+
+class Steps:
+    """Runs steps on the engine. Every method returns the deltas that streams get from it.
+
+    An error ends the requests that it concerns, and nothing else. A lost device ends none:
+    DeviceLost is raised, and their streams continue in another process.
     """
 
     def __init__(self, engine: Engine, generations: Generations, progress: Progress) -> None:
         self._engine = engine
         self._generations = generations
         self._progress = progress
-        self._failed_joint_passes = 0
+        self._flights: deque[StepInFlight] = deque()
+        self._failed_joint_steps = 0
+        self._alone = False  # whether the newest step read a prompt alone
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that were submitted and not collected."""
+        return len(self._flights)
 
     def admit(self, sequence: Sequence) -> list[Delta]:
         """Give the sequence a row of the engine."""
-        return self._guarded([sequence], partial(self._admit, sequence))
+        try:
+            self._engine.admit(sequence)
+        except Exception as error:
+            log.exception("a sequence could not be admitted")
+            self._require_device(error, None)
+            return [self._generations.fail(sequence, as_pool_error(error))]
+        sequence.phase = Phase.RUNNING
+        if self._failed_joint_steps >= MAX_FAILED_JOINT_STEPS:
+            sequence.read_alone = True
+        return []
 
-    def prefill(self, shares: Many[PrefillShare]) -> list[Delta]:
-        """Read a chunk of each prompt, as many prompts in one pass as the engine allows."""
-        deltas: list[Delta] = []
-        while shares:
-            count = self._joint_size(shares)
-            group, shares = shares[:count], shares[count:]
-            deltas += self._prefill_one(group[0]) if count == 1 else self._prefill_joint(group)
+    def run(self) -> list[Delta]:
+        """Submit the next step, and collect the oldest one when no more may be in flight."""
+        limits = self._engine.limits
+        step = schedule(
+            self._generations.sequences(),
+            limits,
+            self._engine.cost.seconds,
+            self._engine.clip,
+            alone=not self._alone,
+        )
+        if step.alone and self._flights:
+            return self.collect()
+        if step.spans:
+            deltas = self._submit(step)
+            if step.alone or len(self._flights) > limits.ahead:
+                deltas += self.collect()
+            return deltas
+        return self.collect() if self._flights else []
+
+    def _submit(self, step: Step) -> list[Delta]:
+        self._alone = step.alone
+        now = monotonic()
+        for span in step.chunks:
+            generation = self._generations.of(span.sequence)
+            generation.prefill_at = generation.prefill_at or now
+        flight = StepInFlight.of(step)
+        if not self._flights:
+            self._progress.awaits(flight.request, flight.tokens, flight.rows)
+        self._flights.append(flight)
+        try:
+            fresh = self._engine.submit(step.spans)
+        except Exception as error:
+            return self._failed(error)
+        self._flights[-1] = replace(flight, fresh=fresh)
+        if len(self._flights) == 1:
+            self._progress.compiles(fresh=fresh)
+        return []
+
+    def collect(self) -> list[Delta]:
+        """Wait for the oldest step in flight and commit its tokens."""
+        flight = self._flights[0]
+        try:
+            found = self._engine.collect()
+        except Exception as error:
+            return self._failed(error)
+        self._flights.popleft()
+        self._progress.ended(fresh=flight.fresh)
+        if self._flights:
+            self._progress.awaits(*self._flights[0].shown)
+        now = monotonic()
+        deltas = [self._commit(one, now) for one in found.drawn if self._is_live(one.sequence)]
+        for failed in found.failed:
+            if self._is_live(failed.sequence):
+                deltas.append(self._generations.fail(failed.sequence, Internal(str(failed))))
         return deltas
 
-    def decode(self, sequences: list[Sequence]) -> list[Delta]:
-        """Draw the next token of each sequence."""
-        return self._guarded(sequences, partial(self._decode, sequences))
+    def _is_live(self, sequence: Sequence) -> bool:
+        return sequence.phase is Phase.RUNNING
 
-    def prompt_read(self, sequence: Sequence) -> None:
-        """The sequence decodes from the next step on."""
-        generation = self._generations.of(sequence)
-        generation.prefill_at = generation.prefill_at or monotonic()
-        generation.decode_at = generation.decode_at or monotonic()
-        sequence.phase = Phase.DECODE
+    def _failed(self, error: Exception) -> list[Delta]:
+        """Ends the requests that a failed step concerns; others wait for another row.
 
-    def _admit(self, sequence: Sequence) -> list[Delta]:
-        self._engine.admit(sequence)
-        sequence.phase = Phase.PREFILL
-        return []
+        Prompts of a step over several requests are read again alone, so that only the one to blame
+        ends. Where nothing was read, the step's requests end.
+        """
+        log.warning("a step failed", exc_info=error)
+        flights = [*self._flights]
+        self._flights.clear()
+        suspects = {span.sequence for flight in flights for span in flight.step.chunks}
+        suspects = {one for one in suspects if self._is_live(one)}
+        self._require_device(error, flights[0].request if len(suspects) == 1 else None)
+        hit = [one for one in self._generations.sequences() if self._hit(one, flights)]
+        alone = any(flight.step.alone for flight in flights)
+        if alone or not suspects:
+            ending = suspects if alone else set(hit)
+            deltas = [self._generations.fail(one, as_pool_error(error)) for one in ending]
+        else:
+            self._failed_joint_steps += 1
+            deltas = []
+            for one in suspects:
+                one.read_alone = True
+        for one in hit:
+            if self._is_live(one):
+                self._generations.release(one)
+                one.return_to_waiting()
+        return deltas
 
-    def _joint_size(self, shares: Many[PrefillShare]) -> int:
-        """How many of the first shares are computed in one pass."""
-        if self._failed_joint_passes >= MAX_FAILED_JOINT_PASSES:
-            return 1
-        try:
-            return self._engine.prefill_batch_size(shares)
-        except Exception:
-            log.exception("prompts are read one by one")
-            self._failed_joint_passes = MAX_FAILED_JOINT_PASSES
-            return 1
-
-    def _prefill_one(self, share: PrefillShare) -> list[Delta]:
-        sequence = share[0]
-        # An error of a step computed ahead may surface here; it is not this prompt's.
-        to_blame = None if self._engine.step_in_flight() else sequence.id
-        read = partial(self._prefill, [share], sequence.id)
-        return self._guarded([sequence], read, to_blame)
-
-    def _prefill_joint(self, shares: Many[PrefillShare]) -> list[Delta]:
-        """One pass. If it fails, each prompt is read again alone: only the one to blame ends."""
-        try:
-            return self._prefill(shares, None)
-        except Exception as error:
-            log.warning("a pass over %d prompts failed", len(shares), exc_info=True)
-            self._require_device(error, None)
-        self._failed_joint_passes += 1
-        for sequence, _ in shares:
-            sequence.prefill_alone = True
-            self._generations.release(sequence)
-            sequence.return_to_waiting()
-        return []
-
-    def _prefill(self, shares: Many[PrefillShare], request: bytes | None) -> list[Delta]:
-        for sequence, _ in shares:
-            generation = self._generations.of(sequence)
-            generation.prefill_at = generation.prefill_at or monotonic()
-        with self._progress.prefilling(request, sum(share for _, share in shares)):
-            done = self._engine.prefill_batch(shares)
-        for (sequence, _), tokens in zip(shares, done, strict=True):
-            if tokens == 0 or sequence.prefilled >= sequence.length - 1:
-                self.prompt_read(sequence)
-        return []
-
-    def _decode(self, sequences: list[Sequence]) -> list[Delta]:
-        with self._progress.decoding(len(sequences)):
-            drawn = self._engine.decode(sequences)
-        now = monotonic()
-        return [self._commit(one, now) for one in drawn]
+    def _hit(self, sequence: Sequence, flights: list[StepInFlight]) -> bool:
+        """Whether a failed step had the sequence, or has lost its row."""
+        if not self._is_live(sequence):
+            return False
+        inside = any(span.sequence is sequence for one in flights for span in one.step.spans)
+        return inside or self._engine.lost(sequence)
 
     def _commit(self, drawn: SampledToken, now: float) -> Delta:
         """Append one drawn token; an error here ends this request alone."""
         sequence = drawn.sequence
         generation = self._generations.of(sequence)
+        generation.prefill_at = generation.prefill_at or now
+        generation.decode_at = generation.decode_at or now
         count = len(sequence.ids)
         try:
             delta = generation.commit(drawn, self._engine.eos, now)
@@ -218,25 +285,6 @@ class Passes:
         if delta.end is not None:
             self._generations.forget(generation)
         return delta
-
-    def _guarded(
-        self,
-        sequences: list[Sequence],
-        work: Callable[[], list[Delta]],
-        to_blame: bytes | None = None,
-    ) -> list[Delta]:
-        """The deltas of `work`; those of the errors if it fails for `sequences`.
-
-        `to_blame` is the request that is charged with a lost device.
-        """
-        try:
-            return work()
-        except SequenceFailed as failed:
-            return [self._generations.fail(failed.sequence, Internal(str(failed)))]
-        except Exception as error:
-            log.exception("a step failed")
-            self._require_device(error, to_blame)
-            return [self._generations.fail(one, as_pool_error(error)) for one in sequences]
 
     def _require_device(self, error: Exception, to_blame: bytes | None) -> None:
         """Raises DeviceLost when the device no longer computes."""

@@ -1,0 +1,142 @@
+"""A forward pass over spans of rows in the block pool: one kernel call a layer for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+from mlxpool.worker.kernels.ragged_attention import RaggedPlan
+from mlxpool.worker.kernels.rotate_and_write import rotate_and_write
+from mlxpool.worker.kernels.work_list import TileShape
+
+from mlxpool.worker.attention.kv_pool import KVPool
+from mlxpool.worker.attention.rotary import RotaryEmbedding, split_queries_keys
+from mlxpool.worker.kernels import ragged_attention
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedArrays:
+    """The arrays of one pass over T lines, of which E get logits.
+
+    `positions` [T] of the rotation; `slots` [T] of the pool where keys and values are written, -1
+    for padding lines; `wanted` [E] lines; what the lines see, for each shape of tiles.
+    """
+
+    positions: mx.array
+    slots: mx.array
+    wanted: mx.array
+    plans: Mapping[TileShape, RaggedPlan]
+
+
+class RaggedBatch:
+    """A ForwardBatch whose arrays belong to one compiled pass."""
+
+    logits = True
+
+    def __init__(self, pool: KVPool, arrays: RaggedArrays) -> None:
+        self._pool, self._arrays = pool, arrays
+        self._rotation = RotaryEmbedding(arrays.positions)
+
+    def logit_rows(self, x: mx.array) -> mx.array:
+        """See ForwardBatch.logit_rows."""
+        return x[self._arrays.wanted]
+
+    def rope(self, x: mx.array, rope: Rope) -> mx.array:
+        """See ForwardBatch.rope."""
+        return self._rotation(x, rope)
+
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
+        """See ForwardBatch.attend."""
+        return self._attend(layer, q, k, v, scores, None)
+
+    def rotate_and_attend(
+        self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
+    ) -> mx.array:
+        """See ForwardBatch.rotate_and_attend."""
+        q, k = split_queries_keys(qk, v)
+        return self._attend(layer, q, k, v, scores, rope)
+
+    def _attend(
+        self,
+        layer: int,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scores: ScoreParams,
+        rope: Rope | None,
+    ) -> mx.array:
+        """Writes all keys and values of the layer, then attends: the second reads the first's q."""
+        pools = cast("tuple[mx.array, mx.array]", self._pool.arrays[layer])
+        turns = None if rope is None else self._rotation.turns(rope)
+        rotated = rotate_and_write(q, k, v, pools, self._arrays.slots, turns)
+        plan = self._arrays.plans[tile_shape(q, v)]
+        window = self._pool.shape.window(layer)
+        return ragged_attention.attend(rotated, pools, plan, scores, window)
+
+    def attend_latent(
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
+    ) -> mx.array:
+        """See ForwardBatch.attend_latent."""
+        raise NotImplementedError("models with latent caches have passes of another kind")
+
+    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
+        """See ForwardBatch.recur."""
+        raise NotImplementedError("a pool of blocks has no states, see RowShape")
+
+
+class AttentionProbe:
+    """A ForwardBatch that computes nothing and notes which attention a model asks for."""
+
+    logits = True
+
+    def __init__(self, dtype: mx.Dtype) -> None:
+        self._dtype = dtype
+        self.shapes: set[TileShape] = set()
+        self.supported = True
+
+    def logit_rows(self, x: mx.array) -> mx.array:
+        """See ForwardBatch.logit_rows."""
+        return x
+
+    def rope(self, x: mx.array, rope: Rope) -> mx.array:
+        """See ForwardBatch.rope."""
+        return x
+
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
+        """See ForwardBatch.attend. Notes the heads of the layer."""
+        heads, pairs = q.shape[1], v.shape[1]
+        sizes = heads, pairs, k.shape[2], v.shape[2], self._dtype
+        self.supported = self.supported and ragged_attention.supports(*sizes)
+        self.shapes.add(tile_shape(q, v))
+        return mx.zeros((q.shape[0], heads, v.shape[2]), dtype=q.dtype)
+
+    def rotate_and_attend(
+        self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
+    ) -> mx.array:
+        """See ForwardBatch.rotate_and_attend."""
+        q, k = split_queries_keys(qk, v)
+        return self.attend(layer, q, k, v, scores)
+
+    def attend_latent(
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
+    ) -> mx.array:
+        """See ForwardBatch.attend_latent."""
+        self.supported = False
+        return heads.to_values(heads.absorb(q)[..., : heads.rank])
+
+    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
+        """See ForwardBatch.recur."""
+        raise NotImplementedError("a pool of blocks has no states, see RowShape")
+
+
+def tile_shape(q: mx.array, v: mx.array) -> TileShape:
+    """The tiles of queries [T, H, D] over values [T, KV, D]."""
+    return TileShape(max(1, q.shape[1] // v.shape[1]), v.shape[1])

@@ -1,0 +1,172 @@
+"""Runs one compiled pass of a model over spans of rows in the block pool (CUDA)."""
+
+from __future__ import annotations
+
+from array import array as Numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.worker.attention.kv_pool import KVPool, PagedRow
+from mlxpool.worker.attention.ragged_batch import AttentionProbe, RaggedArrays, RaggedBatch
+from mlxpool.worker.attention.row_batch import RowSpan
+from mlxpool.worker.kernels import ragged_attention
+from mlxpool.worker.kernels.compiled_passes import CompiledPasses
+from mlxpool.worker.kernels.ragged_attention import RaggedPlan
+from mlxpool.worker.kernels.work_list import (
+    Spans,
+    TileShape,
+    capacity_of,
+    visible_ranges,
+    work_items,
+)
+from mlxpool.worker.layers.model_plan import Model
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+
+# Lines of the passes that are compiled; a pass of 1,024 lines keeps a large GPU busy.
+PASS_LINES = (
+    1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 640, 768, 1024,
+)  # fmt: skip
+ITEM = 8  # numbers of an item of the work list
+NOT_WRITTEN = -1  # the slot of a padding line
+
+Int32s = npt.NDArray[np.int32]
+
+
+def attention_of(model: Model, dtype: mx.Dtype) -> AttentionProbe:
+    """Returns the attention that the layers of a model ask for; computes nothing."""
+    probe = AttentionProbe(dtype)
+    model(mx.zeros((1,), dtype=mx.int32), probe)
+    return probe
+
+
+@dataclass(frozen=True, slots=True)
+class PlanShape:
+    """The places of a pass's numbers in one int32 array, which is sent to the device at once."""
+
+    lines: int
+    wanted: int
+    tables: int
+    tiles: tuple[TileShape, ...]
+
+    @property
+    def size(self) -> int:
+        """The numbers of the array."""
+        items = len(self.tiles) * capacity_of(self.lines) * ITEM
+        return 5 * self.lines + self.wanted + self.tables + items
+
+    def arrays(self, plan: mx.array, arrived: mx.array) -> tuple[mx.array, RaggedArrays]:
+        """Returns the ids [T], negative ones for tokens in flight, and the arrays of the pass."""
+        sizes = [self.lines] * 5 + [self.wanted, self.tables]
+        sizes += [capacity_of(self.lines) * ITEM] * len(self.tiles)
+        ids, positions, slots, begins, ends, wanted, tables, *items = mx.split(
+            plan, np.cumsum(sizes)[:-1].tolist()
+        )
+        plans = {
+            shape: RaggedPlan(begins, ends, tables, each.reshape(-1, ITEM), arrived)
+            for shape, each in zip(self.tiles, items, strict=True)
+        }
+        return ids, RaggedArrays(positions, slots, wanted, plans)
+
+
+class RaggedRunner:
+    """Runs passes of a model over rows of a pool, compiled once for each of `sizes`.
+
+    A pass has `rows` spans at most. Padding lines write nothing and see nothing.
+    """
+
+    def __init__(self, model: Model, pool: KVPool, rows: int, tiles: Sequence[TileShape]) -> None:
+        self._model, self._pool, self._rows = model, pool, rows
+        self._tiles = tuple(tiles)
+        self._tables = rows * blocks_for(pool.shape.capacity)
+        most = max(rows, min(PASS_LINES[-1], pool.shape.chunk))
+        self.sizes = tuple(sorted({*(n for n in PASS_LINES if n < most), most}))
+        self._arrived = ragged_attention.counters(max(tile.kv_heads for tile in tiles))
+        self._none = mx.zeros((rows,), dtype=mx.int32)
+        self._pass = CompiledPasses(self._one_pass, max_passes=2 * len(self.sizes))
+        self._computed: set[PlanShape] = set()
+
+    def is_new(self, spans: Sequence[RowSpan], wanted: int) -> bool:
+        """Returns whether a pass over these spans was not computed before."""
+        return self._shape(sum(span.count for span in spans), wanted) not in self._computed
+
+    def step(
+        self,
+        spans: Sequence[RowSpan],
+        ids: Sequence[int],
+        drawn: mx.array | None,
+        wanted: Sequence[int],
+    ) -> mx.array:
+        """See Layout.step. Returns logits of nothing in particular where none are wanted."""
+        shape = self._shape(len(ids), len(wanted))
+        for span in spans:
+            cast(PagedRow, span.row).reserve(span.row.offset + span.count)
+        plan = mx.array(self._packed(shape, spans, ids, wanted))
+        logits = self._pass(shape, shape, plan, self._padded(drawn))
+        self._computed.add(shape)
+        for span in spans:
+            span.row.advance(span.count)
+        return logits[: len(wanted)] if wanted else logits
+
+    def _shape(self, lines: int, wanted: int) -> PlanShape:
+        """Returns the shape of a pass over so many lines, of which `wanted` get logits."""
+        padded = next((size for size in self.sizes if size >= lines), lines)
+        most = min(padded, self._rows)
+        return PlanShape(padded, most if wanted <= most else padded, self._tables, self._tiles)
+
+    def _padded(self, drawn: mx.array | None) -> mx.array:
+        """Returns the tokens in flight as an array [rows]."""
+        if drawn is None:
+            return self._none
+        return mx.concatenate([drawn, self._none[: self._rows - drawn.shape[0]]])
+
+    def _packed(
+        self, shape: PlanShape, spans: Sequence[RowSpan], ids: Sequence[int], wanted: Sequence[int]
+    ) -> Int32s:
+        """Returns the numbers of a pass in the order of PlanShape.arrays."""
+        seen, tables = _seen(spans)
+        ends = np.cumsum(seen.lines, dtype=np.int32)
+        used = len(ids)
+        packed = np.zeros((shape.size,), dtype=np.int32)
+        given, positions, slots, begins, stops = packed[: 5 * shape.lines].reshape(5, -1)
+        given[:used] = ids
+        begins[:], stops[:] = visible_ranges(seen, shape.lines)
+        positions[:used] = stops[:used] - 1
+        blocks = np.repeat(seen.tables, seen.lines) + positions[:used] // KV_BLOCK_TOKENS
+        slots[:used] = tables[blocks] * KV_BLOCK_TOKENS + positions[:used] % KV_BLOCK_TOKENS
+        slots[used:] = NOT_WRITTEN
+        at = 5 * shape.lines
+        packed[at : at + len(wanted)] = ends[list(wanted)] - 1
+        at += shape.wanted
+        packed[at : at + len(tables)] = tables
+        at += shape.tables
+        for tiles in shape.tiles:
+            items = work_items(seen, tiles, shape.lines).reshape(-1)
+            packed[at : at + items.size] = items
+            at += items.size
+        return packed
+
+    def _one_pass(self, shape: PlanShape, plan: mx.array, drawn: mx.array) -> mx.array:
+        """Returns logits [wanted, vocabulary]."""
+        ids, arrays = shape.arrays(plan, self._arrived)
+        ids = mx.where(ids >= 0, ids, drawn[mx.maximum(-1 - ids, 0)])
+        return self._model(ids, RaggedBatch(self._pool, arrays))
+
+
+def _seen(spans: Sequence[RowSpan]) -> tuple[Spans, Int32s]:
+    """Returns what the spans see, their rows advanced, and the block tables of their rows."""
+    tables = Numbers("i")
+    places = []
+    for span in spans:
+        places.append(len(tables))
+        tables.extend(cast(PagedRow, span.row).table)
+    lines = np.array([span.count for span in spans], dtype=np.int32)
+    ends = np.array([span.row.offset + span.count for span in spans], dtype=np.int32)
+    first = np.cumsum(lines, dtype=np.int32) - lines
+    where = np.array(places, dtype=np.int32)
+    found = Spans(first, lines, where, ends, np.zeros_like(lines))
+    return found, np.frombuffer(tables, dtype=np.int32)

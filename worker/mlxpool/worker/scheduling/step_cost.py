@@ -1,0 +1,111 @@
+"""Predicts the time of a pass from what it computes, by a fit to measured passes. Pure.
+
+seconds = a + b * lines + c * keys + d * pairs + e * drawn. The coefficients are fitted to the
+newest passes, none of them negative; passes that compiled something are not observed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mlxpool.worker.scheduling.scheduler import Span
+
+OBSERVATIONS = 128  # passes of a kind (with prompts, without) that a fit takes into account
+FIT_INTERVAL = 16  # observations between two fits
+MIN_OBSERVATIONS = 2
+# The sizes of lines, keys, pairs and drawn tokens that the fit counts as one.
+_UNITS = np.array([1.0, 1e3, 1e5, 1e6, 1e2])
+_RIDGE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a pass computes: its inputs, the keys that its decode rows read, pairs, drawn tokens."""
+
+    lines: int = 0
+    keys: int = 0  # of decode rows
+    pairs: int = 0  # of queries and keys in chunks
+    drawn: int = 0
+
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> Self:
+        """The load of a pass over these spans."""
+        load = cls()
+        for span in spans:
+            load = load.with_span(span)
+        return load
+
+    def with_span(self, span: Span) -> Self:
+        """The load with one span more."""
+        keys, pairs = (span.end, 0) if span.decodes else (0, span.count * span.end)
+        return type(self)(
+            self.lines + span.count, self.keys + keys, self.pairs + pairs, self.drawn + span.draws
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepTarget:
+    """The seconds that a pass may take while sequences decode: `steps` decode steps, in bounds."""
+
+    least: float
+    most: float
+    steps: int = 5
+
+    @classmethod
+    def of_device(cls, *, on_gpu: bool) -> Self:
+        """The target of a GPU or a CPU."""
+        return cls(0.008, 0.040) if on_gpu else cls(0.2, 0.2)
+
+    def seconds(self, decode_step: float) -> float:
+        """The target beside decode steps of so many seconds."""
+        return min(self.most, max(self.least, self.steps * decode_step))
+
+
+class StepCost:
+    """The fitted coefficients; 0 seconds are predicted before the first fit."""
+
+    def __init__(self) -> None:
+        self._rows: deque[tuple[list[float], float]] = deque(maxlen=OBSERVATIONS)
+        self._mixed: deque[tuple[list[float], float]] = deque(maxlen=OBSERVATIONS)
+        self._weights = [0.0] * 5
+        self._since = 0
+
+    def seconds(self, load: Load) -> float:
+        """The predicted time of a pass."""
+        a, b, c, d, e = self._weights
+        return a + b * load.lines + c * load.keys + d * load.pairs + e * load.drawn
+
+    def observe(self, load: Load, seconds: float) -> None:
+        """Takes a measured pass into account."""
+        features = [1.0, load.lines, load.keys, load.pairs, load.drawn]
+        (self._mixed if load.pairs else self._rows).append((features, seconds))
+        self._since += 1
+        count = len(self._rows) + len(self._mixed)
+        if self._since >= FIT_INTERVAL or MIN_OBSERVATIONS <= count < FIT_INTERVAL:
+            self._since = 0
+            self._fit()
+
+    def _fit(self) -> None:
+        """Least squares of relative errors; a negative coefficient is dropped and fitted again."""
+        every = [*self._rows, *self._mixed]
+        seconds = np.maximum(np.array([took for _, took in every]), 1e-9)
+        features = np.array([row for row, _ in every]) / _UNITS / seconds[:, None]
+        kept = list(range(5))
+        while kept:
+            part = features[:, kept]
+            square = part.T @ part
+            square += _RIDGE * np.trace(square) * np.eye(len(kept))
+            found = np.linalg.solve(square, part.sum(axis=0))
+            if (found >= 0).all():
+                break
+            kept.pop(int(found.argmin()))
+        weights = np.zeros(5)
+        if kept:
+            weights[kept] = found
+        self._weights = (weights / _UNITS).tolist()
