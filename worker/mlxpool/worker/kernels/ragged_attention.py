@@ -1,0 +1,196 @@
+"""Attention of all lines of a step over a block pool, in one call of a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.kernels import block_write
+from mlxpool.worker.kernels.kernel_builder import (
+    HALF_DTYPES,
+    WARP_SIZE,
+    Constant,
+    build_kernel,
+    kernel_works,
+)
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.kernels.work_list import (
+    PART_UNITS,
+    TILE_ROWS,
+    UNIT_ROWS,
+    Spans,
+    TileShape,
+    visible_ranges,
+    work_items,
+)
+
+INPUTS = ("q", "keys", "values", "begins", "ends", "tables", "items", "sinks", "arrived")
+HEAD_SIZES = range(16, 257, 16)
+MAX_GROUP = 16  # query heads of a key head
+WARPS = 4  # of a thread block
+WIDE = 128  # numbers of a head above which fewer keys are in shared memory at a time
+LINE_GAP = 8  # numbers between lines of shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedPlan:
+    """What the lines of a step see: int32 arrays, whose shapes are all that is compiled.
+
+    Line t sees the cache indices [begins[t], ends[t]) [T]. `tables` [C] are the block tables of all
+    rows behind one another; `items` [W, 8] is the work list of work_list.work_items. `arrived`, see
+    `counters`; the layers of a step run one after the other, so all use the same array.
+    """
+
+    begins: mx.array
+    ends: mx.array
+    tables: mx.array
+    items: mx.array
+    arrived: mx.array
+
+
+def supports(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dtype) -> bool:
+    """Returns whether `attend` supports heads of these sizes."""
+    fits = key_dim == value_dim and key_dim in HEAD_SIZES
+    return fits and heads % pairs == 0 and heads // pairs <= MAX_GROUP and dtype in HALF_DTYPES
+
+
+def counters(pairs: int) -> mx.array:
+    """Returns zeros that count the finished parts of tiles; every call leaves them zeros."""
+    return mx.zeros((pairs * PART_UNITS,), dtype=mx.int32)
+
+
+def attend(
+    q: mx.array,
+    pools: tuple[mx.array, mx.array],
+    plan: RaggedPlan,
+    scores: ScoreParams,
+    window: int = 0,
+) -> mx.array:
+    """Attends with q [T, H, D], rotated, to pools [blocks, KV, block, D] -> [T, H, D].
+
+    q may be a view. Of what it sees, a line reads the last `window` keys; 0: all. Lines that see
+    nothing, and the padding lines of the work list, get zeros; lines that no item has get anything.
+    """
+    lines, heads, size = q.shape
+    _, pairs, block, _ = pools[0].shape
+    dtype, sunk = pools[0].dtype, scores.sinks is not None
+    made = _kernel(
+        heads // pairs, pairs, size, block, dtype, window, scores.scale, scores.softcap, sunk
+    )
+    sinks = mx.zeros((1,)) if scores.sinks is None else scores.sinks.astype(mx.float32)
+    inputs = [
+        q.astype(dtype), *pools, plan.begins, plan.ends, plan.tables, plan.items, sinks,
+        plan.arrived,
+    ]  # fmt: skip
+    found: list[mx.array] = made(
+        inputs=inputs,
+        grid=(pairs * WARPS * WARP_SIZE, plan.items.shape[0], 1),
+        threadgroup=(WARPS * WARP_SIZE, 1, 1),
+        output_shapes=[(lines, heads, size), (pairs * PART_UNITS * UNIT_ROWS * (size + 2),)],
+        output_dtypes=[dtype, mx.float32],
+    )
+    return found[0].astype(q.dtype)
+
+
+@cache
+def works(group: int, pairs: int, size: int, dtype: mx.Dtype) -> bool:
+    """Returns whether both kernels of a layer are right here; tries them once, logs if not."""
+    return kernel_works("ragged attention", lambda: _is_right(TileShape(group, pairs), size, dtype))
+
+
+def _is_right(shape: TileShape, size: int, dtype: mx.Dtype) -> bool:
+    """Compares a token after many, in parts, and a chunk with MLX's operations."""
+    block, longest, lines, pairs = 256, 200, TILE_ROWS // 2, shape.kv_heads
+    heads = pairs * shape.group
+    random = (
+        mx.random.normal((longest + lines, n, size), key=mx.random.key(salt))
+        for salt, n in enumerate((heads, pairs, pairs))
+    )
+    q, k, v = (one.astype(dtype) for one in random)
+    pools = mx.zeros((2, pairs, block, size), dtype), mx.zeros((2, pairs, block, size), dtype)
+    mx.eval(q, k, v, pools)
+    slots = mx.array([*range(longest), *range(block, block + lines)], dtype=mx.int32)
+    rotated = block_write.rotate_and_write(q, k, v, pools, slots, None)[longest - 1 :]
+    columns = ([0, 1], [1, lines], [0, 1], [longest, lines], [0, 0])
+    spans = Spans(*(np.array(one, dtype=np.int32) for one in columns))
+    begins, ends = (mx.array(one) for one in visible_ranges(spans, lines + 1))
+    items = mx.array(work_items(spans, shape, lines + 1))
+    tables = mx.array([0, 1], dtype=mx.int32)
+    plan = RaggedPlan(begins, ends, tables, items, counters(pairs))
+    found = attend(rotated, pools, plan, ScoreParams(0.1))
+    for here, asked, masked in (
+        (slice(0, longest), slice(longest - 1, longest), False),
+        (slice(longest, None), slice(longest, None), True),
+    ):
+        key, value = (mx.repeat(one[here], shape.group, axis=1) for one in (k, v))
+        products = mx.einsum("qhd,khd->hqk", q[asked].astype(mx.float32), key.astype(mx.float32))
+        if masked:
+            products = products + mx.triu(mx.full((lines, lines), -mx.inf), 1)
+        shares = mx.softmax(products * 0.1, axis=-1)
+        expected = mx.einsum("hqk,khd->qhd", shares, value.astype(mx.float32))
+        mine = found[1:] if masked else found[:1]
+        if not mx.allclose(mine.astype(mx.float32), expected, 0.05, 0.05).item():
+            return False
+    return True
+
+
+def shared_bytes(rows: int, size: int, decode_rows: int) -> int:
+    """Returns the shared memory of a thread block: two stages of keys and values, or warps' sums.
+
+    Queries that do not stay in registers have memory, too.
+    """
+    line, keys = (size + LINE_GAP) * 2, keys_of(size)
+    queries = rows * line if rows * size > 64 * WIDE else 0
+    return max(4 * keys * line + queries, WARPS * decode_rows * (size + 2) * 4)
+
+
+def keys_of(size: int) -> int:
+    """Returns the keys of `size` numbers that are in shared memory at a time."""
+    return 64 if size <= WIDE else 32
+
+
+@cache
+def _kernel(
+    group: int,
+    pairs: int,
+    size: int,
+    block: int,
+    dtype: mx.Dtype,
+    window: int,
+    scale: float,
+    softcap: float,
+    sinks: bool,
+) -> Any:
+    tiles = TileShape(group, pairs)
+    constants: dict[str, Constant] = {
+        "GROUP": group,
+        "HEADS": pairs,
+        "SIZE": size,
+        "BLOCK": block,
+        "WINDOW": window,
+        "SCALE": float(scale),
+        "CAP": float(softcap),
+        "SINKS": sinks,
+        "DECODE_ROWS": tiles.decode_rows,
+        "DECODE_UNITS": tiles.decode_rows // UNIT_ROWS,
+        "MATRICES": TILE_ROWS // (16 * WARPS),
+        "TILE_UNITS": TILE_ROWS // UNIT_ROWS,
+        "UNIT_ROWS": UNIT_ROWS,
+        "UNITS": PART_UNITS,
+        "KEYS": keys_of(size),
+        "N": dtype,
+    }
+    blocks = 4 if size <= WIDE // 2 else 3 if size <= WIDE else 2
+    return build_kernel(
+        "ragged_attention",
+        INPUTS,
+        ["out", "partial"],
+        constants,
+        shared=shared_bytes(TILE_ROWS, size, tiles.decode_rows),
+        bounds=(WARPS * WARP_SIZE, blocks),
+        end="part_sums.cuh",
+    )

@@ -1,0 +1,138 @@
+"""Divides the attention of a step into tiles for thread blocks. Imports no MLX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers: TypeAlias = npt.NDArray[np.int32]
+
+TILE_ROWS = 64  # query rows of a tile of a chunk
+UNIT_ROWS = 8  # query rows for which a unit of partial sums has memory
+PART_UNITS = 512  # units of partial sums of a step
+EXTRA_ITEMS = 64  # items beyond one a line
+FULL_GPU_BLOCKS = 352  # thread blocks that a large GPU surely runs at a time
+MIN_DECODE_KEYS = 128  # keys of a part; shorter parts cost more than they save
+MIN_CHUNK_KEYS = 512
+STEP_KEYS = 64  # parts but the last have a multiple of it
+# The columns of an item.
+FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """The tiles of a model: `group` query heads share each of `kv_heads` key heads."""
+
+    group: int
+    kv_heads: int
+
+    @property
+    def lines(self) -> int:
+        """Lines of a tile of a chunk."""
+        return TILE_ROWS // self.group
+
+    @property
+    def decode_rows(self) -> int:
+        """The most query rows of a tile whose warps share the keys."""
+        return 8 if self.group <= 8 else 16
+
+    @property
+    def decode_lines(self) -> int:
+        """The most lines of such a tile."""
+        return self.decode_rows // self.group
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Neighbouring lines of rows: int32 arrays [S]; the spans lie one behind another from line 0.
+
+    The last line of a span sees cache indices [begin, end), each line before it one key less.
+    `tables` are the places of the rows' block tables in the table of all rows.
+    """
+
+    first_lines: Numbers
+    lines: Numbers
+    tables: Numbers
+    ends: Numbers
+    begins: Numbers
+
+
+def capacity_of(lines: int) -> int:
+    """Returns the items of the work list of a step of `lines` lines."""
+    return lines + EXTRA_ITEMS
+
+
+def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
+    """Returns the work list [capacity_of(lines), 8] of a step of `lines` lines, padding included.
+
+    An item is a tile: its first line, lines, table, the keys [low, high) that its lines see, a part
+    of these keys and the count of parts, and the first unit of its partial sums, which names its
+    counter, too. Items without parts fill padding lines with zeros; items without lines are unused.
+    Thread blocks begin with the items of most keys.
+    """
+    tiles = _tiles(spans, shape)
+    count, keys = tiles.shape[0], tiles[:, HIGH] - tiles[:, LOW]
+    decodes = tiles[:, LINES] <= shape.decode_lines
+    units = np.where(decodes, shape.decode_rows // UNIT_ROWS, TILE_ROWS // UNIT_ROWS)
+    used = int(tiles[-1, FIRST_LINE] + tiles[-1, LINES]) if count else 0
+    padding = range(used, lines, TILE_ROWS)
+    # Parts are at most total / bound more than tiles, and at most twice that are of divided tiles.
+    # Both stay within the capacities, and no thread block has more keys than its share.
+    total = int(keys.sum())
+    extra = capacity_of(lines) - count - len(padding)
+    weight = int((keys * units).sum())
+    bound = max(total * shape.kv_heads / FULL_GPU_BLOCKS, total / extra, 2 * weight / PART_UNITS)
+    least = np.where(decodes, MIN_DECODE_KEYS, MIN_CHUNK_KEYS)
+    parts = np.maximum(np.ceil(keys / np.maximum(bound, least)), 1).astype(np.int32)
+    found = np.zeros((capacity_of(lines), 8), dtype=np.int32)
+    each = -(-keys // parts)
+    order = np.argsort(-each, kind="stable")
+    tiles[:, PARTS] = parts
+    needed = np.where(parts > 1, parts * units, 0)
+    tiles[:, UNIT] = np.cumsum(needed) - needed
+    tiles, parts = tiles[order], parts[order]
+    items = int(parts.sum())
+    if items == count:
+        found[:count] = tiles
+    else:
+        found[:items] = np.repeat(tiles, parts, axis=0)
+        found[:items, PART] = np.arange(items) - np.repeat(np.cumsum(parts) - parts, parts)
+    for n, first in enumerate(padding):
+        found[items + n, :2] = first, min(TILE_ROWS, lines - first)
+    return found
+
+
+def _tiles(spans: Spans, shape: TileShape) -> Numbers:
+    """Returns the tiles [N, 8] of the spans in the order of their lines."""
+    columns = (spans.first_lines, spans.lines, spans.tables, spans.begins, spans.ends)
+    if not (spans.lines > shape.decode_lines).any():
+        tiles = np.zeros((spans.lines.shape[0], 8), dtype=np.int32)
+        for column, numbers in enumerate(columns):
+            tiles[:, column] = numbers
+        return tiles
+    counts = -(-spans.lines // np.where(spans.lines <= shape.decode_lines, 1, shape.lines))
+    counts = np.where(spans.lines <= shape.decode_lines, 1, counts)
+    first, lines, tables, begins, ends = (np.repeat(one, counts) for one in columns)
+    before = np.arange(first.shape[0]) - np.repeat(np.cumsum(counts) - counts, counts)
+    before *= shape.lines
+    mine = np.minimum(lines - before, shape.lines)
+    tiles = np.zeros((first.shape[0], 8), dtype=np.int32)
+    tiles[:, FIRST_LINE], tiles[:, LINES], tiles[:, TABLE] = first + before, mine, tables
+    tiles[:, LOW], tiles[:, HIGH] = begins, ends - lines + before + mine
+    return tiles
+
+
+def visible_ranges(spans: Spans, lines: int) -> tuple[Numbers, Numbers]:
+    """Returns the first key that each of `lines` lines sees, and one behind the last.
+
+    Padding lines see none.
+    """
+    used = int(spans.lines.sum())
+    begins, ends = np.zeros((2, lines), dtype=np.int32)
+    begins[:used] = np.repeat(spans.begins, spans.lines)
+    last = spans.ends - spans.first_lines - spans.lines + 1
+    ends[:used] = np.repeat(last, spans.lines) + np.arange(used)
+    return begins, ends
