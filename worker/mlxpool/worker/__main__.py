@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
-from mlxpool.worker.system import parent_death, stack_dumps
+from mlxpool.worker.system import mlx_environment, parent_death, stack_dumps
 
 if TYPE_CHECKING:
     from mlxpool.worker.process.edge import Edge
@@ -23,6 +23,7 @@ def main() -> int:
         print("a worker is started by its broker: use `mlxpool serve`", file=sys.stderr)
         return 2
     config = WorkerConfig.from_environment(settings)
+    mlx_environment.set_mlx_environment()
     stack_dumps.dump_on_signal(config.dump_fd)
     parent_death.die_with_parent()
     from mlxpool.common import logs

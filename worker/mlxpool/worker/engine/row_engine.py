@@ -29,7 +29,7 @@ from mlxpool.worker.scheduling.step_cost import Load, StepCost
 from mlxpool.worker.weights.inspect import ModelFolder
 
 CPU_BUFFER_CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
-GPU_BUFFER_CACHE = 4 * 1024**3  # the same on a GPU, where getting them again is slow
+GPU_BUFFER_CACHE = 4 * 1024**3  # the same on a GPU, where getting them again is slow, at least
 # Bytes by which the process may grow outside MLX: requests, freed memory.
 HEAP_GROWTH = 64 * 1024 * 1024
 MIN_BLOCKS = 2  # one for a prompt and one for its completion
@@ -262,7 +262,9 @@ class RowEngine(ABC, Generic[R]):
         Raises ModelLoadFailed when too few blocks are left.
         """
         self._prefix.clear()
-        mx.set_cache_limit(self._cache)
+        # The next pass takes the buffers that this one frees; on a GPU MLX's memory limit, which
+        # counts them, gives them back before anything is refused.
+        mx.set_cache_limit(max(self._cache, self._activation_bytes * device.on_gpu()))
         mx.clear_cache()
         device.trim_heap()
         growth = min(HEAP_GROWTH, self._limit // 16) if device.non_mlx_bytes() else 0
