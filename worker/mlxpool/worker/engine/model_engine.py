@@ -49,6 +49,7 @@ CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
 GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
 WARM_UP_PASSES = 2  # of each size; the first compiles
 UNLIMITED_TOKENS = 10**9
+ONE_ROW = Load(lines=1, drawn=1)  # a decode step of one row, which mostly reads the weights
 
 
 class ModelEngine(RowEngine[CacheRow]):
@@ -154,15 +155,10 @@ class ModelEngine(RowEngine[CacheRow]):
             lines=self._layout.sizes[-1] if self._layout.sizes else self.chunk,
             pairs=pair_budget(self.chunk),
             context=self.context,
-            seconds=self._target.seconds(self.cost.seconds(self._decode_load())),
+            seconds=self._target.seconds(self.cost.seconds(ONE_ROW)),
             ahead=int(self._lookahead),
             sizes=self._layout.sizes,
         )
-
-    def _decode_load(self) -> Load:
-        """Returns the load of a pass over the next input of each row."""
-        rows = len(self._rows)
-        return Load(rows, sum(row.offset for row in self._rows.values()), 0, rows)
 
     def submit(self, spans: Many[Span]) -> bool:
         """See Engine.submit."""

@@ -56,7 +56,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class StepTarget:
-    """The seconds that a pass may take while sequences decode: `steps` decode steps, in bounds."""
+    """The seconds that a pass may take while sequences decode.
+
+    They are those of `steps` decode steps of one row, in bounds.
+    """
 
     least: float
     most: float
@@ -68,7 +71,7 @@ class StepTarget:
         return cls(0.008, 0.040) if on_gpu else cls(0.2, 0.2)
 
     def seconds(self, decode_step: float) -> float:
-        """The target beside decode steps of so many seconds."""
+        """The target of a model whose decode step takes so many seconds."""
         return min(self.most, max(self.least, self.steps * decode_step))
 
 
