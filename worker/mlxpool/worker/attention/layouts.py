@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.deterministic import DeterministicBatch
+from mlxpool.worker.attention.deterministic import exact_attention
+from mlxpool.worker.attention.dot_product import causal_attention
 from mlxpool.worker.attention.kernel_trials import kernels_read, kernels_write
 from mlxpool.worker.attention.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.paged_runner import (
@@ -22,10 +23,10 @@ from mlxpool.worker.attention.paged_runner import (
     padded_tokens,
     padded_width,
 )
-from mlxpool.worker.attention.row_batch import CacheRow, RowBatch, RowSpan
+from mlxpool.worker.attention.row_batch import CacheRow, RowBatch, RowSpan, singles_first
 from mlxpool.worker.attention.row_cache import RowCache, RowShape
 from mlxpool.worker.attention.row_copies import RowStore
-from mlxpool.worker.attention.slab_batch import SlabRunner
+from mlxpool.worker.attention.slab_batch import SlabRowBatch, SlabRunner
 from mlxpool.worker.attention.slabs import SLAB_BLOCKS, SlabRow, Slabs
 from mlxpool.worker.caches.kinds import CacheKind, FullCache, StateCache, WindowCache
 from mlxpool.worker.caches.specs import RecurrentSpec
@@ -52,13 +53,14 @@ class Layout:
     name = "rows"  # that operators see
     store: Any  # a prefix.store.Store
     spare = 0  # bytes that may be allocated for unused blocks
+    batch = RowBatch  # that describes a pass to the model
     shares_arrays = False  # whether a failed pass may have damaged all rows
     holds_prefixes = False  # whether entries of the prefix cache share its memory
     blocks = 0  # in all, where it holds prefixes
 
     def __init__(self, shape: RowShape, model: Model, *, deterministic: bool) -> None:
         self._model = model
-        self._step = DeterministicBatch if deterministic else RowBatch
+        self._attention = exact_attention if deterministic else causal_attention
         self._fixed = shape.fixed_bytes
         self._deterministic = deterministic
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
@@ -70,15 +72,37 @@ class Layout:
     def reserve(self, row: Any, tokens: int) -> None:
         """Allocates memory for so many tokens, where writing would not."""
 
-    def forward(self, spans: Sequence[RowSpan], ids: mx.array, *, logits: bool) -> mx.array:
-        """Builds one pass over tokens `ids` [T] and advances the rows; computes nothing yet.
+    def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> mx.array:
+        """Builds one pass over the tokens `ids` [T] of all spans and advances the rows.
 
-        Returns logits [R, vocabulary] of the last token of each span, or arrays to evaluate.
+        The spans are of different rows, in any mixture of single tokens and chunks. Returns logits
+        [E, vocabulary] of the last tokens of the spans whose numbers are in `wanted`, in that
+        order; without any, an array without meaning. Nothing is computed yet: the evaluation of
+        what is returned completes the pass.
         """
-        step = self._step(spans, logits=logits)
+        if self._is_decode(spans, wanted):
+            return self._decode([span.row for span in spans], ids)
+        spans, ids, wanted = singles_first(spans, ids, wanted)
+        step = self.batch(spans, wanted, self._attention)
         out = self._model(ids, step)
         step.done()
-        return out
+        # Without logits nothing of the last layer is needed but what it writes.
+        found = out if wanted else mx.zeros(1)
+        written = self._written([span.row for span in spans])
+        complete: list[mx.array] = mx.depends([found], written)
+        return complete[0]
+
+    def _is_decode(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
+        """Returns whether `_decode` computes the pass: one token of each row, with logits."""
+        return False
+
+    def _decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
+        """Builds a pass over one token `ids` [R] of each row; returns logits [R, vocabulary]."""
+        raise NotImplementedError
+
+    def _written(self, rows: Sequence[Any]) -> list[mx.array]:
+        """Returns the arrays whose evaluation completes all writes of a pass over `rows`."""
+        return [array for row in rows for array in row.arrays()]
 
     def prefill_last(self, row: Any, ids: mx.array) -> mx.array | None:
         """Builds the pass over the last prompt tokens `ids` [T] of a row and advances the row.
@@ -90,7 +114,7 @@ class Layout:
         count = ids.shape[0]
         if self._deterministic or self.store.stateful or count > CHUNK_WIDTHS[-1]:
             return None
-        return self.forward([RowSpan(row, count)], ids, logits=True)
+        return self.forward([RowSpan(row, count)], ids, [0])
 
     @property
     def max_batch_rows(self) -> int:
@@ -118,7 +142,7 @@ class Layout:
 
         Returns logits [R, vocabulary].
         """
-        return self.forward([RowSpan(row, 1) for row in rows], ids, logits=True)
+        return self.forward([RowSpan(row, 1) for row in rows], ids, range(len(rows)))
 
     def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
         """Compiles the passes that up to `rows` rows of up to `context` tokens need."""
@@ -134,6 +158,7 @@ class SlabLayout(Layout):
     """Rows share slabs of blocks, for the CPU: see slabs.py."""
 
     name = "slabs"
+    batch = SlabRowBatch
     shares_arrays = True
 
     def __init__(self, shape: RowShape, model: Model, *, deterministic: bool) -> None:
@@ -153,9 +178,18 @@ class SlabLayout(Layout):
         row.reserve(tokens)
         mx.eval(row.arrays())
 
-    def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
+    def _is_decode(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
-        return super().decode(rows, ids) if self._deterministic else self._runner(rows, ids)
+        return not self._deterministic and is_plain_decode(spans, wanted)
+
+    def _decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
+        """See Layout."""
+        return self._runner(rows, ids)
+
+    def _written(self, rows: Sequence[Any]) -> list[mx.array]:
+        """See Layout."""
+        slabs = {slab: None for row in rows for slab, _ in row.table}
+        return [array for slab in slabs for array in (*slab.keys, *slab.values)]
 
     def invalidate(self) -> None:
         """See Layout."""
@@ -180,17 +214,23 @@ class PagedLayout(Layout):
         self.compiles_chunks = reads and not deterministic and shape.dtype in HALF_DTYPES
         self.runner = PagedRunner(model, self.pool)
 
-    def forward(self, spans: Sequence[RowSpan], ids: mx.array, *, logits: bool) -> mx.array:
+    def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> mx.array:
         """See Layout. A short chunk is computed by a compiled pass."""
-        if logits or not self._token_by_token(spans):
-            return super().forward(spans, ids, logits=logits)
-        return self.runner.chunk(cast(PagedRow, spans[0].row), ids)
+        if self._is_decode(spans, wanted) or not self._token_by_token(spans):
+            return super().forward(spans, ids, wanted)
+        return self.runner.chunk(cast(PagedRow, spans[0].row), ids, logits=bool(wanted))
 
-    def prefill_last(self, row: Any, ids: mx.array) -> mx.array | None:
+    def _is_decode(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
-        if not self._token_by_token([RowSpan(row, ids.shape[0])]):
-            return super().prefill_last(row, ids)
-        return self.runner.chunk(row, ids, logits=True)
+        return not self._deterministic and is_plain_decode(spans, wanted)
+
+    def _decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
+        """See Layout."""
+        return self.runner(rows, ids)
+
+    def _written(self, rows: Sequence[Any]) -> list[mx.array]:
+        """See Layout. The rows share the arrays of the pool."""
+        return self.pool.written()
 
     @property
     def max_batch_rows(self) -> int:
@@ -220,10 +260,6 @@ class PagedLayout(Layout):
     def _token_by_token(self, spans: Sequence[RowSpan]) -> bool:
         return self.compiles_chunks and not self.runner.gathers and _short(spans)
 
-    def decode(self, rows: Sequence[Any], ids: mx.array) -> mx.array:
-        """See Layout."""
-        return super().decode(rows, ids) if self._deterministic else self.runner(rows, ids)
-
     def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
         """See Layout."""
         self.pool.copy(self.pool.spare, self.pool.spare)
@@ -240,6 +276,11 @@ class PagedLayout(Layout):
     def close(self) -> None:
         """See Layout."""
         self.pool.arrays = []
+
+
+def is_plain_decode(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
+    """Returns whether every span is one token that gets logits, in the order of the spans."""
+    return list(wanted) == list(range(len(spans))) and all(span.count == 1 for span in spans)
 
 
 def _short(spans: Sequence[RowSpan]) -> bool:

@@ -145,8 +145,7 @@ class ModelEngine(RowEngine[CacheRow]):
 
     def _compute(self, row: CacheRow, ids: list[int]) -> None:
         tokens = mx.array(ids, dtype=mx.int32)
-        self._layout.forward([RowSpan(row, len(ids))], tokens, logits=False)
-        mx.eval(row.arrays())
+        mx.eval(self._layout.forward([RowSpan(row, len(ids))], tokens, ()))
 
     def _prefill_last(self, seq: Sequence, row: CacheRow, ids: list[int]) -> bool:
         logits = self._layout.prefill_last(row, mx.array(ids, dtype=mx.int32))
